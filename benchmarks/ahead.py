@@ -22,7 +22,7 @@ from areno.bench.areno_contender import ArenoContender
 from areno.bench.arguments import Settings, positive, raise_problems
 from areno.engine.requests import requests_of_rest
 from areno.run.group_selection import DECISION_STEPS, Admission, Group, n_tokens
-from areno.run.groups_in_flight import InFlight
+from areno.run.groups_in_flight import GroupsInFlight
 from areno.types import GenerationOutput, GenerationRequest, PromptItem, SamplingParams
 from benchmarks.turns import in_turn
 
@@ -99,7 +99,7 @@ class _Steps:
         prompts = settings.work.prompts(ours.vocab_size, 0)
         self.items = [PromptItem(prompt="", text="", tokens=tokens) for tokens in prompts]
         limit = settings.max_head_offpolicyness if n_ahead else 0
-        self.in_flight = InFlight(lambda indices: [], settings.work.n_samples, limit)
+        self.in_flight = GroupsInFlight(lambda indices: [], settings.work.n_samples, limit)
         self.at_once = settings.at_once or settings.work.n_rows
         self.n_batches = 0
         self.steps: list[_Step] = []

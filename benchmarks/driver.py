@@ -25,7 +25,7 @@ from unittest import mock
 from areno.bench.__main__ import checked_model
 from areno.bench.arguments import Settings, positive
 from areno.bench.work import Work
-from areno.cost.flops import Cost
+from areno.cost.flops import TokenCost
 from areno.cost.token_budget import SCORE, TRAIN
 from areno.engine import engine as engine_module
 from areno.engine.processes.messages import Outputs, pack
@@ -169,7 +169,7 @@ class SimulatedWorkers:
 
     def _info(self) -> EngineInfo:
         return EngineInfo(
-            n_params=Cost.of(self._config, 2).n_params,
+            n_params=TokenCost.from_config(self._config, 2).n_params,
             context_len=self._config.max_position_embeddings,
             vocab_size=self._config.vocab_size,
             device="simulated",
@@ -177,7 +177,7 @@ class SimulatedWorkers:
             attn_backend="sdpa",
             memory_gib=0.0,
             device_bytes=0,
-            cost=Cost.of(self._config, 2),
+            cost=TokenCost.from_config(self._config, 2),
         )
 
     def _begin_rollout(self, spec: RolloutSpec) -> RequestLimits:

@@ -146,7 +146,7 @@ async def run_episode(
             episode.messages.append(message)
             if choice.finish_reason == "length":
                 episode.ended = "length"
-            elif await _advance(environment, message, episode):
+            elif await _answer_assistant(environment, message, episode):
                 episode.ended = "done"
             elif len(episode.turns) == max_turns:
                 episode.ended = "max_turns"
@@ -165,7 +165,7 @@ async def replay(environment: Environment, messages: Sequence[Message]) -> float
     try:
         await _call_method(environment.reset)
         for message in messages:
-            if message.get("role") == "assistant" and await _advance(environment, message, episode):
+            if message.get("role") == "assistant" and await _answer_assistant(environment, message, episode):
                 break
     finally:
         await _call_method(environment.close)
@@ -191,7 +191,7 @@ def agent_of(
 
         from areno.agents.trajectories import AgentTrajectory, AgentTrajectoryTurn
 
-        async def run_one(item: Any) -> Any:
+        async def run_item(item: Any) -> Any:
             episode = await run_episode(make(item), client, max_turns=max_turns, **request)
             turns = [AgentTrajectoryTurn(item, turn.messages, turn.response, turn.tools) for turn in episode.turns]
             return AgentTrajectory(turns=turns)
@@ -199,7 +199,7 @@ def agent_of(
         url = ctx.get_base_url()
         # timeout=None: the server limits the time of each request.
         async with AsyncOpenAI(base_url=url, api_key=ctx.api_key, max_retries=0, timeout=None) as client:
-            found = await asyncio.gather(*map(run_one, batch.iter_samples()), return_exceptions=True)
+            found = await asyncio.gather(*map(run_item, batch.iter_samples()), return_exceptions=True)
         errors = [each for each in found if isinstance(each, BaseException)]
         for error in errors:
             if len(errors) == len(found) or not isinstance(error, Exception):
@@ -223,7 +223,7 @@ def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[f
     return reward_fn
 
 
-async def _advance(environment: Environment, message: Message, episode: Episode) -> bool:
+async def _answer_assistant(environment: Environment, message: Message, episode: Episode) -> bool:
     """Pass an assistant message to the environment, and return whether the task is over.
 
     The messages and the reward that the method returns are appended to `episode`, and an error message for each invalid

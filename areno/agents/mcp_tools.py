@@ -43,7 +43,7 @@ class McpEnvironment(Environment):
             raise ConfigError("tools of MCP servers need the mcp package: pip install 'areno[mcp]'") from error
         for server in self._servers:
             client = await self._open.enter_async_context(Client(server, read_timeout_seconds=self._timeout_s))
-            for tool in await _all_tools(client):
+            for tool in await _list_tools(client):
                 if tool.name in self._client_of:
                     raise ConfigError(f"two MCP servers have a tool {tool.name!r}; give them different names")
                 self._client_of[tool.name] = client
@@ -53,12 +53,12 @@ class McpEnvironment(Environment):
 
     async def step(self, tool_calls: list[Call]) -> StepResult:
         """Call the tools one after the other. An error of a tool becomes a message for the model."""
-        return [call.result(await self._result(call)) for call in tool_calls], 0.0, False
+        return [call.result(await self._call_tool(call)) for call in tool_calls], 0.0, False
 
     async def close(self) -> None:
         await self._open.aclose()
 
-    async def _result(self, call: Call) -> str:
+    async def _call_tool(self, call: Call) -> str:
         from mcp import MCPError
 
         try:
@@ -72,7 +72,7 @@ class McpEnvironment(Environment):
         return f"error: {text}" if result.is_error else text
 
 
-async def _all_tools(client: Any) -> list[Any]:
+async def _list_tools(client: Any) -> list[Any]:
     """Return all tools of an MCP server, from all pages of its tool list."""
     page = await client.list_tools()
     tools = list(page.tools)

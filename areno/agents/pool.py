@@ -98,11 +98,11 @@ class AgentPool(WorkerPool[AgentConfig]):
         """
         found: dict[int, AgentOutcome] = {}
 
-        def done(index: int, outcome: AgentOutcome) -> None:
+        def store_outcome(index: int, outcome: AgentOutcome) -> None:
             found[index] = outcome
             on_done(index, outcome)
 
-        self.begin(items, context, done)
+        self.begin(items, context, store_outcome)
         self.run_until(lambda: len(found) == len(items), lambda: on_wait(len(found)))
         return [found[index] for index in range(len(items))]
 
@@ -183,12 +183,12 @@ class _PendingCalls:
         found. Other items are sent to the process that has the fewest, which may be busy.
         """
         idle = [worker for worker in workers if worker.is_idle]
-        suspects = next((group for group in self.groups if self._is_suspect(group)), None)
+        suspects = next((group for group in self.groups if self._was_in_lost_process(group)), None)
         if suspects is not None and idle:
             self.groups.remove(suspects)
             return idle[0], suspects
-        fresh = next((group for group in self.groups if not self._is_suspect(group)), None)
-        free = [worker for worker in workers if not self._is_suspect(worker.chunk)]
+        fresh = next((group for group in self.groups if not self._was_in_lost_process(group)), None)
+        free = [worker for worker in workers if not self._was_in_lost_process(worker.chunk)]
         if fresh is None or not free:
             return None
         worker = min(free, key=lambda worker: len(worker.chunk))
@@ -197,7 +197,7 @@ class _PendingCalls:
         self.groups.remove(fresh)
         return worker, fresh
 
-    def _is_suspect(self, numbers: Iterable[int]) -> bool:
+    def _was_in_lost_process(self, numbers: Iterable[int]) -> bool:
         """Return whether one of the items was in a process that was lost."""
         return any(self._calls[number].n_losses for number in numbers)
 
@@ -220,7 +220,7 @@ class _PendingCalls:
     def answered(self, position: int, answer: Any, span: tuple[int, int]) -> None:
         """Record (status, turns, message) for all items of a call, or one for each item."""
         answers = answer if isinstance(answer, list) else [answer] * len(self._calls[position].items)
-        self._settle(position, [AgentOutcome(*each, span=span) for each in answers])
+        self._finish_call(position, [AgentOutcome(*each, span=span) for each in answers])
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
         """Send the unfinished items of a process that left, died or hung again, or record that they failed."""
@@ -229,13 +229,13 @@ class _PendingCalls:
         elif worker.chunk:
             self._requeue(list(worker.chunk), AgentOutcome(status, None, text))
 
-    def _settle(self, number: int, outcomes: Sequence[AgentOutcome]) -> None:
+    def _finish_call(self, number: int, outcomes: Sequence[AgentOutcome]) -> None:
         call = self._calls.pop(number)
         for index, outcome in enumerate(outcomes, call.first_index):
             call.on_done(index, outcome)
 
     def _fail(self, number: int, outcome: AgentOutcome) -> None:
-        self._settle(number, [outcome] * len(self._calls[number].items))
+        self._finish_call(number, [outcome] * len(self._calls[number].items))
 
     def _requeue(self, numbers: list[int], outcome: AgentOutcome) -> None:
         """Requeue the unfinished items of a process that died or hung, in smaller groups.

@@ -112,7 +112,7 @@ class _Runner:
         self._loop = event_loop(copies.end_copy)
         # The item of each task, to find the one that blocks the loop.
         self._positions: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
-        self._loop.set_task_factory(self._new_task)
+        self._loop.set_task_factory(self._task_factory)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
         self._thread_of: dict[int, int] = {}  # position -> the thread that runs a plain function
         self._open: set[int] = set()
@@ -124,9 +124,9 @@ class _Runner:
         self._stuck_threads = False
         self._ticked: float | None = None  # time (of the clock) of the loop's last iteration; None while no agent runs
         self._idle: asyncio.Future[None] | None = None  # is done when no agent runs
-        self._sender = threading.Thread(target=self._send, daemon=True, name="agent-answers")
+        self._sender = threading.Thread(target=self._send_answers, daemon=True, name="agent-answers")
         self._sender.start()
-        for target in (self._receive, self._watch):
+        for target in (self._receive_messages, self._watch_event_loop):
             threading.Thread(target=target, daemon=True, name=f"agent{target.__name__}").start()
 
     def serve(self) -> None:
@@ -140,58 +140,58 @@ class _Runner:
             self._ticked = None
             if self._stuck_threads:
                 self._outbox.put(ForkingPickler.dumps(("left", None)))
-                self._leave()
+                self._exit()
 
     async def _until_idle(self, chunk: list[tuple[int, bytes]] | None) -> None:
         """Run the agents of a chunk, and of the chunks that arrive meanwhile, until no agent runs."""
         idle = self._idle = self._loop.create_future()
-        ticking = asyncio.ensure_future(self._tick())
+        ticking = asyncio.ensure_future(self._record_ticks())
         try:
-            self._take(chunk)
+            self._start_chunk(chunk)
             await idle
         finally:
             self._idle = None
             ticking.cancel()
 
-    def _receive(self) -> None:
+    def _receive_messages(self) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 message = self._connection.recv()
                 if isinstance(message, list):
                     self._inbox.put(message)
-                    self._loop.call_soon_threadsafe(self._take_all)
+                    self._loop.call_soon_threadsafe(self._start_arrived_chunks)
                 elif message[0] == SUSPEND:
                     self._clock.pause(message[1])
                 else:
                     self._clock.resume(message[1])
         self._inbox.put(None)
-        self._loop.call_soon_threadsafe(self._take_all)
+        self._loop.call_soon_threadsafe(self._start_arrived_chunks)
 
-    def _send(self) -> None:
+    def _send_answers(self) -> None:
         """Send the answers. Runs in a thread, which waits while the driver trains and does not read."""
         with contextlib.suppress(OSError):  # the driver has closed the connection
             while (answer := self._outbox.get()) is not None:
                 self._connection.send_bytes(answer)
 
-    def _leave(self) -> NoReturn:
+    def _exit(self) -> NoReturn:
         """End the process after all answers have been sent."""
         self._outbox.put(None)
         self._sender.join()
         os._exit(0)
 
-    def _take_all(self) -> None:
+    def _start_arrived_chunks(self) -> None:
         """Start the agents of the chunks that have arrived. If no agent runs, leave the chunks to `serve`."""
         with contextlib.suppress(Empty):
             while self._idle is not None and not self._idle.done():
-                self._take(self._inbox.get_nowait())
+                self._start_chunk(self._inbox.get_nowait())
 
-    def _take(self, chunk: list[tuple[int, bytes]] | None) -> None:
+    def _start_chunk(self, chunk: list[tuple[int, bytes]] | None) -> None:
         if chunk is None:
             assert self._idle is not None
             self._idle.set_exception(EOFError("the driver has closed the connection"))
         else:
             self._open.update(position for position, _ in chunk)
-            self._spawn(self._start(chunk))
+            self._spawn(self._start_calls(chunk))
             self._wake_if_idle()
 
     def _spawn(self, coroutine: Any) -> None:
@@ -204,7 +204,7 @@ class _Runner:
         if not self._open and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
-    async def _start(self, chunk: list[tuple[int, bytes]]) -> None:
+    async def _start_calls(self, chunk: list[tuple[int, bytes]]) -> None:
         """Start all calls of a chunk, with _START_ITERATIONS iterations of the event loop after each."""
         ends_at = self._clock.now() + self._timeout_s
         for position, payload in chunk:
@@ -226,11 +226,11 @@ class _Runner:
             else:
                 task.cancel()
                 self._stuck_threads = self._stuck_threads or not self._is_async
-                place = self._waiting_line(task, position)
+                place = self._line_of_wait(task, position)
                 answer = "timeout", None, f"not finished within {self._timeout_s:g} s (agent.timeout_s){place}"
         except BaseException as error:
-            answer = self._failure(error)
-        self._answer(position, answer)
+            answer = self._answer_of_exception(error)
+        self._send_answer(position, answer)
         self._wake_if_idle()
 
     async def _call_agent(self, payload: bytes) -> Answers:
@@ -242,7 +242,7 @@ class _Runner:
                 if self._is_async:
                     returned = await self._function(context, batch)
                 else:
-                    here, call = contextvars.copy_context(), partial(self._in_thread, context, batch)
+                    here, call = contextvars.copy_context(), partial(self._call_in_thread, context, batch)
                     returned = await self._loop.run_in_executor(self._threads, lambda: here.run(call))
                     if inspect.isawaitable(returned):
                         returned = await returned
@@ -255,9 +255,9 @@ class _Runner:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # a SystemExit would end the event loop
-            return self._failure(error)
+            return self._answer_of_exception(error)
 
-    def _in_thread(self, *given: Any) -> Any:
+    def _call_in_thread(self, *given: Any) -> Any:
         """Call a function that is not async. `self._thread_of` has the id of its thread meanwhile."""
         position = _position.get()
         assert position is not None
@@ -267,7 +267,7 @@ class _Runner:
         finally:
             del self._thread_of[position]
 
-    def _waiting_line(self, task: asyncio.Task[Any], position: int) -> str:
+    def _line_of_wait(self, task: asyncio.Task[Any], position: int) -> str:
         """Return the line in the user's file at which an agent waits, such as "; it waits at agent.py:12", if any."""
         lines = []
         at: Any = task.get_coro()
@@ -281,12 +281,12 @@ class _Runner:
             lines = [line.lineno for line in stack if line.filename == str(self._path)]
         return f"; it waits at {self._path.name}:{lines[-1]}" if lines else ""
 
-    def _failure(self, error: BaseException) -> Answer:
+    def _answer_of_exception(self, error: BaseException) -> Answer:
         """Return the answer for an exception: "filtered" if the conversation fills the context, else "error"."""
         is_full = vars(error).get("code") == CONTEXT_FULL
         return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
 
-    def _answer(self, position: int, answer: Answers) -> None:
+    def _send_answer(self, position: int, answer: Answers) -> None:
         """Send the answer to a call, unless it has one."""
         with self._answering:
             if position in self._open:
@@ -295,19 +295,19 @@ class _Runner:
 
     # -- detection of an agent that blocks the event loop -----------------------------------------------------------
 
-    def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
+    def _task_factory(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
         """Record the call whose agent started a task. This is the task factory of the event loop."""
         task = asyncio.Task(coroutine, loop=loop, **options)
         self._positions[task] = _position.get()
         return task
 
-    async def _tick(self) -> None:
+    async def _record_ticks(self) -> None:
         """Record the time every _TICK_S seconds, as a sign that the event loop is not blocked."""
         while True:
             self._ticked = self._clock.now()
             await asyncio.sleep(_TICK_S)
 
-    def _watch(self) -> None:
+    def _watch_event_loop(self) -> None:
         """Watch in a thread whether an agent blocks the event loop.
 
         The first time that an async agent blocks the loop for _BLOCKED_S seconds, a message is printed. If an agent
@@ -335,5 +335,5 @@ class _Runner:
             position = None if task is None else self._positions.get(task)
             if position is not None:
                 text = f"it blocked the event loop for {self._timeout_s:g} s (agent.timeout_s){place}"
-                self._answer(position, ("timeout", None, text))
-            self._leave()
+                self._send_answer(position, ("timeout", None, text))
+            self._exit()

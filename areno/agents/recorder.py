@@ -32,7 +32,7 @@ class Recorder:
             api_key=ctx.api_key,
             max_retries=0,
             timeout=None,  # the server limits the time of each request
-            http_client=DefaultAsyncHttpxClient(event_hooks={"response": [self._record]}),
+            http_client=DefaultAsyncHttpxClient(event_hooks={"response": [self._record_response]}),
         )
 
     async def __aenter__(self) -> Recorder:
@@ -54,7 +54,7 @@ class Recorder:
         turns = [AgentTrajectoryTurn(item, **turn) for turn in self._turns]
         return AgentTrajectory(turns, reward, parts or {})
 
-    async def _record(self, response: Any) -> None:
+    async def _record_response(self, response: Any) -> None:
         """Record a chat completion as a turn. The OpenAI client calls this for each HTTP response."""
         if response.status_code != 200 or not response.request.url.path.endswith("/chat/completions"):
             return

@@ -188,7 +188,7 @@ def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainT
     `returned` has a wrong type, or a turn belongs to no item.
     """
     parts_of: dict[tuple[int, int], list[Any]] = {item.key: [] for item in items}
-    for part in _as_parts(returned):
+    for part in _trajectories_and_turns(returned):
         keys = {_item_key(turn) for turn in _turns_of(part)}
         if len(keys) > 1:
             raise BadTrajectory("a trajectory has turns of several items; return one for each item")
@@ -228,18 +228,23 @@ def _checked_reward(trajectory: AgentTrajectory) -> tuple[float, dict[str, float
 
 def items_of(returned: Any) -> list[AgentItem]:
     """Return the item of each turn in the return value of an agent function, with duplicates."""
-    return [turn.item for part in _as_parts(returned) for turn in _turns_of(part) if _item_key(turn) is not None]
+    return [
+        turn.item
+        for part in _trajectories_and_turns(returned)
+        for turn in _turns_of(part)
+        if _item_key(turn) is not None
+    ]
 
 
-def _as_parts(returned: Any) -> Iterable[Any]:
+def _trajectories_and_turns(returned: Any) -> Iterable[Any]:
     if isinstance(returned, AgentTrajectory | AgentTrajectoryTurn):
         return [returned]
     if returned is None or isinstance(returned, str | bytes | Mapping) or not isinstance(returned, Iterable):
-        raise BadTrajectory(f"it returned {_kind(returned)}; an AgentTrajectory, or a list of them, is expected")
+        raise BadTrajectory(f"it returned {_type_name(returned)}; an AgentTrajectory, or a list of them, is expected")
     parts = list(returned)
     for part in parts:
         if not isinstance(part, AgentTrajectory | AgentTrajectoryTurn):
-            raise BadTrajectory(f"it returned a list with {_kind(part)}; AgentTrajectory is expected")
+            raise BadTrajectory(f"it returned a list with {_type_name(part)}; AgentTrajectory is expected")
     return parts
 
 
@@ -247,20 +252,20 @@ def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
     if isinstance(part, AgentTrajectoryTurn):
         return [part]
     if not isinstance(part.turns, list | tuple):
-        raise BadTrajectory(f"the turns of a trajectory are {_kind(part.turns)}; a list is expected")
+        raise BadTrajectory(f"the turns of a trajectory are {_type_name(part.turns)}; a list is expected")
     return part.turns
 
 
 def _item_key(turn: Any) -> tuple[int, int]:
     """Return the key of a turn's item."""
     if not isinstance(turn, AgentTrajectoryTurn):
-        raise BadTrajectory(f"a trajectory has {_kind(turn)} among its turns; AgentTrajectoryTurn is expected")
+        raise BadTrajectory(f"a trajectory has {_type_name(turn)} among its turns; AgentTrajectoryTurn is expected")
     if not isinstance(turn.item, AgentItem):
-        raise BadTrajectory(f"the item of a turn is {_kind(turn.item)}; an AgentItem of the batch is expected")
+        raise BadTrajectory(f"the item of a turn is {_type_name(turn.item)}; an AgentItem of the batch is expected")
     return turn.item.key
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     """Return the type of a value as words for an error message."""
     return "nothing" if value is None else f"a {type(value).__name__}"
 

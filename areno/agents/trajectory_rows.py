@@ -74,24 +74,24 @@ class RowBuilder:
         """
         if not turns:
             raise BadTrajectory("it returned no turns")
-        rows: list[_Row] = []
+        rows: list[_OpenRow] = []
         known: dict[tuple[str, int], int] = {}
         for number, turn in enumerate(turns):
             response, index = turn["choice"]
             first = known.setdefault((response, index), number)
             if first != number and response:
                 raise BadTrajectory(f"turn {number} has the response of turn {first} again; return each response once")
-            tokens = self._checked(turn, number)
+            tokens = self._checked_tokens(turn, number)
             row = max((row for row in rows if row.is_prefix_of(tokens.prompt)), key=len, default=None)
             if row is None:
-                rows.append(row := _Row())
+                rows.append(row := _OpenRow())
             row.extend(tokens, self._trained_mask(turn, tokens.sampled, is_last=number == len(turns) - 1))
             if self._context is not None and len(row) > self._context:
                 raise BadTrajectory(f"it has {len(row)} tokens, more than the model's context of {self._context}")
         last = turns[-1]
         messages = [*last["messages"], last["message"]]
         return Trajectory(
-            rows=[row.finished(self._trained_sources) for row in rows],
+            rows=[row.to_token_row(self._trained_sources) for row in rows],
             turns=[{name: turn[name] for name in turn if name not in ("tokens", "choice", "reward")} for turn in turns],
             messages=messages,
             tool_calls=[call for turn in turns for call in turn["message"].get("tool_calls") or []],
@@ -99,7 +99,7 @@ class RowBuilder:
             reward=last.get("reward"),
         )
 
-    def _checked(self, turn: PlainTurn, number: int) -> TurnTokens:
+    def _checked_tokens(self, turn: PlainTurn, number: int) -> TurnTokens:
         """Return the tokens of a turn. Raises BadTrajectory if anything differs from what the server sent."""
         values = turn["tokens"]
         if self._session is not None and values.get("session") != self._session:
@@ -113,7 +113,7 @@ class RowBuilder:
         except (ApiError, TypeError) as error:
             raise BadTrajectory(f"the messages of turn {number} are not valid: {error}") from error
         if conversation_keys(messages)[-1] != values.get("conversation"):
-            raise BadTrajectory(f"turn {number}: {self._difference(messages, turn, tokens.prompt)}")
+            raise BadTrajectory(f"turn {number}: {self._describe_difference(messages, turn, tokens.prompt)}")
         if changed := changed_parts(turn["message"], tokens.message):
             shown = {name: turn["message"].get(name) for name in changed}
             sampled = self._prompts.tokenizer.decode(tokens.sampled, skip_special_tokens=False)
@@ -123,7 +123,7 @@ class RowBuilder:
             )
         return tokens
 
-    def _difference(self, messages: list[Any], turn: PlainTurn, prompt: list[int]) -> str:
+    def _describe_difference(self, messages: list[Any], turn: PlainTurn, prompt: list[int]) -> str:
         """Describe for an error how the rendered messages differ from the prompt that the model read."""
         read = self._prompts.tokenizer.decode(prompt, skip_special_tokens=False)
         start = f"its messages are not those of the request ({len(messages)} messages): "
@@ -143,10 +143,10 @@ class RowBuilder:
         text = policy.assistant_text and (policy.final_assistant_text or not is_last)
         if text == policy.assistant_tool_calls or not turn["message"].get("tool_calls"):
             return np.full(len(tokens), text)
-        start = self._first_call(tokens)
+        start = self._first_tool_call(tokens)
         return np.repeat([text, policy.assistant_tool_calls], [start, len(tokens) - start])
 
-    def _first_call(self, tokens: list[int]) -> int:
+    def _first_tool_call(self, tokens: list[int]) -> int:
         """Return the index of the first token of a tool call, len(tokens) without one."""
         stream, ends, text = TextStream(self._prompts.tokenizer, frozenset()), [], ""
         for token in tokens:
@@ -156,7 +156,7 @@ class RowBuilder:
         return next((place for place, end in enumerate(ends) if end > start), len(tokens))
 
 
-class _Row:
+class _OpenRow:
     """A training row under construction, to which turns are appended."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class _Row:
         self._pieces.append((len(tokens.prompt), trained, tokens.logprobs, tokens.versions))
         self._temperatures.add(tokens.temperature)
 
-    def finished(self, trained_sources: list[int]) -> TokenRow:
+    def to_token_row(self, trained_sources: list[int]) -> TokenRow:
         """Return the row as arrays.
 
         A sampled token is trained if `extend` received True for it, any other token if its `Source` is in
@@ -281,7 +281,9 @@ def call_start(parser: ToolCallParser, text: str) -> int:
 
 def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solutions: Any = None) -> RewardRecord:
     """Return what reward functions receive. `solutions` None takes those of the item's row."""
-    written = [row.tokens[int(start) : int(end)] for row in trajectory.rows for start, end in _spans(row.sampled)]
+    written = [
+        row.tokens[int(start) : int(end)] for row in trajectory.rows for start, end in _spans_of_true(row.sampled)
+    ]
     n_prompt = int(trajectory.rows[0].sampled.argmax())
     whole = [trajectory.rows[0].tokens[n_prompt:], *(row.tokens for row in trajectory.rows[1:])]
     sampled = [row.sampled for row in trajectory.rows]
@@ -304,7 +306,7 @@ def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solut
     )
 
 
-def _spans(mask: np.ndarray) -> np.ndarray:
+def _spans_of_true(mask: np.ndarray) -> np.ndarray:
     """Return (start, end) of each stretch of True values, [K, 2]. The end is exclusive."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
     return edges.reshape(-1, 2)

@@ -37,14 +37,14 @@ def environment_agent(environment: Any) -> Callable[[Any, Any], Any]:
         # timeout=None: the server limits the time of each request.
         async with AsyncOpenAI(base_url=url, api_key=ctx.api_key, max_retries=0, timeout=None) as client:
             for item in batch.iter_samples():
-                state = await environment.rollout(_input(environment, item), client, "policy", {})
-                found.append(await _trajectory(environment, item, state))
+                state = await environment.rollout(_rollout_input(environment, item), client, "policy", {})
+                found.append(await _trajectory_of_state(environment, item, state))
         return found
 
     return run_agent
 
 
-def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
+def _rollout_input(environment: Any, item: AgentItem) -> dict[str, Any]:
     """Return prompt, answer, info, task and example_id, with defaults for fields that the item's row lacks.
 
     A prompt that is text becomes a user message after the environment's system prompt and examples.
@@ -61,7 +61,7 @@ def _input(environment: Any, item: AgentItem) -> dict[str, Any]:
     }
 
 
-async def _trajectory(environment: Any, item: AgentItem, state: Mapping[str, Any]) -> AgentTrajectory:
+async def _trajectory_of_state(environment: Any, item: AgentItem, state: Mapping[str, Any]) -> AgentTrajectory:
     """Convert the final state of a rollout to a trajectory, with the reward that the environment's rubric computes.
 
     An exception that ended the rollout early is raised. Raises BadTrajectory if it has no turns, if the rubric has no

@@ -121,7 +121,7 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
 
     Raises ValueError if areno or another installed package already has an algorithm with this name.
     """
-    if algorithm.name in installed():
+    if algorithm.name in algorithm_entry_points():
         raise ValueError(f"{algorithm.name} comes with areno or another package; give the algorithm another name")
     registered[algorithm.name] = algorithm
     return algorithm
@@ -134,7 +134,7 @@ def get_algorithm(name: str) -> Algorithm:
     """
     if name in registered:
         return registered[name]
-    found = installed()
+    found = algorithm_entry_points()
     if not found:
         message = f"there is no algorithm {name!r}: areno is on Python's path, but it is not installed"
         raise ConfigError(f"{message}; run `pip install -e .` in its folder")
@@ -167,16 +167,16 @@ def algorithm_of(folder: Path) -> Algorithm:
 
 def algorithm_names() -> list[str]:
     """Return the names that get_algorithm accepts: first installed algorithms, then registered ones, each sorted."""
-    return [*installed(), *sorted(registered)]
+    return [*algorithm_entry_points(), *sorted(registered)]
 
 
 def own_algorithms() -> list[str]:
     """Return the names of the algorithms that are part of areno, in alphabetical order."""
-    return [name for name, entry in installed().items() if entry.value.startswith(_PACKAGE)]
+    return [name for name, entry in algorithm_entry_points().items() if entry.value.startswith(_PACKAGE)]
 
 
 @cache
-def installed() -> dict[str, EntryPoint]:
+def algorithm_entry_points() -> dict[str, EntryPoint]:
     """Return {name: entry point} of the algorithms of all installed packages, areno included.
 
     The result is cached, since the search takes 25 ms.
@@ -185,11 +185,11 @@ def installed() -> dict[str, EntryPoint]:
 
     found = [*entry_points(group=_GROUP)]
     if not any(entry.value.startswith(_PACKAGE) for entry in found):
-        found += _of_checkout()
+        found += _entry_points_of_checkout()
     return {entry.name: entry for entry in sorted(found)}
 
 
-def _of_checkout() -> list[EntryPoint]:
+def _entry_points_of_checkout() -> list[EntryPoint]:
     """Return the entry points that pyproject.toml declares, if areno is used from a source checkout. Otherwise []."""
     from importlib.metadata import EntryPoint
 

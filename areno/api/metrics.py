@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from areno import heartbeat, trace
-from areno.config.experiments import pass_sizes
+from areno.config.experiments import pass_at_k_values
 from areno.data.loader import BatchLoader
 from areno.errors import EngineError
 from areno.tracking.accuracy import RIGHT, exceed_one
@@ -102,7 +102,7 @@ def rollout_metrics(
     A metric without a value, such as the mean reward if no sample has a reward, is left out. `advantages`, (B,), of
     samples without a reward do not count. `skipped_long` counts dataset rows of this step that were too long.
     """
-    stats = _agent_stats(samples)
+    stats = _agent_metrics(samples)
     done = np.array([sample.is_done for sample in samples], dtype=bool)
     samples, advantages = list(itertools.compress(samples, done)), np.asarray(advantages)[done]
     prompts = [len(sample.item.tokens) for sample in samples]
@@ -121,7 +121,7 @@ def rollout_metrics(
             "reward_errors": sum(sample.outcome.status in ("error", "not_finite") for sample in samples),
             "reward_not_finite": sum(sample.outcome.status == "not_finite" for sample in samples),
         }
-    stats |= _part_stats(samples)
+    stats |= _reward_part_metrics(samples)
     stats["skipped_long"] = skipped_long
     if total_skipped_long is not None:
         stats["total_skipped_long"] = total_skipped_long
@@ -143,7 +143,7 @@ def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[
     if n_samples == 1 or "accuracy" not in found:
         return found
     counts = [(len(group), sum(value >= RIGHT for value in group)) for group in rewards_by_group(samples).values()]
-    for k in pass_sizes(n_samples):
+    for k in pass_at_k_values(n_samples):
         if estimates := [pass_at_k(n, c, k) for n, c in counts if n >= k]:
             found[f"pass@{k}"] = float(np.mean(estimates))
     if counts:
@@ -168,7 +168,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def _part_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
+def _reward_part_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
     """Return the mean and, as NAME_std, the standard deviation of each named part of the rewards."""
     found: dict[str, list[float]] = {}
     for sample in samples:
@@ -178,7 +178,7 @@ def _part_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
     return means | {f"{name}_std": float(np.std(values)) for name, values in found.items()}
 
 
-def _agent_stats(samples: Sequence[ScoredSample]) -> dict[str, float]:
+def _agent_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
     """Return numbers of failed agents, mean turns, rows and tool calls. Empty without agents."""
     found = [sample.trajectory for sample in samples if sample.trajectory is not None]
     failed = Counter(sample.outcome.status for sample in samples if not sample.is_done)

@@ -87,21 +87,24 @@ class Sessions:
         self.interrupted = False  # whether Ctrl-C interrupted a rollout
         self.lengths = ExpectedLengths()
 
-    def need(self, what: str) -> RolloutSession:
+    def require_open(self, what: str) -> RolloutSession:
         """Return the open session. The EngineError without one quotes the method name `what`."""
         if self.open is None:
             hint = "wrap it in `async with trainer.rollout_session(sampling_params=..., proxy=False):`"
             raise EngineError(f"{what} was called outside a rollout session; {hint}")
         return self.open
 
-    def refuse(self, what: str) -> None:
-        """Raise EngineError, which quotes the method name `what`, if a session is open. Otherwise call `settle`."""
+    def require_none(self, what: str) -> None:
+        """Raise EngineError, which quotes the method name `what`, if a session is open.
+
+        Otherwise call `end_interrupted`.
+        """
         if self.open is not None and not self.open.is_suspended:
             hint = "which is for drawing samples only; leave its `with` block first"
             raise EngineError(f"{what} was called inside a rollout session, {hint}")
-        self.settle()
+        self.end_interrupted()
 
-    def settle(self) -> None:
+    def end_interrupted(self) -> None:
         """End a rollout that Ctrl-C interrupted, if there is one, so that a notebook can continue."""
         if self.interrupted:
             self.interrupted = False
@@ -263,9 +266,9 @@ class RolloutSession:
         return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]
 
     def _make_room_for(self, requests: Sequence[GenerationRequest]) -> None:
-        self._make_room(self._longest(requests), sum(request.n_samples for request in requests))
+        self._make_room(self._longest_sequence(requests), sum(request.n_samples for request in requests))
 
-    def _longest(self, requests: Sequence[GenerationRequest]) -> int:
+    def _longest_sequence(self, requests: Sequence[GenerationRequest]) -> int:
         context = self._sessions.engine.info.context_len
         longest = max(
             min(len(request.prompt) + request.params.max_new_tokens, request.params.max_context_len or context)
@@ -307,13 +310,13 @@ class RolloutSession:
             n_open -= len(outputs)
 
     def _has_room_for(self, requests: Sequence[GenerationRequest]) -> bool:
-        return self._running_spec is not None and self._longest(requests) <= self._running_spec.max_len
+        return self._running_spec is not None and self._longest_sequence(requests) <= self._running_spec.max_len
 
     def __enter__(self) -> RolloutSession:
         sessions = self._sessions
         if sessions.open is not None:
             raise EngineError("a rollout session is already open; leave its `with` block before opening another")
-        sessions.settle()
+        sessions.end_interrupted()
         sessions.open = self
         try:
             if self._settings is not None:

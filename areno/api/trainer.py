@@ -85,7 +85,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         metrics_log_dir: str | None = None,
     ):
         settings = read_arguments(world_size, model_path, backend_type, custom_config, metrics_log_dir)
-        self._begin(lambda: plan_of_arguments(settings), argument_of, settings.metrics_log_dir)
+        self._set_attributes(lambda: plan_of_arguments(settings), argument_of, settings.metrics_log_dir)
 
     @classmethod
     def from_config(cls, config: ExperimentConfig) -> Trainer:
@@ -103,10 +103,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         With the stopwatch of a training loop, the loop records the metrics of its steps itself.
         """
         trainer = cls.__new__(cls)
-        trainer._begin(lambda: plan, None, None, clock)
+        trainer._set_attributes(lambda: plan, None, None, clock)
         return trainer
 
-    def _begin(
+    def _set_attributes(
         self,
         open_plan: Callable[[], TrainerPlan],
         rename: Rename | None,
@@ -162,10 +162,10 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """Properties of the loaded model, such as vocab_size and context_len."""
         return self.engine.info
 
-    def _outside_rollout(self, what: str) -> Engine:
+    def _engine_outside_rollout(self, what: str) -> Engine:
         """Return the engine. Raises EngineError, which quotes `what`, if a rollout session is open."""
         engine = self.engine
-        self._sessions.refuse(what)
+        self._sessions.require_none(what)
         return engine
 
     def _refuse_closed(self) -> None:
@@ -245,7 +245,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             check_count("max_running_prompts", max_running_prompts)
         settings = None
         if proxy:
-            seed = self._own_seed() if seed is None else seed
+            seed = self._next_seed() if seed is None else seed
             settings = ProxySettings(params=sampling_params, timeout_s=timeout_s, seed=seed)
             self.sampling = sampling_params
             self.loss_mask_policy = loss_mask_policy or LossMaskPolicy()
@@ -268,7 +268,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         `rollout_token_batch`.
         """
         tokenizer = self.get_tokenizer()
-        self._sessions.need("rollout_batch")
+        self._sessions.require_open("rollout_batch")
         check_prompts(prompts)
         rows = [encode_generation_prompt(tokenizer, prompt, self._plan.rollout.enable_thinking) for prompt in prompts]
         return self.rollout_token_batch(rows, n_samples, sampling_params, seed=seed, on_progress=on_progress)
@@ -300,12 +300,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             One result with `n_samples` sequences for each prompt, in the order of the prompts.
         """
         engine = self.engine
-        session = self._sessions.need("rollout_token_batch")
+        session = self._sessions.require_open("rollout_token_batch")
         check_sampling(n_samples, sampling_params, engine.info.vocab_size)
         check_token_rows(prompt_tokens, "prompt_tokens", engine.info.vocab_size)
         if at_once is not None:
             check_count("at_once", at_once)
-        seed = self._own_seed() if seed is None else seed
+        seed = self._next_seed() if seed is None else seed
         check_count("seed", seed, least=None)
         report: Any = contextlib.nullcontext(on_progress)
         if on_progress is None:
@@ -335,11 +335,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 finished in
             the last step. `areno.engine.requests.requests_of_rest` makes the requests that continue them.
         """
-        session = self._sessions.need("rollout_until")
+        session = self._sessions.require_open("rollout_until")
         with self._named(), self.clock.phase("rollout"):
             return session.generate_until(requests, progress, n_steps)
 
-    def _own_seed(self) -> int:
+    def _next_seed(self) -> int:
         """Derive a new seed for a rollout whose seed is None. Every run of the script derives the same seeds."""
         self._rollouts += 1
         return self.engine.spec.seed * 1_000_003 + self._rollouts
@@ -399,12 +399,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             DataError: A row has the wrong form.
             EngineError: Memory ran out, or the loss function returned no loss.
         """
-        sampling = self._sampling(temperature, sampling)
+        sampling = self._sampling_config(temperature, sampling)
         accumulates = gradient_accumulation_steps is not None
         how = (self._micro_batches(mini_bs, mb_spec, accumulates), n_minibatches, gradient_accumulation_steps, sampling)
         more = {"rows_per_unit": rows_per_unit, "old_logprobs": old_logprobs, "divergence": divergence}
         update = UpdateSpec(*how, seed=seed, **more)
-        return self._train("actor", batch_data, loss_fn, update)
+        return self._run_training("actor", batch_data, loss_fn, update)
 
     def train_values(
         self,
@@ -442,9 +442,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         loss_fn = partial(value_loss_fn, cliprange_value=cliprange_value, value_loss_coef=value_loss_coef)
         mb_spec = self._micro_batches(mini_bs, mb_spec, gradient_accumulation_steps is not None)
         update = UpdateSpec(mb_spec, n_minibatches, gradient_accumulation_steps, seed=seed)
-        return self._train(role, batch_data, loss_fn, update)
+        return self._run_training(role, batch_data, loss_fn, update)
 
-    def _sampling(self, temperature: float | None, sampling: SamplingConfig | None) -> SamplingConfig:
+    def _sampling_config(self, temperature: float | None, sampling: SamplingConfig | None) -> SamplingConfig:
         return at_temperature(temperature) if temperature is not None else sampling or self.sampling
 
     def _micro_batches(self, mini_bs: int | None, mb_spec: MicroBatchSpec | None, accumulates: bool) -> MicroBatchSpec:
@@ -460,9 +460,11 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             mini_bs = ROWS_COUNTED
         return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=budget)
 
-    def _train(self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, update: UpdateSpec) -> dict[str, float]:
+    def _run_training(
+        self, role: str, rows: Sequence[TrainSequence], loss_fn: LossFn, update: UpdateSpec
+    ) -> dict[str, float]:
         check_update(update, loss_fn)
-        engine = self._outside_rollout("train" if role == "actor" else "train_values")
+        engine = self._engine_outside_rollout("train" if role == "actor" else "train_values")
         check_rows(rows)
         with self._named():
             with self.clock.phase("train" if role == "actor" else f"train_{role}"):
@@ -483,13 +485,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         from areno.plan.roles import script_roles
         from areno.plan.vocabularies import complete_roles
 
-        engine = self._outside_rollout("ensure_roles")
+        engine = self._engine_outside_rollout("ensure_roles")
         with self._named(), log_memory_after(engine):
             engine.ensure_roles(complete_roles(script_roles(roles, engine.spec.actor), self._plan))
 
     def release_role(self, role: str) -> None:
         """Unload the model of a role that ensure_roles loaded, and free its memory."""
-        self._outside_rollout("release_role").release_role(role)
+        self._engine_outside_rollout("release_role").release_role(role)
 
     def score_logprobs(
         self,
@@ -519,22 +521,24 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         Returns:
             For each row, one log-probability per token, 0.0 for the first token and for masked tokens.
         """
-        sampling = self._sampling(temperature, sampling)
+        sampling = self._sampling_config(temperature, sampling)
         score = partial(self.engine.logprobs, routes=routes, prompt_masks=prompt_masks)
-        scored = self._score("score_logprobs", score, role, token_rows, sampling, mb_spec)
+        scored = self._run_scoring("score_logprobs", score, role, token_rows, sampling, mb_spec)
         return [row.tolist() for row in scored]
 
     def score_values(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[list[float]]:
         """Compute the value that a critic, such as "critic", predicts before every token, 0.0 for the first token."""
-        return [row.tolist() for row in self._score("score_values", self.engine.values, role, token_rows, mb_spec)]
+        return [
+            row.tolist() for row in self._run_scoring("score_values", self.engine.values, role, token_rows, mb_spec)
+        ]
 
     def score_rewards(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[float]:
         """Compute the score of a reward model, such as the role "reward", at the last token of every row."""
-        return self._score("score_rewards", self.engine.rewards, role, token_rows, mb_spec)
+        return self._run_scoring("score_rewards", self.engine.rewards, role, token_rows, mb_spec)
 
     def score_steps(
         self,
@@ -551,7 +555,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """
         if len(step_ends) != len(token_rows):
             raise DataError(f"step_ends has {len(step_ends)} lists for {len(token_rows)} rows")
-        scored = self._score("score_steps", self.engine.steps, role, token_rows, mb_spec)
+        scored = self._run_scoring("score_steps", self.engine.steps, role, token_rows, mb_spec)
         for number, (row, ends) in enumerate(zip(scored, step_ends, strict=True)):
             if wrong := [end for end in ends if not 0 <= end < len(row)]:
                 raise DataError(f"step_ends[{number}] has {wrong[0]}, but row {number} has {len(row)} tokens")
@@ -598,11 +602,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             ]
             return engine.complete(role, requests, DecoderConfig.of(rollout), rollout.max_concurrent_rollouts)
 
-        return [sequence_of(output) for [output] in self._score("complete", completed, role, token_rows)]
+        return [sequence_of(output) for [output] in self._run_scoring("complete", completed, role, token_rows)]
 
-    def _score(self, what: str, score: Callable[..., list[Any]], role: str, rows: Any, *settings: Any) -> list[Any]:
+    def _run_scoring(
+        self, what: str, score: Callable[..., list[Any]], role: str, rows: Any, *settings: Any
+    ) -> list[Any]:
         """Check that no rollout session is open and that `rows` are valid, and call `score(role, rows, *settings)`."""
-        self._sessions.refuse(what)
+        self._sessions.require_none(what)
         check_token_rows(rows, "token_rows", may_be_empty=True)
         if not rows:
             return []
@@ -623,7 +629,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         Raises:
             CheckpointError: The folder exists and is not a checkpoint, or cannot be written. No partial files remain.
         """
-        self._outside_rollout("save_checkpoint")
+        self._engine_outside_rollout("save_checkpoint")
         check_folder("path", path)
         final = Path(os.path.abspath(Path(path).expanduser()))
         if os.path.exists(final) and not is_replaceable(final):
@@ -646,7 +652,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 background. Then checkpoint_written tells when the files are complete.
             merge_adapters: Whether to merge LoRA adapters into the weights. If False, only the adapters are written.
         """
-        engine = self._outside_rollout("write_checkpoint")
+        engine = self._engine_outside_rollout("write_checkpoint")
         with self._named():
             engine.save(str(folder), role, background, merge_adapters)
 

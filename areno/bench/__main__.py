@@ -24,7 +24,7 @@ from areno.bench.device import measured_rates
 from areno.bench.report import page, record
 from areno.bench.timing import log_progress
 from areno.bench.work import model_folder
-from areno.cost.flops import Cost
+from areno.cost.flops import TokenCost
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files import interrupts
 from areno.models.registry import load_config
@@ -66,7 +66,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure the device, then areno, then all that --against names. `report.record` describes the results."""
     config, dtype = load_config(model[0]), getattr(torch, settings.dtype)
-    cost = Cost.of(config, dtype.itemsize, adapters_of(settings, config))
+    cost = TokenCost.from_config(config, dtype.itemsize, adapters_of(settings, config))
     log_progress(f"measuring {settings.device}")
     rates = measured_rates(settings.device, dtype)
     results = {"areno": run_areno(settings, model, cost, profile)}

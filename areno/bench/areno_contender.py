@@ -22,7 +22,7 @@ from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig
 from areno.config.run import EngineConfig
 from areno.config.teacher import SAMPLED, Divergence
-from areno.cost.flops import Cost
+from areno.cost.flops import TokenCost
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
 from areno.errors import ConfigError, Problem
@@ -158,7 +158,7 @@ Profile = Callable[[ArenoContender, Timed], dict[str, float]]
 
 
 def run_areno(
-    settings: Settings, model: tuple[str, bool], cost: Cost, profile: Profile | None = None
+    settings: Settings, model: tuple[str, bool], cost: TokenCost, profile: Profile | None = None
 ) -> dict[str, Any]:
     log_progress(f"areno: starting {settings.shape} on {settings.device}")
     with memory_watched(settings.device, on=profile is None) as device_peak:

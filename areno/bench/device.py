@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from areno.bench.work import Work
-from areno.cost.flops import Cost, forward_flops, mean_pairs, train_flops
+from areno.cost.flops import TokenCost, forward_flops, mean_attention_pairs, train_flops
 from areno.cost.time import Rates
 
 
-def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int = 1) -> float:
+def decode_s(cost: TokenCost, work: Work, rates: Rates, *, shared: bool, copies: int = 1) -> float:
     """Return the least seconds of all decoding steps, if all samples run at once.
 
     The first token of a sample comes from the prefill. Step j = 1, 2, ... samples the next token for each sample with
@@ -50,21 +50,21 @@ def decode_s(cost: Cost, work: Work, rates: Rates, *, shared: bool, copies: int 
     return total
 
 
-def _seen(cost: Cost, lengths: np.ndarray | int) -> np.ndarray:
+def _seen(cost: TokenCost, lengths: np.ndarray | int) -> np.ndarray:
     """Return the number of keys that the last token of each row attends to, averaged over the attention layers."""
     return sum((share * np.minimum(lengths, window or np.inf) for window, share in cost.windows), np.zeros(()))
 
 
-def prefill_s(cost: Cost, work: Work, rates: Rates, copies: int = 1) -> float:
+def prefill_s(cost: TokenCost, work: Work, rates: Rates, copies: int = 1) -> float:
     """Return the least seconds to compute every prompt once, with the LM head only for its last token."""
     n_tokens = sum(work.prompt_lens)
     flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
-    flops += cost.attn_flops * mean_pairs(cost, work.prompt_lens) + cost.rule_flops * n_tokens
+    flops += cost.attn_flops * mean_attention_pairs(cost, work.prompt_lens) + cost.rule_flops * n_tokens
     weights = copies * cost.moved_params(n_tokens / copies) * cost.itemsize
     return rates.seconds(weights + cost.kv_bytes * n_tokens + cost.state_bytes * work.n_rows, flops)
 
 
-def floors(cost: Cost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
+def floors(cost: TokenCost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
     """Return the least seconds, FLOPs, and most tokens per second, of each phase in one kind of work.
 
     `_ordinary` or `_shared` say whether the samples of a prompt read its keys and values together. `train_needed_flops`

@@ -8,7 +8,7 @@ from typing import Any
 
 from areno.bench.arguments import PLAIN, Settings
 from areno.bench.device import device_name, floors
-from areno.cost.flops import Cost
+from areno.cost.flops import TokenCost
 from areno.cost.time import Rates
 
 _PHASES = ("rollout", "train", "logprob", "step")
@@ -31,13 +31,13 @@ _SHOWN = [
 ]
 
 
-def record(settings: Settings, cost: Cost, rates: Rates, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def record(settings: Settings, cost: TokenCost, rates: Rates, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return all results of a benchmark as one object for JSON.
 
     areno's figures get those relative to the floor, the least time that the devices need. `ratio` has for each other
     library and phase areno's tokens per second divided by those of the library.
     """
-    rates = rates.of(settings.world_size)
+    rates = rates.for_devices(settings.world_size)
     floor = floors(cost, settings.work, rates, settings.kind, settings.n_copies)
     ours = results["areno"] = {**results["areno"], **_against_floor(results["areno"], floor, rates)}
     tok_s = [f"{phase}_tok_s" for phase in _PHASES]

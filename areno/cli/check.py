@@ -139,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class _Report:
+class _CheckReport:
     """Prints a line for each checked part of areno."""
 
     debug: bool
@@ -165,36 +165,36 @@ class _Report:
 def run(arguments: argparse.Namespace) -> int:
     from areno.tracking.run_log import RunLog
 
-    report = _Report(arguments.debug)
+    report = _CheckReport(arguments.debug)
     if arguments.folder is not None:
         if arguments.device != "auto" or arguments.world_size is not None:
             raise ConfigError("--device and --world-size are not for FOLDER, which is not run")
         return _check_folder(report, Path(arguments.folder))
     with RunLog(own_process=True, console="quiet"):
-        _try_all(report, arguments)
+        _run_checks(report, arguments)
     print(f"\n{', '.join(report.failed)}: see above" if report.failed else "\neverything that a run needs works")
     return 1 if report.failed else 0
 
 
-def _check_folder(report: _Report, path: Path) -> int:
+def _check_folder(report: _CheckReport, path: Path) -> int:
     for part, text, is_wrong in findings(path):
         report.line("FAIL" if is_wrong else "ok", part, text)
         report.failed += [part] * is_wrong
     return 1 if report.failed else 0
 
 
-def _try_all(report: _Report, arguments: argparse.Namespace) -> None:
-    if report.attempt("packages", _packages):
-        report.attempt("device", lambda: _device(arguments.device))
-        report.attempt("kernels", lambda: _kernels(arguments.device))
-        report.attempt("folder", _folder)
-        report.attempt("reward processes", _rewards)
+def _run_checks(report: _CheckReport, arguments: argparse.Namespace) -> None:
+    if report.attempt("packages", _check_packages):
+        report.attempt("device", lambda: _check_device(arguments.device))
+        report.attempt("kernels", lambda: _check_kernels(arguments.device))
+        report.attempt("folder", _check_run_folder)
+        report.attempt("reward processes", _check_rewards)
         _model(report, arguments)
-    for name, missing in _optional():
+    for name, missing in _check_optional():
         report.line("-", f"extra {name}", f"is not installed; pip install 'areno[{name}]' brings {missing}")
 
 
-def _packages() -> str:
+def _check_packages() -> str:
     from areno.cli.env import required
 
     try:
@@ -206,7 +206,7 @@ def _packages() -> str:
     return f"areno {metadata.version('areno')}, torch {metadata.version('torch')}, {len(needed)} in all"
 
 
-def _device(kind: str) -> str:
+def _check_device(kind: str) -> str:
     import torch
 
     from areno.bench.device import device_name
@@ -216,7 +216,7 @@ def _device(kind: str) -> str:
         product = torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
         if product.sum().item() != 64**3:
             raise ArenoError("{} multiplies wrongly", device)
-    return ", ".join(f"{device}: {device_name(device)}{_memory(device)}" for device in devices)
+    return ", ".join(f"{device}: {device_name(device)}{_free_memory_text(device)}" for device in devices)
 
 
 def _devices(kind: str) -> list[str]:
@@ -228,7 +228,7 @@ def _devices(kind: str) -> list[str]:
     return [f"cuda:{index}" for index in range(count)] or ["cpu"]
 
 
-def _memory(device: str) -> str:
+def _free_memory_text(device: str) -> str:
     import torch
 
     if device == "cpu":
@@ -237,7 +237,7 @@ def _memory(device: str) -> str:
     return f", {free / _GIB:.1f} of {total / _GIB:.1f} GiB free"
 
 
-def _kernels(kind: str) -> str:
+def _check_kernels(kind: str) -> str:
     """Compare the kernel for log-probabilities with torch, and name the kernels in use."""
     import torch
 
@@ -257,14 +257,14 @@ def _kernels(kind: str) -> str:
     return f"{form}; attention by {BACKENDS[choose_backend('auto', device, dtype)]}"
 
 
-def _folder() -> str:
+def _check_run_folder() -> str:
     free = shutil.disk_usage(Path.cwd()).free / _GIB
     with tempfile.TemporaryFile(dir=Path.cwd()) as file:
         file.write(b"areno")
     return f"{Path.cwd()} can be written, {free:.0f} GiB are free"
 
 
-def _rewards() -> str:
+def _check_rewards() -> str:
     from areno.config.reward import RewardConfig
     from areno.scoring.pool import RewardPool
     from areno.types import RewardRecord
@@ -276,7 +276,7 @@ def _rewards() -> str:
     return "score an answer by the built-in math reward"
 
 
-def _model(report: _Report, arguments: argparse.Namespace) -> None:
+def _model(report: _CheckReport, arguments: argparse.Namespace) -> None:
     """Load, sample from, train and save the tiny model that areno includes. Stop after a failure."""
     from areno.files.paths import find_file
 
@@ -285,13 +285,13 @@ def _model(report: _Report, arguments: argparse.Namespace) -> None:
         if trainer is None:
             return
         rows: list[Any] = []
-        if report.attempt("rollout", lambda: _rollout(trainer, rows)):
-            report.attempt("optimizer step", lambda: _step(trainer, rows))
-        report.attempt("checkpoint", lambda: _checkpoint(trainer))
+        if report.attempt("rollout", lambda: _check_rollout(trainer, rows)):
+            report.attempt("optimizer step", lambda: _check_step(trainer, rows))
+        report.attempt("checkpoint", lambda: _check_checkpoint(trainer))
 
 
 @contextmanager
-def _trainer(folder: str, arguments: argparse.Namespace, report: _Report) -> Iterator[Any]:
+def _trainer(folder: str, arguments: argparse.Namespace, report: _CheckReport) -> Iterator[Any]:
     """Yield an initialised Trainer of the model in `folder`, or None if the start failed."""
     from areno.api.trainer import Trainer
     from areno.plan.sdk_arguments import ArenoConfig
@@ -315,7 +315,7 @@ def _trainer(folder: str, arguments: argparse.Namespace, report: _Report) -> Ite
             trainer.close()
 
 
-def _rollout(trainer: Any, rows: list[Any]) -> str:
+def _check_rollout(trainer: Any, rows: list[Any]) -> str:
     from areno.types import SamplingParams, TrainSequence
 
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -335,7 +335,7 @@ def _rollout(trainer: Any, rows: list[Any]) -> str:
     return f"{len(rows)} samples of 8 tokens"
 
 
-def _step(trainer: Any, rows: list[Any]) -> str:
+def _check_step(trainer: Any, rows: list[Any]) -> str:
     from areno.loss_fns import grpo_loss_fn
 
     stats = trainer.train(rows, grpo_loss_fn)
@@ -347,7 +347,7 @@ def _step(trainer: Any, rows: list[Any]) -> str:
     return f"gradient norm {stats['grad_norm']:.3g}; rollout and training agree to {difference:.1g}"
 
 
-def _checkpoint(trainer: Any) -> str:
+def _check_checkpoint(trainer: Any) -> str:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -358,7 +358,7 @@ def _checkpoint(trainer: Any) -> str:
     return f"transformers reads what areno saves ({n_params / 1e6:.1f}M parameters)"
 
 
-def _optional() -> Iterator[tuple[str, str]]:
+def _check_optional() -> Iterator[tuple[str, str]]:
     """Yield (extra, missing packages) for each extra that is not installed, except the extra for developers."""
     from areno.cli.env import extras
 

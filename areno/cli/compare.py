@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from areno.report.terminal import show
+from areno.report.terminal import print_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,5 +24,5 @@ def run(arguments: argparse.Namespace) -> int:
     folders = run_folders(arguments.runs)
     if len(folders) < 2:
         raise ConfigError("RUN: is one run; name at least two to compare")
-    show(*compare_tables(folders))
+    print_tables(*compare_tables(folders))
     return 0

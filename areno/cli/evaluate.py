@@ -15,7 +15,7 @@ from areno.config.rollout import flags_of_draws
 from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig
 from areno.errors import ArenoError, ConfigError, Problem, keys_renamed
 from areno.files.paths import existing_path
-from areno.report.terminal import show
+from areno.report.terminal import print_tables
 
 
 def without_training(config: PolicyExperimentConfig, model: str) -> PolicyExperimentConfig:
@@ -111,17 +111,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from areno.run.resume import shown
+    from areno.run.resume import shown_path
     from areno.tracking import run_folder
     from areno.tracking.run_log import RunLog
 
     of_run, model, step = _find_model(arguments.folder)
     of_run = Path(arguments.run).expanduser() if arguments.run else of_run
     settings = [*_overrides(arguments), *arguments.settings]
-    config, recipe = _config(of_run, model, arguments, settings)
+    config, recipe = _evaluation_config(of_run, model, arguments, settings)
     config = without_training(config, model)
-    output = _output(arguments.output, of_run, model)
-    folder = run_folder.make(output)
+    output = _output_folder(arguments.output, of_run, model)
+    folder = run_folder.make_folder(output)
     assert folder is not None
     folder.describe(config, settings, recipe)
     try:
@@ -133,10 +133,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"model": model, "answers": str(output / "eval"), **scalars}, indent=2))
     else:
-        show(_table(scalars))
+        print_tables(_scalar_table(scalars))
         files = sorted((output / "eval").rglob("*.jsonl"))
-        print("\n".join(f"answers:      {shown(file)}" for file in files))
-        print(f"look at them: areno report {shlex.quote(shown(output))}")
+        print("\n".join(f"answers:      {shown_path(file)}" for file in files))
+        print(f"look at them: areno report {shlex.quote(shown_path(output))}")
     return 0
 
 
@@ -190,7 +190,9 @@ def _quoted(text: str) -> str:
     return '"' + text.replace('"', '\\"') + '"'
 
 
-def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, settings: list[str]) -> tuple[Any, str]:
+def _evaluation_config(
+    of_run: Path | None, model: str, arguments: argparse.Namespace, settings: list[str]
+) -> tuple[Any, str]:
     """Compose the settings of the evaluation from those of the run or, if it has no rewards, of the default task."""
     from areno.api.algorithms import algorithm_of, get_algorithm
     from areno.config.policy_experiments import PolicyExperimentConfig
@@ -236,7 +238,7 @@ def _config(of_run: Path | None, model: str, arguments: argparse.Namespace, sett
     return config, algorithm.name
 
 
-def _output(named: str | None, of_run: Path | None, model: str) -> Path:
+def _output_folder(named: str | None, of_run: Path | None, model: str) -> Path:
     """Return the folder that the user named, or a new one in evaluations/ of the run."""
     if named is not None:
         return Path(named).expanduser()
@@ -249,7 +251,7 @@ def _output(named: str | None, of_run: Path | None, model: str) -> Path:
     )
 
 
-def _table(scalars: Mapping[str, float]) -> Any:
+def _scalar_table(scalars: Mapping[str, float]) -> Any:
     from rich.table import Table
 
     table = Table("", "value", border_style="bright_black")

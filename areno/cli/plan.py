@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from areno.api.algorithms import Algorithm
     from areno.plan.forecast import Forecast
-    from areno.plan.settings_that_fit import Way
+    from areno.plan.settings_that_fit import FittingChange
 
 _ABOUT = """\
 Predicts the memory and the time of each phase of a training step, for devices that need not be here. Reads the shapes
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(algorithm.name, found, ways), indent=2))
     else:
-        _print(algorithm.name, found, ways, is_limit=arguments.answer_tokens is None)
+        _print_plan(algorithm.name, found, ways, is_limit=arguments.answer_tokens is None)
         if not arguments.device and not here[0].is_cuda:
             print("This plan is for the CPU of this machine. For a GPU, give its kind, such as --device h100-80gb.")
     return 0 if found.fits else 1
@@ -185,7 +185,7 @@ def _config(algorithm: Algorithm, given: tuple[str, Path | None, list[str], dict
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def as_json(algorithm: str, found: Forecast, ways: Sequence[Way]) -> dict[str, Any]:
+def as_json(algorithm: str, found: Forecast, ways: Sequence[FittingChange]) -> dict[str, Any]:
     """Return a plan as plain values: bytes, seconds and tokens. Times are None if the run does not fit."""
     return {
         "algorithm": algorithm,
@@ -226,11 +226,11 @@ def as_json(algorithm: str, found: Forecast, ways: Sequence[Way]) -> dict[str, A
     }
 
 
-def _print(algorithm: str, found: Forecast, ways: Sequence[Way], is_limit: bool) -> None:
+def _print_plan(algorithm: str, found: Forecast, ways: Sequence[FittingChange], is_limit: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from areno.plan.settings_that_fit import shown
+    from areno.plan.settings_that_fit import command_line_of
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     hardware = found.hardware
@@ -239,8 +239,8 @@ def _print(algorithm: str, found: Forecast, ways: Sequence[Way], is_limit: bool)
     if found.hardware.usable_bytes < hardware.memory:
         memory += f", of which {found.hardware.usable_bytes / 2**30:.1f} can be used"
     console.print(f"[bold]{algorithm}, {found.config.actor.path}, on {copies}{hardware.title} ({memory})[/bold]")
-    console.print(f"models: {_models(found)}")
-    console.print(f"a step: {_work(found, is_limit)}")
+    console.print(f"models: {_models_text(found)}")
+    console.print(f"a step: {_work_text(found, is_limit)}")
     console.print()
     table = Table(box=None, pad_edge=False)
     for name in ("phase", "seconds", "tokens/s", "peak, GiB", "largest parts, GiB", "tokens in a micro-batch"):
@@ -257,12 +257,12 @@ def _print(algorithm: str, found: Forecast, ways: Sequence[Way], is_limit: bool)
         )
     console.print(table)
     console.print()
-    _picture(console, found)
+    _memory_picture(console, found)
     console.print()
     if found.fits:
         console.print(
             f"[bold green]It fits.[/bold green] A step takes about {found.seconds:.1f} s. The peak is "
-            f"{found.peak / 2**30:.1f} of {found.hardware.usable_bytes / 2**30:.1f} GiB.{_host(found)}"
+            f"{found.peak / 2**30:.1f} of {found.hardware.usable_bytes / 2**30:.1f} GiB.{_host_text(found)}"
         )
         console.print("Not counted: evaluation, checkpoints, and rewards that take longer than the rollout.")
         return
@@ -272,12 +272,12 @@ def _print(algorithm: str, found: Forecast, ways: Sequence[Way], is_limit: bool)
         return
     console.print("With one of these it fits:")
     for way in ways:
-        console.print(f"  [bold]{shown(way.changes)}[/bold]")
+        console.print(f"  [bold]{command_line_of(way.changes)}[/bold]")
         figures = f"{way.forecast.seconds:.1f} s a step, peak {way.forecast.peak / 2**30:.1f} GiB"
         console.print(f"      {'; '.join(filter(None, (figures, way.price)))}")
 
 
-def _models(found: Forecast) -> str:
+def _models_text(found: Forecast) -> str:
     names = []
     for model in found.footprint.models:
         how = f"trained by {model.optimizer.type}" if model.optimizer else "scores"
@@ -285,7 +285,7 @@ def _models(found: Forecast) -> str:
     return ", ".join(names)
 
 
-def _work(found: Forecast, is_limit: bool) -> str:
+def _work_text(found: Forecast, is_limit: bool) -> str:
     config, lengths, n_rows = found.config, found.lengths, found.n_rows
     if not isinstance(config, PolicyExperimentConfig):
         return f"{n_rows:,} rows of {lengths.prompt + lengths.answer:,} tokens"
@@ -295,7 +295,7 @@ def _work(found: Forecast, is_limit: bool) -> str:
     return f"{samples}, prompts of {lengths.prompt:,} tokens, answers of {lengths.answer:,} tokens{limit}"
 
 
-def _host(found: Forecast) -> str:
+def _host_text(found: Forecast) -> str:
     n_bytes = found.host_bytes
     return f" It also takes {n_bytes / 2**30:.0f} GiB of host memory." if n_bytes else ""
 
@@ -304,7 +304,7 @@ def _thousands(n: float) -> str:
     return f"{n / 1000:.1f}k" if n >= 1000 else f"{n:.0f}"
 
 
-def _picture(console: Console, found: Forecast) -> None:
+def _memory_picture(console: Console, found: Forecast) -> None:
     """Draw the memory of each phase as a bar whose parts are letters, and the memory of the device as a line."""
     from rich.text import Text
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from areno.api.algorithms import get_algorithm, own_algorithms
 from areno.cli.train_flags import HEADINGS, TrainFlag, flags
-from areno.launch.hints import listed
+from areno.launch.hints import join_by_and
 from areno.schema.fields import Row, rows
 
 _TABLES_START, _TABLES_END = "<!-- generated: tables of flags -->", "<!-- end of the generated tables -->"
@@ -56,7 +56,7 @@ def _section(name: str, merged: dict[str, dict[str, Row]]) -> str:
         absent = [recipe for recipe, other in by_recipe.items() if other.default == "null"]
         where = "" if len(absent) == len(by_recipe) else f" ({', '.join(absent)})"
         optional = f" Optional, default null{where}." if absent else ""
-        lines += [f"{_about(by_recipe)}{optional}{_recipes(by_recipe)}", ""]
+        lines += [f"{_about_setting(by_recipe)}{optional}{_recipes(by_recipe)}", ""]
     of_section = merged.get(name, {})
     classes = {recipe: row.setting.section for recipe, row in of_section.items()}
     lines += [_classes(classes or {recipe: get_algorithm(recipe).config for recipe in own_algorithms()}), ""]
@@ -76,10 +76,10 @@ def _cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
         yield _escape(row.default)
     else:
         yield _escape(", ".join(f"{default} ({recipe})" for recipe, default in defaults.items()))
-    yield _escape(_about(by_recipe)) + (_recipes(by_recipe) if "." in row.key else "")
+    yield _escape(_about_setting(by_recipe)) + (_recipes(by_recipe) if "." in row.key else "")
 
 
-def _about(by_recipe: dict[str, Row]) -> str:
+def _about_setting(by_recipe: dict[str, Row]) -> str:
     """Return the help text of a setting.
 
     If recipes have different texts, each text follows the names of its recipes.
@@ -89,7 +89,7 @@ def _about(by_recipe: dict[str, Row]) -> str:
         recipes.setdefault(row.setting.help, []).append(recipe)
     if len(recipes) == 1:
         return f"{next(iter(recipes))}."
-    return " ".join(f"*With {listed(names)}:* {help}." for help, names in recipes.items())
+    return " ".join(f"*With {join_by_and(names)}:* {help}." for help, names in recipes.items())
 
 
 def _recipes(by_recipe: dict[str, Row]) -> str:
@@ -103,7 +103,7 @@ def _classes(of_recipes: Mapping[str, Any]) -> str:
         recipes.setdefault(f"`{cls.__module__}.{cls.__qualname__}`", []).append(recipe)
     if len(recipes) == 1:
         return f"In Python: {next(iter(recipes))}."
-    return f"In Python: {', '.join(f'{name} ({listed(names)})' for name, names in recipes.items())}."
+    return f"In Python: {', '.join(f'{name} ({join_by_and(names)})' for name, names in recipes.items())}."
 
 
 def _escape(text: str) -> str:

@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from areno.report.terminal import show
+from areno.report.terminal import print_tables
 
 if TYPE_CHECKING:
     from areno.report.replay import Replay, Token
@@ -70,12 +70,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for name, text in _summary(found, arguments.step, arguments.sample).items():
         print(f"{name:<12} {text}")
-    show(_table(found, arguments.prompt))
+    print_tables(_table(found, arguments.prompt))
     return 0
 
 
 def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
-    from areno.report.terminal import cell
+    from areno.report.terminal import cell_text
 
     sample = found.sample
     prompt, completion = (repr(sample.get(name) or "")[1:-1] for name in ("prompt", "completion"))
@@ -84,7 +84,7 @@ def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
         "sample": f"{number} of step {step}",
         "prompt": prompt if len(prompt) <= _SHOWN_CHARS else f"... {prompt[-_SHOWN_CHARS:]}",
         "completion": completion if len(completion) <= _SHOWN_CHARS else f"{completion[:_SHOWN_CHARS]} ...",
-        "reward": f"{cell(sample.get('reward'))} ({sample.get('status')})",
+        "reward": f"{cell_text(sample.get('reward'))} ({sample.get('status')})",
         "checkpoint": str(found.checkpoint),
     }
     if found.checkpoint_step is not None:
@@ -96,7 +96,7 @@ def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
         mean = sum(differences) / len(differences)
         lines["then, now"] = f"log-probabilities differ by {mean:.2g} on average, {max(differences):.2g} at most"
     if found.loss is not None:
-        lines["loss"] = cell(found.loss)
+        lines["loss"] = cell_text(found.loss)
     if found.missing:
         lines["not known"] = "; ".join(found.missing)
     return lines
@@ -106,7 +106,7 @@ def _table(found: Replay, with_prompt: bool) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    from areno.report.terminal import cell, right
+    from areno.report.terminal import cell_text, right
 
     has_teacher = any(token.teacher is not None for token in found.tokens)
     numbers = ("then", "now", "ratio", "advantage", "loss", "gradient", *(["teacher"] if has_teacher else []))
@@ -114,12 +114,12 @@ def _table(found: Replay, with_prompt: bool) -> Any:
     first = next((place for place, token in enumerate(found.tokens) if token.trained), 0)
     for place, token in enumerate(found.tokens):
         if with_prompt or place >= first:
-            values = (token.then, token.now, _ratio(token), token.advantage, token.loss, token.gradient)
+            values = (token.then, token.now, _probability_ratio(token), token.advantage, token.loss, token.gradient)
             values += (token.teacher,) if has_teacher else ()
             trained = "yes" if token.trained else "no"
-            table.add_row(str(place), escape(repr(token.text)), trained, *map(cell, values))
+            table.add_row(str(place), escape(repr(token.text)), trained, *map(cell_text, values))
     return table
 
 
-def _ratio(token: Token) -> float | None:
+def _probability_ratio(token: Token) -> float | None:
     return None if token.difference is None else math.exp(min(token.difference, 700.0))

@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     own = [f"actor.path={_quoted(model)}", f"trial_name={arguments.algo}", *arguments.settings]
     _run(arguments.algo, f"{name}{suffix}", [*common, *own])
     seconds = {"base": base_seconds, "rl": time.monotonic() - started - base_seconds}
-    result = _result(output / arguments.algo, REPRODUCTIONS[name][size])
+    result = _collect_result(output / arguments.algo, REPRODUCTIONS[name][size])
     result |= {"name": name, "size": size, "seed": arguments.seed, "algo": arguments.algo, "seconds": seconds}
     _write(output, result)
     _show(output, result)
@@ -172,7 +172,7 @@ def _quoted(path: Any) -> str:
     return '"' + str(path).replace('"', '\\"') + '"'
 
 
-def _result(folder: Path, bands: Bands) -> dict[str, Any]:
+def _collect_result(folder: Path, bands: Bands) -> dict[str, Any]:
     """Return the curve, the evaluations and the verdict of the reinforcement learning in a run folder."""
     from areno.tracking.reader import RunReader
 

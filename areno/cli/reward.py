@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, keys_renamed
-from areno.report.terminal import show
+from areno.report.terminal import print_tables
 
 if TYPE_CHECKING:
     from areno.config.judge import JudgeConfig
@@ -89,8 +89,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(Problem("--limit", f"is {arguments.limit}; at least 1 is expected"))
     config = _config(arguments)
-    rows = _rows(arguments.data, arguments.step)[: arguments.limit]
-    records = [_record(row, f"{arguments.data}, sample {number}") for number, row in enumerate(rows)]
+    rows = _rows_to_score(arguments.data, arguments.step)[: arguments.limit]
+    records = [_reward_record(row, f"{arguments.data}, sample {number}") for number, row in enumerate(rows)]
     if arguments.tokenizer is not None:
         _count_tokens(records, arguments.tokenizer)
     outcomes, seconds, how = None, 0.0, ""
@@ -105,10 +105,10 @@ def _run(arguments: argparse.Namespace) -> int:
             outcomes, judging_s = _with_judge_scores(config.judge, records, outcomes)
             seconds += judging_s
     assert outcomes is not None
-    show(samples_table(rows, records, outcomes, arguments.show))
+    print_tables(samples_table(rows, records, outcomes, arguments.show))
     if len(rows) > arguments.show:
         print(f"and {len(rows) - arguments.show} samples more (--show)")
-    show(summary_table(outcomes))
+    print_tables(summary_table(outcomes))
     print(*count_lines(rows, outcomes), sep="\n")
     each = 1000 * seconds / len(records)
     print(f"{len(records)} samples in {seconds:.2f} s: {each:.1f} ms for each{how}")
@@ -119,13 +119,13 @@ def _with_judge_scores(
     judge: JudgeConfig, records: Sequence[RewardRecord], outcomes: list[RewardOutcome] | None
 ) -> tuple[list[RewardOutcome], float]:
     """Return the rewards with the scores of a judge at an endpoint, and its seconds. Equal prompts are a group."""
-    from areno.scoring.judge import Judging, Task, add_judged
+    from areno.scoring.judge import JudgeTask, Judging, add_judged
     from areno.scoring.judge_readers import EndpointReader
 
     groups: dict[str, list[int]] = {}  # prompt -> its samples
     for place, record in enumerate(records):
         groups.setdefault(str(record.record["prompt"]), []).append(place)
-    tasks = [Task(groups[str(prompt)], prompt) for prompt in (record.record["prompt"] for record in records)]
+    tasks = [JudgeTask(groups[str(prompt)], prompt) for prompt in (record.record["prompt"] for record in records)]
     with EndpointReader(judge) as reader, Judging(judge, reader, tasks.__getitem__) as judging:
         started = time.monotonic()
         judging.add(dict(enumerate(records)))
@@ -142,7 +142,7 @@ def _config(arguments: argparse.Namespace) -> Any:
     functions = [word for word in arguments.functions if not word.startswith("reward.") or "=" not in word]
     given = {"weights": arguments.weights, "workers": arguments.workers, "timeout_s": arguments.timeout_s}
     given = {name: value for name, value in given.items() if value is not None}
-    settings = _settings(word for word in arguments.functions if word not in functions)
+    settings = _reward_settings(word for word in arguments.functions if word not in functions)
     judge = settings.get("judge")
     if not functions and not (isinstance(judge, dict) and {judge.get("path"), judge.get("base_url")} - {None}):
         text = "is missing; name a file or a built-in reward, or set {}"
@@ -157,7 +157,7 @@ def _config(arguments: argparse.Namespace) -> Any:
     return config
 
 
-def _settings(words: Iterator[str]) -> dict[str, Any]:
+def _reward_settings(words: Iterator[str]) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     found = OmegaConf.to_container(OmegaConf.from_dotlist(list(words)))
@@ -165,14 +165,14 @@ def _settings(words: Iterator[str]) -> dict[str, Any]:
     return found.get("reward", {})
 
 
-def _rows(path: str, step: int | None) -> list[Any]:
+def _rows_to_score(path: str, step: int | None) -> list[Any]:
     """Return the recorded samples of a run's step, the last by default, or the rows of a data file."""
     from areno.data.sources import read_rows
     from areno.tracking.reader import RunReader
 
     folder = Path(path).expanduser()
     if folder.is_dir() and ((folder / "config.yaml").exists() or (folder / "logs").is_dir()):
-        return _samples(RunReader(folder), step)
+        return _recorded_samples(RunReader(folder), step)
     if step is not None:
         raise ConfigError([Problem("--step", f"is {step}, but {path} is not the folder of a run")])
     with keys_renamed({"train_dataset.path": "--data"}.get):
@@ -183,7 +183,7 @@ def _rows(path: str, step: int | None) -> list[Any]:
     return rows
 
 
-def _samples(run: RunReader, step: int | None) -> list[Any]:
+def _recorded_samples(run: RunReader, step: int | None) -> list[Any]:
     steps = run.sampled_steps()
     if not steps:
         raise ArenoError("{} has no samples; it was started with rollout.dump_n_samples=0", run.path)
@@ -195,7 +195,7 @@ def _samples(run: RunReader, step: int | None) -> list[Any]:
     )
 
 
-def _record(row: Any, where: str) -> Any:
+def _reward_record(row: Any, where: str) -> Any:
     """Return the RewardRecord of a row with prompt and completion, each a text or a list of messages as in TRL."""
     from areno.schema.values import show as shown
     from areno.types import RewardRecord
@@ -207,7 +207,7 @@ def _record(row: Any, where: str) -> Any:
         if not _is_text(row[name]):
             text = f"{where}: {name} is {shown(row[name])}; text or a list of messages is expected"
             raise DataError([Problem("--data", text)])
-    asked, said = _messages(row["prompt"], "user"), _messages(row["completion"], "assistant")
+    asked, said = _as_messages(row["prompt"], "user"), _as_messages(row["completion"], "assistant")
     texts = {name: row[name] if isinstance(row[name], str) else "" for name in ("prompt", "completion")}
     final = str(said[-1].get("content") or "") if said else ""
     tokens = row.get("tokens")
@@ -239,7 +239,7 @@ def _is_text(said: Any) -> bool:
     return isinstance(said, str) or (isinstance(said, list) and all(isinstance(message, Mapping) for message in said))
 
 
-def _messages(said: Any, role: str) -> list[dict[str, Any]]:
+def _as_messages(said: Any, role: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": said}] if isinstance(said, str) else [dict(message) for message in said]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from areno.report.terminal import show
+from areno.report.terminal import print_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,5 +20,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from areno.report.runs import runs_table
 
-    show(runs_table(arguments.folder))
+    print_tables(runs_table(arguments.folder))
     return 0

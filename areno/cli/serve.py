@@ -112,7 +112,7 @@ def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
         "--allowed-hosts",
         nargs="+",
         default=[],
-        type=_host,
+        type=_host_name,
         metavar="HOST",
         help="without --api-key: values of the header Host that are accepted beside localhost, 127.0.0.1 and [::1]",
     )
@@ -120,7 +120,7 @@ def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
         "--allowed-origins",
         nargs="+",
         default=[],
-        type=_origin,
+        type=_web_origin,
         metavar="ORIGIN",
         help="without --api-key: origins of web pages that may use the server, such as https://example.com",
     )
@@ -190,13 +190,13 @@ def _number(kind: type, least: float, most: float = float("inf")) -> Any:
     return read
 
 
-def _host(text: str) -> str:
+def _host_name(text: str) -> str:
     if not text or "/" in text:
         raise argparse.ArgumentTypeError(f"is {text}; a name such as example.com is expected")
     return text.lower()
 
 
-def _origin(text: str) -> str:
+def _web_origin(text: str) -> str:
     scheme, _, host = text.partition("://")
     if text != "null" and (not scheme or not host or "/" in host):
         raise argparse.ArgumentTypeError(f"is {text}; an origin such as https://example.com is expected")
@@ -215,11 +215,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.api_key and any(given.values()):
         text = "is for a server without --api-key; with a key, no page can use the server that does not know it"
         raise ConfigError([Problem(flag, text) for flag, values in given.items() if values])
-    with RunLog(own_process=True), _signals() as shutdown, keys_renamed(_NAMES.get):
-        return _serve(arguments, shutdown)
+    with RunLog(own_process=True), _signals_handled() as shutdown, keys_renamed(_NAMES.get):
+        return _run_server(arguments, shutdown)
 
 
-def _model(named: str) -> str:
+def _model_folder(named: str) -> str:
     """Return a model folder, or the newest checkpoint of a run's folder."""
     from areno.errors import ArenoError
     from areno.tracking.reader import RunReader, is_run
@@ -241,7 +241,7 @@ class _Shutdown:
     limit_s: float | None = None  # None before the server accepts requests
 
 
-def _limits(arguments: argparse.Namespace) -> ServerLimits:
+def _server_limits(arguments: argparse.Namespace) -> ServerLimits:
     from areno.server.sampling import ServerLimits
 
     return ServerLimits(
@@ -254,7 +254,7 @@ def _limits(arguments: argparse.Namespace) -> ServerLimits:
     )
 
 
-def _guard(arguments: argparse.Namespace) -> PageGuard | None:
+def _page_guard(arguments: argparse.Namespace) -> PageGuard | None:
     """Return the protection from web pages of a server without a key, which is reachable from this machine alone."""
     from areno.server.access import PageGuard
 
@@ -263,14 +263,14 @@ def _guard(arguments: argparse.Namespace) -> PageGuard | None:
     return PageGuard(frozenset(arguments.allowed_hosts), frozenset(arguments.allowed_origins))
 
 
-def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
+def _run_server(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
     from areno.config.experiments import ExperimentConfig
     from areno.config.models import ModelConfig
     from areno.config.rollout import DecoderConfig
     from areno.config.run import EngineConfig
     from areno.engine.engine import Engine
     from areno.plan.devices import find_devices
-    from areno.plan.lora import own_tokenizer, with_model
+    from areno.plan.lora import folder_with_tokenizer, with_model
     from areno.plan.plan import open_actor
     from areno.server.app import build_server
     from areno.server.sampling import Sampler
@@ -279,18 +279,18 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
     from areno.types import SamplingParams
 
     engine_config = EngineConfig.of(arguments, dummy_load=arguments.random_weights)
-    path = _model(arguments.folder)
+    path = _model_folder(arguments.folder)
     actor = with_model(ModelConfig(path=path, dtype=arguments.dtype), path)
     config = ExperimentConfig(
         experiment_name="serve",
         actor=actor,
         engine=engine_config,
-        tokenizer_path=own_tokenizer(path),
+        tokenizer_path=folder_with_tokenizer(path),
         allow_control_tokens=arguments.allow_control_tokens,
     )
     plan = open_actor(config, partial(find_devices, engine_config))
     decoder = DecoderConfig.of(arguments)
-    limits = _limits(arguments)
+    limits = _server_limits(arguments)
     with Engine(plan.spec.frozen(), plan.workers) as engine:
         context = min(arguments.max_model_len or engine.info.context_len, engine.info.context_len)
         room = engine.begin_rollout(RolloutSpec(max_running=arguments.max_running, max_len=context, decoder=decoder))
@@ -309,7 +309,7 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
             models=list(dict.fromkeys(names)),
             keys=[arguments.api_key] if arguments.api_key else [],
             thinking=False if arguments.disable_thinking else None,
-            guard=_guard(arguments),
+            guard=_page_guard(arguments),
         )
         thread = ServerThread(server.application, arguments.host, arguments.port, limits.shutdown_s)
         gc.freeze()  # otherwise garbage collection scans all imported modules and stops the server for 300 ms
@@ -326,7 +326,7 @@ def _serve(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
 
 
 @contextmanager
-def _signals() -> Iterator[_Shutdown]:
+def _signals_handled() -> Iterator[_Shutdown]:
     """Let SIGINT and SIGTERM stop the server within a `with` block.
 
     The first signal sets the event `asked` of the yielded state, and requests in progress can finish. A second signal,

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from areno.errors import ConfigError, Problem
-    from areno.report.terminal import show
+    from areno.report.terminal import print_tables
     from areno.report.trace_summary import summarise, tables
 
     if arguments.samples < 0:
@@ -29,5 +29,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(summary.as_json(), indent=2))
     else:
-        show(*tables(summary))
+        print_tables(*tables(summary))
     return 0

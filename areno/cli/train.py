@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = f"{', '.join(names)} (default {_DEFAULT}; with --resume, that of the run)"
     groups["Basic"].add_argument("--algo", metavar="TEXT", help=about)
     for flag in train_flags.flags().values():
-        _add(groups[flag.row.heading], flag)
+        _add_flag(groups[flag.row.heading], flag)
     more = parser.add_argument_group("Settings", "the settings of the recipes, and the task that they belong to")
     config_name = more.add_argument("--config-name", metavar="NAME", help=f"name of the task (default {TASK})")
     more.add_argument("--config", metavar="FILE", help="task file, in place of --config-dir and --config-name")
@@ -44,10 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--resume", metavar="RUN", help="resume the run in this folder")
     more.add_argument("--cfg", choices=["job"], help="print the configuration and do not start a run")
     settings = more.add_argument("settings", nargs="*", default=[], metavar="key=value", help="any other setting")
-    vars(config_name)["completer"], vars(settings)["completer"] = _tasks, _keys  # argcomplete looks for these
+    vars(config_name)["completer"], vars(settings)["completer"] = (
+        _task_names,
+        _setting_keys,
+    )  # argcomplete looks for these
 
 
-def _add(group: Any, flag: TrainFlag) -> None:
+def _add_flag(group: Any, flag: TrainFlag) -> None:
     only = "" if len(flag.keys) == len(own_algorithms()) else f"[{', '.join(flag.keys)}] "
     help = f"{only}{flag.help}".replace("%", "%%")
     options: dict[str, Any] = {"dest": flag.name, "default": None, "help": help}
@@ -145,12 +148,12 @@ def _problems(
     return []
 
 
-def _tasks(**_: Any) -> list[str]:
+def _task_names(**_: Any) -> list[str]:
     from areno.launch import yaml_files
 
     return [*yaml_files.tasks(), *yaml_files.experiments()]
 
 
-def _keys(parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
+def _setting_keys(parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
     algorithm = parsed_args.algo if parsed_args.algo in algorithm_names() else _DEFAULT
     return (f"{row.key}=" for row in rows(get_algorithm(algorithm).config) if not row.setting.section)

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from areno.api.algorithms import get_algorithm, own_algorithms
 from areno.config.models import OptimizerConfig
 from areno.errors import Problem, did_you_mean
-from areno.launch.hints import counterparts, listed
+from areno.launch.hints import counterparts, join_by_and
 from areno.schema.fields import Flag, Row, Section, rows
 
 logger = logging.getLogger("areno.cli")
@@ -147,7 +147,7 @@ def overrides(
     for name, value in given.items():
         if name not in of_algorithm:
             text = "%s is a flag of %s, so %s ignores it"
-            logger.warning(text, name, listed(list(known[name].keys)), algorithm)
+            logger.warning(text, name, join_by_and(list(known[name].keys)), algorithm)
         elif name == "--use-kl-loss":
             found += _use_kl(value, given, of_algorithm[name][0], cls)
         elif name == "--min-lr":

@@ -280,7 +280,7 @@ class ExperimentConfig(Section):
         raise ConfigError(f"{type(self).__name__} describes no loss; give the trainer a loss_fn")
 
 
-def pass_sizes(n_samples: int) -> list[int]:
+def pass_at_k_values(n_samples: int) -> list[int]:
     """Return the values of k for which pass@k is measured: 1, 2, 4, ... below n_samples, and n_samples itself.
 
     Args:

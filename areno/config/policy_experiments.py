@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from areno.config import models
-from areno.config.experiments import EVALUATION, ExperimentConfig, pass_sizes
+from areno.config.experiments import EVALUATION, ExperimentConfig, pass_at_k_values
 from areno.config.resuming import FROM_HERE, NEW_RUNS
 from areno.config.reward import RewardConfig
 from areno.config.rollout import AgentConfig, GenerationConfig, RolloutConfig, TuneConfig
@@ -75,7 +75,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         The first name is the default of evaluator.metric.
         """
         n_samples = (self.eval_gconfig or self.gconfig).n_samples
-        of_groups = [*(f"pass@{k}" for k in pass_sizes(n_samples)), f"avg@{n_samples}"] if n_samples > 1 else []
+        of_groups = [*(f"pass@{k}" for k in pass_at_k_values(n_samples)), f"avg@{n_samples}"] if n_samples > 1 else []
         right = [] if self.reward.has_model else ["accuracy"]  # no score of a model is that of a right answer
         names = ("rewards_mean", *right, "response_len_mean", "truncated", "num_sequences")
         return (*names, *of_groups) if right else names

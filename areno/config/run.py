@@ -288,7 +288,7 @@ class EngineConfig(Section):
             yield Problem("tp_size", text, self.tp_size, n_devices)
 
     @forbid("attn_backend", "is flash, but exact=true has an attention of its own; leave one of the two out")
-    def flash_is_not_exact(self) -> bool:
+    def flash_with_exact(self) -> bool:
         """Return whether flash attention is set together with exact, which has its own attention."""
         return self.exact and self.attn_backend == "flash"
 

@@ -17,7 +17,7 @@ from areno.models.parameters import active_body_parameters, parameters, q_size
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class TokenCost:
     """The cost of one token in a model, over all tensor-parallel ranks. KV bytes and FLOPs are sums over all layers."""
 
     n_params: int
@@ -34,12 +34,12 @@ class Cost:
     adapter_params: int = 0  # 0: all parameters are trained
 
     @staticmethod
-    def of(config: TransformerConfig, itemsize: int, adapters: AdapterSpec | None = None) -> Cost:
+    def from_config(config: TransformerConfig, itemsize: int, adapters: AdapterSpec | None = None) -> TokenCost:
         experts, of_experts = config.experts, 0
         windows = Counter(config.kind(layer).window for layer in config.attention_layers)
         if experts is not None:
             of_experts = 3 * experts.inner_size * config.hidden_size * len(experts.layers(config.num_layers))
-        return Cost(
+        return TokenCost(
             experts=experts,
             expert_params=of_experts,
             adapter_params=0 if adapters is None else adapter_parameters(config, adapters),
@@ -65,13 +65,13 @@ class Cost:
         return self.active_params + self.expert_params * (self.experts.distinct(n_tokens) - self.experts.top_k)
 
 
-def forward_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
+def forward_flops(cost: TokenCost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
     n_tokens = sum(row_lens)
     flops = _weight_flops(cost, n_tokens, head_tokens) + (2.0 * cost.adapter_params + cost.rule_flops) * n_tokens
-    return flops + cost.attn_flops * mean_pairs(cost, row_lens)
+    return flops + cost.attn_flops * mean_attention_pairs(cost, row_lens)
 
 
-def train_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
+def train_flops(cost: TokenCost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
     """Return the FLOPs of a forward and a backward pass.
 
     A backward pass takes twice the FLOPs of the forward pass. Products with frozen weights take the same FLOPs in both,
@@ -81,17 +81,17 @@ def train_flops(cost: Cost, row_lens: Sequence[int], head_tokens: int | None = N
     return 3.0 * forward_flops(cost, row_lens, head_tokens) - frozen
 
 
-def _weight_flops(cost: Cost, n_tokens: int, head_tokens: int | None) -> float:
+def _weight_flops(cost: TokenCost, n_tokens: int, head_tokens: int | None) -> float:
     """Return the forward FLOPs of products with the model's own weights, without adapters and attention."""
     return 2.0 * (cost.body_params * n_tokens + cost.head_params * (n_tokens if head_tokens is None else head_tokens))
 
 
-def mean_pairs(cost: Cost, row_lens: Sequence[int]) -> float:
+def mean_attention_pairs(cost: TokenCost, row_lens: Sequence[int]) -> float:
     """Return the (query, key) pairs of causal attention, as the mean over the attention layers."""
-    return sum(share * pairs(row_lens, window) for window, share in cost.windows)
+    return sum(share * attention_pairs(row_lens, window) for window, share in cost.windows)
 
 
-def pairs(row_lens: Iterable[int], window: int | None = None) -> float:
+def attention_pairs(row_lens: Iterable[int], window: int | None = None) -> float:
     """Return the (query, key) pairs of causal attention in a layer. A window counts the token itself, too."""
     found = 0
     for n in row_lens:

@@ -23,7 +23,7 @@ _MIN_SLOTS = 2  # of recurrent states: one sequence, and what pads a batch
 
 
 @dataclass(kw_only=True)
-class Model(RoleSpec):
+class ModelFootprint(RoleSpec):
     """A role with the shape of its model. On a CPU, `offload` is off, because it has no effect there."""
 
     name: str
@@ -34,7 +34,7 @@ class Model(RoleSpec):
 class Footprint:
     """The memory that the models of an engine take on each device."""
 
-    models: tuple[Model, ...]  # the actor first
+    models: tuple[ModelFootprint, ...]  # the actor first
     itemsize: int  # bytes of a weight
     layout: Layout = ALONE
     split: bool = False  # sequence parallelism divides the residual stream over tensor-parallel ranks
@@ -51,7 +51,7 @@ class Footprint:
         """Largest number of tokens in a micro-batch, over all context-parallel ranks."""
         return self.budget * self.layout.cp_size if self.budget else _TYPICAL_TOKENS
 
-    def of_model(self, model: Model) -> ModelBytes:
+    def model_bytes(self, model: ModelFootprint) -> ModelBytes:
         """Return the memory of a model on each device, without activations, as if it were not offloaded."""
         return model_bytes(
             model.config,
@@ -63,25 +63,25 @@ class Footprint:
             copies_a=self.copies_a,
         )
 
-    def resident_bytes(self, model: Model) -> int:
+    def resident_bytes(self, model: ModelFootprint) -> int:
         """Return the bytes of a model on each device while it is not used."""
-        found = self.of_model(model)
+        found = self.model_bytes(model)
         if not model.offload:
             return found.total
         return found.weights if model.keeps_weights else 0
 
-    def extra_in_use(self, model: Model, training: bool) -> int:
+    def extra_in_use(self, model: ModelFootprint, training: bool) -> int:
         """Return the additional bytes of a model on each device while it is used, without activations."""
-        teacher = self._teacher if training and model.is_actor else None
+        teacher = self._largest_teacher if training and model.is_actor else None
         beside = 0 if teacher is None else self.extra_in_use(teacher, training=False)
         if not model.offload:
             return beside
-        found = self.of_model(model)
+        found = self.model_bytes(model)
         weights = 0 if model.keeps_weights else found.weights
         return beside + weights + (found.gradients + found.windows if training and model.optimizer else 0)
 
     @property
-    def _teacher(self) -> Model | None:
+    def _largest_teacher(self) -> ModelFootprint | None:
         """The model that training passes of the actor use: of several, the largest one that comes to the device."""
         found = [model for model in self.models if model.in_training]
         return max(found, key=lambda model: self.extra_in_use(model, training=False), default=None)
@@ -95,13 +95,13 @@ class Footprint:
         return max((self.extra_in_use(model, training=True) for model in self.models), default=0)
 
     @property
-    def hosted(self) -> int:
+    def offloaded_bytes(self) -> int:
         """Bytes in host memory for each device."""
-        found = [(model, self.of_model(model)) for model in self.models if model.offload]
+        found = [(model, self.model_bytes(model)) for model in self.models if model.offload]
         return sum(each.masters + each.moments + (0 if model.keeps_weights else each.weights) for model, each in found)
 
     @property
-    def least(self) -> int:
+    def least_bytes(self) -> int:
         """Bytes that each device needs at least.
 
         This is the memory that is always in use, plus the largest single need of these: training a model on a
@@ -116,17 +116,17 @@ class Footprint:
         kv += _MIN_SLOTS * state_bytes(actor, self.itemsize, self.layout)
         return self.resident + max(*work, kv)
 
-    def training_bytes(self, model: Model, n_tokens: int) -> int:
+    def training_bytes(self, model: ModelFootprint, n_tokens: int) -> int:
         """Return the bytes of activations and logits of a micro-batch. `n_tokens` counts all context-parallel ranks."""
         return self.training_pass(model).total(-(-n_tokens // self.layout.cp_size))
 
-    def training_pass(self, model: Model) -> PassBytes:
+    def training_pass(self, model: ModelFootprint) -> PassBytes:
         config, recompute = model.config, model.gradient_checkpointing
-        found = PassBytes.of_training(config, self.itemsize, self.layout, recompute=recompute, split=self.split)
-        return found.with_two_heads() if model.is_actor and self._teacher is not None else found
+        found = PassBytes.for_training(config, self.itemsize, self.layout, recompute=recompute, split=self.split)
+        return found.with_two_heads() if model.is_actor and self._largest_teacher is not None else found
 
-    def scoring_pass(self, model: Model) -> PassBytes:
-        return PassBytes.of_scoring(model.config, self.itemsize, self.layout, split=self.split)
+    def scoring_pass(self, model: ModelFootprint) -> PassBytes:
+        return PassBytes.for_scoring(model.config, self.itemsize, self.layout, split=self.split)
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Footprint:
         """Return a table of the memory on each device in GiB, as several lines of text."""
         rows: list[tuple[str, ...]] = [("", "weights", "gradients", "masters", "moments", "sum")]
         for model in self.models:
-            found = self.of_model(model)
+            found = self.model_bytes(model)
             where = " (in host memory)" if model.offload else ""
             if model.offload and model.keeps_weights:
                 where = " (masters, moments in host memory)" if model.optimizer else ""
@@ -161,7 +161,7 @@ class Footprint:
         if actor.optimizer:
             need = gib(self.training_bytes(actor, n_tokens))
             work.append(f"activations of a micro-batch of {n_tokens:,} tokens: {need}")
-        extra, hosted = gib(self.most_extra_in_use), gib(self.hosted)
+        extra, hosted = gib(self.most_extra_in_use), gib(self.offloaded_bytes)
         away = f"offload keeps {hosted} in host memory; a model in use takes up to {extra} more of its device"
         return "\n".join(
             [
@@ -169,11 +169,11 @@ class Footprint:
                 *lines,
                 "; ".join(work),
                 f"{gib(self.resident)} of {gib(device_bytes)} are taken, which leaves {gib(room)} for these",
-                *([away] if self.hosted else []),
+                *([away] if self.offloaded_bytes else []),
             ]
         )
 
-    def short(self, device_bytes: int) -> str:
+    def summary(self, device_bytes: int) -> str:
         names = ", ".join(model.name for model in self.models)
         taken = gib(self.resident) if self.resident >= 0.01 * 2**30 else "less than 0.01"
         return f"memory of each device: {taken} of {gib(device_bytes)} GiB for {names}"
@@ -186,12 +186,15 @@ class Footprint:
         return f"tp_size={layout.tp_size}, {copies}{together}"
 
     def fits(self, device_bytes: int) -> bool:
-        """Return whether the models fit with 6 % left free. Long rows and many requests may need more than `least`."""
-        return self.least <= (1 - RESERVE) * device_bytes and self.fits_host
+        """Return whether the models fit with 6 % left free.
+
+        Long rows and many requests may need more than `least_bytes`.
+        """
+        return self.least_bytes <= (1 - RESERVE) * device_bytes and self.fits_host
 
     @property
     def fits_host(self) -> bool:
-        return self.host_bytes is None or self.hosted <= (1 - RESERVE) * self.host_bytes
+        return self.host_bytes is None or self.offloaded_bytes <= (1 - RESERVE) * self.host_bytes
 
 
 def footprint_of(
@@ -203,7 +206,7 @@ def footprint_of(
 ) -> Footprint:
     engine, on_cuda = spec.engine, spec.devices[0].startswith("cuda")
     models = tuple(
-        Model(**{**vars(role), "offload": role.offload and on_cuda}, name=name, config=configs[name])
+        ModelFootprint(**{**vars(role), "offload": role.offload and on_cuda}, name=name, config=configs[name])
         for name, role in roles.items()
     )
     return Footprint(

@@ -35,7 +35,7 @@ class WantedCache:
     mem_fraction: float | None  # of the free memory that the cache may take; None: max_kv_tokens is set
 
     @staticmethod
-    def of(
+    def for_rollout(
         config: TransformerConfig,
         itemsize: int,
         engine: EngineSpec,
@@ -45,7 +45,9 @@ class WantedCache:
         route_bytes: int,
     ) -> WantedCache:
         """Return the cache that a rollout wants. `route_bytes` is what routing replay stores for a token, else 0."""
-        layout = KVLayout.of(config, block_size, rollout.max_len, by_window=not engine.keeps_routes(rollout.role))
+        layout = KVLayout.from_config(
+            config, block_size, rollout.max_len, by_window=not engine.keeps_routes(rollout.role)
+        )
         blocks_of_sample = layout.blocks_for(rollout.max_len) + layout.n_tables
         blocks_of_chunk = layout.blocks_of_chunk(rollout.decoder.max_prefill_tokens)
         usual, n_slots = (engine.layout.of_copy(n) for n in (rollout.usual, rollout.n_slots))
@@ -67,13 +69,13 @@ class WantedCache:
             mem_fraction=rollout.decoder.mem_fraction if most is None else None,
         )
 
-    def affordable(self, free_bytes: int) -> int:
+    def affordable_blocks(self, free_bytes: int) -> int:
         """Return the number of blocks that the share `mem_fraction` of some free memory has room for."""
         assert self.mem_fraction is not None
         return (int(free_bytes * self.mem_fraction) - self.states) // self.block_bytes
 
-    def fitting(self, free_bytes: int, affordable: int) -> int:
-        """Return the number of blocks of the cache, at most `affordable`."""
+    def fitting_blocks(self, free_bytes: int, affordable: int) -> int:
+        """Return the number of blocks of the cache, at most `affordable_blocks`."""
         more = int(free_bytes * self.more_fraction) // self.block_bytes
         return min(max(self.needed, min(self.blocks, more)), affordable)
 
@@ -81,11 +83,11 @@ class WantedCache:
         """Return the bytes that the cache takes, with the recurrent states, in a device with some free memory."""
         blocks = self.blocks
         if self.mem_fraction is not None:
-            blocks = self.fitting(free_bytes, self.affordable(free_bytes))
+            blocks = self.fitting_blocks(free_bytes, self.affordable_blocks(free_bytes))
         return max(0, blocks) * self.block_bytes + self.states
 
 
-def may_draft(decoder: DecoderConfig, *, on_cuda: bool) -> bool:
+def may_verify_drafts(decoder: DecoderConfig, *, on_cuda: bool) -> bool:
     """Return whether the settings let a decoding step compute several tokens of a sample."""
     return decoder.speculation == "on" or (decoder.speculation == "auto" and on_cuda)
 

@@ -41,22 +41,22 @@ class KVLayout:
     block_size: int
 
     @staticmethod
-    def of(config: TransformerConfig, block_size: int, max_len: int, *, by_window: bool = True) -> KVLayout:
+    def from_config(config: TransformerConfig, block_size: int, max_len: int, *, by_window: bool = True) -> KVLayout:
         """Return the layout that needs the least memory for a sequence of `max_len` tokens.
 
         All layers form one group with full attention, unless grouping by window saves more than 10 %.
         """
         windows = [config.kind(layer).window for layer in config.attention_layers]
-        layout = KVLayout._with([None] * len(windows), len(windows), block_size)
+        layout = KVLayout._with_windows([None] * len(windows), len(windows), block_size)
         fewest = layout.comparable_size(max_len) * _WORTH_IT
         for layers_per_block in range(len(windows), 0, -1) if by_window and any(windows) else ():
-            tried = KVLayout._with(windows, layers_per_block, block_size)
+            tried = KVLayout._with_windows(windows, layers_per_block, block_size)
             if tried.n_tables <= _MAX_TABLES and tried.comparable_size(max_len) < fewest:
                 layout, fewest = tried, tried.comparable_size(max_len)
         return layout
 
     @staticmethod
-    def _with(windows: list[int | None], layers_per_block: int, block_size: int) -> KVLayout:
+    def _with_windows(windows: list[int | None], layers_per_block: int, block_size: int) -> KVLayout:
         groups: list[KVGroup] = []
         places: dict[int, tuple[int, int]] = {}
         for window in sorted(set(windows), key=lambda each: float("-inf") if each is None else -each):

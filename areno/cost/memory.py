@@ -127,7 +127,7 @@ def activation_bytes(
     if config.delta is not None:
         first = max(first, layout.share(config.delta.projected))
         mixed = max(mixed, layout.share(config.delta.inner_size))
-        rule = layout.share(_rule_bytes(config.delta, itemsize))
+        rule = layout.share(_delta_rule_bytes(config.delta, itemsize))
     products = first + inner
     return ActivationBytes(
         always=residual.share(2 * size * (4 + after)) + mixed * itemsize + ids,
@@ -139,7 +139,7 @@ def activation_bytes(
     )
 
 
-def _rule_bytes(delta: Delta, itemsize: int) -> int:
+def _delta_rule_bytes(delta: Delta, itemsize: int) -> int:
     """Return the temporary bytes per token of the backward pass of the gated delta rule.
 
     These are the projected inputs, the result and their gradients, and the fp32 tensors that the kernels of
@@ -169,7 +169,7 @@ class PassBytes:
     stored_of_token: int = 0  # gradients of logits until the backward pass, up to LOGITS_KEPT in all
 
     @staticmethod
-    def of_training(
+    def for_training(
         config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, recompute: bool = True, split: bool = False
     ) -> PassBytes:
         layer = activation_bytes(config, itemsize, layout, split=split)
@@ -186,7 +186,7 @@ class PassBytes:
         )
 
     @staticmethod
-    def of_scoring(
+    def for_scoring(
         config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, split: bool = False
     ) -> PassBytes:
         """Return the bytes of a forward pass without gradient, which holds the activations of one layer at a time."""

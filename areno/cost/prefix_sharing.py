@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areno.cost.flops import Cost
+from areno.cost.flops import TokenCost
 from areno.cost.time import host_tokens
 from areno.layers.config import AdapterSpec
 from areno.models.config import TransformerConfig
@@ -17,7 +17,7 @@ FASTER = 0.95  # share of the time without sharing, below which passes with shar
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class PrefixSharing:
     """Decides when training or scoring with a model computes shared prefixes once.
 
     Times of the host are given in tokens: how many the device computes meanwhile. They are 0 on a CPU.
@@ -28,7 +28,7 @@ class Sharing:
     search_tokens: float = 0.0  # while the host looks for the shared prefix of a row
 
     @staticmethod
-    def of(
+    def from_setting(
         when: SharePrefixes,
         config: TransformerConfig,
         itemsize: int,
@@ -37,20 +37,20 @@ class Sharing:
         on_cuda: bool,
         adapters: AdapterSpec | None = None,
         tp_size: int = 1,
-    ) -> Sharing:
+    ) -> PrefixSharing:
         if not config.shares_prefixes or when == "off":
-            return Sharing()
+            return PrefixSharing()
         if not on_cuda:
-            return Sharing(when)
-        cost = Cost.of(config, itemsize, adapters)
+            return PrefixSharing(when)
+        cost = TokenCost.from_config(config, itemsize, adapters)
         launch, search = host_tokens(config, cost, trains=trains)
-        return Sharing(when, tp_size * launch, tp_size * search)
+        return PrefixSharing(when, tp_size * launch, tp_size * search)
 
     def saves_enough(self, n_saved: int, n_tokens: int) -> bool:
         """Return whether sharing saves enough tokens: a tenth with "auto", a single one with "on"."""
         return self.when != "off" and n_saved >= (_WORTH_SHARING * n_tokens if self.when == "auto" else 1)
 
-    def time(self, sizes: Sequence[int], launch_tokens: float | None = None) -> float:
+    def estimated_time(self, sizes: Sequence[int], launch_tokens: float | None = None) -> float:
         """Estimate the time of passes in tokens: the larger of the host's time and the device's, which overlap."""
         return max(len(sizes) * (self.launch_tokens if launch_tokens is None else launch_tokens), sum(sizes))
 
@@ -62,5 +62,5 @@ class Sharing:
         """Return whether passes take less time with shared prefixes, from the computed tokens of each pass."""
         if self.when != "auto":
             return True
-        shared_time = self.time(shared, _SHARED_LAUNCH * self.launch_tokens) + n_rows * self.search_tokens
-        return shared_time < FASTER * self.time(apart)
+        shared_time = self.estimated_time(shared, _SHARED_LAUNCH * self.launch_tokens) + n_rows * self.search_tokens
+        return shared_time < FASTER * self.estimated_time(apart)

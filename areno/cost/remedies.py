@@ -10,8 +10,8 @@ from typing import Any
 from areno.config.lora import LoraConfig
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig
-from areno.cost.footprint import RESERVE, RESTING, Footprint, Model, gib, may_have_adapters
-from areno.cost.kv_cache import may_draft
+from areno.cost.footprint import RESERVE, RESTING, Footprint, ModelFootprint, gib, may_have_adapters
+from areno.cost.kv_cache import may_verify_drafts
 from areno.errors import EngineError, Key
 from areno.layers.config import AdapterSpec
 from areno.models.adapter_shapes import linear_shapes
@@ -29,22 +29,29 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
         return
     names = " and ".join(model.name for model in footprint.models)
     text = "{} cannot fit: each device needs {} GiB at least ({}), and has {}; "
-    args: list[Any] = [names, gib(footprint.least), footprint.layout_in_words(), gib(int((1 - RESERVE) * device_bytes))]
+    args: list[Any] = [
+        names,
+        gib(footprint.least_bytes),
+        footprint.layout_in_words(),
+        gib(int((1 - RESERVE) * device_bytes)),
+    ]
     ways, shrinkable = ways_to_fit(footprint, device_bytes), []
     if not ways:
-        ways = _with_adapters(footprint, device_bytes)
+        ways = _remedy_with_lora(footprint, device_bytes)
         if (enough := _on_more_devices(footprint, device_bytes)) is not None:
-            before = _layout(footprint)
-            ways.append(({key: value for key, value in _layout(enough).items() if value != before[key]}, enough))
+            before = _layout_settings(footprint)
+            ways.append(
+                ({key: value for key, value in _layout_settings(enough).items() if value != before[key]}, enough)
+            )
             shrinkable = [model for model in enough.models if model.smaller_optimizer]
     if ways:
-        text += "what fits is " + " or ".join(_text(way) for way, _ in ways)
+        text += "what fits is " + " or ".join(_remedy_text(way) for way, _ in ways)
     else:
         text += "choose a smaller model ({})"
         args.append(Key("actor.path"))
     for way, found in ways:
-        args += [part for key, value in way.items() for part in (Key(key), _shown(value))]
-        args.append(gib(found.least))
+        args += [part for key, value in way.items() for part in (Key(key), _value_text(value))]
+        args.append(gib(found.least_bytes))
     if shrinkable:
         verb = "takes" if len(shrinkable) == 1 else "take"
         text += "; " + " and ".join(f"{{}}={model.smaller_optimizer}" for model in shrinkable) + f" {verb} less"
@@ -65,9 +72,9 @@ def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
     keys = [f"{model.own_section}.optimizer.type" for model in shrinkable] + ["engine.zero_stage"] * divides
     raise EngineError(
         "the host memory is too small for {}: what offload keeps there takes {} GiB for the ranks of a machine ({}), "
-        f"and {{}} GiB are free; {either(['use a machine with more memory', *ways])}",
+        f"and {{}} GiB are free; {joined_by_or(['use a machine with more memory', *ways])}",
         " and ".join(model.name for model in away),
-        gib(n_ranks * footprint.hosted),
+        gib(n_ranks * footprint.offloaded_bytes),
         n_ranks,
         gib(n_ranks * int((1 - RESERVE) * footprint.host_bytes)),
         *map(Key, keys),
@@ -81,7 +88,7 @@ def ways_to_fit(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Foot
     The kinds of changes are zero_stage, tp_size, offloading of models that are not always used, offloading of the
     actor's masters and moments, and 8-bit optimizers. Only the alternatives with the fewest kinds are returned.
     """
-    fitting = [(n, way, found) for n, way, found in _others(footprint) if found.fits(device_bytes)]
+    fitting = [(n, way, found) for n, way, found in _remedies_beside_lora(footprint) if found.fits(device_bytes)]
     fewest = min((n for n, _, _ in fitting), default=0)
     chosen: dict[tuple[str, ...], tuple[Way, Footprint]] = {}
     for n, way, found in fitting:
@@ -90,7 +97,7 @@ def ways_to_fit(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Foot
     return list(chosen.values())[:_MOST_WAYS]
 
 
-def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
+def _remedy_with_lora(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
     """Return changes of settings with LoRA of the default rank for the actor, in the form of `ways_to_fit`.
 
     Further settings change only if LoRA alone is not enough. A frozen reference model from the actor's own folder then
@@ -109,14 +116,14 @@ def _with_adapters(footprint: Footprint, device_bytes: int) -> list[tuple[Way, F
     return [({**way, **more}, found) for more, found in ways_to_fit(adapted, device_bytes)]
 
 
-def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
+def _remedies_beside_lora(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
     """Yield (number of kinds of changes, changes, footprint) of other settings that take less memory.
 
     The least intrusive ones come first. zero_stage needs several copies of the models, over which ZeRO divides the
     optimizer.
     """
     now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size
-    sizes = [size for size in range(tp_size, n_ranks + 1) if _divides(now, size)]
+    sizes = [size for size in range(tp_size, n_ranks + 1) if _can_divide(now, size)]
     shrinkable = [model for model in now.models if model.smaller_optimizer]
     to_host = [model for model in now.models if now.on_cuda and model.own_section in RESTING and not model.offload]
     to_stream = [model for model in now.models if now.on_cuda and model.may_stream]
@@ -141,14 +148,14 @@ def _others(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
             yield n, way, replace(now, models=models, layout=replace(now.layout, tp_size=size), zero_stage=stage)
 
 
-def _with_less(model: Model, offload: bool, shrinks: bool) -> Model:
+def _with_less(model: ModelFootprint, offload: bool, shrinks: bool) -> ModelFootprint:
     optimizer = model.optimizer
     if shrinks and optimizer and model.smaller_optimizer:
         optimizer = replace(optimizer, type=model.smaller_optimizer)
     return replace(model, offload=model.offload or offload, optimizer=optimizer)
 
 
-def _divides(footprint: Footprint, tp_size: int) -> bool:
+def _can_divide(footprint: Footprint, tp_size: int) -> bool:
     divided = [size for model in footprint.models for size in model.config.divided]
     sizes = [footprint.layout.world_size, *(size for _, name, size in divided if name != "num_key_value_heads")]
     heads = [model.config.num_kv_heads for model in footprint.models]
@@ -166,13 +173,16 @@ def _on_more_devices(footprint: Footprint, device_bytes: int) -> Footprint | Non
         return None
     while (size := 2 * size) <= _MOST_DEVICES:
         larger = replace(footprint, layout=replace(footprint.layout, world_size=size))
-        for found in [larger, *(found for _, _, found in _others(larger) if found.models == larger.models)]:
+        for found in [
+            larger,
+            *(found for _, _, found in _remedies_beside_lora(larger) if found.models == larger.models),
+        ]:
             if found.fits(device_bytes):
                 return found
     return None
 
 
-def _layout(footprint: Footprint) -> Way:
+def _layout_settings(footprint: Footprint) -> Way:
     return {
         "engine.world_size": footprint.layout.world_size,
         "engine.tp_size": footprint.layout.tp_size,
@@ -180,15 +190,15 @@ def _layout(footprint: Footprint) -> Way:
     }
 
 
-def _text(way: Mapping[str, Any]) -> str:
+def _remedy_text(way: Mapping[str, Any]) -> str:
     return " with ".join("{}={}" for _ in way) + " ({} GiB)"
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def either(texts: Sequence[str]) -> str:
+def joined_by_or(texts: Sequence[str]) -> str:
     """Join texts as "a, b or c"."""
     return " or ".join([", ".join(texts[:-1])] * (len(texts) > 1) + [*texts[-1:]])
 
@@ -200,7 +210,7 @@ MORE_DEVICES: Option = ("divide the model over more devices ({})", Key("engine.t
 FEWER_AT_ONCE: Option = ("lower {}", Key("rollout.max_concurrent_rollouts"))
 
 
-def in_loading(
+def loading_remedies(
     spec: EngineSpec, role: RoleSpec, others: Iterable[RoleSpec], *, has_bf16: bool, can_offload: bool
 ) -> Iterator[Option]:
     if spec.layout.dp_size > 1:
@@ -220,7 +230,7 @@ def in_loading(
     yield ("choose a smaller model ({})", Key(role.key))
 
 
-def in_training(
+def training_remedies(
     role: RoleSpec, mb_spec: MicroBatchSpec, *, recomputes: bool, beside: Iterable[Option], on_cuda: bool
 ) -> Iterator[Option]:
     section = role.section
@@ -237,11 +247,11 @@ def in_training(
     yield MORE_DEVICES
 
 
-def in_rollout(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
+def rollout_remedies(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
     yield from smaller_cache(decoder)
     yield ("lower {}", Key("rollout.max_prefill_tokens"))
     yield FEWER_AT_ONCE
-    if may_draft(decoder, on_cuda=on_cuda):
+    if may_verify_drafts(decoder, on_cuda=on_cuda):
         yield ("set {}=off, so that a step computes the logits of fewer tokens", Key("rollout.speculation"))
     if on_cuda and not decoder.eager_decode:
         yield ("set {}=true to do without CUDA graphs", Key("rollout.eager_decode"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
-from areno.cost.flops import Cost, mean_pairs
+from areno.cost.flops import TokenCost, mean_attention_pairs
 from areno.models.config import TransformerConfig
 
 
@@ -23,7 +23,7 @@ class Rates:
     matmul_flops_s: float
     link_bytes_s: float = 200e9  # from a device to another one of the same host
 
-    def of(self, n_devices: int) -> Rates:
+    def for_devices(self, n_devices: int) -> Rates:
         return replace(self, copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
 
     def seconds(self, n_bytes: float, flops: float) -> float:
@@ -74,7 +74,7 @@ class PassWork:
         return sum(self.row_lens) - sum(self.shared_lens)
 
 
-def device_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: Rates) -> float:
+def device_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, rates: Rates) -> float:
     """Estimate the device's time for a phase, without the time in which it waits for the host."""
     n, size, layers = work.n_tokens, config.hidden_size, config.num_layers
     frozen = bool(cost.adapter_params)
@@ -85,7 +85,9 @@ def device_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates:
     flops = 2.0 * passes * (cost.body_params * n + cost.head_params * work.n_predicted) - of_experts
     flops += 2.0 * size * _kept_elements(config) * work.n_recomputed * n
     flops += (3 if work.trains else 1) * 2.0 * cost.adapter_params * n
-    pairs = mean_pairs(cost, work.row_lens) - (mean_pairs(cost, work.shared_lens) if work.shared_lens else 0)
+    pairs = mean_attention_pairs(cost, work.row_lens) - (
+        mean_attention_pairs(cost, work.shared_lens) if work.shared_lens else 0
+    )
     attention = (3.5 if work.trains else 1) * cost.attn_flops * pairs
     rule = (3 if work.trains else 1) * cost.rule_flops * n
     n_bytes = float(n) * layers * size * (_TRAIN_BYTES if work.trains else _FORWARD_BYTES)
@@ -100,7 +102,7 @@ def device_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates:
     return products / rates.matmul_flops_s + n_bytes / rates.copy_bytes_s
 
 
-def pass_seconds(config: TransformerConfig, cost: Cost, work: PassWork, rates: Rates) -> float:
+def pass_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, rates: Rates) -> float:
     n_micro_batches = -(-work.n_tokens // work.budget)
     launched = n_micro_batches * config.num_layers * _LAUNCH_S[work.trains]
     exchanged = _SUMS[work.trains] * 2.0 * work.n_tokens * config.hidden_size * (1 - 1 / work.tp_size)
@@ -118,7 +120,7 @@ def sampled_seconds(n_samples: int, n_tokens: float, has_critic: bool) -> float:
     return (1 + has_critic) * _SAMPLE_S * n_samples + _SAMPLED_S * n_tokens
 
 
-def host_tokens(config: TransformerConfig, cost: Cost, *, trains: bool) -> tuple[int, float]:
+def host_tokens(config: TransformerConfig, cost: TokenCost, *, trains: bool) -> tuple[int, float]:
     """Estimate the host's part of a pass, as the numbers of tokens that an H100 computes meanwhile.
 
     Returns those for the launch of the kernels and those for the search for the shared prefix of a row. If passes have
@@ -151,7 +153,7 @@ class RolloutWork:
 
 
 def rollout_seconds(
-    config: TransformerConfig, cost: Cost, work: RolloutWork, rates: Rates, copies: int
+    config: TransformerConfig, cost: TokenCost, work: RolloutWork, rates: Rates, copies: int
 ) -> tuple[float, float]:
     """Estimate (seconds of prefill, seconds of decoding). The rates are those of the devices that share one copy."""
     n_prompts = -(-work.n_prompts // copies)
@@ -166,7 +168,7 @@ def rollout_seconds(
     if cost.experts is not None:
         flops *= 1.5
     products = rates.seconds(weights, flops) / _PRODUCTS
-    kv_tokens = _seen(cost, work.prompt_len, groups) + _seen(cost, work.answer_len / 2, rows)
+    kv_tokens = _mean_keys_read(cost, work.prompt_len, groups) + _mean_keys_read(cost, work.answer_len / 2, rows)
     moved = kv_tokens * cost.kv_bytes + 2 * cost.state_bytes * rows
     attention = moved / rates.copy_bytes_s / _KV
     sampling = rows * config.vocab_size * _LOGIT_BYTES / rates.copy_bytes_s
@@ -176,6 +178,6 @@ def rollout_seconds(
     return prefill, n_waves * work.answer_len * step
 
 
-def _seen(cost: Cost, length: float, n_rows: float) -> float:
+def _mean_keys_read(cost: TokenCost, length: float, n_rows: float) -> float:
     """Return the number of keys that rows of equal length read, as the mean over the attention layers."""
     return n_rows * sum(share * min(length, window or length) for window, share in cost.windows)

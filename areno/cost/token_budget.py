@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from areno.cost.flops import Cost
-from areno.cost.footprint import RESERVE, Footprint, Model
+from areno.cost.flops import TokenCost
+from areno.cost.footprint import RESERVE, Footprint, ModelFootprint
 from areno.cost.memory import PassBytes, activation_bytes
 
 TRAIN, SCORE = "train", "score"
@@ -30,7 +30,7 @@ _BETWEEN_S = 0.025  # time between two micro-batches in which the device waits
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Work:
+class _BudgetedWork:
     """The work of micro-batches of one model in one phase, on one device."""
 
     need: PassBytes
@@ -40,9 +40,9 @@ class _Work:
     host_s: float  # for the launch of the kernels of a micro-batch
 
     @staticmethod
-    def of(footprint: Footprint, model: Model, phase: str) -> _Work:
+    def from_model(footprint: Footprint, model: ModelFootprint, phase: str) -> _BudgetedWork:
         config, layout, itemsize = model.config, footprint.layout, footprint.itemsize
-        cost, recomputed = Cost.of(config, itemsize, model.adapters), 0.0
+        cost, recomputed = TokenCost.from_config(config, itemsize, model.adapters), 0.0
         flops = 2.0 * cost.active_params / layout.tp_size
         need = footprint.scoring_pass(model)
         if phase == TRAIN:
@@ -50,7 +50,7 @@ class _Work:
             flops *= 2 if model.adapters else 3  # frozen weights need no gradient
             if model.gradient_checkpointing:
                 recomputed = 2.0 * config.hidden_size * activation_bytes(config, itemsize, layout).kept / itemsize
-        return _Work(
+        return _BudgetedWork(
             need=need,
             n_layers=config.num_layers,
             flops=flops,
@@ -66,7 +66,9 @@ class _Work:
         return (max(device_s, self.host_s) + _BETWEEN_S) / n_tokens
 
 
-def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_bytes: int, cache_bytes: int) -> int:
+def choose_token_budget(
+    footprint: Footprint, model: ModelFootprint, phase: str, device_bytes: int, cache_bytes: int
+) -> int:
     """Choose the largest number of tokens in a micro-batch of one model, on one device.
 
     On a GPU, this is a number whose estimated time per token is within 2 % of the best number that fits the memory: the
@@ -75,8 +77,8 @@ def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_b
     """
     extra = footprint.extra_in_use(model, training=phase == TRAIN)
     room = int((1 - RESERVE) * device_bytes) - footprint.resident - extra - cache_bytes
-    work = _Work.of(footprint, model, phase)
-    sizes = list(_sizes(work.need.fitting_tokens(room)))
+    work = _BudgetedWork.from_model(footprint, model, phase)
+    sizes = list(_candidate_budgets(work.need.fitting_tokens(room)))
     if not footprint.on_cuda:
         of_token = work.need.of_token + work.need.at_work
         small = [size for size in sizes if size <= max(_CPU_BYTES // of_token, _LEAST_TOKENS_CPU)]
@@ -87,7 +89,7 @@ def choose_token_budget(footprint: Footprint, model: Model, phase: str, device_b
     return max(size for size in nearly_best if size <= larger * nearly_best[0])
 
 
-def _sizes(most: int) -> Iterator[int]:
+def _candidate_budgets(most: int) -> Iterator[int]:
     """Yield powers of two and 1.5 times as many, up to `most` tokens. The smallest one is yielded in any case."""
     size = _LEAST_TOKENS
     yield size

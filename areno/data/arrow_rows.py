@@ -21,28 +21,30 @@ def without_nulls(rows: Any) -> Any:
     Rows that are neither a Dataset nor a stream are unchanged.
     """
     if hasattr(rows, "column_names") and not hasattr(rows, "__len__"):
-        return [{name: _cleaned(value) for name, value in row.items()} for row in rows]
+        return [{name: _drop_nulls(value) for name, value in row.items()} for row in rows]
     if not hasattr(rows, "with_transform") or not hasattr(rows, "features"):
         return rows
     given = rows.format
     own = given["format_kwargs"].get("transform") if given["type"] == "custom" else None
     nested = tuple(field.name for field in rows.features.arrow_schema if _has_objects(field.type))
-    if not nested or (isinstance(own, partial) and own.func is _transformed):
+    if not nested or (isinstance(own, partial) and own.func is _without_nested_nulls):
         return rows
-    transform = partial(_transformed, nested, own)
+    transform = partial(_without_nested_nulls, nested, own)
     return rows.with_transform(transform, given["columns"], given["output_all_columns"])
 
 
-def _transformed(nested: Sequence[str], then: Transform | None, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _without_nested_nulls(
+    nested: Sequence[str], then: Transform | None, columns: dict[str, list[Any]]
+) -> dict[str, list[Any]]:
     """Leave nulls out of the objects in the columns `nested`, before the transform that the user has set."""
-    out = {name: _cleaned(values) if name in nested else values for name, values in columns.items()}
+    out = {name: _drop_nulls(values) if name in nested else values for name, values in columns.items()}
     return out if then is None else then(out)
 
 
-def _cleaned(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _cleaned(each) for key, each in value.items() if each is not None}
-    return [_cleaned(each) for each in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(each) for key, each in value.items() if each is not None}
+    return [_drop_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _has_objects(kind: Any) -> bool:

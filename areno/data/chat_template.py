@@ -51,7 +51,7 @@ def render(
 ) -> str:
     """Render messages with the chat template. `opened` is add_generation_prompt."""
     options = {"tools": tools, "tokenize": False, "add_generation_prompt": opened, **variables}
-    apply = partial(tokenizer.apply_chat_template, in_parts(tokenizer, messages), **options)
+    apply = partial(tokenizer.apply_chat_template, with_content_parts(tokenizer, messages), **options)
     try:
         if thinking is not None:
             # The `apply_chat_template` of some tokenizers does not have this argument, which then has no effect.
@@ -63,24 +63,24 @@ def render(
         raise DataError(text.replace(BREAK, "")) from None  # anyone who knows a break could write control tokens
 
 
-def in_parts(tokenizer: Any, messages: list[Any]) -> list[Any]:
+def with_content_parts(tokenizer: Any, messages: list[Any]) -> list[Any]:
     """Write contents that are texts as lists of parts, for templates that read nothing else."""
     cached = vars(tokenizer).get(_CACHED)
     if cached is None or cached[0] != tokenizer.chat_template:
         cached = vars(tokenizer)[_CACHED] = tokenizer.chat_template, _reads_only_parts(tokenizer)
     if not cached[1]:
         return messages
-    return [{**each, "content": _as_part(each["content"])} if "content" in each else each for each in messages]
+    return [{**each, "content": _as_content_parts(each["content"])} if "content" in each else each for each in messages]
 
 
-def _as_part(content: Any) -> Any:
+def _as_content_parts(content: Any) -> Any:
     return [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
 
 
 def _reads_only_parts(tokenizer: Any) -> bool:
     """Return whether the template writes the text of a part, but not a content that is text."""
     written = []
-    for content in (BREAK, _as_part(BREAK)):
+    for content in (BREAK, _as_content_parts(BREAK)):
         text = ""
         with contextlib.suppress(Exception):  # a template may raise any error
             text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)

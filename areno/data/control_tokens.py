@@ -29,7 +29,7 @@ def added_tokens(tokenizer: Any) -> Mapping[int, Any]:
     return getattr(tokenizer, "added_tokens_decoder", {})
 
 
-def control_names(tokenizer: Any) -> tuple[str, ...]:
+def control_token_texts(tokenizer: Any) -> tuple[str, ...]:
     """Return the texts of the control tokens of a tokenizer and its chat template, sorted.
 
     These are bos, eos, pad, all special tokens, and the added tokens in brackets that the template writes. Tags that
@@ -41,7 +41,7 @@ def control_names(tokenizer: Any) -> tuple[str, ...]:
     special = named | {str(token) for token in added if token.special}
     special |= set(getattr(tokenizer, "all_special_tokens", ()))
     markers = {name for name in names - special if re.fullmatch(r"[<\[{(].*\w.*[>\]})]", name)}
-    written = _written(tokenizer) if markers else ""
+    written = _template_text(tokenizer) if markers else ""
     special |= {name for name in markers if name in written}
     found = []
     for name in sorted(names):
@@ -52,7 +52,7 @@ def control_names(tokenizer: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _written(tokenizer: Any) -> str:
+def _template_text(tokenizer: Any) -> str:
     """Return the chat template and example conversations that it renders, as one text to search for control tokens."""
     texts = [str(tokenizer.chat_template)]
     for roles in _ROLES:
@@ -62,32 +62,35 @@ def _written(tokenizer: Any) -> str:
     return "\n".join(texts)
 
 
-def first_characters(names: Iterable[str]) -> re.Pattern[str]:
+def first_characters_pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Return a regular expression for the first character of each name in a text.
 
     It also matches the first character of an incomplete name at the end of the text.
     """
-    heads = sorted(_by_first(names).items())
-    return re.compile("|".join(f"{re.escape(first)}(?={_one_of(rests)})" for first, rests in heads))
+    heads = sorted(_names_by_first_character(names).items())
+    return re.compile("|".join(f"{re.escape(first)}(?={_prefix_tree_pattern(rests)})" for first, rests in heads))
 
 
-def whole_names(names: Iterable[str]) -> re.Pattern[str]:
+def whole_names_pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Return a regular expression that matches whole names, the longest if several match."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
-def _one_of(names: set[str]) -> str:
+def _prefix_tree_pattern(names: set[str]) -> str:
     """Return the source of a regular expression that matches any of the names, or their beginnings at the text's end.
 
     It is a prefix tree, which is fast for many names.
     """
     if "" in names:
         return ""
-    branches = [f"{re.escape(first)}{_one_of(rests)}" for first, rests in sorted(_by_first(names).items())]
+    branches = [
+        f"{re.escape(first)}{_prefix_tree_pattern(rests)}"
+        for first, rests in sorted(_names_by_first_character(names).items())
+    ]
     return f"(?:{'|'.join(branches)}|\\s*\\Z)"
 
 
-def _by_first(names: Iterable[str]) -> dict[str, set[str]]:
+def _names_by_first_character(names: Iterable[str]) -> dict[str, set[str]]:
     """Return {first character: the rest of each name that begins with it}."""
     rests: dict[str, set[str]] = {}
     for name in names:
@@ -113,9 +116,9 @@ class ControlTokens:
     """
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer, self.made_of = tokenizer, _made_of(tokenizer)
-        self.names = () if getattr(tokenizer, "allows_control_tokens", False) else control_names(tokenizer)
-        self._found = first_characters(self.names) if self.names else None
+        self._tokenizer, self.made_of = tokenizer, _cache_key(tokenizer)
+        self.names = () if getattr(tokenizer, "allows_control_tokens", False) else control_token_texts(tokenizer)
+        self._found = first_characters_pattern(self.names) if self.names else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, without what contains a break, since each process has breaks of its own."""
@@ -163,7 +166,7 @@ class ControlTokens:
         """Encode a rendered text without its breaks. A control token with a break is encoded as ordinary text."""
         if BREAK not in text:
             return self._tokenizer.encode(text, add_special_tokens=False)
-        return self._encode_apart(text)[0] if self._tokenizer.is_fast else self._encode_slowly(text)
+        return self._encode_with_breaks(text)[0] if self._tokenizer.is_fast else self._encode_slowly(text)
 
     def encode_with_spans(self, text: str) -> tuple[list[int], Callable[[int], tuple[int, int]]]:
         """Encode like `encode` with a fast tokenizer, and return a function from a token's index to its characters.
@@ -171,20 +174,20 @@ class ControlTokens:
         Computing the offsets of all tokens would block other threads: 50 ms for 200,000 tokens.
         """
         if BREAK in text:
-            tokens, offsets = self._encode_apart(text)
+            tokens, offsets = self._encode_with_breaks(text)
             return tokens, offsets.__getitem__
         found = self._tokenizer(text, add_special_tokens=False)
         return found["input_ids"], found.encodings[0].token_to_chars
 
-    def _encode_apart(self, text: str) -> tuple[list[int], Offsets]:
-        """Encode a text that contains breaks, with the second tokenizer and the aliases that `_plain` returns.
+    def _encode_with_breaks(self, text: str) -> tuple[list[int], Offsets]:
+        """Encode a text that contains breaks, with the second tokenizer and the aliases of `_plain_tokenizer`.
 
         Control tokens without a break are first replaced by their aliases, which the second tokenizer recognises.
         Control tokens with a break stay ordinary text.
         """
-        tokenizer, aliases, ids = self._plain
+        tokenizer, aliases, ids = self._plain_tokenizer
         pieces, starts, origins, size = list[str](), list[int](), list[int](), 0
-        for piece, origin in self._pieces(text):
+        for piece, origin in self._split_at_breaks(text):
             starts.append(size)
             origins.append(origin)
             pieces.append(aliases.get(piece, piece))
@@ -192,7 +195,7 @@ class ControlTokens:
         whole = "".join(pieces)
         found = tokenizer.encode(whole, add_special_tokens=False)
 
-        def place(at: int) -> int:
+        def original_index(at: int) -> int:
             number = bisect_right(starts, at) - 1
             return origins[number] + at - starts[number]
 
@@ -202,14 +205,14 @@ class ControlTokens:
             if name and whole[first:last] != name:  # the unknown token, which stands for a letter here
                 own = [token]
             tokens += own
-            offsets += [(place(first), place(last))] * len(own)
+            offsets += [(original_index(first), original_index(last))] * len(own)
         return tokens, offsets
 
     def _encode_slowly(self, text: str) -> list[int]:
         """Encode a text that contains breaks, if the tokenizer is a slow one, which is written in Python."""
         ids = {str(token): number for number, token in added_tokens(self._tokenizer).items()}
         tokens, words = list[int](), ""
-        for piece, _ in self._pieces(text):
+        for piece, _ in self._split_at_breaks(text):
             words += "" if piece in ids else piece
             if words and (piece in ids or piece == ""):
                 tokens += self._tokenizer.encode(words, add_special_tokens=False, split_special_tokens=True)
@@ -217,14 +220,14 @@ class ControlTokens:
             tokens += [ids[piece]] if piece in ids else []
         return tokens
 
-    def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
+    def _split_at_breaks(self, text: str) -> Iterator[tuple[str, int]]:
         """Split a text at the breaks, which are left out, and at the tokens that must be encoded apart.
 
         These tokens are the control tokens or, for a slow tokenizer, all added tokens. Yields (substring, start in
         `text`). Each such token is a substring of its own. The last substring is empty.
         """
         at = 0
-        for match in self._borders.finditer(text):
+        for match in self._split_pattern.finditer(text):
             if match.start() > at:
                 yield text[at : match.start()], at
             if match.group() != BREAK:
@@ -235,12 +238,12 @@ class ControlTokens:
         yield "", len(text)
 
     @cached_property
-    def _borders(self) -> Any:
+    def _split_pattern(self) -> Any:
         names = self.names if self._tokenizer.is_fast else map(str, added_tokens(self._tokenizer).values())
-        return whole_names([BREAK, *names])
+        return whole_names_pattern([BREAK, *names])
 
     @cached_property
-    def _plain(self) -> tuple[Any, dict[str, str], dict[int, tuple[str, list[int]]]]:
+    def _plain_tokenizer(self) -> tuple[Any, dict[str, str], dict[int, tuple[str, list[int]]]]:
         """Make a second tokenizer that encodes the texts of control tokens as ordinary text.
 
         It shares the vocabulary of the original tokenizer, so it takes little memory. Returns (second tokenizer,
@@ -271,7 +274,7 @@ class ControlTokens:
         return plain, aliases, ids | {plain.token_to_id(str(token)): ("", [number]) for number, token in added.items()}
 
 
-def note_unknown(tokenizer: Any, text: str, tokens: Sequence[int]) -> None:
+def warn_of_unknown_tokens(tokenizer: Any, text: str, tokens: Sequence[int]) -> None:
     """Log a warning, once for a tokenizer, if the tokens of a text have the token for what the vocabulary lacks."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or unknown not in tokens or getattr(tokenizer, "told_of_unknown", False):
@@ -287,7 +290,7 @@ def note_unknown(tokenizer: Any, text: str, tokens: Sequence[int]) -> None:
 def control_tokens(tokenizer: Any) -> ControlTokens:
     """Return the control tokens of a tokenizer, cached in it until its chat template or vocabulary changes."""
     cached = vars(tokenizer).get(_CACHED)
-    if cached is None or cached.made_of != _made_of(tokenizer):
+    if cached is None or cached.made_of != _cache_key(tokenizer):
         cached = vars(tokenizer)[_CACHED] = ControlTokens(tokenizer)
     return cached
 
@@ -298,5 +301,5 @@ def allow_control_tokens(tokenizer: Any) -> None:
     vars(tokenizer).pop(_CACHED, None)
 
 
-def _made_of(tokenizer: Any) -> tuple[Any, int]:
+def _cache_key(tokenizer: Any) -> tuple[Any, int]:
     return tokenizer.chat_template, len(tokenizer) if hasattr(tokenizer, "__len__") else 0

@@ -56,7 +56,7 @@ _CALLS = {"function_call", "tool_call"}
 
 
 @dataclass(frozen=True)
-class Form:
+class DatasetFormat:
     """A form of rows that another tool uses. `convert` returns areno's fields to add to a row."""
 
     name: str
@@ -105,111 +105,121 @@ def column_names(rows: Rows) -> list[str]:
     return list(dict.fromkeys(str(name) for row in first if isinstance(row, Mapping) for name in row))
 
 
-def recognise_form(rows: Rows, kind: RowKind) -> Form | None:
+def recognise_format(rows: Rows, kind: RowKind) -> DatasetFormat | None:
     """Recognise the form by the fields of the first row. None if it is areno's or unknown."""
     first: Any = rows[0]
     if not isinstance(first, Mapping):
         return None
-    recognise: dict[RowKind, Callable[[set[str]], Form | None]] = {
-        "prompt": _for_prompts,
-        "sft": _for_answers,
-        "dpo": _for_pairs,
-        "kto": _for_labels,
-        "rw": _for_pairs,
-        "prm": _for_steps,
+    recognise: dict[RowKind, Callable[[set[str]], DatasetFormat | None]] = {
+        "prompt": _prompt_format,
+        "sft": _answer_format,
+        "dpo": _pair_format,
+        "kto": _label_format,
+        "rw": _pair_format,
+        "prm": _step_format,
     }
     return recognise[kind](set(first))
 
 
-def _for_prompts(there: set[str]) -> Form | None:
+def _prompt_format(there: set[str]) -> DatasetFormat | None:
     if "prompt" in there:
         if "reward_model" in there and "solutions" not in there:
-            return Form("verl", "solutions from reward_model.ground_truth", _ground_truth)
-        return _questions(there, "prompt") if "solutions" not in there else None
+            return DatasetFormat("verl", "solutions from reward_model.ground_truth", _convert_verl)
+        return _question_format(there, "prompt") if "solutions" not in there else None
     if {"instruction", "output"} <= there:
-        return Form("alpaca", "prompt from instruction and input, solutions from output", _alpaca("solutions"))
+        return DatasetFormat(
+            "alpaca", "prompt from instruction and input, solutions from output", _alpaca_converter("solutions")
+        )
     if "conversations" in there:
         description = "prompt from conversations up to its last answer, solutions from that answer"
-        return Form("sharegpt", description, lambda row: _question_of(sharegpt_messages(row)))
+        return DatasetFormat("sharegpt", description, lambda row: _split_off_answer(sharegpt_messages(row)))
     if "messages" in there:
         description = "prompt from messages up to the last answer, solutions from that answer"
-        return Form("conversation", description, lambda row: _question_of(_listed(row, "messages")))
+        return DatasetFormat("conversation", description, lambda row: _split_off_answer(_list_field(row, "messages")))
     question = next((name for name in _QUESTIONS if name in there), None)
-    return None if question is None else _questions(there, question)
+    return None if question is None else _question_format(there, question)
 
 
-def _questions(there: set[str], question: str) -> Form | None:
+def _question_format(there: set[str], question: str) -> DatasetFormat | None:
     """Return the form of a question and possibly its answer. None if a prompt alone needs no conversion."""
     answer = next((name for name in _ANSWERS if name in there), None)
     if answer is None and question == "prompt":
         return None
     columns = {"prompt": question} | ({"solutions": answer} if answer else {})
     description = ", ".join(f"{field} from {column}" for field, column in columns.items() if field != column)
-    return Form("questions", description, lambda row: {field: row.get(column) for field, column in columns.items()})
+    return DatasetFormat(
+        "questions", description, lambda row: {field: row.get(column) for field, column in columns.items()}
+    )
 
 
-def _for_answers(there: set[str]) -> Form | None:
+def _answer_format(there: set[str]) -> DatasetFormat | None:
     if "messages" in there or {"prompt", "response"} <= there:
         return None
     if {"prompt", "completion"} <= there:
-        return Form("completion", "the answer from completion", _completion)
+        return DatasetFormat("completion", "the answer from completion", _convert_trl_completion)
     if "conversations" in there:
         description = "messages from conversations"
-        return Form("sharegpt", description, lambda row: {"messages": sharegpt_messages(row)})
+        return DatasetFormat("sharegpt", description, lambda row: {"messages": sharegpt_messages(row)})
     if {"instruction", "output"} <= there:
-        return Form("alpaca", "prompt from instruction and input, response from output", _alpaca("response"))
+        return DatasetFormat(
+            "alpaca", "prompt from instruction and input, response from output", _alpaca_converter("response")
+        )
     question = next((name for name in ("prompt", *_QUESTIONS) if name in there), None)
     answer = next((name for name in ("response", *_ANSWERS) if name in there), None)
     if question is None or answer is None:
         return None
     description = f"prompt from {question}, response from {answer}"
-    return Form("questions", description, lambda row: {"prompt": row.get(question), "response": row.get(answer)})
+    return DatasetFormat(
+        "questions", description, lambda row: {"prompt": row.get(question), "response": row.get(answer)}
+    )
 
 
-def _for_labels(there: set[str]) -> Form | None:
+def _label_format(there: set[str]) -> DatasetFormat | None:
     if "response" not in there and {"prompt", "completion", "label"} <= there:
-        return Form("completion", "the answer from completion", lambda row: {"response": row.get("completion")})
+        return DatasetFormat(
+            "completion", "the answer from completion", lambda row: {"response": row.get("completion")}
+        )
     return None
 
 
-def _for_pairs(there: set[str]) -> Form | None:
+def _pair_format(there: set[str]) -> DatasetFormat | None:
     if {"conversations", "chosen", "rejected"} <= there:
         description = "prompt from conversations, answers from chosen and rejected"
-        return Form("sharegpt", description, _sharegpt_pair)
+        return DatasetFormat("sharegpt", description, _sharegpt_pair)
     question = next((name for name in _QUESTIONS if name in there), None)
     if "prompt" in there or question is None or not {"chosen", "rejected"} <= there:
         return None
-    return Form("questions", f"prompt from {question}", lambda row: {"prompt": row.get(question)})
+    return DatasetFormat("questions", f"prompt from {question}", lambda row: {"prompt": row.get(question)})
 
 
-def _for_steps(there: set[str]) -> Form | None:
+def _step_format(there: set[str]) -> DatasetFormat | None:
     if "completions" not in there and {"input", "label"} <= there:
         description = "prompt and completions from input, cut at ки, labels from + and - in label"
-        return Form("math-shepherd", description, _math_shepherd)
+        return DatasetFormat("math-shepherd", description, _convert_math_shepherd)
     return None
 
 
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 
-def _ground_truth(row: Row) -> dict[str, Any]:
+def _convert_verl(row: Row) -> dict[str, Any]:
     """Return {solutions: reward_model.ground_truth} for a row of verl. The value is None if the row lacks it."""
     model = row.get("reward_model")
     return {"solutions": model.get("ground_truth") if isinstance(model, Mapping) else None}
 
 
-def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
+def _alpaca_converter(answer: str) -> Callable[[Row], dict[str, Any]]:
     """Return the function that converts Alpaca rows to a prompt and the field `answer`.
 
     The prompt is one text of instruction and input, or messages if the row has a system text or a history.
     """
 
     def convert(row: Row) -> dict[str, Any]:
-        instruction = "\n".join(filter(None, (_text(row, "instruction"), _text(row, "input"))))
+        instruction = "\n".join(filter(None, (_text_field(row, "instruction"), _text_field(row, "input"))))
         if not row.get("system") and not row.get("history"):
             return {"prompt": instruction, answer: row.get("output")}
         earlier = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-        for turn in _listed(row, "history") if row.get("history") else ():
+        for turn in _list_field(row, "history") if row.get("history") else ():
             if isinstance(turn, str) or not isinstance(turn, Sequence) or len(turn) != 2:
                 raise DataError(f"field history has {describe_value(turn)}, not a pair [instruction, output]")
             question, reply = turn
@@ -219,16 +229,16 @@ def _alpaca(answer: str) -> Callable[[Row], dict[str, Any]]:
     return convert
 
 
-def _completion(row: Row) -> dict[str, Any]:
+def _convert_trl_completion(row: Row) -> dict[str, Any]:
     """Convert a row of TRL to {response} if the completion is a text, and otherwise to {messages}."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(completion, str):
         return {"response": completion}
-    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _listed(row, "prompt")
-    return {"messages": [*prompt, *_listed(row, "completion")]}
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list_field(row, "prompt")
+    return {"messages": [*prompt, *_list_field(row, "completion")]}
 
 
-def _math_shepherd(row: Row) -> dict[str, Any]:
+def _convert_math_shepherd(row: Row) -> dict[str, Any]:
     """Convert a row of Math-Shepherd to {prompt, completions, labels}.
 
     The field input has a question and its steps, "Step 1: ... ки Step 2: ... ки". The field label is the same text with
@@ -255,7 +265,7 @@ def _math_shepherd(row: Row) -> dict[str, Any]:
     }
 
 
-def _question_of(messages: list[Any]) -> dict[str, Any]:
+def _split_off_answer(messages: list[Any]) -> dict[str, Any]:
     """Split a conversation into {prompt, solutions} if the last message is the assistant's."""
     if not messages or not isinstance(messages[-1], Mapping) or messages[-1].get("role") != "assistant":
         return {"prompt": messages}
@@ -272,7 +282,7 @@ def _sharegpt_pair(row: Row) -> dict[str, Any]:
 
 def sharegpt_messages(row: Row) -> list[dict[str, Any]]:
     """Return the messages {role, content} of a ShareGPT row, its field system first."""
-    turns = _listed(row, "conversations")
+    turns = _list_field(row, "conversations")
     messages = [_sharegpt_message(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
     system = row.get("system")
     return [{"role": "system", "content": system}, *messages] if system else messages
@@ -312,14 +322,14 @@ def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     ]
 
 
-def _text(row: Row, name: str) -> str:
+def _text_field(row: Row, name: str) -> str:
     value = row.get(name)
     if value is not None and not isinstance(value, str):
         raise DataError(f"field {name} is {describe_value(value)}, not text")
     return value or ""
 
 
-def _listed(row: Row, name: str) -> list[Any]:
+def _list_field(row: Row, name: str) -> list[Any]:
     value = row.get(name)
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise DataError(f"field {name} is {describe_value(value, name in row)}, not a list")
@@ -348,13 +358,13 @@ def prepare_rows(
             rows = rename_columns(rows, columns)
         except DataError as error:
             raise DataError(Problem(f"{key}.columns", "{}: {}", name, error)) from error
-    elif form := recognise_form(rows, kind):
+    elif form := recognise_format(rows, kind):
         logger.info("%s: %d rows of the form %s: %s", name, len(rows), form.name, form.description)
         rows = Converted(rows, form.convert)
     places = range(0, len(rows), -(-len(rows) // MAX_CHECKED))
     faults, count = [], 0
     try:
-        for number, problem in _problems(rows, kind, places):
+        for number, problem in _row_problems(rows, kind, places):
             count += 1
             if count <= SHOWN:
                 faults.append((number, problem))
@@ -371,7 +381,7 @@ def prepare_rows(
     return rows
 
 
-def _problems(rows: Rows, kind: RowKind, places: range) -> Iterator[tuple[int, str]]:
+def _row_problems(rows: Rows, kind: RowKind, places: range) -> Iterator[tuple[int, str]]:
     """Yield (index of the row, reason) for each faulty row among those at `places`."""
     convert: Callable[[Row], Any] = rows.converted if isinstance(rows, Converted) else lambda row: row
     plain = rows.rows if isinstance(rows, Converted) else rows

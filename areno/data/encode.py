@@ -1,6 +1,6 @@
 """Turn texts into tokens and tokens into texts, faster than transformers.
 
-A row is first rendered as a `Draft`: its texts, and the function that makes the item from their token ids. So
+A row is first rendered as a `RenderedRow`: its texts, and the function that makes the item from their token ids. So
 `encode_rows` can encode the texts of many rows by a single call of the tokenizer, which then uses all CPU cores.
 """
 
@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Generic
 
 from areno.data.chat_template import Prompt, render_generation_prompt
-from areno.data.control_tokens import BREAK, control_tokens, note_unknown
+from areno.data.control_tokens import BREAK, control_tokens, warn_of_unknown_tokens
 from areno.types import Item
 
 # Fewer tokens are decoded by one thread, in about 1 ms. Several threads share the cores with torch, which can make the
@@ -24,7 +24,7 @@ Text = tuple[str, bool]
 
 
 @dataclass(slots=True)
-class Draft(Generic[Item]):
+class RenderedRow(Generic[Item]):
     """A rendered row whose texts are not encoded yet. `finish` makes the item from the token ids of each text.
 
     It raises DataError if there is no valid item, such as a pair with an answer that has no token to train on.
@@ -38,22 +38,24 @@ class Draft(Generic[Item]):
 
 
 def encode_rows(
-    tokenizer: Any, rows: Sequence[Any], indices: Sequence[int], draft: Callable[[Any, int], Draft[Item]]
+    tokenizer: Any, rows: Sequence[Any], indices: Sequence[int], draft: Callable[[Any, int], RenderedRow[Item]]
 ) -> list[Item | Exception]:
     """Encode many rows by a few calls of the tokenizer. The items are those of rows that are encoded one by one."""
-    drafts = [_result_of(draft, row, index) for row, index in zip(rows, indices, strict=True)]
-    texts = [text for each in drafts if isinstance(each, Draft) for text in each.texts]
+    drafts = [_result_or_exception(draft, row, index) for row, index in zip(rows, indices, strict=True)]
+    texts = [text for each in drafts if isinstance(each, RenderedRow) for text in each.texts]
     try:
         encoded = iter(encode_texts(tokenizer, texts))
     except Exception:  # one text cannot be encoded, so each row is encoded by itself
-        return [each if isinstance(each, Exception) else _result_of(each.encode, tokenizer) for each in drafts]
+        return [
+            each if isinstance(each, Exception) else _result_or_exception(each.encode, tokenizer) for each in drafts
+        ]
     return [
-        each if isinstance(each, Exception) else _result_of(each.finish, [next(encoded) for _ in each.texts])
+        each if isinstance(each, Exception) else _result_or_exception(each.finish, [next(encoded) for _ in each.texts])
         for each in drafts
     ]
 
 
-def _result_of(function: Callable[..., Any], *args: Any) -> Any:
+def _result_or_exception(function: Callable[..., Any], *args: Any) -> Any:
     """Return what a function returns, or the exception that the function raises."""
     try:
         return function(*args)
@@ -63,13 +65,13 @@ def _result_of(function: Callable[..., Any], *args: Any) -> Any:
 
 def encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
     """Encode texts together. The Rust backend of a tokenizer encodes them on all CPU cores."""
-    found = _encoded(tokenizer, texts)
+    found = _encode_each(tokenizer, texts)
     for (text, _), tokens in zip(texts, found, strict=True):
-        note_unknown(tokenizer, text, tokens)
+        warn_of_unknown_tokens(tokenizer, text, tokens)
     return found
 
 
-def _encoded(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
+def _encode_each(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
     if not _encodes_by_backend(type(tokenizer)):
         return [encode_text(tokenizer, text) for text in texts]
     known = {text: list[int]() for text in texts}  # many rows end alike, and answers may share a prompt
@@ -86,7 +88,7 @@ def _encoded(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
 _CONTEXTS = ("\n", "a", "0", ".")  # after one of them, nearly any text begins at a token edge
 
 
-def encode_inside(tokenizer: Any, text: str) -> list[int]:
+def encode_continuation(tokenizer: Any, text: str) -> list[int]:
     """Encode a text that follows other text, without the space that some tokenizers add at the start of a text."""
     for context in _CONTEXTS if text and not control_tokens(tokenizer).adds_no_space else ():
         before = encode_text(tokenizer, (context, False))
@@ -96,10 +98,10 @@ def encode_inside(tokenizer: Any, text: str) -> list[int]:
     return encode_text(tokenizer, (text, False))
 
 
-def encode_insides(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+def encode_continuations(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     if control_tokens(tokenizer).adds_no_space:
         return encode_texts(tokenizer, [(text, False) for text in texts])
-    return [encode_inside(tokenizer, text) for text in texts]
+    return [encode_continuation(tokenizer, text) for text in texts]
 
 
 def encode_text(tokenizer: Any, text: Text) -> list[int]:
@@ -138,14 +140,14 @@ def encode_generation_prompt(tokenizer: Any, prompt: Prompt, enable_thinking: bo
 
 def decode(tokenizer: Any, tokens: list[int]) -> str:
     """Decode token ids to text, special tokens included."""
-    if _is_plain(tokenizer):  # transformers checks each token first, which takes as long as decoding
+    if _decodes_like_transformers(tokenizer):  # transformers checks each token first, which takes as long as decoding
         return tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False)
     return tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tokens: bool) -> list[str]:
     """Decode rows of token ids as `tokenizer.batch_decode` does. Many tokens are decoded on all CPU cores."""
-    if _is_plain(tokenizer):
+    if _decodes_like_transformers(tokenizer):
         backend = tokenizer.backend_tokenizer
         if sum(map(len, token_rows)) < _MIN_TOKENS_FOR_THREADS:
             return [backend.decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in token_rows]
@@ -153,7 +155,7 @@ def decode_all(tokenizer: Any, token_rows: Sequence[list[int]], skip_special_tok
     return tokenizer.batch_decode(list(token_rows), skip_special_tokens=skip_special_tokens)
 
 
-def _is_plain(tokenizer: Any) -> bool:
+def _decodes_like_transformers(tokenizer: Any) -> bool:
     """Return whether the tokenizer's Rust backend decodes to the same text as transformers does."""
     return _decodes_by_backend(type(tokenizer)) and not tokenizer.clean_up_tokenization_spaces
 

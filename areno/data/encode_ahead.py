@@ -1,6 +1,6 @@
 """Encode rows beside the run, before they are used.
 
-The data loader names the rows of the next batches with `EncodedAhead.want`, and gets their items with
+The data loader names the rows of the next batches with `EncodedAhead.encode_next`, and gets their items with
 `EncodedAhead.take`. A thread encodes the rows. If that takes a large share of the time, several processes replace the
 thread, because Python code in a thread delays the training loop.
 """
@@ -27,7 +27,7 @@ CHUNK = 256
 _LEAST_CHUNK = 16  # rows, so that a message to a process is worth its cost
 _TOKENS_AHEAD = 1_000_000  # encoded rows that wait for their use, at most 40 bytes for each token
 
-# Processes start once encoding has taken this many seconds, and this share of the time since the first `want`. A
+# Processes start once encoding has taken this many seconds, and this share of the time since the first `encode_next`. A
 # process takes some seconds to start, and 400 MB of host memory.
 _SLOW_S = 1.0
 _SLOW_SHARE = 0.1
@@ -58,14 +58,14 @@ class EncodedAhead(Generic[Item]):
         self._wanted: list[int] = []  # further rows, in the order of their use
         self._at_least = 0
         self._runs = False  # whether the thread runs
-        self._began: float | None = None  # time of the first `want`
+        self._began: float | None = None  # time of the first `encode_next`
         self._seconds = 0.0  # of encoding in the driver since then
         self._closed = False
         self._starter: threading.Thread | None = None
         self._starting: list[EncoderProcess] = []
         self.processes: list[EncoderProcess] = []
 
-    def want(self, indices: Sequence[int], at_least: int) -> None:
+    def encode_next(self, indices: Sequence[int], at_least: int) -> None:
         """Set the rows to encode next, in the order of their use. Encoded rows that are not among them are dropped.
 
         `at_least` rows are encoded however long they are. Further rows are encoded only while the encoded rows have
@@ -74,7 +74,7 @@ class EncodedAhead(Generic[Item]):
         with self._changed:
             if self._began is None:
                 self._began, self._seconds = time.monotonic(), 0.0
-            self._drop(self._ready.keys() - set(indices))
+            self._drop_ready(self._ready.keys() - set(indices))
             self._wanted = [index for index in indices if index not in self._ready and index not in self._busy]
             self._at_least = at_least
             if self._n_processes and self._wanted and self._is_slow():
@@ -83,21 +83,21 @@ class EncodedAhead(Generic[Item]):
                 self._starter.start()
             if self._wanted and not self.processes and not self._runs:
                 self._runs = True
-                threading.Thread(target=self._run, daemon=True, name="areno-rows").start()
+                threading.Thread(target=self._encode_in_thread, daemon=True, name="areno-rows").start()
             self._changed.notify_all()
 
     def take(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
-        """Return rows, and encode those that are not encoded yet. Then the thread stops until the next `want`.
+        """Return rows, and encode those that are not encoded yet. Then the thread stops until the next `encode_next`.
 
         If the rows themselves cannot be read from some row on, that row has the exception, and later rows are missing.
         """
         with self._changed:
             self._wait_for(indices)
-            found = self._drop([index for index in indices if index in self._ready])
+            found = self._drop_ready([index for index in indices if index in self._ready])
         missing = [index for index in indices if index not in found]
         for start in range(0, len(missing), CHUNK):
             chunk = missing[start : start + CHUNK]
-            encoded = self._encoded(chunk)
+            encoded = self._encode_here(chunk)
             found |= encoded
             heartbeat.beat()
             if len(encoded) < len(chunk):
@@ -132,27 +132,27 @@ class EncodedAhead(Generic[Item]):
                 self._changed.wait()
                 heartbeat.beat()
 
-    def _drop(self, indices: Iterable[int]) -> dict[int, Item | Exception]:
+    def _drop_ready(self, indices: Iterable[int]) -> dict[int, Item | Exception]:
         dropped = {index: self._ready.pop(index) for index in indices}
         self._n_tokens -= self._tokens_of(dropped)
         return dropped
 
-    def _keep(self, encoded: dict[int, Item | Exception]) -> None:
+    def _add_ready(self, encoded: dict[int, Item | Exception]) -> None:
         self._ready |= encoded
         self._n_tokens += self._tokens_of(encoded)
 
     def _tokens_of(self, encoded: dict[int, Item | Exception]) -> int:
         return sum(self._size(item) for item in encoded.values() if not isinstance(item, Exception))
 
-    def _encoded(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
+    def _encode_here(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
         """Encode rows in the driver, and count the seconds."""
         with self._in_driver:
             started = time.monotonic()
-            found = self._encoded_one_by_one_if_needed(indices)
+            found = self._encode_one_by_one_if_needed(indices)
             self._seconds += time.monotonic() - started
             return found
 
-    def _encoded_one_by_one_if_needed(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
+    def _encode_one_by_one_if_needed(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
         """Encode rows. If that fails as a whole, encode them one by one up to the first row that fails."""
         try:
             return dict(zip(indices, self._encode(self._read(indices), indices), strict=True))
@@ -161,12 +161,12 @@ class EncodedAhead(Generic[Item]):
                 return {indices[0]: error}
         found: dict[int, Item | Exception] = {}
         for index in indices:
-            found |= self._encoded_one_by_one_if_needed([index])
+            found |= self._encode_one_by_one_if_needed([index])
             if isinstance(found[index], Exception):
                 break
         return found
 
-    def _run(self) -> None:
+    def _encode_in_thread(self) -> None:
         """Encode wanted rows in a thread, until there are none, enough tokens are encoded, or processes take over."""
         while True:
             with self._changed:
@@ -175,7 +175,7 @@ class EncodedAhead(Generic[Item]):
                 self._changed.notify_all()
             if not chunk:
                 return
-            self._finish(chunk, self._encoded(chunk))
+            self._finish_chunk(chunk, self._encode_here(chunk))
 
     def _next_chunk(self) -> list[int]:
         """Move the next rows to encode from the wanted rows to the busy ones. Empty if enough rows are encoded."""
@@ -188,10 +188,10 @@ class EncodedAhead(Generic[Item]):
         self._busy |= set(chunk)
         return chunk
 
-    def _finish(self, chunk: Sequence[int], encoded: dict[int, Item | Exception]) -> None:
+    def _finish_chunk(self, chunk: Sequence[int], encoded: dict[int, Item | Exception]) -> None:
         """Make the encoded rows of a chunk ready, and put the others back."""
         with self._changed:
-            self._keep(encoded)
+            self._add_ready(encoded)
             self._busy -= set(chunk)
             if self.processes:
                 self._wanted = [index for index in chunk if index not in encoded] + self._wanted
@@ -221,9 +221,9 @@ class EncodedAhead(Generic[Item]):
         except Exception as error:  # the tokenizer cannot be pickled, or the machine allows no further process
             logger.info("rows are encoded in the driver, since no process could be started for it: %s", error)
         for process in list(self._starting):
-            threading.Thread(target=self._serve, args=(process,), daemon=True, name="areno-rows").start()
+            threading.Thread(target=self._feed_process, args=(process,), daemon=True, name="areno-rows").start()
 
-    def _serve(self, process: EncoderProcess) -> None:
+    def _feed_process(self, process: EncoderProcess) -> None:
         """Give wanted rows to a process, until it ends or is closed."""
         chunk: list[int] = []
         try:
@@ -235,10 +235,10 @@ class EncodedAhead(Generic[Item]):
                         self._changed.wait()
                     if process not in self.processes:
                         return
-                self._finish(chunk, self._encoded_by(process, chunk))
+                self._finish_chunk(chunk, self._encode_in_process(process, chunk))
         except Exception as error:  # OSError or EOFError; with any other, rows would be waited for without end
             self._has_ended(process, error)
-            self._finish(chunk, {})
+            self._finish_chunk(chunk, {})
         finally:
             process.close()
 
@@ -260,7 +260,7 @@ class EncodedAhead(Generic[Item]):
                     text = "a process that encodes rows has ended (%s); %d are left"
                     logger.warning(text, type(error).__name__, n_left)
 
-    def _encoded_by(self, process: EncoderProcess, indices: Sequence[int]) -> dict[int, Item | Exception]:
+    def _encode_in_process(self, process: EncoderProcess, indices: Sequence[int]) -> dict[int, Item | Exception]:
         """Encode rows in a process. The driver encodes those that the process cannot, and so gets their errors.
 
         Raises OSError or EOFError if the process has ended.
@@ -269,11 +269,11 @@ class EncodedAhead(Generic[Item]):
             with self._in_driver:
                 message = process.message(self._read(indices), indices)
         except Exception:  # rows that cannot be read or pickled
-            return self._encoded(indices)
+            return self._encode_here(indices)
         found: dict[int, Item | Exception] = {}
         for index, item in zip(indices, process.encode(message, indices), strict=True):
             if item is None:
-                found |= self._encoded([index])
+                found |= self._encode_here([index])
             else:
                 found[index] = item
         return found

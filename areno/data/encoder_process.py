@@ -35,7 +35,7 @@ class EncoderProcess:
     def __init__(self, message: bytes):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs,), name="areno-encoder", daemon=True)
+        self._process = context.Process(target=_process_main, args=(theirs,), name="areno-encoder", daemon=True)
         with without_main_module():
             self._process.start()
         theirs.close()
@@ -79,7 +79,7 @@ class _FlatItems:
     others: list[tuple[int, float]]  # (eos_token_id, reward) of each sequence
 
     @classmethod
-    def of(cls, found: Sequence[Any]) -> _FlatItems:
+    def from_items(cls, found: Sequence[Any]) -> _FlatItems:
         """Concatenate the arrays of items. Exceptions among them are left out."""
         items = [[] if isinstance(item, Exception) else _rows_of(item) for item in found]
         rows = [row for item in items for row in item]
@@ -96,18 +96,18 @@ class _FlatItems:
 
     def items(self, indices: Sequence[int]) -> list[Any]:
         """Return the items of the rows with these indices. A row that could not be encoded has None."""
-        rows = self._rows()
+        rows = self._iter_rows()
         return [
-            self._item([next(rows) for _ in range(size)], index) if size else None
+            self._item_from_rows([next(rows) for _ in range(size)], index) if size else None
             for index, size in zip(indices, self.sizes, strict=True)
         ]
 
-    def _item(self, rows: list[TrainSequence], index: int) -> PairItem | AnswersItem:
+    def _item_from_rows(self, rows: list[TrainSequence], index: int) -> PairItem | AnswersItem:
         if self.are_pairs:
             return PairItem(chosen=rows[0], rejected=rows[1], index=index)
         return AnswersItem(rows=rows, index=index)
 
-    def _rows(self) -> Iterator[TrainSequence]:
+    def _iter_rows(self) -> Iterator[TrainSequence]:
         """Yield the sequences in order. Their arrays are views of the large ones."""
         start = 0
         for length, (end, reward) in zip(self.lengths, self.others, strict=True):
@@ -126,7 +126,7 @@ def _rows_of(item: PairItem | AnswersItem) -> list[Any]:
     return [item.chosen, item.rejected] if isinstance(item, PairItem) else item.rows
 
 
-def _main(pipe: Connection) -> None:
+def _process_main(pipe: Connection) -> None:
     """Run the process: read the encoder, then encode rows until the driver closes the pipe or ends."""
     follow_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are several processes, and the training loop needs a core
@@ -140,7 +140,7 @@ def _main(pipe: Connection) -> None:
             message = pipe.recv_bytes()
             try:
                 rows, indices = pickle.loads(message)
-                found = _FlatItems.of(encode(rows, indices))
+                found = _FlatItems.from_items(encode(rows, indices))
             except Exception:  # the driver encodes these rows itself, and so meets the error where it is reported
                 found = None
             pipe.send_bytes(pickle.dumps(found, pickle.HIGHEST_PROTOCOL))

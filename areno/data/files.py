@@ -54,12 +54,12 @@ def open_bytes(file: Path, shown: str) -> IO[bytes]:
 def open_text(file: Path, shown: str) -> IO[str]:
     """Open a file to read its decompressed lines.
 
-    A byte that is not UTF-8 becomes a surrogate character, which `raw_byte` finds later.
+    A byte that is not UTF-8 becomes a surrogate character, which `surrogate_index` finds later.
     """
     return io.TextIOWrapper(open_bytes(file, shown), encoding="utf-8-sig", errors="surrogateescape")
 
 
-def raw_byte(text: str) -> int | None:
+def surrogate_index(text: str) -> int | None:
     """Return the index of the first surrogate character in a text of `open_text`."""
     try:
         text.encode()
@@ -68,7 +68,7 @@ def raw_byte(text: str) -> int | None:
     return None
 
 
-def not_utf8(text: str, place: int) -> str:
+def utf8_error(text: str, place: int) -> str:
     """Describe the byte of a surrogate character at index `place`, for an error message."""
     column = place - text.rfind("\n", 0, place)
     return f"byte 0x{ord(text[place]) - 0xDC00:02x} at character {column} is not UTF-8; save the file as UTF-8"
@@ -85,15 +85,15 @@ def read_json(file: Path, shown: str, split: str) -> Sequence[Row]:
     """
     with open_bytes(file, shown) as source:
         text = source.read().decode("utf-8-sig", "surrogateescape")
-    if (raw := raw_byte(text)) is not None:
-        raise DataError(f"{shown} line {_line(text, raw)}: {not_utf8(text, raw)}")
+    if (raw := surrogate_index(text)) is not None:
+        raise DataError(f"{shown} line {_line_number(text, raw)}: {utf8_error(text, raw)}")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
             return read_jsonl(file, shown)  # one JSON value on each line, under the wrong name
-        place, what = _json_fault(text, error)
-        raise DataError(f"{shown} line {_line(text, place)}: {what}") from error
+        place, what = _json_error(text, error)
+        raise DataError(f"{shown} line {_line_number(text, place)}: {what}") from error
     if isinstance(content, dict):
         for name in ("data", split):
             if isinstance(content.get(name), list):
@@ -107,7 +107,7 @@ def read_jsonl(file: Path, shown: str) -> Sequence[Row]:
     """Read one JSON value from each line that is not empty. The lines of a large file are read when they are used."""
     if _is_large(file):
         with _uncompressed(file, shown) as source:
-            return JsonLines(source, shown, line_fault)
+            return JsonLines(source, shown, json_line_error)
     rows = []
     faults = []
     with open_text(file, shown) as lines:
@@ -117,17 +117,17 @@ def read_jsonl(file: Path, shown: str) -> Sequence[Row]:
                 if line.strip():
                     rows.append(json.loads(line))
             except (ValueError, RecursionError) as error:
-                faults.append(f"line {number}: {line_fault(line, error)}")
+                faults.append(f"line {number}: {json_line_error(line, error)}")
     if faults:
         more = f"; and {len(faults) - SHOWN} more lines" if len(faults) > SHOWN else ""
         raise DataError("{} {}{}", shown, "; ".join(faults[:SHOWN]), more)
     return rows
 
 
-def line_fault(line: str, error: ValueError | RecursionError) -> str:
+def json_line_error(line: str, error: ValueError | RecursionError) -> str:
     """Describe why a line of `open_text` is not JSON in UTF-8."""
-    raw = raw_byte(line)
-    return _json_fault(line, error)[1] if raw is None else not_utf8(line, raw)
+    raw = surrogate_index(line)
+    return _json_error(line, error)[1] if raw is None else utf8_error(line, raw)
 
 
 def _is_large(file: Path) -> bool:
@@ -148,11 +148,11 @@ def _uncompressed(file: Path, shown: str) -> Iterator[IO[bytes]]:
             yield unpacked
 
 
-def _line(text: str, place: int) -> int:
+def _line_number(text: str, place: int) -> int:
     return text.count("\n", 0, place) + 1
 
 
-def _json_fault(text: str, error: ValueError | RecursionError) -> tuple[int, str]:
+def _json_error(text: str, error: ValueError | RecursionError) -> tuple[int, str]:
     """Return (character index, reason) of the error that json.loads raised for a text."""
     if isinstance(error, json.JSONDecodeError):
         return error.pos, f"not JSON: {json_problem(error)}"
@@ -192,7 +192,7 @@ def read_table(file: Path, form: str, shown: str) -> Rows:
     except (pa.ArrowException, ValueError, TypeError, NotImplementedError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{shown}: not a readable {form[1:]} file: {_one_line(error)}") from error
+        raise DataError(f"{shown}: not a readable {form[1:]} file: {_error_in_one_line(error)}") from error
 
 
 def _read_parquet(file: Path, shown: str) -> Any:
@@ -229,10 +229,10 @@ def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
             with csv.open_csv(source, blocks, parse, convert) as batches:
                 return mapped_table(batches.schema, batches)
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:  # UnicodeDecodeError comes from column names
-        raise DataError(f"{shown} {_csv_fault(error, file, shown, parse, convert)}") from error
+        raise DataError(f"{shown} {_csv_error(error, file, shown, parse, convert)}") from error
 
 
-def _csv_fault(error: Exception, file: Path, shown: str, parse: Any, convert: Any) -> str:
+def _csv_error(error: Exception, file: Path, shown: str, parse: Any, convert: Any) -> str:
     """Describe why a CSV file could not be read.
 
     A single thread reads the file again, in order to find the number of the faulty line or row. `parse` is changed. If
@@ -243,8 +243,8 @@ def _csv_fault(error: Exception, file: Path, shown: str, parse: Any, convert: An
 
     with open_text(file, shown) as lines:
         for number, line in enumerate(lines, start=1):
-            if (raw := raw_byte(line)) is not None:
-                return f"line {number}: {not_utf8(line, raw)}"
+            if (raw := surrogate_index(line)) is not None:
+                return f"line {number}: {utf8_error(line, raw)}"
     uneven: list[Any] = []
     parse.invalid_row_handler = lambda row: uneven.append(row) or "error"
     with contextlib.suppress(pa.ArrowInvalid), open_bytes(file, shown) as source:
@@ -253,8 +253,8 @@ def _csv_fault(error: Exception, file: Path, shown: str, parse: Any, convert: An
         row = uneven[0]
         # pyarrow counts from 1 and includes the header.
         return f"row {row.number - 2}: has {row.actual_columns} cells, but the file has {row.expected_columns} columns"
-    return f"is not a readable csv file: {_one_line(error)}"
+    return f"is not a readable csv file: {_error_in_one_line(error)}"
 
 
-def _one_line(error: object) -> str:
+def _error_in_one_line(error: object) -> str:
     return printable(" ".join(str(error).split()))

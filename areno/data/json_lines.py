@@ -26,10 +26,10 @@ class JsonLines(Sequence[Any]):
     def __init__(self, file: IO[bytes], shown: str, fault: Callable[[str, ValueError | RecursionError], str]):
         self._file, self._shown, self._fault = os.dup(file.fileno()), shown, fault
         weakref.finalize(self, os.close, self._file)
-        self._state = self._stamp()
+        self._state = self._size_and_mtime()
         self._starts, self._lengths = _lines(self._file)
 
-    def _stamp(self) -> tuple[int, int]:
+    def _size_and_mtime(self) -> tuple[int, int]:
         found = os.fstat(self._file)
         return found.st_size, found.st_mtime_ns
 
@@ -46,7 +46,7 @@ class JsonLines(Sequence[Any]):
             yield from self.__getitems__(range(start, min(start + 1000, len(self))))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        if self._stamp() != self._state:
+        if self._size_and_mtime() != self._state:
             raise DataError(f"{self._shown} has changed since it was opened; start again, and leave it as it is")
         return [self._row(index) for index in indices]
 
@@ -84,11 +84,13 @@ def _lines(file: int) -> tuple[np.ndarray, np.ndarray]:
             starts.append(begins[is_line])
             lengths.append((ends - begins)[is_line].astype(np.uint32))
     offsets, sizes = np.concatenate(starts), np.concatenate(lengths)
-    blank = [index for index in _suspects(file, offsets) if _is_blank(file, int(offsets[index]), int(sizes[index]))]
+    blank = [
+        index for index in _maybe_blank_lines(file, offsets) if _is_blank(file, int(offsets[index]), int(sizes[index]))
+    ]
     return np.delete(offsets, blank), np.delete(sizes, blank)
 
 
-def _suspects(file: int, offsets: np.ndarray) -> Iterator[int]:
+def _maybe_blank_lines(file: int, offsets: np.ndarray) -> Iterator[int]:
     """Yield the indices of lines that begin with a character that may be white space."""
     for at, block in _blocks(file):
         first, last = np.searchsorted(offsets, [at, at + len(block)])

@@ -17,12 +17,12 @@ import numpy as np
 
 from areno import heartbeat
 from areno.config.datasets import ChangedTurns, DatasetConfig
-from areno.data.encode import Draft, encode_rows
+from areno.data.encode import RenderedRow, encode_rows
 from areno.data.encode_ahead import CHUNK, EncodedAhead
 from areno.data.messages import with_variables
-from areno.data.row_rendering import labelled_draft, pair_draft, prompt_draft, ranked_draft, sft_draft
+from areno.data.row_rendering import render_labelled, render_pair, render_prompt, render_ranked, render_sft
 from areno.data.row_schema import RowKind, Rows, Tie, TooLong, row_problem, rows_at, rows_problem, template_variables
-from areno.data.solution_steps import step_draft
+from areno.data.solution_steps import render_steps
 from areno.data.teacher_rows import TeacherRows
 from areno.errors import DataError, Key, Problem
 from areno.types import Batch, Item, PromptItem
@@ -81,8 +81,8 @@ class BatchLoader(Generic[Item]):
         self._ahead = EncodedAhead(read, self.encode, _n_tokens, self.n_processes)
         self._n_epochs = 0  # epochs of the run that `epochs` iterates over
         if self.config.drop_last and len(self.rows) < self.batch_size:
-            raise self._too_few(len(self.rows))
-        self._item(0, self._ahead.take([0]))
+            raise self._too_few_rows_error(len(self.rows))
+        self._item_or_none(0, self._ahead.take([0]))
 
     @property
     def batch_size(self) -> int:
@@ -96,14 +96,14 @@ class BatchLoader(Generic[Item]):
         while the caller uses the yielded batch. `state_dict` counts only batches that were yielded.
         """
         order = self._order(self.epoch)
-        items, long, ties, end = self._fill(order, self._next)
+        items, long, ties, end = self._fill_batch(order, self._next)
         if self._next == 0 and not self._is_batch(items):
-            raise self._nothing_left(len(items))
+            raise self._no_batch_error(len(items))
         while self._is_batch(items):
-            ahead = self._fill(order, end)
+            ahead = self._fill_batch(order, end)
             self._next = end
-            self._count(long, ties)
-            self._prepare(order, ahead[-1])
+            self._count_skipped(long, ties)
+            self._encode_next_batches(order, ahead[-1])
             yield Batch(
                 items=items,
                 skipped_long=long,
@@ -114,23 +114,23 @@ class BatchLoader(Generic[Item]):
                 ends_epoch=not self._is_batch(ahead[0]),
             )
             items, long, ties, end = ahead
-        self._count(long, ties)
+        self._count_skipped(long, ties)
         self.epoch += 1
         self._next = 0
 
-    def _count(self, long: int, ties: int) -> None:
+    def _count_skipped(self, long: int, ties: int) -> None:
         self.total_skipped_long += long
         self.total_skipped_ties += ties
 
-    def _prepare(self, order: np.ndarray, start: int) -> None:
+    def _encode_next_batches(self, order: np.ndarray, start: int) -> None:
         """Let a thread encode the rows of the next batches, also those of the next epoch if the run has one."""
         n_rows = _BATCHES_AHEAD * self.batch_size
         indices = order[start : start + n_rows]
         if len(indices) < n_rows and self.epoch + 1 < self._n_epochs:
             indices = np.concatenate([indices, self._order(self.epoch + 1)[: n_rows - len(indices)]])
-        self._ahead.want(self._unknown(dict.fromkeys(indices.tolist())), self.batch_size)
+        self._ahead.encode_next(self._rows_to_encode(dict.fromkeys(indices.tolist())), self.batch_size)
 
-    def _unknown(self, indices: Iterable[int]) -> list[int]:
+    def _rows_to_encode(self, indices: Iterable[int]) -> list[int]:
         """Return the indices of the rows that are neither cached nor known to be skipped."""
         cache, too_long, ties = self._cache, self._too_long, self._ties
         return [index for index in indices if index not in cache and index not in too_long and index not in ties]
@@ -154,15 +154,15 @@ class BatchLoader(Generic[Item]):
         usable, size = len(self.rows) - len(self._too_long) - len(self._ties), self.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
-    def _fill(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int, int]:
+    def _fill_batch(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int, int]:
         """Return (items, rows skipped as too long, ties, end in `order`) of the batch at `start` in `order`."""
         items: list[Item] = []
         place = start
         while place < len(order) and len(items) < self.batch_size:
             due = order[place : place + self.batch_size - len(items)].tolist()
-            found = self._ahead.take(self._unknown(due))
+            found = self._ahead.take(self._rows_to_encode(due))
             for index in due:
-                item = self._item(index, found)
+                item = self._item_or_none(index, found)
                 heartbeat.beat()
                 place += 1
                 if item is not None:
@@ -177,13 +177,13 @@ class BatchLoader(Generic[Item]):
         """Iterate over all rows that are not skipped, in the order of the dataset. The position does not change."""
         for start in range(0, len(self.rows), CHUNK):
             due = range(start, min(start + CHUNK, len(self.rows)))
-            found = self._ahead.take(self._unknown(due))
-            yield from (item for index in due if (item := self._item(index, found)) is not None)
+            found = self._ahead.take(self._rows_to_encode(due))
+            yield from (item for index in due if (item := self._item_or_none(index, found)) is not None)
 
     def items_at(self, indices: Sequence[int]) -> list[Item]:
         """Return encoded rows by index, without those that are skipped. The position does not change."""
-        found = self._ahead.take(self._unknown(dict.fromkeys(indices)))
-        items = [self._item(index, found) for index in indices]
+        found = self._ahead.take(self._rows_to_encode(dict.fromkeys(indices)))
+        items = [self._item_or_none(index, found) for index in indices]
         return [item for item in items if item is not None]
 
     def state_dict(self) -> dict[str, int]:
@@ -203,7 +203,7 @@ class BatchLoader(Generic[Item]):
             return np.arange(len(self.rows))
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
 
-    def _item(self, index: int, found: Mapping[int, Item | Exception]) -> Item | None:
+    def _item_or_none(self, index: int, found: Mapping[int, Item | Exception]) -> Item | None:
         """Return the encoded row, or None if the row is skipped. `found` has the row unless it is known already."""
         if (item := self._cache.get(index)) is not None or index in self._too_long or index in self._ties:
             return item
@@ -240,10 +240,10 @@ class BatchLoader(Generic[Item]):
             return DataError(Problem(self._setting, "{} row {}: " + text, self.name, index, *args))
         return DataError("{} row {}: " + text, Key(self.key), index, *args)
 
-    def _nothing_left(self, usable: int) -> DataError:
+    def _no_batch_error(self, usable: int) -> DataError:
         """Return the error for an epoch without a batch, given the number of rows that are not too long."""
         if usable:
-            return self._too_few(usable)
+            return self._too_few_rows_error(usable)
         limit = Key(self.limit.key)
         if self._ties:
             text = "no row of {} can be trained on: in {} no answer is preferred, and {} have more than {} tokens ({})"
@@ -255,7 +255,7 @@ class BatchLoader(Generic[Item]):
         text = "every row of {} has more than {} tokens ({}), the shortest {}; use shorter rows, or raise the limit"
         return DataError(Problem(self._setting, text, self.name, self.limit.n, limit, shortest))
 
-    def _too_few(self, usable: int) -> DataError:
+    def _too_few_rows_error(self, usable: int) -> DataError:
         """Return the error for fewer usable rows than batch_size."""
         found = [(len(self._too_long), "are too long"), (len(self._ties), "have no preferred answer")]
         why = ", ".join(f"{count} {reason}" for count, reason in found if count)
@@ -303,21 +303,21 @@ def row_encoder(
     teacher: TeacherRows | None = None,
 ) -> Encode[Any]:
     """Return the function that encodes the rows of a training loop. `separator` is for the kind "prm" alone."""
-    drafts: dict[RowKind, Callable[..., Draft[Any]]] = {
-        "prompt": partial(prompt_draft, enable_thinking=thinking),
-        "sft": partial(sft_draft, changed=changed),
-        "prm": partial(step_draft, separator=separator),
-        "dpo": pair_draft,
-        "kto": labelled_draft,
-        "rw": ranked_draft,
+    drafts: dict[RowKind, Callable[..., RenderedRow[Any]]] = {
+        "prompt": partial(render_prompt, enable_thinking=thinking),
+        "sft": partial(render_sft, changed=changed),
+        "prm": partial(render_steps, separator=separator),
+        "dpo": render_pair,
+        "kto": render_labelled,
+        "rw": render_ranked,
     }
     draft = drafts[kind] if teacher is None else partial(teacher.draft, thinking=thinking)
     return partial(encode_rows, tokenizer, draft=partial(_with_variables_of_row, draft, tokenizer))
 
 
 def _with_variables_of_row(
-    draft: Callable[..., Draft[Any]], tokenizer: Any, row: Mapping[str, Any], index: int
-) -> Draft[Any]:
+    draft: Callable[..., RenderedRow[Any]], tokenizer: Any, row: Mapping[str, Any], index: int
+) -> RenderedRow[Any]:
     """Render a row of a training loop. A function of the module, so that it can be pickled."""
     return draft(with_variables(tokenizer, template_variables(row)), row, index)
 
@@ -338,11 +338,11 @@ def given_prompt_loader(
     if not len(rows):
         raise DataError("dataset has no rows")
 
-    def draft(row: Any, index: int) -> Draft[PromptItem]:
+    def draft(row: Any, index: int) -> RenderedRow[PromptItem]:
         if problem := row_problem(row, "prompt", prompt_key):
             raise DataError(problem)
         how = {"prompt_key": prompt_key, "solutions_key": solutions_key}
-        return prompt_draft(with_variables(tokenizer, template_variables(row)), row, index, enable_thinking, **how)
+        return render_prompt(with_variables(tokenizer, template_variables(row)), row, index, enable_thinking, **how)
 
     encode = partial(encode_rows, tokenizer, draft=draft)
     config = DatasetConfig(batch_size=batch_size, shuffle=False, drop_last=False)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areno.data.chat_template import render
-from areno.data.row_schema import VARIABLES, bad_text
+from areno.data.row_schema import VARIABLES, json_text_problem
 from areno.errors import DataError, Key
 from areno.types import Message
 
@@ -54,25 +54,25 @@ def template_messages(tokenizer: Any, messages: Sequence[Any]) -> list[Message]:
     that the template reads. The role developer becomes system, and function becomes tool, where the template does not
     render them.
     """
-    form = form_of(tokenizer)
-    return [_message(tokenizer, form, message) for message in messages]
+    form = template_traits(tokenizer)
+    return [_template_message(tokenizer, form, message) for message in messages]
 
 
-def _message(tokenizer: Any, form: _Form, given: Mapping[str, Any]) -> Message:
+def _template_message(tokenizer: Any, form: _TemplateTraits, given: Mapping[str, Any]) -> Message:
     message = {key: value for key, value in given.items() if key not in _NOT_RENDERED}
-    message["role"] = form.role(tokenizer, given["role"])
+    message["role"] = form.rendered_role(tokenizer, given["role"])
     content = given.get("content")
     if isinstance(content, list):
-        content = form.join(tokenizer, message["role"], [part["text"] for part in content])
+        content = form.join_parts(tokenizer, message["role"], [part["text"] for part in content])
     message["content"] = content or ""
     if reasoning := next((given[name] for name in REASONING if given.get(name) is not None), None):
         message[form.reasoning] = reasoning
     if calls := given.get("tool_calls") or ([given["function_call"]] if given.get("function_call") else []):
-        message["tool_calls"] = [_call(call, form.calls_are_text) for call in calls]
+        message["tool_calls"] = [_template_call(call, form.calls_are_text) for call in calls]
     return message
 
 
-def _call(given: Any, as_text: bool) -> Any:
+def _template_call(given: Any, as_text: bool) -> Any:
     """Write a tool call as {type, function: {name, arguments}}. Other values are returned unchanged."""
     if not isinstance(given, Mapping) or not isinstance(function := given.get("function", given), Mapping):
         return given
@@ -98,7 +98,7 @@ def decoded_arguments(arguments: Any) -> Any:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) and bad_text(found) is None else arguments
+    return found if isinstance(found, dict) and json_text_problem(found) is None else arguments
 
 
 def rendered_or_none(tokenizer: Any, messages: Sequence[Message], /, *how: Any, **variables: Any) -> str | None:
@@ -109,7 +109,7 @@ def rendered_or_none(tokenizer: Any, messages: Sequence[Message], /, *how: Any, 
         return None
 
 
-class _Form:
+class _TemplateTraits:
     """What a chat template accepts, found by rendering short conversations with marks."""
 
     def __init__(self, tokenizer: Any):
@@ -128,9 +128,9 @@ class _Form:
             if _MARK in (rendered_or_none(tokenizer, [question, answer]) or ""):
                 self.reasoning = name
                 break
-        self.calls_are_text = not self._takes_calls(tokenizer, False) and self._takes_calls(tokenizer, True)
+        self.calls_are_text = not self._renders_calls(tokenizer, False) and self._renders_calls(tokenizer, True)
 
-    def _takes_calls(self, tokenizer: Any, as_text: bool) -> bool:
+    def _renders_calls(self, tokenizer: Any, as_text: bool) -> bool:
         """Return whether the template renders tool calls whose arguments are objects, or JSON text."""
         arguments: Any = {"c": _MARK}
         function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
@@ -139,24 +139,24 @@ class _Form:
         text = rendered_or_none(tokenizer, [{"role": "user", "content": "a"}, calls]) or ""
         return _MARK in text and f'\\"{_MARK}' not in text  # a text that is encoded once more has its quotes escaped
 
-    def role(self, tokenizer: Any, role: str) -> str:
+    def rendered_role(self, tokenizer: Any, role: str) -> str:
         """Return the role by which the template renders a role."""
         if role not in _ALIASES or self.template is None:
             return _ALIASES.get(role, role)
         if role not in self._roles:
-            is_rendered = _MARK in (rendered_or_none(tokenizer, _around(role, _MARK)) or "")
+            is_rendered = _MARK in (rendered_or_none(tokenizer, _conversation_around(role, _MARK)) or "")
             self._roles[role] = role if is_rendered else _ALIASES[role]
         return self._roles[role]
 
-    def join(self, tokenizer: Any, role: str, parts: Sequence[str]) -> str:
+    def join_parts(self, tokenizer: Any, role: str, parts: Sequence[str]) -> str:
         """Join the parts of a content to the text that the template writes for them."""
         if role not in self._separators:
-            self._separators[role] = _separator(tokenizer, role) if self.template is not None else ("\n", False)
+            self._separators[role] = _part_separator(tokenizer, role) if self.template is not None else ("\n", False)
         separator, trims = self._separators[role]
         return separator.join(part.strip() for part in parts) if trims else separator.join(parts)
 
 
-def _around(role: str, content: Any) -> list[Message]:
+def _conversation_around(role: str, content: Any) -> list[Message]:
     """Return a short conversation with a message of a role."""
     message, question = {"role": role, "content": content}, {"role": "user", "content": "a"}
     if role in ("system", "developer"):
@@ -170,11 +170,11 @@ def _around(role: str, content: Any) -> list[Message]:
     return [message]
 
 
-def _separator(tokenizer: Any, role: str) -> tuple[str, bool]:
+def _part_separator(tokenizer: Any, role: str) -> tuple[str, bool]:
     """Return (text that the template writes between two parts of a content, whether it trims parts)."""
     first, second = f"{_MARK}1", f"{_MARK}2"
     parts = [{"type": "text", "text": f"\t{mark}\t"} for mark in (first, second)]
-    text = rendered_or_none(tokenizer, _around(role, parts)) or ""
+    text = rendered_or_none(tokenizer, _conversation_around(role, parts)) or ""
     _, found, rest = text.partition(first)
     between, also_found, _ = rest.partition(second)
     if not found or not also_found or "'" in between or '"' in between:
@@ -183,11 +183,11 @@ def _separator(tokenizer: Any, role: str) -> tuple[str, bool]:
     return (between[1:-1], False) if is_kept else (between, True)
 
 
-_forms: weakref.WeakKeyDictionary[Any, _Form] = weakref.WeakKeyDictionary()
+_forms: weakref.WeakKeyDictionary[Any, _TemplateTraits] = weakref.WeakKeyDictionary()
 
 
-def form_of(tokenizer: Any) -> _Form:
+def template_traits(tokenizer: Any) -> _TemplateTraits:
     form = _forms.get(tokenizer)
     if form is None or form.template != tokenizer.chat_template:
-        form = _forms[tokenizer] = _Form(tokenizer)
+        form = _forms[tokenizer] = _TemplateTraits(tokenizer)
     return form

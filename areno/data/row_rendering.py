@@ -17,17 +17,17 @@ import numpy as np
 from areno.config.datasets import ChangedTurns
 from areno.data.chat_template import Prompt, render_generation_prompt
 from areno.data.control_tokens import BREAK
-from areno.data.encode import Draft
+from areno.data.encode import RenderedRow
 from areno.data.messages import template_messages
-from areno.data.row_schema import Tie, json_problem, labelled_answer, prompt_and_answers, ranked_answers, with_text
+from areno.data.row_schema import Tie, json_problem, labelled_answer, preference_pair, ranked_answers, with_joined_text
 from areno.data.template_omissions import check_rendered
-from areno.data.token_boundaries import sequence_draft
+from areno.data.token_boundaries import render_sequence
 from areno.data.trained_turns import training_texts
 from areno.errors import DataError, Key
 from areno.types import AnswersItem, Item, PairItem, PromptItem, TrainSequence
 
 
-def prompt_draft(
+def render_prompt(
     tokenizer: Any,
     row: Mapping[str, Any],
     index: int,
@@ -35,7 +35,7 @@ def prompt_draft(
     *,
     prompt_key: str = "prompt",
     solutions_key: str = "solutions",
-) -> Draft[PromptItem]:
+) -> RenderedRow[PromptItem]:
     """Render a row with a prompt, for reinforcement learning."""
     prompt, plain = row[prompt_key], isinstance(row[prompt_key], str)
     rendered = rendered_prompt(tokenizer, prompt, enable_thinking, tools_of(row))
@@ -46,88 +46,88 @@ def prompt_draft(
             prompt=prompt if plain else text,
             text=text,
             tokens=tokens[0],
-            messages=None if plain else with_text(prompt, template_messages(tokenizer, prompt)),
+            messages=None if plain else with_joined_text(prompt, template_messages(tokenizer, prompt)),
             solutions=row.get(solutions_key),
             record=row,
             index=index,
         )
 
-    return Draft([(rendered, tokenizer.chat_template is None)], finish)
+    return RenderedRow([(rendered, tokenizer.chat_template is None)], finish)
 
 
-def sft_draft(
+def render_sft(
     tokenizer: Any,
     row: Mapping[str, Any],
     index: int = 0,
     enable_thinking: bool | None = None,
     changed: ChangedTurns = "split",
-) -> Draft[AnswersItem]:
+) -> RenderedRow[AnswersItem]:
     """Render a row for supervised fine-tuning, which trains the response or every assistant turn of the messages.
 
     The item has a row for each turn if the template renders turns differently once more messages follow, see `changed`.
     """
     prompt, answer = (row["prompt"], row["response"]) if row.get("response") is not None else ([], row["messages"])
-    drafts = _answer(tokenizer, prompt, answer, enable_thinking, tools_of(row), changed)
-    return _together(drafts, lambda rows: AnswersItem(rows=rows, index=index))
+    drafts = _render_answer(tokenizer, prompt, answer, enable_thinking, tools_of(row), changed)
+    return _join_rendered(drafts, lambda rows: AnswersItem(rows=rows, index=index))
 
 
-def pair_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[PairItem]:
+def render_pair(tokenizer: Any, row: Mapping[str, Any], index: int) -> RenderedRow[PairItem]:
     """Render a row with a chosen and a rejected answer, for DPO.
 
     Assistant turns in the prompt are not trained, and an answer of several turns stays one sequence. `finish` raises
     DataError if an answer has no token to train on, and Tie if both answers have the same tokens.
     """
-    prompt, *answers = prompt_and_answers(row)
+    prompt, *answers = preference_pair(row)
     tools = tools_of(row)
-    drafts = [draft for answer in answers for draft in _answer(tokenizer, prompt, answer, None, tools)]
+    drafts = [draft for answer in answers for draft in _render_answer(tokenizer, prompt, answer, None, tools)]
 
     def item(rows: list[TrainSequence]) -> PairItem:
         found = dict(zip(("chosen", "rejected"), rows, strict=True))
         for name, sequence in found.items():
             if np.all(sequence.prompt_mask[1:]):  # type: ignore[index]
                 raise DataError(f"the answer in field {name} has no token to train on")
-        if _are_equal(found["chosen"], found["rejected"]):
+        if _have_equal_tokens(found["chosen"], found["rejected"]):
             raise Tie("fields chosen and rejected have the same tokens, so none is preferred")
         return PairItem(**found, index=index)
 
-    return _together(drafts, item)
+    return _join_rendered(drafts, item)
 
 
-def labelled_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[AnswersItem]:
+def render_labelled(tokenizer: Any, row: Mapping[str, Any], index: int) -> RenderedRow[AnswersItem]:
     """Render a row with one labelled answer, for KTO. The reward is 1 for a desirable answer and 0 otherwise."""
     prompt, answer, label = labelled_answer(row)
-    return _answers_draft(tokenizer, prompt, [answer], tools_of(row), [float(label)], index)
+    return _render_answers(tokenizer, prompt, [answer], tools_of(row), [float(label)], index)
 
 
-def ranked_draft(tokenizer: Any, row: Mapping[str, Any], index: int) -> Draft[AnswersItem]:
+def render_ranked(tokenizer: Any, row: Mapping[str, Any], index: int) -> RenderedRow[AnswersItem]:
     """Render a row with ranked answers, for a reward model: a row for each answer, the best first.
 
     The reward of a row is the rating of the answer. The `returns` of its tokens are the answer's level: the difference
     between the levels of two answers is the margin of their comparison.
     """
     found = ranked_answers(row)
-    draft = _answers_draft(tokenizer, found.prompt, found.answers, tools_of(row), found.ratings, index)
+    draft = _render_answers(tokenizer, found.prompt, found.answers, tools_of(row), found.ratings, index)
 
     def finish(tokens: list[list[int]]) -> AnswersItem:
         item = draft.finish(tokens)
         pairs = itertools.combinations(item.rows, 2)
-        if all(one.reward == other.reward or _are_equal(one, other) for one, other in pairs):
+        if all(one.reward == other.reward or _have_equal_tokens(one, other) for one, other in pairs):
             raise Tie("no answer is preferred to one with other tokens")
         for sequence, level in zip(item.rows, found.levels, strict=True):
             sequence.returns = np.full(len(sequence.tokens), level, np.float32)  # type: ignore[arg-type]
         return item
 
-    return Draft(draft.texts, finish)
+    return RenderedRow(draft.texts, finish)
 
 
-def _are_equal(one: TrainSequence, other: TrainSequence) -> bool:
+def _have_equal_tokens(one: TrainSequence, other: TrainSequence) -> bool:
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.prompt_mask, other.prompt_mask)  # type: ignore[arg-type]
 
 
-def _answers_draft(
+def _render_answers(
     tokenizer: Any, prompt: Any, answers: Sequence[Any], tools: Any, ratings: Sequence[float], index: int
-) -> Draft[AnswersItem]:
-    drafts = [draft for answer in answers for draft in _answer(tokenizer, prompt, answer, None, tools)]
+) -> RenderedRow[AnswersItem]:
+    drafts = [draft for answer in answers for draft in _render_answer(tokenizer, prompt, answer, None, tools)]
 
     def item(rows: list[TrainSequence]) -> AnswersItem:
         for number, sequence in enumerate(rows):
@@ -136,10 +136,10 @@ def _answers_draft(
             sequence.reward = ratings[number]
         return AnswersItem(rows=rows, index=index)
 
-    return _together(drafts, item)
+    return _join_rendered(drafts, item)
 
 
-def _together(drafts: Sequence[Draft[Any]], make: Callable[[list[Any]], Item]) -> Draft[Item]:
+def _join_rendered(drafts: Sequence[RenderedRow[Any]], make: Callable[[list[Any]], Item]) -> RenderedRow[Item]:
     """Return the draft of an item that is made from the items of several drafts."""
     ends = list(itertools.accumulate(len(draft.texts) for draft in drafts))
 
@@ -147,7 +147,7 @@ def _together(drafts: Sequence[Draft[Any]], make: Callable[[list[Any]], Item]) -
         parts = zip(drafts, [0, *ends], ends, strict=False)
         return make([draft.finish(tokens[start:end]) for draft, start, end in parts])
 
-    return Draft([text for draft in drafts for text in draft.texts], finish)
+    return RenderedRow([text for draft in drafts for text in draft.texts], finish)
 
 
 def rendered_prompt(tokenizer: Any, prompt: Prompt, thinking: bool | None, tools: Any) -> str:
@@ -158,27 +158,27 @@ def rendered_prompt(tokenizer: Any, prompt: Prompt, thinking: bool | None, tools
     return render_generation_prompt(tokenizer, prompt, thinking, tools)
 
 
-def _answer(
+def _render_answer(
     tokenizer: Any,
     prompt: Any,
     answer: Any,
     thinking: bool | None,
     tools: Any,
     changed: ChangedTurns | None = None,
-) -> list[Draft[TrainSequence]]:
+) -> list[RenderedRow[TrainSequence]]:
     """Render a prompt and its answer, each a text or messages, as training sequences. See `training_texts`."""
     if tokenizer.chat_template is None and isinstance(prompt, str) and isinstance(answer, str):
         if tokenizer.eos_token_id is None:
             text = "the tokenizer has no end-of-sequence token; set {} to one that has it"
             raise DataError(text, Key("tokenizer_path"))
         text = prompt + answer
-        return [sequence_draft(tokenizer, text, [(len(prompt), len(text))], plain=True)]
+        return [render_sequence(tokenizer, text, [(len(prompt), len(text))], plain=True)]
     before, after = (
         [{"role": role, "content": part}] if isinstance(part, str) else part
         for role, part in (("user", prompt), ("assistant", answer))
     )
     texts = training_texts(tokenizer, [*before, *after], len(before), thinking, tools, changed)
-    return [sequence_draft(tokenizer, *found) for found in texts]
+    return [render_sequence(tokenizer, *found) for found in texts]
 
 
 def tools_of(row: Mapping[str, Any]) -> Any:

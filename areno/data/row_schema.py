@@ -99,7 +99,7 @@ def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | No
     """Return the reason why a row does not have the form that its kind of training needs. None if it is valid."""
     problem = _form_problem(row, kind, prompt_key) or _variables_problem(row)
     fields = (prompt_key, *FIELDS[kind], *SHARED_FIELDS, VARIABLES) if problem is None else ()
-    return next((f"field {name} {found}" for name in fields if (found := bad_text(row.get(name)))), problem)
+    return next((f"field {name} {found}" for name in fields if (found := json_text_problem(row.get(name)))), problem)
 
 
 def template_variables(row: Row) -> Mapping[str, Any]:
@@ -134,7 +134,7 @@ def name_problem(row: Any, field: str, names: Collection[str]) -> str | None:
     return f"field {field} is {found}; {' or '.join(names)} is expected"
 
 
-def bad_text(value: Any, levels: int = MAX_DEPTH) -> str | None:
+def json_text_problem(value: Any, levels: int = MAX_DEPTH) -> str | None:
     """Return why a text in a JSON value is invalid, or the value has too many levels. None if it is valid."""
     if isinstance(value, str):
         return text_problem(value)
@@ -144,7 +144,7 @@ def bad_text(value: Any, levels: int = MAX_DEPTH) -> str | None:
         return None
     if levels == 0:
         return f"is nested more than {MAX_DEPTH} levels deep"
-    return next(filter(None, (bad_text(item, levels - 1) for item in value)), None)
+    return next(filter(None, (json_text_problem(item, levels - 1) for item in value)), None)
 
 
 def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
@@ -186,7 +186,7 @@ def _prompt_problem(row: Row, field: str = "prompt") -> str | None:
     if isinstance(prompt, str):
         return None if prompt else f"field {field} is empty"
     if not isinstance(prompt, Sequence):
-        return _not_text(field, prompt, field in row)
+        return _not_text_problem(field, prompt, field in row)
     problem = messages_problem(prompt)
     if problem is None and prompt[-1]["role"] == "assistant":
         problem = "ends with an assistant message, so there is nothing left to answer"
@@ -228,7 +228,7 @@ def is_trained(message: Row) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def with_text(messages: Sequence[Any], rendered: Sequence[Any] = ()) -> list[dict[str, Any]]:
+def with_joined_text(messages: Sequence[Any], rendered: Sequence[Any] = ()) -> list[dict[str, Any]]:
     """Return copies of messages in which lists of text parts are one text.
 
     The text is that of the same message in `rendered`, as the chat template joins parts, or else has a line break
@@ -242,7 +242,7 @@ def with_text(messages: Sequence[Any], rendered: Sequence[Any] = ()) -> list[dic
     return copies
 
 
-def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
+def preference_pair(row: Row) -> tuple[Any, Any, Any]:
     """Split a row for DPO into (prompt, chosen, rejected): three lists of messages unless the answers are text.
 
     The prompt may be absent if chosen and rejected are conversations that begin with it. Raises Tie if the answers are
@@ -251,7 +251,7 @@ def prompt_and_answers(row: Row) -> tuple[Any, Any, Any]:
     answers: dict[str, Any] = {name: row.get(name) for name in ("chosen", "rejected")}
     for name, answer in answers.items():
         if not isinstance(answer, Sequence):
-            raise DataError(_not_text(name, answer, name in row))
+            raise DataError(_not_text_problem(name, answer, name in row))
     chosen, rejected = answers.values()
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError("of the fields chosen and rejected one is text and one is messages; give both in one form")
@@ -301,7 +301,7 @@ def ranked_answers(row: Row) -> RankedAnswers:
     Without ratings, the answers are in their order, and all margins are 0.
     """
     if row.get("answers") is None:
-        prompt, chosen, rejected = prompt_and_answers(row)
+        prompt, chosen, rejected = preference_pair(row)
         margin = row.get("margin")
         if margin is not None and not _is_number(margin):
             raise DataError(f"field margin is {describe_value(margin)}, not a number")
@@ -354,7 +354,7 @@ def labelled_steps(row: Row) -> tuple[Any, list[str], list[float]]:
 
 
 _PARSERS: dict[RowKind, Callable[[Row], Any]] = {
-    "dpo": prompt_and_answers,
+    "dpo": preference_pair,
     "kto": labelled_answer,
     "rw": ranked_answers,
     "prm": labelled_steps,
@@ -371,7 +371,7 @@ def _check_answer(answer: Any, name: str, present: bool) -> None:
     if isinstance(answer, str):
         return
     if not isinstance(answer, Sequence):
-        raise DataError(_not_text(name, answer, present))
+        raise DataError(_not_text_problem(name, answer, present))
     if problem := messages_problem(answer):
         raise DataError(f"field {name} {problem}")
     if answer[0]["role"] != "assistant":
@@ -384,12 +384,12 @@ def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) ->
     If both answers begin with the prompt, it is removed from both. If it is None, it is what both answers begin with.
     """
     if prompt is None:
-        if n := shared_length(with_text(chosen), with_text(rejected)):
+        if n := shared_length(with_joined_text(chosen), with_joined_text(rejected)):
             return chosen[:n], chosen[n:], rejected[n:]
         fault = "field prompt is missing, and chosen and rejected begin with different messages"
         raise DataError(f"{fault}; give a prompt, or conversations that share their first messages")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    heads = [with_text(each[: len(messages)]) for each in (messages, chosen, rejected)]
+    heads = [with_joined_text(each[: len(messages)]) for each in (messages, chosen, rejected)]
     n = len(messages) if heads[0] == heads[1] == heads[2] else 0
     return messages, chosen[n:], rejected[n:]
 
@@ -411,7 +411,7 @@ def json_problem(error: ValueError | RecursionError) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
-def _not_text(field: str, value: Any, present: bool) -> str:
+def _not_text_problem(field: str, value: Any, present: bool) -> str:
     if value is None and not present:
         return f"field {field} is missing; text or messages are expected"
     return f"field {field} is {describe_value(value, present)}, not text or messages"

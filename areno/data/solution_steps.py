@@ -17,7 +17,7 @@ from areno.config.experiments import ProcessRewardActorConfig
 from areno.config.models import ModelConfig
 from areno.config.reward import StepScore
 from areno.data.control_tokens import control_tokens
-from areno.data.encode import Draft, Text, encode_insides
+from areno.data.encode import RenderedRow, Text, encode_continuations
 from areno.data.encode_ahead import CHUNK
 from areno.data.row_rendering import rendered_prompt, tools_of
 from areno.data.row_schema import Rows, labelled_steps, rows_at
@@ -33,7 +33,7 @@ _REDUCE: dict[StepScore, Callable[[Sequence[float]], float]] = {
 }
 
 
-def separator_of(actor: ModelConfig, model: TransformerConfig) -> str | None:
+def step_separator(actor: ModelConfig, model: TransformerConfig) -> str | None:
     """Return the text after each step in the training of a process reward model. None for other models.
 
     If step_separator is None, config.json of the model may record the text. Otherwise the text is a line break.
@@ -82,7 +82,7 @@ def split_steps(answer: str, separator: str) -> list[str]:
     return [piece for piece in pieces if piece.strip()] or ["".join(pieces)]
 
 
-def _joined(
+def _join_steps(
     prompt: Sequence[int], steps: Sequence[Sequence[int]], separator: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Return (tokens of prompt, steps and separators, index of the last token of each step's separator)."""
@@ -93,7 +93,7 @@ def _joined(
     return tokens, ends
 
 
-def step_draft(tokenizer: Any, row: Mapping[str, Any], index: int, separator: str) -> Draft[AnswersItem]:
+def render_steps(tokenizer: Any, row: Mapping[str, Any], index: int, separator: str) -> RenderedRow[AnswersItem]:
     """Render a row with labelled steps, for a process reward model.
 
     prompt_mask is False at the marked tokens, whose `returns` are the labels of the steps. A step that ends with the
@@ -106,8 +106,8 @@ def step_draft(tokenizer: Any, row: Mapping[str, Any], index: int, separator: st
     texts: list[Text] = [(rendered, tokenizer.chat_template is None), *((text, False) for text in rest if joins)]
 
     def finish(encoded: list[list[int]]) -> AnswersItem:
-        before, mark, *found = encoded if joins else [*encoded, *encode_insides(tokenizer, rest)]
-        tokens, ends = _joined(before, found, mark)
+        before, mark, *found = encoded if joins else [*encoded, *encode_continuations(tokenizer, rest)]
+        tokens, ends = _join_steps(before, found, mark)
         prompt_mask, returns = np.ones(len(tokens), bool), np.zeros(len(tokens), np.float32)
         prompt_mask[ends], returns[ends] = False, labels
         return AnswersItem(
@@ -115,7 +115,7 @@ def step_draft(tokenizer: Any, row: Mapping[str, Any], index: int, separator: st
             index=index,
         )
 
-    return Draft(texts, finish)
+    return RenderedRow(texts, finish)
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,10 @@ class StepReader:
         """
         of_answers = [split_steps(answer, self.separator) for answer in answers]
         texts = [self.separator, *(step for steps in of_answers for step in steps)]
-        mark, *encoded = encode_insides(self.tokenizer, texts)
+        mark, *encoded = encode_continuations(self.tokenizer, texts)
         rest, found = iter(encoded), []
         for prompt, steps in zip(prompts, of_answers, strict=True):
-            tokens, ends = _joined(prompt, [next(rest) for _ in steps], mark)
+            tokens, ends = _join_steps(prompt, [next(rest) for _ in steps], mark)
             if len(tokens) > self.limit:
                 tokens = tokens[: self.limit - len(mark)]
                 ends = [end for end in ends if end < len(tokens)]

@@ -53,7 +53,7 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
         rows = _rows_from_loader(config, config.loader, key)
         return prepare_rows(rows, kind, f"{key}.loader", config.path or config.loader)
     if config.path is None:
-        raise ConfigError(_no_rows(key))
+        raise ConfigError(_no_rows_problem(key))
     _check_split(config, config.path, key)
     rows, columns = read_rows(config.path, config.split, key, config.dataset_kwargs), config.columns.given()
     if wrong := sorted(columns.keys() - {*FIELDS[kind], *SHARED_FIELDS}):
@@ -139,10 +139,10 @@ def read_rows(
     Raises:
         DataError: The source does not exist, cannot be read completely, or does not take `kwargs`.
     """
-    file, setting = _find(path, key), f"{key}.path"
+    file, setting = _find_local(path, key), f"{key}.path"
     if file is None:
         return _read_hub(path, split, setting, kwargs or {})
-    if kwargs and (file.is_file() or _is_saved(file)):
+    if kwargs and (file.is_file() or _is_saved_dataset(file)):
         text = "is set, but {} is read without datasets.load_dataset; leave it out, or set {} to your own file.py"
         raise DataError(Problem(f"{key}.dataset_kwargs", text, path, Key(f"{key}.loader")))
     if file.is_dir():
@@ -171,16 +171,16 @@ def check_source(config: DatasetConfig | None, key: str) -> None:
         if not config.loader.startswith(VERIFIERS):
             resolve_spec(config.loader, "load_dataset", f"{key}.loader")
     elif config.path is not None:
-        _find(config.path, key)
+        _find_local(config.path, key)
     else:
-        raise ConfigError(_no_rows(key))
+        raise ConfigError(_no_rows_problem(key))
 
 
-def _no_rows(key: str) -> Problem:
+def _no_rows_problem(key: str) -> Problem:
     return Problem(f"{key}.path", "missing; set it, or pass rows to the trainer")
 
 
-def _find(path: str, key: str) -> Path | None:
+def _find_local(path: str, key: str) -> Path | None:
     """Return the local file or folder at a path. None if there is none and the path may be a hub reference."""
     file = existing_path(path)
     is_reference = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) and path[0] not in "./~"
@@ -225,7 +225,7 @@ def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
         raise ConfigError(Problem(f"{key}.path", text, config.path, name, file, Key(f"{key}.loader")))
     try:
         found = function(*arguments, **(config.dataset_kwargs or {}))
-        rows = _as_rows(found, config.split)
+        rows = _rows_from_result(found, config.split)
     except ArenoError:
         raise
     except (Exception, SystemExit) as error:
@@ -245,7 +245,7 @@ def _takes_path(loader: Any) -> bool:
         return True
 
 
-def _as_rows(found: Any, split: str) -> Any:
+def _rows_from_result(found: Any, split: str) -> Any:
     """Return the result of a loader as rows, or None if it cannot be rows.
 
     From a mapping that has the key `split`, such as a DatasetDict, the rows of this split are returned. Other iterables
@@ -260,7 +260,7 @@ def _as_rows(found: Any, split: str) -> Any:
     return found if isinstance(found, list) or hasattr(found, "column_names") else list(found)
 
 
-def _is_saved(folder: Path) -> bool:
+def _is_saved_dataset(folder: Path) -> bool:
     """Return whether a folder was written by `save_to_disk` of the datasets library."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
@@ -269,7 +269,7 @@ def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping
     import datasets
 
     try:
-        if _is_saved(folder):
+        if _is_saved_dataset(folder):
             found: Any = datasets.load_from_disk(folder)
         else:
             found = without_nulls(datasets.load_dataset(str(folder), split=split, **kwargs))

@@ -10,8 +10,8 @@ from typing import Any
 from areno.config.policy_experiments import DistillExperimentConfig, PolicyExperimentConfig
 from areno.data.chat_template import render_generation_prompt
 from areno.data.dataset_formats import MAX_CHECKED
-from areno.data.encode import Draft
-from areno.data.row_rendering import prompt_draft
+from areno.data.encode import RenderedRow
+from areno.data.row_rendering import render_prompt
 from areno.data.row_schema import Rows, TooLong, name_problem, row_problem
 from areno.errors import DataError, Key
 from areno.types import PromptItem
@@ -52,10 +52,12 @@ class TeacherRows:
                 [problem] = error.problems
                 raise DataError("row {}: " + problem.template, index, *problem.args) from error
 
-    def draft(self, tokenizer: Any, row: Mapping[str, Any], index: int, thinking: bool | None) -> Draft[PromptItem]:
+    def draft(
+        self, tokenizer: Any, row: Mapping[str, Any], index: int, thinking: bool | None
+    ) -> RenderedRow[PromptItem]:
         """Render a row with the prompt of the teacher. `finish` raises TooLong if it leaves too little room."""
         self.check(row)
-        own, key = prompt_draft(tokenizer, row, index, thinking), self.prompt_key
+        own, key = render_prompt(tokenizer, row, index, thinking), self.prompt_key
         if key is None:
             return own
         rendered = render_generation_prompt(tokenizer, row[key], thinking)
@@ -71,7 +73,7 @@ class TeacherRows:
             item.teacher_tokens = item_tokens
             return item
 
-        return Draft([*own.texts, (rendered, tokenizer.chat_template is None)], finish)
+        return RenderedRow([*own.texts, (rendered, tokenizer.chat_template is None)], finish)
 
 
 def teacher_rows(config: Any, context_len: int) -> TeacherRows | None:

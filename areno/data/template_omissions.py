@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from areno.data.chat_template import END_THINK, THINK
 from areno.data.control_tokens import BREAK
-from areno.data.messages import REASONING, ROLES, decoded_arguments, form_of, rendered_or_none
+from areno.data.messages import REASONING, ROLES, decoded_arguments, rendered_or_none, template_traits
 from areno.errors import DataError
 from areno.types import Message
 
@@ -23,7 +23,7 @@ _MARK = str(secrets.randbits(80) + 10**25)  # digits, which templates neither tr
 _FLOAT_MARK = str(secrets.randbelow(9 * 10**7) + 10**7)  # few digits, which floats of 64 bits hold exactly
 
 
-class LeftOut(NamedTuple):
+class Omissions(NamedTuple):
     """Parts of trained messages that a template leaves out: index of the message -> name of the first such part."""
 
     as_last: dict[int, str]  # although the message is the last
@@ -39,33 +39,35 @@ def check_rendered(
     trained: Collection[int] = (),
     /,
     **variables: Any,
-) -> LeftOut:
+) -> Omissions:
     """Check that the template renders every message, and find the parts of trained messages that it leaves out.
 
     A message of the assistant that the template only drops once more messages follow is no fault. Text beside tool
     calls may be dropped from messages that are not trained.
     """
-    form = form_of(tokenizer)
+    form = template_traits(tokenizer)
     if form.template is None:
-        return LeftOut({}, {})
-    shapes = tuple(_shape(message, at in trained) for at, message in enumerate(messages))
+        return Omissions({}, {})
+    shapes = tuple(_message_shape(message, at in trained) for at, message in enumerate(messages))
     key = hash((shapes, bool(tools), thinking, opened, repr(variables)))
     if key not in form.left_out:
         if len(form.left_out) >= _MAX_SHAPES:
             form.left_out.clear()
-        form.left_out[key] = _left_out(tokenizer, messages, trained, tools, thinking, opened, **variables)
+        form.left_out[key] = _find_omissions(tokenizer, messages, trained, tools, thinking, opened, **variables)
     at, parts = form.left_out[key]
     if at is not None:
-        raise _not_rendered(tokenizer, messages, at, tools, thinking, opened, **variables)
+        raise _not_rendered_error(tokenizer, messages, at, tools, thinking, opened, **variables)
     return parts
 
 
-def _shape(message: Message, trained: bool) -> Hashable:
+def _message_shape(message: Message, trained: bool) -> Hashable:
     calls = message.get("tool_calls") or ()
     if not trained:
         return message["role"], bool(message["content"].strip()), bool(calls)
-    pieces = tuple(piece if n % 2 else bool(piece.strip()) for n, piece in enumerate(_pieces(message["content"])))
-    functions = [[each.get("name"), decoded_arguments(each.get("arguments"))] for each in _functions(message)]
+    pieces = tuple(
+        piece if n % 2 else bool(piece.strip()) for n, piece in enumerate(_split_at_think_tags(message["content"]))
+    )
+    functions = [[each.get("name"), decoded_arguments(each.get("arguments"))] for each in _called_functions(message)]
     return pieces, bool(reasoning_of(message).strip()), _shape_of_value(functions)
 
 
@@ -77,7 +79,7 @@ def _shape_of_value(value: Any) -> Hashable:
     return bool(value.strip()) if isinstance(value, str) else type(value)
 
 
-def _left_out(
+def _find_omissions(
     tokenizer: Any,
     messages: Sequence[Message],
     trained: Collection[int],
@@ -86,11 +88,11 @@ def _left_out(
     opened: bool,
     /,
     **variables: Any,
-) -> tuple[int | None, LeftOut]:
+) -> tuple[int | None, Omissions]:
     """Return (the first message that is not rendered, the result of `check_rendered`). Nothing if marks are refused."""
     marks = [_Marks(at) for at in range(len(messages))]
     marked = [own.message(each, own.at in trained) for own, each in zip(marks, messages, strict=True)]
-    text, found = rendered_or_none(tokenizer, marked, tools, thinking, opened, **variables), LeftOut({}, {})
+    text, found = rendered_or_none(tokenizer, marked, tools, thinking, opened, **variables), Omissions({}, {})
     for own, message in zip(marks, messages, strict=True):
         if text is None or not (missing := own.missing(text)):
             continue
@@ -109,7 +111,9 @@ def _left_out(
     return None, found
 
 
-def _not_rendered(tokenizer: Any, messages: Sequence[Message], at: int, /, *how: Any, **variables: Any) -> DataError:
+def _not_rendered_error(
+    tokenizer: Any, messages: Sequence[Message], at: int, /, *how: Any, **variables: Any
+) -> DataError:
     """Return the error for messages[at], with the roles by which the template would render it."""
     known = []
     for role in ROLES:
@@ -133,7 +137,7 @@ class _Marks:
         if not trained:
             is_marked = message["content"].strip() and not message.get("tool_calls")
             return {**message, "content": self._value("the text", _MARK)} if is_marked else message
-        pieces = _pieces(message["content"])
+        pieces = _split_at_think_tags(message["content"])
         pieces[::2] = [self._value(f"a part of messages[{self.at}].content", piece) for piece in pieces[::2]]
         marked = {**message, "content": "".join(pieces)}
         for name in REASONING:
@@ -177,7 +181,7 @@ class _Marks:
         return type(value)(mark) if not isinstance(value, str) else value.replace(value.strip(), mark)
 
 
-def _pieces(content: str) -> list[str]:
+def _split_at_think_tags(content: str) -> list[str]:
     """Divide a content at its think tags: text, tag, text, and so on."""
     for tag in (THINK, END_THINK):
         content = content.replace(tag, f"{_MARK}{tag}{_MARK}")
@@ -189,9 +193,9 @@ def reasoning_of(message: Mapping[str, Any]) -> str:
     return next((message[name] for name in REASONING if isinstance(message.get(name), str)), "")
 
 
-def words_of(message: Mapping[str, Any]) -> list[str]:
+def content_and_reasoning(message: Mapping[str, Any]) -> list[str]:
     """Return the parts of the content between think tags, and the reasoning."""
-    return [part.strip() for part in (*_pieces(message["content"])[::2], reasoning_of(message))]
+    return [part.strip() for part in (*_split_at_think_tags(message["content"])[::2], reasoning_of(message))]
 
 
 def missing_text(message: Mapping[str, Any], answer: str, at: int) -> str | None:
@@ -204,30 +208,32 @@ def missing_text(message: Mapping[str, Any], answer: str, at: int) -> str | None
         return "".join(text.replace(BREAK, "").split()) not in written
 
     written = "".join(answer.replace(BREAK, "").split())
-    *content, reasoning = words_of(message)
+    *content, reasoning = content_and_reasoning(message)
     if any(map(is_missing, content)):
         return f"a part of messages[{at}].content"
     if is_missing(reasoning):
         return f"the reasoning of messages[{at}]"
-    for leaf in _leaves_of([[function.get("name"), function.get("arguments")] for function in _functions(message)]):
-        if all(map(is_missing, _spellings(leaf))):
+    for leaf in _json_leaves(
+        [[function.get("name"), function.get("arguments")] for function in _called_functions(message)]
+    ):
+        if all(map(is_missing, _template_spellings(leaf))):
             return f"the tool calls of messages[{at}]"
     return None
 
 
-def _functions(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _called_functions(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     calls = message.get("tool_calls") or ()
     found = [call.get("function") for call in calls if isinstance(call, Mapping)]
     return [function for function in found if isinstance(function, Mapping)]
 
 
-def _spellings(leaf: Any) -> list[str]:
+def _template_spellings(leaf: Any) -> list[str]:
     """Return the forms in which templates write a text, number or truth value."""
     quotes = slice(1, -1) if isinstance(leaf, str) else slice(None)
     return [str(leaf), *(json.dumps(leaf, ensure_ascii=ascii)[quotes] for ascii in (True, False))]
 
 
-def _leaves_of(value: Any) -> Iterator[str | float]:
+def _json_leaves(value: Any) -> Iterator[str | float]:
     """Yield the keys, texts, numbers and truth values in a JSON value."""
     values = [value]
     while values:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from areno.data.control_tokens import control_names, control_tokens
-from areno.data.encode import Draft, Text, encode_inside
+from areno.data.control_tokens import control_token_texts, control_tokens
+from areno.data.encode import RenderedRow, Text, encode_continuation
 from areno.types import TrainSequence
 
 Pieces = list[tuple[list[int], bool]]
@@ -22,12 +22,12 @@ Join = Callable[[list[list[int]]], Pieces]
 Spans = Sequence[tuple[int, int]]
 
 
-def sequence_draft(tokenizer: Any, text: str, spans: Spans, *, plain: bool = False) -> Draft[TrainSequence]:
+def render_sequence(tokenizer: Any, text: str, spans: Spans, *, plain: bool = False) -> RenderedRow[TrainSequence]:
     """Return the draft of a training sequence, of which the spans (start, end) of `text` are trained.
 
     `plain` is for a text without a chat template: the tokenizer adds its special tokens, and eos ends the sequence.
     """
-    divide = _pieces if control_tokens(tokenizer).adds_no_space else _heads
+    divide = _encode_parts_apart if control_tokens(tokenizer).adds_no_space else _encode_parts_with_prefix
     texts, join = divide(tokenizer, text, spans, plain)
     eos = tokenizer.eos_token_id or 0
 
@@ -40,10 +40,10 @@ def sequence_draft(tokenizer: Any, text: str, spans: Spans, *, plain: bool = Fal
             at += len(piece)
         return TrainSequence(tokens=tokens, prompt_mask=prompt_mask, eos_token_id=eos)
 
-    return Draft(texts, finish)
+    return RenderedRow(texts, finish)
 
 
-def _pieces(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
+def _encode_parts_apart(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
     """Encode the parts and the texts between them apart, which gives the tokens of the whole text."""
     pieces, at = list[tuple[str, bool]](), 0
     for start, end in spans:
@@ -54,12 +54,12 @@ def _pieces(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[
     return texts, lambda found: [(tokens, trained) for tokens, (_, trained) in zip(found, pieces, strict=True)]
 
 
-def _heads(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
+def _encode_parts_with_prefix(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
     """Encode each part together with the text before it, for tokenizers that add a space at the start of a text.
 
     The text before a part begins with the control token that ends the last part, which is encoded twice.
     """
-    names, at, texts, parts = control_names(tokenizer), 0, list[Text](), list[tuple[int, int, int, int]]()
+    names, at, texts, parts = control_token_texts(tokenizer), 0, list[Text](), list[tuple[int, int, int, int]]()
     for start, end in [*spans, (len(text), len(text))]:
         parts.append((at, start, end, parts[-1][2] if parts else 0))
         texts += [(text[at:start], plain), (text[at:end], plain)]
@@ -71,9 +71,9 @@ def _heads(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[T
         for (at, start, end, before), head, whole in zip(parts, found[::2], found[1::2], strict=True):
             skipped = known[-1:] if at else known
             if head[: len(skipped)] != skipped:
-                head, whole = [*skipped, *encode_inside(tokenizer, text[before:start])], []
+                head, whole = [*skipped, *encode_continuation(tokenizer, text[before:start])], []
             fits = whole[: len(head)] == head
-            part = whole[len(head) :] if fits else encode_inside(tokenizer, text[start:end])
+            part = whole[len(head) :] if fits else encode_continuation(tokenizer, text[start:end])
             pieces += [(head[len(skipped) :], False), (part, True)]
             known += head[len(skipped) :] + part
         return pieces

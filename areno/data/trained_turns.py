@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.datasets import ChangedTurns
-from areno.data.chat_template import END_THINK, THINK, in_parts, render
-from areno.data.control_tokens import control_names, control_tokens
+from areno.data.chat_template import END_THINK, THINK, render, with_content_parts
+from areno.data.control_tokens import control_token_texts, control_tokens
 from areno.data.messages import REASONING, template_messages
 from areno.data.row_schema import VARIABLES, is_trained, shared_length
-from areno.data.template_omissions import LeftOut, check_rendered, missing_text, reasoning_of, words_of
-from areno.data.turn_ends import end_of_controls, first_control, is_model_end, turn_ends
+from areno.data.template_omissions import Omissions, check_rendered, content_and_reasoning, missing_text, reasoning_of
+from areno.data.turn_ends import end_of_control_tokens, first_control_token, is_model_end, turn_ends
 from areno.errors import DataError, Key
 
 Spans = list[tuple[int, int]]
@@ -70,12 +70,12 @@ def training_texts(
     kept_whole = () if changed == "as_rendered" else trained
     left_out = check_rendered(tokenizer, messages, tools, thinking, False, kept_whole)
     talk = _Conversation(tokenizer, messages, thinking, tools, left_out)
-    turn_of = talk.rendered if changed == "as_rendered" else talk.turn
+    turn_of = talk.rendered_turn if changed == "as_rendered" else talk.complete_turn
     turns = {at: turn_of(at, talk.messages[at]) for at in trained}
     last = turns.get(len(messages) - 1)
     whole = last.text if last is not None else talk.render(talk.messages)
     if all(whole.startswith(turn.prompt + turn.answer) for turn in turns.values()):
-        return [(whole, talk.marked(len(messages), whole, {at: turn.span for at, turn in turns.items()}))]
+        return [(whole, talk.generation_spans(len(messages), whole, {at: turn.span for at, turn in turns.items()}))]
     if len(trained) == 1 or changed == "last_turn":
         trained = trained[-1:]
     elif changed == "error":
@@ -87,15 +87,17 @@ def training_texts(
         spans = talk.spans(text)
         end = max(spans[at][1] for at in trained if at + 1 < len(messages))
         if text[:end] != whole[:end]:
-            raise _no_start(len(messages) - 1)  # its prompt has another thinking mode
+            raise _no_start_error(len(messages) - 1)  # its prompt has another thinking mode
         if last is not None:
             spans[len(messages) - 1] = last.span
         for at in trained if changed is None else ():
             turn = whole[slice(*spans[at])]
             if missing := left_out.in_talk.get(at) or missing_text(talk.messages[at], turn, at):
-                raise DataError(f"{_leaves_out(missing)} once more messages follow; end the answer with that message")
-        return [(whole, talk.marked(len(messages), whole, {at: spans[at] for at in trained}))]
-    return [(turns[at].text, talk.marked(at + 1, turns[at].text, {at: turns[at].span})) for at in trained]
+                raise DataError(
+                    f"{_omission_error(missing)} once more messages follow; end the answer with that message"
+                )
+        return [(whole, talk.generation_spans(len(messages), whole, {at: spans[at] for at in trained}))]
+    return [(turns[at].text, talk.generation_spans(at + 1, turns[at].text, {at: turns[at].span})) for at in trained]
 
 
 class _Conversation:
@@ -107,7 +109,7 @@ class _Conversation:
         messages: Sequence[Any],
         thinking: bool | None,
         tools: Any,
-        left_out: LeftOut | None,  # in this thinking mode
+        left_out: Omissions | None,  # in this thinking mode
     ):
         control = control_tokens(tokenizer)
         self.tokenizer, self.messages, self._tools = tokenizer, control.escape_messages(messages), control.escape(tools)
@@ -116,25 +118,29 @@ class _Conversation:
     def render(self, messages: list[Any]) -> str:
         return render(self.tokenizer, messages, self._tools, self._thinking)
 
-    def turn(self, at: int, message: Any) -> Turn:
+    def complete_turn(self, at: int, message: Any) -> Turn:
         """Return the turn of messages[at] with all its words. Raises DataError if the template leaves some out."""
         first = None
-        for talk in self._modes():
-            for found, missing in talk._forms(at, message):
+        for talk in self._in_thinking_modes():
+            for found, missing in talk._turn_variants(at, message):
                 if missing is None:
                     return found
                 first = first or missing
         if first is None:
-            raise self._no_prompt(at, message)
-        raise DataError(f"{_leaves_out(first)}; leave it out, or use a template that has it")
+            raise self._no_prompt_error(at, message)
+        raise DataError(f"{_omission_error(first)}; leave it out, or use a template that has it")
 
-    def rendered(self, at: int, message: Any) -> Turn:
+    def rendered_turn(self, at: int, message: Any) -> Turn:
         """Return the turn of messages[at] as the template writes it."""
-        if (found := next(filter(None, (talk._divided(at, message) for talk in self._modes())), None)) is None:
-            raise self._no_prompt(at, message)
+        if (
+            found := next(
+                filter(None, (talk._turn_after_prompt(at, message) for talk in self._in_thinking_modes())), None
+            )
+        ) is None:
+            raise self._no_prompt_error(at, message)
         return found
 
-    def _modes(self) -> Iterator[_Conversation]:
+    def _in_thinking_modes(self) -> Iterator[_Conversation]:
         """Yield the conversation in the thinking modes of its prompts: the one that is set, or else all of them."""
         yield self
         for thinking in (True, False) if self._thinking is None else ():
@@ -142,11 +148,11 @@ class _Conversation:
             other._thinking, other._left_out = thinking, None
             yield other
 
-    def _forms(self, at: int, message: Any) -> Iterator[tuple[Turn, str | None]]:
+    def _turn_variants(self, at: int, message: Any) -> Iterator[tuple[Turn, str | None]]:
         """Yield the turn of messages[at] with the name of a part that it lacks, as rendered and with think tags."""
-        if (found := self._divided(at, message)) is None:
+        if (found := self._turn_after_prompt(at, message)) is None:
             return
-        yield found, self._missing(at, message, found)
+        yield found, self._omitted_part(at, message, found)
         content = message["content"]
         if self._ends.reads_reasoning or not (END_THINK in content or reasoning_of(message)):
             return
@@ -154,34 +160,34 @@ class _Conversation:
         if END_THINK not in content:
             content = f"{THINK}\n{reasoning_of(message)}\n{END_THINK}\n\n{content}"
         tagged = {**{key: value for key, value in message.items() if key not in REASONING}, "content": content}
-        if (found := self._divided(at, tagged)) is not None:
-            yield found, self._missing(at, tagged, found) or missing_text(message, found.answer, at)
+        if (found := self._turn_after_prompt(at, tagged)) is not None:
+            yield found, self._omitted_part(at, tagged, found) or missing_text(message, found.answer, at)
         if not message.get("tool_calls"):  # the template drops what is in tags
-            prompt = self._prompt(at, self._thinking)
-            answer = _continuation(prompt, _opening(prompt)[0] + content)
+            prompt = self._rendered_prompt(at, self._thinking)
+            answer = _continuation_of_prompt(prompt, _split_answer_opening(prompt)[0] + content)
             if answer is not None:
-                end = self._ends.end or self._borrowed_end(at, message, "")
+                end = self._ends.end or self._substitute_end_token(at, message, "")
                 closing = self._ends.closing[len(self._ends.end) :]
                 yield Turn(prompt, answer + end, closing), missing_text(message, answer, at)
 
-    def _missing(self, at: int, message: Any, found: Turn) -> str | None:
+    def _omitted_part(self, at: int, message: Any, found: Turn) -> str | None:
         left_out = self._left_out
         if left_out is None or message is not self.messages[at]:
             talk = [*self.messages[:at], message]
             left_out = check_rendered(self.tokenizer, talk, self._tools, self._thinking, False, (at,))
         return left_out.as_last.get(at) or missing_text(message, found.answer, at)
 
-    def _prompt(self, at: int, thinking: bool | None) -> str:
+    def _rendered_prompt(self, at: int, thinking: bool | None) -> str:
         return render(self.tokenizer, self.messages[:at], self._tools, thinking, True)
 
-    def _divided(self, at: int, message: Any) -> Turn | None:
+    def _turn_after_prompt(self, at: int, message: Any) -> Turn | None:
         """Return the turn of messages[at] after the prompt of this thinking mode. None if the two do not fit."""
         if not at:
             return None
-        talk, prompt = [*self.messages[:at], message], self._prompt(at, self._thinking)
+        talk, prompt = [*self.messages[:at], message], self._rendered_prompt(at, self._thinking)
         text = self.render(talk)
-        stop, end, closing = self._end(text, at, message)
-        answer = _continuation(prompt, text[:stop])
+        stop, end, closing = self._find_turn_end(text, at, message)
+        answer = _continuation_of_prompt(prompt, text[:stop])
         if answer is None and self.messages[at - 1]["content"].strip():
             # Some templates write earlier messages differently after an answer, but not the text after the last one.
             (*_, before), (*_, after) = (
@@ -190,14 +196,14 @@ class _Conversation:
             )
             stop_after = len(after) - (len(text) - stop)
             if prompt.endswith(before) and text.endswith(after) and stop_after > 0:
-                answer = _continuation(before, after[:stop_after])
+                answer = _continuation_of_prompt(before, after[:stop_after])
         if answer is None:
             return None
-        return Turn(prompt, answer + (end or self._borrowed_end(at, message, text[:stop])), closing)
+        return Turn(prompt, answer + (end or self._substitute_end_token(at, message, text[:stop])), closing)
 
-    def _no_prompt(self, at: int, message: Any) -> DataError:
+    def _no_prompt_error(self, at: int, message: Any) -> DataError:
         if not at or not (END_THINK in message["content"] or reasoning_of(message)):
-            return _no_start(at)
+            return _no_start_error(at)
         text = f"the chat template ends the reasoning in the prompt before messages[{at}], which has reasoning"
         switch = self._reasoning_switch(at, message)
         if switch == "enable_thinking":
@@ -216,11 +222,11 @@ class _Conversation:
             with suppress(DataError):  # names of other things may make the template fail
                 prompt = render(self.tokenizer, self.messages[:at], self._tools, None, True, **how)
                 text = render(self.tokenizer, [*self.messages[:at], message], self._tools, **how)
-                if _continuation(prompt, text) is not None:
+                if _continuation_of_prompt(prompt, text) is not None:
                     return name
         return None
 
-    def _end(self, text: str, at: int, message: Any) -> tuple[int, str, str]:
+    def _find_turn_end(self, text: str, at: int, message: Any) -> tuple[int, str, str]:
         """Return (index in `text` after the words of messages[at], the last; the end of the turn; the rest)."""
         ends, is_call = self._ends, bool(message.get("tool_calls"))
         words = message["content"].rpartition(END_THINK)[2].strip()
@@ -231,16 +237,16 @@ class _Conversation:
         if not words:
             raise DataError(f"the end of messages[{at}], which has no text, cannot be found; leave it out")
         stop = self._content_ends(text, [*self.messages[:at], message], [at])[at]
-        n_end = end_of_controls(text[stop:], control_names(self.tokenizer), 0)
+        n_end = end_of_control_tokens(text[stop:], control_token_texts(self.tokenizer), 0)
         return stop, text[stop : stop + n_end], text[stop + n_end :] if n_end else ""
 
-    def _borrowed_end(self, at: int, message: Any, text: str) -> str:
+    def _substitute_end_token(self, at: int, message: Any, text: str) -> str:
         """Return the token that ends a turn, after `text`, if the template writes none: the next one, or eos."""
         is_last = at + 1 == len(self.messages)
         role = self.messages[at + 1]["role"] if not is_last else "tool" if message.get("tool_calls") else "user"
         token = self._ends.following(role)
         if not token and text and not is_last and (more := self.render(self.messages[: at + 2])).startswith(text):
-            token = first_control(more[len(text) :], control_names(self.tokenizer))
+            token = first_control_token(more[len(text) :], control_token_texts(self.tokenizer))
         if is_last and not (token and is_model_end(self.tokenizer, token)):
             token = self.tokenizer.eos_token
         if not token:
@@ -258,29 +264,29 @@ class _Conversation:
         """
         numbers = [at for at, message in enumerate(self.messages) if message["content"].strip()]
         contents = self._content_ends(text, self.messages, numbers)
-        names, found, before = control_names(self.tokenizer), dict[int, tuple[int, int]](), 1
+        names, found, before = control_token_texts(self.tokenizer), dict[int, tuple[int, int]](), 1
         for at, message in enumerate(self.messages):
             if message["role"] != "assistant":
                 continue
-            start = self._start(at, text, contents.get(at - 1))
+            start = self._find_turn_start(at, text, contents.get(at - 1))
             if start is None or start < before or start > contents.get(at, start):
-                raise _no_start(at)
+                raise _no_start_error(at)
             stop = contents.get(at, start)
             rest = text[stop : min((end for other, end in contents.items() if other > at), default=len(text))]
             wanted = (self._ends.call_end if message.get("tool_calls") else "", self._ends.end)
             ends = [rest.find(end) + len(end) for end in wanted if end and end in rest]
-            n_end = ends[0] if ends else end_of_controls(rest, names, 0)
+            n_end = ends[0] if ends else end_of_control_tokens(rest, names, 0)
             if not n_end and at not in contents:
                 raise DataError(f"the end of messages[{at}], which has no text, cannot be found; leave it out")
             before = stop + n_end
             found[at] = start, before
         return found
 
-    def _start(self, at: int, text: str, content_end: int | None) -> int | None:
+    def _find_turn_start(self, at: int, text: str, content_end: int | None) -> int | None:
         """Return the index in `text` at which the turn of messages[at] starts, None if it cannot be found."""
         if not at:
             return None
-        prompts = [self._prompt(at, switch) for switch in {self._thinking, None}]
+        prompts = [self._rendered_prompt(at, switch) for switch in {self._thinking, None}]
         if fitting := [len(prompt) for prompt in prompts if text.startswith(prompt)]:
             return max(fitting)
         if content_end is None:
@@ -317,7 +323,7 @@ class _Conversation:
             marked[at] = {**messages[at], "content": body + _MARK + content[len(body) :]}
         return render(self.tokenizer, marked, self._tools, *how).split(_MARK)
 
-    def marked(self, n_messages: int, text: str, spans: dict[int, tuple[int, int]]) -> Spans:
+    def generation_spans(self, n_messages: int, text: str, spans: dict[int, tuple[int, int]]) -> Spans:
         """Return the parts of turns that the template marks with {% generation %}, whole turns without such marks.
 
         The end of a turn is trained with its last words, marked or not.
@@ -332,7 +338,7 @@ class _Conversation:
         rendered: Any
         blocks: Any
         (rendered,), (blocks,) = render_jinja_template(
-            [in_parts(self.tokenizer, self.messages[:n_messages])],
+            [with_content_parts(self.tokenizer, self.messages[:n_messages])],
             tools=self._tools,
             chat_template=self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
@@ -343,14 +349,14 @@ class _Conversation:
         found: Spans = []
         for at, (start, end) in spans.items():
             parts = [(max(start, first), min(end, last)) for first, last in blocks if first < end and start < last]
-            words = [word for word in words_of(self.messages[at]) if word]
+            words = [word for word in content_and_reasoning(self.messages[at]) if word]
             if parts and not any(word in text[parts[-1][1] : end] for word in words):
                 parts[-1] = parts[-1][0], end
             found += parts
         return found
 
 
-def _opening(prompt: str) -> tuple[str, str]:
+def _split_answer_opening(prompt: str) -> tuple[str, str]:
     """Divide a prompt into (head, what it begins the answer with): spaces, <think>, or an empty block of reasoning."""
     head = prompt.rstrip()
     if head.endswith(END_THINK) and head.removesuffix(END_THINK).rstrip().endswith(THINK):
@@ -359,14 +365,14 @@ def _opening(prompt: str) -> tuple[str, str]:
     return head, prompt[len(head) :]
 
 
-def _continuation(prompt: str, text: str) -> str | None:
+def _continuation_of_prompt(prompt: str, text: str) -> str | None:
     """Return what the model writes after a prompt for the turn at the end of `text`. None if the two do not fit.
 
     The prompt may begin the answer in another way than the rendered turn: with `<think>`, or with an empty block.
     """
     if text.startswith(prompt):
         return text[len(prompt) :]
-    head, opening = _opening(prompt)
+    head, opening = _split_answer_opening(prompt)
     if not text.startswith(head):
         return None
     rest = text[len(head) :]
@@ -382,9 +388,9 @@ def _continuation(prompt: str, text: str) -> str | None:
     return (inside.removeprefix(begun) if inside.startswith(begun) else inside.lstrip("\n")) + closed + after
 
 
-def _no_start(at: int) -> DataError:
+def _no_start_error(at: int) -> DataError:
     return DataError(f"the start of messages[{at}] cannot be found in the chat template's output; {_AS_PAIRS}")
 
 
-def _leaves_out(name: str) -> str:
+def _omission_error(name: str) -> str:
     return f"the chat template leaves out {name}, which should be trained"

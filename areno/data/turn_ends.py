@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.data.chat_template import render
-from areno.data.control_tokens import control_names
+from areno.data.control_tokens import control_token_texts
 from areno.data.row_schema import shared_length
 from areno.errors import DataError
 
@@ -62,7 +62,7 @@ def stop_token_ids(tokenizer: Any) -> set[int]:
 
 def template_end_ids(tokenizer: Any) -> set[int]:
     """Return the ids of the tokens with which the chat template ends the assistant's turns."""
-    ends, names = turn_ends(tokenizer), control_names(tokenizer)
+    ends, names = turn_ends(tokenizer), control_token_texts(tokenizer)
     texts = [ends.end, ends.call_end, *(ends.follows or {}).values()]
     last = (max((name for name in names if text.endswith(name)), key=len, default=None) for text in texts if text)
     return {tokenizer.convert_tokens_to_ids(name) for name in last if name is not None}
@@ -73,31 +73,34 @@ def turn_ends(tokenizer: Any) -> TurnEnds:
     made_of = tokenizer.chat_template, len(tokenizer), vars(tokenizer).get("model_end_ids")
     cached = vars(tokenizer).get(_CACHED)
     if cached is None or cached[0] != made_of:
-        cached = vars(tokenizer)[_CACHED] = made_of, _found(tokenizer)
+        cached = vars(tokenizer)[_CACHED] = made_of, _find_turn_ends(tokenizer)
     return cached[1]
 
 
-def _found(tokenizer: Any) -> TurnEnds:
+def _find_turn_ends(tokenizer: Any) -> TurnEnds:
     if tokenizer.chat_template is None:
         return TurnEnds()
-    names, follows = control_names(tokenizer), dict[str, str]()
+    names, follows = control_token_texts(tokenizer), dict[str, str]()
     answer = {"role": "assistant", "content": _MARK}
-    closing, continued = _after(tokenizer, answer), _after(tokenizer, answer, {"role": "user", "content": "c"})
-    end = closing[: end_of_controls(closing, names, shared_length(closing, continued))]
-    if not end and (token := first_control(continued, names)):
+    closing, continued = (
+        _text_after_mark(tokenizer, answer),
+        _text_after_mark(tokenizer, answer, {"role": "user", "content": "c"}),
+    )
+    end = closing[: end_of_control_tokens(closing, names, shared_length(closing, continued))]
+    if not end and (token := first_control_token(continued, names)):
         follows["user"] = token
     function = {"name": "f", "arguments": {"a": _MARK}}
     calls = [{"id": "f00000000", "type": "function", "function": function}]
     call = {"role": "assistant", "content": "", "tool_calls": calls}
     result = {"role": "tool", "name": "f", "tool_call_id": "f00000000", "content": "c"}
-    call_closing, answered = _after(tokenizer, call), _after(tokenizer, call, result)
+    call_closing, answered = _text_after_mark(tokenizer, call), _text_after_mark(tokenizer, call, result)
     call_end = end
     if end and call_closing.endswith(closing):
         call_closing = closing
     else:
         last = max((name for name in names if call_closing.rstrip().endswith(name)), key=len, default="")
         n_shared = shared_length(call_closing.rstrip(), answered)
-        following = first_control(answered[n_shared:], names)
+        following = first_control_token(answered[n_shared:], names)
         if following and (not last or (is_model_end(tokenizer, following) and not is_model_end(tokenizer, last))):
             follows["tool"], last = following, ""
         call_closing, call_end = call_closing[call_closing.rfind(last) :] if last else "", last
@@ -107,7 +110,7 @@ def _found(tokenizer: Any) -> TurnEnds:
     return TurnEnds(closing, end, call_closing, call_end, marks, reads_reasoning, follows)
 
 
-def _after(tokenizer: Any, answer: dict[str, Any], *later: dict[str, Any]) -> str:
+def _text_after_mark(tokenizer: Any, answer: dict[str, Any], *later: dict[str, Any]) -> str:
     """Return the text that the template writes after the mark in an answer, "" if it refuses the messages."""
     for tools in (None, [_TOOL]):
         try:
@@ -119,7 +122,7 @@ def _after(tokenizer: Any, answer: dict[str, Any], *later: dict[str, Any]) -> st
     return ""
 
 
-def end_of_controls(text: str, names: Collection[str], n_shared: int) -> int:
+def end_of_control_tokens(text: str, names: Collection[str], n_shared: int) -> int:
     """Return the index after the first control token of a text, and after those that follow it directly.
 
     Further tokens count only within the first `n_shared` characters, which the template writes after every turn. 0 if
@@ -130,12 +133,12 @@ def end_of_controls(text: str, names: Collection[str], n_shared: int) -> int:
         return 0
     at, name = min(places, key=lambda place: (place[0], -len(place[1])))
     end = at + len(name)
-    while (more := first_control(text[end:], names, skip_space=False)) and end + len(more) <= n_shared:
+    while (more := first_control_token(text[end:], names, skip_space=False)) and end + len(more) <= n_shared:
         end += len(more)
     return end
 
 
-def first_control(text: str, names: Collection[str], *, skip_space: bool = True) -> str:
+def first_control_token(text: str, names: Collection[str], *, skip_space: bool = True) -> str:
     """Return the control token with which a text begins, "" if there is none."""
     text = text.lstrip() if skip_space else text
     return max((name for name in names if text.startswith(name)), key=len, default="")

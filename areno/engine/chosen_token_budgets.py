@@ -25,7 +25,7 @@ class ChosenBudgets:
         self.tokens: TokenBudgets = {}
         self.are_due = True
 
-    def of(self, role: str, phase: str) -> int:
+    def token_budget(self, role: str, phase: str) -> int:
         """Return the number of tokens in a micro-batch, and log new choices.
 
         A number never rises, so it does not depend on the order in which models are loaded and rollouts begin.

@@ -31,7 +31,7 @@ _SAYS = " does not have a deterministic implementation"
 
 
 @dataclass
-class _Flags:
+class _GlobalFlags:
     """The settings of torch that are global to the process, and the number of workers that need them.
 
     `before` are deterministic debug mode and fill_uninitialized_memory before the first of these workers.
@@ -55,7 +55,7 @@ class _Flags:
             torch.set_deterministic_debug_mode(mode)
 
 
-_flags = _Flags()
+_flags = _GlobalFlags()
 
 
 def begin_deterministic(device: str, world_size: int) -> None:
@@ -114,7 +114,7 @@ def without_deterministic_mode() -> Iterator[None]:
 
 
 @contextmanager
-def naming_nondeterministic_operations() -> Iterator[None]:
+def nondeterministic_operations_named() -> Iterator[None]:
     """Turn torch's error about a nondeterministic operation into an EngineError that names it."""
     try:
         yield

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.models import MicroBatchSpec
-from areno.cost.remedies import Option, either, in_training
+from areno.cost.remedies import Option, joined_by_or, training_remedies
 from areno.errors import EngineError, Key
 from areno.specs.role import RoleSpec
 
@@ -178,7 +178,7 @@ def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]
         options = list(advice())
         values = [arg() if callable(arg) else arg for arg in args] + [arg for _, *args in options for arg in args]
         raise EngineError(
-            f"out of device memory {when} ({said}): {either([o[0] for o in options])}", *values
+            f"out of device memory {when} ({said}): {joined_by_or([o[0] for o in options])}", *values
         ) from error
 
 
@@ -201,7 +201,7 @@ def training_hint(
         size = ("mini_bs", mb_spec.mini_bs)
     return out_of_memory_hint(
         "in training, with {}={}{}",
-        lambda: in_training(role, mb_spec, recomputes=recomputes, beside=beside(), on_cuda=on_cuda),
+        lambda: training_remedies(role, mb_spec, recomputes=recomputes, beside=beside(), on_cuda=on_cuda),
         Key(f"{role.section}.mb_spec.{size[0]}"),
         size[1],
         fitting,

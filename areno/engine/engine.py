@@ -17,7 +17,7 @@ import numpy as np
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig, SamplingConfig
-from areno.cost.prefix_sharing import Sharing
+from areno.cost.prefix_sharing import PrefixSharing
 from areno.cost.token_budget import SCORE, TRAIN
 from areno.engine.chosen_token_budgets import ChosenBudgets
 from areno.engine.device_memory import resident_bytes
@@ -26,7 +26,7 @@ from areno.engine.reports import EngineInfo
 from areno.engine.requests import Dispatcher, RequestLimits, check_params
 from areno.engine.sampling import SamplingEngine
 from areno.engine.train.checked_rows import TOP, masks_of_rows, read_tokens, read_training_rows, routes_of_rows
-from areno.engine.train.micro_batches import keep_old_logprobs, share_rows, share_steps, sharing_beside_teachers
+from areno.engine.train.micro_batches import divide_rows, divide_steps, keep_old_logprobs, sharing_beside_teachers
 from areno.errors import CheckpointError, EngineError, Key
 from areno.models.registry import load_config
 from areno.specs.engine import EngineSpec
@@ -54,7 +54,9 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         self._wanted, self._mode = spec, workers
         super().__init__(start_workers(spec, workers))
         self._infos: dict[str, EngineInfo] = {}  # of roles whose vocabulary may differ from the actor's
-        self._train_sharing: dict[str, Sharing] = {"actor": self.info.sharing}  # when training shares prefixes, by role
+        self._train_sharing: dict[str, PrefixSharing] = {
+            "actor": self.info.sharing
+        }  # when training shares prefixes, by role
         self._budgets = ChosenBudgets(lambda: self._call("token_budgets"))
         self._rollouts: list[RolloutSpec] = []  # that the budgets take into account
         self.train_seconds = 0.0
@@ -89,7 +91,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
     def release_role(self, role: str) -> None:
         """Free the memory of a role other than the actor. Its trained weights are lost unless they were saved."""
-        self._role(role)
+        self._role_with_head(role)
         if role == "actor":
             raise EngineError("the actor cannot be released, only a role of ensure_roles; close the engine instead")
         self._call("release_role", role)
@@ -102,7 +104,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """Number of optimizer updates applied to the actor. 0 for newly loaded weights. `load_state` restores it."""
         return self._call("weights_version")[0]
 
-    def _role(self, name: str, head: str | None = None) -> RoleSpec:
+    def _role_with_head(self, name: str, head: str | None = None) -> RoleSpec:
         """Return the spec of a role with this head ("scores": "value" or "step"), or raise EngineError."""
         if not isinstance(name, str) or name not in self._roles:
             raise EngineError(
@@ -156,7 +158,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         Raises DataError for an invalid row, before anything is trained, and EngineError if the role cannot be trained,
         a rollout phase is open, or memory ran out.
         """
-        spec = self._role(role)
+        spec = self._role_with_head(role)
         if spec.optimizer is None:
             if role == "actor":
                 raise EngineError("this engine was built without an optimizer and cannot train the actor")
@@ -166,17 +168,17 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             )
         if self.limits is not None and not self.clock.is_paused:
             raise EngineError("train was called inside a rollout phase, whose KV cache is of the weights as they are")
-        update = self._sized_update(update or UpdateSpec(self.spec.mb_spec), role)
+        update = self._with_micro_batch_size(update or UpdateSpec(self.spec.mb_spec), role)
         info, divergence = self.info, update.divergence
         checked = read_training_rows(rows, info, row_name, divergence is not None)
         layout, sharing = self.spec.layout, self._train_sharing[role]
         if divergence is not None and TOP[0] not in checked.fields:
             teachers = list(dict.fromkeys(teacher or divergence.role for teacher in checked.teachers))
             for teacher in teachers:
-                self._role(teacher, "lm")
+                self._role_with_head(teacher, "lm")
             rules = [self._train_sharing[teacher] for teacher in teachers]
             sharing = sharing_beside_teachers(sharing, rules, checked, layout.cp_size)
-        shares = share_steps(checked, update, layout.data_size, spec.section, info.cost, layout.cp_size, sharing)
+        shares = divide_steps(checked, update, layout.data_size, spec.section, info.cost, layout.cp_size, sharing)
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(layout.cp_size)]
         with self._poll_lock:
             results = self.workers.call_each("train", args)
@@ -219,7 +221,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
     def steps(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
         """Return the probability of the label "right" after each token. A row is shorter than the context."""
-        self._role(role, "step")
+        self._role_with_head(role, "step")
         # A value is aligned with the token after it, so that the last token needs one after it, too.
         scored = self._score("values", role, [[*row, row[-1]] for row in token_rows], mb_spec)
         return [1 / (1 + np.exp(-values[1:].astype(np.float64))) for values in scored]
@@ -240,7 +242,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         Raises ConfigError, DataError or GrammarError for an invalid request, and EngineError if it cannot be served,
         there is too little memory, or the model computes no finite numbers.
         """
-        self._role(role, "lm")
+        self._role_with_head(role, "lm")
         if not requests:
             return []
         info, copies = self._infos.get(role, self.info), self.spec.layout.dp_size
@@ -279,14 +281,14 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
         `of_rows` are arguments with an entry for each row, or None.
         """
-        self._role(role, {"logprobs": "lm", "values": "scores", "rewards": "value"}[what])
+        self._role_with_head(role, {"logprobs": "lm", "values": "scores", "rewards": "value"}[what])
         info, sharing = self._infos.get(role, self.info), self._train_sharing[role]
-        shares, tokens = share_rows(rows, self.spec.layout.data_size, info, sharing)
+        shares, tokens = divide_rows(rows, self.spec.layout.data_size, info, sharing)
         given = {name: values for name, values in of_rows.items() if values is not None}
         n_together = self.spec.layout.cp_size
         spec, may_halve = mb_spec or self.spec.mb_spec, False
         if spec.is_automatic:
-            spec, may_halve = MicroBatchSpec(max_tokens_per_mb=self._budgets.of(role, SCORE)), self._may_halve
+            spec, may_halve = MicroBatchSpec(max_tokens_per_mb=self._budgets.token_budget(role, SCORE)), self._may_halve
         more |= {"mb_spec": spec, "may_halve": may_halve}
         args = [
             (
@@ -311,7 +313,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         model as a ...ForTokenClassification model. Trained LoRA adapters are saved without the base model, as a folder
         of peft, unless `merge` is True. In the `background`, files are written after the call, see `saved`.
         """
-        self._role(role)
+        self._role_with_head(role)
         self._call("save", folder, role, background, merge)
 
     def saved(self) -> bool:
@@ -331,13 +333,13 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             known = {role: dict(tokens) for role, tokens in record["tokens"].items() if role in self._roles}
             self._budgets.tokens = known
 
-    def _sized_update(self, update: UpdateSpec, role: str) -> UpdateSpec:
+    def _with_micro_batch_size(self, update: UpdateSpec, role: str) -> UpdateSpec:
         """Return an update whose micro-batches have a size, chosen by the engine if `update.mb_spec` sets none."""
         if not update.mb_spec.is_automatic:
             return update
         if update.gradient_accumulation_steps is not None:
             return replace(update, mb_spec=update.mb_spec.counted)
-        spec = MicroBatchSpec(max_tokens_per_mb=self._budgets.of(role, TRAIN))
+        spec = MicroBatchSpec(max_tokens_per_mb=self._budgets.token_budget(role, TRAIN))
         return replace(update, mb_spec=spec, may_halve=self._may_halve)
 
     @property

@@ -95,16 +95,16 @@ def _check_adapters(adapters: list[Adapter], multiple: int) -> None:
 
 def _check_adapter(adapter: Adapter, multiple: int) -> None:
     """Raise EngineError if an adapter's result for a row depends on the number of rows, a multiple of `multiple`."""
-    x_NI, b_SR = _noise(multiple * _CPU_SIZES[-1], adapter.a), _noise(len(adapter.b), adapter.b)
+    x_NI, b_SR = _random_input(multiple * _CPU_SIZES[-1], adapter.a), _random_input(len(adapter.b), adapter.b)
     n_columns = max(column + size for column, _, size in adapter.slices)
 
-    def added(n_rows: int) -> Tensor:
+    def add_adapter(n_rows: int) -> Tensor:
         h_NR, y_NO = adapter.project_a(x_NI[:n_rows]), x_NI.new_zeros(n_rows, n_columns)
         return add_lora(y_NO, h_NR, b_SR, adapter.slices, adapter.tiles, adapter.scaling)
 
-    all_NO = added(len(x_NI))
+    all_NO = add_adapter(len(x_NI))
     for n_rows in (size * multiple for size in _CPU_SIZES):
-        if not torch.equal(added(n_rows), all_NO[:n_rows]):
+        if not torch.equal(add_adapter(n_rows), all_NO[:n_rows]):
             raise EngineError(
                 "{} cannot be kept on this machine: what an adapter of rank {} adds to {} rows differs in its last "
                 "bits from the same rows in a larger product; set it to false",
@@ -118,7 +118,7 @@ _PRODUCTS = (Linear, VocabParallelEmbedding)
 
 
 def _check_products_on_cpu(weight_OI: Tensor, multiple: int) -> None:
-    x_NI = _noise(multiple * _CPU_SIZES[-1], weight_OI)
+    x_NI = _random_input(multiple * _CPU_SIZES[-1], weight_OI)
     all_NO = nn.functional.linear(x_NI, weight_OI)
     for size in _CPU_SIZES:
         rows = slice(0, size * multiple)
@@ -141,22 +141,22 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
     by a fixed limit if `timed` is False. If neither kernel does, Triton computes all products. Raises EngineError if
     Triton is needed and missing.
     """
-    x_NI, weight_OI = _noise(_CUDA_ROWS, module.weight), module.weight
+    x_NI, weight_OI = _random_input(_CUDA_ROWS, module.weight), module.weight
     dtype = module.product(x_NI[:1]).dtype
     as_ever = FixedOrderMatmul()
     all_NO = as_ever(x_NI, weight_OI, dtype)
 
-    def differ(product: FixedOrderMatmul) -> list[int]:
+    def sizes_that_differ(product: FixedOrderMatmul) -> list[int]:
         differs = [(product(x_NI[:n], weight_OI, dtype) != all_NO[:n]).any() for n in _CUDA_SIZES]
         return [n for n, is_other in zip(_CUDA_SIZES, torch.stack(differs).tolist(), strict=True) if is_other]
 
     def seconds(product: FixedOrderMatmul, n_rows: int) -> float:
-        return _seconds(lambda: product(x_NI[:n_rows], weight_OI, dtype))
+        return _shortest_time(lambda: product(x_NI[:n_rows], weight_OI, dtype))
 
-    if not (split := differ(as_ever)):
+    if not (split := sizes_that_differ(as_ever)):
         return as_ever
     by_library, by_triton = FixedOrderMatmul(library_rows=split[-1]), FixedOrderMatmul(triton_rows=split[-1])
-    library_can = not differ(by_library)
+    library_can = not sizes_that_differ(by_library)
     if not use_triton(x_NI):
         if library_can:
             return by_library
@@ -166,7 +166,7 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
             Key("engine.exact"),
             split[-1],
         )
-    if differ(by_triton):  # its own bits for all, where they are not the library's
+    if sizes_that_differ(by_triton):  # its own bits for all, where they are not the library's
         return by_library if library_can else FixedOrderMatmul(triton_rows=sys.maxsize)
     if not library_can:
         return by_triton
@@ -176,7 +176,7 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
     return FixedOrderMatmul(next(slower, split[-1] + 1) - 1, split[-1])
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def _shortest_time(run: Callable[[], object]) -> float:
     """Return the shortest of several times of `run`, since other work on the device only adds time."""
     run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(_REPEATS)]
@@ -188,7 +188,7 @@ def _seconds(run: Callable[[], object]) -> float:
     return min(begin.elapsed_time(end) for begin, end in events) / 1e3
 
 
-def _noise(n_rows: int, weight_OI: Tensor) -> Tensor:
+def _random_input(n_rows: int, weight_OI: Tensor) -> Tensor:
     generator = torch.Generator(weight_OI.device).manual_seed(0)
     shape = (n_rows, weight_OI.shape[1])
     return torch.randn(shape, generator=generator, device=weight_OI.device).to(weight_OI.dtype)

@@ -95,10 +95,10 @@ class Consumer:
         for item in items:
             if isinstance(item, Exception):
                 raise item
-        return joined(items)  # type: ignore[arg-type]
+        return join_outputs(items)  # type: ignore[arg-type]
 
 
-def joined(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
+def join_outputs(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
     """Join partial outputs of the same sample, so that a slow reader gets fewer and longer outputs.
 
     The output of a finished sample has the whole completion, and replaces the partial outputs before it.
@@ -121,7 +121,7 @@ def joined(outputs: list[GenerationOutput]) -> list[GenerationOutput]:
     return list(found.values())
 
 
-def _put(items: Iterable[tuple[Consumer, GenerationOutput | Exception]]) -> None:
+def _put_into_queues(items: Iterable[tuple[Consumer, GenerationOutput | Exception]]) -> None:
     """Put each item into the queue of its consumer. Runs in the event loop of the consumers."""
     for consumer, item in items:
         if not consumer.abandoned:
@@ -170,14 +170,14 @@ class TimeLimit:
         self._consumer, self._clock, self._timer = consumer, clock, None
         if limit_s is not None:
             self._ends_at = clock.now() + limit_s
-            self._wait()
+            self._start_timer()
 
-    def _wait(self) -> None:
+    def _start_timer(self) -> None:
         left_s = self._ends_at - self._clock.now()
         if left_s <= 0:
             self._consumer.queue.put(TimeoutError())
         else:  # a paused clock is looked at again and again
-            self._timer = self._consumer.loop.call_later(max(left_s, _LOOK_S), self._wait)
+            self._timer = self._consumer.loop.call_later(max(left_s, _LOOK_S), self._start_timer)
 
     def cancel(self) -> None:
         if self._timer is not None:
@@ -239,7 +239,7 @@ class Streams:
         taken, self._taken = self._taken, {}
         for loop, items in taken.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed, so its consumers are gone
-                loop.call_soon_threadsafe(_put, items)
+                loop.call_soon_threadsafe(_put_into_queues, items)
 
     def fail(self, error: Exception) -> None:
         """Make every consumer raise an error when it is next read, and forget the consumers."""
@@ -273,7 +273,7 @@ _Stream = tuple[GenerationRequest, Consumer]
 
 
 @dataclass(slots=True)
-class _Alone:
+class _SingleRequests:
     """Record of the requests of an event loop that came without others: bursts of one in a row."""
 
     n_bursts: int = 0
@@ -296,7 +296,7 @@ class RequestBatcher:
         self._expected: Counter[asyncio.AbstractEventLoop] = Counter()
         # Weak keys, because an announced number stays if no burst follows, and would keep the loop alive.
         self._announced = WeakKeyDictionary[asyncio.AbstractEventLoop, int]()
-        self._alone = WeakKeyDictionary[asyncio.AbstractEventLoop, _Alone]()
+        self._alone = WeakKeyDictionary[asyncio.AbstractEventLoop, _SingleRequests]()
 
     @contextmanager
     def expecting(self) -> Iterator[None]:
@@ -323,7 +323,7 @@ class RequestBatcher:
         loop = asyncio.get_running_loop()
         burst = self._pending.get(loop)
         if burst is None:
-            if not self.waits or not self._wants_others(loop):
+            if not self.waits or not self._should_wait(loop):
                 return self._submit([(request, consumer)])
             burst = self._pending[loop] = _PendingBatch(loop, self._submit_all, lambda: loop in self._expected)
         submitted = burst.add((request, consumer))
@@ -331,9 +331,9 @@ class RequestBatcher:
             burst.end()
         await submitted
 
-    def _wants_others(self, loop: asyncio.AbstractEventLoop) -> bool:
+    def _should_wait(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Return whether a new request waits for others, and update the record of single requests."""
-        alone, now = self._alone.setdefault(loop, _Alone()), loop.time()
+        alone, now = self._alone.setdefault(loop, _SingleRequests()), loop.time()
         if not self._is_idle():
             if now < alone.submitted_at + _MOST_S:  # the request before did not come alone
                 alone.n_bursts = 0
@@ -355,13 +355,13 @@ class RequestBatcher:
             self._submit([stream for stream, _ in waiting])
         except EngineError as error:
             if isinstance(error, WorkerLost) or len(waiting) == 1:
-                return _resolve(waiting, error)
+                return _settle_futures(waiting, error)
             for stream, future in waiting:  # one request was refused, so none was submitted
-                _resolve([(stream, future)], self._submit_alone(stream))
+                _settle_futures([(stream, future)], self._submit_alone(stream))
         except Exception as error:
-            _resolve(waiting, error)
+            _settle_futures(waiting, error)
         else:
-            _resolve(waiting, None)
+            _settle_futures(waiting, None)
 
     def _submit_alone(self, stream: _Stream) -> Exception | None:
         try:
@@ -385,7 +385,7 @@ class _PendingBatch:
         self.waiting: list[tuple[_Stream, asyncio.Future[None]]] = []
         self._first_at = self._last_at = loop.time()
         self._has_ended = False
-        self._wait()
+        self._start_timer()
 
     def add(self, stream: _Stream) -> asyncio.Future[None]:
         """Add a request, and return a future that completes when it is submitted."""
@@ -399,27 +399,27 @@ class _PendingBatch:
         self._has_ended = True
         self._done(self)
 
-    def _wait(self) -> None:
+    def _start_timer(self) -> None:
         self._timer = self.loop.call_at(self._last_at + PAUSE_S, self._read_first)
 
     def _read_first(self) -> None:
         # A busy loop may hold requests that it has not read yet. They come first: one round of the loop reads them, and
         # the next round runs their handlers.
-        self.loop.call_soon(lambda: self.loop.call_soon(self._check))
+        self.loop.call_soon(lambda: self.loop.call_soon(self._end_if_complete))
 
-    def _check(self) -> None:
+    def _end_if_complete(self) -> None:
         if self._has_ended:
             return
         now = self.loop.time()
         if self._expects_more():
             self._last_at = now
         if now < min(self._last_at + PAUSE_S, self._first_at + _MOST_S):
-            self._wait()
+            self._start_timer()
         else:
             self.end()
 
 
-def _resolve(waiting: Sequence[tuple[_Stream, asyncio.Future[None]]], error: Exception | None) -> None:
+def _settle_futures(waiting: Sequence[tuple[_Stream, asyncio.Future[None]]], error: Exception | None) -> None:
     for _, future in waiting:
         if error is None:
             future.set_result(None)

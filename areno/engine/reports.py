@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from areno.cost.flops import Cost
-from areno.cost.prefix_sharing import Sharing
+from areno.cost.flops import TokenCost
+from areno.cost.prefix_sharing import PrefixSharing
 
 if TYPE_CHECKING:
     from areno.engine.train.checked_rows import (
@@ -27,12 +27,14 @@ class EngineInfo:
     attn_backend: str  # of training and prefill
     memory_gib: float  # peak of the first worker so far
     device_bytes: int  # whole memory of the device, or the worker's share of a CPU machine's
-    cost: Cost  # over all tensor-parallel ranks
+    cost: TokenCost  # over all tensor-parallel ranks
     routes: RouteShape | None = None  # layers with experts, experts per token and per layer
     n_adapter_params: int = 0
     tp_sums: str = ""  # backend of decoding, such as "nccl" or "shared memory"; "" for tp_size=1
     device_name: str = ""  # such as "NVIDIA H100 80GB HBM3"; "" for a CPU
-    sharing: Sharing = field(default_factory=Sharing)  # when training the actor computes shared prefixes once
+    sharing: PrefixSharing = field(
+        default_factory=PrefixSharing
+    )  # when training the actor computes shared prefixes once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ class RequestLimits:
         context = min(self.context_len, params.max_context_len or self.context_len)
         max_new = min(params.max_new_tokens, context - n_prompt)
         if request.n_samples < 1:
-            raise _refused(
+            raise _refusal(
                 request,
                 "n_samples",
                 f"n_samples is {request.n_samples}; at least 1 is needed",
@@ -51,25 +51,25 @@ class RequestLimits:
                 "gconfig.n_samples",
             )
         if n_prompt == 0:
-            raise _refused(request, "prompt", "the prompt has no tokens; at least one is needed")
+            raise _refusal(request, "prompt", "the prompt has no tokens; at least one is needed")
         if params.max_prompt_len is not None and n_prompt > params.max_prompt_len:
             why = f"the prompt has {n_prompt} tokens, and at most {params.max_prompt_len} may be"
-            raise _refused(request, "prompt", why, "shorten it or raise {}", "max_prompt_len")
+            raise _refusal(request, "prompt", why, "shorten it or raise {}", "max_prompt_len")
         if max_new < 1:
             why = f"the prompt has {n_prompt} tokens, which leaves no room for a completion in a context of {context}"
             advice = f"shorten the prompt or raise {{}} (the model's own limit is {self.context_len})"
-            raise _refused(request, "prompt", why, advice, "gconfig.max_tokens")
+            raise _refusal(request, "prompt", why, advice, "gconfig.max_tokens")
         if n_prompt + max_new - 1 > self.kv_tokens:  # the last token is never an input
             why = f"a prompt of {n_prompt} tokens with up to {max_new} new ones does not fit the KV cache of "
             why += f"{self.kv_tokens} tokens even alone"
             keys = "rollout.max_kv_tokens", "rollout.mem_fraction", "gconfig.max_tokens", "gconfig.max_new_tokens"
-            raise _refused(request, "max_new_tokens", why, "raise {} (or {}), or lower {} or {}", *keys)
+            raise _refusal(request, "max_new_tokens", why, "raise {} (or {}), or lower {} or {}", *keys)
         if request.grammar is not None and params.min_new_tokens:
             why = "its grammar decides when a completion ends"
-            raise _refused(request, "min_new_tokens", why, "leave {} at 0", "gconfig.min_new_tokens")
+            raise _refusal(request, "min_new_tokens", why, "leave {} at 0", "gconfig.min_new_tokens")
         if not 0 <= request.top_logprobs <= self.vocab_size:
             why = f"it asks for {request.top_logprobs} top log-probabilities; 0 to {self.vocab_size} are there"
-            raise _refused(request, "top_logprobs", why)
+            raise _refusal(request, "top_logprobs", why)
         if request.begun is not None:
             self._check_begun(request, request.begun, max_new)
         self._check_ids(request)
@@ -89,7 +89,7 @@ class RequestLimits:
             why = "it continues a sample and asks for top or raw log-probabilities or partial outputs; none is kept"
         else:
             return
-        raise _refused(request, "begun", why)
+        raise _refusal(request, "begun", why)
 
     def _check_ids(self, request: GenerationRequest) -> None:
         """Raise RequestRefused if a token id in the request is outside the model's vocabulary."""
@@ -105,7 +105,7 @@ class RequestLimits:
             if least < 0 or most >= self.vocab_size:
                 wrong = show(int(least if least < 0 else most))
                 why = f"{field} holds the token id {wrong}; the model's vocabulary is 0..{self.vocab_size - 1}"
-                raise _refused(request, field, why, *(["check {}", key] if key else []))
+                raise _refusal(request, field, why, *(["check {}", key] if key else []))
 
 
 class RequestRefused(EngineError):
@@ -117,7 +117,7 @@ class RequestRefused(EngineError):
     field = why = ""
 
 
-def _refused(request: GenerationRequest, field: str, why: str, advice: str = "", *keys: str) -> RequestRefused:
+def _refusal(request: GenerationRequest, field: str, why: str, advice: str = "", *keys: str) -> RequestRefused:
     """Return the error for a request. `advice` has a {} for each of the settings `keys`."""
     advice = advice and f"; {advice}"
     error = RequestRefused("request {} cannot be served: {}" + advice, request.request_id, why, *map(Key, keys))
@@ -135,7 +135,7 @@ def check_params(params: SamplingParams) -> None:
         return
     problems, known = [], {}
     for name, value in asdict(params).items():
-        field, value = settings(SamplingParams)[name], _plain(value)
+        field, value = settings(SamplingParams)[name], _to_plain_values(value)
         try:
             known[name] = field.convert(value)
             # `convert` also accepts a number written as text, for files. In a script this is a mistake.
@@ -152,10 +152,10 @@ def check_params(params: SamplingParams) -> None:
     _known_good.add(text)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_values(value: Any) -> Any:
     """Convert numpy numbers to Python numbers, and tuples to lists, also inside lists and tuples."""
     if isinstance(value, (list, tuple)):
-        return [_plain(element) for element in value]
+        return [_to_plain_values(element) for element in value]
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -165,7 +165,7 @@ _ASK_EVERY_S = 0.1  # least time between questions to a copy, which answers afte
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class RequestPart:
     """Some samples of one request, which the same copy of the model samples.
 
     They are sampled together so that the copy prefills their prompt once. `request` has an id of its own, `request_id`
@@ -198,9 +198,9 @@ def _group_by_prompt(requests: Sequence[GenerationRequest]) -> list[GenerationRe
 class Dispatcher:
     """Distributes requests over the copies of a model (data-parallel ranks).
 
-    It only keeps the records, and sends nothing. `due` returns requests, which the engine sends to the copies. `to_ask`
-    may return a copy, which the engine asks to give unstarted requests back. If `fixed`, the distribution depends on
-    the requests alone, not on which copy finishes first.
+    It only keeps the records, and sends nothing. `due` returns requests, which the engine sends to the copies.
+    `choose_to_rebalance` may return a copy, which the engine asks to give unstarted requests back. If `fixed`, the
+    distribution depends on the requests alone, not on which copy finishes first.
     """
 
     def __init__(self, n_copies: int, fixed: bool = False):
@@ -215,9 +215,9 @@ class Dispatcher:
         self._slots = slots if self.n_copies > 1 and not self._fixed else math.inf
 
     def clear(self) -> None:
-        self._queue: deque[Part] = deque()
-        self._parts: dict[int, Part] = {}  # by the id that the copies know
-        self._of_request: dict[int, list[Part]] = {}
+        self._queue: deque[RequestPart] = deque()
+        self._parts: dict[int, RequestPart] = {}  # by the id that the copies know
+        self._of_request: dict[int, list[RequestPart]] = {}
         self.n_samples = [0] * self.n_copies  # sent to each copy and not finished
         self._tokens = [0.0] * self.n_copies  # expected tokens of these samples
         self._waiting = [0] * self.n_copies  # unstarted samples of each copy, by its last counters
@@ -246,14 +246,14 @@ class Dispatcher:
         # A resumed run has no expected lengths. If all samples can run at once, lengths are ignored, so that it divides
         # the requests like the original run.
         has_room = n_samples + sum(self.n_samples) <= self._slots * self.n_copies
-        parts: list[Part] = []
+        parts: list[RequestPart] = []
         now = trace.now()
         for request in requests:
             most = max_new_by_request[request.request_id]
             length = most if has_room else min(request.expected_tokens or most, most)
             self._of_request[request.request_id] = mine = [
-                Part(part, request.request_id, length, part.n_samples, added_at=now)
-                for part in self._cut(request, share)
+                RequestPart(part, request.request_id, length, part.n_samples, added_at=now)
+                for part in self._divide_request(request, share)
             ]
             self._parts.update((part.request.request_id, part) for part in mine)
             parts += mine
@@ -262,7 +262,7 @@ class Dispatcher:
             parts.sort(key=lambda part: (not part.request.begun, -part.length, -part.missing))
         self._queue.extend(parts)
 
-    def _cut(self, request: GenerationRequest, share: int) -> list[GenerationRequest]:
+    def _divide_request(self, request: GenerationRequest, share: int) -> list[GenerationRequest]:
         """Divide a request into requests of at most `share` samples, with ids of their own."""
         n_parts = -(-request.n_samples // max(share, 1))
         bounds = [request.first_sample + request.n_samples * place // n_parts for place in range(n_parts + 1)]
@@ -285,7 +285,7 @@ class Dispatcher:
             found.setdefault(rank, []).append(part.request)
         return [(rank, _group_by_prompt(requests)) for rank, requests in found.items()]
 
-    def _assign(self, part: Part, rank: int | None) -> None:
+    def _assign(self, part: RequestPart, rank: int | None) -> None:
         """Assign a part to the copy `rank`, or to the queue if it is None, and update the counts."""
         for where, sign in ((part.rank, -1), (rank, 1)):
             if where is not None:
@@ -310,10 +310,10 @@ class Dispatcher:
                 if output.phases:  # it was queued here before it was queued at its copy of the model
                     (first, start), *later = output.phases
                     output.phases = ((first, min(start, part.added_at)), *later)
-                self._finish(part)
+                self._count_finished(part)
             yield output
 
-    def _finish(self, part: Part) -> None:
+    def _count_finished(self, part: RequestPart) -> None:
         """Count a finished sample of a part. Parts and requests without unfinished samples are forgotten."""
         part.missing -= 1
         if part.rank is not None:
@@ -326,7 +326,7 @@ class Dispatcher:
             if not parts:
                 del self._of_request[part.request_id]
 
-    def to_ask(self, stats: Sequence[RolloutStats]) -> tuple[int, int] | None:
+    def choose_to_rebalance(self, stats: Sequence[RolloutStats]) -> tuple[int, int] | None:
         """Choose a busy copy and how many unstarted samples it should return, because another copy is idle."""
         if self.n_copies == 1 or self._fixed:
             return None
@@ -351,13 +351,13 @@ class Dispatcher:
             self._queue.remove(part)
             first = part.request.first_sample
             for sample in range(first, first + part.missing):
-                self._finish(part)
+                self._count_finished(part)
                 yield GenerationOutput(
                     request_id=request_id, sample=sample, tokens=[], logprobs=[], versions=[], finish_reason="abort"
                 )
 
 
-def spans_of(phases: trace.Phases) -> list[tuple[str, int, int]]:
+def phase_spans(phases: trace.Phases) -> list[tuple[str, int, int]]:
     """Convert the phases of a finished sample to (name, start, end) of each phase."""
     return [(name, start, end) for (name, start), (_, end) in itertools.pairwise(phases)]
 
@@ -366,7 +366,7 @@ def trace_request(output: GenerationOutput) -> None:
     lane, phases = f"requests#{output.request_id}.{output.sample}", output.phases
     arguments = {"tokens": len(output.tokens), "cached_tokens": output.cached_tokens}
     trace.add(lane, "request", phases[0][1], phases[-1][1], **arguments, **version_range(vars(output)["versions"]))
-    for name, start, end in spans_of(phases):
+    for name, start, end in phase_spans(phases):
         trace.add(lane, name, start, end)
 
 

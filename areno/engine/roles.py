@@ -56,7 +56,7 @@ from areno.specs.role import RoleSpec
 from areno.specs.shared_models import is_base_of_actor, roles_to_load, same_folder, share_base
 
 
-class Offload:
+class OffloadedBuffers:
     """Moves the memory of a model between the device and host memory. Construction moves it to host memory.
 
     The memory consists of flat buffers: large 1-D tensors, of which the parameters, gradients and so on are views.
@@ -65,8 +65,8 @@ class Offload:
     """
 
     def __init__(self, params: Sequence[Tensor] = (), scratch: Sequence[Tensor] = ()):
-        self._params = [_Buffer(buffer) for buffer in params]
-        self._scratch = [_Buffer(buffer, scratch=True) for buffer in scratch]
+        self._params = [_OffloadedBuffer(buffer) for buffer in params]
+        self._scratch = [_OffloadedBuffer(buffer, scratch=True) for buffer in scratch]
         for buffer in (*self._params, *self._scratch):
             buffer.leave(changed=True)
 
@@ -76,7 +76,7 @@ class Offload:
 
         Training also has `scratch`, and copies changes of `params` back. Otherwise they must not be changed.
         """
-        arrived: list[_Buffer] = []
+        arrived: list[_OffloadedBuffer] = []
         try:
             for buffer in (*self._params, *(self._scratch if training else ())):
                 buffer.arrive()
@@ -91,7 +91,7 @@ class Offload:
         return [copy for each in self._params if each.holds(buffer) for copy in each.copies]
 
 
-class _Buffer:
+class _OffloadedBuffer:
     """One buffer of a model and its copy in host memory (pinned on CUDA). A scratch buffer has no copy.
 
     All copies run on the current stream, like the work on the buffer, so no explicit wait is needed.
@@ -137,7 +137,7 @@ class Role:
 
     spec: RoleSpec
     backend: TrainBackend
-    offload: Offload
+    offload: OffloadedBuffers
     is_base: bool = False  # the actor with its adapters switched off, without weights of its own
     owner: str = ""
     adapters: list[Tensor] | None = None
@@ -232,7 +232,7 @@ class Roles:
             self._roles[name] = role
 
     def memory_table(self) -> tuple[str, str]:
-        return self.footprint.short(self._device_bytes), self.footprint.table(self._device_bytes)
+        return self.footprint.summary(self._device_bytes), self.footprint.table(self._device_bytes)
 
     def token_budgets(self, wanted: WantedCache | None) -> TokenBudgets:
         """Choose the tokens of micro-batches by role and phase, beside the KV cache that stays, if any."""
@@ -289,18 +289,18 @@ class Roles:
 
     def _load(self, spec: RoleSpec) -> Role:
         if is_base_of_actor(spec, self.spec.actor):
-            return Role(spec, self._roles["actor"].backend, Offload(), is_base=True, owner="actor")
+            return Role(spec, self._roles["actor"].backend, OffloadedBuffers(), is_base=True, owner="actor")
         for name, role in self._roles.items():
             if share_base(spec, role.spec):
                 return _with_own_adapters(role.owner or name, role, spec)
         context, is_actor = self.context, not self._roles
         key = Key(spec.key)
-        options = remedies.in_loading(
+        options = remedies.loading_remedies(
             self.spec,
             spec,
             [role.spec for role in self._roles.values()],
             has_bf16=not is_before_ampere(context.device),
-            can_offload=has_own_memory(context.device),
+            can_offload=has_separate_memory(context.device),
         )
         with model_setting(spec.key), out_of_memory_hint("loading the model of {}", lambda: options, key):
             config = load_config(spec.path, spec.head, needs_head=spec.needs_head)
@@ -313,13 +313,15 @@ class Roles:
             dtype = getattr(torch, self.spec.dtype)
             model = build_model(config, dtype=dtype, device=context.device, tp=context.tp, placed=placed)
             if spec.lora is not None:
-                self._fill(model, spec)
+                self._load_weights(model, spec)
                 self._add_adapters(model, spec)
-            leaves = spec.offload and has_own_memory(context.device)
+            leaves = spec.offload and has_separate_memory(context.device)
             fill = partial(self._set_weights, model, spec)
             of_device = replace(spec, offload=leaves)
             backend = TrainBackend(model, of_device, self.spec, context, self.attn_backend, fill, self._beside)
-            return Role(spec, backend, _offload(backend, keeps_weights=is_actor) if leaves else Offload())
+            return Role(
+                spec, backend, _offloaded_buffers(backend, keeps_weights=is_actor) if leaves else OffloadedBuffers()
+            )
 
     def _sized_like_actor(self, config: TransformerConfig, spec: RoleSpec, key: Key) -> TransformerConfig:
         """Return the shape of a role. A teacher with common ids gets the actor's number of vocabulary rows.
@@ -341,12 +343,12 @@ class Roles:
         has adapters, its weights are already set, and are not set again.
         """
         if spec.lora is None:
-            self._fill(model, spec)
+            self._load_weights(model, spec)
         if self.spec.engine.exact:
             logger.info("exact: %s", make_exact(model, timed=not self.spec.engine.deterministic))
 
     @torch.no_grad()
-    def _fill(self, model: Transformer, spec: RoleSpec) -> None:
+    def _load_weights(self, model: Transformer, spec: RoleSpec) -> None:
         """Set the weights of a model: random, copied from the actor, or read from the model's folder.
 
         The weights are copied from the actor if the role has the folder of the actor, and no optimizer step has changed
@@ -395,10 +397,10 @@ def _with_own_adapters(owner: str, role: Role, spec: RoleSpec) -> Role:
         return Role(spec, role.backend, role.offload, owner=owner, adapters=adapter_weights(model))
 
 
-def has_own_memory(device: torch.device) -> bool:
+def has_separate_memory(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _offload(backend: TrainBackend, keeps_weights: bool) -> Offload:
+def _offloaded_buffers(backend: TrainBackend, keeps_weights: bool) -> OffloadedBuffers:
     scratch = [] if backend.flat is None else [backend.flat.grads, backend.flat.workspace]
-    return Offload([] if keeps_weights else backend.params, scratch)
+    return OffloadedBuffers([] if keeps_weights else backend.params, scratch)

@@ -148,7 +148,7 @@ class SamplingEngine:
             outputs = self.workers.poll(timeout)
             with self._records_lock:
                 self._deliver(self.dispatcher.received(outputs))
-                if (ask := self.dispatcher.to_ask(self.workers.stats())) is not None:
+                if (ask := self.dispatcher.choose_to_rebalance(self.workers.stats())) is not None:
                     rank, n_samples = ask
                     self.workers.cast(rank, "return_waiting", n_samples)
                 self._send_due()

@@ -19,9 +19,9 @@ import torch
 from areno import heartbeat
 from areno.config.teacher import Divergence
 from areno.cost import remedies
-from areno.cost.flops import Cost
-from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
-from areno.cost.prefix_sharing import Sharing
+from areno.cost.flops import TokenCost
+from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_verify_drafts, verification_rows
+from areno.cost.prefix_sharing import PrefixSharing
 from areno.engine import device_memory as memory
 from areno.engine import profiling
 from areno.engine.chosen_token_budgets import TokenBudgets
@@ -29,7 +29,7 @@ from areno.engine.decoder.caches import kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.draft_length import step_costs
 from areno.engine.decoder.ngram_drafts import NgramDrafter
-from areno.engine.deterministic import Threads, naming_nondeterministic_operations, without_deterministic_mode
+from areno.engine.deterministic import Threads, nondeterministic_operations_named, without_deterministic_mode
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.reports import EngineInfo, RolloutStats
 from areno.engine.requests import RequestLimits
@@ -44,7 +44,7 @@ from areno.kernels.attention import choose_backend
 from areno.kernels.backend import check_dtype
 from areno.models.adapters import adapter_table, adapter_writes, refresh_adapters
 from areno.models.transformer import Transformer
-from areno.models.weights import Entry, checkpoint_table, file_writes, write_all
+from areno.models.weights import TableEntry, checkpoint_table, file_writes, write_all
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
 from areno.specs.rollout import RolloutSpec
@@ -81,8 +81,8 @@ class Worker:
     def info(self) -> EngineInfo:
         config = self.actor.config
         return EngineInfo(
-            n_params=_n_elements(checkpoint_table(self.actor)),
-            n_adapter_params=_n_elements(adapter_table(self.actor)),
+            n_params=_total_elements(checkpoint_table(self.actor)),
+            n_adapter_params=_total_elements(adapter_table(self.actor)),
             context_len=config.max_position_embeddings,
             vocab_size=config.vocab_size,
             device=str(self.context.device),
@@ -91,7 +91,7 @@ class Worker:
             attn_backend=self.attn_backend,
             memory_gib=self.memory_gib(),
             device_bytes=self.roles.total_bytes,
-            cost=Cost.of(config, self.dtype.itemsize),
+            cost=TokenCost.from_config(config, self.dtype.itemsize),
             routes=self._route_shape,
             tp_sums=self.context.tp.sum_backend,
             sharing=self.roles["actor"].backend.train_sharing,
@@ -124,22 +124,26 @@ class Worker:
         self._decoder_spec = spec
         self.decoder.limit_running(self._max_running(spec))
         self.decoder.use_drafter(self._start_drafter(spec, self.decoder))
-        self._use_weights(self.decoder)
+        self._prepare_decoder(self.decoder)
         profiling.set_anchor()
         self._garbage.begin()
         return self.decoder.limits
 
-    def _use_weights(self, decoder: Decoder) -> None:
+    def _prepare_decoder(self, decoder: Decoder) -> None:
         """Make a decoder, whose cache is empty, ready to decode with the current weights."""
         decoder.weights_version = self.weights_version()
         refresh_adapters(self.actor)
 
-    def _model(self, spec: RolloutSpec) -> Transformer:
+    def _model_of_role(self, spec: RolloutSpec) -> Transformer:
         return self.roles[spec.role].backend.model
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
         options = [*remedies.smaller_cache(spec.decoder), remedies.FEWER_AT_ONCE]
-        wanted, model, vocabulary = self._wanted_cache(spec), self._model(spec), self.roles.vocabulary(spec.role)
+        wanted, model, vocabulary = (
+            self._wanted_cache(spec),
+            self._model_of_role(spec),
+            self.roles.vocabulary(spec.role),
+        )
         reserved = self.roles.footprint.most_extra_in_use if spec.keeps_cache else 0
         with memory.out_of_memory_hint("making the KV cache", lambda: options):
             n_blocks = kv_cache_blocks(
@@ -158,10 +162,10 @@ class Worker:
 
     def _start_drafter(self, spec: RolloutSpec, decoder: Decoder) -> NgramDrafter | None:
         on_cuda = self.context.device.type == "cuda"
-        if not may_draft(spec.decoder, on_cuda=on_cuda):
+        if not may_verify_drafts(spec.decoder, on_cuda=on_cuda):
             return None
         costs = step_costs(
-            _n_elements(checkpoint_table(self.actor)),
+            _total_elements(checkpoint_table(self.actor)),
             verification_rows(self._max_running(spec)),
             on_cuda=on_cuda,
             use_graphs=bool(decoder.runner.all_graphs),
@@ -187,8 +191,8 @@ class Worker:
 
     def _wanted_cache(self, spec: RolloutSpec) -> WantedCache:
         routes = self._route_shape if self.spec.keeps_routes(spec.role) else None
-        return WantedCache.of(
-            self._model(spec).config,
+        return WantedCache.for_rollout(
+            self._model_of_role(spec).config,
             self.dtype.itemsize,
             self.spec,
             spec,
@@ -245,7 +249,7 @@ class Worker:
     def resume(self) -> None:
         self._is_held = False
         if self.decoder is not None:
-            self._use_weights(self.decoder)
+            self._prepare_decoder(self.decoder)
 
     @property
     def has_work(self) -> bool:
@@ -272,7 +276,7 @@ class Worker:
         return self._step(self.decoder, self._decoder_spec)
 
     def _step(self, decoder: Decoder, spec: RolloutSpec) -> list[GenerationOutput]:
-        advice = partial(remedies.in_rollout, spec.decoder, on_cuda=self.context.device.type == "cuda")
+        advice = partial(remedies.rollout_remedies, spec.decoder, on_cuda=self.context.device.type == "cuda")
         with memory.out_of_memory_hint("in rollout", advice), without_deterministic_mode():
             return decoder.step()
 
@@ -306,7 +310,7 @@ class Worker:
         optimizer = self.roles["actor"].backend.optimizer
         return 0 if optimizer is None else optimizer.steps
 
-    def load_role(self, name: str, spec: RoleSpec) -> Sharing:
+    def load_role(self, name: str, spec: RoleSpec) -> PrefixSharing:
         """Load the model of another role, and return when its training computes shared prefixes once.
 
         First drops the KV cache, because its size depends on the remaining memory. The result is never if another rank
@@ -317,7 +321,7 @@ class Worker:
         self.roles.load(name, spec)
         self._threads.set()
         if name not in self.roles:
-            return Sharing()
+            return PrefixSharing()
         self.roles[name].backend.pass_threads = self._threads.for_pass
         return self.roles[name].backend.train_sharing
 
@@ -336,7 +340,7 @@ class Worker:
                 hold = partial(self._hold_teacher, divergence)
                 teachers = stack.enter_context(Teachers(hold, divergence.role))
             backend = stack.enter_context(self.roles[role].on_device(training=True))
-            stack.enter_context(naming_nondeterministic_operations())
+            stack.enter_context(nondeterministic_operations_named())
             result = backend.train(steps, loss_fn, update, teachers)
         result.stats["memory_gib"] = self.memory_gib()
         result.seconds = time.perf_counter() - started
@@ -353,7 +357,7 @@ class Worker:
     ) -> tuple[list[Any], int]:
         """Call a method of TrainBackend: "logprobs", "values" or "rewards". Returns results and number of halvings."""
         profiling.set_anchor()
-        with self.roles[role].on_device() as backend, naming_nondeterministic_operations():
+        with self.roles[role].on_device() as backend, nondeterministic_operations_named():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             return methods[what](token_rows, **settings), backend.n_halvings
 
@@ -468,5 +472,5 @@ def _decoder_settings(spec: RolloutSpec) -> RolloutSpec:
     return replace(spec, max_running=spec.n_slots, decoder=replace(spec.decoder, speculation="off"))
 
 
-def _n_elements(table: Sequence[Entry]) -> int:
+def _total_elements(table: Sequence[TableEntry]) -> int:
     return sum(math.prod(entry.part.full_shape) for entry in table)

@@ -180,7 +180,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class Background:
+class BackgroundCall:
     """Runs one function call at a time in a background thread. Its error is raised once, by the next method."""
 
     def __init__(self, name: str):

@@ -24,16 +24,16 @@ _WITH_VALUE = ("-W", "-X")  # options of Python
 def begin() -> None:
     """Let Ctrl-C end this process at once, if it was started as a command of areno."""
     if is_command(sys.orig_argv[1:]) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
+        signal.signal(signal.SIGINT, _exit_interrupted)
 
 
 def end() -> None:
     """Let Ctrl-C raise a KeyboardInterrupt again. Commands call this after their imports."""
-    if signal.getsignal(signal.SIGINT) is _end:
+    if signal.getsignal(signal.SIGINT) is _exit_interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _end(number: int, frame: object) -> None:
+def _exit_interrupted(number: int, frame: object) -> None:
     # An exception could be swallowed or replaced by the import of a library.
     os.write(2, b"interrupted\n")
     os._exit(130)
@@ -125,11 +125,11 @@ class Stop:
             found = {number: signal.getsignal(number) for number in SIGNALS}
             self._before = {n: f for n, f in found.items() if f in (signal.default_int_handler, terminate)}
             for number in self._before:
-                signal.signal(number, self._take)
+                signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._cancel()
+        self._cancel_timer()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -137,7 +137,7 @@ class Stop:
     def check(self) -> None:
         """Raise KeyboardInterrupt if a signal was delayed."""
         if self._received is not None and self._timer is not None:
-            self._cancel()
+            self._cancel_timer()
             self._before[self._received](self._received, None)
 
     @contextmanager
@@ -150,11 +150,11 @@ class Stop:
         finally:
             self._is_interruptible = False
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Delay the first signal, and interrupt at the second, or at the first inside `interruptible`."""
         if self._received is not None or self._is_interruptible:
             self._received = number
-            self._cancel()
+            self._cancel_timer()
             self._before[number](number, frame)
         self._received = number
         self._report(_STOPPING)  # not by a logger, whose lock the interrupted code may hold
@@ -162,7 +162,7 @@ class Stop:
         self._timer.daemon = True
         self._timer.start()
 
-    def _cancel(self) -> None:
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None

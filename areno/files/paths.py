@@ -59,15 +59,15 @@ def find_file(path: str | Path, key: str = "") -> Path:
 
 def read_if_exists(path: Path) -> bytes | None:
     """Return the bytes of a file, None if it does not exist. Raises ArenoError if it is not regular or readable."""
-    return _read(path, -1)
+    return _read_bytes(path, -1)
 
 
 def read_start(path: Path, n_bytes: int = 4096) -> bytes:
     """Return the first bytes of a file, none if it does not exist. Raises the errors of `read_if_exists`."""
-    return _read(path, n_bytes) or b""
+    return _read_bytes(path, n_bytes) or b""
 
 
-def _read(path: Path, n_bytes: int) -> bytes | None:
+def _read_bytes(path: Path, n_bytes: int) -> bytes | None:
     with open_if_exists(path) as file:
         return None if file is None else file.read(n_bytes)
 

@@ -39,7 +39,7 @@ def plain_yaml(path: Path) -> Any:
         with delay_interrupts():
             return OmegaConf.to_container(OmegaConf.create(text)) if text.strip() else None
     except Exception as error:  # PyYAML and OmegaConf raise many unrelated kinds of errors
-        raise YamlFault(fault(error)) from error
+        raise YamlFault(describe_error(error)) from error
 
 
 def checked_text(content: bytes) -> str:
@@ -49,17 +49,17 @@ def checked_text(content: bytes) -> str:
     try:
         text = content.decode()
         try:
-            _check(text, _FAST_LOADER)
+            _check_events(text, _FAST_LOADER)
         except yaml.YAMLError:  # PyYAML's loader in Python decides, and its errors are clearer
-            _check(text, yaml.SafeLoader)
+            _check_events(text, yaml.SafeLoader)
     except YamlFault:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise YamlFault(fault(error)) from error
+        raise YamlFault(describe_error(error)) from error
     return text
 
 
-def fault(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error of a YAML reader in one line, with the line number if it is known."""
     if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark):
         return f"line {mark.line + 1}: {error.problem or error.context}"
@@ -71,7 +71,7 @@ def fault(error: BaseException) -> str:
 
 
 @dataclass
-class _Part:
+class _NodeSize:
     """The size of a scalar, a collection or the whole file, with aliases expanded."""
 
     anchor: str | None
@@ -79,23 +79,23 @@ class _Part:
     levels: int = 0  # of nested collections
 
 
-def _check(text: str, loader: Any) -> None:
+def _check_events(text: str, loader: Any) -> None:
     """Raise YamlFault for too many values, too deep nesting, or a wrong alias."""
-    named: dict[str, _Part] = {}
-    outer = [_Part(None)]  # the file, and the collections that are open
+    named: dict[str, _NodeSize] = {}
+    outer = [_NodeSize(None)]  # the file, and the collections that are open
     total = 0
     for event in yaml.parse(text, Loader=loader):
         if isinstance(event, yaml.CollectionStartEvent):
-            outer.append(_Part(event.anchor))
+            outer.append(_NodeSize(event.anchor))
             part, new = outer[-1], 1
         elif isinstance(event, yaml.CollectionEndEvent):
             part, new = outer.pop(), 0
             part.levels += 1
         elif isinstance(event, yaml.ScalarEvent):
             _check_scalar(event)
-            part, new = _Part(event.anchor), 1
+            part, new = _NodeSize(event.anchor), 1
         elif isinstance(event, yaml.AliasEvent):
-            part = _named_part(event, named, outer)
+            part = _aliased_size(event, named, outer)
             new = part.values
         else:
             continue
@@ -108,7 +108,7 @@ def _check(text: str, loader: Any) -> None:
                 named[part.anchor] = part
 
 
-def _named_part(event: Any, named: Mapping[str, _Part], outer: Sequence[_Part]) -> _Part:
+def _aliased_size(event: Any, named: Mapping[str, _NodeSize], outer: Sequence[_NodeSize]) -> _NodeSize:
     """Return the part that an alias repeats. It must be complete before. `outer` contain the alias."""
     if event.anchor in named:
         return named[event.anchor]

@@ -32,7 +32,7 @@ from areno.files.interrupts import Terminated, signal_handlers, terminate
 from areno.files.paths import absolute
 from areno.files.user_code import describe_error
 from areno.launch import help, yaml_files
-from areno.launch.hints import counterparts, listed
+from areno.launch.hints import counterparts, join_by_and
 from areno.schema.build import with_defaults
 from areno.schema.fields import Missing
 from areno.tracking.run_folder import TUNED
@@ -79,7 +79,7 @@ def run(
         with keys_renamed(names.get):
             return _dispatch(algorithm, command, args, names)
     except ArenoError as error:
-        return _report(error)
+        return _print_error(error)
     except KeyboardInterrupt as interrupt:
         terminated = isinstance(interrupt, Terminated)
         _print_debug_traceback(interrupt)
@@ -93,7 +93,7 @@ def run(
         if (file_error := as_file_error(error)) is None:
             raise
         _print_debug_traceback(error)
-        return _report(file_error)
+        return _print_error(file_error)
 
 
 def _dispatch(algorithm: Algorithm, command: str, args: argparse.Namespace, names: Mapping[str, str]) -> int:
@@ -103,7 +103,7 @@ def _dispatch(algorithm: Algorithm, command: str, args: argparse.Namespace, name
             raise ConfigError(Problem(option, "is empty; a name is expected"))
     config_dir = absolute(args.config_dir)
     if args.help:
-        print(help.text(command, algorithm.config, algorithm.default, config_dir), end="")
+        print(help.recipe_help(command, algorithm.config, algorithm.default, config_dir), end="")
         return 0
     from areno.launch.compose import HydraSession  # --help does without Hydra, whose import takes long
 
@@ -126,7 +126,7 @@ def _dispatch(algorithm: Algorithm, command: str, args: argparse.Namespace, name
         elif args.cfg in ("hydra", "all"):
             session.show_hydra(args.cfg, args.package, args.resolve)
         elif args.cfg:
-            _show(algorithm, session, args.package, args.resolve)
+            _print_config(algorithm, session, args.package, args.resolve)
         elif args.resume is not None:
             assert config_dir is not None
             _resume(algorithm, command, session, config_dir)
@@ -150,7 +150,7 @@ def _parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
             raise ConfigError([_no_option(word) for word in others])
         name_config(args)
     except ConfigError as error:
-        raise SystemExit(_report(error)) from error
+        raise SystemExit(_print_error(error)) from error
     return args
 
 
@@ -205,7 +205,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _show(algorithm: Algorithm, session: HydraSession, package: str | None, resolve: bool) -> None:
+def _print_config(algorithm: Algorithm, session: HydraSession, package: str | None, resolve: bool) -> None:
     """Print the configuration as YAML, or the part at the dotted key `package`, with ??? for missing values."""
     from areno.launch.compose import to_yaml
 
@@ -237,11 +237,11 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
         text = "is resume, but {} is null, so a new run would begin; name the run to resume, or use --resume"
         raise ConfigError(Problem("recover.mode", text, Key("trial_name")))
     if not is_new and resume.resumes(config, output_dir, session.sweep if session.multirun else None):
-        folder = resume.existing(output_dir)
+        folder = resume.existing_folder(output_dir)
     else:
         if is_new:
             resume.print_unfinished(command, output_dir.parent)
-        while (folder := run_folder.make(output_dir, new=output_dir in session.named_by_time)) is None:
+        while (folder := run_folder.make_folder(output_dir, new=output_dir in session.named_by_time)) is None:
             output_dir = session.rename(output_dir)
     if not session.multirun:
         session.run(lambda job: _run(algorithm, command, job, folder))
@@ -275,7 +275,7 @@ def _resume(algorithm: Algorithm, command: str, session: HydraSession, folder: P
         composition = session.compose()
         composition.build(algorithm.config)
     job = Job(composition, folder, session.overrides, None, session.names)
-    _run(algorithm, command, job, resume.existing(folder), explicit=True)
+    _run(algorithm, command, job, resume.existing_folder(folder), explicit=True)
 
 
 def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, sweep: Sweep) -> float:
@@ -283,7 +283,7 @@ def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolde
 
     assert job.number is not None
     print(f"\n[{job.number}] {' '.join(job.overrides)}", flush=True)
-    objective, reason = _outcome(algorithm, command, job, folder)
+    objective, reason = _run_job(algorithm, command, job, folder)
     sweep.add(job.number, job.overrides, objective, job.run_dir, reason)
     if objective is None:
         raise JobFailed(f"run {job.number} failed")
@@ -317,13 +317,13 @@ def _run_side_by_side(
                 lines.end(number, objective, reason)
 
             own = [line for line in job.overrides if line not in session.overrides]
-            work = functools.partial(_outcome, algorithm, command, job, folder)
+            work = functools.partial(_run_job, algorithm, command, job, folder)
             return runs.start(number, work, lambda: lines.begin(number, own), ended)
 
         session.run(start)
 
 
-def _outcome(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) -> tuple[float | None, str]:
+def _run_job(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) -> tuple[float | None, str]:
     """Return (objective, ""), or (None, reason) if the job fails. SystemExit would end the whole sweep."""
     try:
         return _run(algorithm, command, job, folder), ""
@@ -354,10 +354,10 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
                 changed = resume.accept_changes(earlier, config, algorithm.name, job.overrides, explicit)
                 if (result := resume.print_result(earlier, config, changed, command)) is not None:
                     return result
-                folder = resume.existing(job.run_dir)
+                folder = resume.existing_folder(job.run_dir)
             else:
                 folder = folder.for_run(job.run_dir)
-                _tune(config, job, folder, logs)
+                _choose_tuned_settings(config, job, folder, logs)
                 folder.describe(config, job.overrides, algorithm.name, algorithm.file)
             try:
                 logs.enter_context(RunLog(own_process=True))
@@ -374,16 +374,16 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
             resume.print_next_commands(command, job.run_dir)
         return result
     except ArenoError as error:
-        raise SystemExit(_report(error, job.names)) from error
+        raise SystemExit(_print_error(error, job.names)) from error
     except Exception as error:
         if file_error := as_file_error(error):
             _print_debug_traceback(error)
-            raise SystemExit(_report(file_error)) from error
+            raise SystemExit(_print_error(file_error)) from error
         traceback.print_exc()
         raise SystemExit(1) from error
 
 
-def _tune(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextlib.ExitStack) -> None:
+def _choose_tuned_settings(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextlib.ExitStack) -> None:
     """Choose settings of a new run by a trial if `tune.enabled` is set, and write them into its folder.
 
     `logs` receives the log of the trials, which stays open until the log of the run has its lines.
@@ -417,7 +417,7 @@ def _separate_outputs(config: ExperimentConfig, number: int) -> None:
         config.saver.push_to_hub += f"-{number}"
 
 
-def _report(error: ArenoError, names: Mapping[str, str] = MappingProxyType({})) -> int:
+def _print_error(error: ArenoError, names: Mapping[str, str] = MappingProxyType({})) -> int:
     """Print the error with settings renamed by `names`, and return the exit code. ARENO_DEBUG=1 adds the traceback."""
     _print_debug_traceback(error)
     print(f"error: {error.renamed(names.get)}", file=sys.stderr)
@@ -438,6 +438,6 @@ def mention_recipes(recipe: str, config_name: str, config_dir: Path | None) -> I
         file = (yaml_files.tasks(config_dir) | yaml_files.experiments()).get(config_name.removesuffix(".yaml"))
         meant = yaml_files.recipes(file) if file else []
         if recipe in own_algorithms() and meant and recipe not in meant:  # another algorithm may use the tasks of these
-            problem = Problem("--config-name", f"{config_name} is for {listed(meant)}, not for {recipe}")
+            problem = Problem("--config-name", f"{config_name} is for {join_by_and(meant)}, not for {recipe}")
             raise ConfigError([problem, *error.problems]) from error
         raise

@@ -42,8 +42,16 @@ from areno.files.interrupts import reraise_interrupts
 from areno.files.paths import absolute, root
 from areno.launch import yaml_files
 from areno.launch.hints import hint
-from areno.launch.hydra import SearchPath, check_references, checked_files, delete, explain, quoted, resolved
-from areno.launch.unused_settings import is_idle, leave_out
+from areno.launch.hydra import (
+    SearchPath,
+    check_references,
+    checked_files,
+    delete_key,
+    describe_error,
+    quoted,
+    resolved_items,
+)
+from areno.launch.unused_settings import is_idle, remove_unused
 from areno.schema.build import both_names, build, current_key, with_defaults
 from areno.schema.fields import Section, Unused, dependents
 from areno.schema.values import value_at
@@ -97,8 +105,8 @@ class Composition:
             if not idle:
                 raise
             for problem in idle:
-                delete(self.data, problem.key)
-                delete(self.raw, problem.key)
+                delete_key(self.data, problem.key)
+                delete_key(self.raw, problem.key)
             return self.build(cls, sources)
 
 
@@ -252,7 +260,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             if self._listed is None:
                 self._look_up_defaults()
                 return self._compose()
-            raise ConfigError([*self._command_line.problems, Problem("", explain(error))]) from error
+            raise ConfigError([*self._command_line.problems, Problem("", describe_error(error))]) from error
 
     def run(self, job: Callable[[Job], Any]) -> None:
         """Call `job` once for a single run, or once for each combination of a sweep.
@@ -265,16 +273,16 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         line = self._command_line
         try:
             if self.multirun:
-                self._hydra.multirun(self.config_name, self._task(job), [*line.lines, "hydra.mode=MULTIRUN"])
+                self._hydra.multirun(self.config_name, self._hydra_task(job), [*line.lines, "hydra.mode=MULTIRUN"])
             else:
                 if (config := self._composed) is not None:  # composing again would take as long as the first time
                     OmegaConf.set_readonly(config.hydra, False)
                     vars(self._hydra.config_loader)["load_configuration"] = lambda *_, **__: config
-                self._hydra.run(self.config_name, self._task(job), line.lines)
+                self._hydra.run(self.config_name, self._hydra_task(job), line.lines)
         except ArenoError:
             raise
         except _HYDRA_ERRORS as error:
-            raise ConfigError(explain(error)) from error
+            raise ConfigError(describe_error(error)) from error
 
     def _take_n_jobs(self, config: DictConfig) -> Iterator[Problem]:
         """Copy hydra.launcher.n_jobs to `self.n_jobs`, the number of runs at the same time.
@@ -312,7 +320,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         with _logging_kept():
             self._hydra.show_cfg(self.config_name, self._command_line.sample, which, package, resolve)
 
-    def _task(self, job: Callable[[Job], Any]) -> Callable[[DictConfig], Any]:
+    def _hydra_task(self, job: Callable[[Job], Any]) -> Callable[[DictConfig], Any]:
         def task(config: DictConfig) -> Any:
             hydra = HydraConfig.get()
             number = None if OmegaConf.is_missing(hydra.job, "num") else hydra.job.num
@@ -374,20 +382,20 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return line
 
     def _look_up_defaults(self) -> None:
-        """Look up the config groups in the defaults lists of the YAML files, for `_is_listed`."""
+        """Look up the config groups in the defaults lists of the YAML files, for `_is_in_defaults`."""
         self._check_config_name()
         try:
             defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)
         except ArenoError:
             raise
         except _HYDRA_ERRORS as error:
-            raise ConfigError("{}: {}", self.config_name, explain(error)) from error
+            raise ConfigError("{}: {}", self.config_name, describe_error(error)) from error
         if not any(default.config_path == "recipe" for default in defaults.defaults):
             raise ConfigError(f"{self.config_name}: its defaults must begin with `- recipe`, the recipe's own settings")
         self._listed = set(defaults.overrides.known_choices)
         vars(self).pop("_command_line", None)
 
-    def _is_listed(self, group: str) -> bool:
+    def _is_in_defaults(self, group: str) -> bool:
         """Return whether a config group is in the defaults lists of the files.
 
         Looking this up takes half as long as composing, and most groups are listed. So the result is always True until
@@ -405,7 +413,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             line.add(text)
         elif key in groups and not isinstance(override.value(), (dict, list)):
             if override.is_delete():
-                line.add(text) if self._is_listed(key) else line.deletions.append(key)
+                line.add(text) if self._is_in_defaults(key) else line.deletions.append(key)
                 return
             values = list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
             # Hydra takes no null for a choice, but takes a file of that name.
@@ -419,7 +427,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 line.problems.append(Problem(key, f"is chosen more than once, in {text!r} for the second time"))
             elif all(name in groups[key] for name in names):
                 line.chosen.add(key)
-                start = f"{'' if self._is_listed(key) else '+'}{key}="
+                start = f"{'' if self._is_in_defaults(key) else '+'}{key}="
                 quoted = ["'null'" if name == "null" else name for name in names]
                 line.add(start + ",".join(quoted), start + quoted[0])
         elif override.is_delete():
@@ -441,7 +449,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         assert isinstance(raw, dict)
         raw.pop("hydra", None)
         check_references(raw)
-        data = {str(key): value for key, value in resolved(config, "", found)}
+        data = {str(key): value for key, value in resolved_items(config, "", found)}
         choices = HydraConfig.get().runtime.choices
         for group, choice in choices.items():
             if choice == "null":  # the section is null whatever it holds
@@ -449,12 +457,12 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 for name in dependents(self.cls, group):
                     data.pop(name, None)
                     raw.pop(name, None)
-                found += self._without_effect(group)
+                found += self._overrides_without_effect(group)
         for key in self._command_line.deletions:
-            if not (delete(data, key) | delete(raw, key)):
+            if not (delete_key(data, key) | delete_key(raw, key)):
                 found.append(Problem(key, "cannot be deleted: there is no such key"))
         asked = {group for group in self._command_line.chosen if choices.get(group) != "null"}
-        found += leave_out(self.cls, data, raw, asked=asked)
+        found += remove_unused(self.cls, data, raw, asked=asked)
         raw = with_defaults(self.cls, {str(key): value for key, value in raw.items()})
         file = yaml_files.variants(self.config_dir).get(choices.get("variant", ""))
         variant = (choices["variant"], file) if file else None
@@ -462,7 +470,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         given = frozenset({*itertools.chain(*files), *self._command_line.values})
         return Composition(data, raw, found, variant, given=given, files=files)
 
-    def _without_effect(self, group: str) -> Iterator[Problem]:
+    def _overrides_without_effect(self, group: str) -> Iterator[Problem]:
         """Yield a problem for each override in a section that is null, or that is used only together with it."""
         line, choices = self._command_line, HydraConfig.get().runtime.choices
         sections = {group, *dependents(self.cls, group)}

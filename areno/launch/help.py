@@ -34,10 +34,12 @@ options:
   --help, -h                print this text"""
 
 
-def text(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
+def recipe_help(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
     """Compose the help text of a recipe, whose `default` configuration runs without --config-name."""
     keys = {row.key for row in rows(cls)}
-    variants = {name: file for name, file in yaml_files.variants(config_dir).items() if keys.issuperset(_keys(file))}
+    variants = {
+        name: file for name, file in yaml_files.variants(config_dir).items() if keys.issuperset(_keys_of_file(file))
+    }
     groups = {group: names for group, names in yaml_files.groups(config_dir).items() if group.replace("/", ".") in keys}
     parts = [
         _USAGE.format(command=command, what=(cls.__doc__ or "").strip(), default=default),
@@ -45,12 +47,12 @@ def text(command: str, cls: type[Section], default: str, config_dir: Path | None
         files("experiments (recipes/)", yaml_files.experiments()),
         files("variants (variant=name)", variants),
         columns("groups (group=choice)", {group: ", ".join(names) for group, names in groups.items()}),
-        *_settings(cls),
+        *_setting_blocks(cls),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _keys(file: Path) -> Iterator[str]:
+def _keys_of_file(file: Path) -> Iterator[str]:
     """Yield the dotted keys that a YAML file sets. Yield nothing if the file cannot be read as YAML."""
     from areno.files.small_yaml import YamlFault, plain_yaml
 
@@ -59,19 +61,19 @@ def _keys(file: Path) -> Iterator[str]:
         yield from flat(values) if isinstance(values, dict) else ()
 
 
-def _settings(cls: type[Section]) -> Iterator[str]:
+def _setting_blocks(cls: type[Section]) -> Iterator[str]:
     """Yield a block of text for the top-level settings, then a block for each section."""
     found = list(rows(cls))
     top = [row for row in found if "." not in row.key]
-    yield "settings\n" + "\n".join(_line(row) for row in top if not row.setting.section)
+    yield "settings\n" + "\n".join(_setting_line(row) for row in top if not row.setting.section)
     for section in (row for row in top if row.setting.section):
         optional = f" (default: {section.default})" if section.default else ""
         title = f"{section.key}: {section.setting.help}{optional}"
         inside = [row for row in found if row.key.startswith(f"{section.key}.") and not row.setting.section]
-        yield title + "\n" + "\n".join(_line(row) for row in inside)
+        yield title + "\n" + "\n".join(_setting_line(row) for row in inside)
 
 
-def _line(row: Row) -> str:
+def _setting_line(row: Row) -> str:
     kind = f"{row.setting.type_text}; {row.default if row.default == 'required' else f'default {row.default}'}"
     body = textwrap.fill(f"{row.setting.help} [{kind}]", width=116, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return f"  {row.key}\n{body}"

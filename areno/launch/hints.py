@@ -30,7 +30,7 @@ _AGENTS = "numbers of agents are always logged, as rollout/agent_* and rollout/t
 _TIMEOUT = "see engine.stall_timeout_s"
 
 
-def _under(sections: tuple[str, ...], texts: dict[str, str]) -> dict[str, str]:
+def _texts_by_key(sections: tuple[str, ...], texts: dict[str, str]) -> dict[str, str]:
     """Return {"section.name": text} for each section and each name in `texts`."""
     return {f"{section}.{name}": text for section in sections for name, text in texts.items()}
 
@@ -113,31 +113,35 @@ _OF_SERVICES = {
     "stats_logger.wandb.wandb_api_key": f"{_SECRET} WANDB_API_KEY",
     "stats_logger.swanlab.api_key": f"{_SECRET} SWANLAB_API_KEY",
     "stats_logger.wandb.id_suffix": "the id of a run is kept in its folder, in trackers.json",
-    **_under(("stats_logger.wandb", "stats_logger.swanlab"), {"config": "a run is always sent with all its settings"}),
+    **_texts_by_key(
+        ("stats_logger.wandb", "stats_logger.swanlab"), {"config": "a run is always sent with all its settings"}
+    ),
 }
 
 _MODELS = ("actor", "ref", "critic")
 
 NOT_HERE = {
     **_RUN,
-    **_under(_MODELS, _OF_MODELS),
+    **_texts_by_key(_MODELS, _OF_MODELS),
     "teacher.engine_type": "the teacher is a model of the run, beside the actor; it needs no engine of its own",
     "teacher.rollout": "the teacher is a model of the run, which scores rows as the actor does; see teacher.path",
     "teacher.train": "the teacher is never trained; see teacher.path",
     "actor.dtype=float16": "float16 needs a loss scale, which areno does not have",
     "scheduler.type=slurm": "start Ray on the nodes that Slurm gave you, and set scheduler.type=ray",
-    **_under(("actor", "ref"), dict.fromkeys(("log_agent_stats", "log_agent_stats_keys"), _AGENTS)),
-    **_under(("actor", "ref"), {"max_new_tokens": "see gconfig.max_new_tokens"}),
-    **_under(("actor.reward_norm", "actor.adv_norm"), {"group_size": "a group is the samples of a prompt"}),
-    **_under(
+    **_texts_by_key(("actor", "ref"), dict.fromkeys(("log_agent_stats", "log_agent_stats_keys"), _AGENTS)),
+    **_texts_by_key(("actor", "ref"), {"max_new_tokens": "see gconfig.max_new_tokens"}),
+    **_texts_by_key(("actor.reward_norm", "actor.adv_norm"), {"group_size": "a group is the samples of a prompt"}),
+    **_texts_by_key(
         ("critic",), dict.fromkeys(("use_lora", "lora_rank", "lora_alpha", "target_modules", "peft_type"), _NO_LORA)
     ),
-    **_under(("actor.mb_spec", "critic.mb_spec"), _OF_MICRO_BATCHES),
-    **_under(("actor.optimizer", "critic.optimizer"), _OF_OPTIMIZERS),
-    **_under(("rollout",), _OF_ROLLOUT),
-    **_under(("gconfig", "eval_gconfig"), {"lora_name": _ONE_ADAPTER, "use_beam_search": "there is no beam search"}),
-    **_under(("train_dataset", "valid_dataset"), _OF_DATASETS),
-    **_under((*_MODELS, "rollout", "saver", "evaluator", "recover", "stats_logger", "perf_tracer"), _OF_FILES),
+    **_texts_by_key(("actor.mb_spec", "critic.mb_spec"), _OF_MICRO_BATCHES),
+    **_texts_by_key(("actor.optimizer", "critic.optimizer"), _OF_OPTIMIZERS),
+    **_texts_by_key(("rollout",), _OF_ROLLOUT),
+    **_texts_by_key(
+        ("gconfig", "eval_gconfig"), {"lora_name": _ONE_ADAPTER, "use_beam_search": "there is no beam search"}
+    ),
+    **_texts_by_key(("train_dataset", "valid_dataset"), _OF_DATASETS),
+    **_texts_by_key((*_MODELS, "rollout", "saver", "evaluator", "recover", "stats_logger", "perf_tracer"), _OF_FILES),
     **_OF_SERVICES,
 }
 """Dotted key -> the end of the message. `key=value` stands for a value that the setting does not take."""
@@ -156,21 +160,29 @@ def hint(
     """
     here = _keys(cls) if cls is not None else all_keys()
     section, _, name = key.partition(".")
-    if section in ("actor", "ref", "critic", "rollout") and name == "backend" and (layout := _layout(value_of(key))):
+    if (
+        section in ("actor", "ref", "critic", "rollout")
+        and name == "backend"
+        and (layout := _areal_layout(value_of(key)))
+    ):
         return f"; areno has an engine of its own, which does the same with {layout}"
     if key == "actor.importance_sampling_level" and "actor.eps_clip" in here:
         return "; gspo always takes the ratio of a sequence, and grpo has this setting"
     if found := [ours for ours in counterparts(key) if ours in here]:
-        return f"; here it is {listed(found)}"
+        return f"; here it is {join_by_and(found)}"
     if key in NOT_HERE:
-        return f"; {NOT_HERE[key]}" if _fits(NOT_HERE[key], here) else "; this algorithm has nothing like it"
+        return (
+            f"; {NOT_HERE[key]}"
+            if _applies_to_algorithm(NOT_HERE[key], here)
+            else "; this algorithm has nothing like it"
+        )
     names = _recipes_with(key)
-    told = f"; it is a setting of {listed(names)}" if names else ""
+    told = f"; it is a setting of {join_by_and(names)}" if names else ""
     for other in ("actor", "gconfig"):
         if not told and section in ("actor", "ref", "critic") and f"{other}.{name}" in here:
             told = f"; {section} has none of its own, see {other}.{name}"
     told = told or ("; this algorithm has nothing like it" if counterparts(key) else "")
-    return told + (f"; variant={variant[0]} sets it" if variant and _sets(variant[1], key) else "")
+    return told + (f"; variant={variant[0]} sets it" if variant and _file_sets_key(variant[1], key) else "")
 
 
 def counterparts(key: str) -> tuple[str, ...]:
@@ -181,7 +193,7 @@ def counterparts(key: str) -> tuple[str, ...]:
     return COUNTERPARTS.get(name) or COUNTERPARTS.get(plain.removeprefix("optimizer.")) or ()
 
 
-def _layout(backend: Any) -> str:
+def _areal_layout(backend: Any) -> str:
     """Return the settings of devices for a backend of AReaL, such as fsdp:d4t2. "" if there are none."""
     runs = ["".join(run) for _, run in itertools.groupby(str(backend).partition(":")[2], str.isdigit)]
     if not runs or len(runs) % 2 or not all(size.isdigit() for size in runs[1::2]):
@@ -194,7 +206,7 @@ def _layout(backend: Any) -> str:
     return f"engine.world_size={copies * tp * cp}{more}"
 
 
-def _fits(text: str, here: frozenset[str]) -> bool:
+def _applies_to_algorithm(text: str, here: frozenset[str]) -> bool:
     """Return whether an algorithm has a setting that a hint names, or the hint names none."""
     words = "".join(letter if letter.isalnum() or letter in "._" else " " for letter in text).split()
     named = [key for key in words if key in all_keys()]
@@ -222,7 +234,7 @@ def _recipes_with(key: str) -> list[str]:
     return [name for name in algorithm_names() if key in _keys_of(name)]
 
 
-def _sets(file: Path, key: str) -> bool:
+def _file_sets_key(file: Path, key: str) -> bool:
     value = plain_yaml(file)
     for name in key.split("."):
         if not isinstance(value, dict) or name not in value:
@@ -231,6 +243,6 @@ def _sets(file: Path, key: str) -> bool:
     return True
 
 
-def listed(names: list[str]) -> str:
+def join_by_and(names: list[str]) -> str:
     """Join names as in `a, b and c`."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

@@ -1,8 +1,8 @@
 """Adapters for Hydra: its search path, its override grammar, its errors and its results.
 
-`quoted` adapts overrides to Hydra's grammar, and `explain` describes errors of Hydra in one line. `SearchPath` adds
-the folders of YAML files, and `checked_files` checks each file before Hydra reads it. `resolved` converts a composed
-configuration to plain values, after `check_references` has checked that its interpolations expand to a bounded
+`quoted` adapts overrides to Hydra's grammar, and `describe_error` describes errors of Hydra in one line. `SearchPath`
+adds the folders of YAML files, and `checked_files` checks each file before Hydra reads it. `resolved_items` converts a
+composed configuration to plain values, after `check_references` has checked that its interpolations expand to a bounded
 number of values.
 """
 
@@ -61,7 +61,7 @@ def references(text: str) -> list[str]:
     return _REFERENCE.findall(text)
 
 
-def explain(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error of Hydra, OmegaConf or the YAML reader in one line."""
     if isinstance(error, RecursionError):
         in_defaults = any(frame.name == "_create_defaults_tree" for frame in traceback.extract_tb(error.__traceback__))
@@ -78,7 +78,7 @@ def explain(error: BaseException) -> str:
         )
         return f"{lines[0].rstrip('.')}{choices}{close}"
     if not lines and error.__cause__ is not None:
-        return explain(error.__cause__)
+        return describe_error(error.__cause__)
     if len(lines) > 1 and lines[0].endswith(":"):  # "In 'task': ValidationError raised while composing config:"
         return f"{lines[0]} {lines[1]}"
     return lines[0] if lines else type(error).__name__
@@ -151,7 +151,7 @@ def renamed_keys(cls: type[Section], config: DictConfig, section: str, problems:
 _MAX_VALUES = 30_000
 
 
-def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
+def resolved_items(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator[tuple[Any, Any]]:
     """Yield (key, value) for each key of a configuration or section, with interpolations resolved.
 
     Missing values, interpolations that fail, and Hydra's own section are left out. `prefix` ends with a dot.
@@ -163,12 +163,12 @@ def resolved(node: DictConfig, prefix: str, problems: list[Problem]) -> Iterator
         try:
             value = node[key]
             if isinstance(value, DictConfig):
-                value = dict(resolved(value, f"{full}.", problems))
+                value = dict(resolved_items(value, f"{full}.", problems))
             elif isinstance(value, ListConfig):
                 value = OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:
             kind = Consequence if isinstance(error, InterpolationToMissingValueError) else Problem
-            problems.append(kind(full, explain(error)))
+            problems.append(kind(full, describe_error(error)))
             continue
         yield key, value
 
@@ -186,7 +186,7 @@ def check_references(raw: Mapping[Any, Any]) -> None:
                 inner = value if isinstance(value, dict) else map(str, range(len(value)))
                 known[path] += sum(size((*path, str(name))) for name in inner)
             elif isinstance(value, str):
-                known[path] += sum(size(_target(path, key.strip())) for key in references(value))
+                known[path] += sum(size(_reference_target(path, key.strip())) for key in references(value))
         return known[path]
 
     try:
@@ -197,7 +197,7 @@ def check_references(raw: Mapping[Any, Any]) -> None:
     raise ConfigError(f"interpolations (${{...}}) expand to more than {_MAX_VALUES:,} values")
 
 
-def _target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
+def _reference_target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
     """Return the path that a reference ${key} at `path` points to. Leading dots make a key relative."""
     names = key.lstrip(".")
     n_dots = len(key) - len(names)
@@ -212,9 +212,9 @@ def _value_at_name(value: Any, name: str) -> Any:
     return value[int(name)] if isinstance(value, list) and name.isdecimal() and int(name) < len(value) else None
 
 
-def delete(data: dict[Any, Any], key: str) -> bool:
+def delete_key(data: dict[Any, Any], key: str) -> bool:
     """Remove a dotted key from nested dictionaries, and return whether it existed."""
     section, _, inner = key.partition(".")
     if inner:
-        return isinstance(data.get(section), dict) and delete(data[section], inner)
-    return data.pop(key, delete) is not delete
+        return isinstance(data.get(section), dict) and delete_key(data[section], inner)
+    return data.pop(key, delete_key) is not delete_key

@@ -40,7 +40,7 @@ class JobLines:
         self._latest: dict[int, str] = {}  # the latest line of each run in progress
         self._names: dict[int, str] = {}
         self._n_ended = 0
-        self._screen = Screen(sys.stderr, self._lines, self._failed) if live else None
+        self._screen = Screen(sys.stderr, self._lines, self._print_plainly) if live else None
 
     def __enter__(self) -> JobLines:
         if self._screen is not None:
@@ -84,7 +84,7 @@ class JobLines:
             lines.append([(name, "cyan"), (f"  {text}"[: width - 1 - len(name)], "")])
         return lines
 
-    def _failed(self, error: Exception) -> None:
+    def _print_plainly(self, error: Exception) -> None:
         """Print all lines from now on, because the live display failed."""
         self._screen = None
         print(f"the live display failed, and lines follow: {type(error).__name__}: {error}", file=sys.stderr)
@@ -122,7 +122,7 @@ def shares(n_jobs: int, engine: EngineConfig) -> list[dict[str, str]]:
 
 
 @dataclass
-class _Running:
+class _RunningJob:
     process: Any
     share: dict[str, str]
     future: Future[float]
@@ -140,7 +140,7 @@ class SideBySide:
         self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
         for share in shares:
             self._free.put(share)
-        self._running: list[_Running] = []
+        self._running: list[_RunningJob] = []
         self._context = multiprocessing.get_context("spawn")
         self._lock = threading.Lock()  # of `ended`
         self._is_stopping = False
@@ -155,12 +155,14 @@ class SideBySide:
         began()
         output, theirs_out = self._context.Pipe(duplex=False)
         result, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_run, args=(theirs_out, theirs, work), name=f"areno-run-{number}")
-        running = _Running(process, share, Future(), threading.Event())
+        process = self._context.Process(
+            target=_process_main, args=(theirs_out, theirs, work), name=f"areno-run-{number}"
+        )
+        running = _RunningJob(process, share, Future(), threading.Event())
         args = (running, number, output, result, ended)
-        follower = threading.Thread(target=self._follow, args=args, daemon=True, name=f"areno-follow-{number}")
+        follower = threading.Thread(target=self._follow_run, args=args, daemon=True, name=f"areno-follow-{number}")
         with (
-            _environment(share),
+            _environment_set(share),
             _signals_blocked(),
         ):  # a signal comes before or after all of it
             try:
@@ -175,7 +177,9 @@ class SideBySide:
         theirs.close()
         return running.future
 
-    def _follow(self, running: _Running, number: int, output: Any, result: Any, ended: Callable[..., None]) -> None:
+    def _follow_run(
+        self, running: _RunningJob, number: int, output: Any, result: Any, ended: Callable[..., None]
+    ) -> None:
         """Pass on the output of a run until the run ends. Then set its Future, and free its devices and threads."""
         try:
             found: float | Exception = self._relay_lines(running.process, number, output, result, ended)
@@ -193,14 +197,14 @@ class SideBySide:
 
     def _relay_lines(self, process: Any, number: int, output: Any, result: Any, ended: Callable[..., None]) -> float:
         error: Exception | None = None
-        for line in _lines(output, process.sentinel):
+        for line in _output_lines(output, process.sentinel):
             try:
                 if error is None:
                     self._on_line(number, line)
             except Exception as first:  # the run continues, and would block if nobody read its output
                 error = first
         process.join()
-        objective, reason = None, _how_it_ended(process.exitcode)
+        objective, reason = None, _describe_exit(process.exitcode)
         with contextlib.suppress(EOFError, OSError):
             if result.poll():
                 objective, reason = result.recv()
@@ -241,7 +245,7 @@ class SideBySide:
                 return
 
 
-def _run(output: Any, result: Any, work: Work) -> None:
+def _process_main(output: Any, result: Any, work: Work) -> None:
     os.setsid()  # Ctrl-C goes to the driver alone, which passes it on
     for number in (1, 2):
         os.dup2(output.fileno(), number)
@@ -250,7 +254,7 @@ def _run(output: Any, result: Any, work: Work) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_end_with, args=(parent,), daemon=True, name="areno-parent-watch").start()
+    threading.Thread(target=_terminate_after, args=(parent,), daemon=True, name="areno-parent-watch").start()
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, terminate)
     try:
@@ -260,13 +264,13 @@ def _run(output: Any, result: Any, work: Work) -> None:
         sys.exit(143 if isinstance(interrupt, Terminated) else 130)
 
 
-def _end_with(parent: Any) -> None:
+def _terminate_after(parent: Any) -> None:
     """Wait until the parent process has ended. Then send SIGTERM to this process, so that it saves its state."""
     connection.wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _lines(output: Any, sentinel: Any) -> Iterator[str]:
+def _output_lines(output: Any, sentinel: Any) -> Iterator[str]:
     """Yield the lines that a run writes until its process ends."""
     rest = b""
     # What the run has started may hold its output open when it has ended.
@@ -278,7 +282,7 @@ def _lines(output: Any, sentinel: Any) -> Iterator[str]:
         yield rest.decode(errors="replace")
 
 
-def _how_it_ended(exitcode: int | None) -> str:
+def _describe_exit(exitcode: int | None) -> str:
     if exitcode == -signal.SIGKILL:
         return "was killed by SIGKILL, perhaps by the kernel for lack of memory"
     if exitcode is not None and exitcode < 0:
@@ -287,7 +291,7 @@ def _how_it_ended(exitcode: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _environment(share: Mapping[str, str]) -> Iterator[None]:
+def _environment_set(share: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in share}
     os.environ.update(share)
     try:

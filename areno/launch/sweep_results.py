@@ -41,7 +41,7 @@ class Average:
     runs: list[int]  # their numbers
 
 
-def titled(overrides: Mapping[str, str]) -> str:
+def title_of_overrides(overrides: Mapping[str, str]) -> str:
     """Return overrides as a title, such as `actor.optimizer.lr=0.1 gconfig.n_samples=8`, with at most 4 of them."""
     given = [f"{key}={value}" for key, value in overrides.items()]
     more = f" and {len(given) - _MAX_SETTINGS} more" if len(given) > _MAX_SETTINGS else ""
@@ -52,7 +52,7 @@ Result = tuple[str, float, float | None]
 """Title of a setting, its result, and the standard deviation over seeds. None for a single run."""
 
 
-def lead_of(first: Result, second: Result) -> tuple[str, bool]:
+def describe_lead(first: Result, second: Result) -> tuple[str, bool]:
     """Describe how the best setting leads the second best. True if the lead is inside the spread over seeds."""
     lead = abs(first[1] - second[1])
     if lead == 0:
@@ -152,10 +152,10 @@ class Sweep:
 
         A star marks the best setting, unless its lead is inside the spread of seeds.
         """
-        from areno.run.resume import shown  # its imports take long, and --help does not need them
+        from areno.run.resume import shown_path  # its imports take long, and --help does not need them
 
         good, averages = "more" if self.mode == "max" else "less", self.averages()
-        parts = [f"{len(self.outcomes)} runs in {shown(self.folder)}, by {self.objective} ({good} is better)"]
+        parts = [f"{len(self.outcomes)} runs in {shown_path(self.folder)}, by {self.objective} ({good} is better)"]
         rows = [
             [
                 "*" if one is self.best and not averages else "",
@@ -165,11 +165,11 @@ class Sweep:
             ]
             for one in self.ranked
         ]
-        parts.append(_columns([["", "run", *self.keys, "objective"], *rows]))
+        parts.append(_aligned_table([["", "run", *self.keys, "objective"], *rows]))
         if averages:
             keys = [key for key in self.keys if key != _SEED]
-            results = [(titled(one.overrides), one.mean, one.std) for one in averages]
-            lead, is_inside = lead_of(*results[:2]) if len(results) > 1 else ("", True)
+            results = [(title_of_overrides(one.overrides), one.mean, one.std) for one in averages]
+            lead, is_inside = describe_lead(*results[:2]) if len(results) > 1 else ("", True)
             rows = [
                 [
                     "*" if place == 0 and not is_inside else "",
@@ -180,7 +180,7 @@ class Sweep:
                 ]
                 for place, one in enumerate(averages)
             ]
-            parts.append("over seeds\n" + _columns([["", *keys, "mean", "std", "runs"], *rows]))
+            parts.append("over seeds\n" + _aligned_table([["", *keys, "mean", "std", "runs"], *rows]))
             parts += [f"{results[0][0]}: {lead[0].lower()}{lead[1:]}"] if lead else []
         for again, number in self.repeated().items():
             parts.append(f"run {again} has the settings of run {number}, so an average counts the two as one")
@@ -188,7 +188,7 @@ class Sweep:
             parts.append("\n".join(["no result", *reasons]))
         if self.best is not None:
             single = "best single run" if averages else "best"
-            parts.append(f"{single}: run {self.best.number}, in {shown(self.best.folder)}")
+            parts.append(f"{single}: run {self.best.number}, in {shown_path(self.best.folder)}")
         return "\n\n".join(parts)
 
     def _rank(self, value: float | None) -> float:
@@ -228,10 +228,10 @@ class Sweep:
         return " ".join([str(one.number), *given]).replace("/", "_")[:_MAX_NAME_CHARS]
 
 
-def _columns(rows: list[list[str]]) -> str:
+def _aligned_table(rows: list[list[str]]) -> str:
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    return "\n".join(_row(row, widths).rstrip() for row in rows)
+    return "\n".join(_aligned_row(row, widths).rstrip() for row in rows)
 
 
-def _row(row: list[str], widths: list[int]) -> str:
+def _aligned_row(row: list[str], widths: list[int]) -> str:
     return "  ".join(["", *(cell.ljust(width) for cell, width in zip(row, widths, strict=True))])

@@ -13,7 +13,7 @@ from typing import Any
 
 from areno.errors import Problem
 from areno.launch.hints import NOT_HERE, all_keys, counterparts, hint
-from areno.launch.hydra import delete
+from areno.launch.hydra import delete_key
 from areno.launch.other_tools import EQUAL, HOLDS, PARTS
 from areno.schema.build import earlier_names, with_defaults
 from areno.schema.fields import Section, Unused, rows
@@ -32,7 +32,7 @@ _AS_DEFAULT: dict[str, tuple[object, ...]] = {
 """Setting -> values that other tools have for our default."""
 
 
-def leave_out(
+def remove_unused(
     cls: type[Section], data: dict[str, Any], *copies: dict[Any, Any], asked: Collection[str] = ()
 ) -> list[Problem]:
     """Remove the settings that ask for nothing, and log the parts of another tool that areno does not have.
@@ -49,18 +49,22 @@ def leave_out(
         section = key.rpartition(".")[0]
         if key in PARTS:
             parts += [] if _is_off(value) else [key]
-        elif _says_nothing(key, value, whole):
+        elif _has_no_effect(key, value, whole):
             pass
         elif section and section not in known and not known.isdisjoint(counterparts(key)):
             problems.append(Problem(key, f"unknown key{hint(key, cls=cls)}"))
         else:
             continue
-        _drop(key, data, *copies)
+        _drop_key(key, data, *copies)
     for key, values in _AS_DEFAULT.items():
         section, _, name = key.rpartition(".")
         inside = value_at(data, section) if section else data
-        if isinstance(inside, Mapping) and name in inside and any(_same(inside[name], value) for value in values):
-            _drop(key, data, *copies)
+        if (
+            isinstance(inside, Mapping)
+            and name in inside
+            and any(_equal_with_type(inside[name], value) for value in values)
+        ):
+            _drop_key(key, data, *copies)
     if parts:
         _warn_of_parts(", ".join(parts))
     return problems
@@ -81,11 +85,13 @@ def _unknown(data: Mapping[str, Any], known: Collection[str], prefix: str = "") 
             yield key, value
 
 
-def _says_nothing(key: str, value: Any, whole: Mapping[str, Any]) -> bool:
+def _has_no_effect(key: str, value: Any, whole: Mapping[str, Any]) -> bool:
     """Return whether a name of another tool has a value that is off here, or is that of our setting."""
     section, _, name = key.partition(".")
     ours = EQUAL.get(key) or (f"actor.{name}" if section in ("ref", "critic") else "")
-    if any(_same(value, each) for each in HOLDS.get(key, ())) or (ours and _same(value, value_at(whole, ours))):
+    if any(_equal_with_type(value, each) for each in HOLDS.get(key, ())) or (
+        ours and _equal_with_type(value, value_at(whole, ours))
+    ):
         return True
     engine = str(value_at(whole, "rollout.backend") or section)
     if section in ("sglang", "vllm") and not engine.startswith(section):
@@ -95,20 +101,20 @@ def _says_nothing(key: str, value: Any, whole: Mapping[str, Any]) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    return any(_same(value, off) for off in _OFF)
+    return any(_equal_with_type(value, off) for off in _OFF)
 
 
-def _same(value: Any, other: Any) -> bool:
+def _equal_with_type(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _drop(key: str, *forms: dict[str, Any]) -> None:
+def _drop_key(key: str, *forms: dict[str, Any]) -> None:
     """Remove a key, and the section around it if it is empty then."""
     for data in forms:
-        delete(data, key)
+        delete_key(data, key)
     section = key.rpartition(".")[0]
     if section and value_at(forms[0], section) == {}:
-        _drop(section, *forms)
+        _drop_key(section, *forms)
 
 
 def is_idle(problem: Unused, data: Mapping[str, Any], files: Collection[Collection[str]]) -> bool:

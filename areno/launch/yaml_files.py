@@ -13,12 +13,12 @@ _RECIPES = "# Recipes: "
 
 def tasks(config_dir: Path | None = None) -> dict[str, Path]:
     """Return {name for --config-name: path} of the files of conf/ and of the user's folder, which has priority."""
-    return _files([root() / "conf", *([config_dir] if config_dir else [])])
+    return _yaml_files([root() / "conf", *([config_dir] if config_dir else [])])
 
 
 def experiments() -> dict[str, Path]:
     """Return the configurations of tested runs, the files of recipes/, as {name for --config-name: path}."""
-    return _files([root() / "recipes"])
+    return _yaml_files([root() / "recipes"])
 
 
 def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
@@ -33,7 +33,7 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 def variants(config_dir: Path | None = None) -> dict[str, Path]:
     """Return the choices of the config group `variant`, which are named methods of the literature."""
-    return _files([base / "variant" for base in (root() / "conf", *([config_dir] if config_dir else []))])
+    return _yaml_files([base / "variant" for base in (root() / "conf", *([config_dir] if config_dir else []))])
 
 
 def headline(file: Path) -> str:
@@ -52,5 +52,5 @@ def recipes(file: Path) -> list[str]:
     return own_algorithms() if names == ["all"] else names
 
 
-def _files(folders: Iterable[Path]) -> dict[str, Path]:
+def _yaml_files(folders: Iterable[Path]) -> dict[str, Path]:
     return {file.stem: file for folder in folders for file in sorted(folder.glob("*.yaml"))}

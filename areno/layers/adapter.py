@@ -27,7 +27,7 @@ from areno.kernels.adapters import AdapterSlice, add_lora, tiles
 from areno.kernels.backend import use_triton
 from areno.kernels.matmul import add_matmul, fixed_order_matmul
 from areno.layers.config import ROW_MULTIPLE, AdapterSpec
-from areno.layers.shard import Layout, Part, WeightSpec
+from areno.layers.shard import Layout, TensorPart, WeightSpec
 
 _is_sampling = False
 
@@ -60,7 +60,9 @@ class Adapter(nn.Module):
             `stack`.
     """
 
-    def __init__(self, parts: Sequence[Part], groups: Sequence[Sequence[int]], adapters: AdapterSpec, spec: WeightSpec):
+    def __init__(
+        self, parts: Sequence[TensorPart], groups: Sequence[Sequence[int]], adapters: AdapterSpec, spec: WeightSpec
+    ):
         super().__init__()
         self.groups = tuple(map(tuple, groups))
         self.tp, self.scaling, self.rank = spec.tp, adapters.scaling, adapters.rank
@@ -73,9 +75,9 @@ class Adapter(nn.Module):
                 assert part.offset - column == row - first_row, "projections that share an A are not neighbours"
                 cut = {"dim": part.dim, "start": part.start, "size": part.size, "copies": part.copies}
                 n_out, n_in = part.full_shape
-                of_b.append(Part((n_out, rank), offset=row, **({} if self.row_parallel else cut)))
+                of_b.append(TensorPart((n_out, rank), offset=row, **({} if self.row_parallel else cut)))
                 row += n_out if self.row_parallel else part.size
-            of_a.append(Part((rank, n_in), offset=number * rank, **(cut if self.row_parallel else {})))
+            of_a.append(TensorPart((rank, n_in), offset=number * rank, **(cut if self.row_parallel else {})))
             slices.append(AdapterSlice(column, first_row, row - first_row))
         self.layout: Layout = {"a": tuple(of_a), "b": tuple(of_b)}
         self.slices = tuple(slices)
@@ -190,7 +192,7 @@ class Adapter(nn.Module):
         for part in self.layout["a"]:
             bound = 1.0 / math.sqrt(part.full_shape[1])
             full = torch.empty(part.full_shape).uniform_(-bound, bound, generator=generator)
-            part.region(self.a).copy_(part.cut(full))
+            part.region(self.a).copy_(part.shard_of(full))
         self.b.detach().zero_()
 
     @torch.no_grad()

@@ -51,15 +51,17 @@ class SharedKeys:
 
     def gather(self, x_NKD: Tensor) -> Tensor:
         """Return the keys or the values of all rows, (M, K, D), differentiable."""
-        return copy_rows(x_NKD, self.tokens_M, lambda: self._order)
+        return copy_rows(x_NKD, self.tokens_M, lambda: self._order_of_copies)
 
     @cached_property
-    def _order(self) -> tuple[Tensor, Tensor]:
+    def _order_of_copies(self) -> tuple[Tensor, Tensor]:
         return order_of_copies(self.tokens_M, self.n_tokens)
 
     def sum(self, grad_MKD: Tensor) -> Tensor:
         """Return the gradient with respect to the argument of `gather`."""
-        return sum_copies(grad_MKD.contiguous().flatten(1), *self._order).view(self.n_tokens, *grad_MKD.shape[1:])
+        return sum_copies(grad_MKD.contiguous().flatten(1), *self._order_of_copies).view(
+            self.n_tokens, *grad_MKD.shape[1:]
+        )
 
 
 class PrefixKeys:
@@ -143,7 +145,7 @@ class PackedAttend:
     prefix: PrefixKeys | None = None
 
     @property
-    def _borders(self) -> Borders:
+    def _query_and_key_borders(self) -> Borders:
         keys = self.keys or self
         return Borders(self.cu_seqlens, keys.cu_seqlens, self.max_len, keys.max_len)
 
@@ -164,7 +166,7 @@ class PackedAttend:
             k_MKD, v_MKD = _WithPrefix.apply(k_MKD, v_MKD, *how)  # type: ignore[misc]
         if self.keys is not None:
             k_MKD, v_MKD = self.keys.gather(k_MKD), self.keys.gather(v_MKD)
-        out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, self._borders, self.backend, window)
+        out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, self._query_and_key_borders, self.backend, window)
         return self.context.columns_to_rows(out_NHD)
 
     @cached_property
@@ -192,7 +194,7 @@ class PackedAttend:
         if self.stores is not None:
             self.stores.store(layer, k_NKD, v_NKD)
         k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
-        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, self._borders, self.backend, window)
+        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, self._query_and_key_borders, self.backend, window)
         return self.context.columns_to_rows(out_NHD), saved
 
     def backward(
@@ -210,7 +212,7 @@ class PackedAttend:
         grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.rows_to_columns, inputs)
         k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
         grad_q, grad_k, grad_v = varlen_backward(
-            grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, self._borders, self.backend, window
+            grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, self._query_and_key_borders, self.backend, window
         )
         if self.keys is not None:
             grad_k, grad_v = self.keys.sum(grad_k), self.keys.sum(grad_v)

@@ -14,7 +14,7 @@ from areno.layers.attention import PackedAttend
 from areno.layers.config import Delta
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.norm import RMSNorm
-from areno.layers.shard import Layout, Part, WeightSpec, stacked_parts
+from areno.layers.shard import Layout, TensorPart, WeightSpec, stacked_parts
 
 
 class RowConvolution(nn.Module):
@@ -43,7 +43,7 @@ class GatedDelta(nn.Module):
         self.conv = RowConvolution(delta.projections[:3], delta.width, spec)
         local = spec.tp.shard(heads, "value heads")
         self.A_log, self.dt_bias = spec.empty(local), spec.empty(local)  # the names in checkpoints
-        part = Part((heads,), dim=0, start=spec.tp.rank * local, size=local)
+        part = TensorPart((heads,), dim=0, start=spec.tp.rank * local, size=local)
         self.layout: Layout = {"A_log": (part,), "dt_bias": (part,)}
         self.norm = RMSNorm(delta.value_dim, eps, spec, own_data=True)
         self.out = RowParallelLinear(inner, hidden_size, spec, bias=False)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areno.kernels.matmul import FixedOrderMatmul, float32_matmul
-from areno.layers.shard import Layout, Part, WeightSpec
+from areno.layers.shard import Layout, TensorPart, WeightSpec
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -31,7 +31,7 @@ class VocabParallelEmbedding(nn.Module):
         self.first = min(tp.rank * rows, vocab_size)
         self.n_valid = max(0, min(rows, n_used - self.first))
         self.weight = spec.empty(rows, hidden_size)
-        part = Part((stored, hidden_size), dim=0, start=self.first, size=self.n_valid)
+        part = TensorPart((stored, hidden_size), dim=0, start=self.first, size=self.n_valid)
         self.layout: Layout = {"weight": (part,)}
         self.fixed_order: FixedOrderMatmul | None = None
 
@@ -71,11 +71,11 @@ class ValueHead(nn.Module):
     def __init__(self, hidden_size: int, spec: WeightSpec, n_labels: int = 1):
         super().__init__()
         self.weight = spec.empty(n_labels, hidden_size)
-        self.layout: Layout = {"weight": (Part((n_labels, hidden_size)),)}
+        self.layout: Layout = {"weight": (TensorPart((n_labels, hidden_size)),)}
         self.bias = None
         if n_labels > 1:
             self.bias = spec.empty(n_labels)
-            self.layout["bias"] = (Part((n_labels,)),)
+            self.layout["bias"] = (TensorPart((n_labels,)),)
 
     def forward(self, hidden_KD: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()

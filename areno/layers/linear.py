@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from areno.kernels.matmul import FixedOrderMatmul, add_matmul
 from areno.layers.adapter import Adapter
 from areno.layers.config import AdapterSpec
-from areno.layers.shard import Layout, Part, WeightSpec, stacked_parts
+from areno.layers.shard import Layout, TensorPart, WeightSpec, stacked_parts
 
 
 class Linear(nn.Module):
@@ -123,8 +123,8 @@ class RowParallelLinear(Linear):
         local = spec.tp.shard(in_size, "input features")
         super().__init__(out_size, local, spec, bias=bias)
         self.layout = {
-            "weight": (Part((out_size, in_size), dim=1, start=self.tp.rank * local, size=local),),
-            "bias": (Part((out_size,)),),
+            "weight": (TensorPart((out_size, in_size), dim=1, start=self.tp.rank * local, size=local),),
+            "bias": (TensorPart((out_size,)),),
         }
 
     def forward(self, x_NI: Tensor, split: bool = False, whole: bool = True) -> Tensor:

@@ -38,7 +38,7 @@ from areno.layers.config import Experts
 from areno.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from areno.layers.parallel import wait_for
 from areno.layers.routing import Routing
-from areno.layers.shard import Layout, Part, WeightSpec
+from areno.layers.shard import Layout, TensorPart, WeightSpec
 
 
 class GatedMLP(nn.Module):
@@ -100,7 +100,7 @@ class Router(Linear):
 
     def __init__(self, hidden_size: int, n_experts: int, spec: WeightSpec):
         super().__init__(n_experts, hidden_size, spec, bias=False)
-        self.layout: Layout = {"weight": (Part((n_experts, hidden_size)),)}
+        self.layout: Layout = {"weight": (TensorPart((n_experts, hidden_size)),)}
 
     def forward(self, x_ND: Tensor) -> Tensor:
         return float32_matmul(x_ND, self.weight).float()
@@ -122,7 +122,7 @@ class ExpertMatrices(nn.Module):
             holder, is_here = expert // n_local, expert // n_local == spec.tp.rank
             for size in sizes:
                 held = size if is_here else 0
-                parts.append(Part((size, in_size), offset=offset, dim=0, size=held, holder=holder))
+                parts.append(TensorPart((size, in_size), offset=offset, dim=0, size=held, holder=holder))
                 offset += held
         self.layout: Layout = {"weight": tuple(parts)}
 
@@ -176,7 +176,7 @@ class ExpertMLP(nn.Module):
         if self.routing.balance_E is not None and torch.is_grad_enabled():
             routing = self.routing
             balance = routing.balance_E, routing.n_tokens, routing.counts_N
-            probs_NE = _Balance.apply(probs_NE, *balance)  # type: ignore[assignment]
+            probs_NE = _BalanceGradient.apply(probs_NE, *balance)  # type: ignore[assignment]
         weights_Nk = probs_NE.gather(1, chosen_Nk)
         return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.experts.normalised else weights_Nk
 
@@ -236,7 +236,7 @@ class ExpertMLP(nn.Module):
         return grad_x_ND + (self.tp.own_rows(grad_logits_NE) if split else grad_logits_NE) @ self.router.weight
 
 
-class _Balance(torch.autograd.Function):
+class _BalanceGradient(torch.autograd.Function):
     """Add `balance_E` to the gradient of the router's probabilities, for each token, as often as it counts.
 
     This is the gradient of the load-balancing loss. Padding after `n_tokens` does not count.

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from areno.kernels.symmetric_memory import SymmetricMemory
 from areno.layers.parallel import ParallelGroup
-from areno.layers.shard import Layout, Part, WeightSpec
+from areno.layers.shard import Layout, TensorPart, WeightSpec
 
 
 class RMSNorm(nn.Module):
@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
         self.eps, self.plus_one, self.own_data = eps, plus_one, own_data
         self.tp = spec.tp if own_data else ParallelGroup()
         self.weight = spec.empty(size)
-        self.layout: Layout = {"weight": (Part((size,)),)}
+        self.layout: Layout = {"weight": (TensorPart((size,)),)}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.plus_one:
@@ -83,7 +83,7 @@ class ShardedRMSNorm(nn.Module):
         self.size, self.eps, self.tp = size, eps, spec.tp
         local = spec.tp.shard(size, "features of a norm")
         self.weight = spec.empty(local)
-        self.layout: Layout = {"weight": (Part((size,), dim=0, start=spec.tp.rank * local, size=local),)}
+        self.layout: Layout = {"weight": (TensorPart((size,), dim=0, start=spec.tp.rank * local, size=local),)}
 
     def forward(self, x_NI: Tensor) -> Tensor:
         if self.tp.size == 1:

@@ -108,11 +108,11 @@ class Rotary(nn.Module):
 def rotate(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
     """Rotate the pairs (x[f], x[f + F]) of each head by their angle, in fp32. Differentiable with respect to x."""
     if not torch.is_grad_enabled():
-        return _turn(x_NHD, cos_N1F, sin_N1F)
+        return _rotate_heads(x_NHD, cos_N1F, sin_N1F)
     return _Rotate.apply(x_NHD, cos_N1F, sin_N1F)  # type: ignore[return-value]
 
 
-def _turn(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
+def _rotate_heads(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
     """Use few operations on large parts, because small models spend much of their time here."""
     x_NHD, dtype = x_NHD.float(), x_NHD.dtype
     a_NHF, b_NHF = x_NHD.chunk(2, dim=-1)
@@ -129,9 +129,9 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
         ctx.save_for_backward(cos_N1F, sin_N1F)
-        return _turn(x_NHD, cos_N1F, sin_N1F)
+        return _rotate_heads(x_NHD, cos_N1F, sin_N1F)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos_N1F, sin_N1F = ctx.saved_tensors
-        return _turn(grads[0], cos_N1F, -sin_N1F), None, None
+        return _rotate_heads(grads[0], cos_N1F, -sin_N1F), None, None

@@ -37,7 +37,7 @@ class WeightSpec:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Where one checkpoint tensor lies in a parameter of this rank, and which shard of the tensor this rank has.
 
     Attributes:
@@ -60,7 +60,7 @@ class Part:
     holder: int | None = None
     copies: int = 1
 
-    def cut(self, full: Any) -> Tensor:
+    def shard_of(self, full: Any) -> Tensor:
         """Return this rank's shard of the checkpoint tensor, or of a safetensors slice of it."""
         if self.dim is None:
             return full[:]
@@ -109,16 +109,16 @@ class Part:
 
 def stacked_parts(
     shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], tp: ParallelGroup, copies: Sequence[int]
-) -> tuple[Part, ...]:
+) -> tuple[TensorPart, ...]:
     """Return the parts of checkpoint tensors that are stacked, each with a slice of its rows on every rank.
 
-    `sizes` are the numbers of rows in a slice, and `copies` as in `Part`.
+    `sizes` are the numbers of rows in a slice, and `copies` as in `TensorPart`.
     """
     offsets = itertools.accumulate(sizes[:-1], initial=0)
     return tuple(
-        Part(shape, offset=offset, dim=0, start=tp.rank // n * size, size=size, copies=n)
+        TensorPart(shape, offset=offset, dim=0, start=tp.rank // n * size, size=size, copies=n)
         for shape, offset, size, n in zip(shapes, offsets, sizes, copies, strict=True)
     )
 
 
-Layout = dict[str, tuple[Part, ...]]  # name of a parameter in its layer -> its parts, from the first row
+Layout = dict[str, tuple[TensorPart, ...]]  # name of a parameter in its layer -> its parts, from the first row

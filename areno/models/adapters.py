@@ -37,8 +37,8 @@ from areno.models.folder import (
 )
 from areno.models.transformer import Transformer
 from areno.models.weights import (
-    Entry,
-    Stored,
+    StoredTensor,
+    TableEntry,
     copies_event,
     gather_tensors,
     load_shard,
@@ -63,19 +63,19 @@ def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
 def init_adapters(model: Transformer, seed: int) -> None:
     """Initialise the adapters, independently of ranks and device, so that the model computes the same as its base."""
     generator = torch.Generator().manual_seed(seed)
-    for _, _, adapter in _adapted(model):
+    for _, _, adapter in _adapted_modules(model):
         adapter.init(generator)
 
 
 def stack_adapters(model: Transformer) -> None:
     """Make room for a copy of A below the weight of each adapted layer; see `Adapter.stack`. The weights move."""
-    for _, module, adapter in _adapted(model):
+    for _, module, adapter in _adapted_modules(model):
         adapter.stack(module.weight, module.bias)
 
 
 def refresh_adapters(model: Transformer) -> None:
     """Copy each A below its layer's weight before sampling, because training may have changed A."""
-    for _, _, adapter in _adapted(model):
+    for _, _, adapter in _adapted_modules(model):
         adapter.refresh_stacked()
 
 
@@ -91,7 +91,7 @@ def set_adapter_weights(model: Transformer, weights: Sequence[torch.Tensor]) -> 
     refresh_adapters(model)
 
 
-def adapter_table(model: Transformer) -> list[Entry]:
+def adapter_table(model: Transformer) -> list[TableEntry]:
     """Return every tensor of the model's adapters under peft's name, in a fixed order. Empty without adapters.
 
     If the checkpoint stores several projections as one matrix, they share one A, listed under the name of the first
@@ -99,24 +99,24 @@ def adapter_table(model: Transformer) -> list[Entry]:
     tensor.
     """
     found = []
-    for name, _, adapter in _adapted(model):
+    for name, _, adapter in _adapted_modules(model):
         names = [f"{PREFIX}{each}" for each in module_names(name, model.config)]
         of_a = [f"{names[first]}.lora_A.weight" for first, *_ in adapter.groups]
         of_b = [f"{names[index]}.lora_B.weight" for group in adapter.groups for index in group]
-        found += map(Entry, of_a, [adapter.a] * len(of_a), adapter.layout["a"])
-        found += map(Entry, of_b, [adapter.b] * len(of_b), adapter.layout["b"])
+        found += map(TableEntry, of_a, [adapter.a] * len(of_a), adapter.layout["a"])
+        found += map(TableEntry, of_b, [adapter.b] * len(of_b), adapter.layout["b"])
     return found
 
 
-def stored_adapters(model: Transformer) -> dict[str, Stored]:
+def stored_adapters(model: Transformer) -> dict[str, StoredTensor]:
     """Return the adapter tensors as a peft folder stores them: name in the folder -> the tensors it consists of."""
     config = model.config
     order, whole = head_order(config.rope, config.head_dim), stored_names(config)
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for entry in adapter_table(model):
         module, kind = entry.name.rsplit(".lora_", 1)
         inner = ".".join(module.split(".")[-2:])
-        stored = found.setdefault(entry.name.replace(inner, whole.get(inner, inner)), Stored([], []))
+        stored = found.setdefault(entry.name.replace(inner, whole.get(inner, inner)), StoredTensor([], []))
         stored.entries.append(entry)
         stored.orders.append(module_head_order(inner, order, config) if kind == "B.weight" else None)
     return found
@@ -125,7 +125,7 @@ def stored_adapters(model: Transformer) -> dict[str, Stored]:
 @contextmanager
 def without_adapters(model: Transformer) -> Iterator[None]:
     """Disable all adapters within this context. CUDA graphs that were captured before keep using the adapters."""
-    adapters = [adapter for _, _, adapter in _adapted(model)]
+    adapters = [adapter for _, _, adapter in _adapted_modules(model)]
     try:
         for adapter in adapters:
             adapter.on = False
@@ -136,11 +136,11 @@ def without_adapters(model: Transformer) -> Iterator[None]:
 
 
 def _matrices(model: Transformer) -> Iterator[torch.Tensor]:
-    for _, _, adapter in _adapted(model):
+    for _, _, adapter in _adapted_modules(model):
         yield from (adapter.a, adapter.b)
 
 
-def _adapted(model: Transformer) -> Iterator[tuple[str, Linear, Adapter]]:
+def _adapted_modules(model: Transformer) -> Iterator[tuple[str, Linear, Adapter]]:
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.adapter is not None:
             yield name, module, module.adapter
@@ -237,11 +237,11 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
     raw.refuse_unknown({*_HARMLESS, *_UNSUPPORTED})
     if raw.problems:
         raise raw.error()
-    targets = _targets(folder, model, raw.values.get("target_modules"))
+    targets = _target_modules(folder, model, raw.values.get("target_modules"))
     return PeftFolder(AdapterSpec(rank, alpha, targets, use_rslora), raw.values.get("base_model_name_or_path") or "")
 
 
-def _targets(folder: Path, model: TransformerConfig, given: object) -> tuple[str, ...]:
+def _target_modules(folder: Path, model: TransformerConfig, given: object) -> tuple[str, ...]:
     """Return the adapted modules, such as q_proj, from the names of the tensors, which `given` must include.
 
     `given` is the field target_modules of adapter_config.json, a list of names or a regular expression.
@@ -327,11 +327,11 @@ def adapter_writes(
     table = stored_adapters(model)
     tensors = gather_tensors(table, model, 0, pin_memory)
     if model.tp.rank == 0:
-        yield partial(_write_other_files, folder, source, _config(adapters, base))
+        yield partial(_write_other_files, folder, source, _peft_config(adapters, base))
         yield partial(write_tensors, tensors, table, folder / WEIGHTS, copies_event(model.device))
 
 
-def _config(adapters: AdapterSpec, base: str) -> dict[str, Any]:
+def _peft_config(adapters: AdapterSpec, base: str) -> dict[str, Any]:
     alpha = int(adapters.alpha) if math.floor(adapters.alpha) == adapters.alpha else adapters.alpha
     return {
         "peft_type": "LORA",

@@ -67,11 +67,11 @@ def few_rows_layers(
     """
     stream_ND, delta_SND = x_ND.float(), None
     for layer, of_layer in zip(layers, angles, strict=True):
-        stream_ND, delta_SND = _run(layer, stream_ND, delta_SND, of_layer, attend)
+        stream_ND, delta_SND = _run_layer(layer, stream_ND, delta_SND, of_layer, attend)
     return final_norm.add_and_norm(stream_ND, delta_SND)[1]
 
 
-def _run(
+def _run_layer(
     layer: Layer, stream_ND: Tensor, delta_SND: Tensor | None, angles: Angles, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """Run a layer on the residual stream plus the previous MLP's output, given as summands.

@@ -141,7 +141,7 @@ class RawConfig:
             le = MOST
         if kind is float and type(value) is int:
             value = float(value) if abs(value) < 1e300 else math.inf
-        if _holds(value, kind, ge, gt, le):
+        if _has_type_and_bounds(value, kind, ge, gt, le):
             return cast(T, value)
         bounds = [("at least", ge), ("more than", gt), ("at most", le)]
         expected = ", ".join([kind.__name__, *(f"{words} {bound}" for words, bound in bounds if bound is not None)])
@@ -178,7 +178,7 @@ class RawConfig:
         return CheckpointError(dict.fromkeys(self.problems))
 
 
-def _holds(value: Any, kind: type, ge: float | None, gt: float | None, le: float | None) -> bool:
+def _has_type_and_bounds(value: Any, kind: type, ge: float | None, gt: float | None, le: float | None) -> bool:
     """Return whether a value has the type `kind` and is within bounds. A bool is no int, and floats must be finite."""
     if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
         return False
@@ -305,7 +305,7 @@ def copy_tokenizer_files(
     return copies
 
 
-def add_ends(folder: Path, listed: Collection[int], ends: Collection[int]) -> Path | None:
+def add_end_tokens(folder: Path, listed: Collection[int], ends: Collection[int]) -> Path | None:
     """List token ids as ends of completions in generation_config.json, so that other software stops at them, too.
 
     Without such a file or ids in it, software takes the ids of config.json, `listed`. Returns the file if it changed.

@@ -173,7 +173,7 @@ def fused_layer(
     in one pass. With `memory`, MLP outputs are partial sums. Unless `keep`, the backward pass computes the large
     intermediate results of attention and MLP again.
     """
-    stream_ND = _tracked(stream_ND, layer)
+    stream_ND = _with_gradient(stream_ND, layer)
     return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[return-value]
 
 
@@ -181,10 +181,10 @@ def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: Symme
     """Return the norm of the residual stream plus the last MLP's output."""
     if memory is not None:
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)[1]
-    return _FusedNorm.apply(_tracked(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]
+    return _FusedNorm.apply(_with_gradient(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]
 
 
-def _tracked(stream_ND: Tensor, module: nn.Module) -> Tensor:
+def _with_gradient(stream_ND: Tensor, module: nn.Module) -> Tensor:
     """Return the residual stream, which requires a gradient if `module` has parameters to train.
 
     The autograd functions of this file do not take parameters as inputs. So autograd calls their backward pass only if

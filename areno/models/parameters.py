@@ -16,44 +16,44 @@ def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 def body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Return the number of parameters of all layers and the final norm."""
     experts = 0 if config.experts is None else layout.share(config.experts.n_experts)
-    return _body(config, layout, experts)
+    return _body_parameters(config, layout, experts)
 
 
 def active_body_parameters(config: TransformerConfig) -> int:
     """Return the number of body parameters that one token uses over all ranks: only its own experts count."""
-    return _body(config, ALONE, 0 if config.experts is None else config.experts.top_k)
+    return _body_parameters(config, ALONE, 0 if config.experts is None else config.experts.top_k)
 
 
 def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Return the number of parameters of the largest layer."""
-    size, experts, layer = config.hidden_size, config.experts, _plain_layer(config, layout)
+    size, experts, layer = config.hidden_size, config.experts, _layer_parameters(config, layout)
     if config.delta is not None:
-        of_attention = _attention(config, layout)
-        layer += max(0, _delta(config, layout) - of_attention)
+        of_attention = _attention_parameters(config, layout)
+        layer += max(0, _delta_parameters(config, layout) - of_attention)
     if experts is None:
         return layer
-    sparse = layer - _plain_mlp(config, layout) + experts.parameters(size, layout.share(experts.n_experts))
+    sparse = layer - _mlp_parameters(config, layout) + experts.parameters(size, layout.share(experts.n_experts))
     return max(layer, sparse) if experts.dense_layers else sparse
 
 
-def _body(config: TransformerConfig, layout: Layout, n_experts: int) -> int:
+def _body_parameters(config: TransformerConfig, layout: Layout, n_experts: int) -> int:
     """Return the number of body parameters with `n_experts` experts in each layer that has experts."""
-    body = config.num_layers * _plain_layer(config, layout) + config.hidden_size
+    body = config.num_layers * _layer_parameters(config, layout) + config.hidden_size
     if config.experts is not None:
-        of_layer = config.experts.parameters(config.hidden_size, n_experts) - _plain_mlp(config, layout)
+        of_layer = config.experts.parameters(config.hidden_size, n_experts) - _mlp_parameters(config, layout)
         body += len(config.experts.layers(config.num_layers)) * of_layer
     if config.delta is not None:
-        of_layer = _delta(config, layout) - _attention(config, layout)
+        of_layer = _delta_parameters(config, layout) - _attention_parameters(config, layout)
         body += len(config.delta.layers) * of_layer
     return body
 
 
-def _plain_layer(config: TransformerConfig, layout: Layout) -> int:
+def _layer_parameters(config: TransformerConfig, layout: Layout) -> int:
     norms = config.hidden_size * (4 if config.norms == "both" else 2)
-    return _attention(config, layout) + norms + _plain_mlp(config, layout)
+    return _attention_parameters(config, layout) + norms + _mlp_parameters(config, layout)
 
 
-def _attention(config: TransformerConfig, layout: Layout) -> int:
+def _attention_parameters(config: TransformerConfig, layout: Layout) -> int:
     qkv, heads = qkv_size(config, layout), q_size(config, layout)
     found = config.hidden_size * (qkv + heads) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
     if config.qk_norm_whole:
@@ -61,12 +61,12 @@ def _attention(config: TransformerConfig, layout: Layout) -> int:
     return found + 2 * config.head_dim * config.qk_norm
 
 
-def _delta(config: TransformerConfig, layout: Layout) -> int:
+def _delta_parameters(config: TransformerConfig, layout: Layout) -> int:
     assert config.delta is not None
     return layout.share(config.delta.divided_parameters(config.hidden_size)) + config.delta.value_dim
 
 
-def _plain_mlp(config: TransformerConfig, layout: Layout) -> int:
+def _mlp_parameters(config: TransformerConfig, layout: Layout) -> int:
     size, inner = config.hidden_size, layout.share(config.intermediate_size)
     return 3 * size * inner + (2 * inner + size) * config.mlp_bias
 

@@ -86,7 +86,7 @@ def _read_section(
     return rope
 
 
-def _none(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+def _unscaled(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
     """Return the arguments of `Rope` for a kind of scaling, as all functions of this signature. Here there are none.
 
     `original` and `max_positions` are the context lengths before and after scaling.
@@ -94,18 +94,18 @@ def _none(params: RawConfig, original: int, max_positions: int) -> dict[str, Any
     return {}
 
 
-def _factor(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+def _linear_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
     return {"factor": params.get("factor", float, ge=1)}
 
 
-def _llama3(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+def _llama3_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
     low = params.get("low_freq_factor", float, gt=0, le=1e6)
     high = params.get("high_freq_factor", float, gt=low, le=1e6)
     factor = params.get("factor", float, ge=1)
     return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high, "original_max_positions": original}
 
 
-def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+def _yarn_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
     """As in transformers, compute an absent `factor` as max_positions / original, which must be above 1.
 
     An absent `attention_factor` is computed from the factor.
@@ -126,7 +126,7 @@ def _yarn(params: RawConfig, original: int, max_positions: int) -> dict[str, Any
     }
 
 
-def _longrope(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+def _longrope_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
     """Use only `short_factor`, because the context is supported up to the length `original`.
 
     A missing `long_factor` is a problem all the same, since transformers refuses it.
@@ -145,12 +145,12 @@ def _longrope(params: RawConfig, original: int, max_positions: int) -> dict[str,
 
 
 _KINDS: dict[str, Callable[[RawConfig, int, int], dict[str, Any]]] = {
-    "default": _none,
-    "linear": _factor,
-    "dynamic": _factor,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "longrope": _longrope,
+    "default": _unscaled,
+    "linear": _linear_scaling,
+    "dynamic": _linear_scaling,
+    "llama3": _llama3_scaling,
+    "yarn": _yarn_scaling,
+    "longrope": _longrope_scaling,
 }
 
 

@@ -27,7 +27,7 @@ from areno.layers.embedding import ValueHead, VocabParallelEmbedding
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
 from areno.layers.rotary import Rotary
 from areno.layers.routing import Routing
-from areno.layers.shard import Part, WeightSpec
+from areno.layers.shard import TensorPart, WeightSpec
 from areno.models.config import TransformerConfig
 from areno.models.layer import Layer
 
@@ -199,7 +199,7 @@ class Transformer(nn.Module):
         assert self.score is not None, "a language model has no value head"
         return self.score(hidden_KD)
 
-    def layout(self, parameter: str) -> tuple[Part, ...]:
+    def layout(self, parameter: str) -> tuple[TensorPart, ...]:
         """Return where each checkpoint tensor lies in a parameter, in order from the first row."""
         layer, kind = parameter.rsplit(".", 1)
         return self.get_submodule(layer).layout[kind]  # type: ignore[return-value, index]
@@ -253,7 +253,7 @@ class Transformer(nn.Module):
                         full.uniform_(0.01, 16.0, generator=generator).log_()
                     else:
                         full.normal_(0.0, self.config.initializer_range, generator=generator)
-                    part.region(parameter).copy_(part.cut(full))
+                    part.region(parameter).copy_(part.shard_of(full))
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -26,13 +26,13 @@ from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import Linear
 from areno.layers.parallel import ParallelGroup
 from areno.layers.rotary import head_order, permute_heads
-from areno.layers.shard import Part
+from areno.layers.shard import TensorPart
 from areno.models.config import Family, TransformerConfig
 from areno.models.families import FAMILIES, module_names, stored_names
 from areno.models.folder import (
     INDEX,
     SHOWN,
-    add_ends,
+    add_end_tokens,
     copy_tokenizer_files,
     listing,
     open_safetensors,
@@ -50,28 +50,28 @@ MIN_SHARD_BYTES = 2**24  # of a model that several ranks write. A smaller file i
 MAX_SHARD_BYTES = 2**32  # the most of a file with several tensors; pinned memory is allocated in powers of two
 
 
-class Entry(NamedTuple):
+class TableEntry(NamedTuple):
     """A checkpoint tensor, under the name in which no modules are fused, and where the model keeps it."""
 
     name: str
     parameter: Tensor
-    part: Part
+    part: TensorPart
 
 
-def checkpoint_table(model: Transformer) -> list[Entry]:
+def checkpoint_table(model: Transformer) -> list[TableEntry]:
     """Return every tensor of the model's checkpoint in a fixed order, without adapters. A tied head is listed once."""
     return [
-        Entry(name, parameter, part)
+        TableEntry(name, parameter, part)
         for own_name, parameter in model.named_parameters()
         if ".adapter." not in own_name
         for name, part in zip(_checkpoint_names(own_name, model), model.layout(own_name), strict=True)
     ]
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in the weight files, in which the rows of several entries are stacked if the files fuse modules."""
 
-    entries: list[Entry]
+    entries: list[TableEntry]
     orders: list[Tensor | None]  # for each entry, the result of `head_order`
 
     @property
@@ -80,17 +80,17 @@ class Stored(NamedTuple):
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def stored_tensors(model: Transformer) -> dict[str, Stored]:
+def stored_tensors(model: Transformer) -> dict[str, StoredTensor]:
     """Return the tensors of the weight files by their names in the files, in the order of `checkpoint_table`."""
     config = model.config
     order = head_order(config.rope, config.head_dim)
     stacked = stored_names(config)
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for entry in checkpoint_table(model):
         name, inner = entry.name, ".".join(entry.name.split(".")[3:-1])  # model.layers.3.<inner>.weight
         if inner in stacked:
             name = name.replace(inner, stacked[inner])
-        stored = found.setdefault(name, Stored([], []))
+        stored = found.setdefault(name, StoredTensor([], []))
         stored.entries.append(entry)
         stored.orders.append(module_head_order(inner, order, config))
     return found
@@ -113,15 +113,15 @@ def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
     return tuple(f"{name}.{kind}" for name in module_names(module, model.config))
 
 
-class _Matched(NamedTuple):
+class _MatchedTensors(NamedTuple):
     """The tensors of weight files, matched with those of a model by the names that `stored_tensors` returns."""
 
-    table: dict[str, Stored]
+    table: dict[str, StoredTensor]
     stored_as: dict[str, str]  # other names in the files, whose prefixes differ in an image-text model
     file_of: dict[str, Path]
 
 
-def _matched(model: Transformer, folder: Path) -> _Matched:
+def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
     found, family = tensor_files(folder), FAMILIES[model.config.family]
     stored_as = {_text_model_name(name, family): name for name in found}
     file_of = {name: found[stored] for name, stored in stored_as.items()}
@@ -137,7 +137,7 @@ def _matched(model: Transformer, folder: Path) -> _Matched:
         problems.append(f"the weights hold {listing(extra)}, which its config.json has no place for")
     if problems:
         raise CheckpointError([Problem("", f"{folder}: {text}") for text in problems])
-    return _Matched(table, stored_as, file_of)
+    return _MatchedTensors(table, stored_as, file_of)
 
 
 def check_weights(model: Transformer, folder: Path) -> str:
@@ -145,7 +145,7 @@ def check_weights(model: Transformer, folder: Path) -> str:
 
     Return a text such as "310 tensors in 1 file, 1,137.0 MiB".
     """
-    table, stored_as, file_of = _matched(model, folder)
+    table, stored_as, file_of = _match_tensors(model, folder)
     problems, files = [], sorted(set(file_of.values()))
     for file in files:
         with open_safetensors(file) as tensors:
@@ -162,7 +162,7 @@ def check_weights(model: Transformer, folder: Path) -> str:
 def load_weights(model: Transformer, folder: str | Path) -> None:
     """Load weights from a folder or hub id, one tensor at a time. Each rank reads only its own shards."""
     folder = resolve(folder)
-    table, stored_as, file_of = _matched(model, folder)
+    table, stored_as, file_of = _match_tensors(model, folder)
     if not model.config.has_head:  # a critic that starts from a language model
         assert model.score is not None
         for parameter in model.score.parameters():
@@ -270,7 +270,9 @@ def _divide_files(sizes: dict[str, int], n: int) -> list[list[str]]:
     return shares
 
 
-def gather_tensors(named: Mapping[str, Stored], model: Transformer, owner: int, pin_memory: bool) -> dict[str, Tensor]:
+def gather_tensors(
+    named: Mapping[str, StoredTensor], model: Transformer, owner: int, pin_memory: bool
+) -> dict[str, Tensor]:
     """Gather tensors into host memory of the tensor-parallel rank `owner`, others get none. A collective call.
 
     Adapters are merged. The rows of heads are in the model's order; `write_tensors` changes them to the file's order.
@@ -304,7 +306,7 @@ def copies_event(device: torch.device) -> Any:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, Stored], file: Path, copied: Any) -> None:
+def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, StoredTensor], file: Path, copied: Any) -> None:
     """Write the tensors that `gather_tensors` returned to a safetensors file, and sync the file to disk.
 
     The function waits for the event `copied` first. The rows of heads are put into the file's order, in place.
@@ -333,7 +335,7 @@ def _write_other_files(
     folder.mkdir(parents=True, exist_ok=True)
     written = copy_tokenizer_files([resolve(path) for path in source], folder)
     written.append(write_json(folder / "config.json", _saved_config(model)))
-    if listing_ends := add_ends(folder, model.config.eos_token_ids, ends):
+    if listing_ends := add_end_tokens(folder, model.config.eos_token_ids, ends):
         written.append(listing_ends)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
@@ -358,7 +360,7 @@ def _layers_problem(names: Iterable[str], num_layers: int) -> str | None:
     return wrong + "set num_hidden_layers to that, or download the model again"
 
 
-def load_shard(name: str, target: Stored, source: Any, file: Path, shaped_by: str = "config.json") -> bool:
+def load_shard(name: str, target: StoredTensor, source: Any, file: Path, shaped_by: str = "config.json") -> bool:
     """Copy this rank's shard of a tensor from a safetensors slice, and return whether all values are finite.
 
     `shaped_by` is the file that sets the expected shape, for messages.
@@ -368,7 +370,7 @@ def load_shard(name: str, target: Stored, source: Any, file: Path, shaped_by: st
     shape, all_finite, row = target.shape, True, 0
     for entry, order in zip(*target, strict=True):
         n_rows = entry.part.full_shape[0]
-        piece = entry.part.cut(source if n_rows == shape[0] else source[row : row + n_rows])
+        piece = entry.part.shard_of(source if n_rows == shape[0] else source[row : row + n_rows])
         row += n_rows
         region = entry.part.region(entry.parameter)
         region.copy_(piece if order is None else permute_heads(piece, order))
@@ -377,7 +379,7 @@ def load_shard(name: str, target: Stored, source: Any, file: Path, shaped_by: st
     return all_finite
 
 
-def _header_problem(name: str, target: Stored, source: Any, shaped_by: str) -> str | None:
+def _header_problem(name: str, target: StoredTensor, source: Any, shaped_by: str) -> str | None:
     """Return a message if a tensor's shape or dtype in the file does not fit the model, else None."""
     shape = tuple(source.get_shape())
     if shape != target.shape:

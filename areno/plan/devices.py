@@ -55,7 +55,7 @@ def devices_of(engine: EngineConfig, cluster: ClusterConfig, scheduler: Schedule
     The numbers of the devices start from 0 on each node, as in ["cuda:0", "cuda:1", "cuda:0", "cuda:1"] for two nodes.
     """
     if scheduler.type == "ray":
-        return _on_nodes(engine, cluster, scheduler)
+        return _devices_of_nodes(engine, cluster, scheduler)
     if engine.world_size is None and cluster.n_gpus_per_node is not None:
         return find_devices(replace(engine, world_size=cluster.n_gpus_per_node), key="cluster.n_gpus_per_node")
     return find_devices(engine)
@@ -74,7 +74,7 @@ def n_workers_here(engine: EngineConfig, cluster: ClusterConfig, scheduler: Sche
     return each or engine.tp_size
 
 
-def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
+def _devices_of_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
     from areno.engine.processes import ray_cluster
 
     n_nodes, size = settings.n_nodes, engine.world_size
@@ -87,16 +87,18 @@ def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: Schedule
     def least_of(kind: str) -> int:
         return n_each or (engine.tp_size if kind == "cpu" else 1)
 
-    def enough(nodes: Sequence[ray_cluster.Node]) -> bool:  # the nodes with GPUs may come last
+    def have_enough(nodes: Sequence[ray_cluster.Node]) -> bool:  # the nodes with GPUs may come last
         return ray_cluster.has_room(nodes, kind := kind_of(nodes), n_nodes, least_of(kind))
 
     kind = kind_of(ray_cluster.nodes())
-    found = ray_cluster.wait_for(enough, scheduler.setup_timeout, ray_cluster.wanted(kind, n_nodes, least_of(kind)))
+    found = ray_cluster.wait_for(
+        have_enough, scheduler.setup_timeout, ray_cluster.describe_request(kind, n_nodes, least_of(kind))
+    )
     n_least = least_of(kind := kind_of(found))
     if not ray_cluster.has_room(found, kind, n_nodes, n_least):
         raise ConfigError(ray_cluster.no_room(kind, n_nodes, n_least, found, scheduler.setup_timeout))
     if kind == "cpu" and engine.device == "auto":
-        _take_cpu(ray_cluster.described(found))
+        _warn_of_cpu(ray_cluster.describe_nodes(found))
     if n_each is None and kind == "cuda":
         n_least = sorted((node.gpus for node in found), reverse=True)[n_nodes - 1]
         if problems := [problem.under("engine") for problem in engine.node_problems(n_least)]:
@@ -104,7 +106,7 @@ def _on_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: Schedule
     return ["cpu" if kind == "cpu" else f"cuda:{rank % n_least}" for rank in range(n_nodes * n_least)]
 
 
-def _take_cpu(found: str) -> None:
+def _warn_of_cpu(found: str) -> None:
     """Warn that engine.device=auto uses CPUs. Raises ConfigError if this machine has GPUs that Ray does not see."""
     import torch
 

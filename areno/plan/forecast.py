@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.cost.flops import Cost
-from areno.cost.footprint import RESERVE, Footprint, Model, footprint_of
-from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_draft, verification_rows
+from areno.cost.flops import TokenCost
+from areno.cost.footprint import RESERVE, Footprint, ModelFootprint, footprint_of
+from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_verify_drafts, verification_rows
 from areno.cost.memory import PassBytes
-from areno.cost.prefix_sharing import Sharing
+from areno.cost.prefix_sharing import PrefixSharing
 from areno.cost.time import (
     PassWork,
     Rates,
@@ -89,7 +89,7 @@ class Forecast:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that offloaded models take, over all devices."""
-        return self.footprint.hosted * self.n_devices
+        return self.footprint.offloaded_bytes * self.n_devices
 
     @property
     def seconds(self) -> float:
@@ -119,8 +119,8 @@ def forecast(
     shapes = {name: shape_of(role.path, role.key, role.head, role.needs_head) for name, role in roles.items()}
     apart = roles_to_load(roles, spec.actor)
     footprint = footprint_of(spec, {name: shapes[name] for name in apart}, apart, itemsize, hardware.is_cuda)
-    lengths = Lengths.of(config, model.max_position_embeddings, prompt_tokens, answer_tokens)
-    step = _Step(config, hardware, spec, footprint, lengths, roles)
+    lengths = Lengths.from_settings(config, model.max_position_embeddings, prompt_tokens, answer_tokens)
+    step = _StepForecast(config, hardware, spec, footprint, lengths, roles)
     return Forecast(
         config=config,
         hardware=hardware,
@@ -132,7 +132,7 @@ def forecast(
     )
 
 
-class _Step:
+class _StepForecast:
     def __init__(
         self,
         config: ExperimentConfig,
@@ -169,19 +169,19 @@ class _Step:
             keeps_cache=not config.rollout.drop_rollout_state,
             shared=shared_decoder(config, model, self.layout),
         )
-        return self._wanted(model, rollout)
+        return self._wanted_cache(model, rollout)
 
-    def _cache_of_judge(self, judge: Model) -> WantedCache | None:
+    def _cache_of_judge(self, judge: ModelFootprint) -> WantedCache | None:
         """Return the KV cache that a judge wants for its replies. None if no judge of the run writes replies."""
         config, context = self.config, judge.config.max_position_embeddings
         if not isinstance(config, PolicyExperimentConfig) or not self._judge_writes:
             return None
         asked, at_once = questions_of_step(config, self.lengths), config.rollout.max_concurrent_rollouts
         call = ("judge", asked.n, min(asked.each, context), config.rollout, at_once, self.layout)
-        return self._wanted(judge.config, RolloutSpec.of_call(*call))
+        return self._wanted_cache(judge.config, RolloutSpec.of_call(*call))
 
-    def _wanted(self, model: TransformerConfig, rollout: RolloutSpec) -> WantedCache:
-        return WantedCache.of(
+    def _wanted_cache(self, model: TransformerConfig, rollout: RolloutSpec) -> WantedCache:
+        return WantedCache.for_rollout(
             model,
             self.footprint.itemsize,
             self.spec,
@@ -190,11 +190,11 @@ class _Step:
             route_bytes=0,
         )
 
-    def _resident(self, visitor: str, trains: bool = False) -> dict[str, int]:
+    def _resident_terms(self, visitor: str, trains: bool = False) -> dict[str, int]:
         """Return the bytes of the models on a device, by term, while the model `visitor` works."""
         terms: dict[str, int] = {} if self.hardware.is_cuda else {"process": _PROCESS_BYTES}
         for model in self.footprint.models:
-            found, here = self.footprint.of_model(model), model.name == visitor
+            found, here = self.footprint.model_bytes(model), model.name == visitor
             if model.keeps_weights or here:
                 terms["weights"] = terms.get("weights", 0) + found.weights
             if not model.offload or (here and trains):
@@ -207,10 +207,10 @@ class _Step:
     def _pass_terms(self, name: str, phase: str, budget: int, n_tokens: int, n_predicted: int) -> tuple[dict, int, int]:
         """Return (terms, recomputed layers, least bytes) of a scoring or training phase of the model `name`."""
         model = self._model(name)
-        terms = self._resident(name, phase == TRAIN)
+        terms = self._resident_terms(name, phase == TRAIN)
         if self.stays:
             terms["KV cache"] = self.stays
-        need, n_kept = self._need(model, phase), 0
+        need, n_kept = self._pass_bytes(model, phase), 0
         n_tokens = max(1, min(budget, n_tokens))
         room = int((1 - RESERVE) * self.total) - self.hardware.context_bytes - sum(terms.values())
         if phase == TRAIN and model.gradient_checkpointing:
@@ -220,10 +220,10 @@ class _Step:
         least = sum(terms.values()) - terms["activations"] + need.expected(n_tokens, 0, n_predicted)
         return terms, n_recomputed, least
 
-    def _need(self, model: Model, phase: str) -> PassBytes:
+    def _pass_bytes(self, model: ModelFootprint, phase: str) -> PassBytes:
         return self.footprint.training_pass(model) if phase == TRAIN else self.footprint.scoring_pass(model)
 
-    def _model(self, name: str) -> Model:
+    def _model(self, name: str) -> ModelFootprint:
         return self.models.get(name) or self.models["actor"]
 
     def budget(self, name: str, phase: str) -> int:
@@ -249,18 +249,20 @@ class _Step:
         for name, role in self.roles.items():
             if name == "actor" or role.in_training or isinstance(config, ReferencedExperimentConfig):
                 continue
-            found.append(self._written() if name == "judge" and self._judge_writes else self._pass(name, SCORE))
+            found.append(
+                self._judge_phase() if name == "judge" and self._judge_writes else self._pass_phase(name, SCORE)
+            )
             if role.optimizer is not None:
-                found.append(self._pass(name, TRAIN))
+                found.append(self._pass_phase(name, TRAIN))
         if isinstance(config.actor, RatioConfig) and config.actor.needs_proximal:
-            found.append(self._pass("actor", SCORE))
-        found.append(self._pass("actor", TRAIN))
+            found.append(self._pass_phase("actor", SCORE))
+        found.append(self._pass_phase("actor", TRAIN))
         self._phases = found
         return found
 
     @property
     def _rates(self) -> Rates:
-        return self.hardware.rates.of(self.layout.tp_size)
+        return self.hardware.rates.for_devices(self.layout.tp_size)
 
     @property
     def _judge_writes(self) -> bool:
@@ -282,15 +284,15 @@ class _Step:
         )
         shared = shared_decoder(config, model.config, self.layout)  # an evaluation may decode more than training
         n_logits = max_running = self.layout.of_copy(at_once if shared is None else shared.most)
-        if may_draft(config.rollout, on_cuda=self.hardware.is_cuda) and model.config.delta is None:
+        if may_verify_drafts(config.rollout, on_cuda=self.hardware.is_cuda) and model.config.delta is None:
             n_logits = max(max_running, verification_rows(max_running))
-        found = self._decoded("rollout", work, model, self.cache, self.room_of_cache, n_logits)
+        found = self._decoding_phase("rollout", work, model, self.cache, self.room_of_cache, n_logits)
         dropped_s = _DROPPED_S if config.rollout.drop_rollout_state and self.hardware.is_cuda else 0.0
         has_critic = isinstance(config, CriticExperimentConfig)
         host_s = sampled_seconds(config.rows_per_step, found.n_tokens, has_critic)
         return replace(found, seconds=found.seconds + dropped_s + host_s)
 
-    def _written(self) -> Phase:
+    def _judge_phase(self) -> Phase:
         """Return the phase in which the judge writes replies, each as long as reward.judge.max_tokens allows."""
         config, model, cache = self.config, self._model("judge"), self.cache_of_judge
         assert isinstance(config, PolicyExperimentConfig)
@@ -305,12 +307,19 @@ class _Step:
             tp_size=self.layout.tp_size,
         )
         base = replace(model, lora=None)  # if it is the actor's
-        found = self._decoded("write judge", work, base, cache, self.room_of_judge, cache.n_slots, self.stays)
+        found = self._decoding_phase("write judge", work, base, cache, self.room_of_judge, cache.n_slots, self.stays)
         more_s = _DROPPED_S * self.hardware.is_cuda + self.footprint.extra_in_use(model, False) / _COPY_BYTES_S
         return replace(found, clock=_SCORED_BY["judge"], seconds=found.seconds + more_s)
 
-    def _decoded(
-        self, name: str, work: RolloutWork, model: Model, cache: WantedCache, room: int, n_logits: int, beside: int = 0
+    def _decoding_phase(
+        self,
+        name: str,
+        work: RolloutWork,
+        model: ModelFootprint,
+        cache: WantedCache,
+        room: int,
+        n_logits: int,
+        beside: int = 0,
     ) -> Phase:
         """Return the phase `name` in which a model decodes. `work.n_running` may be more than the cache has room for.
 
@@ -323,11 +332,11 @@ class _Step:
         row = work.prompt_len / max(1, work.n_samples) + work.answer_len
         cached_tokens = cache_bytes // max(1, cache.block_bytes) * cache.layout.block_size
         work = replace(work, n_running=max(1, min(work.n_running, int(cached_tokens / row) * copies)))
-        cost = Cost.of(model.config, self.footprint.itemsize, model.adapters)
+        cost = TokenCost.from_config(model.config, self.footprint.itemsize, model.adapters)
         n_prefill = min(config.rollout.max_prefill_tokens, -(-work.n_prompts // copies) * work.prompt_len)
         logits = n_logits * self.layout.share_up(model.config.vocab_size) * 4
         forward = self.footprint.scoring_pass(model).expected(n_prefill, 0, 0)
-        terms = self._resident(model.name) | {"KV cache": cache_bytes + beside}
+        terms = self._resident_terms(model.name) | {"KV cache": cache_bytes + beside}
         terms["activations"] = forward + logits + _GRAPH_BYTES * self.hardware.is_cuda
         return Phase(
             name=name,
@@ -338,7 +347,7 @@ class _Step:
             least=sum(terms.values()),
         )
 
-    def _pass(self, name: str, phase: str) -> Phase:
+    def _pass_phase(self, name: str, phase: str) -> Phase:
         model, role = self._model(name), self.roles[name]
         rows = rows_of_role(self.config, self.lengths, name, self.roles)
         row, n_each = rows.each, -(-rows.n // self.layout.data_size)
@@ -348,7 +357,7 @@ class _Step:
         head = 0.0 if model.config.head != "lm" else rows.lengths.answer / row  # logits of answers alone
         in_batch = min(budget, n_tokens)
         terms, n_recomputed, least = self._pass_terms(name, phase, budget, n_tokens, int(head * in_batch))
-        cost = Cost.of(model.config, self.footprint.itemsize, model.adapters if phase == TRAIN else None)
+        cost = TokenCost.from_config(model.config, self.footprint.itemsize, model.adapters if phase == TRAIN else None)
         work = PassWork(
             row_lens=(row,) * n_each,
             n_predicted=int(head * n_each * row),
@@ -358,21 +367,23 @@ class _Step:
             tp_size=self.layout.tp_size,
             shared_lens=shared_lens,
         )
-        rates = self._rates.of(self.layout.cp_size)
+        rates = self._rates.for_devices(self.layout.cp_size)
         seconds = pass_seconds(model.config, cost, work, rates)
-        seconds *= self._rounds(phase, name)
+        seconds *= self._extra_scoring_factor(phase, name)
         if model.offload:
-            found = self.footprint.of_model(model)
+            found = self.footprint.model_bytes(model)
             moved = 0 if model.keeps_weights else found.weights * (2 if phase == TRAIN else 1)
             if phase == TRAIN:  # copies to the device and back run at the same time
-                moved += self._updates(name) * (found.masters + found.moments)
+                moved += self._n_updates(name) * (found.masters + found.moments)
             seconds += moved / _COPY_BYTES_S
         if phase == TRAIN and role.optimizer is not None:
             trained = cost.adapter_params or cost.n_params
             shards = self.layout.tp_size * (self.layout.dp_size if self.footprint.zero_stage else 1)
-            seconds += self._updates(name) * update_seconds(trained / shards, role.optimizer.type, self.hardware.rates)
+            seconds += self._n_updates(name) * update_seconds(
+                trained / shards, role.optimizer.type, self.hardware.rates
+            )
         if phase == TRAIN and name == "actor":
-            seconds += self._teaching(work)
+            seconds += self._teacher_seconds(work)
         seconds += host_seconds(rows.n, rows.n * row * (values_per_token(self.config) if phase == TRAIN else 1))
         if phase == TRAIN:
             named, clock = f"train {name}", "train" if name == "actor" else f"train_{name}"
@@ -388,21 +399,25 @@ class _Step:
             least=least,
         )
 
-    def _teaching(self, work: PassWork) -> float:
+    def _teacher_seconds(self, work: PassWork) -> float:
         """Return the time of the teacher's passes in the training passes of the actor, for all of its rows."""
         teachers = [self._model(name) for name, role in self.roles.items() if role.in_training]
-        scored, rates, seconds = replace(work, trains=False, n_recomputed=0), self._rates.of(self.layout.cp_size), 0.0
+        scored, rates, seconds = (
+            replace(work, trains=False, n_recomputed=0),
+            self._rates.for_devices(self.layout.cp_size),
+            0.0,
+        )
         for model in teachers:
-            cost = Cost.of(model.config, self.footprint.itemsize)
+            cost = TokenCost.from_config(model.config, self.footprint.itemsize)
             seconds += device_seconds(model.config, cost, scored, rates) / len(teachers)
             if model.offload:
-                seconds += self.footprint.of_model(model).weights / _COPY_BYTES_S
+                seconds += self.footprint.model_bytes(model).weights / _COPY_BYTES_S
         return seconds
 
-    def _n_sharing(self, model: Model, rows: Rows, n_rows: int, phase: str, budget: int) -> int:
+    def _n_sharing(self, model: ModelFootprint, rows: Rows, n_rows: int, phase: str, budget: int) -> int:
         """Return how many of a device's `n_rows` rows use the prompt that another row computes."""
         config, lengths, trains = self.config, rows.lengths, phase == TRAIN
-        rule = Sharing.of(
+        rule = PrefixSharing.from_setting(
             config.actor.share_prefixes,
             model.config,
             self.footprint.itemsize,
@@ -420,15 +435,15 @@ class _Step:
         apart, shared = ([min(n, budget)] * -(-n // budget) for n in (n_tokens, n_tokens - saved))
         return sharing if rule.saves_enough(saved, n_tokens) and rule.is_faster(shared, apart, n_rows) else 0
 
-    def _updates(self, name: str) -> int:
+    def _n_updates(self, name: str) -> int:
         """Return the number of optimizer steps of a model in a training step."""
         section = vars(self.config)[name]
         return int(vars(section).get("ppo_n_minibatches", 1))
 
-    def _rounds(self, phase: str, name: str) -> float:
+    def _extra_scoring_factor(self, phase: str, name: str) -> float:
         """Return by how much an extra scoring pass before several updates lengthens training."""
         again = phase == TRAIN and name == "actor" and isinstance(self.config, PolicyExperimentConfig)
-        return 1.0 + (0.3 if again and self._updates(name) > 1 else 0.0)
+        return 1.0 + (0.3 if again and self._n_updates(name) > 1 else 0.0)
 
     # -- problems --------------------------------------------------------------------------------------------------
 
@@ -437,17 +452,17 @@ class _Step:
         worst = max(self._phases, key=lambda phase: phase.least)
         if worst.least > limit:
             return [f"{worst.name} needs {_gib(worst.least)} GiB, and {_gib(limit)} GiB of a device can be used"]
-        if self.footprint.least > limit:
-            need = _gib(self.footprint.least)
+        if self.footprint.least_bytes > limit:
+            need = _gib(self.footprint.least_bytes)
             return [f"the models need {need} GiB, and {_gib(limit)} GiB of a device can be used"]
         caches = {"": (self.cache, self.room_of_cache), " of the judge": (self.cache_of_judge, self.room_of_judge)}
-        return [each for of, (cache, room) in caches.items() for each in _lacking_room(cache, room, of)][:1]
+        return [each for of, (cache, room) in caches.items() for each in _cache_problems(cache, room, of)][:1]
 
 
-def _lacking_room(cache: WantedCache | None, free_bytes: int, of: str) -> Iterator[str]:
+def _cache_problems(cache: WantedCache | None, free_bytes: int, of: str) -> Iterator[str]:
     if cache is None:
         return
-    room = cache.affordable(free_bytes) if cache.mem_fraction is not None else cache.blocks
+    room = cache.affordable_blocks(free_bytes) if cache.mem_fraction is not None else cache.blocks
     tokens = cache.layout.max_sequence_tokens(cache.layout.pool_size(max(min(room, cache.blocks), 0)), cache.max_len)
     if tokens < cache.max_len:
         yield f"the KV cache{of} has room for {tokens:,} tokens, and a sample may need {cache.max_len:,}"

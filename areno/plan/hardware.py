@@ -36,7 +36,7 @@ class Hardware:
         return int((1 - RESERVE) * self.memory) - self.context_bytes if self.is_cuda else self.memory
 
 
-def _by_data_sheet(name: str, title: str, gib: float, bytes_s: float, flops_s: float, link: float) -> Hardware:
+def _gpu_from_data_sheet(name: str, title: str, gib: float, bytes_s: float, flops_s: float, link: float) -> Hardware:
     """Return a GPU with the rates expected from its data sheet: memory, dense FLOPs in bfloat16, link to other GPUs."""
     rates = Rates(copy_bytes_s=_COPY * bytes_s, matmul_flops_s=_PRODUCTS * flops_s, link_bytes_s=_LINK * link)
     return Hardware(name=name, title=title, memory=int(gib * GIB), rates=rates)
@@ -51,10 +51,10 @@ _GPUS = (
         rates=Rates(copy_bytes_s=4.23e12, matmul_flops_s=780e12),  # measured by areno bench
     ),
     # Rates of NVIDIA's data sheets.
-    _by_data_sheet("a100-40gb", "A100 40 GB", 39.4, 1.555e12, 312e12, 300e9),
-    _by_data_sheet("a100-80gb", "A100 80 GB", 79.2, 2.039e12, 312e12, 300e9),
-    _by_data_sheet("rtx-4090", "RTX 4090", 23.6, 1.008e12, 165e12, 32e9),
-    _by_data_sheet("l40s", "L40S", 44.4, 0.864e12, 362e12, 32e9),
+    _gpu_from_data_sheet("a100-40gb", "A100 40 GB", 39.4, 1.555e12, 312e12, 300e9),
+    _gpu_from_data_sheet("a100-80gb", "A100 80 GB", 79.2, 2.039e12, 312e12, 300e9),
+    _gpu_from_data_sheet("rtx-4090", "RTX 4090", 23.6, 1.008e12, 165e12, 32e9),
+    _gpu_from_data_sheet("l40s", "L40S", 44.4, 0.864e12, 362e12, 32e9),
 )
 
 
@@ -92,11 +92,11 @@ def devices_here() -> list[Hardware]:
     except (OSError, subprocess.SubprocessError):  # a driver that does not answer has no GPU to offer either
         return [this_cpu()]
     gpus = [[part.strip() for part in line.split(",")] for line in listed if line.count(",") == 2]
-    found = [gpu_called(name, int(0.9945 * float(mib) * 2**20)) for _, name, mib in _visible(gpus)]
+    found = [gpu_by_name(name, int(0.9945 * float(mib) * 2**20)) for _, name, mib in _visible_gpus(gpus)]
     return found or [this_cpu()]
 
 
-def _visible(gpus: list[list[str]]) -> list[list[str]]:
+def _visible_gpus(gpus: list[list[str]]) -> list[list[str]]:
     """Return the GPUs, of which each begins with its UUID, that CUDA_VISIBLE_DEVICES leaves to a process."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
@@ -110,7 +110,7 @@ def _visible(gpus: list[list[str]]) -> list[list[str]]:
     return found
 
 
-def gpu_called(title: str, memory: int) -> Hardware:
+def gpu_by_name(title: str, memory: int) -> Hardware:
     """Return a GPU by the name that its driver reports, such as "NVIDIA H100 80GB HBM3".
 
     A GPU of an unknown kind has the rates of the known GPU nearest in memory.

@@ -26,7 +26,7 @@ _WITHIN = (
 Actor = TypeVar("Actor", bound=ModelConfig)
 
 
-def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
+def lora_spec(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     """Return the specification of the LoRA adapters that the settings ask for. None if actor.use_lora is false.
 
     Raises ConfigError if they do not fit the base model, or differ from the adapters in actor.init_lora_from.
@@ -48,7 +48,7 @@ def lora_of(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     with model_setting(KEY):
         folder = str(resolve(existing_path(actor.init_lora_from) or actor.init_lora_from, "adapter"))
         adapters, trained_on = read_adapter_config(folder, model)
-    if problems := list(_other_than(adapters, actor)):
+    if problems := list(_contradicting_settings(adapters, actor)):
         raise ConfigError(problems)
     return LoraSpec(adapters=adapters, init_from=folder, base=base, trained_on=trained_on)
 
@@ -65,7 +65,7 @@ def teacher_adapters(actor: ModelConfig, path: str, key: str) -> LoraSpec | None
         if folder is None:
             return None
         of_actor = ModelConfig(path=actor.path, use_lora=True, init_lora_from=str(folder))
-        return lora_of(of_actor, load_config(resolve(existing_path(actor.path) or actor.path)))
+        return lora_spec(of_actor, load_config(resolve(existing_path(actor.path) or actor.path)))
 
 
 def _adapted_shapes(actor: LoraConfig, model: TransformerConfig) -> dict[str, tuple[int, int]]:
@@ -96,7 +96,7 @@ def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Prob
         yield Problem("actor.lora_rank", text, actor.lora_rank, most)
 
 
-def _other_than(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
+def _contradicting_settings(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
     """Yield a problem for each adapter setting, not left at its default, that contradicts `adapters`."""
     theirs = dict(
         zip(FROM_FOLDER, (adapters.rank, adapters.alpha, list(adapters.targets), adapters.use_rslora), strict=True)
@@ -139,7 +139,7 @@ def with_model(actor: Actor, path: str) -> Actor:
     return replace(actor, **lora, path=base, init_from_scratch=False)
 
 
-def own_tokenizer(path: str) -> str | None:
+def folder_with_tokenizer(path: str) -> str | None:
     """Return the local folder of adapters if the folder also has tokenizer files."""
     folder = adapter_folder(path)
     return str(folder) if folder is not None and any((folder / name).is_file() for name in TOKENIZER) else None

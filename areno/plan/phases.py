@@ -30,7 +30,7 @@ class Lengths:
     answer: int
 
     @staticmethod
-    def of(config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None) -> Lengths:
+    def from_settings(config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None) -> Lengths:
         """Return the given lengths, or the limits that the settings give, at most 512 for prompts."""
         limit = min(config.train_dataset.longest, context_len)
         if not isinstance(config, PolicyExperimentConfig):
@@ -134,7 +134,7 @@ def questions_of_step(config: PolicyExperimentConfig, lengths: Lengths) -> Rows:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
+class ComparedPhase:
     """The predicted and the measured time and memory of a phase, or of the whole "step"."""
 
     name: str
@@ -167,21 +167,21 @@ def measured_lengths(config: ExperimentConfig, metrics: Mapping[str, Sequence[fl
     return max(1, round(row - answer)), max(1, round(answer))
 
 
-def compare(phases: Sequence[Phase], metrics: Mapping[str, Sequence[float]]) -> list[Compared]:
+def compare(phases: Sequence[Phase], metrics: Mapping[str, Sequence[float]]) -> list[ComparedPhase]:
     """Compare the phases of a forecast with the scalars that a run has recorded.
 
     Returns an entry for each recorded phase, and one for the step, whose predicted time is the sum over these phases.
     """
-    found = [each for phase in phases for each in _compared(phase, metrics)]
+    found = [each for phase in phases for each in _compare_phase(phase, metrics)]
     if not found or not metrics.get("time/step"):
         return []
     seconds = sum(each.seconds[0] for each in found), statistics.median(metrics["time/step"])
     gib = max(each.gib[0] for each in found), max(each.gib[1] for each in found)
-    return [*found, Compared(name=STEP, seconds=seconds, gib=gib)]
+    return [*found, ComparedPhase(name=STEP, seconds=seconds, gib=gib)]
 
 
-def _compared(phase: Phase, metrics: Mapping[str, Sequence[float]]) -> Iterator[Compared]:
+def _compare_phase(phase: Phase, metrics: Mapping[str, Sequence[float]]) -> Iterator[ComparedPhase]:
     seconds, peaks = (metrics.get(f"{name}/{phase.clock}") for name in ("time", "memory"))
     if seconds and peaks:
         both = phase.seconds, statistics.median(seconds)
-        yield Compared(name=phase.name, seconds=both, gib=(phase.peak / 2**30, max(peaks)))
+        yield ComparedPhase(name=phase.name, seconds=both, gib=(phase.peak / 2**30, max(peaks)))

@@ -12,7 +12,7 @@ from areno.config.models import ModelConfig, PolicyConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.data.control_tokens import allow_control_tokens
-from areno.data.solution_steps import separator_of
+from areno.data.solution_steps import step_separator
 from areno.data.turn_ends import set_model_ends, stop_token_ids, template_end_ids
 from areno.engine.decoder.grammar import text_ranges
 from areno.errors import ConfigError, Key, Problem, all_of
@@ -51,7 +51,7 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
     """Make the plan of a run from its configuration. Reads config.json and the tokenizer, but no weights."""
     plan = open_actor(config, lambda: devices_of(config.engine, config.cluster, config.scheduler))
     if config.scheduler.type == "ray":
-        plan = on_ray(plan, config)
+        plan = with_ray_cluster(plan, config)
     if not isinstance(config, PolicyExperimentConfig):
         return plan
     return replace(
@@ -62,7 +62,7 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
     )
 
 
-def on_ray(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:
+def with_ray_cluster(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:
     """Return a plan that runs its workers on a Ray cluster, whose nodes must all see the output folders."""
     folders = {"cluster.fileroot": config.cluster.fileroot, "saver.path": config.saver.path}
     shared = tuple((key, os.path.abspath(os.path.expanduser(path))) for key, path in folders.items() if path)
@@ -97,7 +97,9 @@ def open_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) ->
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
     role, dtype, _ = all_of(
-        lambda: actor_role(config, path, model), lambda: _dtype_of(config.actor, devices), lambda: _raise(problems)
+        lambda: actor_role(config, path, model),
+        lambda: _dtype_of(config.actor, devices),
+        lambda: _raise_if_any(problems),
     )
     set_model_ends(tokenizer, model.eos_token_ids)
     eos = stop_token_ids(tokenizer)
@@ -105,7 +107,7 @@ def open_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) ->
     role = replace(
         role,
         pad_token_id=None if has_lm_head else tokenizer.pad_token_id,
-        step_separator=separator_of(config.actor, model),
+        step_separator=step_separator(config.actor, model),
     )
     spec = replace(
         engine_spec(config, role, devices),
@@ -143,7 +145,7 @@ def _dtype_of(actor: ModelConfig, devices: list[str]) -> str:
     return actor.dtype
 
 
-def _raise(problems: list[Problem]) -> None:
+def _raise_if_any(problems: list[Problem]) -> None:
     if problems:
         raise ConfigError(problems)
 

@@ -16,7 +16,7 @@ from areno.errors import CheckpointError, ConfigError, Problem, all_of
 from areno.models.config import TransformerConfig
 from areno.models.registry import head_of
 from areno.plan.folders import whole_model
-from areno.plan.lora import lora_of, teacher_adapters
+from areno.plan.lora import lora_spec, teacher_adapters
 from areno.schema.fields import Section
 from areno.specs.role import LoraSpec, RoleSpec
 from areno.types import ModelRole
@@ -34,7 +34,7 @@ _COPIED = ("optimizer", "gradient_checkpointing", "router_aux_loss_coef")  # set
 
 def actor_role(config: ExperimentConfig, path: str, model: TransformerConfig) -> RoleSpec:
     """Return the specification of the trained model, without what its tokenizer adds."""
-    return replace(_role(config, "actor", path, lora_of(config.actor, model)), head=config.head)
+    return replace(_role(config, "actor", path, lora_spec(config.actor, model)), head=config.head)
 
 
 def experiment_roles(
@@ -117,13 +117,13 @@ def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
     if not isinstance(roles, Mapping):
         found = f"is a {type(roles).__name__}; a dictionary of role names to areno.ModelRole is expected"
         raise ConfigError([Problem("roles", found)])
-    problems = [problem for name, role in roles.items() for problem in _problems(name, role)]
+    problems = [problem for name, role in roles.items() for problem in _role_problems(name, role)]
     if problems:
         raise ConfigError(problems)
     return {name: role if isinstance(role, RoleSpec) else _script_role(role, actor) for name, role in roles.items()}
 
 
-def _problems(name: Any, role: Any) -> Iterator[Problem]:
+def _role_problems(name: Any, role: Any) -> Iterator[Problem]:
     key = f"roles[{name!r}]"
     if not isinstance(name, str):
         yield Problem(key, "is named by no string; role names are strings, such as 'critic'")

@@ -180,12 +180,12 @@ def read_arguments(
     if backend_type is not None and backend_type is not Areno:
         name = backend_type.__name__ if isinstance(backend_type, type) else repr(backend_type)
         problems.append(Problem("backend_type", f"is {name}; areno.Areno is the one there is, and the default"))
-    data: dict[str, Any] = {"world_size": world_size, "model_path": _text(model_path)}
-    data["metrics_log_dir"] = _text(metrics_log_dir)
+    data: dict[str, Any] = {"world_size": world_size, "model_path": _path_as_text(model_path)}
+    data["metrics_log_dir"] = _path_as_text(metrics_log_dir)
     if isinstance(custom_config, ArenoConfig):
         given = vars(custom_config)
         default = {name for name in ("optimizer", "runtime") if given[name] is None}
-        data["custom_config"] = {name: _text(value) for name, value in given.items() if name not in default}
+        data["custom_config"] = {name: _path_as_text(value) for name, value in given.items() if name not in default}
     elif custom_config is not None:
         hint = "; write areno.ArenoConfig(**...)" if isinstance(custom_config, Mapping) else ""
         found = f"is a {type(custom_config).__name__}; an areno.ArenoConfig is expected{hint}"
@@ -193,7 +193,7 @@ def read_arguments(
     return build(TrainerSettings, data, problems)
 
 
-def _text(path: Any) -> Any:
+def _path_as_text(path: Any) -> Any:
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 

@@ -22,7 +22,7 @@ _DEVICES = "engine.world_size"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class FittingChange:
     changes: Mapping[str, Any]
     price: str  # for messages
     learns_otherwise: bool
@@ -30,7 +30,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class _Option:
+class _MemoryOption:
     """One change that lowers the need for memory."""
 
     changes: dict[str, Any]
@@ -38,19 +38,19 @@ class _Option:
     learns_otherwise: bool = False  # other changes come first
 
 
-def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Forecast]) -> list[Way]:
+def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Forecast]) -> list[FittingChange]:
     """Return single changes and pairs of changes with which a run fits, the best ones first.
 
     Changes on the same number of devices come first, then changes without influence on learning, then those with the
     shortest step. A pair is left out if one of its changes is enough and about as fast.
     """
-    here, layouts = list(_options(found)), list(_layouts(found)) if found.hardware.is_cuda else []
-    ways = _fitting(found, [(option,) for option in [*here, *layouts]], predict)
+    here, layouts = list(_memory_options(found)), list(_layout_options(found)) if found.hardware.is_cuda else []
+    ways = _combinations_that_fit(found, [(option,) for option in [*here, *layouts]], predict)
     on_twice = [option for option in layouts if option.changes.get(_DEVICES) == 2 * found.n_devices]
-    ways += _fitting(found, itertools.combinations(here, 2), predict)
-    ways += _fitting(found, itertools.product(here, on_twice), predict)
+    ways += _combinations_that_fit(found, itertools.combinations(here, 2), predict)
+    ways += _combinations_that_fit(found, itertools.product(here, on_twice), predict)
     if len(ways) < _FEW:
-        ways += _fitting(found, itertools.product(here, layouts), predict)
+        ways += _combinations_that_fit(found, itertools.product(here, layouts), predict)
     ways = list({tuple(way.changes.items()): way for way in ways}.values())
     ways = [way for way in ways if not any(_is_as_good(other, way) for other in ways)]
     ways.sort(key=lambda way: (way.forecast.n_devices, way.learns_otherwise, way.forecast.seconds))
@@ -60,9 +60,9 @@ def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Fore
     return [*chosen, *on_more[: _MOST - len(chosen)]]
 
 
-def _fitting(
-    found: Forecast, choices: Iterable[Sequence[_Option]], predict: Callable[[ExperimentConfig, int], Forecast]
-) -> list[Way]:
+def _combinations_that_fit(
+    found: Forecast, choices: Iterable[Sequence[_MemoryOption]], predict: Callable[[ExperimentConfig, int], Forecast]
+) -> list[FittingChange]:
     ways = []
     for chosen in choices:
         changes = {key: value for option in chosen for key, value in option.changes.items()}
@@ -79,17 +79,19 @@ def _fitting(
             if other.host_bytes > found.host_bytes:
                 prices.append(f"{other.host_bytes / 2**30:.0f} GiB of host memory")
             learns = any(option.learns_otherwise for option in chosen)
-            ways.append(Way(changes=changes, price="; ".join(prices), learns_otherwise=learns, forecast=other))
+            ways.append(
+                FittingChange(changes=changes, price="; ".join(prices), learns_otherwise=learns, forecast=other)
+            )
     return ways
 
 
-def _is_as_good(one: Way, other: Way) -> bool:
+def _is_as_good(one: FittingChange, other: FittingChange) -> bool:
     """Return whether `other` has all changes of `one` and more, and is hardly faster."""
     more = one.changes.items() < other.changes.items()
     return more and other.forecast.seconds > _FASTER * one.forecast.seconds
 
 
-def _options(found: Forecast) -> Iterator[_Option]:
+def _memory_options(found: Forecast) -> Iterator[_MemoryOption]:
     """Yield single changes that lower the need for memory and are not in effect."""
     config, cuda = found.config, found.hardware.is_cuda
     smaller: dict[str, OptimizerType | None] = {
@@ -97,47 +99,49 @@ def _options(found: Forecast) -> Iterator[_Option]:
     }
     if changes := {f"{name}.optimizer.type": kind for name, kind in smaller.items() if kind is not None}:
         prices = dict.fromkeys(OPTIMIZERS[kind].price for kind in smaller.values() if kind is not None)
-        yield _Option({**changes}, "; ".join(prices))
+        yield _MemoryOption({**changes}, "; ".join(prices))
     if isinstance(config, PolicyExperimentConfig):
         if cuda and not config.rollout.drop_rollout_state:
-            yield _Option({"rollout.drop_rollout_state": True}, "the KV cache and CUDA graphs are made in each step")
+            yield _MemoryOption(
+                {"rollout.drop_rollout_state": True}, "the KV cache and CUDA graphs are made in each step"
+            )
         for share in (2, 4):
             if at_once := config.samples_at_once // share:
-                yield _Option({"rollout.max_concurrent_rollouts": at_once}, "fewer samples decode at once")
+                yield _MemoryOption({"rollout.max_concurrent_rollouts": at_once}, "fewer samples decode at once")
         if config.gconfig.max_new_tokens > 512:
             less = config.gconfig.max_new_tokens // 2
-            yield _Option({"gconfig.max_new_tokens": less}, "longer answers are cut off", learns_otherwise=True)
+            yield _MemoryOption({"gconfig.max_new_tokens": less}, "longer answers are cut off", learns_otherwise=True)
     if cuda:
         for name in RESTING:
             loaded = next((model for model in found.footprint.models if model.own_section == name), None)
             if loaded is not None and not loaded.offload:
-                yield _Option(
+                yield _MemoryOption(
                     {f"{name}.offload": True}, f"the {loaded.name} model is copied to the device in each step"
                 )
     if any(model.may_stream for model in found.footprint.models):
-        yield _Option({"actor.offload": True}, "masters and moments are copied in each update")
+        yield _MemoryOption({"actor.offload": True}, "masters and moments are copied in each update")
         if len(found.footprint.models) > 1:
-            yield _Option({"enable_offload": True}, "models rest in host memory while others work")
+            yield _MemoryOption({"enable_offload": True}, "models rest in host memory while others work")
     if not config.actor.gradient_checkpointing:
-        yield _Option({"actor.gradient_checkpointing": True}, "activations are computed twice")
+        yield _MemoryOption({"actor.gradient_checkpointing": True}, "activations are computed twice")
     if not config.actor.use_lora and not config.actor.init_from_scratch:
-        yield _Option({"actor.use_lora": True}, "only adapters are trained", learns_otherwise=True)
+        yield _MemoryOption({"actor.use_lora": True}, "only adapters are trained", learns_otherwise=True)
 
 
-def _layouts(found: Forecast) -> Iterator[_Option]:
+def _layout_options(found: Forecast) -> Iterator[_MemoryOption]:
     engine, n = found.config.engine, found.n_devices
     if n > 1 and engine.zero_stage < 2:
-        yield _Option({"engine.zero_stage": 2}, "gradients are sent in each micro-batch")
+        yield _MemoryOption({"engine.zero_stage": 2}, "gradients are sent in each micro-batch")
     if n > 1:
         yield from (
-            _Option({"engine.tp_size": size}, "layers wait for each other's sums")
+            _MemoryOption({"engine.tp_size": size}, "layers wait for each other's sums")
             for size in (2, 4, 8)
             if engine.tp_size < size <= n and n % size == 0
         )
     for more in (2, 4, 8):
         if more * n <= 64:
-            yield _Option({_DEVICES: more * n, "engine.zero_stage": 2}, f"{more * n} devices")
-            yield _Option({_DEVICES: more * n, "engine.tp_size": engine.tp_size * more}, f"{more * n} devices")
+            yield _MemoryOption({_DEVICES: more * n, "engine.zero_stage": 2}, f"{more * n} devices")
+            yield _MemoryOption({_DEVICES: more * n, "engine.tp_size": engine.tp_size * more}, f"{more * n} devices")
 
 
 def set_values(config: ExperimentConfig, changes: Mapping[str, Any]) -> None:
@@ -150,7 +154,7 @@ def set_values(config: ExperimentConfig, changes: Mapping[str, Any]) -> None:
         vars(target)[name] = value
 
 
-def shown(changes: Mapping[str, Any]) -> str:
+def command_line_of(changes: Mapping[str, Any]) -> str:
     """Return changes as words of a command line, such as "actor.use_lora=true engine.world_size=2"."""
     words = []
     for key, value in changes.items():

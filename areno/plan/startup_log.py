@@ -20,7 +20,7 @@ logger = logging.getLogger("areno")
 _LOOKED_AT = 1000  # rows
 
 
-def facts(
+def startup_facts(
     config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec], loader: BatchLoader[Any]
 ) -> dict[str, str]:
     """Describe the "model", the training "rows" and the "layout" over devices of a run in one line each."""
@@ -72,14 +72,14 @@ def log_model(engine: Engine) -> None:
             100 * share,
             lora.adapters.rank,
             ", ".join(lora.adapters.targets),
-            _origin(lora),
+            _adapter_origin(lora),
         )
     if engine.spec.share_prefixes != "off" and info.sharing.when == "off":
         logger.info("prefixes of rows are not shared in training, because the model has recurrent states")
     _log_memory(engine)
 
 
-def _origin(lora: LoraSpec) -> str:
+def _adapter_origin(lora: LoraSpec) -> str:
     """Return a text that says from which folder adapters start, and on which model they were trained."""
     if not lora.init_from:
         return ""

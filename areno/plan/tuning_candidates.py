@@ -22,7 +22,7 @@ from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import Hardware
 from areno.plan.phases import Lengths
 from areno.plan.plan import longest_sequence
-from areno.plan.settings_that_fit import set_values, shown, ways_to_fit
+from areno.plan.settings_that_fit import command_line_of, set_values, ways_to_fit
 
 BATCH = "train_dataset.batch_size"
 AT_ONCE = "rollout.max_concurrent_rollouts"
@@ -104,19 +104,19 @@ def given_settings(keys: Collection[str]) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class LengthLimits:
     """The largest lengths of prompts and answers that the settings of a run allow, in tokens."""
 
     prompt: int
     answer: int
 
     @staticmethod
-    def of(config: PolicyExperimentConfig) -> Limits:
+    def from_config(config: PolicyExperimentConfig) -> LengthLimits:
         context = shape_of(config.actor.path, "actor.path").max_position_embeddings
         longest = longest_sequence(config, context)
         answer = max(1, min(config.gconfig.max_new_tokens, longest - 1))
         most = longest if config.agent.fn is not None else config.train_dataset.longest
-        return Limits(max(1, min(most, longest - answer)), answer)
+        return LengthLimits(max(1, min(most, longest - answer)), answer)
 
     @property
     def usual(self) -> Lengths:
@@ -133,16 +133,16 @@ def candidates(
     candidates are those with the largest steps whose time per sample is at most 10 % above the shortest one. With
     engine.deterministic, and a batch size that is given, only candidates with bit-identical results are returned.
     """
-    limits = Limits.of(config)
+    limits = LengthLimits.from_config(config)
     keeps_bits = config.engine.deterministic and BATCH in given
-    before = _budgets(forecast(config, hardware, n_devices, limits.prompt, limits.answer))
+    before = _token_budgets(forecast(config, hardware, n_devices, limits.prompt, limits.answer))
     most, found, too_large = int(config.tune.mem_frac * hardware.memory), [], []
     known: set[tuple[Any, ...]] = set()
     for settings in _combinations(config, hardware, given, limits, keeps_bits):
         changed = copy.deepcopy(config)
         set_values(changed, settings)
         candidate = _candidate(changed, settings, hardware, n_devices, limits)
-        if keeps_bits and _budgets(candidate.full) != before:
+        if keeps_bits and _token_budgets(candidate.full) != before:
             continue
         if (work := (candidate.kind, *candidate.sizes)) in known:
             continue  # the same work as with automatic micro-batches, which are first, or with smaller ones
@@ -151,7 +151,7 @@ def candidates(
             (found if candidate.peak <= most else too_large).append(candidate)
     if not found:
         least = min((candidate.peak for candidate in too_large), default=None)
-        raise nothing_fits(config, hardware, n_devices, least)
+        raise nothing_fits_error(config, hardware, n_devices, least)
     found.sort(key=lambda candidate: candidate.price(candidate.usual.seconds))
     nearly_best = _LARGER * found[0].price(found[0].usual.seconds)
     n_rows = max(each.n_rows for each in found if each.price(each.usual.seconds) <= nearly_best)
@@ -180,7 +180,11 @@ def shortlist(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _candidate(
-    config: PolicyExperimentConfig, settings: Mapping[str, Any], hardware: Hardware, n_devices: int, limits: Limits
+    config: PolicyExperimentConfig,
+    settings: Mapping[str, Any],
+    hardware: Hardware,
+    n_devices: int,
+    limits: LengthLimits,
 ) -> Candidate:
     usual = forecast(config, hardware, n_devices, limits.usual.prompt, limits.usual.answer)
     full = forecast(config, hardware, n_devices, limits.prompt, limits.answer)
@@ -194,7 +198,7 @@ def _candidate(
 
 
 def _combinations(
-    config: PolicyExperimentConfig, hardware: Hardware, given: Collection[str], limits: Limits, keeps_bits: bool
+    config: PolicyExperimentConfig, hardware: Hardware, given: Collection[str], limits: LengthLimits, keeps_bits: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the settings of each candidate. Settings that are given, or not chosen, are left out."""
     is_free = {key: key not in given for key in CHOSEN}
@@ -237,13 +241,15 @@ def _batch_size(config: PolicyExperimentConfig, at_once: int) -> int:
     return next(even, config.train_dataset.batch_size)
 
 
-def _budgets(found: Forecast) -> dict[str, int | None]:
+def _token_budgets(found: Forecast) -> dict[str, int | None]:
     return {phase.name: phase.budget for phase in found.phases}
 
 
-def nothing_fits(config: PolicyExperimentConfig, hardware: Hardware, n_devices: int, least: int | None) -> ConfigError:
+def nothing_fits_error(
+    config: PolicyExperimentConfig, hardware: Hardware, n_devices: int, least: int | None
+) -> ConfigError:
     """Return the error that no candidate fits. `least` is the least memory of one that fits a whole device."""
-    limits = Limits.of(config)
+    limits = LengthLimits.from_config(config)
     smaller = replace(hardware, memory=int(config.tune.mem_frac * hardware.memory))
 
     def predict(config: Any, n_devices: int) -> Forecast:
@@ -254,7 +260,7 @@ def nothing_fits(config: PolicyExperimentConfig, hardware: Hardware, n_devices: 
         options.append(f"raise it to {math.ceil(100 * least / hardware.memory) / 100:.2f}")
     found = predict(config, n_devices)
     for way in ways_to_fit(found, predict):
-        options.append(f"set {shown(way.changes)}" + (f" ({way.price})" if way.price else ""))
+        options.append(f"set {command_line_of(way.changes)}" + (f" ({way.price})" if way.price else ""))
     options = options or ["choose a smaller model or a larger device"]
     text = "is {}, and no candidate fits into {} of the {} GiB of a device; {}"
     numbers = (config.tune.mem_frac, gib(smaller.memory), gib(hardware.memory))

@@ -65,11 +65,11 @@ class OnlineDPOConfig(PairedPolicyExperimentConfig):
         import numpy as np
 
         from areno.loss_fns import choose_pairs
-        from areno.trainers.online_dpo import signs
+        from areno.trainers.online_dpo import pair_signs
         from areno.trainers.rows import n_trained
 
         pairs, _ = choose_pairs([row.reward for row in rows], groups, self.pairs_per_prompt)
-        return [np.full(n_trained(row), sign) for row, sign in zip(rows, signs(len(rows), pairs), strict=True)]
+        return [np.full(n_trained(row), sign) for row, sign in zip(rows, pair_signs(len(rows), pairs), strict=True)]
 
     def loss_fn(self) -> LossFn:
         from areno.loss_fns import dpo_loss_fn

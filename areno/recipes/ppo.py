@@ -58,7 +58,7 @@ class PPOActorConfig(TokenPolicyConfig):
     )
 
     @forbid("adv_norm.mean_leave1out", "needs one advantage per sample; PPO has one per token")
-    def leave_one_out_is_for_samples(self) -> bool:
+    def leave_one_out_over_tokens(self) -> bool:
         return self.adv_norm is not None and self.adv_norm.mean_leave1out
 
 

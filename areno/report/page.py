@@ -1,6 +1,7 @@
 """Write the report of runs: one HTML page that needs no network and no other file.
 
-`contents` collects the data of the page, `render` makes the HTML, and `write_report` does both and writes the file.
+`page_contents` collects the data of the page, `render` makes the HTML, and `write_report` does both and writes the
+file.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _TOKEN_VALUES = ("tokens", "logprobs", "train_logprobs", "token_advantages")
 _INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
 
 
-def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
+def page_contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
     """Collect all data that the page shows.
 
     The compressed samples of all runs take at most `sample_bytes`. "headlines" has for each main scalar and run [first
@@ -42,7 +43,7 @@ def contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dic
     shown, constant = _charts_and_constants(metrics)
     described = []
     for name, run, of_run in zip(names, runs, metrics, strict=True):
-        series = {key: _pair(found.steps, found.values) for key, found in of_run.items()}
+        series = {key: _json_series(found.steps, found.values) for key, found in of_run.items()}
         described.append(
             {
                 "name": name,
@@ -101,7 +102,7 @@ def _charts_and_constants(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict
 
 
 def _headlines(metrics: Sequence[Mapping[str, Series]]) -> list[dict[str, Any]]:
-    """Return a dictionary for each main scalar that a run has recorded, see `contents`."""
+    """Return a dictionary for each main scalar that a run has recorded, see `page_contents`."""
     found = [headlines(of_run) for of_run in metrics]
     rows = []
     for name, (title, _) in NAMES.items():
@@ -113,7 +114,7 @@ def _headlines(metrics: Sequence[Mapping[str, Series]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _pair(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:
+def _json_series(steps: Sequence[int], values: Sequence[float]) -> list[list[Any]]:
     return [list(steps), [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]]
 
 
@@ -211,10 +212,10 @@ def without_nan(value: Any) -> Any:
 
 def pack(value: Any) -> str:
     """Return a value as gzipped JSON in base64. The page unpacks it with the browser's DecompressionStream."""
-    return _zipped(json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str))
+    return _gzip_base64(json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str))
 
 
-def _zipped(text: str) -> str:
+def _gzip_base64(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
 
 
@@ -226,7 +227,7 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     """Write the report of runs to an HTML file, which is replaced, and return its path."""
     if not runs:
         raise ArenoError("a report needs the folder of at least one run")
-    page = render(contents([RunReader(run) for run in dict.fromkeys(map(str, runs))]))
+    page = render(page_contents([RunReader(run) for run in dict.fromkeys(map(str, runs))]))
     page = page.encode("utf-8", "replace").decode()  # names and texts may hold lone surrogates
     path = Path(path).expanduser()
     try:
@@ -244,12 +245,12 @@ def render(data: dict[str, Any]) -> str:
     names = ", ".join(run["name"] for run in data["runs"])
     parts = {
         "TITLE": html.escape(f"areno: {names}"),
-        "STYLE": _static("page.css"),
-        "PLOTLY": _zipped(_plotly()),
+        "STYLE": _static_file("page.css"),
+        "PLOTLY": _gzip_base64(_plotly()),
         "DATA": _inside_script(without_nan({**data, "areno": __version__})),
-        "SCRIPT": "".join(_static(f"{name}.js") for name in _SCRIPTS),
+        "SCRIPT": "".join(_static_file(f"{name}.js") for name in _SCRIPTS),
     }
-    page = _static("page.html")
+    page = _static_file("page.html")
     for name, part in parts.items():
         page = page.replace(f"<!-- {name} -->", part)
     return page
@@ -260,7 +261,7 @@ def _inside_script(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str).replace("<", "\\u003c")
 
 
-def _static(name: str) -> str:
+def _static_file(name: str) -> str:
     return (_STATIC / name).read_text(encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ _MOST = 2**31  # limit of token ids, weight versions and lengths
 
 def check_sample(sample: Mapping[str, Any], number: int) -> None:
     """Raise ArenoError if a field of a recorded sample that areno reads has another type or length than expected."""
-    _check(sample, _FIELD_TYPES, f"sample {number}")
+    _check_fields(sample, _FIELD_TYPES, f"sample {number}")
     trajectory = sample.get("trajectory")
     if trajectory is None:
         return
@@ -30,7 +30,7 @@ def check_sample(sample: Mapping[str, Any], number: int) -> None:
         raise ArenoError("sample {}: trajectory.rows is {}; a list of rows is expected", number, show(rows))
     for place, row in enumerate(rows):
         where = f"sample {number}, row {place} of its trajectory"
-        _check(row, _ROW_TYPES, where)
+        _check_fields(row, _ROW_TYPES, where)
         if missing := [name for name in ("tokens", "sources", "trained") if row.get(name) is None]:
             raise ArenoError("{}: has no {}", where, missing[0])
         for name in ("sources", "trained"):
@@ -38,7 +38,9 @@ def check_sample(sample: Mapping[str, Any], number: int) -> None:
                 raise ArenoError("{}: {} are for {} tokens, and it has {}", where, name, n, len(row["tokens"]))
 
 
-def _check(fields: Mapping[str, Any], forms: Mapping[str, tuple[Callable[[Any], bool], str]], where: str) -> None:
+def _check_fields(
+    fields: Mapping[str, Any], forms: Mapping[str, tuple[Callable[[Any], bool], str]], where: str
+) -> None:
     for name, (is_fine, expected) in forms.items():
         if (value := fields.get(name)) is not None and not is_fine(value):
             raise ArenoError("{}: {} is {}; {} is expected", where, name, show(value), expected)
@@ -138,12 +140,12 @@ def recorded_row(sample: Mapping[str, Any], tokenizer: Any, number: int = 0) -> 
     )
     if sample.get("loss_mask") is not None and len(sample["loss_mask"]) == len(response):
         row.trained = np.concatenate([np.zeros(len(prompt), dtype=bool), np.array(sample["loss_mask"], dtype=bool)])
-    _fill(row, trained, "logprobs", sample.get("logprobs"))
-    _fill(row, trained, "train_logprobs", sample.get("train_logprobs"))
-    _fill(row, trained, "advantages", sample.get("token_advantages"))
+    _fill_at(row, trained, "logprobs", sample.get("logprobs"))
+    _fill_at(row, trained, "train_logprobs", sample.get("train_logprobs"))
+    _fill_at(row, trained, "advantages", sample.get("token_advantages"))
     if np.isnan(row.advantages[trained]).all() and sample.get("advantage") is not None:
         row.advantages[trained] = sample["advantage"]
-    row.versions = _bounds(sample.get("versions"))
+    row.versions = _version_bounds(sample.get("versions"))
     return row
 
 
@@ -161,10 +163,10 @@ def _row_of_agent(sample: Mapping[str, Any], number: int) -> RecordedRow:
         advantages=np.full(n_tokens, np.nan),
     )
     # A turn that began another row is trained here too, but its log-probabilities are recorded in that row.
-    _fill(row, sources == Source.SAMPLED, "logprobs", given.get("logprobs"))
+    _fill_at(row, sources == Source.SAMPLED, "logprobs", given.get("logprobs"))
     if sample.get("advantage") is not None:
         row.advantages[row.trained] = sample["advantage"]
-    row.versions = _bounds(given.get("versions"))
+    row.versions = _version_bounds(given.get("versions"))
     return row
 
 
@@ -188,7 +190,7 @@ def _note_length(missing: list[str], what: str, found: int, recorded: int | None
         missing.append(f"the {what} as it was: its text makes {found} tokens, and it had {recorded}")
 
 
-def _fill(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[float | None] | None) -> None:
+def _fill_at(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[float | None] | None) -> None:
     """Write values, one for each True in the mask `places`, into the array `name` of a row, None as NaN.
 
     If their number differs, add a description to `row.missing` instead.
@@ -201,7 +203,7 @@ def _fill(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[floa
     vars(row)[name][places] = [np.nan if value is None else value for value in values]
 
 
-def _bounds(versions: Any) -> tuple[int, int] | None:
+def _version_bounds(versions: Any) -> tuple[int, int] | None:
     """Return the oldest and the newest of one version for each token, or of [version, number of tokens] pairs."""
     if not versions:
         return None

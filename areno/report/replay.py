@@ -100,7 +100,7 @@ def replay(
         check_sample(sample, place)
     folder, at = choose_checkpoint(run, step, checkpoint)
     missing: list[str] = []
-    config, algorithm, roles = _settings(run, folder, device, missing, samples[number].get("teacher"))
+    config, algorithm, roles = _replay_config(run, folder, device, missing, samples[number].get("teacher"))
     plan = plan_of_experiment(config)
     recorded = recorded_row(samples[number], plan.tokenizer, row)
     missing += recorded.missing
@@ -111,12 +111,12 @@ def replay(
         checkpoint_step=at,
         versions=recorded.versions,
         missing=missing,
-        tokens=_tokens(recorded, now, plan.tokenizer),
+        tokens=_replayed_tokens(recorded, now, plan.tokenizer),
     )
     if np.isnan(recorded.advantages[recorded.trained]).any():
         _compute_advantage(recorded, samples, number, config, algorithm, missing)
     for token, advantage in zip(found.tokens, recorded.advantages, strict=True):
-        token.advantage = _known(advantage) if token.trained else None
+        token.advantage = _number_or_none(advantage) if token.trained else None
     if np.isnan(recorded.logprobs[recorded.trained]).any():
         missing.append("the log-probabilities of the rollout, and so the loss")
     elif config.rows_per_item() > 1:
@@ -156,7 +156,7 @@ def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Pa
     return folder, next((at for at, path in there.items() if path.resolve() == folder), None)
 
 
-def _settings(
+def _replay_config(
     run: RunReader, folder: Path, device: str, missing: list[str], named: str | None
 ) -> tuple[Any, Algorithm, dict[str, RoleSpec]]:
     """Load the run's configuration, changed so that the checkpoint is the actor and the engine runs on this machine.
@@ -223,17 +223,17 @@ def _logprobs(
         return engine.logprobs("actor", [tokens], config.gconfig)[0], found.get("ref"), found.get("teacher")
 
 
-def _tokens(row: RecordedRow, now: np.ndarray, tokenizer: Any) -> list[Token]:
+def _replayed_tokens(row: RecordedRow, now: np.ndarray, tokenizer: Any) -> list[Token]:
     found = []
     for place, token in enumerate(row.tokens):
         is_trained = bool(row.trained[place])
-        then, value = _known(row.logprobs[place]), float(now[place])
+        then, value = _number_or_none(row.logprobs[place]), float(now[place])
         text = tokenizer.decode([token])
         found.append(Token(token=token, text=text, trained=is_trained, then=then, now=value if place else None))
     return found
 
 
-def _known(value: float) -> float | None:
+def _number_or_none(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
@@ -254,7 +254,7 @@ def _compute_advantage(
     if samples[number] not in scored:
         missing.append("the advantage: the sample has no reward, and is not trained on")
         return
-    given = [_scored(sample) for sample in scored]
+    given = [_scored_sample(sample) for sample in scored]
     rewards = sample_rewards(given, config.actor, config.gconfig.max_new_tokens)
     rows = [TrainSequence(prompt_mask=[True, False], tokens=[0, 0], reward=reward) for reward in rewards]
     advantages = config.advantages(rows, [one.group for one in given])
@@ -262,7 +262,7 @@ def _compute_advantage(
     missing.append(f"the recorded advantage; it is computed from the {len(scored)} rewards of the step that were kept")
 
 
-def _scored(sample: Mapping[str, Any]) -> ScoredSample:
+def _scored_sample(sample: Mapping[str, Any]) -> ScoredSample:
     """Return a recorded sample as a ScoredSample with only the fields that reward shaping reads."""
     return ScoredSample(
         item=PromptItem(prompt="", text="", tokens=[]),

@@ -15,7 +15,7 @@ from areno.tracking.reader import (
     NAMES_OF_TRAINING,
     Headline,
     RunReader,
-    began,
+    begin_time,
     duration,
     headline,
     last_step,
@@ -36,18 +36,18 @@ def runs_table(root: str | Path) -> Table:
     table = Table(*columns, title=f"runs in {root}")
     for run in runs:
         try:
-            table.add_row(str(run.path.relative_to(Path(root).expanduser())), *_row(run))
+            table.add_row(str(run.path.relative_to(Path(root).expanduser())), *_run_row(run))
         except ArenoError as error:  # a damaged run must not hide the others
             table.add_row(str(run.path), "", "", "[red]damaged[/]", "", escape(str(error)), "")
     return table
 
 
-def _row(run: RunReader) -> list[str]:
+def _run_row(run: RunReader) -> list[str]:
     status, found = run.status(), best_of(run)
     best = "" if found is None else f"{found.title} {found.best:.4g} at step {found.step}"
     state = f"[{_COLOURS[status]}]{status}[/]" if status else "-"
     algorithm = escape(algorithm_shown(run.path))
-    return [algorithm, began(run), state, str(last_step(run)), best, duration(seconds(run))]
+    return [algorithm, begin_time(run), state, str(last_step(run)), best, duration(seconds(run))]
 
 
 def best_of(run: RunReader) -> Headline | None:

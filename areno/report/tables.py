@@ -11,8 +11,8 @@ from rich import box, markup, table
 from rich.table import Table
 from rich.text import Text
 
-from areno.report.terminal import cell, right
-from areno.report.verdict import differences, differing, run_names
+from areno.report.terminal import cell_text, right
+from areno.report.verdict import differences, differing_settings, run_names
 from areno.tracking.reader import RunReader, headlines
 
 
@@ -26,13 +26,13 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
         tables.append(Text(f"The settings of {', '.join(unknown)} are not known: there is no config.yaml."))
     known = [(name, run) for name, run in zip(names, runs, strict=True) if run.config]
     settings = differences([run for _, run in known])
-    versions = differing([run.versions for _, run in known])
+    versions = differing_settings([run.versions for _, run in known])
     if not settings and len(known) > 1:
         tables.append(Text("All settings are equal."))
     for what, title, of_runs in (("setting", "settings", settings), ("package", "versions", versions)):
         table = Table(what, *(name for name, _ in known), title=f"{title} that differ")
         for key, values in of_runs.items():
-            table.add_row(key, *map(cell, values))
+            table.add_row(key, *map(cell_text, values))
         if of_runs:
             tables.append(table)
     results = Table("result", "", *map(right, names), title="results")
@@ -43,7 +43,7 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
         for kind in ("first", "best", "last"):
             values = [None if line is None else line._asdict()[kind] for line in lines]
             if any(value is not None for value in values):
-                results.add_row(title if kind == "first" else "", kind, *map(cell, values))
+                results.add_row(title if kind == "first" else "", kind, *map(cell_text, values))
     return [*tables, results]
 
 
@@ -64,13 +64,13 @@ def samples_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequenc
     for number, (row, record, outcome) in enumerate(zip(rows[:most], records, outcomes, strict=False)):
         reward = outcome.status if outcome.value is None else f"{outcome.value:.4g}"
         parts = (f"{outcome.parts[name]:.4g}" if name in outcome.parts else "" for name in names)
-        before = ["" if (value := _recorded(row)) is None else f"{value:.4g}"] if recorded else []
+        before = ["" if (value := _recorded_reward(row)) is None else f"{value:.4g}"] if recorded else []
         text = " ".join(record.completion.split())[:_SHOWN_CHARS]
         shown.add_row(str(number), reward, *parts, *before, markup.escape(text))
     return shown
 
 
-def _recorded(row: Mapping[str, Any]) -> float | None:
+def _recorded_reward(row: Mapping[str, Any]) -> float | None:
     """Return the recorded reward of a sample, or None if it has no finite reward."""
     value = row.get("reward")
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else None
@@ -92,7 +92,7 @@ def count_lines(rows: Sequence[Any], outcomes: Sequence[Any]) -> Iterator[str]:
     """Yield how many rewards are at least 1, and how many differ from the recorded ones, in sentences."""
     right = sum(each.value is not None and each.value >= 1.0 - 1e-6 for each in outcomes)
     yield f"{right} of {len(outcomes)} rewards are at least 1 (accuracy)"
-    pairs = [(_recorded(row), each.value) for row, each in zip(rows, outcomes, strict=True)]
+    pairs = [(_recorded_reward(row), each.value) for row, each in zip(rows, outcomes, strict=True)]
     pairs = [pair for pair in pairs if None not in pair]
     if pairs:
         differ = sum(abs(before - now) > 1e-6 for before, now in pairs)

@@ -14,7 +14,7 @@ def right(title: str) -> Column:
     return Column(title, justify="right")
 
 
-def show(*tables: Any) -> None:
+def print_tables(*tables: Any) -> None:
     """Print tables of rich in the width of the terminal, or 250 columns wide if the output is not a terminal."""
     from rich.console import Console
 
@@ -25,7 +25,7 @@ def show(*tables: Any) -> None:
         console.print(each)
 
 
-def cell(value: Any) -> str:
+def cell_text(value: Any) -> str:
     """Return the text of a value in a table: floats with four significant digits, `-` for None."""
     if value is None:
         return "-"

@@ -80,7 +80,7 @@ def summarise(run: str | Path, n_samples: int = 5) -> TraceSummary:
     samples: dict[tuple[int, int, int], SampleTimes] = {}
     for path in files:
         events = read_trace(path)
-        bars = _bars(events)
+        bars = _duration_bars(events)
         found = _steps(bars, {_ns(event["ts"]): event["args"]["step"] for event in events if _is_step(event)})
         steps |= {step.step: step for step in found}
         samples |= {(each.step, each.prompt, each.sample): each for each in _samples(events)}
@@ -94,7 +94,7 @@ def _is_step(event: dict[str, Any]) -> bool:
     return event["ph"] == "X" and event["name"] == STEP and "step" in event.get("args", {})
 
 
-def _bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
+def _duration_bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
     """Return the events with a duration: those of tracks, and calls of processes that run several calls at once."""
     processes, tracks = {}, {}
     for event in events:
@@ -113,11 +113,11 @@ def _bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
         for each in events
         if each["ph"] == "X"
     ]
-    calls = [(begin, end) for begin, end in _pairs(events) if begin["cat"].endswith(" calls")]
+    calls = [(begin, end) for begin, end in _begin_end_pairs(events) if begin["cat"].endswith(" calls")]
     return bars + [Bar(processes[one["pid"]], "", one["name"], _ns(one["ts"]), _ns(end["ts"])) for one, end in calls]
 
 
-def _pairs(events: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
+def _begin_end_pairs(events: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
     """Yield (begin, end) of each event of an object. An event whose end is missing is left out."""
     running: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
@@ -132,7 +132,7 @@ def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
     by_lane: dict[tuple[str, str], list[Bar]] = defaultdict(list)
     for bar in sorted(bars, key=lambda bar: bar.start):
         by_lane[bar.process, bar.track].append(bar)
-    lanes = {lane: _Lane(of_lane) for lane, of_lane in by_lane.items()}
+    lanes = {lane: _LaneBars(of_lane) for lane, of_lane in by_lane.items()}
     found = []
     for step in (bar for (process, _), of_lane in by_lane.items() if process == DRIVER for bar in of_lane):
         if step.name != STEP:
@@ -146,14 +146,14 @@ def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
                 step=numbers[step.start],
                 seconds=_seconds(step.end - step.start),
                 phases=phases,
-                idle={rank: _seconds(step.end - step.start - _busy(of_rank)) for rank, of_rank in devices.items()},
+                idle={rank: _seconds(step.end - step.start - _busy_ns(of_rank)) for rank, of_rank in devices.items()},
                 critical_path=_critical_path(step, inside),
             )
         )
     return found
 
 
-class _Lane:
+class _LaneBars:
     """The bars of one lane, sorted by start.
 
     It finds the bars of a step without a look at the others, maybe millions.
@@ -186,7 +186,7 @@ def _phases(step: Bar, inside: Sequence[Bar]) -> dict[str, float]:
     return dict(phases)
 
 
-def _busy(bars: Sequence[Bar]) -> int:
+def _busy_ns(bars: Sequence[Bar]) -> int:
     """Return the nanoseconds in which at least one of the bars runs."""
     busy, reached = 0, 0
     for bar in sorted(bars, key=lambda bar: bar.start):
@@ -245,7 +245,7 @@ def _samples(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
     """Return the times of the samples of all training steps. If a step was repeated, its last repetition counts."""
     found: dict[str, SampleTimes] = {}
     running: dict[str, dict[str, float]] = defaultdict(dict)  # phases of samples whose end has not been reached
-    for begin, end in _pairs(events):
+    for begin, end in _begin_end_pairs(events):
         if begin["cat"] != SAMPLES:
             continue
         phases, name, given = running[begin["id"]], begin["name"], begin.get("args", {})
@@ -280,7 +280,9 @@ def tables(summary: TraceSummary) -> list[Table]:
     by_step.title = title
     for step in steps:
         seconds = [step.seconds, *(step.phases.get(name, 0.0) for name in names)]
-        by_step.add_row(str(step.step), *map(_shown, seconds), *(_shown(step.idle.get(rank)) for rank in ranks))
+        by_step.add_row(
+            str(step.step), *map(_seconds_text, seconds), *(_seconds_text(step.idle.get(rank)) for rank in ranks)
+        )
     total = sum(step.seconds for step in steps)
     shares = [sum(step.phases.get(name, 0.0) for step in steps) / total for name in names]
     idle = [sum(step.idle.get(rank, 0.0) for step in steps) / total for rank in ranks]
@@ -293,7 +295,7 @@ def tables(summary: TraceSummary) -> list[Table]:
             path[name] += seconds
     critical = Table("critical path", right("seconds"), right("share"), title="what the steps waited for")
     for name, seconds in sorted(path.items(), key=lambda pair: -pair[1])[:_SHOWN_PARTS]:
-        critical.add_row(name, _shown(seconds), f"{100 * seconds / total:.1f} %")
+        critical.add_row(name, _seconds_text(seconds), f"{100 * seconds / total:.1f} %")
     if not summary.samples:
         return [by_step, critical]
     phases = [name for name in _SAMPLED if any(name in sample.phases for sample in summary.samples)]
@@ -301,9 +303,9 @@ def tables(summary: TraceSummary) -> list[Table]:
     for sample in summary.samples:
         numbers = (sample.step, sample.prompt, sample.sample, sample.tokens)
         seconds = (sample.seconds, *(sample.phases.get(name) for name in phases))
-        slowest.add_row(*map(str, numbers), *map(_shown, seconds))
+        slowest.add_row(*map(str, numbers), *map(_seconds_text, seconds))
     return [by_step, critical, slowest]
 
 
-def _shown(seconds: float | None) -> str:
+def _seconds_text(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds:.3f}"

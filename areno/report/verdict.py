@@ -14,7 +14,7 @@ from typing import Any
 
 from areno.api.algorithms import algorithm_names, get_algorithm
 from areno.files.paths import read_if_exists
-from areno.launch.sweep_results import Outcome, Sweep, lead_of, titled
+from areno.launch.sweep_results import Outcome, Sweep, describe_lead, title_of_overrides
 from areno.schema.build import with_current_names
 from areno.schema.values import flat
 from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, only_critic_trained, seconds
@@ -24,7 +24,7 @@ _LONGEST = 48  # characters of the settings in the name of a run
 RUN_NAMES = ("trial_name", "experiment_name")  # these differ between runs of equal settings
 
 
-def differing(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def differing_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return dotted key -> its value in each configuration, for settings that differ, except the names of runs."""
     settings = [flat(config) for config in configs]
     keys = dict.fromkeys(key for one in settings for key in one if key not in RUN_NAMES)
@@ -39,9 +39,9 @@ def settings_today(run: RunReader) -> Mapping[str, Any]:
 
 
 def differences(runs: Sequence[RunReader]) -> dict[str, list[Any]]:
-    """Return what differs between runs: algorithm and script first, then the settings, see `differing`."""
+    """Return what differs between runs: algorithm and script first, then the settings, see `differing_settings`."""
     told = [{"algorithm": algorithm_shown(run.path), "script": script_of(run.path)} for run in runs]
-    return differing([{**first, **settings_today(run)} for first, run in zip(told, runs, strict=True)])
+    return differing_settings([{**first, **settings_today(run)} for first, run in zip(told, runs, strict=True)])
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
@@ -62,13 +62,13 @@ def run_names(runs: Sequence[RunReader]) -> list[str]:
     common = set.intersection(*given) if given else set()
     for place, run in enumerate(runs):
         own = [line for line in run.overrides if line not in common] if run.sweep else []
-        about = " ".join(map(_in_short, own))
+        about = " ".join(map(_short_override, own))
         about = about if len(about) <= _LONGEST else f"{about[: _LONGEST - 3]}..."
         names[place] = f"{names[place]} {about}".rstrip()
     return names
 
 
-def _in_short(override: str) -> str:
+def _short_override(override: str) -> str:
     """Shorten an override to the last part of its key and of a path, such as `a.path=/b/c.jsonl` to `path=c.jsonl`."""
     key, equals, value = override.partition("=")
     return key.rpartition(".")[2] + equals + value.rstrip("/").rpartition("/")[2]
@@ -88,7 +88,7 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
     if len(runs) == 1:
         return _single_run_verdict(runs[0], names[0], metrics[0])
     sweep, notes = _common_sweep(runs)
-    compared = sweep or _as_sweep(runs, metrics)
+    compared = sweep or _sweep_over_differences(runs, metrics)
     if sweep is None and (without := [names[one.number] for one in compared.outcomes if one.objective is None]):
         notes.append(f"Without {compared.objective.partition(' ')[0].rstrip(',')}: {', '.join(without)}.")
     notes += [
@@ -154,13 +154,15 @@ def _sweep_from_json(read: Any, folder: Path, index: Mapping[str, int]) -> tuple
     return sweep, missing
 
 
-def _as_sweep(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]]) -> Sweep:
+def _sweep_over_differences(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]]) -> Sweep:
     """Return the results of runs without a common sweep, as a Sweep over the settings in which the runs differ.
 
     The objective of the Sweep is the main scalar that most of the runs have recorded.
     """
     choices = [(name, choose) for name, (_, choose) in NAMES.items() if choose] + [_FALLBACK]
-    scalar, choose = max(choices, key=lambda choice: sum(_last(of_run, choice[0]) is not None for of_run in metrics))
+    scalar, choose = max(
+        choices, key=lambda choice: sum(_last_value(of_run, choice[0]) is not None for of_run in metrics)
+    )
     what = " of the last evaluation" if scalar.startswith("eval/") else f", mean of the last {_LAST_STEPS} steps"
     sweep = Sweep(Path(), scalar + what, "min" if choose is min else "max")
     found = differences(runs)
@@ -168,11 +170,11 @@ def _as_sweep(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]]
         overrides = {key: str(values[place]) for key, values in found.items()}
         if "seed" not in found:  # runs of one seed are no sample of its spread
             overrides["run"] = str(place)
-        sweep.outcomes.append(Outcome(place, overrides, _last(of_run, scalar), run.path))
+        sweep.outcomes.append(Outcome(place, overrides, _last_value(of_run, scalar), run.path))
     return sweep
 
 
-def _last(metrics: Mapping[str, Series], scalar: str) -> float | None:
+def _last_value(metrics: Mapping[str, Series], scalar: str) -> float | None:
     """Return the last finite value of an evaluation scalar, or the mean of the last 5 of another scalar."""
     finite = [value for value in metrics.get(scalar, Series([], [])).values if math.isfinite(value)]
     return statistics.fmean(finite[-1 if scalar.startswith("eval/") else -_LAST_STEPS :]) if finite else None
@@ -201,7 +203,11 @@ def _comparison_verdict(sweep: Sweep, names: Sequence[str], notes: list[str], ki
         found["spread"] = f"mean ± standard deviation over {len(seeds)} seeds"
     elif len(first["runs"]) == 1:
         found["spread"] = "one run"
-    lead = [] if len(places) == 1 else [lead_of(*((one["title"], one["value"], one["std"]) for one in places[:2]))[0]]
+    lead = (
+        []
+        if len(places) == 1
+        else [describe_lead(*((one["title"], one["value"], one["std"]) for one in places[:2]))[0]]
+    )
     if len(first["runs"]) > 1 or len(places) == 1:
         lead.append(f"The best single run is {names[sweep.best.number]}, with {_number(sweep.best.objective)}.")
     return found | {"notes": lead + notes}
@@ -216,7 +222,7 @@ def _ranking(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
         found = [({}, one.objective, None, [one.number]) for one in ended]
     return [
         {
-            "title": titled(overrides)
+            "title": title_of_overrides(overrides)
             or (names[runs[0]] if len(runs) == 1 else f"{len(runs)} runs of the same settings"),
             "value": value,
             "std": std,

@@ -48,7 +48,7 @@ class _CannotSplit(Exception):
 _ERRORS = (_CannotSplit, SyntaxError, ValueError, RecursionError, MemoryError)
 
 
-def split(tests: str | list[str]) -> dict[str, Any]:
+def split_tests(tests: str | list[str]) -> dict[str, Any]:
     """Return what test_runner.py does for tests.
 
     Args:
@@ -62,7 +62,7 @@ def split(tests: str | list[str]) -> dict[str, Any]:
     if isinstance(tests, list):
         return {"first": [], "cases": [_one_of_many(text, known) for text in tests]}
     try:
-        return _of_code(ast.parse(tests).body, known)
+        return _split_code(ast.parse(tests).body, known)
     except _ERRORS:
         return {"inside": tests}
 
@@ -72,12 +72,12 @@ def _one_of_many(text: str, known: Names) -> Steps:
         body = ast.parse(text).body
         if any(isinstance(each, ast.Assign) for each in body):
             raise _CannotSplit  # another text may use the variable
-        return _steps(body, known)
+        return _split_statements(body, known)
     except _ERRORS:
         return [{"inside": text}]
 
 
-def _of_code(body: list[ast.stmt], known: Names) -> dict[str, Any]:
+def _split_code(body: list[ast.stmt], known: Names) -> dict[str, Any]:
     """Split code with functions test_..., unittest classes, or HumanEval's check(candidate), or assertions alone."""
     checks = {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
     first, cases = [], []
@@ -92,7 +92,7 @@ def _of_code(body: list[ast.stmt], known: Names) -> dict[str, Any]:
                     raise _CannotSplit
                 first += [_Renamed(function.args.args[0].arg, tested).visit(each) for each in function.body]
             case ast.ClassDef():
-                cases += _methods(statement)
+                cases += _test_method_bodies(statement)
             case ast.Import([ast.alias("unittest", None)]):
                 known["unittest"] = ...
             case ast.If(ast.Compare(ast.Name("__name__"))):
@@ -101,11 +101,14 @@ def _of_code(body: list[ast.stmt], known: Names) -> dict[str, Any]:
                 first.append(statement)
     if any(not name.startswith("test_") for name in checks) or len(checks) > len(cases):
         raise _CannotSplit
-    steps = _steps(first, known)
-    return {"first": steps if cases else [], "cases": [_steps(case, dict(known)) for case in cases] or [steps]}
+    steps = _split_statements(first, known)
+    return {
+        "first": steps if cases else [],
+        "cases": [_split_statements(case, dict(known)) for case in cases] or [steps],
+    }
 
 
-def _methods(statement: ast.ClassDef) -> list[list[ast.stmt]]:
+def _test_method_bodies(statement: ast.ClassDef) -> list[list[ast.stmt]]:
     """Return the bodies of the methods of a unittest class, with assertions in place of its methods."""
     bodies = []
     for each in statement.body:
@@ -141,7 +144,7 @@ class _Renamed(ast.NodeTransformer):
         return ast.Name(self._new, node.ctx) if node.id == self._old else node
 
 
-def _steps(body: list[ast.stmt], known: Names) -> Steps:
+def _split_statements(body: list[ast.stmt], known: Names) -> Steps:
     """Split statements, and add their imports and variables to the known names."""
     steps = []
     for statement in body:
@@ -189,7 +192,7 @@ class _Splitter(ast.NodeTransformer):
                     raise _CannotSplit
             elif isinstance(node, ast.Assert):
                 node.msg = None
-            self._bound |= _stored(node.value if isinstance(node, ast.Assign) else node)
+            self._bound |= _bound_names(node.value if isinstance(node, ast.Assign) else node)
         elif isinstance(node, ast.expr) and self._is_program(node):
             return self._ask(node)
         elif self._is_hidden(node):
@@ -258,7 +261,7 @@ class _Splitter(ast.NodeTransformer):
 
     def _ask(self, node: ast.expr) -> ast.Call:
         self.asks += 1
-        used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - _stored(node)
+        used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - _bound_names(node)
         variables = {name for name in used & self._known.keys() if self._known[name] is not ...}
         if not all(isinstance(self._known[name], ast.Constant) for name in variables):
             raise _CannotSplit  # the program may change it, or it is an object of the program
@@ -267,7 +270,7 @@ class _Splitter(ast.NodeTransformer):
         return ast.Call(ast.Name("_ask", ast.Load()), [ast.Constant(ast.unparse(node))], keywords)
 
 
-def _stored(node: ast.AST) -> set[str]:
+def _bound_names(node: ast.AST) -> set[str]:
     """Return the names that an expression or a loop binds."""
     names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
     return names | {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}

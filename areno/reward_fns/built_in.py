@@ -177,11 +177,11 @@ class ChoiceReward(Reward):
         Raises:
             ValueError: There is no solution, or a solution is neither a letter nor the number of a letter.
         """
-        letters = {_letter(solution) for solution in accepted(record)}
-        return float(chosen(after_reasoning(record.completion)) in letters)
+        letters = {_solution_letter(solution) for solution in accepted(record)}
+        return float(chosen_letter(after_reasoning(record.completion)) in letters)
 
 
-def chosen(text: str) -> str | None:
+def chosen_letter(text: str) -> str | None:
     """Return the letter that a completion chooses, in upper case, or None if it chooses none.
 
     Args:
@@ -203,7 +203,7 @@ def _letter_of_line(line: str) -> str | None:
     return found[1].upper() if found else None
 
 
-def _letter(solution: Any) -> str:
+def _solution_letter(solution: Any) -> str:
     """Return the letter of a solution. Raises ValueError if it is neither a letter nor a number from 0 to 25."""
     if isinstance(solution, int) and not isinstance(solution, bool) and 0 <= solution < len(_LETTERS):
         return _LETTERS[solution]
@@ -457,9 +457,9 @@ class CodeReward(Reward):
             ConfigError: The machine cannot limit a program, or a path is missing. The error names the setting.
         """
         from areno.files.paths import existing_path
-        from areno.sandbox.box import trial
+        from areno.sandbox.box import try_box
 
-        problem, unlimited = trial()
+        problem, unlimited = try_box()
         problems = [Problem("reward.fn", f"names code, which {problem}")] if problem else []
         found = {path: existing_path(path) for path in self.read_paths}
         problems += [

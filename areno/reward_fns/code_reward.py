@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.reward_fns.answers import block
-from areno.reward_fns.assertions import split
+from areno.reward_fns.assertions import split_tests
 from areno.sandbox.box import Box, run, temporary_folder
 
 _RUNNER = Path(__file__).with_name("test_runner.py")
@@ -59,12 +59,12 @@ def score_program(
         if isinstance(tests, Mapping):
             (Path(folder) / "program.py").write_text(program, encoding="utf-8", errors="replace")
             results = [
-                _prints(replace(box, seconds=end - time.monotonic()), _text(given), _text(expected))
+                _prints_expected(replace(box, seconds=end - time.monotonic()), _text(given), _text(expected))
                 for given, expected in zip(tests["inputs"], tests["outputs"], strict=True)
             ]
             passed = sum(results) / len(results)
         else:
-            passed = _passed(box, program, tests)
+            passed = _passed_fraction(box, program, tests)
     return {"reward": passed if partial else float(passed == 1.0), "passed": passed}
 
 
@@ -95,7 +95,7 @@ def _text(lines: Any) -> str:
     return lines if isinstance(lines, str) else "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
 
 
-def _prints(box: Box, given: str, expected: str) -> bool:
+def _prints_expected(box: Box, given: str, expected: str) -> bool:
     """Return whether program.py exits with status 0 and prints the expected output. It reads `given`."""
     if box.seconds <= 0:
         return False
@@ -109,12 +109,12 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _passed(box: Box, program: str, tests: str | list[str]) -> float:
+def _passed_fraction(box: Box, program: str, tests: str | list[str]) -> float:
     """Run all tests on the program, and return the fraction of tests that pass.
 
     Tests that were not reached, for example because the time limit was exceeded, count as failed.
     """
-    given = json.dumps({"program": program, "plan": split(tests)})
+    given = json.dumps({"program": program, "plan": split_tests(tests)})
     command = [sys.executable, "-I", str(_RUNNER)]
     _, output = run(command, box, stdin=given, stderr=False, max_output=_MAX_OUTPUT_CHARS)
     total, *passed = output.splitlines() or ["total 1"]

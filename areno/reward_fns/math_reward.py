@@ -38,7 +38,7 @@ from sympy import FiniteSet, nan, zoo
 
 from areno.reward_fns.answers import after_reasoning, boxes, last_box
 
-# math-verify warns that its own time limit, a signal for each parsing step, is off. `_limited` limits a whole call.
+# math-verify warns that its own time limit, a signal for each parsing step, is off. `_with_time_limit` limits the call.
 logging.getLogger("math_verify.parser").setLevel(logging.ERROR)
 logging.getLogger("math_verify.grader").setLevel(logging.ERROR)
 
@@ -99,7 +99,9 @@ def reward_fn(record: Any) -> float:
             f"field solutions is {str(record.solutions)[:200]!r}; the math reward needs a number or formula, or words, "
             f"of at most {_MAX_ANSWER} characters"
         )
-    return float(_limited(lambda: _first_true(_is_right, solutions, [_ascii(after_reasoning(record.completion))])))
+    return float(
+        _with_time_limit(lambda: _first_true(_is_right, solutions, [_ascii(after_reasoning(record.completion))]))
+    )
 
 
 def warm_up() -> None:
@@ -109,7 +111,7 @@ def warm_up() -> None:
     """
     for solution, answer in (("7", "$x^2+\\sqrt{3}$"), ("5", "so $(1,2)$ or 3/4 = 0.75 and 5\\%"), ("\\frac12", "0.4")):
         with contextlib.suppress(Exception):  # an error would appear again with real answers
-            _limited(partial(_is_right, (solution,), f"\\boxed{{{answer}}}"))
+            _with_time_limit(partial(_is_right, (solution,), f"\\boxed{{{answer}}}"))
 
 
 def final_answer(text: str) -> str | None:
@@ -153,12 +155,12 @@ def _solution_parts(solution: Any) -> tuple[str, ...]:
         return ()
     text = _ascii(after_reasoning(str(solution))).strip()
     answers = tuple(dict.fromkeys(boxes(text))) or (final_answer(text) or _last_line(text) or text,)
-    is_usable = sum(map(len, answers)) <= _MAX_ANSWER and all(map(_plain, answers))
+    is_usable = sum(map(len, answers)) <= _MAX_ANSWER and all(map(_without_formatting, answers))
     return answers if is_usable else ()
 
 
 @lru_cache(maxsize=256)
-def _different(parts: tuple[str, ...]) -> tuple[str, ...]:
+def _distinct_answers(parts: tuple[str, ...]) -> tuple[str, ...]:
     """Return the answers in `parts` without those that equal an earlier answer, such as 1.5 after 3/2."""
     found: list[str] = []
     for part in parts:
@@ -174,7 +176,9 @@ def read_solution(text: str) -> _Solution:
     is_number = _IS_NUMBER.fullmatch(number) is not None
     values = _read_whole(number if is_number else text)
     # Nothing is comparable with 1/0, so its text decides.
-    return _Solution(_plain(text), _is_words(text), is_number, [value for value in values if value not in (zoo, nan)])
+    return _Solution(
+        _without_formatting(text), _is_words(text), is_number, [value for value in values if value not in (zoo, nan)]
+    )
 
 
 @lru_cache(maxsize=256)
@@ -197,11 +201,11 @@ def _is_right(parts: tuple[str, ...], completion: str) -> bool:
 
     Raises any exception that math-verify raises.
     """
-    parts = _different(parts)
+    parts = _distinct_answers(parts)
     if len(parts) == 1:
         return _is_answer(read_solution(parts[0]), completion)
     answer = final_answer(completion) or ""
-    is_one = _ONE_VALUE.fullmatch(_plain(answer)) is not None
+    is_one = _ONE_VALUE.fullmatch(_without_formatting(answer)) is not None
     together = [] if is_one else _BETWEEN_ANSWERS.split(answer)
     for found in (boxes(completion)[-len(parts) :], together):
         if len(found) == len(parts):
@@ -218,7 +222,7 @@ def _is_answer(solution: _Solution, completion: str) -> bool:
         answer, read = _hashed(completion), _read_whole
     if answer is None:
         end = _LONG_NUMBER.sub(" ", completion[-_MAX_TEXT:])
-        return _is_stated(solution, end) or _is_equal(solution, end, _read)
+        return _states_solution(solution, end) or _is_equal(solution, end, _parse_math)
     return _is_same(solution, answer, read)
 
 
@@ -232,7 +236,7 @@ def _is_same(solution: _Solution, answer: str, read: Callable[[str], list[Any]])
 
     `read` is the function that parses the answer into values.
     """
-    if _is_same_text(solution, _plain(answer)):
+    if _is_same_text(solution, _without_formatting(answer)):
         return True
     return len(answer) <= _MAX_ANSWER and _is_equal(solution, answer, read)
 
@@ -288,7 +292,7 @@ def _last_line(text: str) -> str:
 # Reading with math-verify ---------------------------------------------------------------------------------------------
 
 
-def _read(text: str) -> list[Any]:
+def _parse_math(text: str) -> list[Any]:
     """Return what math-verify parses from a text: a sympy expression, its text, both, or an empty list."""
     found = parse(text, parsing_timeout=0, raise_on_error=True)
     if "\\%" in text:  # math-verify drops the sign
@@ -297,20 +301,20 @@ def _read(text: str) -> list[Any]:
 
 
 def _read_formula(text: str) -> list[Any]:
-    """Parse a text as the content of a box, and return what math-verify reads (see `_read`)."""
-    found = _read(f"\\boxed{{{text}}}")
+    """Parse a text as the content of a box, and return what math-verify reads (see `_parse_math`)."""
+    found = _parse_math(f"\\boxed{{{text}}}")
     if percentage := _IS_PERCENTAGE.fullmatch(text):  # math-verify 0.9 reads none in a box
-        found = found + _read(f"${percentage[1]}$%")
+        found = found + _parse_math(f"${percentage[1]}$%")
     return found
 
 
 def _read_whole(text: str) -> list[Any]:
-    """Parse a whole text as one answer, and return what math-verify reads (see `_read`).
+    """Parse a whole text as one answer, and return what math-verify reads (see `_parse_math`).
 
     Without dollar signs, math-verify alone would read only a part of a formula.
     """
     has_more = _IN_MATH_MODE.search(text) or (_is_sentence(text) and not _is_words(text))
-    return _read(text) if has_more or _IS_NUMBER.fullmatch(text) else _read_formula(text)
+    return _parse_math(text) if has_more or _IS_NUMBER.fullmatch(text) else _read_formula(text)
 
 
 def _without_exponents(text: str) -> str:
@@ -326,7 +330,7 @@ def _ascii(text: str) -> str:
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def _plain(text: str) -> str:
+def _without_formatting(text: str) -> str:
     r"""Remove formatting from a text: dollar signs, bold type, \text{}, spacing, a full stop at the end."""
     return " ".join(_SPACING.sub(" ", _TEXT_COMMAND.sub(r" \1 ", text)).split()).rstrip(" .")
 
@@ -356,24 +360,24 @@ def _is_same_text(solution: _Solution, plain: str) -> bool:
     return plain.casefold() == solution.plain.casefold() if solution.is_words else plain == solution.plain
 
 
-def _is_stated(solution: _Solution, text: str) -> bool:
+def _states_solution(solution: _Solution, text: str) -> bool:
     """Return whether a text states the solution, word for word.
 
     The solution may follow "the answer is" or the last ####. Otherwise a solution in words must be the whole text, and
     another solution must be at the end of the text.
     """
     n_words = len(solution.plain.split())
-    words = _plain(text).split()
-    places = [words if solution.is_words else words[-n_words:], _plain(_last_line(text)).split()]
+    words = _without_formatting(text).split()
+    places = [words if solution.is_words else words[-n_words:], _without_formatting(_last_line(text)).split()]
     for match in list(_STATED.finditer(text))[-1:]:
-        places.append(_plain(text[match.end() :]).split()[:n_words])
+        places.append(_without_formatting(text[match.end() :]).split()[:n_words])
     return any(_is_same_text(solution, " ".join(place).rstrip(" .,;!")) for place in places)
 
 
 # Time -----------------------------------------------------------------------------------------------------------------
 
 
-def _limited(function: Callable[[], bool]) -> bool:
+def _with_time_limit(function: Callable[[], bool]) -> bool:
     """Return the result of `function`. In the main thread, raise TimeoutError after _LIMIT_S seconds of CPU time."""
     if threading.current_thread() is not threading.main_thread():
         return function()

@@ -178,7 +178,7 @@ def _decoded(value: Any) -> Any:
         return {_decoded(key): _decoded(each) for key, each in content}
     if kind in _PLAIN:
         return _PLAIN[kind](content)
-    return _of_library(kind, content)
+    return _library_value(kind, content)
 
 
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
@@ -197,7 +197,7 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _of_library(kind: str, content: Any) -> Any:
+def _library_value(kind: str, content: Any) -> Any:
     import datetime  # rare, and not fast
     from collections import deque
     from decimal import Decimal

@@ -51,7 +51,7 @@ class LiveAgents:
         if self._session is None:
             session = self._trainer.rollout_session(sampling_params=sampling_params(self._config.gconfig), proxy=False)
             self._session = self._resources.enter_context(session)
-            self._resources.push(self._end)
+            self._resources.push(self._stop_agents)
         else:
             self._n_recomputed += sum(self.parked)
             self._session.resume()
@@ -64,7 +64,7 @@ class LiveAgents:
             self._resources.__exit__(*sys.exc_info())
             raise
 
-    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def _stop_agents(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Stop all agents, before the session ends. After an error that ends the run, no processes start again."""
         self._session = None
         self._servers.clear()
@@ -80,7 +80,7 @@ class LiveAgents:
         n_recomputed, self._n_recomputed = self._n_recomputed, 0
         return n_recomputed
 
-    def _serve(self, gconfig: GenerationConfig, seed: int) -> SessionProxy:
+    def _start_server(self, gconfig: GenerationConfig, seed: int) -> SessionProxy:
         assert self._session is not None
         settings = ProxySettings(params=sampling_params(gconfig), timeout_s=self._config.agent.timeout_s, seed=seed)
         context = self._trainer.engine.info.context_len
@@ -90,7 +90,7 @@ class LiveAgents:
     @contextmanager
     def serving(self, gconfig: GenerationConfig, seed: int) -> Iterator[SessionProxy]:
         """Run a server beside those of the batches, for the time of a `with` block."""
-        server = self._serve(gconfig, seed)
+        server = self._start_server(gconfig, seed)
         try:
             yield server
         finally:
@@ -100,7 +100,7 @@ class LiveAgents:
     def server(self, batch: int, seed: int) -> SessionProxy:
         """Return the server of a batch of prompts, which is started if it does not run."""
         if batch not in self._servers:
-            self._servers[batch] = self._serve(self._config.gconfig, seed)
+            self._servers[batch] = self._start_server(self._config.gconfig, seed)
         return self._servers[batch]
 
     def begin(self, server: SessionProxy, items: Sequence[AgentItem], read: Callable[[int, AgentOutcome], Any]) -> None:

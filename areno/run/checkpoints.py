@@ -201,7 +201,7 @@ class HubUpload:
             logger.warning(text, folder.name, self.repo, reason)
 
 
-class _Dropped(Exception):
+class _CheckpointDropped(Exception):
     """Raised inside the context manager that writes a checkpoint, to make it remove the unfinished folder."""
 
 
@@ -236,15 +236,15 @@ class Saver:
             claim.callback(remove_empty, make_folders(self.folder))
             # A folder inside the run's folder belongs to the run. After a copy, the owner file may name the original.
             is_inside = self.folder.absolute().is_relative_to(run_dir.absolute())
-            if not is_inside and self._owner() != str(run_dir.absolute()):
+            if not is_inside and self._read_owner() != str(run_dir.absolute()):
                 self.refuse_checkpoints()
             try:
                 claim.enter_context(locked(self.folder / OWNER))
             except BlockingIOError:
-                if self._owner() == str(run_dir.absolute()):
+                if self._read_owner() == str(run_dir.absolute()):
                     text = "the run in {} is still running, in another process"
                     raise ConfigError(Problem("trial_name", text, run_dir.absolute())) from None
-                raise self._used_by("belongs to {}, which is still running; choose another folder") from None
+                raise self._in_use_error("belongs to {}, which is still running; choose another folder") from None
             claim.callback(self._remove_owner)
             (self.folder / OWNER).write_text(f"{run_dir.absolute()}\n", encoding="utf-8")
             for replaced in self.folder.glob(f"{REPLACED}step-*"):
@@ -260,7 +260,7 @@ class Saver:
     def refuse_checkpoints(self) -> None:
         """Raise ConfigError if the folder has checkpoints. Those of a new run are from another run."""
         if self._has_checkpoints():
-            raise self._used_by("holds the checkpoints of {}; choose another folder, or move that one away")
+            raise self._in_use_error("holds the checkpoints of {}; choose another folder, or move that one away")
 
     def release(self) -> None:
         """Unlock the folder of the checkpoints, and remove an unfinished checkpoint."""
@@ -356,15 +356,15 @@ class Saver:
 
     def _drop_unfinished(self) -> None:
         self._unfinished_step = None
-        with suppress(_Dropped), self._unfinished:
-            raise _Dropped
+        with suppress(_CheckpointDropped), self._unfinished:
+            raise _CheckpointDropped
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
     def _on_saved(self, step: int) -> None:
         self.saved_step = step
-        self._link("latest", step)
+        self._set_link("latest", step)
 
     def _tidy(self) -> None:
         """Update the link `best` and the file metrics.json, and remove checkpoints that the settings do not keep.
@@ -383,7 +383,7 @@ class Saver:
             if self.config.best_metric is not None:
                 atomic_write_text(self.folder / "metrics.json", self.ranking.text(best))
             if best is not None:
-                self._link("best", best)
+                self._set_link("best", best)
             for step in sorted(steps) if self.config.keep is not None else ():
                 if step <= newest and self._path(step) not in kept:
                     atomic_remove(self._path(step))
@@ -398,12 +398,12 @@ class Saver:
         replaced = (path.name.removeprefix(f"{REPLACED}step-") for path in self.folder.glob(f"{REPLACED}step-*"))
         return bool(self._steps()) or any(step.isdecimal() for step in replaced)
 
-    def _owner(self) -> str | None:
+    def _read_owner(self) -> str | None:
         owner = self.folder / OWNER
         return owner.read_text(encoding="utf-8").strip() if owner.exists() else None
 
-    def _used_by(self, how: str) -> ConfigError:
-        owner = self._owner()
+    def _in_use_error(self, how: str) -> ConfigError:
+        owner = self._read_owner()
         run = f"the run in {owner}" if owner else "an earlier run"
         return ConfigError(Problem(_KEY if self._is_chosen else "", f"{{}} {how}", self.folder, run))
 
@@ -411,7 +411,7 @@ class Saver:
         if not self._has_checkpoints():
             (self.folder / OWNER).unlink(missing_ok=True)
 
-    def _link(self, name: str, step: int) -> None:
+    def _set_link(self, name: str, step: int) -> None:
         link, target = self.folder / f"{UNFINISHED}{name}", self._path(step).name
         try:
             remove(link)

@@ -42,13 +42,13 @@ class Evaluator:
         if not self._loaders:
             return {}
         found = {name: self._measure(name, loader) for name, loader in self._loaders.items()}
-        scalars = found[""] if found.keys() == {""} else over_sets(found)
+        scalars = found[""] if found.keys() == {""} else mean_over_sets(found)
         self.evaluated_step = step
         if self.metric in scalars:  # it is not if no sample has a reward
-            self._compare(step, scalars[self.metric])
+            self._compare_with_best(step, scalars[self.metric])
         return scalars
 
-    def _compare(self, step: int, value: float) -> None:
+    def _compare_with_best(self, step: int, value: float) -> None:
         less_is_better = self.config.mode == "min" or (self.config.mode is None and self.metric.endswith("loss"))
         gain = math.inf if self.best is None else (self.best - value if less_is_better else value - self.best)
         if not math.isnan(value) and gain > self.config.min_delta:
@@ -84,7 +84,7 @@ class Evaluator:
             self._loaders[name].load_state_dict(state["loaders"][name])
 
 
-def over_sets(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def mean_over_sets(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Return <set>/<metric> of each set, and <metric>, the mean over the sets that have it (num_sequences: the sum)."""
     scalars: dict[str, float] = {}
     for metric in dict.fromkeys(metric for metrics in found.values() for metric in metrics):

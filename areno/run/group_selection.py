@@ -1,8 +1,8 @@
 """Groups of samples, and the classes that choose the groups of a step.
 
-A group is the samples of one prompt. It is whole when all of them have finished. `Choice` trains on the groups that are
-whole first. `Admission` is for dynamic sampling: it drops groups, and begins other prompts in their place. Callers
-report finished samples to these classes, which sample nothing themselves.
+A group is the samples of one prompt. It is whole when all of them have finished. `FirstWholeGroups` trains on the
+groups that are whole first. `Admission` is for dynamic sampling: it drops groups, and begins other prompts in their
+place. Callers report finished samples to these classes, which sample nothing themselves.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def n_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence
     return max(sum(deadline <= k for deadline in deadlines) - room_k for k, room_k in enumerate(room))
 
 
-class Choice:
+class FirstWholeGroups:
     """Decides during the rollout which groups a step trains on.
 
     Groups that are due belong to the step: those at their deadline, or postponed ones that complete the batch. The rest
@@ -94,14 +94,14 @@ class Choice:
         self._due = set(due)
         self._open = [group for group in groups if group not in self._due]
         self._n_open = size - len(due)
-        self.known = [sample for group in groups for sample in self._take_certain(group, group.outputs)]
+        self.known = [sample for group in groups for sample in self._certain_samples(group, group.outputs)]
 
     @property
     def gone(self) -> Sequence[Group]:
         """The groups that the step trains on, which are no longer in flight afterwards."""
         return self.taken
 
-    def _take_certain(self, group: Group, finished: Sequence[Any]) -> list[tuple[Group, Any]]:
+    def _certain_samples(self, group: Group, finished: Sequence[Any]) -> list[tuple[Group, Any]]:
         """Return the samples of a group of which it is certain since this call that the step trains on them."""
         if group in self._due:
             found = finished
@@ -123,7 +123,7 @@ class Choice:
         found = []
         for group, output in outputs:
             group.record(output)
-            found += self._take_certain(group, [output])
+            found += self._certain_samples(group, [output])
         return found
 
     @property

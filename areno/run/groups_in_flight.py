@@ -6,7 +6,7 @@ rollout.max_head_offpolicyness above 0, unfinished samples are parked and contin
 under the new weights (partial rollout, arXiv 2509.18521). With 0, their tokens are thrown away, and their prompts are
 postponed to a step that samples postponed prompts alone (tail batching, arXiv 2509.21009).
 
-`InFlight` keeps the groups, decides which of them belong to a step, and is part of the training state. It samples
+`GroupsInFlight` keeps the groups, decides which of them belong to a step, and is part of the training state. It samples
 nothing itself.
 """
 
@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from areno.run.group_selection import Admission, Choice, Group, n_due, n_tokens
+from areno.run.group_selection import Admission, FirstWholeGroups, Group, n_due, n_tokens
 from areno.types import GenerationOutput, PromptItem
 
 logger = logging.getLogger("areno")
 
 
-class InFlight:
+class GroupsInFlight:
     """The groups that are sampled across steps, the oldest first in `groups`.
 
     `limit` is the largest number of steps between the first token of a group and the training on it. With 0, the step
@@ -57,7 +57,7 @@ class InFlight:
         batch: Sequence[PromptItem],
         upcoming: Callable[[int], Sequence[Sequence[PromptItem]]],
         number: int | None = None,
-    ) -> Choice:
+    ) -> FirstWholeGroups:
         """Begin the rollout of a step: admit `n_ahead` prompts beyond its batch, and choose the groups to sample.
 
         `batch` is empty after the last batch of the run, if prompts are left in flight. `upcoming` returns the prompts
@@ -69,7 +69,7 @@ class InFlight:
         self.admit(number, batch)
         postponed = [group for group in self.groups if group.is_postponed]
         if len(postponed) >= size:
-            return Choice(postponed[:size], postponed[:size], size)
+            return FirstWholeGroups(postponed[:size], postponed[:size], size)
         n_missing, n_later = size + n_ahead - (len(self.groups) - len(postponed)), 0
         # A prompt is begun at most `limit` steps before its own step, so that later steps have room for all. A prompt
         # whose tokens are thrown away can be begun earlier.
@@ -84,10 +84,10 @@ class InFlight:
             sizes = [size, *map(len, upcoming(limit))]
             # More than `size` are due only if a run with dynamic sampling has left them, and train in additional steps.
             due = by_age[: min(size, n_due([group.begun_at for group in by_age], step, limit, sizes))]
-            return Choice(groups, due, size)
+            return FirstWholeGroups(groups, due, size)
         # At the end of a run, too few prompts are left for a step without the postponed ones.
         due = postponed[: max(0, size - len(groups))]
-        return Choice([*due, *groups[: size + n_ahead]], due, size)
+        return FirstWholeGroups([*due, *groups[: size + n_ahead]], due, size)
 
     def admit(self, batch: int, items: Sequence[PromptItem], most: int | None = None) -> int:
         """Add prompts of a batch that were not added before, at most `most`, and return their number."""
@@ -123,7 +123,9 @@ class InFlight:
         n = n_due([group.begun_at for group in begun], step, self._limit, [size] * (self._limit + 1))
         return Admission(begun, min(n, size), size, most, at_once, next_group)
 
-    def end(self, step: int, choice: Choice | Admission, parked: Iterable[tuple[Group, GenerationOutput]]) -> int:
+    def end(
+        self, step: int, choice: FirstWholeGroups | Admission, parked: Iterable[tuple[Group, GenerationOutput]]
+    ) -> int:
         """End the rollout of a step, and return the number of tokens that are thrown away, 0 with a limit above 0."""
         for group, output in parked:
             if output.finish_reason is None:
@@ -160,7 +162,7 @@ class InFlight:
 
     def state_dict(self) -> dict[str, Any]:
         groups = [_group_to_json(group, self._keeps_samples) for group in self.groups]
-        lengths = [[step, _encoded(np.asarray(each, "<i4"))] for step, each in self._lengths.items()]
+        lengths = [[step, _to_base64(np.asarray(each, "<i4"))] for step, each in self._lengths.items()]
         return {
             "newest": list(self._newest),
             "groups": groups,
@@ -181,7 +183,7 @@ class InFlight:
             if self.groups:
                 logger.info("the settings of sampling have changed: %d prompts are sampled anew", len(self.groups))
             return
-        self._lengths = {step: _decoded(each, "<i4") for step, each in state.get("lengths", [])}
+        self._lengths = {step: _from_base64(each, "<i4") for step, each in state.get("lengths", [])}
         for group, written in zip(self.groups, state["groups"], strict=True):
             group.begun_at, group.is_postponed = written["begun_at"], written["is_postponed"]
             group.finished = {output.sample: output for output in map(_sample_from_json, written["finished"])}
@@ -206,15 +208,15 @@ def _group_to_json(group: Group, with_samples: bool) -> dict[str, Any]:
 def _sample_to_json(output: GenerationOutput) -> dict[str, Any]:
     """Return a sample as plain values. Numbers of tokens are written as the bytes of arrays, in base64."""
     given = vars(output)
-    record: dict[str, Any] = {name: _encoded(np.asarray(given[name], dtype)) for name, dtype in _ARRAYS.items()}
+    record: dict[str, Any] = {name: _to_base64(np.asarray(given[name], dtype)) for name, dtype in _ARRAYS.items()}
     if output.routes is not None:
         routes = output.routes
-        record["routes"] = {"dtype": routes.dtype.str, "shape": list(routes.shape), "bytes": _encoded(routes)}
+        record["routes"] = {"dtype": routes.dtype.str, "shape": list(routes.shape), "bytes": _to_base64(routes)}
     return {"sample": output.sample, "finish_reason": output.finish_reason, **record}
 
 
 def _sample_from_json(record: Mapping[str, Any]) -> GenerationOutput:
-    arrays: dict[str, Any] = {name: _decoded(record[name], dtype) for name, dtype in _ARRAYS.items()}
+    arrays: dict[str, Any] = {name: _from_base64(record[name], dtype) for name, dtype in _ARRAYS.items()}
     routes = record.get("routes")
     if routes is not None:
         routes = np.frombuffer(base64.b64decode(routes["bytes"]), routes["dtype"]).reshape(routes["shape"])
@@ -223,9 +225,9 @@ def _sample_from_json(record: Mapping[str, Any]) -> GenerationOutput:
     )
 
 
-def _encoded(array: np.ndarray) -> str:
+def _to_base64(array: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
 
 
-def _decoded(text: str, dtype: str) -> Any:
+def _from_base64(text: str, dtype: str) -> Any:
     return np.frombuffer(base64.b64decode(text), dtype).tolist()

@@ -29,7 +29,7 @@ from areno.tracking.recorder import open_trackers
 from areno.tracking.run_folder import METRICS, RunFiles, overrides_of
 from areno.tracking.run_log import RunLog
 from areno.tracking.tracker import Tracker
-from areno.tracking.training_warnings import Divergence
+from areno.tracking.training_warnings import TrainingWarnings
 from areno.types import RewardOutcome
 
 logger = logging.getLogger("areno")
@@ -69,7 +69,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         )
         self.scalars: dict[str, float] = {}
         needs_rewards = not isinstance(config, PolicyExperimentConfig) or config.needs_rewards
-        self._divergence = Divergence(texts.reward, texts.unanswered, needs_rewards)
+        self._divergence = TrainingWarnings(texts.reward, texts.unanswered, needs_rewards)
         actor = config.actor
         if isinstance(actor, RatioConfig):
             remedy = "actor.prox_logp_method=recompute" if actor.recompute_logprob else "actor.recompute_logprob=true"
@@ -96,7 +96,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         facts |= {"steps": str(self._progress.total_steps), "metrics": os.path.relpath(files.events)}
         settings = settings_shown(self.config, overrides_of(self.folder))
         log = f"{os.path.relpath(self.folder / 'logs/run.log')}, with all stages (stats_logger.console=full)"
-        log_start(facts | {"log": log} | {name: _shortened(of) for name, of in settings.items()})
+        log_start(facts | {"log": log} | {name: _shorten_settings(of) for name, of in settings.items()})
         if self.display is not None:
             self.display.start(facts | settings)
 
@@ -158,9 +158,9 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
     def _raise_unrewarded(self, steps: str) -> NoReturn:
         _, key, reason = self._unrewarded
         text = "no reward could be computed for any sample of {} (see {}); the last: {}{}"
-        raise ArenoError(Problem(key, text, steps, Key("actor.max_skipped_steps"), reason, self._how_to_score(key)))
+        raise ArenoError(Problem(key, text, steps, Key("actor.max_skipped_steps"), reason, self._scoring_command(key)))
 
-    def _how_to_score(self, key: str) -> str:
+    def _scoring_command(self, key: str) -> str:
         """Name the command that shows where reward functions fail, if a setting has named them and not a script."""
         config = self.config
         if key != "reward.fn" or not isinstance(config, PolicyExperimentConfig) or not config.reward.functions:
@@ -172,7 +172,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         n, n_samples, key = self._unscored
         if n:
             text = "%d of %d samples of this run have no reward and are not trained%s"
-            logger.warning(text, n, n_samples, self._how_to_score(key))
+            logger.warning(text, n, n_samples, self._scoring_command(key))
 
     def closing_note(self, checkpoint: Path | None) -> str:
         """Warn if the last checkpoint is the model that the run began with, and return a note on it. "" otherwise."""
@@ -210,7 +210,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         self._divergence.load_state_dict(state["divergence"])
 
 
-def _shortened(settings: str) -> str:
+def _shorten_settings(settings: str) -> str:
     return textwrap.shorten(settings, _MAX_CHARS, placeholder=" ... (all: config.yaml)")
 
 

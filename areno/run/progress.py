@@ -20,7 +20,7 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.run import FrequencyConfig
 from areno.data.loader import BatchLoader
-from areno.run.groups_in_flight import InFlight
+from areno.run.groups_in_flight import GroupsInFlight
 from areno.tracking.accuracy import exceed_one
 from areno.tracking.console import log_epoch
 from areno.types import Batch
@@ -81,7 +81,7 @@ class RunProgress:
             limit, sampled_with = config.rollout.max_head_offpolicyness, dataclasses.asdict(config.gconfig)
             if has_agents := config.agent.fn is not None:
                 sampled_with["agent.fn"] = config.agent.fn
-        self.in_flight = InFlight(loader.items_at, self._rows_per_item, limit, sampled_with, not has_agents)
+        self.in_flight = GroupsInFlight(loader.items_at, self._rows_per_item, limit, sampled_with, not has_agents)
         self._epoch: int | None = None  # None before the first batch
         self._rows_taken = 0
         self.batches_taken = 0
@@ -147,7 +147,7 @@ class RunProgress:
         """Begin the next step and return its batch, or None if the run has had all its steps, epochs or rows.
 
         The batch is empty if all batches are taken, but with dynamic sampling across steps (see
-        `InFlight.begin_replacing`), prompts of them are left.
+        `GroupsInFlight.begin_replacing`), prompts of them are left.
         """
         limit = self.config.total_train_steps
         if limit is not None and self.step >= limit:
@@ -165,7 +165,7 @@ class RunProgress:
         """Return the next batch without beginning a step, for steps that need several. None if no rows are left."""
         if self._rows_left is not None and self._rows_left <= 0:
             return None
-        if not self._upcoming and not self._read():
+        if not self._upcoming and not self._read_ahead():
             return None
         batch, self._position = self._upcoming.popleft()
         self.batches_taken += 1
@@ -177,7 +177,7 @@ class RunProgress:
         self.epoch_ended = self.epoch_ended or batch.ends_epoch
         return batch
 
-    def _read(self) -> bool:
+    def _read_ahead(self) -> bool:
         """Read a batch to be taken later. Return False if there is none."""
         batch = next(self._batches, None)
         if batch is not None:
@@ -187,7 +187,7 @@ class RunProgress:
     def upcoming(self, n: int) -> list[Batch[Any]]:
         """Return the batches of the next `n` steps without beginning a step. Fewer if the run ends before."""
         n = min(n, self.total_steps - self.step)
-        while len(self._upcoming) < n and self._read():
+        while len(self._upcoming) < n and self._read_ahead():
             pass
         return [batch for batch, _ in itertools.islice(self._upcoming, max(n, 0))]
 
@@ -221,7 +221,7 @@ class RunProgress:
         names = (name,) if isinstance(name, str) else name
         return next((one for one in names if one in self.history), names[-1])
 
-    def changes(self, names: Mapping[Name, int]) -> list[str]:
+    def describe_changes(self, names: Mapping[Name, int]) -> list[str]:
         """Return texts that compare a first value with the mean of the last n, such as "loss 2.000 -> 1.000".
 
         Metrics without values are left out, and so are evaluation metrics (eval_*) with a single value.

@@ -23,7 +23,7 @@ from areno.config.run import RecoverConfig
 from areno.errors import ArenoError, CheckpointError, ConfigError, Key, Problem, WorkerLost
 from areno.files.durable import locked, remove
 from areno.run.progress import Trigger
-from areno.run.resume import STATE, EarlierRun, changes, refuse
+from areno.run.resume import STATE, EarlierRun, changes, refuse_changes
 from areno.run.states import ENGINE, State, States
 from areno.tracking.run_folder import RunFiles, versions
 from areno.version import __version__
@@ -67,7 +67,7 @@ class RecoverableEngine(Protocol):
 
 
 @dataclass
-class _Write:
+class _OpenState:
     """A training state that is being written."""
 
     step: int
@@ -96,7 +96,7 @@ class StateWriter:
     ):
         self.config, self.states, self._slow_s = config, states, slow_s
         self._engine, self._before = engine, before
-        self._write: _Write | None = None
+        self._write: _OpenState | None = None
         self.written_step: int | None = None
         self.failure = ""
 
@@ -113,15 +113,15 @@ class StateWriter:
         try:
             folder = self.states.begin_again(step) if step == self.written_step else None
             if folder is not None:
-                self._write = _Write(step, folder, record, self._alarm(step))
-                self._finish(self._write)
+                self._write = _OpenState(step, folder, record, self._start_slow_warning(step))
+                self._complete_folder(self._write)
                 return True
             self._make_room()
             folder = self.states.begin(step)
-            self._write = _Write(step, folder, record, self._alarm(step))
+            self._write = _OpenState(step, folder, record, self._start_slow_warning(step))
             self._engine().save_state(folder / ENGINE, not self.config.no_save_optim)
         except (CheckpointError, OSError) as error:
-            self._failed(step, error)
+            self._note_failure(step, error)
         except ArenoError:  # the engine has failed, so no state can become complete
             self.drop()
             raise
@@ -136,7 +136,7 @@ class StateWriter:
             if write.thread is None:
                 if not self._engine().state_written(wait):
                     return
-                self._finish(write)
+                self._complete_folder(write)
             assert write.thread is not None
             if wait:
                 write.thread.join()
@@ -145,7 +145,7 @@ class StateWriter:
             if write.error is not None:
                 raise write.error
         except (CheckpointError, OSError) as error:
-            self._failed(write.step, error)
+            self._note_failure(write.step, error)
         except ArenoError:
             self.drop()
             raise
@@ -153,7 +153,7 @@ class StateWriter:
             write.alarm.cancel()
             self._write, self.written_step = None, write.step
 
-    def _alarm(self, step: int) -> threading.Timer:
+    def _start_slow_warning(self, step: int) -> threading.Timer:
         def warn() -> None:
             logger.warning(
                 "the state of step %d has been in progress for %.0f s: the disk of %s is slow, or does not answer. "
@@ -169,7 +169,7 @@ class StateWriter:
             timer.start()
         return timer
 
-    def _finish(self, write: _Write) -> None:
+    def _complete_folder(self, write: _OpenState) -> None:
         """Start a thread that completes the folder of a state after the engine has written its files."""
 
         def finish() -> None:
@@ -213,7 +213,7 @@ class StateWriter:
         if (free := shutil.disk_usage(place).free) < needed:
             raise CheckpointError("{} has {:.3g} GiB free, and it needs {:.3g}", place, free / 2**30, needed / 2**30)
 
-    def _failed(self, step: int, error: Exception) -> None:
+    def _note_failure(self, step: int, error: Exception) -> None:
         with suppress(OSError):
             self.drop()
         self.failure = str(error)
@@ -275,7 +275,7 @@ class Recovery(AbstractContextManager["Recovery"]):
             self.states.tidy()
             state = self.states.newest() if self.resumes else None
             if state is not None:
-                self._check(state)
+                self._check_compatible(state)
             elif self.config.recover.mode == "resume":
                 raise ConfigError(Problem("recover.mode", "is resume, but {} has no state", self.folder))
             self._resources = stack.pop_all()
@@ -284,13 +284,13 @@ class Recovery(AbstractContextManager["Recovery"]):
     def __exit__(self, *exc: object) -> None:
         self._resources.close()
 
-    def _check(self, state: State) -> None:
+    def _check_compatible(self, state: State) -> None:
         """Raise ConfigError if the run cannot continue from a state with the current settings, models and data."""
         found = changes(type(self.config), state.record["config"], self._settings)
         earlier = EarlierRun.find(self.folder)
         if earlier is not None:  # config.yaml has the changes that the user asked for by --resume
             earlier.refuse_other(self.config, None)
-        refuse(found, self.folder, explicit=earlier is not None)
+        refuse_changes(found, self.folder, explicit=earlier is not None)
         given, now = state.record["inputs"], self._inputs
         changed = {change.key for change in found if change.on_resume.kind == "explicit"}
         text = "is not what the run in {} began with ({} instead of {})"

@@ -138,11 +138,11 @@ class EarlierRun:
             self.refuse_recipe(recipe)
         found = changes(type(config), self.config, asdict(config))
         if self.states.steps() or run_folder.has_metrics(self.folder):  # otherwise it begins again, with any settings
-            refuse(found, self.folder, explicit)
+            refuse_changes(found, self.folder, explicit)
         return found
 
 
-def refuse(found: Sequence[Change], folder: Path, explicit: bool) -> None:
+def refuse_changes(found: Sequence[Change], folder: Path, explicit: bool) -> None:
     """Raise ConfigError if any of the changed settings does not allow a run to be resumed."""
     problems = []
     for change in found:
@@ -234,7 +234,7 @@ def accept_changes(
     return changed
 
 
-def existing(folder: Path) -> NewFolder:
+def existing_folder(folder: Path) -> NewFolder:
     """Return a NewFolder whose present files count as older than the run, so that `discard` keeps them."""
     return NewFolder(folder, frozenset([folder, *folder.parents, *folder.glob("*")]))
 
@@ -254,7 +254,7 @@ def print_result(
         return None
     step, result = finished["step"], finished["result"]
     print(
-        f"{shown(earlier.folder)} is finished: its {step} steps are done, with the result {result:.6g}.\n"
+        f"{shown_path(earlier.folder)} is finished: its {step} steps are done, with the result {result:.6g}.\n"
         f"To train on:    {resume_command(command, earlier.folder)} {_doubled_limit(finished, asdict(config))}\n"
         "For a new run:  the same command with another trial_name"
     )
@@ -269,7 +269,7 @@ def _doubled_limit(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> 
 
 
 def resume_command(command: str, folder: Path) -> str:
-    return f"{command} --resume {shlex.quote(shown(folder))}"
+    return f"{command} --resume {shlex.quote(shown_path(folder))}"
 
 
 def _sweep_command(folder: Path) -> str:
@@ -293,7 +293,7 @@ def print_next_commands(command: str, folder: Path) -> None:
     finished = EarlierRun(folder).states.finished
     if not sys.stderr.isatty():
         return
-    quoted = shlex.quote(shown(folder))
+    quoted = shlex.quote(shown_path(folder))
     needs = "" if find_spec("plotly") else "  (it needs pip install 'areno[report]')"
     print(f"look at it:   areno report {quoted}{needs}", file=sys.stderr)
     run = RunReader(folder)
@@ -301,7 +301,7 @@ def print_next_commands(command: str, folder: Path) -> None:
         if "gconfig" in run.config:
             more = "--n-samples 8" if run.config.get("valid_dataset") else "--data held_out.jsonl"
             print(f"evaluate it:  areno evaluate {quoted} {more}", file=sys.stderr)
-        print(f"use it:       areno serve {shlex.quote(shown(checkpoint))}", file=sys.stderr)
+        print(f"use it:       areno serve {shlex.quote(shown_path(checkpoint))}", file=sys.stderr)
     if finished is not None:
         print(
             f"train on:     {resume_command(command, folder)} {_doubled_limit(finished, run.config)}",
@@ -321,9 +321,9 @@ def print_unfinished(command: str, experiment: Path) -> None:
     runs = [EarlierRun(path) for path in (newest.iterdir() if is_sweep else [newest])]
     if not any(run.is_running for run in runs) and any(run.states.are_unfinished for run in runs):
         how = _sweep_command(newest) if is_sweep else resume_command(command, newest)
-        print(f"This is a new run. {shown(newest)} is not finished; to resume it: {how}")
+        print(f"This is a new run. {shown_path(newest)} is not finished; to resume it: {how}")
 
 
-def shown(folder: Path) -> str:
+def shown_path(folder: Path) -> str:
     """Return an absolute path as text for the user: relative if it lies inside the working directory."""
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)

@@ -258,7 +258,7 @@ class Run:
         self._save_and_evaluate()
         self.saver.end()
         self.recovery.remember(self.state_dict())
-        changes = self.progress.changes(numbers)
+        changes = self.progress.describe_changes(numbers)
         if self._stopped_early:
             changes.append(f"stopped early: {self.evaluator.describe()}")
         self.recovery.write_now(self.step)
@@ -353,12 +353,12 @@ class Run:
         self.recovery.trigger.load_state_dict(state["recover"])
 
 
-class _HasRun(Protocol):
+class _LoopWithRun(Protocol):
     @property
     def run(self) -> Run: ...
 
 
-Loop = TypeVar("Loop", bound=_HasRun)
+Loop = TypeVar("Loop", bound=_LoopWithRun)
 
 
 def fault_tolerant(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:

@@ -33,12 +33,12 @@ from areno.models.registry import load_config
 from areno.plan.devices import n_workers_here
 from areno.plan.folders import load_tokenizer, whole_model
 from areno.plan.forecast import Forecast, forecast
-from areno.plan.hardware import gpu_called, this_cpu
+from areno.plan.hardware import gpu_by_name, this_cpu
 from areno.plan.lr_schedule import device_warnings, schedule_warnings, staleness_warnings, with_schedules
 from areno.plan.phases import shared_decoder
 from areno.plan.plan import TrainerPlan, check_copies, plan_of_experiment
 from areno.plan.roles import experiment_roles
-from areno.plan.startup_log import facts, without_answers
+from areno.plan.startup_log import startup_facts, without_answers
 from areno.plan.vocabularies import complete_roles
 from areno.run import tuning
 from areno.run.agents_across_steps import LiveAgents
@@ -48,7 +48,7 @@ from areno.run.run import Run
 from areno.run.states import folder_fingerprint, rows_fingerprint
 from areno.schema.fields import unused
 from areno.scoring.judge import check_fields
-from areno.scoring.judge_readers import EndpointReader, Reader, RoleReader
+from areno.scoring.judge_readers import EndpointReader, JudgeReader, RoleReader
 from areno.scoring.pool import RewardPool
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
@@ -107,7 +107,7 @@ class SavedModels:
     def forecast(self, prompt_tokens: int, answer_tokens: int) -> Forecast:
         engine = self.engine()
         info = engine.info
-        hardware = gpu_called(info.device_name, info.device_bytes) if info.device_name else this_cpu()
+        hardware = gpu_by_name(info.device_name, info.device_bytes) if info.device_name else this_cpu()
         return forecast(self._config, hardware, len(engine.spec.devices), prompt_tokens, answer_tokens)
 
 
@@ -182,7 +182,7 @@ class Setup(Generic[Config]):
             plan, self.roles = with_schedules(config, plan, self.roles, self.run.progress.total_steps)
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}
             plan = replace(plan, spec=replace(plan.spec, planned=at_once, profiling=self.run.tracer.spec))
-            self.trainer = models.trainer = self._load(stack, plan, at_once)
+            self.trainer = models.trainer = self._load_models(stack, plan, at_once)
             stack.callback(self.run.during_steps.close)
             self._resources = stack.pop_all()
 
@@ -248,7 +248,7 @@ class Setup(Generic[Config]):
                 check_fields(config.reward.judge, rows[0])
         kind, turns = self._loop.kind, section.changed_turns
         encode = row_encoder(kind, plan.tokenizer, turns, thinking=thinking, separator=separator, teacher=teacher)
-        n_processes = _n_encoders(plan.spec) if key == "train_dataset" else 0
+        n_processes = _n_encoder_processes(plan.spec) if key == "train_dataset" else 0
         return row_loader(kind, rows, encode, section, context, seed=config.seed, key=key, n_processes=n_processes)
 
     def _open_run(self, plan: TrainerPlan, run_dir: str | Path | None, models: SavedModels) -> Run:
@@ -262,9 +262,9 @@ class Setup(Generic[Config]):
             headline=self._loop.headline,
             reward=self._reward_name(),
             unanswered="" if self.rewards is None or self.agents is not None else without_answers(self.loader),
-            facts=facts(config, plan, self.roles, self.loader) if trains else {},
+            facts=startup_facts(config, plan, self.roles, self.loader) if trains else {},
             token_text=token_text,
-            is_untrained=partial(_is_untrained, plan.spec),
+            is_untrained=partial(_has_initial_weights, plan.spec),
         )
         evaluator = Evaluator(config, self.valid_loaders, self._loop.measure)
         inputs = self._fingerprints(plan) if trains else {}
@@ -306,7 +306,7 @@ class Setup(Generic[Config]):
         found = {key: folder_fingerprint(path) for key, path in models.items()}
         return found | {"train_dataset": rows_fingerprint(self.loader.rows)}
 
-    def _load(self, stack: ExitStack, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> Trainer:
+    def _load_models(self, stack: ExitStack, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> Trainer:
         """Load the models. If a node of a Ray cluster is lost meanwhile, load again, up to recover.retries times."""
         stack.callback(gc.unfreeze)
         gc.freeze()  # a garbage collection that scans all imported modules and rows would delay a step by 0.2 s
@@ -336,7 +336,7 @@ def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
         raise ConfigError(f"{given} is for PPOTrainer, not for {name}: its critic would not be used")
 
 
-def _is_untrained(spec: EngineSpec, checkpoint: Path) -> bool:
+def _has_initial_weights(spec: EngineSpec, checkpoint: Path) -> bool:
     """Return whether a checkpoint has the weights of the model that the run began with. False if this is not known."""
     if spec.actor.lora is not None or spec.actor.random_init:
         return False
@@ -375,7 +375,7 @@ def _n_devices(config: ExperimentConfig) -> int:
     return 1
 
 
-def _open_judge(config: ExperimentConfig, stack: ExitStack) -> Reader | None:
+def _open_judge(config: ExperimentConfig, stack: ExitStack) -> JudgeReader | None:
     """Open the endpoint that judges samples, or make the reader of a judge of the run. None if there is no judge."""
     if not isinstance(config, PolicyExperimentConfig):
         return None
@@ -419,7 +419,7 @@ def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None
     return stack.enter_context(AgentPool(config.agent, _n_devices(config)))
 
 
-def _n_encoders(spec: EngineSpec) -> int:
+def _n_encoder_processes(spec: EngineSpec) -> int:
     """Return how many processes may encode rows: the CPU cores that driver and workers leave free, at most 4."""
     return max(0, min(_MOST_ENCODERS, usable_cores() - 1 - spec.n_ranks_on_machine(0)))
 

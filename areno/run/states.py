@@ -107,7 +107,7 @@ class States:
             if damage := find_damage(self._path(step)):
                 self.set_aside(step, damage)
             else:
-                return self._read(step)
+                return self._read_record(step)
         last = self.folder / "latest"
         damaged = sorted(path.name for path in self.folder.glob(f"{DAMAGED}*"))
         if not damaged and not last.exists():
@@ -120,7 +120,7 @@ class States:
             why,
         )
 
-    def _read(self, step: int) -> State:
+    def _read_record(self, step: int) -> State:
         folder = self._path(step)
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         if not isinstance(record, dict) or record.get("format") != FORMAT:

@@ -18,7 +18,7 @@ from areno import trace
 from areno.config.experiments import ExperimentConfig
 from areno.engine.requests import version_range
 from areno.specs.engine import ProfilingSpec
-from areno.tracking.trace_file import FOLDER, SessionFile, TraceFile, writing
+from areno.tracking.trace_file import FOLDER, SessionFile, TraceFile, trace_folder
 from areno.types import ScoredSample
 
 logger = logging.getLogger("areno")
@@ -54,7 +54,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
         self.spec: ProfilingSpec | None = None
         if tracer.enabled or memory is not None:
             entries = None if memory is None else memory.max_entries
-            with writing(folder):
+            with trace_folder(folder):
                 self.spec = ProfilingSpec(folder=str(folder), events=tracer.enabled, memory_entries=entries)
         if self._file is not None:
             trace.begin()

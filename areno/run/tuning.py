@@ -23,7 +23,7 @@ from areno.errors import ConfigError, EngineError, Problem
 from areno.files.durable import atomic_write_text
 from areno.plan.hardware import Hardware, devices_here, this_cpu
 from areno.plan.plan import plan_of_experiment
-from areno.plan.settings_that_fit import set_values, shown
+from areno.plan.settings_that_fit import command_line_of, set_values
 from areno.plan.tuning_candidates import (
     AT_ONCE,
     BATCH,
@@ -31,10 +31,10 @@ from areno.plan.tuning_candidates import (
     Candidate,
     candidates,
     given_settings,
-    nothing_fits,
+    nothing_fits_error,
     shortlist,
 )
-from areno.run.tuning_trials import Measured, Trials
+from areno.run.tuning_trials import MeasuredTrial, Trials
 from areno.schema.fields import changed
 from areno.schema.values import value_at
 from areno.specs.engine import EngineSpec
@@ -60,7 +60,7 @@ def tune(config: ExperimentConfig, given: Collection[str], reuse: str = "") -> s
         text = "tune: %s=%d is chosen, since it was not given; unlike the other settings, it changes what is learned"
         logger.info(text, BATCH, chosen[BATCH])
     set_values(config, chosen)
-    logger.info("tune: in %.0f s, chosen: %s", time.monotonic() - began, shown(chosen))
+    logger.info("tune: in %.0f s, chosen: %s", time.monotonic() - began, command_line_of(chosen))
     return _tuned_yaml(chosen, reuse)
 
 
@@ -70,7 +70,7 @@ def _tuned_yaml(chosen: Mapping[str, Any], base: str) -> str:
         OmegaConf.update(nested, key, value)
     lines = [
         "# Settings of memory and speed that tune.enabled=true has chosen. To start another run with them, add",
-        f"#   {shown(chosen)}",
+        f"#   {command_line_of(chosen)}",
         f"# or name the folder of this file: --config-dir=FOLDER --config-name={Path(TUNED).stem}",
     ]
     return "\n".join([*lines, OmegaConf.to_yaml(nested)])
@@ -120,7 +120,7 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
     if not found[0].settings:
         return {}
     most = int(config.tune.mem_frac * hardware.memory)
-    fitting: list[tuple[Candidate, Measured]] = []
+    fitting: list[tuple[Candidate, MeasuredTrial]] = []
     least: int | None = None  # peak of a candidate that is too large
     error: EngineError | None = None
     with Trials(plan, probes_rollout=AT_ONCE not in given) as trials:
@@ -146,10 +146,10 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
         return dict(best.settings)
     if least is None and error is not None:
         raise error
-    raise nothing_fits(config, hardware, n_devices, least)
+    raise nothing_fits_error(config, hardware, n_devices, least)
 
 
-def _predicted_and_measured(candidate: Candidate, measured: Measured) -> str:
+def _predicted_and_measured(candidate: Candidate, measured: MeasuredTrial) -> str:
     return (
         f"{candidate.usual.seconds:.2f} s a step predicted, {measured.step_s:.2f} s measured; "
         f"{gib(candidate.peak)} GiB predicted, {gib(measured.peak)} GiB measured"

@@ -24,7 +24,7 @@ from areno.plan.lr_schedule import with_schedules
 from areno.plan.phases import Phase
 from areno.plan.plan import TrainerPlan, sampling_params
 from areno.plan.roles import experiment_roles
-from areno.plan.tuning_candidates import Candidate, Limits
+from areno.plan.tuning_candidates import Candidate, LengthLimits
 from areno.plan.vocabularies import complete_roles
 from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
@@ -38,7 +38,7 @@ _WARM_UP_TOKENS, _RANDOM_LOGPROB = 8, -10.0  # tokens of a prompt, and of an ans
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredTrial:
     """The result of a trial."""
 
     step_s: float  # of a whole step: the forecast times the ratio of measured to predicted time
@@ -76,7 +76,7 @@ class Trials(AbstractContextManager["Trials"]):
         expected = (self._longest_s or 2 * (_ROLLOUT_S + _TRAIN_S)) + (self._start_s if starts else 0.0)
         return time.monotonic() - self._began + expected <= LIMIT_S
 
-    def run(self, candidate: Candidate) -> Measured:
+    def run(self, candidate: Candidate) -> MeasuredTrial:
         """Run the phases of a step with a candidate's settings, on a part of its work. An error closes the engine."""
         try:
             engine = self._engine_for(candidate.config)
@@ -91,7 +91,7 @@ class Trials(AbstractContextManager["Trials"]):
             self._close()
             raise
         self._longest_s = max(self._longest_s, time.monotonic() - began)
-        return Measured(step_s=step_s, peak=peak)
+        return MeasuredTrial(step_s=step_s, peak=peak)
 
     def _engine_for(self, config: PolicyExperimentConfig) -> Engine:
         recomputes = config.actor.gradient_checkpointing
@@ -125,7 +125,7 @@ class _Trial:
     ):
         self.engine, self.plan, self.candidate, self._rollouts = engine, plan, candidate, rollouts
         self.config = candidate.config
-        self._limits = Limits.of(self.config)
+        self._limits = LengthLimits.from_config(self.config)
         self._draw = random.Random(self.config.seed)
         self.n_prompts = max(1, min(self.config.rows_per_step, self.config.tune.max_samples) // self._n_samples)
         self._peak = 0.0  # GiB
@@ -133,11 +133,11 @@ class _Trial:
         assert plan.max_len is not None
         shared = plan.shared
         self.spec = RolloutSpec(
-            max_running=self._at_once,
+            max_running=self._n_at_once,
             max_len=plan.max_len,
             decoder=DecoderConfig.of(self.config.rollout),
             keeps_cache=not self.config.rollout.drop_rollout_state,
-            shared=shared if shared is not None and shared.usual == self._at_once else None,
+            shared=shared if shared is not None and shared.usual == self._n_at_once else None,
         )
 
     @property
@@ -153,7 +153,7 @@ class _Trial:
         peaks = [phase.peak / GIB for phase in self.candidate.full.phases if phase.decodes and phase.name != "rollout"]
         self._peak = max([self._peak, *peaks])
         rows, n_prompts = self._random_rows()
-        predicted = {phase.name: phase for phase in self._predict(n_prompts).phases}
+        predicted = {phase.name: phase for phase in self._predicted_phases(n_prompts).phases}
         for name, phase in predicted.items():
             if phase.decodes:
                 continue
@@ -168,18 +168,18 @@ class _Trial:
         step_s = sum(phase.seconds * factors[phase.name] for phase in self.candidate.usual.phases)
         return step_s, int(self._peak * GIB) + self.candidate.usual.hardware.context_bytes
 
-    def _predict(self, n_prompts: int, prompt: int | None = None, answer: int | None = None) -> Forecast:
+    def _predicted_phases(self, n_prompts: int, prompt: int | None = None, answer: int | None = None) -> Forecast:
         """Return the forecast for a part of a step's work. Lengths that are None are the usual ones."""
         usual, found = self._limits.usual, self.candidate.usual
         data = replace(self.config.train_dataset, batch_size=n_prompts)
-        rollout = replace(self.config.rollout, max_concurrent_rollouts=self._at_once)
+        rollout = replace(self.config.rollout, max_concurrent_rollouts=self._n_at_once)
         # A part of the rows need not divide into the updates of a step.
         trained = {name: replace(model, ppo_n_minibatches=1) for name, model in self.config.trained_models().items()}
         config = replace(self.config, train_dataset=data, rollout=rollout, **trained)
         return forecast(config, found.hardware, found.n_devices, prompt or usual.prompt, answer or usual.answer)
 
     @property
-    def _at_once(self) -> int:
+    def _n_at_once(self) -> int:
         return self.config.samples_at_once
 
     # -- rollout ---------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class _Trial:
         Long prompts and answers are shortened, so that the rollout takes seconds.
         """
         engine, drops = self.engine, not self.spec.keeps_cache
-        key = (self._at_once, drops, self.n_prompts)
+        key = (self._n_at_once, drops, self.n_prompts)
         known = 1.0 if self._rollouts is None else self._rollouts.get(key)
         engine.begin_rollout(self.spec)
         if known is None:
@@ -198,10 +198,10 @@ class _Trial:
             usual = self._limits.usual
 
             def predicted(prompt: int, answer: int) -> float:
-                return self._predict(self.n_prompts, prompt, answer).phases[0].seconds
+                return self._predicted_phases(self.n_prompts, prompt, answer).phases[0].seconds
 
-            prompt = _largest_within(usual.prompt, lambda n: predicted(n, 1), _PREFILL_S)
-            answer = _largest_within(usual.answer, lambda n: predicted(prompt, n), _ROLLOUT_S)
+            prompt = _largest_in_time(usual.prompt, lambda n: predicted(n, 1), _PREFILL_S)
+            answer = _largest_in_time(usual.answer, lambda n: predicted(prompt, n), _ROLLOUT_S)
             if self._is_cuda:
                 self._generate(prompt, answer)  # compiles kernels and records CUDA graphs
             if drops:
@@ -246,12 +246,12 @@ class _Trial:
         layout, usual = self.plan.spec.layout, self._limits.usual
 
         def passes(n_prompts: int) -> float:
-            return sum(phase.seconds for phase in self._predict(n_prompts).phases if not phase.decodes)
+            return sum(phase.seconds for phase in self._predicted_phases(n_prompts).phases if not phase.decodes)
 
         budgets = (phase.budget for phase in self.candidate.usual.phases if phase.budget is not None)
         fill = max(budgets, default=1) * layout.cp_size * layout.data_size
         least = -(-fill // (self._n_samples * (usual.prompt + usual.answer)))
-        n_prompts = min(self.n_prompts, max(least, _largest_within(self.n_prompts, passes, _TRAIN_S)))
+        n_prompts = min(self.n_prompts, max(least, _largest_in_time(self.n_prompts, passes, _TRAIN_S)))
         lengths = [
             (_draw_length(self._draw, usual.prompt), _draw_length(self._draw, usual.answer))
             for _ in range(n_prompts * self._n_samples)
@@ -319,7 +319,7 @@ def _draw_length(draw: random.Random, mean: int) -> int:
     return draw.randint(1, 2 * mean - 1)
 
 
-def _largest_within(most: int, seconds: Callable[[int], float], limit_s: float) -> int:
+def _largest_in_time(most: int, seconds: Callable[[int], float], limit_s: float) -> int:
     """Return the largest of `most`, `most` / 2, `most` / 4, ... whose expected time is within a limit, at least 1."""
     while most > 1 and seconds(most) > limit_s:
         most //= 2

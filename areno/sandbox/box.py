@@ -73,7 +73,7 @@ def run(
     return answer["status"], shorten(output, max_output)
 
 
-def trial() -> tuple[str, list[str]]:
+def try_box() -> tuple[str, list[str]]:
     """Run a command in a box, to see what this machine can limit.
 
     Returns (problem, unlimited). The problem is the reason why no command can run in a box, or "". `unlimited` has what
@@ -152,7 +152,7 @@ class _Starter:
         request = json.dumps(_request(command, box, stderr)).encode()
         given = stdin.encode("utf-8", "replace")
         # In memory. Processes of the command could keep a pipe open, or not read it, and could not open /dev/stdin.
-        with _memory(request) as asked, _memory(given) as text, _memory(b"") as output:
+        with _memory_file(request) as asked, _memory_file(given) as text, _memory_file(b"") as output:
             answer = self._ask([asked.fileno(), text.fileno(), output.fileno()])
             output.seek(0)
             return answer, output.read().decode(errors="replace")
@@ -207,7 +207,7 @@ _starter = _Starter()
 atexit.register(_starter.close)
 
 
-def _memory(content: bytes) -> BinaryIO:
+def _memory_file(content: bytes) -> BinaryIO:
     """Return a file in memory, at its beginning."""
     file = os.fdopen(os.memfd_create("box"), "r+b")
     file.write(content)

@@ -94,7 +94,7 @@ _ABSTRACT_SOCKETS_AND_SIGNALS = 3
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
+def system_call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
     """Make a system call. Raises OSError."""
     number = _CALLS[name][list(AUDIT).index(platform.machine())]
     typed = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
@@ -124,7 +124,7 @@ def end_with_parent() -> None:
 def landlock_abi() -> int:
     """Return the version of Landlock, 0 if there is none."""
     try:
-        return call("landlock_create_ruleset", None, 0, 1)
+        return system_call("landlock_create_ruleset", None, 0, 1)
     except (OSError, KeyError, ValueError):
         return 0
 
@@ -171,12 +171,12 @@ def drop_privileges() -> None:
     sets = ctypes.create_string_buffer(
         24
     )  # effective, permitted, inheritable: of capabilities 0 to 31, then the others
-    call("capget", header, sets)
+    system_call("capget", header, sets)
     effective, permitted, *_ = struct.unpack("6I", sets.raw)
-    call("capset", header, struct.pack("6I", effective & kept, permitted & kept, 0, 0, 0, 0))
+    system_call("capset", header, struct.pack("6I", effective & kept, permitted & kept, 0, 0, 0, 0))
 
 
-def rule(path: str, rights: int) -> tuple[int, int]:
+def path_rule(path: str, rights: int) -> tuple[int, int]:
     """Open a file or a folder for `limit_files`: (file descriptor, the rights that its kind can have)."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     return fd, rights if stat.S_ISDIR(os.stat(fd).st_mode) else rights & _OF_NO_FOLDER
@@ -189,15 +189,15 @@ def ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
     """
     all_rights = (1 << _N_RIGHTS[min(abi, len(_N_RIGHTS) - 1)]) - 1
     scopes = _ABSTRACT_SOCKETS_AND_SIGNALS if abi >= ABI_OF_SIGNALS else 0
-    made = call("landlock_create_ruleset", struct.pack("QQQ", all_rights, 0, scopes), 24, 0)
+    made = system_call("landlock_create_ruleset", struct.pack("QQQ", all_rights, 0, scopes), 24, 0)
     for fd, rights in rules:
-        call("landlock_add_rule", made, 1, struct.pack("=Qi", rights & all_rights, fd), 0)
+        system_call("landlock_add_rule", made, 1, struct.pack("=Qi", rights & all_rights, fd), 0)
     return made
 
 
 def limit_files(fd: int) -> None:
     """Limit files, and signals, as a `ruleset` says."""
-    call("landlock_restrict_self", fd, 0)
+    system_call("landlock_restrict_self", fd, 0)
 
 
 def call_filter(abi: int) -> bytes:

@@ -39,8 +39,8 @@ def main(fd: int, abi: int, read: list[str], write: list[str]) -> None:
             return
     kernel.adopt_orphans()
     kernel.drop_privileges()
-    rules = [kernel.rule(path, kernel.READ) for name in read for path in glob.glob(name)]
-    rules += [kernel.rule(path, kernel.DEVICE) for name in write for path in glob.glob(name)]
+    rules = [kernel.path_rule(path, kernel.READ) for name in read for path in glob.glob(name)]
+    rules += [kernel.path_rule(path, kernel.DEVICE) for name in write for path in glob.glob(name)]
     with socket(AF_UNIX, SOCK_SEQPACKET, fileno=fd) as requests:
         _Server(requests, abi, rules, limited).serve()
 
@@ -75,11 +75,11 @@ class _Server:
                 self._collect()
             for command in answers.values():
                 if command.answer in readable or time.monotonic() >= command.ends_at:
-                    self._end(command, timed_out=True)
+                    self._end_command(command, timed_out=True)
             if self._requests in readable:
                 self._accept()
         for command in list(self._commands.values()):
-            self._end(command, timed_out=True)
+            self._end_command(command, timed_out=True)
 
     def _accept(self) -> None:
         """Start the next command, or close the socket for requests if the process that asks has ended."""
@@ -99,15 +99,15 @@ class _Server:
                     os.mkdir(request["temporary"])
                 command.pid = os.fork()
             except OSError as error:
-                return self._answer(command, error=str(error))
+                return self._send_answer(command, error=str(error))
             if command.pid == 0:
-                _become(request, limits, self._calls, given, output)
+                _execute_limited(request, limits, self._calls, given, output)
         self._commands[command.pid] = command
 
     def _limits_of_files(self, request: dict[str, Any], opened: contextlib.ExitStack) -> int:
         """Make them here, and not after the fork, which would copy each page that this writes."""
-        rules = [kernel.rule(path, kernel.READ) for path in request["read"]]
-        rules.append(kernel.rule(request["folder"], kernel.WRITE))
+        rules = [kernel.path_rule(path, kernel.READ) for path in request["read"]]
+        rules.append(kernel.path_rule(request["folder"], kernel.WRITE))
         limits = kernel.ruleset(self._abi, [*self._rules, *rules])
         for fd in (limits, *(fd for fd, _ in rules)):
             opened.callback(os.close, fd)
@@ -119,11 +119,11 @@ class _Server:
             # The process remains until its group is killed: its number would be free for another one.
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 if command := self._commands.get(ended.si_pid):
-                    self._end(command)
+                    self._end_command(command)
                 else:
                     os.waitpid(ended.si_pid, 0)
 
-    def _end(self, command: _Command, timed_out: bool = False) -> None:
+    def _end_command(self, command: _Command, timed_out: bool = False) -> None:
         """Kill all processes of a command, and answer. Nothing happens the second time."""
         if self._commands.pop(command.pid, None) is None:
             return
@@ -140,14 +140,14 @@ class _Server:
                     time.sleep(0.001)
         with contextlib.suppress(OSError):
             os.rmdir(command.request["temporary"])  # it stays if something is in it
-        self._answer(command, status=status)
+        self._send_answer(command, status=status)
 
-    def _answer(self, command: _Command, **answer: Any) -> None:
+    def _send_answer(self, command: _Command, **answer: Any) -> None:
         with command.answer, contextlib.suppress(OSError):
             command.answer.send(json.dumps({"limited": self._limited, **answer}).encode())
 
 
-def _become(request: dict[str, Any], limits: int | None, calls: bytes, given: int, output: int) -> NoReturn:
+def _execute_limited(request: dict[str, Any], limits: int | None, calls: bytes, given: int, output: int) -> NoReturn:
     """Limit this process, which was forked for it, and execute the command in it."""
     try:
         os.setsid()

@@ -48,7 +48,7 @@ def build(
         known = hint(prefix + key)
         return known if known or "=" in key else _suggest(key, prefix, siblings, [row.key for row in rows(cls)])
 
-    config = _examine(cls, with_defaults(cls, data, required=REQUIRED), "", problems, explain, sources)
+    config = _build_section(cls, with_defaults(cls, data, required=REQUIRED), "", problems, explain, sources)
     if problems:
         keys = {problem.key for problem in problems}
         # If the other setting of an Unused problem is wrong itself, correcting it may give this setting an effect.
@@ -184,7 +184,7 @@ def with_defaults(
     return cls.canonical(values) | {key: value for key, value in data.items() if key not in values}
 
 
-def _examine(
+def _build_section(
     cls: type[T],
     data: Mapping[Any, Any],
     prefix: str,
@@ -210,22 +210,22 @@ def _examine(
         if value is REQUIRED or (value is None and setting.required and setting.optional):
             problems.append(Missing(key, f"missing ({setting.help})"))
         elif setting.section and isinstance(value, Mapping):
-            known[name] = _examine(setting.section, value, f"{key}.", problems, explain, sources)
+            known[name] = _build_section(setting.section, value, f"{key}.", problems, explain, sources)
         elif setting.sections and isinstance(value, Mapping):
             known[name] = dict.fromkeys(value)
             for inner, given in value.items():
                 if isinstance(given, Mapping):
-                    known[name][inner] = _examine(
+                    known[name][inner] = _build_section(
                         setting.sections, given, f"{key}.{inner}.", problems, explain, sources
                     )
                 else:
-                    problems.append(Problem(f"{key}.{inner}", _expects(given, setting.sections)))
+                    problems.append(Problem(f"{key}.{inner}", _section_expected(given, setting.sections)))
         else:
             try:
                 known[name] = setting.convert(value)
             except InvalidValue as error:
                 text = f"{error}{explain(f'{name}={value}', prefix, ())}"
-                problems.append(Problem(key, _expects(value, setting.section) if setting.section else text))
+                problems.append(Problem(key, _section_expected(value, setting.section) if setting.section else text))
     section = partial_section(cls, known)
     found = problems_between(section, in_build=True, sources=sources)
     problems += [problem.under(prefix[:-1]) if prefix else problem for problem in found]
@@ -259,7 +259,7 @@ def _merged(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, An
     return {**around, **given, **inside}
 
 
-def _expects(value: Any, cls: type[Section]) -> str:
+def _section_expected(value: Any, cls: type[Section]) -> str:
     return f"is {show(value)}; a section is expected, with keys {', '.join(settings(cls))}"
 
 

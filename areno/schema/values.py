@@ -103,16 +103,16 @@ def text_problem(text: str) -> str | None:
     return None
 
 
-def _beginning(value: Any, left: list[int]) -> Any:
+def _truncated_value(value: Any, left: list[int]) -> Any:
     """Return as much of a value as a message can show. `left` holds how many more elements may be shown."""
     left[0] -= 1
     if isinstance(value, str):
         return value[: _SHOWN + 1]
     if type(value) is list:
-        return [_beginning(each, left) for each in itertools.takewhile(lambda _: left[0] >= 0, value)]
+        return [_truncated_value(each, left) for each in itertools.takewhile(lambda _: left[0] >= 0, value)]
     if type(value) is dict:
         shown = itertools.takewhile(lambda _: left[0] >= 0, value.items())
-        return {_beginning(name, left): _beginning(each, left) for name, each in shown}
+        return {_truncated_value(name, left): _truncated_value(each, left) for name, each in shown}
     return value
 
 
@@ -120,7 +120,7 @@ def show(value: Any) -> str:
     """Return a value in YAML-like notation: null, true, 'text', 1e-06. More than 80 characters are cut off."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(_beginning(value, [_SHOWN]))
+    text = repr(_truncated_value(value, [_SHOWN]))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 

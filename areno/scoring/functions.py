@@ -36,8 +36,8 @@ def reward_functions(config: RewardConfig, given: Given | None = None) -> list[R
         if not callable(function):
             raise ConfigError(f"reward_fn is {function!r}; expected a function of one record, or a list of them")
     names = _check_unique([function_name(function) for function in functions])
-    codes = [_pickled(function, name) for function, name in zip(functions, names, strict=True)]
-    return _weighted(config, codes, names if isinstance(given, list | tuple) else [""])
+    codes = [_pickle_function(function, name) for function, name in zip(functions, names, strict=True)]
+    return _with_weights(config, codes, names if isinstance(given, list | tuple) else [""])
 
 
 def shown_names(config: RewardConfig, given: Given | None = None) -> str:
@@ -59,15 +59,15 @@ def _from_settings(config: RewardConfig) -> list[RewardFunction]:
     codes, problems = [], []
     for spec in specs:
         try:
-            codes.append(_resolved(config, spec))
+            codes.append(_resolve_spec(config, spec))
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return _weighted(config, codes, [""] if isinstance(config.fn, str) else part_names(specs))
+    return _with_weights(config, codes, [""] if isinstance(config.fn, str) else part_names(specs))
 
 
-def _resolved(config: RewardConfig, spec: str) -> str | Reward:
+def _resolve_spec(config: RewardConfig, spec: str) -> str | Reward:
     """Return the built-in reward with its settings, or `absolute path:function`, for an entry of reward.fn."""
     if spec in BUILT_IN_REWARDS:
         # A reward without settings has no section.
@@ -101,7 +101,7 @@ def _check_unique(names: list[str]) -> list[str]:
     return names
 
 
-def _weighted(
+def _with_weights(
     config: RewardConfig, codes: Sequence[str | bytes | Reward], names: Sequence[str]
 ) -> list[RewardFunction]:
     weights = [1.0] * len(codes) if config.weights is None else config.weights
@@ -111,7 +111,7 @@ def _weighted(
     return [RewardFunction(*each) for each in zip(codes, names, weights, strict=True)]
 
 
-def _pickled(function: Callable[..., Any], name: str) -> bytes:
+def _pickle_function(function: Callable[..., Any], name: str) -> bytes:
     try:
         return dumps(function)
     except Exception as error:  # an object may raise anything when it is pickled

@@ -20,7 +20,7 @@ from areno import heartbeat
 from areno.config.judge import ANSWERS, JudgeConfig, fields_of
 from areno.data.chat_template import END_THINK, Prompt
 from areno.errors import DataError, Key
-from areno.scoring.judge_readers import KEY, Reader, Score, Verdict, Write, strip_reasoning
+from areno.scoring.judge_readers import KEY, JudgeReader, Score, Verdict, WriteReplies, strip_reasoning
 from areno.scoring.pool import report_failures
 from areno.scoring.records import CompletionRecord, Record, reward_problem
 from areno.types import RewardOutcome
@@ -34,7 +34,7 @@ _LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _JudgedAnswer:
     """An answer to judge, without reasoning, with the other fields of its question."""
 
     text: str
@@ -46,7 +46,7 @@ class _Answer:
         return not any(map(str.isalnum, self.text))
 
 
-def _text(value: Any) -> str:
+def _field_text(value: Any) -> str:
     """Return a field of a row as text. A list of alternatives is joined by "or"."""
     if isinstance(value, list | tuple) and all(isinstance(each, str | int | float) for each in value):
         return " or ".join(map(str, value))
@@ -54,14 +54,14 @@ def _text(value: Any) -> str:
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    texts = [_text(message.get("content") or message.get("tool_calls") or "") for message in messages]
+    texts = [_field_text(message.get("content") or message.get("tool_calls") or "") for message in messages]
     if len(texts) == 1:
         return texts[0]
     return "\n".join(f"{message.get('role')}: {text}" for message, text in zip(messages, texts, strict=True))
 
 
 @dataclass(frozen=True)
-class Task:
+class JudgeTask:
     """A prompt and its samples, as a judge needs it."""
 
     numbers: Sequence[int]
@@ -83,32 +83,32 @@ class Judging(AbstractContextManager["Judging"]):
     The samples of one task are compared with each other.
     """
 
-    def __init__(self, config: JudgeConfig, reader: Reader, task_of: Callable[[int], Task]):
+    def __init__(self, config: JudgeConfig, reader: JudgeReader, task_of: Callable[[int], JudgeTask]):
         self._config, self._reader, self._task_of = config, reader, task_of
         self._template = config.question
         self._field_names = fields_of(self._template) - set(ANSWERS)
         self._worst = 0.0 if config.weight >= 0 else 1.0  # the score with the lowest reward
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, _JudgedAnswer] = {}
         self._asked: dict[str, Future[Verdict]] = {}
         self._verdicts: dict[tuple[int, ...], Future[Verdict]] = {}  # (number) or (first, second) -> verdict
 
     def add(self, records: Mapping[int, Record]) -> None:
         """Begin to judge samples, by their numbers."""
         for number, record in records.items():
-            answer = self._answers[number] = self._answer(record, self._task_of(number))
+            answer = self._answers[number] = self._answer_fields(record, self._task_of(number))
             if not self._config.compare:
                 if not self._is_refused(answer):
-                    self._ask((number,), {**answer.fields, "completion": answer.text})
+                    self._ask_judge((number,), {**answer.fields, "completion": answer.text})
                 continue
             for other, theirs in self._opponents(number):
                 if self._score_by_rule(answer, theirs) is None:
-                    self._ask((number, other), {**answer.fields, "first": answer.text, "second": theirs.text})
-                    self._ask((other, number), {**answer.fields, "first": theirs.text, "second": answer.text})
+                    self._ask_judge((number, other), {**answer.fields, "first": answer.text, "second": theirs.text})
+                    self._ask_judge((other, number), {**answer.fields, "first": theirs.text, "second": answer.text})
 
-    def _is_refused(self, answer: _Answer) -> bool:
+    def _is_refused(self, answer: _JudgedAnswer) -> bool:
         return self._config.refuse_blank and answer.is_blank
 
-    def _opponents(self, number: int) -> list[tuple[int, _Answer]]:
+    def _opponents(self, number: int) -> list[tuple[int, _JudgedAnswer]]:
         """Return (number, answer) of the samples so far with which a sample is compared."""
         group, most, found = self._task_of(number).numbers, self._config.opponents, []
         own, n = group.index(number), len(group)
@@ -118,7 +118,7 @@ class Judging(AbstractContextManager["Judging"]):
                 found.append((other, self._answers[other]))
         return found
 
-    def _score_by_rule(self, first: _Answer, second: _Answer) -> float | None:
+    def _score_by_rule(self, first: _JudgedAnswer, second: _JudgedAnswer) -> float | None:
         """Return the score of the first of two answers if the judge need not read them."""
         if self._is_refused(first):
             return self._worst
@@ -126,13 +126,13 @@ class Judging(AbstractContextManager["Judging"]):
             return 1.0 - self._worst
         return 0.5 if first.text == second.text else None
 
-    def _ask(self, numbers: tuple[int, ...], fields: Mapping[str, str]) -> None:
+    def _ask_judge(self, numbers: tuple[int, ...], fields: Mapping[str, str]) -> None:
         question = self._template.format_map(fields)
         if question not in self._asked:  # equal questions have one verdict, as rounding depends on the batch
             self._asked[question] = self._reader.ask(question)
         self._verdicts[numbers] = self._asked[question]
 
-    def _answer(self, record: Record, task: Task) -> _Answer:
+    def _answer_fields(self, record: Record, task: JudgeTask) -> _JudgedAnswer:
         if isinstance(record, CompletionRecord):
             row, answer, rendered = record.asked.item.record, record.completion, record.rendered
         else:
@@ -142,14 +142,14 @@ class Judging(AbstractContextManager["Judging"]):
         prompt = task.prompt if isinstance(task.prompt, str) else _conversation(task.prompt)
         known = {**row, "solutions": record.solutions, "prompt": prompt}
         check_fields(self._config, known)
-        return _Answer(strip_reasoning(answer), {name: _text(known[name]) for name in self._field_names})
+        return _JudgedAnswer(strip_reasoning(answer), {name: _field_text(known[name]) for name in self._field_names})
 
     @property
     def n_open(self) -> int:
         """Number of questions without a verdict that have begun to be answered."""
         return sum(not future.done() for future in self._asked.values()) if self._reader.is_early else 0
 
-    def complete(self, score: Score, write: Write) -> None:
+    def complete(self, score: Score, write: WriteReplies) -> None:
         """Answer the questions that wait for the judge of the run. An endpoint uses no argument."""
         self._reader.complete(score, write)
 
@@ -171,13 +171,13 @@ class Judging(AbstractContextManager["Judging"]):
     def _outcome_by_score(self, number: int) -> RewardOutcome:
         parts = self._blank_part(number)
         if self._is_refused(self._answers[number]):
-            return _outcome(self._worst, parts)
+            return _judge_outcome(self._worst, parts)
         verdict = self._verdicts[number,].result()
         parts |= verdict.parts
         if not verdict.probabilities:
             return RewardOutcome(None, verdict.status, verdict.message, _judge_parts(parts))
         scores = np.linspace(0.0, 1.0, len(verdict.probabilities))
-        return _outcome(float(scores @ verdict.probabilities), parts)
+        return _judge_outcome(float(scores @ verdict.probabilities), parts)
 
     def _outcome_by_comparison(self, number: int) -> RewardOutcome:
         """Return the share of comparisons that a sample wins.
@@ -208,7 +208,7 @@ class Judging(AbstractContextManager["Judging"]):
         if not shares:
             text = "judge: there is no other answer to this prompt, with which this one could be compared"
             return RewardOutcome(None, "error", text, _judge_parts(means))
-        return _outcome(float(np.mean(shares)), means)
+        return _judge_outcome(float(np.mean(shares)), means)
 
     def __exit__(self, *exc: object) -> None:
         for future in self._asked.values():
@@ -219,7 +219,7 @@ def _judge_parts(parts: Mapping[str, float]) -> dict[str, float]:
     return {f"{PART}/{name}": value for name, value in parts.items()}
 
 
-def _outcome(score: float, parts: Mapping[str, float]) -> RewardOutcome:
+def _judge_outcome(score: float, parts: Mapping[str, float]) -> RewardOutcome:
     return RewardOutcome(score, parts={PART: score, **_judge_parts(parts)})
 
 

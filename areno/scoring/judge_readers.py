@@ -41,7 +41,7 @@ Score = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 """Computes the log-probability of each token of rows of token ids."""
 
 
-class Write(Protocol):
+class WriteReplies(Protocol):
     """Completes rows of token ids with the judge of the run, under a grammar."""
 
     def __call__(
@@ -63,14 +63,14 @@ class Verdict:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-class Reader(Protocol):
+class JudgeReader(Protocol):
     """Answers the questions of a judge: as soon as they are asked if `is_early`, else in `complete`."""
 
     is_early: bool
 
     def ask(self, question: str) -> Future[Verdict]: ...
 
-    def complete(self, score: Score, write: Write) -> None:
+    def complete(self, score: Score, write: WriteReplies) -> None:
         """Answer the questions that `ask` has collected, with the judge of the run."""
         ...
 
@@ -96,7 +96,7 @@ class RoleReader:
         self._waiting.append((question, future))
         return future
 
-    def complete(self, score: Score, write: Write) -> None:
+    def complete(self, score: Score, write: WriteReplies) -> None:
         """Answer the waiting questions that are not cancelled."""
         waiting, self._waiting = self._waiting, []
         futures, questions = [], []
@@ -131,11 +131,11 @@ class _LabelVerdicts:
         self.n_more = len(self._labels[0])
         self.more = f"its label {self.n_more}"
 
-    def verdicts(self, questions: Sequence[list[int]], score: Score, write: Write) -> list[Verdict]:
+    def verdicts(self, questions: Sequence[list[int]], score: Score, write: WriteReplies) -> list[Verdict]:
         rows = [[*tokens, *label] for tokens in questions for label in self._labels]
         found = np.array([sum(row[-self.n_more :]) for row in score(rows)], np.float64).reshape(len(questions), -1)
         parts = [{"label_mass": float(np.exp(logprobs).sum())} for logprobs in found]
-        return [Verdict(_shares(logprobs), parts=each) for logprobs, each in zip(found, parts, strict=True)]
+        return [Verdict(_label_shares(logprobs), parts=each) for logprobs, each in zip(found, parts, strict=True)]
 
 
 class _JsonVerdicts:
@@ -160,7 +160,7 @@ class _JsonVerdicts:
         if problems:
             raise ConfigError(problems)
 
-    def verdicts(self, questions: Sequence[list[int]], score: Score, write: Write) -> list[Verdict]:
+    def verdicts(self, questions: Sequence[list[int]], score: Score, write: WriteReplies) -> list[Verdict]:
         replies = [list(each.resp_tokens) for each in write(questions, self._params, grammar=self._grammar)]
         labels = [name.casefold() for name in self._config.names]
         found = []
@@ -198,7 +198,7 @@ def _label_tokens(names: Sequence[str], tokenizer: Any) -> list[list[int]]:
     return min(found, key=lambda labels: len(labels[0]))
 
 
-def _shares(logprobs: np.ndarray) -> tuple[float, ...]:
+def _label_shares(logprobs: np.ndarray) -> tuple[float, ...]:
     """Return the share of each label in the probability of all. One has a finite log-probability."""
     shares = np.exp(logprobs - logprobs.max())
     return tuple((shares / shares.sum()).tolist())
@@ -221,7 +221,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         if config.api_key_env is not None and not self._key:
             text = "names a variable that the environment lacks; export the key of the endpoint under this name"
             raise ConfigError(Problem(f"{KEY}.api_key_env", text))
-        self._way = 0  # index in `_request_forms` of the request that the endpoint accepts
+        self._way = 0  # index in `_request_variants` of the request that the endpoint accepts
         self._room = asyncio.Semaphore(config.concurrency)
         self._loop = asyncio.new_event_loop()
         self._client: Any = None
@@ -254,7 +254,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     def ask(self, question: str) -> Future[Verdict]:
         return self._submit(self._verdict(question))
 
-    def complete(self, score: Score, write: Write) -> None:
+    def complete(self, score: Score, write: WriteReplies) -> None:
         """Do nothing: all questions have begun."""
 
     def close(self) -> None:
@@ -262,13 +262,13 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         if self._loop.is_closed():
             return
         with contextlib.suppress(Exception):  # an error of a connection that is no longer needed
-            self._submit(self._end()).result(_CLOSE_S)
+            self._submit(self._cancel_tasks()).result(_CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
 
-    async def _end(self) -> None:
+    async def _cancel_tasks(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -297,7 +297,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     async def _ask_endpoint(self, question: str, attempts: int) -> Verdict:
         found, said, messages = Verdict(), "", [{"role": "user", "content": question}]
         for _ in range(attempts):
-            said, top = await self._reply(messages)
+            said, top = await self._request_reply(messages)
             found = self._parse_reply(said, top)
             if found.probabilities:
                 return found
@@ -307,12 +307,12 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
             messages += [{"role": "assistant", "content": said or "..."}, {"role": "user", "content": asked}]
         return _no_verdict(found, said, self._config)
 
-    async def _reply(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[str, float]]]:
+    async def _request_reply(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[str, float]]]:
         """Return (text without reasoning, log-probabilities of the most likely first tokens) of the endpoint's reply.
 
         A request that the endpoint refuses is sent again in a simpler way, which is kept for later requests.
         """
-        is_json, refused, ways = self._config.verdict == "json", None, self._request_forms()
+        is_json, refused, ways = self._config.verdict == "json", None, self._request_variants()
         fixed: dict[str, Any] = {
             "model": self._config.model,
             "messages": messages,
@@ -338,7 +338,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
             return _parse_body(reply.text)
         raise AssertionError("there is a way without conditions")
 
-    def _request_forms(self) -> list[tuple[str, dict[str, Any]]]:
+    def _request_variants(self) -> list[tuple[str, dict[str, Any]]]:
         """Return (name, fields) of the forms of a request, from the most exact one to a plain one."""
         if self._config.verdict == "labels":
             asked = [(f"top_logprobs={n}", {"logprobs": True, "top_logprobs": n}) for n in _TOP]
@@ -368,7 +368,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
                     logprobs[index] = np.logaddexp(logprobs[index], logprob)
             parts["label_mass"] = float(np.exp(logprobs).sum())
             if parts["label_mass"] >= _LEAST_MASS:
-                return Verdict(_shares(logprobs), parts={"unreadable": 0.0, **parts})
+                return Verdict(_label_shares(logprobs), parts={"unreadable": 0.0, **parts})
         return _verdict_of_label(said, self._labels, parts)
 
     def _label_of(self, token: str) -> int | None:

@@ -71,7 +71,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         outcomes = self.outcomes(records)
         report_failures(records, outcomes)
         if outcomes and all(outcome.value is None for outcome in outcomes):
-            raise no_reward(outcomes)
+            raise no_reward_error(outcomes)
         return outcomes
 
     def outcomes(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
@@ -87,28 +87,28 @@ class RewardPool(WorkerPool[RewardConfig]):
         self.output.begin_step()
         return Scoring(self)
 
-    def check_progress(self, calls: _Calls) -> None:
+    def check_progress(self, calls: _ScoringCalls) -> None:
         """Record a timeout for all samples without an outcome if the processes no longer answer."""
         self._has_answered = self._has_answered or calls.n_answers > 0
         quiet_s = time.monotonic() - calls.answered_at
         if calls.n_unanswered >= _MAX_TIMEOUTS * len(self.workers) and (quiet_s >= QUIET_S or not self._has_answered):
             self._give_up(calls, quiet_s)
 
-    def slow_text(self, calls: _Calls, seconds: float) -> str:
+    def slow_text(self, calls: _ScoringCalls, seconds: float) -> str:
         """Return a log line: how many samples are not scored yet, how long this may take, and what to set."""
         config, n_together = self.config, max(_MAX_TOGETHER * worker.is_async or 1 for worker in self.workers)
         max_s = math.ceil(calls.n_open / (n_together * len(self.workers))) * config.timeout_s
         return (
             f"rewards: {calls.n_open} of {calls.n_open + len(calls.outcomes)} samples wait after {seconds:.0f} s "
-            f"({calls.n_timeouts} timeouts), for at most {_span(max_s)} more; raise reward.workers "
+            f"({calls.n_timeouts} timeouts), for at most {_duration_text(max_s)} more; raise reward.workers "
             f"({self.n_workers}) or lower reward.timeout_s ({config.timeout_s:g} s) to shorten this"
         )
 
-    def _give_up(self, calls: _Calls, quiet_s: float) -> None:
+    def _give_up(self, calls: _ScoringCalls, quiet_s: float) -> None:
         """Record a timeout for every sample without an outcome. The last answer is `quiet_s` seconds ago."""
         text = "not scored: the {} calls before it had no answer within {:g} s (reward.timeout_s)"
         text = text.format(calls.n_unanswered, self.config.timeout_s)
-        logger.warning("rewards: no answer for %s; giving up %d samples", _span(quiet_s), calls.n_open)
+        logger.warning("rewards: no answer for %s; giving up %d samples", _duration_text(quiet_s), calls.n_open)
         self.drop_calls()
         calls.give_up(RewardOutcome(None, "timeout", text))
 
@@ -121,25 +121,25 @@ class Scoring(AbstractContextManager["Scoring"]):
     """
 
     def __init__(self, pool: RewardPool):
-        self._pool, self._calls = pool, _Calls(pool.call_s)
+        self._pool, self._calls = pool, _ScoringCalls(pool.call_s)
         self._added: deque[tuple[int, Record]] = deque()
         self._turns = 0  # the number of iterations of the thread
         self._is_last = self._is_dropped = False
         self._error: BaseException | None = None
         self._wake, self._woken = Pipe(duplex=False)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="areno-rewards")
+        self._thread = threading.Thread(target=self._score_in_thread, daemon=True, name="areno-rewards")
         self._thread.start()
 
     def add(self, records: Mapping[int, Record]) -> None:
         """Add samples, without waiting. Each number may be used once."""
         self._raise_error()
         self._added.extend(records.items())
-        self._nudge()
+        self._wake_thread()
 
     def outcomes(self) -> dict[int, RewardOutcome]:
         """Wait until all samples are scored. After this call, no sample may be added."""
         self._is_last = True
-        self._nudge()
+        self._wake_thread()
         self._watch(lambda: False, lambda: self._thread.join(_LOOK_S))
         self._raise_error()
         return self._calls.outcomes
@@ -177,18 +177,18 @@ class Scoring(AbstractContextManager["Scoring"]):
         if self._error is not None:
             raise self._error
 
-    def _nudge(self) -> None:
+    def _wake_thread(self) -> None:
         with contextlib.suppress(OSError):  # the thread has ended
             self._woken.send_bytes(b".")
 
     def __exit__(self, *exc: object) -> None:
         self._is_dropped = True
-        self._nudge()
+        self._wake_thread()
         self._thread.join()
         self._wake.close()
         self._woken.close()
 
-    def _run(self) -> None:
+    def _score_in_thread(self) -> None:
         """Send samples and receive outcomes until all are scored. This runs in the thread."""
         pool, calls = self._pool, self._calls
         try:
@@ -209,7 +209,7 @@ class Scoring(AbstractContextManager["Scoring"]):
             pool.drop_calls()  # a late answer would count for one of the next samples
 
 
-class _Calls:
+class _ScoringCalls:
     """The samples of one `Scoring` by number, with their outcomes and the (start, end) of answered calls.
 
     `alone` are samples that are sent one at a time, because one of them may crash its process. `waiting` are all others
@@ -305,7 +305,7 @@ class _Calls:
             self.n_unanswered, self.answered_at = 0, time.monotonic()
 
 
-def _span(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
@@ -313,20 +313,20 @@ def report_failures(records: Sequence[Record], outcomes: Sequence[RewardOutcome]
     """Log the first samples that could not be scored, and the number of failures."""
     failed = [(outcome, record) for outcome, record in zip(outcomes, records, strict=True) if outcome.status != "ok"]
     for outcome, record in failed[:_LOGGED_FAILURES]:
-        sample = (_short(value) for value in (record.prompt, record.completion, record.solutions))
+        sample = (_shortened_repr(value) for value in (record.prompt, record.completion, record.solutions))
         text = "reward %s: %s; sample: prompt=%s completion=%s solutions=%s"
         logger.warning(text, outcome.status, outcome.message, *sample)
     if len(failed) > _LOGGED_FAILURES:
         logger.warning("reward: %d samples of %d could not be scored", len(failed), len(outcomes))
 
 
-def no_reward(outcomes: Sequence[RewardOutcome]) -> ArenoError:
+def no_reward_error(outcomes: Sequence[RewardOutcome]) -> ArenoError:
     """Return the error of samples of which none has a reward, with the last failure."""
     text = "no reward could be computed for any of the {} samples; the last: {}: {}"
     last = outcomes[-1]
     return ArenoError(Problem(last.key, text, len(outcomes), last.status, last.message))
 
 
-def _short(value: Any) -> str:
+def _shortened_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _LOGGED_CHARS else text[: _LOGGED_CHARS - 3] + "..."

@@ -52,7 +52,7 @@ def serve(connection: Connection) -> None:
     copies = ForkedCopies(connection)
     try:
         with copies.user_code():
-            loaded = _load(functions, key)
+            loaded = _load_functions(functions, key)
     except ForkReturned as error:
         raise ConfigError(Problem(key, f"{functions[0].name or 'reward_fn'}: importing it {error}")) from error
     scorer = _Scorer(connection, loaded, timeout_s, copies, tracebacks)
@@ -65,7 +65,7 @@ def serve(connection: Connection) -> None:
 
 
 @dataclass
-class _Function:
+class _LoadedFunction:
     """A reward function that has been loaded."""
 
     call: Callable[[Any], Any]
@@ -76,7 +76,7 @@ class _Function:
     warm_up: Callable[[], None] | None = None  # does the slow work of a first call
 
 
-def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
+def _load_functions(functions: list[RewardFunction], key: str) -> list[_LoadedFunction]:
     """Import the functions, a file with several of them once. Raises ConfigError with all problems."""
     modules: dict[str, ModuleType] = {}
     loaded, problems = [], []
@@ -95,7 +95,7 @@ def _load(functions: list[RewardFunction], key: str) -> list[_Function]:
                 function, path = function_of(modules[file], name, file, key), Path(os.path.realpath(file))
             with contextlib.suppress(ValueError):  # some callables have no signature to inspect
                 inspect.signature(function).bind(None)
-            loaded.append(_Function(function, source.name, source.weight, path, is_async(function), warm_up))
+            loaded.append(_LoadedFunction(function, source.name, source.weight, path, is_async(function), warm_up))
         except ArenoError as error:
             problems += error.problems
         except TypeError as error:
@@ -118,7 +118,7 @@ class _Scorer:
     """
 
     connection: Connection
-    functions: list[_Function]
+    functions: list[_LoadedFunction]
     timeout_s: float
     copies: ForkedCopies
     tracebacks: bool
@@ -140,17 +140,17 @@ class _Scorer:
             try:
                 record = pickle.loads(payload)
                 with self.copies.user_code():
-                    results = [self._finished(function.call(record)) for function in self.functions]
-                answer = self._answer(results)
+                    results = [self._awaited(function.call(record)) for function in self.functions]
+                answer = self._combine_results(results)
             except BaseException as error:
-                answer = self._failure(error)
+                answer = self._answer_of_exception(error)
             self._send(position, answer)
 
     def _send(self, position: int, answer: Answer) -> None:
         """Send a plain tuple. `connection.send` with an Answer would take twice as long."""
         self.connection.send_bytes(pickle.dumps((position, tuple(answer)), pickle.HIGHEST_PROTOCOL))
 
-    def _finished(self, result: Any) -> Any:
+    def _awaited(self, result: Any) -> Any:
         """Return a function's result, which may be awaitable."""
         return self.loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
@@ -171,24 +171,24 @@ class _Scorer:
                     results |= dict(zip(waiting, await asyncio.gather(*waiting.values()), strict=True))
                 return [results[function.name] for function in self.functions]
 
-        async def one(position: int, payload: bytes) -> None:
+        async def score_one(position: int, payload: bytes) -> None:
             try:
                 task = asyncio.ensure_future(call(payload))
                 done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
                 if not done:
                     task.cancel()
                     raise TimeoutError(f"no answer within {self.timeout_s:g} s (reward.timeout_s)")
-                answer = self._answer(task.result())
+                answer = self._combine_results(task.result())
             except BaseException as error:
-                answer = self._failure(error)
+                answer = self._answer_of_exception(error)
             self._send(position, answer)
 
-        await asyncio.gather(*(one(position, payload) for position, payload in chunk))
+        await asyncio.gather(*(score_one(position, payload) for position, payload in chunk))
 
-    def _answer(self, results: list[Any]) -> Answer:
+    def _combine_results(self, results: list[Any]) -> Answer:
         return verdict([(f.name, f.weight, result) for f, result in zip(self.functions, results, strict=True)])
 
-    def _failure(self, error: BaseException) -> Answer:
+    def _answer_of_exception(self, error: BaseException) -> Answer:
         if isinstance(error, ForkReturned):
             return Answer("error", None, str(error))
         status = "timeout" if _is_timeout(error) else "error"

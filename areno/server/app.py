@@ -133,7 +133,7 @@ class Server:
         if self.guard is not None:
             response.headers.update(self.guard.headers(request))
 
-    async def _body(self, request: web.Request) -> bytes:
+    async def _read_body(self, request: web.Request) -> bytes:
         """Raise ApiError 503 if the server shuts down before the body is complete."""
         task = asyncio.current_task()
         assert task is not None
@@ -174,9 +174,9 @@ class Server:
                 raise
             raise ApiError(503, "the server shuts down, and this answer did not end in time") from None
 
-    async def _read(self, request: web.Request, read: Callable[[bytes], T]) -> T:
+    async def _read_and_parse(self, request: web.Request, read: Callable[[bytes], T]) -> T:
         """Receive a body and parse it, a large one in a thread."""
-        body = await self._body(request)
+        body = await self._read_body(request)
         return read(body) if len(body) <= SMALL_BODY else await self.threads.run(lambda: read(body))
 
     def _read_chat(self, body: bytes) -> ChatRequest:
@@ -224,19 +224,21 @@ class Server:
         return web.json_response(self._model_object(name))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        given = await self._read(request, self._read_chat)
+        given = await self._read_and_parse(request, self._read_chat)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n):
             chat = await self.chat.open(given)
-            return await (self._stream(request, chat.chunks()) if given.options.stream else _respond(chat.answer()))
+            return await (
+                self._stream(request, chat.chunks()) if given.options.stream else _json_response(chat.answer())
+            )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        given = await self._read(request, self._read_completion)
+        given = await self._read_and_parse(request, self._read_completion)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n * len(given.prompts)):
             completion = await self.completions.open(given)
             stream = given.options.stream
-            return await (self._stream(request, completion.chunks()) if stream else _respond(completion.answer()))
+            return await (self._stream(request, completion.chunks()) if stream else _json_response(completion.answer()))
 
     async def _stream(self, request: web.Request, chunks: AsyncIterator[Any]) -> web.StreamResponse:
         """Send server-sent events. An error before the first is an HTTP error response, a later one is an event."""
@@ -257,7 +259,7 @@ class Server:
         return response
 
 
-async def _respond(answer: Awaitable[bytes]) -> web.Response:
+async def _json_response(answer: Awaitable[bytes]) -> web.Response:
     return web.Response(body=await answer, headers=_JSON)
 
 

@@ -48,7 +48,7 @@ class ChatCompletions:
         self._texts = TokenTextCache(tokenizer)
         self._special = special_ids(tokenizer, keep={*prompts.parser.tags, THINK, END_THINK})
 
-    async def open(self, request: ChatRequest) -> _Chat:
+    async def open(self, request: ChatRequest) -> _OpenChat:
         """Return the request in progress. Raises ApiError 400 for a request that cannot be served."""
         try:
             # The server caches checked requests, because the samples of a prompt begin with the same one.
@@ -59,7 +59,7 @@ class ChatCompletions:
                 if is_first_turn(request.messages):
                     request.prompt = weakref.ref(prompt)
         except PromptTooLong as error:
-            raise _about_messages(error, request) from error
+            raise _with_conversation_size(error, request) from error
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
         grammar = None
@@ -80,9 +80,9 @@ class ChatCompletions:
         except ApiError as error:
             if error.param not in ("prompt", "max_tokens"):
                 raise
-            raise _about_messages(error, request, prompt.tokens) from error
+            raise _with_conversation_size(error, request, prompt.tokens) from error
         hidden = self.sampler.stop_ids | (self._special if request.options.params.skip_special_tokens else frozenset())
-        return _Chat(self, request, prompt, sampled, hidden)
+        return _OpenChat(self, request, prompt, sampled, hidden)
 
     def _template(self, request: ChatRequest) -> Json:
         """Return the extra variables of the chat template, with those that `reasoning_effort` stands for."""
@@ -129,7 +129,7 @@ def task_hash(messages: Sequence[Message], prompt: Prompt) -> int:
     return int(prompt.keys[max(0, n_before - 1)][:15], 16)
 
 
-def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:
+def _with_conversation_size(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:
     """Return a copy of an error whose message ends with the size of the conversation."""
     roles = Counter(message["role"] for message in request.messages)
     counts = "" if tokens is None else f"tokens={len(tokens)} "
@@ -139,7 +139,7 @@ def _about_messages(error: ApiError, request: ChatRequest, tokens: Sequence[int]
 
 
 @dataclass
-class _Chat:
+class _OpenChat:
     endpoint: ChatCompletions
     request: ChatRequest
     prompt: Prompt
@@ -147,7 +147,7 @@ class _Chat:
     hidden: frozenset[int]  # tokens without text in the answer: stop tokens and, by default, special tokens
 
     def __post_init__(self) -> None:
-        self.head = response_bodies.envelope("chat.completion", "chatcmpl", self.request.model)
+        self.head = response_bodies.response_envelope("chat.completion", "chatcmpl", self.request.model)
         options = self.request.options
         self.returns_tokens = self.endpoint._session is not None if options.token_ids is None else options.token_ids
 
@@ -261,7 +261,7 @@ class _Chat:
 class _Choice:
     """One choice of an answer, parsed while its tokens arrive."""
 
-    def __init__(self, chat: _Chat, index: int):
+    def __init__(self, chat: _OpenChat, index: int):
         request, endpoint = chat.request, chat.endpoint
         self._text = TextStream(endpoint.prompts.tokenizer, chat.hidden, request.options.params.stop or ())
         self._message: MessageStream = endpoint.prompts.parser.stream(
@@ -285,7 +285,7 @@ class _Choice:
         if self._n_top is not None:
             self._n_characters += len(text)
             self._add_texts(self._token_texts.take(self._n_characters))
-        return self._kept(self._message.feed(text))
+        return self._record_deltas(self._message.feed(text))
 
     def finish(self, output: GenerationOutput) -> list[MessageDelta]:
         """Return the remaining deltas for the last output, which has the whole completion."""
@@ -293,7 +293,7 @@ class _Choice:
         text = self._text.finish(tokens)
         if self._n_top is not None:
             self._add_texts(self._token_texts.finish(self._n_characters + len(text)))
-        return self._kept(self._message.finish(text))
+        return self._record_deltas(self._message.finish(text))
 
     def _new_tokens(self, output: GenerationOutput, start: int) -> list[int]:
         """Return the tokens from index `start` on, and record their log-probabilities if needed."""
@@ -308,7 +308,7 @@ class _Choice:
         self.unreported += zip(self._scores, token_texts, strict=False)
         del self._scores[: len(token_texts)]
 
-    def _kept(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
+    def _record_deltas(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
         """Record and return the deltas. Without `parallel_tool_calls`, calls after the first are dropped."""
         kept = []
         for delta in deltas:
@@ -322,14 +322,14 @@ class _Choice:
 
     def message(self) -> Json:
         parsed = join_deltas(self._deltas)
-        calls = [_call(call) for call in parsed.tool_calls]
+        calls = [_call_body(call) for call in parsed.tool_calls]
         message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
         return message | ({"tool_calls": calls} if calls else {})
 
     def delta(self, delta: MessageDelta) -> Json:
         if delta.tool_call is not None:
             index = sum(one.tool_call is not None for one in self._deltas[: self._deltas.index(delta)])
-            return {"tool_calls": [{"index": index, **_call(delta.tool_call)}]}
+            return {"tool_calls": [{"index": index, **_call_body(delta.tool_call)}]}
         if delta.reasoning_content is not None:
             return {"reasoning_content": delta.reasoning_content}
         return {"content": delta.content}
@@ -340,5 +340,5 @@ class _Choice:
         return response_bodies.chat_logprobs(self._texts, scores)
 
 
-def _call(call: ToolCall) -> Json:
+def _call_body(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

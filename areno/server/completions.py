@@ -43,31 +43,35 @@ class Completions:
         self._texts = TokenTextCache(tokenizer)
         self._special = special_ids(tokenizer)
 
-    async def open(self, request: CompletionRequest) -> _Completion:
+    async def open(self, request: CompletionRequest) -> _OpenCompletion:
         """Return the request in progress. Raises ApiError 400 for a prompt that cannot be served."""
         scores_prompt = request.echo and request.options.n_top is not None
         is_large = sum(map(len, request.prompts)) > _LONG
         sampled = []
         for prompt in request.prompts:
-            tokens = await self._threads.run(partial(self._encoded, prompt)) if is_large else self._encoded(prompt)
+            tokens = (
+                await self._threads.run(partial(self._encode_prompt, prompt))
+                if is_large
+                else self._encode_prompt(prompt)
+            )
             sampled.append(self._sampler.request(tokens, request.options, prompt_logprobs=scores_prompt))
-        return _Completion(self, request, sampled)
+        return _OpenCompletion(self, request, sampled)
 
-    def _encoded(self, prompt: str | list[int]) -> list[int]:
+    def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
         check_prompt_length(self._tokenizer, prompt, self._sampler.max_prompt_tokens)
         return self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
 
 
-class _Completion:
+class _OpenCompletion:
     """A request in progress. `number` is the index of a prompt, `index` the index of a choice in the response."""
 
     def __init__(self, endpoint: Completions, request: CompletionRequest, sampled: list[GenerationRequest]):
         self._endpoint, self._request, self._sampled = endpoint, request, sampled
-        self._head = response_bodies.envelope("text_completion", "cmpl", request.model)
+        self._head = response_bodies.response_envelope("text_completion", "cmpl", request.model)
         skips = request.options.params.skip_special_tokens
         self._hidden = endpoint._sampler.stop_ids | (endpoint._special if skips else frozenset())
 
-    def _begin(self, number: int) -> tuple[TextStream, TokenTextStream]:
+    def _text_streams(self, number: int) -> tuple[TextStream, TokenTextStream]:
         prompt, endpoint = self._sampled[number].prompt, self._endpoint
         n_whole = len(prompt) - self._n_partial(number)
         places = {"before": prompt[:n_whole], "partial": prompt[n_whole:]}
@@ -79,7 +83,7 @@ class _Completion:
         is_text = isinstance(self._request.prompts[number], str) or not self._request.wants_new
         return 0 if is_text else n_partial(self._endpoint._tokenizer, self._sampled[number].prompt)
 
-    def _echo(self, number: int) -> tuple[str, list[TokenText]]:
+    def _echoed_texts(self, number: int) -> tuple[str, list[TokenText]]:
         """Return the text of the prompt, and of each of its tokens if log-probabilities are requested."""
         given, tokens, endpoint = self._request.prompts[number], self._sampled[number].prompt, self._endpoint
         whole = tokens[: len(tokens) - self._n_partial(number)]
@@ -103,7 +107,7 @@ class _Completion:
     def _response(self, found: Sequence[Sequence[GenerationOutput]]) -> bytes:
         choices = []
         for number, outputs in enumerate(found):
-            echo = self._echo(number) if self._request.echo else ("", [])
+            echo = self._echoed_texts(number) if self._request.echo else ("", [])
             choices += [self._choice(len(choices) + n, number, output, *echo) for n, output in enumerate(outputs)]
         body = {**self._head, "choices": choices, "usage": self._usage(found), "system_fingerprint": None}
         return to_json(body | self._token_field(found))
@@ -112,7 +116,7 @@ class _Completion:
         request, text = self._request, ""
         scores = self._prompt_scores(number, output, prompt)
         if request.wants_new:
-            stream, token_texts = self._begin(number)
+            stream, token_texts = self._text_streams(number)
             text = stream.finish(output.tokens)
             if request.options.n_top is not None:
                 token_texts.feed(output.tokens)
@@ -167,9 +171,9 @@ class _Completion:
 class _StreamedChoice:
     """Incremental decoder of one streamed choice."""
 
-    def __init__(self, completion: _Completion, number: int):
+    def __init__(self, completion: _OpenCompletion, number: int):
         self._completion, self._number = completion, number
-        self._stream, self._token_texts = completion._begin(number)
+        self._stream, self._token_texts = completion._text_streams(number)
         self._n_taken = self._n_characters = self._offset = 0
         self._scores: list[response_bodies.TokenScore] = []  # of tokens whose text is not certain yet
         self._echoes = completion._request.echo
@@ -180,7 +184,7 @@ class _StreamedChoice:
         choices = []
         if self._echoes:
             self._echoes = False
-            text, prompt = self._completion._echo(self._number)
+            text, prompt = self._completion._echoed_texts(self._number)
             choices.append(self._choice(text, self._completion._prompt_scores(self._number, output, prompt), 0))
             self._offset = len(text)
         if request.wants_new:

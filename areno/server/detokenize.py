@@ -39,7 +39,7 @@ class TextStream:
         partial: Sequence[int] = (),
     ):
         self._tokenizer, self._hidden, self._stops = tokenizer, hidden, tuple(stops)
-        self._tokens = self._end_of(before)
+        self._tokens = self._last_tokens(before)
         # The text of the first `_n_returned` tokens was returned. Each call decodes only the tokens from `_context` on.
         self._n_returned, self._context = len(self._tokens), 0
         self._tokens += partial
@@ -49,11 +49,11 @@ class TextStream:
     def feed(self, tokens: Sequence[int]) -> str:
         """Return the new text that later tokens cannot change."""
         self._add(tokens)
-        return self._cut(self._new_text(final=False), final=False)
+        return self._up_to_stop_string(self._new_text(final=False), final=False)
 
     def finish(self, tokens: Sequence[int] = ()) -> str:
         self._add(tokens)
-        return self._cut(self._new_text(final=True), final=True)
+        return self._up_to_stop_string(self._new_text(final=True), final=True)
 
     def _add(self, tokens: Sequence[int]) -> None:
         has_hidden = not self._hidden.isdisjoint(tokens)
@@ -64,7 +64,7 @@ class TextStream:
         """Whether no token waits for the rest of its character."""
         return self._n_returned == len(self._tokens)
 
-    def _end_of(self, tokens: Sequence[int]) -> list[int]:
+    def _last_tokens(self, tokens: Sequence[int]) -> list[int]:
         """Return the last tokens, 8 or more without hidden ones, beginning at the start of a character."""
         last: list[int] = []
         for token in reversed(tokens):
@@ -93,7 +93,7 @@ class TextStream:
     def _decode(self, tokens: list[int]) -> str:
         return decode(self._tokenizer, tokens) if tokens else ""
 
-    def _cut(self, new: str, final: bool) -> str:
+    def _up_to_stop_string(self, new: str, final: bool) -> str:
         """Return the text up to the first stop string, and hold back what may begin one, unless `final`."""
         if self.stopped:
             return ""
@@ -227,12 +227,12 @@ class TokenTextStream:
     def _settle(self, text: str) -> None:
         """Split the decoded text of all waiting tokens into theirs."""
         if self._waiting:
-            found = self._by_bytes(self._waiting)
-            self._known += found if _join_texts(found) == text else self._by_groups()
+            found = self._split_by_bytes(self._waiting)
+            self._known += found if _join_texts(found) == text else self._split_into_groups()
             self._before, self._partial = [*self._before, *self._partial, *self._waiting][-_KEPT:], ()
             self._waiting = []
 
-    def _by_bytes(self, tokens: Sequence[int]) -> list[TokenText]:
+    def _split_by_bytes(self, tokens: Sequence[int]) -> list[TokenText]:
         """Decode each token from its bytes. Wrong if the tokenizer inserts text, so callers compare."""
         found, is_first = list[TokenText](), self._hidden.issuperset(self._before)
         data = list[bytes]()
@@ -250,7 +250,7 @@ class TokenTextStream:
         found[-1] = found[-1]._replace(text=found[-1].text + decoder.decode(b"", True))
         return _with_replaced_bytes(found)
 
-    def _by_groups(self) -> list[TokenText]:
+    def _split_into_groups(self) -> list[TokenText]:
         """Split the waiting tokens into the smallest groups that can be decoded.
 
         Each token gets the text of its bytes. If that differs from the text of the group, the last token gets
@@ -265,7 +265,7 @@ class TokenTextStream:
                 text += stream.finish()
             elif not stream.is_settled:
                 continue
-            found = self._by_bytes(group)
+            found = self._split_by_bytes(group)
             if _join_texts(found) != text:
                 found = [TokenText("", b"", one.is_first) for one in found]
                 found[-1] = TokenText(text, text.encode(), found[-1].is_first)

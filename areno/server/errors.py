@@ -34,10 +34,10 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None):
-        message = _cut(" ".join(message[: 2 * _MAX_MESSAGE].split()), _MAX_MESSAGE)
+        message = _shorten(" ".join(message[: 2 * _MAX_MESSAGE].split()), _MAX_MESSAGE)
         super().__init__(message)
         self.status, self.message, self.code = status, message, code
-        self.param = param if param is None else _cut(param, _MAX_PARAM)
+        self.param = param if param is None else _shorten(param, _MAX_PARAM)
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's error object."""
@@ -45,7 +45,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _cut(text: str, max_len: int) -> str:
+def _shorten(text: str, max_len: int) -> str:
     return text if len(text) <= max_len else f"{text[: max_len - 3]}..."
 
 

@@ -9,7 +9,7 @@ from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
-from areno.data.row_schema import bad_text
+from areno.data.row_schema import json_text_problem
 from areno.errors import did_you_mean
 from areno.schema.values import show
 from areno.server.errors import ApiError, bad_field, is_deeper
@@ -73,7 +73,7 @@ class Fields:
             return None
         if not isinstance(value, str):
             raise bad_field(self.name(field), f"is {show(value)}; a string is expected")
-        if problem := bad_text(value):
+        if problem := json_text_problem(value):
             raise bad_field(self.name(field), problem)
         return value
 
@@ -141,11 +141,11 @@ def read_json(body: bytes) -> Any:
         numbers: dict[str, Any] = {"parse_int": lambda digits: int(digits), "parse_float": lambda text: float(text)}
         value = decoder(**numbers, parse_constant=_reject_constant).decode(text)
     except RecursionError:
-        raise _too_deep() from None
+        raise _too_deep_error() from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
     if is_deeper(value, MAX_DEPTH):
-        raise _too_deep()
+        raise _too_deep_error()
     return value
 
 
@@ -170,7 +170,7 @@ class _InterruptibleDecoder(json.JSONDecoder):
         return parse_counted
 
 
-def _too_deep() -> ApiError:
+def _too_deep_error() -> ApiError:
     return ApiError(400, f"the body is nested more than {MAX_DEPTH} levels deep")
 
 

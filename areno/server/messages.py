@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.data.messages import decoded_arguments
-from areno.data.row_schema import bad_text
+from areno.data.row_schema import json_text_problem
 from areno.schema.values import show
 from areno.server.errors import bad_field, is_larger
 from areno.server.json_bodies import Fields
@@ -37,19 +37,21 @@ def read_messages(given: list[Any] | None) -> list[Message]:
     """Return messages for the chat template: contents are text or text parts, arguments of tool calls are objects."""
     if not given:
         raise bad_field("messages", "is missing or empty; a list of messages is expected")
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(given)]
+    return [_read_message(message, f"messages[{number}]") for number, message in enumerate(given)]
 
 
-def _message(given: Any, where: str) -> Message:
+def _read_message(given: Any, where: str) -> Message:
     fields = Fields(given, where)
     role = fields.choice("role", _ROLES)
     if role is None:
         raise bad_field(f"{where}.role", "is missing")
     message: Message = {"role": role}
-    content = _content(fields.take("content"), f"{where}.content")
-    calls = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(fields.items("tool_calls", 1024) or [])]
+    content = _read_content(fields.take("content"), f"{where}.content")
+    calls = [
+        _read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(fields.items("tool_calls", 1024) or [])
+    ]
     if (call := fields.take("function_call")) is not None:  # the earlier form of tool_calls
-        calls = calls or [_call({"function": call}, where)]
+        calls = calls or [_read_call({"function": call}, where)]
     if content is None and not calls and role != "assistant":
         raise bad_field(f"{where}.content", "is missing; text is expected")
     message["content"] = content or ""
@@ -70,7 +72,7 @@ def _message(given: Any, where: str) -> Message:
     return message
 
 
-def _content(value: Any, where: str) -> str | list[Any] | None:
+def _read_content(value: Any, where: str) -> str | list[Any] | None:
     """Return a text, or a list of text parts if there are several."""
     if value is None or isinstance(value, str):
         text: str | list[Any] | None = value
@@ -87,29 +89,32 @@ def _content(value: Any, where: str) -> str | list[Any] | None:
         text = parts[0]["text"] if len(parts) == 1 else parts
     else:
         raise bad_field(where, f"is {show(value)}; text is expected")
-    if text is not None and (problem := bad_text(text)):
+    if text is not None and (problem := json_text_problem(text)):
         raise bad_field(where, problem)
     return text
 
 
-def _call(given: Any, where: str) -> dict[str, Any]:
+def _read_call(given: Any, where: str) -> dict[str, Any]:
     fields = Fields(given, where)
     function = Fields(fields.take("function"), f"{where}.function")
     name, arguments = function.text("name"), function.take("arguments")
     if not name:
         raise bad_field(f"{where}.function.name", "is missing; a string is expected")
     function.finish()
-    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": _arguments(arguments, where)}}
+    call: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": name, "arguments": _read_arguments(arguments, where)},
+    }
     if (call_id := fields.text("id")) is not None:
         call["id"] = call_id
     fields.finish(ignored=("type", "index"))
     return call
 
 
-def _arguments(value: Any, where: str) -> Any:
+def _read_arguments(value: Any, where: str) -> Any:
     if is_larger(value, MAX_SCHEMA):
         raise bad_field(f"{where}.function.arguments", TOO_LARGE)
-    if isinstance(value, str) and (problem := bad_text(value)):
+    if isinstance(value, str) and (problem := json_text_problem(value)):
         raise bad_field(f"{where}.function.arguments", problem)
     if value is not None and not isinstance(value, str | Mapping):
         raise bad_field(f"{where}.function.arguments", f"is {show(value)}; JSON as a string is expected")
@@ -119,14 +124,14 @@ def _arguments(value: Any, where: str) -> Any:
 def read_tools(given: list[Any] | None) -> list[Tool]:
     if is_larger(given, MAX_SCHEMA):
         raise bad_field("tools", TOO_LARGE)
-    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(given or [])]
+    tools = [_read_tool(tool, f"tools[{number}]") for number, tool in enumerate(given or [])]
     for name, n in Counter(map(_tool_name, tools)).items():
         if n > 1:
             raise bad_field("tools", f"has two functions named {show(name)}")
     return tools
 
 
-def _tool(given: Any, where: str) -> Tool:
+def _read_tool(given: Any, where: str) -> Tool:
     fields = Fields(given, where)
     if fields.choice("type", ("function",)) is None:
         raise bad_field(f"{where}.type", "is missing; function is expected")
@@ -141,7 +146,7 @@ def _tool(given: Any, where: str) -> Tool:
         _check_schema(parameters, f"{where}.function.parameters", is_root=True)
     function.finish(ignored=("strict",))
     fields.finish()
-    if problem := bad_text(given):
+    if problem := json_text_problem(given):
         raise bad_field(where, problem)
     return given
 

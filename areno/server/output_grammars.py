@@ -74,7 +74,9 @@ class Constraint:
         answer = answers[0] if len(answers) == 1 else f"({' | '.join(answers)})"
         for where, each in (("response_format", document), *functions.items()):
             if each is not None and each.relaxed:
-                _warn(where, tuple(each.relaxed), json.dumps(each.root[0], sort_keys=True, default=str))
+                _warn_of_relaxed_schema(
+                    where, tuple(each.relaxed), json.dumps(each.root[0], sort_keys=True, default=str)
+                )
         if self.reasoning != "none":
             thought = f"{lark.until(END_THINK)} /\\n{{0,2}}/"
             answer = (
@@ -99,7 +101,7 @@ class Constraint:
 
 
 @lru_cache(4096)
-def _warn(where: str, relaxed: tuple[str, ...], schema: str) -> None:
+def _warn_of_relaxed_schema(where: str, relaxed: tuple[str, ...], schema: str) -> None:
     logger.warning("the schema of %s is enforced without %s, because strict is not set", where, ", ".join(relaxed))
 
 

@@ -20,9 +20,9 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from areno.data.chat_template import opens_reasoning, render
-from areno.data.control_tokens import BREAK, control_tokens, note_unknown
+from areno.data.control_tokens import BREAK, control_tokens, warn_of_unknown_tokens
 from areno.data.messages import template_messages
-from areno.data.row_schema import bad_text
+from areno.data.row_schema import json_text_problem
 from areno.data.template_omissions import check_rendered
 from areno.data.turn_ends import turn_ends
 from areno.errors import DataError
@@ -103,7 +103,7 @@ class Prompt:
 
 
 @dataclass
-class _Draft:
+class _DraftPrompt:
     """A rendered prompt whose text from character `start` on is not encoded yet."""
 
     text: str
@@ -184,7 +184,9 @@ class PromptBuilder:
         inputs_key, keys = template_inputs_key(tools, template), conversation_keys(messages)
         if isinstance(known := self.cache.get((inputs_key, keys[-1])), Prompt):  # a cached turn is no prompt
             return known
-        return self._cached(self._encoded(self._draft(messages, tools, template, inputs_key, keys)), messages)
+        return self._cache_prompt(
+            self._encode_draft(self._draft(messages, tools, template, inputs_key, keys)), messages
+        )
 
     async def prompt_async(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
@@ -208,7 +210,7 @@ class PromptBuilder:
             self._has_others = self._has_others or (is_first_turn(messages) and not is_prefetched)
             draft = None if is_large else self._draft(messages, tools, template, inputs_key, keys)
             if draft is not None and len(draft.text) - draft.start < _LONG and self.tokenizer.is_fast:
-                return self._cached(self._encoded(draft), messages)
+                return self._cache_prompt(self._encode_draft(draft), messages)
             work = partial(self._build, draft, messages, tools, template, inputs_key, keys)
             pending = self._pending[key] = _PendingPrompt(asyncio.ensure_future(self._build_in_thread(work, messages)))
         pending.n_waiting += 1
@@ -228,7 +230,7 @@ class PromptBuilder:
         then not request the rest either.
         """
 
-        async def one(messages: Sequence[Message]) -> None:
+        async def prefetch_one(messages: Sequence[Message]) -> None:
             with suppress(DataError, PromptTooLong):
                 await self.prompt_async(messages)
 
@@ -238,21 +240,21 @@ class PromptBuilder:
         for messages in conversations:
             if self._has_others:
                 break
-            tasks.append(asyncio.ensure_future(one(messages)))
+            tasks.append(asyncio.ensure_future(prefetch_one(messages)))
             await asyncio.sleep(0)  # let requests run in between
         await asyncio.gather(*tasks)
 
     async def _build_in_thread(self, work: Callable[[], Prompt], messages: Sequence[Message]) -> Prompt:
         """Call `work` in a thread, and cache its prompt if it is for a first turn."""
-        return self._cached(await self._threads.run(work), messages)
+        return self._cache_prompt(await self._threads.run(work), messages)
 
-    def _build(self, draft: _Draft | None, *arguments: Any) -> Prompt:
+    def _build(self, draft: _DraftPrompt | None, *arguments: Any) -> Prompt:
         """Encode a draft, which is made from `arguments` if it is None, and hash its tokens. Runs in a thread."""
-        prompt = self._encoded(draft or self._draft(*arguments))
+        prompt = self._encode_draft(draft or self._draft(*arguments))
         _ = prompt.digest  # computed here, since it would block the event loop
         return prompt
 
-    def _cached(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
+    def _cache_prompt(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
         """Cache the prompt of a first turn if it is not too long, and return it."""
         limit = self._max_prompt_tokens
         if is_first_turn(messages) and (limit is None or len(prompt.tokens) <= limit):
@@ -266,7 +268,7 @@ class PromptBuilder:
         thinking, variables = self._variables(template)
         messages = template_messages(self.tokenizer, messages)
         text = render(self.tokenizer, messages, tools or None, thinking, True, **variables)
-        if problem := bad_text(text):
+        if problem := json_text_problem(text):
             raise DataError(f"the text that the chat template renders {problem}")
         return text
 
@@ -277,14 +279,14 @@ class PromptBuilder:
 
     def _draft(
         self, messages: Sequence[Message], tools: Any, template: Any, inputs_key: str, keys: list[str]
-    ) -> _Draft:
+    ) -> _DraftPrompt:
         """Render the messages, and find the cached turn that they continue. Raises PromptTooLong."""
         control, in_form = control_tokens(self.tokenizer), template_messages(self.tokenizer, messages)
         escaped = control.escape_messages(in_form), control.escape(tools), control.escape(template)
         text = self.text(*escaped)
         thinking, variables = self._variables(template)
         check_rendered(self.tokenizer, in_form, tools or None, thinking, True, **variables)
-        draft = self._draft_after_turn(text, messages, inputs_key, keys) or _Draft(text, inputs_key, keys)
+        draft = self._draft_after_turn(text, messages, inputs_key, keys) or _DraftPrompt(text, inputs_key, keys)
         if self._max_prompt_tokens is not None:
             n_before = 0 if draft.turn is None else len(draft.turn.prompt.tokens) + len(draft.turn.tokens)
             new_text = text[draft.start :].replace(BREAK, "")
@@ -294,17 +296,17 @@ class PromptBuilder:
 
     def _draft_after_turn(
         self, text: str, messages: Sequence[Message], inputs_key: str, keys: list[str]
-    ) -> _Draft | None:
+    ) -> _DraftPrompt | None:
         """Return a draft after the last cached turn that the template rendered as sampled, if any."""
         for number in range(len(messages) - 1, 0, -1):
             key = inputs_key, keys[number - 1]
             if messages[number - 1]["role"] == "assistant" and (turn := self.cache.get(key)):
                 start = self._end_of_turn(turn, text)
                 if start is not None:
-                    return _Draft(text, inputs_key, keys, start=start, turn=turn)
+                    return _DraftPrompt(text, inputs_key, keys, start=start, turn=turn)
         return None
 
-    def _encoded(self, draft: _Draft) -> Prompt:
+    def _encode_draft(self, draft: _DraftPrompt) -> Prompt:
         tokens, sources = self._encode_new_text(draft)
         if (turn := draft.turn) is not None:
             tokens = turn.prompt.tokens + turn.tokens + tokens
@@ -351,19 +353,19 @@ class PromptBuilder:
         written, sampled = (_comparable(self.parser.parse(one, in_reasoning=opened)) for one in (body, turn.body))
         return written == sampled
 
-    def _encode_new_text(self, draft: _Draft) -> tuple[list[int], Runs]:
+    def _encode_new_text(self, draft: _DraftPrompt) -> tuple[list[int], Runs]:
         """Encode the text from character `draft.start` on. Any thread may call it."""
         text, start, spans = draft.text, draft.start, draft.spans
         control = control_tokens(self.tokenizer)
         if not self.tokenizer.is_fast:
             tokens = control.encode(text[start:])
-            note_unknown(self.tokenizer, text[start:], tokens)
+            warn_of_unknown_tokens(self.tokenizer, text[start:], tokens)
             return tokens, [(int(Source.TEMPLATE), len(tokens))] if tokens else []
         n_known = 0
         if draft.turn is not None and draft.turn.ended and not control.adds_no_space:
             start, n_known = start - len(draft.turn.end), 1  # so that no space is added after the end of the turn
         tokens, span_of = control.encode_with_spans(text[start:])
-        note_unknown(self.tokenizer, text[start:], tokens)
+        warn_of_unknown_tokens(self.tokenizer, text[start:], tokens)
         return tokens[n_known:], source_runs(spans, len(tokens) - n_known, lambda at: span_of(at + n_known), start)
 
     def _content_spans(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[_Span]:
@@ -376,9 +378,11 @@ class PromptBuilder:
         if not others:
             return []
         texts = [text, *(message["content"] for message in others)]
-        opening, closing = _new_mark(texts), _new_mark(texts)
+        opening, closing = _unused_mark(texts), _unused_mark(texts)
         marked = [
-            {**each, "content": _marked(each["content"], opening, closing)} if each["role"] in SOURCE_OF_ROLE else each
+            {**each, "content": _mark_content(each["content"], opening, closing)}
+            if each["role"] in SOURCE_OF_ROLE
+            else each
             for each in messages
         ]
         pieces = self.text(marked, tools, template).split(opening)
@@ -411,7 +415,7 @@ def is_first_turn(messages: Sequence[Message]) -> bool:
     return not any(message["role"] == "assistant" for message in messages)
 
 
-def _new_mark(texts: Sequence[str]) -> str:
+def _unused_mark(texts: Sequence[str]) -> str:
     """Return a random mark that is in none of the texts. It has no letters, because a template might change them."""
     mark = f"\ue002{secrets.randbits(128)}\ue002"
     while any(mark in text for text in texts):
@@ -419,7 +423,7 @@ def _new_mark(texts: Sequence[str]) -> str:
     return mark
 
 
-def _marked(content: str, opening: str, closing: str) -> str:
+def _mark_content(content: str, opening: str, closing: str) -> str:
     """Put marks around a content. Surrounding whitespace stays outside, because templates may strip it."""
     words = content.strip()
     if not words:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.config.rollout import SamplingConfig
-from areno.data.row_schema import NOT_VARIABLES, bad_text
+from areno.data.row_schema import NOT_VARIABLES, json_text_problem
 from areno.schema.fields import settings
 from areno.schema.values import show
 from areno.server.errors import ApiError, bad_field, is_larger
@@ -107,13 +107,13 @@ class CompletionRequest:
 
 def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MESSAGES) -> ChatRequest:
     fields = Fields(values)
-    model = _model(fields)
+    model = _model_name(fields)
     messages = read_messages(fields.items("messages", max_items=max_messages))
     tools = read_tools(fields.items("tools", max_items=1024))
     choice = read_tool_choice(fields.take("tool_choice"), tools)
     limits = (fields.integer(name, 1, _MAX_TOKENS) for name in ("max_tokens", "max_completion_tokens"))
     given = [limit for limit in limits if limit is not None]
-    options = _options(fields, defaults, min(given) if given else None)
+    options = _sample_options(fields, defaults, min(given) if given else None)
     if fields.flag("logprobs"):
         options.n_top = fields.integer("top_logprobs", 0, MAX_TOP) or 0
     elif fields.integer("top_logprobs", 0, MAX_TOP):
@@ -142,10 +142,10 @@ def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MES
 
 def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
     fields = Fields(values)
-    model = _model(fields)
-    prompts = _prompts(fields.take("prompt"))
+    model = _model_name(fields)
+    prompts = _completion_prompts(fields.take("prompt"))
     max_tokens = fields.integer("max_tokens", 0, _MAX_TOKENS)
-    options = _options(fields, defaults, 16 if max_tokens is None else max(max_tokens, 1))
+    options = _sample_options(fields, defaults, 16 if max_tokens is None else max(max_tokens, 1))
     options.n_top = fields.integer("logprobs", 0, MAX_TOP)
     echo = fields.flag("echo")
     if max_tokens == 0 and not echo:
@@ -154,14 +154,14 @@ def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
     return CompletionRequest(model=model, prompts=prompts, echo=echo, wants_new=max_tokens != 0, options=options)
 
 
-def _model(fields: Fields) -> str:
+def _model_name(fields: Fields) -> str:
     model = fields.text("model")
     if model is None:
         raise bad_field("model", "is missing; the name of a model is expected")
     return model
 
 
-def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
+def _sample_options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
     """Read the fields that both endpoints share. `max_new` None keeps the default."""
     params = replace_params(
         defaults,
@@ -170,7 +170,7 @@ def _options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> S
         top_k=fields.integer("top_k", -1, _MAX_TOKENS),
         max_new_tokens=max_new,
         min_new_tokens=fields.integer("min_tokens", 0, _MAX_TOKENS),
-        stop=_stop(fields.take("stop")),
+        stop=_stop_strings(fields.take("stop")),
         stop_token_ids=_stop_token_ids(fields),
         ignore_eos=fields.flag("ignore_eos", defaults.ignore_eos),
         skip_special_tokens=fields.flag("skip_special_tokens", defaults.skip_special_tokens),
@@ -223,13 +223,13 @@ def _stop_token_ids(fields: Fields) -> list[int] | None:
     return ids
 
 
-def _stop(value: Any) -> list[str] | None:
+def _stop_strings(value: Any) -> list[str] | None:
     if value is None:
         return None
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or len(strings) > 16 or not all(isinstance(one, str) and one for one in strings):
         raise bad_field("stop", f"is {show(value)}; a string or a list of at most 16 strings is expected")
-    if problem := bad_text(strings):
+    if problem := json_text_problem(strings):
         raise bad_field("stop", problem)
     if max(map(len, strings), default=0) > _MAX_STOP:
         raise bad_field("stop", f"has a string of more than {_MAX_STOP} characters")
@@ -280,13 +280,13 @@ def _check_schema(schema: Any, where: str) -> None:
         raise bad_field(where, f"is {show(schema)}; a JSON schema is expected")
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
-    def is_tokens(one: Any) -> bool:
+def _completion_prompts(value: Any) -> list[str | list[int]]:
+    def are_token_ids(one: Any) -> bool:
         return isinstance(one, list) and bool(one) and all(type(token) is int for token in one)
 
-    if isinstance(value, str) or is_tokens(value):
+    if isinstance(value, str) or are_token_ids(value):
         value = [value]
-    if not isinstance(value, list) or not value or not all(isinstance(one, str) or is_tokens(one) for one in value):
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) or are_token_ids(one) for one in value):
         shown = "missing" if value is None else f"{show(value)}"
         raise bad_field("prompt", f"is {shown}; a string, token ids, or a list of either is expected")
     if len(value) > 1024:

@@ -26,7 +26,7 @@ def token_scores(output: GenerationOutput) -> list[TokenScore]:
     return list(zip(output.tokens, output.raw_logprobs or output.logprobs, top, strict=True))
 
 
-def envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:
+def response_envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:
     """Return the fields with which every response begins. `kind` is the value of `object`, `prefix` begins the `id`."""
     return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
 

@@ -49,7 +49,7 @@ class TurnTokens:
         sampled = _whole_numbers(choice, "token_ids", vocab_size - 1)
         return cls(
             prompt=prompt,
-            sources=_sources(values.get("sources"), len(prompt)),
+            sources=_token_sources(values.get("sources"), len(prompt)),
             sampled=sampled,
             message=_checked_digest(choice),
             logprobs=_logprobs(choice, len(sampled)),
@@ -58,7 +58,7 @@ class TurnTokens:
         )
 
 
-def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | None) -> list[Any]:
+def _number_list(values: Mapping[str, Any], name: str, kinds: set[type], n: int | None) -> list[Any]:
     """Return a list of `n` numbers. None allows any length but 0."""
     numbers = values.get(name)
     if not isinstance(numbers, list) or not numbers:
@@ -72,7 +72,7 @@ def _numbers(values: Mapping[str, Any], name: str, kinds: set[type], n: int | No
 
 
 def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | None = None) -> list[int]:
-    numbers = _numbers(values, name, {int}, n)
+    numbers = _number_list(values, name, {int}, n)
     if min(numbers) < 0 or max(numbers) > maximum:
         wrong = min(numbers) if min(numbers) < 0 else max(numbers)
         raise BadTrajectory(f"{name} holds {show(wrong)}; numbers from 0 to {maximum} are expected")
@@ -80,13 +80,13 @@ def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | 
 
 
 def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
-    numbers = _numbers(choice, "logprobs", {int, float}, n)
+    numbers = _number_list(choice, "logprobs", {int, float}, n)
     if wrong := [number for number in numbers if not _MIN_LOGPROB < number <= _MAX_LOGPROB]:  # catches NaN, too
         raise BadTrajectory(f"logprobs holds {show(wrong[0])}; a log-probability is finite and not positive")
     return numbers
 
 
-def _sources(runs: Any, n: int) -> Runs:
+def _token_sources(runs: Any, n: int) -> Runs:
     """Check that the runs cover exactly `n` tokens."""
     known = {int(source) for source in Source}
     pairs = runs if isinstance(runs, list) else []
@@ -158,7 +158,9 @@ def read_response(response: Any) -> dict[str, Any]:
     fields. Raises BadTrajectory if the field `areno` is missing or there is not exactly one choice, and TypeError,
     KeyError, AttributeError or another error for a value that is no response.
     """
-    response = _joined([to_plain(chunk) for chunk in response]) if isinstance(response, list) else to_plain(response)
+    response = (
+        _join_chunks([to_plain(chunk) for chunk in response]) if isinstance(response, list) else to_plain(response)
+    )
     tokens = response.get("areno") if isinstance(response, Mapping) else None
     choices = response.get("choices") if isinstance(response, Mapping) else None
     if not isinstance(tokens, Mapping) or not choices:
@@ -201,7 +203,7 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _SCALARS
 
 
-def _joined(chunks: list[Any]) -> dict[str, Any]:
+def _join_chunks(chunks: list[Any]) -> dict[str, Any]:
     choices: dict[int, dict[str, Any]] = {}
     found: dict[str, Any] = {}
     for chunk in chunks:

@@ -100,12 +100,12 @@ def _wait_at_exit() -> None:
 _logger = logging.getLogger("areno.server.http")
 
 
-def _is_about_the_server(record: logging.LogRecord) -> bool:
+def _is_server_log(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     return not isinstance(error, HttpProcessingError | ConnectionError)
 
 
-_logger.addFilter(_is_about_the_server)  # the tracebacks would fill the log
+_logger.addFilter(_is_server_log)  # the tracebacks would fill the log
 END_ANSWERS: web.AppKey[Callable[[], object]] = web.AppKey("end_answers")
 """The function of an application that ends requests in progress with an error, after the time for a shutdown."""
 _MIN_GRACE_S = 0.01  # aiohttp takes 0 for no limit at all

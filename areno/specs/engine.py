@@ -52,7 +52,7 @@ class EngineSpec:
     seed: int = 1  # of random weights, and of rollouts without a seed of their own
     routing_replay: bool = False  # the decoder returns the experts of each token, so that training can use the same
     mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)  # scoring, and training without UpdateSpec
-    share_prefixes: SharePrefixes = "auto"  # when the prefixes that rows share are computed once, see `Sharing`
+    share_prefixes: SharePrefixes = "auto"  # when the prefixes that rows share are computed once, see `PrefixSharing`
     tokenizer_path: str = ""  # for stop strings, grammars and checkpoints; "": of the actor
     eos_token_ids: tuple[int, ...] = ()  # end a completion, in addition to those in the actor's files
     turn_end_ids: tuple[int, ...] = ()  # some of eos_token_ids

@@ -32,7 +32,7 @@ class MetricsFile:
         with open_if_exists(self.path) as file:
             # The run is still writing a last line without its end.
             lines = (line for line in file or () if line.endswith(b"\n"))
-            yield from (self._checked(number, record) for number, record in enumerate(parsed(self.path, lines), 1))
+            yield from (self._checked(number, record) for number, record in enumerate(parse_lines(self.path, lines), 1))
 
     def _checked(self, number: int, record: dict[str, Any]) -> dict[str, Any]:
         if not _is_step(record.get("step")):
@@ -43,14 +43,14 @@ class MetricsFile:
             raise ArenoError(text, self.path, number, wrong[0], show(record[wrong[0]]))
         return record
 
-    def ends(self) -> list[dict[str, Any]]:
+    def first_and_last(self) -> list[dict[str, Any]]:
         """Return the first and the last line, fewer if there are fewer lines."""
-        with self._content() as content:
+        with self._mapped_content() as content:
             end = content.rfind(b"\n") + 1
             first = content[: content.find(b"\n") + 1].splitlines(keepends=True)
             start = content.rfind(b"\n", max(0, end - _TAIL), max(0, end - 1)) + 1
             last = [content[start:end]] if start else []
-        return [self._checked(1, record) for record in parsed(self.path, [*first, *last])]
+        return [self._checked(1, record) for record in parse_lines(self.path, [*first, *last])]
 
     def series(self, name: str) -> Series:
         points = list(self.points(name))
@@ -59,7 +59,7 @@ class MetricsFile:
     def points(self, name: str) -> Iterator[tuple[int, float]]:
         """Yield (step, value) of one scalar. Nothing else is parsed, so damage elsewhere is not found."""
         key = b"%b: " % json.dumps(name).encode()
-        with self._content() as content:
+        with self._mapped_content() as content:
             place, end = content.find(key), content.rfind(b"\n") + 1
             while 0 <= place < end:
                 start, stop = content.rfind(b"\n", 0, place) + 1, content.find(b"\n", place)
@@ -77,11 +77,11 @@ class MetricsFile:
         if first.isdigit():
             return int(first)
         number = content[:start].count(b"\n") + 1
-        (record,) = parsed(self.path, [content[start:stop]], number)
+        (record,) = parse_lines(self.path, [content[start:stop]], number)
         return self._checked(number, record)["step"]
 
     @contextmanager
-    def _content(self) -> Iterator[mmap | bytes]:
+    def _mapped_content(self) -> Iterator[mmap | bytes]:
         """Map the file, so that a large one does not fill the memory."""
         with open_if_exists(self.path) as file:
             if file is None or not os.fstat(file.fileno()).st_size:
@@ -91,7 +91,7 @@ class MetricsFile:
                 yield content
 
 
-def parsed(path: Path, lines: Iterable[bytes], first: int = 1) -> Iterator[dict[str, Any]]:
+def parse_lines(path: Path, lines: Iterable[bytes], first: int = 1) -> Iterator[dict[str, Any]]:
     """Yield the JSON object of each line. `first` is the number of the first line, for errors."""
     for number, line in enumerate(lines, first):
         try:

@@ -22,7 +22,7 @@ from areno.errors import ArenoError
 from areno.files.paths import list_folder, read_if_exists
 from areno.schema.values import value_at
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
-from areno.tracking.metrics_file import MetricsFile, parsed
+from areno.tracking.metrics_file import MetricsFile, parse_lines
 from areno.tracking.run_folder import FORECAST, begun_at, is_described, is_sweep, overrides_of, settings_of, versions_of
 from areno.tracking.series import NOTHING, Curves, Series, drop_meaningless_right_answers
 
@@ -82,7 +82,7 @@ class RunReader:
     def metrics(self) -> dict[str, Series]:
         """Return all recorded values of every scalar."""
         found: dict[str, Series] = {}
-        for step, scalars in self._scalars():
+        for step, scalars in self._iter_scalars():
             for name, value in scalars.items():
                 series = found.setdefault(name, Series([], []))
                 series.steps.append(step)
@@ -110,7 +110,7 @@ class RunReader:
     def steps(self) -> dict[int, dict[str, float]]:
         """Return step -> scalar -> value."""
         found: dict[int, dict[str, float]] = {}
-        for step, scalars in self._scalars():
+        for step, scalars in self._iter_scalars():
             found.setdefault(step, {}).update(scalars)
         return found
 
@@ -185,7 +185,7 @@ class RunReader:
                     return status
         return None
 
-    def _scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
+    def _iter_scalars(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yield (step, scalars) of each record. A value of null becomes NaN."""
         for record in self.file.records():
             scalars = ((name, value) for name, value in record.items() if name not in ("step", "time"))
@@ -234,10 +234,10 @@ def _steps_text(steps: Sequence[int]) -> str:
 def _samples(path: Path, content: bytes) -> list[dict[str, Any]]:
     """Return the samples in a file. An incomplete last line is skipped with a warning."""
     *lines, last = content.split(b"\n")
-    samples = list(parsed(path, lines))
+    samples = list(parse_lines(path, lines))
     if last:
         try:
-            samples += parsed(path, [last], len(lines) + 1)
+            samples += parse_lines(path, [last], len(lines) + 1)
         except ArenoError:
             logger.warning("%s ends in half a line, which is left out", path)
     return samples
@@ -310,21 +310,21 @@ def headline(series: Series, title: str, choose: Callable[..., float] | None) ->
 
 def last_step(run: RunReader) -> int:
     """Return the step of the last record of a run, 0 without records."""
-    return max((record["step"] for record in run.file.ends()), default=0)
+    return max((record["step"] for record in run.file.first_and_last()), default=0)
 
 
 def seconds(run: RunReader) -> float | None:
     """Return the seconds from the start of the first step to the last record, None with fewer than two records."""
-    times = [record["time"] for record in run.file.ends() if "time" in record]
+    times = [record["time"] for record in run.file.first_and_last() if "time" in record]
     if len(times) < 2:
         return None
     _, first = next(run.file.points("time/step"), (0, 0.0))
     return times[-1] - times[0] + first
 
 
-def began(run: RunReader) -> str:
+def begin_time(run: RunReader) -> str:
     """Return the local time at which a run began, such as "2025-01-31 09:30", or "-"."""
-    times = [record["time"] for record in run.file.ends() if "time" in record]
+    times = [record["time"] for record in run.file.first_and_last() if "time" in record]
     if not times and not is_described(run.path):
         return "-"
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(times[0] if times else begun_at(run.path)))

@@ -98,12 +98,12 @@ class ServiceTracker(Tracker):
         if not scalars or self._failed:
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=f"areno-{self._name}", daemon=True)
+            self._thread = threading.Thread(target=self._run_in_thread, name=f"areno-{self._name}", daemon=True)
             self._thread.start()
         step = self._step
         self._calls.put(lambda: self._service.log(step, scalars))
 
-    def _work(self) -> None:
+    def _run_in_thread(self) -> None:
         """Start the service, make the queued calls in order, and finish the service. This runs in the thread."""
         try:
             self._start()

@@ -26,7 +26,7 @@ from areno.config.experiments import ExperimentConfig
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.durable import UNFINISHED, atomic_write_text, locked, make_folders, remove, remove_empty, sync
 from areno.files.paths import read_if_exists, read_start, root
-from areno.files.small_yaml import YamlFault, fault, plain_yaml
+from areno.files.small_yaml import YamlFault, describe_error, plain_yaml
 from areno.schema.fields import Section
 from areno.version import __version__
 
@@ -66,7 +66,7 @@ def versions_of(folder: Path) -> dict[str, str | None]:
     try:
         found = {} if content is None else json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ArenoError("{} cannot be read: {}", path, fault(error)) from error
+        raise ArenoError("{} cannot be read: {}", path, describe_error(error)) from error
     return {name: None if value is None else str(value) for name, value in _mapping(path, found).items()}
 
 
@@ -99,7 +99,7 @@ def _mapping(path: Path, found: Any) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ArenoError("{} cannot be read: it holds a {}, where a mapping is expected", path, _kind(found))
+        raise ArenoError("{} cannot be read: it holds a {}, where a mapping is expected", path, _type_name(found))
     return {str(name): value for name, value in found.items()}
 
 
@@ -107,11 +107,11 @@ def _lines(path: Path, found: Any) -> list[str]:
     if found is None:
         return []
     if not isinstance(found, list) or any(isinstance(line, (list, dict)) for line in found):
-        raise ArenoError("{} cannot be read: it holds a {}, where a list of texts is expected", path, _kind(found))
+        raise ArenoError("{} cannot be read: it holds a {}, where a list of texts is expected", path, _type_name(found))
     return [str(line) for line in found]
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
     """Return the type of a YAML value as a word for an error message."""
     return {dict: "mapping", list: "list", str: "text"}.get(type(value), "single value")
 
@@ -142,7 +142,7 @@ class NewFolder:
         """Return the folder of one run, which lies in that of a sweep. Hydra may have made it already."""
         if run_dir == self.path:
             return self
-        found = make(run_dir)
+        found = make_folder(run_dir)
         assert found is not None
         return NewFolder(run_dir, frozenset(p for p in found.before if p in self.before or run_dir in p.parents))
 
@@ -155,7 +155,7 @@ class NewFolder:
         """
         try:
             with locked(self.path):
-                if is_described(self.path):  # `make` has seen that it was not
+                if is_described(self.path):  # `make_folder` has seen that it was not
                     raise BlockingIOError
                 for name, content in _description(config, overrides, recipe, script).items():
                     atomic_write_text(self.path / name, content)
@@ -172,7 +172,7 @@ class NewFolder:
         """
         entries = [path for path in self.path.glob("*") if path not in self.before]
         try:
-            made = [*entries, *(path for entry in entries if entry.is_dir() for path in _below(entry))]
+            made = [*entries, *(path for entry in entries if entry.is_dir() for path in _all_paths_below(entry))]
         except OSError:  # a thread is still writing or removing a state, so there are results
             return
         files = [path for path in made if path.is_file()]
@@ -185,7 +185,7 @@ class NewFolder:
         remove_empty([*folders, *(path for path in (self.path, *self.path.parents) if path not in self.before)])
 
 
-def _below(folder: Path) -> list[Path]:
+def _all_paths_below(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise error
 
@@ -193,7 +193,7 @@ def _below(folder: Path) -> list[Path]:
     return [Path(parent, name) for parent, folders, files in walk for name in (*folders, *files)]
 
 
-def make(run_dir: Path, new: bool = False) -> NewFolder | None:
+def make_folder(run_dir: Path, new: bool = False) -> NewFolder | None:
     """Make the folder of a run or a sweep. Raises ConfigError if it holds an earlier one.
 
     With `new`, an existing folder gives None. The caller can then try another name, so that two runs that start in the
@@ -216,7 +216,7 @@ def for_script(config: ExperimentConfig) -> Path:
     """Make the folder <fileroot>/<experiment_name>/<trial_name or time>, and write settings and versions into it."""
     name = config.trial_name or time.strftime("%Y%m%d-%H%M%S")
     run_dir, count = folder_of(config, name), 1
-    while (folder := make(run_dir, new=config.trial_name is None)) is None:
+    while (folder := make_folder(run_dir, new=config.trial_name is None)) is None:
         count += 1
         run_dir = folder_of(config, f"{name}-{count}")
     script = vars(sys.modules["__main__"]).get("__file__")
@@ -244,7 +244,7 @@ def begun_at(folder: Path) -> float:
 
 def has_results(folder: Path) -> bool:
     """Return whether a run has any file besides its settings, versions and log."""
-    files = (path for path in _below(folder) if path.is_file() and not path.name.startswith(UNFINISHED))
+    files = (path for path in _all_paths_below(folder) if path.is_file() and not path.name.startswith(UNFINISHED))
     return any(path.name not in _NO_RESULTS for path in files)
 
 
@@ -312,11 +312,11 @@ class RunFiles:
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of metrics.jsonl, run.log and each event file, by file name."""
-        return {name: path.stat().st_size for name, path in self._growing()}
+        return {name: path.stat().st_size for name, path in self._growing_files()}
 
     def sync(self) -> None:
         """Flush the files that `sizes` lists to disk (fsync), and the sample files that changed since the last call."""
-        for _, path in self._growing():
+        for _, path in self._growing_files():
             sync(path)
         for path in self._samples(unfinished=False):  # the next step may be writing unfinished ones
             if (changed_at := path.stat().st_mtime_ns) > self._synced_at:
@@ -331,7 +331,7 @@ class RunFiles:
         begins when the process starts or restarts lost workers. Log lines in between move to logs/dropped.log, and
         those of the current session stay.
         """
-        for name, path in list(self._growing()):
+        for name, path in list(self._growing_files()):
             size = sizes.get(name, 0)
             if name == "run.log":
                 _drop_lines(path, size, until.get(name, 0))
@@ -347,7 +347,7 @@ class RunFiles:
         found = [path for path in found if (unfinished or path.suffix != ".tmp") and path.is_file()]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
-    def _growing(self) -> Iterator[tuple[str, Path]]:
+    def _growing_files(self) -> Iterator[tuple[str, Path]]:
         for path in (self.folder / METRICS, self.folder / "logs" / "run.log"):
             if path.exists():
                 yield path.name, path

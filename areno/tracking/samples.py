@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from areno.errors import ArenoError, ConfigError, Problem
-from areno.files.durable import Background
+from areno.files.durable import BackgroundCall
 from areno.tracking.tracker import END_OF_STEP, Tracker
 from areno.types import PromptItem, ScoredSample, Trajectory
 
@@ -53,14 +53,14 @@ class SampleLog(Tracker):
                 reward,
                 sample.sequence.finish_reason,
                 sample.sequence.n_tokens,
-                _short(sample.item.text),
-                _short(sample.completion),
+                _shorten_text(sample.item.text),
+                _shorten_text(sample.completion),
                 "" if sample.trajectory is None else _trajectory_lines(sample.trajectory),
             )
 
 
 class SampleFiles(Tracker):
-    """Writes at most `most` samples of each training step, see `chosen_samples`. None writes all.
+    """Writes at most `most` samples of each training step, see `select_samples`. None writes all.
 
     A thread writes the file of a step while the models are trained, and the end of the step waits for the thread.
     """
@@ -68,7 +68,7 @@ class SampleFiles(Tracker):
     def __init__(self, folder: str | Path, most: int | None, token_text: Callable[[int], str]):
         self.folder, self._most = Path(folder), most
         self._encoder = _SampleEncoder(token_text)
-        self._writer = Background("areno-samples")
+        self._writer = BackgroundCall("areno-samples")
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
         self._writer.start(self._write, step, list(samples))
@@ -81,7 +81,7 @@ class SampleFiles(Tracker):
         self._writer.close()
 
     def _write(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        kept = None if self._most is None else chosen_samples([sample.group for sample in samples], self._most, step)
+        kept = None if self._most is None else select_samples([sample.group for sample in samples], self._most, step)
         key, advice = "rollout.dump_n_samples", "set it to 0"
         if kept is None:
             key, advice = "rollout.dump_to_file", "set it to false"
@@ -97,7 +97,7 @@ class EvalFiles(Tracker):
         _write(self.folder / name / f"{step:06d}.jsonl", lines, "cluster.fileroot", "set another folder")
 
 
-def chosen_samples(groups: Sequence[int], most: int, step: int) -> list[bool]:
+def select_samples(groups: Sequence[int], most: int, step: int) -> list[bool]:
     """Return for each sample whether it is chosen. Whole groups (all samples of a prompt) are chosen at random.
 
     If the first group that is drawn is larger than `most`, only its first samples are chosen. `step` is the seed, so
@@ -138,10 +138,10 @@ def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: 
 
 def _trajectory_lines(trajectory: Trajectory) -> str:
     said = {
-        "messages": _short(json.dumps(trajectory.messages, ensure_ascii=False, default=str)),
-        "final answer": _short(str(trajectory.messages[-1].get("content") or "")),
-        "tool calls": _short(json.dumps(trajectory.tool_calls, ensure_ascii=False)),
-        "tool results": _short(json.dumps(trajectory.tool_results, ensure_ascii=False, default=str)),
+        "messages": _shorten_text(json.dumps(trajectory.messages, ensure_ascii=False, default=str)),
+        "final answer": _shorten_text(str(trajectory.messages[-1].get("content") or "")),
+        "tool calls": _shorten_text(json.dumps(trajectory.tool_calls, ensure_ascii=False)),
+        "tool results": _shorten_text(json.dumps(trajectory.tool_results, ensure_ascii=False, default=str)),
     }
     for number, row in enumerate(trajectory.rows):
         name = "tokens" if len(trajectory.rows) == 1 else f"tokens of row {number}"
@@ -159,7 +159,7 @@ def _run_lengths(values: np.ndarray) -> list[tuple[int, int]]:
     return [(int(values[start]), int(end - start)) for start, end in itertools.pairwise(edges)]
 
 
-def _replay(trajectory: Trajectory) -> dict[str, object]:
+def _replay_fields(trajectory: Trajectory) -> dict[str, object]:
     """Return a trajectory as JSON values, from which its training rows can be rebuilt without a model."""
     rows = [
         {
@@ -189,12 +189,12 @@ class _SampleEncoder:
             number = numbers[sample.group]
             numbers[sample.group] += 1
             if kept is None or kept[place]:
-                yield {**first, "group": sample.group, "sample": number, **_line(sample), **self._tokens(sample)}
+                yield {**first, "group": sample.group, "sample": number, **_sample_line(sample), **self._tokens(sample)}
 
     def _tokens(self, sample: ScoredSample) -> dict[str, object]:
         """Return the fields with a value for each token. Agents' samples have them in each row of the trajectory."""
         if sample.trajectory is not None:
-            return {"trajectory": _replay(sample.trajectory)}
+            return {"trajectory": _replay_fields(sample.trajectory)}
         tokens, texts = sample.sequence.resp_tokens, self._texts
         for token in set(tokens).difference(texts):
             texts[token] = self._token_text(token)
@@ -217,11 +217,11 @@ def _rounded(values: Any) -> list[float]:
     return np.round(np.asarray(values, dtype=np.float64), 4).tolist()
 
 
-def _line(sample: ScoredSample) -> dict[str, object]:
+def _sample_line(sample: ScoredSample) -> dict[str, object]:
     parts, advantages = sample.outcome.parts, sample.advantages
     return {
         "row": sample.item.index,
-        **({"task": task} if (task := _task(sample.item)) else {}),
+        **({"task": task} if (task := _task_text(sample.item)) else {}),
         "prompt": sample.item.text,
         "completion": sample.completion,
         "reward": sample.outcome.value,
@@ -241,13 +241,13 @@ def _line(sample: ScoredSample) -> dict[str, object]:
     }
 
 
-def _task(item: PromptItem) -> str:
+def _task_text(item: PromptItem) -> str:
     """Return the beginning of the last user message or of the prompt, "" if it only repeats `item.text`."""
     asked = [message.get("content") for message in item.messages or () if message.get("role") == "user"]
     text = asked[-1] if asked else item.prompt
     return text[:_TASK_CHARS] if isinstance(text, str) and text != item.text else ""
 
 
-def _short(text: str) -> str:
+def _shorten_text(text: str) -> str:
     text = repr(text)[1:-1]
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}... ({len(text)} characters)"

@@ -43,10 +43,10 @@ class Curves:
         self._records.setdefault(tuple(record), []).append(record)
         self._n_records += 1
         if self._n_records % _AT_ONCE == 0:
-            self._read()
-            self._thin()
+            self._read_records()
+            self._thin_values()
 
-    def _read(self) -> None:
+    def _read_records(self) -> None:
         for names, records in self._records.items():
             steps = [record["step"] for record in records]
             for name, values in zip(names, zip(*(record.values() for record in records), strict=True), strict=True):
@@ -63,7 +63,7 @@ class Curves:
                     new.steps[:], new.values[:] = [new.steps[i] for i in order], [new.values[i] for i in order]
         self._records = {}
 
-    def _thin(self) -> None:
+    def _thin_values(self) -> None:
         for name, (steps, values) in self._new.items():
             n_old = max(0, len(steps) - _LAST)
             kept, width = self._kept.setdefault(name, Series([], [])), self._widths.get(name, 1)
@@ -78,7 +78,7 @@ class Curves:
                 self._widths[name] = width = max(_MERGED, 2 * width)
 
     def by_name(self) -> dict[str, Series]:
-        self._read()
+        self._read_records()
         kept = self._kept
         return {
             name: Series(kept.get(name, NOTHING).steps + new.steps, kept.get(name, NOTHING).values + new.values)

@@ -39,7 +39,7 @@ _FIRST_RANK, _TRACKS = 100, 1000
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def trace_folder(folder: Path) -> Iterator[None]:
     """Make a folder of traces, and convert an OSError to an ArenoError that names the setting."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class TraceFile:
         self._writer = ThreadPoolExecutor(1, "areno-trace")
         self._known: set[tuple[int, int]] = set()  # processes and tracks whose names are in the file
         self._file: BinaryIO | None = None
-        with writing(folder):
+        with trace_folder(folder):
             self._open()
 
     def _open(self) -> None:
@@ -72,7 +72,7 @@ class TraceFile:
         self._size = 0
         began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._origin / 1e9))
         self._known = set()
-        lines = [*self._names("driver", "main"), _metadata("process_labels", 1, 0, {"labels": f"began {began}"})]
+        lines = [*self._name_events("driver", "main"), _metadata("process_labels", 1, 0, {"labels": f"began {began}"})]
         self._size = _write(self._file, ("[\n" + ",\n".join(lines)).encode() + _END)
 
     def write(self, events: Sequence[trace.Event]) -> None:
@@ -106,10 +106,12 @@ class TraceFile:
             group, is_object, track = lane.partition("#")
             if not is_object:
                 group, _, track = lane.partition("/")
-            yield from self._names(group, "" if is_object else track)
+            yield from self._name_events(group, "" if is_object else track)
             pid, tid = _ids(group, "" if is_object else track)
-            nested = _nested(of_lane)
-            yield from self._objects(group, track, nested, pid, tid) if is_object else self._bars(nested, pid, tid)
+            nested = _nested_events(of_lane)
+            yield from (
+                self._event_objects(group, track, nested, pid, tid) if is_object else self._bars(nested, pid, tid)
+            )
 
     def _bars(self, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int) -> Iterator[str]:
         rest, origin = f'"pid":{pid},"tid":{tid}', self._origin
@@ -118,7 +120,7 @@ class TraceFile:
             times = f'"ts":{start / 1000:.3f},"dur":{max(0, end - origin - start) / 1000:.3f}'
             yield f'{{"ph":"X","name":{_name(name)},{rest},{times}{_args(arguments)}}}'
 
-    def _objects(
+    def _event_objects(
         self, group: str, track: str, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int
     ) -> list[str]:
         """Return the begin and the end of each event of one object, in the order of time."""
@@ -133,7 +135,7 @@ class TraceFile:
             ends.append(f'{{"ph":"e",{both}{max(0, end - origin) / 1000:.3f}}}')
         return lines + ends[::-1]
 
-    def _names(self, group: str, track: str) -> Iterator[str]:
+    def _name_events(self, group: str, track: str) -> Iterator[str]:
         """Yield the names of a process and of a track, if they are not in the file yet."""
         pid, tid = _ids(group, track)
         if (pid, 0) not in self._known:
@@ -157,7 +159,7 @@ class SessionFile:
     def __init__(self, folder: Path, threshold: int):
         self.path, self._threshold = folder / "sessions.jsonl", threshold
         self._lines: list[str] = []
-        with writing(folder):
+        with trace_folder(folder):
             self.path.touch()
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -218,7 +220,7 @@ def _ids(group: str, track: str) -> tuple[int, int]:
     return pid, pid * _TRACKS + number
 
 
-def _nested(events: list[trace.Event]) -> list[tuple[trace.Event, int]]:
+def _nested_events(events: list[trace.Event]) -> list[tuple[trace.Event, int]]:
     """Sort the events of a lane, and cut each at the end of the event that it lies in. Return (event, depth)."""
     found: list[tuple[trace.Event, int]] = []
     around: list[int] = []  # ends of the events that have not ended

@@ -88,7 +88,7 @@ def answers_missing(is_equal: bool, reward: float, rows: str) -> str:
     )
 
 
-def logprobs_apart(difference: History) -> str:
+def logprobs_differ(difference: History) -> str:
     """Warn if the log-probabilities from rollout and training differ by much more (in nats) than in the first steps.
 
     The importance ratios to the rollout policy are then wrong.
@@ -128,7 +128,7 @@ def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
     )
 
 
-class Divergence:
+class TrainingWarnings:
     """Checks the scalars of a run after each step, and returns each kind of warning only once.
 
     `reward` names the reward functions or the reward model. `unanswered` is the `rows` of `answers_missing`. `ratio` is
@@ -159,7 +159,7 @@ class Divergence:
             "entropy": entropy_collapsed(self._history("train/entropy"), self._history("rollout/accuracy")),
             "flat": nothing_to_learn(self._history("flat"), reward),
             "rounding": rounding_clips(scalars.get(f"train/{apart}", 0.0), clip, remedy),
-            "logprobs": logprobs_apart(self._history("train/logp_abs_diff_mean")),
+            "logprobs": logprobs_differ(self._history("train/logp_abs_diff_mean")),
             "not_finite": rewards_not_finite(
                 scalars.get("rollout/reward_not_finite", 0.0), scalars["rollout/num_sequences"], self.reward
             ),

@@ -26,7 +26,7 @@ from areno.engine.reports import RolloutStats
 from areno.engine.requests import OnProgress
 from areno.plan.plan import sampling_params
 from areno.run.agents_across_steps import LiveAgents
-from areno.run.group_selection import AgentSample, Choice, Group
+from areno.run.group_selection import AgentSample, FirstWholeGroups, Group
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import IN_FULL
@@ -72,8 +72,8 @@ def sample_with_agents(
     assert agents is not None
     batch = AgentBatch.from_prompt_batch(Batch(items=items), gconfig.n_samples)
     _log_begin(setup, len(items), gconfig.n_samples)
-    watch = _Watch(setup.trainer.engine, on_progress)
-    with _serving(setup, gconfig, seed, max_running) as server:
+    watch = _AgentWatch(setup.trainer.engine, on_progress)
+    with _policy_served(setup, gconfig, seed, max_running) as server:
         timeout_s = setup.config.agent.timeout_s
         context = AgentContext(server.base_url, server.api_key, server.session, timeout_s)
         rows = _row_builder(setup, server)
@@ -102,7 +102,7 @@ def _log_begin(setup: PolicySetup, n_prompts: int, n_samples: int) -> None:
     logger.info(text, n_prompts, n_samples, n_prompts * n_samples, most, extra=IN_FULL)
 
 
-class _Watch:
+class _AgentWatch:
     """Reports the progress of agents, and looks for lost workers, when it is called."""
 
     def __init__(self, engine: Engine, on_progress: OnProgress):
@@ -116,7 +116,7 @@ class _Watch:
 
 
 @contextmanager
-def _serving(
+def _policy_served(
     setup: PolicySetup, gconfig: GenerationConfig, seed: int, max_running: int | None
 ) -> Iterator[SessionProxy]:
     """Serve the policy inside the `with` block. If agents live across steps, they continue meanwhile."""
@@ -143,7 +143,7 @@ def _row_builder(setup: PolicySetup, server: SessionProxy) -> RowBuilder:
     return RowBuilder(conversations, _mask_policy(setup), info.vocab_size, server.session, info.context_len)
 
 
-def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, take: Take) -> None:
+def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstWholeGroups, take: Take) -> None:
     """Run agents until the groups that a step trains on are whole. The other agents stay in progress.
 
     `take` receives samples of the groups that the step trains on, as soon as they are certain.
@@ -158,7 +158,7 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: Choice, tak
             progress(outputs, stats)
             run.pulse()
 
-        watch = _Watch(setup.trainer.engine, report)
+        watch = _AgentWatch(setup.trainer.engine, report)
 
         def pass_on(certain: Sequence[tuple[Group, AgentSample]]) -> None:
             found = {}

@@ -12,14 +12,14 @@ import numpy as np
 from areno.config.experiments import LossFn
 from areno.config.policy_experiments import DistillExperimentConfig
 from areno.data.encode import encode_rows
-from areno.data.row_rendering import sft_draft
+from areno.data.row_rendering import render_sft
 from areno.errors import ConfigError
 from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.run.setup import RewardFns
 from areno.tracking.tracker import Tracker
 from areno.trainers.loop import RewardLoop
-from areno.trainers.rollout import collect, log_rollout, samples_logged, skip_step
+from areno.trainers.rollout import collect_rollout, log_rollout, samples_logged, skip_step
 from areno.trainers.update import rows_of, set_teachers, update_policy
 from areno.types import PromptItem, TrainSequence
 
@@ -67,7 +67,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
             n_own = self.n_answered(len(batch.items))
             rows = self.given_rows(batch.items[n_own:])
             if n_own:
-                rollout = collect(setup, replace(batch, items=batch.items[:n_own]))  # the student answers
+                rollout = collect_rollout(setup, replace(batch, items=batch.items[:n_own]))  # the student answers
                 if not rollout.kept and not rows:
                     skip_step(setup, rollout)
                     continue
@@ -76,7 +76,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
                     row.advantages = _advantages(row)
                 log_rollout(setup, rollout, own)
                 with samples_logged(setup, rollout, own):
-                    trained = [*map(_without_rollout, own), *rows] if rows else own
+                    trained = [*map(_without_rollout_fields, own), *rows] if rows else own
                     stats = update_policy(setup, trained)
                     for row, copied in zip(own, trained, strict=False):
                         row.old_logprobs = copied.old_logprobs
@@ -110,7 +110,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
             setup.tokenizer,
             [item.record for item in items],
             [item.index for item in items],
-            lambda row, index: sft_draft(setup.tokenizer, row, index, thinking, changed),
+            lambda row, index: render_sft(setup.tokenizer, row, index, thinking, changed),
         )
         for item, answers in zip(items, found, strict=True):
             if isinstance(answers, Exception):
@@ -131,6 +131,6 @@ def _advantages(row: TrainSequence) -> np.ndarray:
     return np.where(np.asarray(row.prompt_mask), 0.0, apart)
 
 
-def _without_rollout(row: TrainSequence) -> TrainSequence:
+def _without_rollout_fields(row: TrainSequence) -> TrainSequence:
     """Return a copy of a row without the fields that rows with given answers lack."""
     return replace(row, logprobs=None, advantages=None)

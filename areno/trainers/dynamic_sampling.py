@@ -84,7 +84,7 @@ def sample_rounds(
     with Scorer(setup, [], config.gconfig, 0) as scorer:
         with run.clock.phase("rollout"):
             log_stage("rollout_start")
-            rounds = _Rounds(setup, scorer, batch, most)
+            rounds = _RoundSteering(setup, scorer, batch, most)
             reward, copies = run.progress.last_reward, setup.trainer.engine.spec.layout.dp_size
             with RolloutProgress("rollout", len(batch), config.gconfig.n_samples, copies, reward) as rounds.display:
                 params = sampling_params(config.gconfig)
@@ -95,7 +95,7 @@ def sample_rounds(
             return scorer.finish(), rounds.batches
 
 
-class _Rounds:
+class _RoundSteering:
     """Decides which rounds a step needs, see RolloutSteering."""
 
     def __init__(self, setup: PolicySetup, scorer: Scorer, batch: Batch[PromptItem], most: int):

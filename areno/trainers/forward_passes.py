@@ -42,7 +42,7 @@ class StepScores:
             self._rows = [row.tokens for row in rows]
             self._early = {name: self._compute(name, rows) for name in names}
 
-    def of_rows(self, name: ScoreName, rows: Sequence[TrainSequence]) -> list[Any]:
+    def scores_of_rows(self, name: ScoreName, rows: Sequence[TrainSequence]) -> list[Any]:
         """Return a number per token of each row."""
         # A row shares its token array with its sample.
         is_same = len(rows) == len(self._rows) and all(

@@ -19,7 +19,7 @@ from areno.types import AnswersItem, TrainSequence
 
 
 @dataclass
-class _Scores:
+class _ReferenceScores:
     """Scores of the reference model for one set."""
 
     rows: dict[int, np.ndarray] = field(default_factory=dict)  # by dataset index: logprobs, (n_tokens,) float32
@@ -42,7 +42,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
             stats["margin"] = stats["rewards_chosen_mean"] - stats["rewards_rejected_mean"]
         return stats
 
-    def reference_point(self, items: Sequence[AnswersItem], scores: _Scores) -> float:
+    def reference_point(self, items: Sequence[AnswersItem], scores: _ReferenceScores) -> float:
         """Return the reference point z0 of a step under the current policy in nats, 0 for a single row.
 
         The estimate is the mean of log(policy / reference) over the mismatched answers of the step, or 0 if it is
@@ -79,8 +79,8 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         return np.array([np.asarray(values)[~np.asarray(row.prompt_mask)].sum() for row, values in pairs])
 
     def clear_scores(self) -> None:
-        self._scores = _Scores()
-        self._valid_scores = {name: _Scores() for name in self.setup.valid_loaders}
+        self._scores = _ReferenceScores()
+        self._valid_scores = {name: _ReferenceScores() for name in self.setup.valid_loaders}
 
     def score_all(self, role: str) -> str:
         self._score(role, self._batches_to_train(), len(self.setup.loader.rows), self._scores)
@@ -98,7 +98,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
             yield batch.items
         loader.load_state_dict(before)
 
-    def _score(self, role: str, batches: Iterable[Sequence[AnswersItem]], n_rows: int, out: _Scores) -> None:
+    def _score(self, role: str, batches: Iterable[Sequence[AnswersItem]], n_rows: int, out: _ReferenceScores) -> None:
         with Progress("reference", n_rows, unit="rows") as progress:
             n_tokens = 0
             for items in batches:
@@ -149,5 +149,5 @@ def _prompt_and_answer(row: TrainSequence) -> tuple[tuple[np.ndarray, np.ndarray
     return (tokens[:start], mask[:start]), (tokens[start:], mask[start:])
 
 
-def _with_scores(item: AnswersItem, scores: _Scores) -> TrainSequence:
+def _with_scores(item: AnswersItem, scores: _ReferenceScores) -> TrainSequence:
     return replace(item.rows[0], ref_logprobs=scores.rows[item.index])

@@ -62,6 +62,6 @@ def correct(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence])
     actor = setup.config.actor
     if not isinstance(actor, RatioConfig) or not actor.needs_proximal:
         return {}
-    logprobs = rollout.scores.of_rows("proximal", rows)
+    logprobs = rollout.scores.scores_of_rows("proximal", rows)
     with setup.run.clock.phase("recompute"):
         return correct_rows(rows, logprobs, actor)

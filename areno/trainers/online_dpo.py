@@ -26,7 +26,7 @@ from areno.types import ScoredSample, TrainSequence
 logger = logging.getLogger("areno")
 
 
-def signs(n_samples: int, pairs: Iterable[Pair]) -> np.ndarray:
+def pair_signs(n_samples: int, pairs: Iterable[Pair]) -> np.ndarray:
     """Return (n_samples,) float64: 1 for each chosen sample, -1 for each rejected sample and 0 for all others."""
     found = np.zeros(n_samples)
     for chosen, rejected in pairs:
@@ -73,7 +73,7 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         for sampled in rollouts(setup):  # sample a group for each prompt, and score it
             rollout, pairs = self.pair(sampled)
             rows = rows_of(setup, rollout) if pairs else []  # score the reference
-            for row, sign in zip(rows, signs(len(rows), pairs), strict=True):
+            for row, sign in zip(rows, pair_signs(len(rows), pairs), strict=True):
                 row.advantages = np.where(np.asarray(row.prompt_mask, dtype=bool), 0.0, sign)  # for the log
             log_rollout(setup, rollout, rows)
             with samples_logged(setup, rollout, rows):

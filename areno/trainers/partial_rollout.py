@@ -18,7 +18,7 @@ from areno.api.session import request_seed
 from areno.engine.reports import RolloutStats
 from areno.engine.requests import requests_of_rest
 from areno.plan.plan import sampling_params
-from areno.run.group_selection import DECISION_STEPS, Admission, Choice, Group, n_tokens
+from areno.run.group_selection import DECISION_STEPS, Admission, FirstWholeGroups, Group, n_tokens
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agent_rollout import sample_live_agents
@@ -66,15 +66,17 @@ def sample_ahead(
         n_recomputed = setup.live_agents.take_recomputed()
     else:
         n_recomputed = _n_recomputed(before)
-    scalars |= _metrics(setup, samples, keep, choice.groups, n_recomputed, n_thrown_away)
+    scalars |= _staleness_metrics(setup, samples, keep, choice.groups, n_recomputed, n_thrown_away)
     return samples, keep, scalars
 
 
-def _sample_and_score(setup: PolicySetup, choice: Choice, scorer: Scorer) -> list[tuple[Group, GenerationOutput]]:
+def _sample_and_score(
+    setup: PolicySetup, choice: FirstWholeGroups, scorer: Scorer
+) -> list[tuple[Group, GenerationOutput]]:
     """Sample and score until the groups of the step are whole, and return each stopped sample with its group."""
     trainer, run, config = setup.trainer, setup.run, setup.config
     params, places = sampling_params(config.gconfig), {group: place for place, group in enumerate(choice.groups)}
-    requests, group_of = _requests(setup, choice.groups, itertools.count())
+    requests, group_of = _remaining_requests(setup, choice.groups, itertools.count())
     reward, copies = run.progress.last_reward, trainer.engine.spec.layout.dp_size
     with RolloutProgress("rollout", choice.size, config.gconfig.n_samples, copies, reward) as progress:
 
@@ -123,7 +125,7 @@ def sample_replacing(
     with Scorer(setup, [], config.gconfig, 0) as scorer:
         with run.clock.phase("rollout"):
             log_stage("rollout_start")
-            replacing = _Replacing(setup, scorer, admission)
+            replacing = _ReplacingSteering(setup, scorer, admission)
             reward, copies = run.progress.last_reward, setup.trainer.engine.spec.layout.dp_size
             with RolloutProgress("rollout", size, config.gconfig.n_samples, copies, reward) as replacing.display:
                 params = sampling_params(config.gconfig)
@@ -140,13 +142,13 @@ def sample_replacing(
     taken, gone = set(admission.taken), set(admission.gone)
     samples = [sample for sample in samples if admission.groups[sample.group] in gone]
     keep = np.array([admission.groups[sample.group] in taken for sample in samples])
-    scalars = _metrics(setup, samples, keep, admission.groups, _n_recomputed(replacing.before), 0)
+    scalars = _staleness_metrics(setup, samples, keep, admission.groups, _n_recomputed(replacing.before), 0)
     n_rounds = sum(len(each) > 0 for each in batches)  # the batch of a step is empty after the end of the data
     scalars |= {"rollout/sampling_rounds": n_rounds, "rollout/dropped_groups": len(admission.dropped)}
     return samples, keep, scalars, batches
 
 
-class _Replacing:
+class _ReplacingSteering:
     """Begins prompts and scores groups during a rollout, as an Admission decides. It is a RolloutSteering.
 
     `before` has each sample that continues, with its group and its output before this step.
@@ -186,7 +188,7 @@ class _Replacing:
             self._places[group] = len(self._places)
             self.before += [(group, part) for part in group.parked.values()]
             self._take((group, output) for output in group.outputs)
-        requests, group_of = _requests(self._setup, groups, self._ids)
+        requests, group_of = _remaining_requests(self._setup, groups, self._ids)
         self.group_of |= group_of
         return requests
 
@@ -194,7 +196,7 @@ class _Replacing:
         self._scorer.take([with_request_id(output, self._places[group]) for group, output in outputs])
 
 
-def _requests(
+def _remaining_requests(
     setup: PolicySetup, groups: Sequence[Group], ids: Iterator[int]
 ) -> tuple[list[GenerationRequest], dict[int, Group]]:
     """Return the requests of the unfinished samples of groups, and the group of each request id."""
@@ -220,7 +222,7 @@ def _n_recomputed(before: Iterable[tuple[Group, GenerationOutput]]) -> int:
     return sum(n_tokens(part) for group, part in before if n_tokens(group.latest(part.sample)) > n_tokens(part))
 
 
-def _metrics(
+def _staleness_metrics(
     setup: PolicySetup,
     samples: Sequence[ScoredSample],
     keep: np.ndarray,

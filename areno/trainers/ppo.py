@@ -45,7 +45,7 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
             logger.warning(text, warmup, total)
         for rollout in rollouts(setup):  # sample completions of each prompt, and score them
             rows = rows_of(setup, rollout)  # shape the rewards, score the reference
-            for row, values in zip(rows, rollout.scores.of_rows("values", rows), strict=True):
+            for row, values in zip(rows, rollout.scores.scores_of_rows("values", rows), strict=True):
                 row.values = values  # estimated before each token
             with run.clock.phase("advantage"):
                 advantages, returns = self.advantages(joined(rows, rollout.sizes), rollout.groups)

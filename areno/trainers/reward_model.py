@@ -53,7 +53,7 @@ class RewardModelTrainer(AnswerLoop[RewardModelExperimentConfig]):
         values = [[0.0] * len(tokens) + [score] for tokens, score in zip(own, scores, strict=True)]
         measured = measure_loss(self.setup.loss_fn, rows, values, rows_per_unit=n_answers)
         present = [score for row, score in zip(rows, scores, strict=True) if not np.all(row.prompt_mask)]
-        pairs = _comparisons(rows, scores, n_answers)
+        pairs = _score_margins(rows, scores, n_answers)
         return {
             **{name: measured[name] for name in ("loss", "accuracy", "margin", "confidence")},
             "calibration_error": calibration_error(pairs),
@@ -75,7 +75,7 @@ def calibration_error(margins: Sequence[float]) -> float:
     return float(np.sum(of_bins) / max(1, len(apart)))
 
 
-def _comparisons(rows: Sequence[TrainSequence], scores: Sequence[float], n_answers: int) -> list[float]:
+def _score_margins(rows: Sequence[TrainSequence], scores: Sequence[float], n_answers: int) -> list[float]:
     """Return the score of the preferred answer minus that of the other, for each comparison of `n_answers` rows."""
     found = []
     for start in range(0, len(rows), n_answers):

@@ -13,10 +13,10 @@ from areno.api.session import sequence_of
 from areno.config.rollout import GenerationConfig
 from areno.data.chat_template import opens_reasoning
 from areno.data.encode import decode_all
-from areno.engine.requests import spans_of
+from areno.engine.requests import phase_spans
 from areno.errors import keys_renamed
 from areno.run.setup import PolicySetup
-from areno.scoring.judge import Judging, Task, add_judged
+from areno.scoring.judge import JudgeTask, Judging, add_judged
 from areno.scoring.pool import report_failures
 from areno.scoring.records import CompletionRecord, Record, RecordedPrompt, reward_problem
 from areno.trainers.rows import token_arrays
@@ -40,7 +40,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._prompts: dict[int, tuple[RecordedPrompt, np.ndarray]] = {}  # item -> prompt, tokens
         self._scoring = None if setup.rewards is None else setup.rewards.scoring()
         judge = setup.config.reward.judge
-        self._judging = None if setup.judge is None else Judging(judge, setup.judge, self._task)
+        self._judging = None if setup.judge is None else Judging(judge, setup.judge, self._judge_task)
 
     def extend(self, items: Sequence[PromptItem]) -> None:
         self.items += items
@@ -61,17 +61,17 @@ class Scorer(AbstractContextManager["Scorer"]):
         n_samples = self.gconfig.n_samples
         return range(number * n_samples, (number + 1) * n_samples)
 
-    def _task(self, place: int) -> Task:
+    def _judge_task(self, place: int) -> JudgeTask:
         number = place // self.gconfig.n_samples
         item = self.items[number]
-        return Task(self._samples_of(number), item.messages or item.prompt, opens_reasoning(item.text))
+        return JudgeTask(self._samples_of(number), item.messages or item.prompt, opens_reasoning(item.text))
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
         """Start to score finished outputs, whose request_id is the index of the prompt."""
         for start in range(0, len(outputs), _AT_ONCE):
-            self._take(outputs[start : start + _AT_ONCE])
+            self._record_outputs(outputs[start : start + _AT_ONCE])
 
-    def _take(self, outputs: Sequence[GenerationOutput]) -> None:
+    def _record_outputs(self, outputs: Sequence[GenerationOutput]) -> None:
         tokenizer, sequences = self._setup.tokenizer, [sequence_of(output) for output in outputs]
         # These lists live only in this call: millions of small integers would slow down the garbage collector.
         token_rows = [np.asarray(vars(sequence)["resp_tokens"]).tolist() for sequence in sequences]
@@ -80,7 +80,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             texts = decode_all(tokenizer, token_rows, skip_special_tokens=True)
         found = {}
         for output, sequence, text, raw in zip(outputs, sequences, texts, rendered, strict=True):
-            prompt, tokens = self._prompt(output.request_id)
+            prompt, tokens = self._recorded_prompt(output.request_id)
             arrays = token_arrays(tokens, sequence)
             sample = ScoredSample(
                 item=prompt.item,
@@ -89,13 +89,13 @@ class Scorer(AbstractContextManager["Scorer"]):
                 outcome=_NOT_SCORED,
                 group=self.first_group + output.request_id,
                 arrays=arrays,
-                spans=spans_of(output.phases),
+                spans=phase_spans(output.phases),
             )
             place = output.request_id * self.gconfig.n_samples + output.sample
             found[place] = (sample, CompletionRecord(prompt, arrays, text, raw))
         self.add(found)
 
-    def _prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
+    def _recorded_prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
         if number not in self._prompts:
             item = self.items[number]
             self._prompts[number] = RecordedPrompt(item), np.array(item.tokens, np.int64)
@@ -145,12 +145,12 @@ class Scorer(AbstractContextManager["Scorer"]):
         if outcomes is None and not setup.config.needs_rewards and not setup.config.reward.has_model:
             outcomes = [_NOT_SCORED] * len(records)  # a run without rewards, such as distillation
         if any(own) or (outcomes is None and not setup.config.reward.has_model):
-            outcomes = add_own(records, outcomes, own)
+            outcomes = add_agent_rewards(records, outcomes, own)
         source = "fn" if self._scoring is not None else "agent"  # of outcomes without named parts
         if setup.config.reward.path is not None:
             scores = self._model_scores([sample for sample, _ in asked.values()])
             source, before = "model" if outcomes is None else source, source
-            outcomes = add_scores(records, outcomes, scores, before)
+            outcomes = add_model_scores(records, outcomes, scores, before)
         if self._judging is not None:
             outcomes = self._add_judge_scores(self._judging, list(asked), records, outcomes, source)
         assert outcomes is not None
@@ -221,7 +221,7 @@ def _prompt_and_answer(sample: ScoredSample) -> tuple[list[int], list[int]]:
     return row.tokens[:first], row.tokens[first:]
 
 
-def add_own(
+def add_agent_rewards(
     records: Sequence[Record],
     outcomes: Sequence[RewardOutcome] | None,
     own: Sequence[tuple[float, dict[str, float]] | None],
@@ -245,7 +245,7 @@ def add_own(
     return out
 
 
-def add_scores(
+def add_model_scores(
     records: Sequence[Record],
     outcomes: Sequence[RewardOutcome] | None,
     scores: Sequence[float],

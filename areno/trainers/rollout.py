@@ -18,7 +18,7 @@ from areno.loss_fns.kl import kl_array
 from areno.plan.lr_schedule import n_updates
 from areno.plan.plan import sampling_params
 from areno.run.setup import PolicySetup
-from areno.scoring.pool import no_reward
+from areno.scoring.pool import no_reward_error
 from areno.tracking.accuracy import without_right
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agent_rollout import sample_with_agents
@@ -140,7 +140,7 @@ class Rollout:
 def rollouts(setup: PolicySetup) -> Iterator[Rollout]:
     """Yield the rollout of each step of the run, and skip the update of steps without a sample to train on."""
     for batch in setup.run.steps():
-        rollout = collect(setup, batch)
+        rollout = collect_rollout(setup, batch)
         if rollout.kept:
             yield rollout
         else:
@@ -167,7 +167,7 @@ def skip_updates(setup: PolicySetup) -> dict[str, float]:
     return stats
 
 
-def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
+def collect_rollout(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     """Sample and score the prompts of a step, and choose the samples to train on.
 
     With rollout.dynamic_sampling, groups (the samples of one prompt) whose rewards are all equal are dropped, and
@@ -179,10 +179,10 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     config, run, scores = setup.config, setup.run, StepScores(setup)
     if config.replaces_in_flight:
         samples, keep, scalars, batches = sample_replacing(setup, batch)
-        return _rollout(samples, keep, batches, scores, scalars)
+        return _make_rollout(samples, keep, batches, scores, scalars)
     if config.prompts_ahead or run.progress.in_flight.groups:  # these may be left from before a change of settings
         samples, keep, scalars = sample_ahead(setup, batch, scores)
-        return _rollout(samples, keep, [batch], scores, scalars)
+        return _make_rollout(samples, keep, [batch], scores, scalars)
     most = config.rollout.max_sampling_rounds if config.replaces_prompts else 1
     if most > 1 and can_overlap(setup):
         samples, batches = sample_rounds(setup, batch, most)
@@ -204,10 +204,10 @@ def collect(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     if config.rollout.dynamic_sampling:
         keep, dropped = with_signal(samples, len(batch))
         scalars = {"rollout/sampling_rounds": len(batches), "rollout/dropped_groups": dropped}
-    return _rollout(samples, keep, batches, scores, scalars)
+    return _make_rollout(samples, keep, batches, scores, scalars)
 
 
-def _rollout(
+def _make_rollout(
     samples: list[ScoredSample],
     keep: np.ndarray,
     batches: Sequence[Batch[PromptItem]],
@@ -288,7 +288,7 @@ def evaluate_policy(
     setup.run.tracer.add_samples(f"eval {name} {setup.run.step}", samples)
     setup.run.outputs.trackers.eval_samples(setup.run.step, samples, name)
     if all(sample.outcome.value is None for sample in samples):
-        error = no_reward([sample.outcome for sample in samples])
+        error = no_reward_error([sample.outcome for sample in samples])
         if not may_fail:
             raise error
         logger.warning("evaluation %s: %s", name or "of the validation set", error)

@@ -30,7 +30,7 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
         Returns:
             The loss of the last evaluation. Without evaluation, the training loss of the last step.
         """
-        run, split = self.run, _SplitRows()
+        run, split = self.run, _SplitRowCounter()
         for batch in run.steps():
             stats = update(self.setup, sequences_of(batch.items))
             run.progress.keep(loss=stats["loss"])
@@ -54,7 +54,7 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
 
 
 @dataclass
-class _SplitRows:
+class _SplitRowCounter:
     """Counts the rows that became several sequences, and logs their number after the first of them and each epoch."""
 
     n_rows: int = 0
@@ -80,7 +80,7 @@ class _SplitRows:
         text = "%d of %d rows became %d sequences, one for each turn of the assistant, which adds %d tokens: the chat "
         text += "template renders a turn differently once more messages follow; see train_dataset.changed_turns"
         logger.info(text, self.n_split, self.n_rows, self.n_sequences, self.n_added)
-        vars(self).update(vars(_SplitRows(is_known=True)))
+        vars(self).update(vars(_SplitRowCounter(is_known=True)))
 
 
 def sequences_of(items: Sequence[AnswersItem]) -> list[TrainSequence]:

@@ -16,7 +16,7 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence, TeacherConfig
 from areno.engine.train.checked_rows import read_rows
-from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.micro_batches import divide_steps
 from areno.engine.train.packing import StepBatches
 from areno.loss_fns.pack import DataPack
 from areno.run.setup import PolicySetup, Setup
@@ -42,7 +42,7 @@ def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
     """Pack all rows into one micro-batch on the CPU that stands for a whole optimizer step."""
     vocab_size = 1 + max(max(tokens) for tokens in token_rows(rows))
     whole = UpdateSpec(MicroBatchSpec(mini_bs=len(rows)), rows_per_unit=rows_per_unit)
-    ((step,),) = share_steps(read_rows(rows, vocab_size), whole)
+    ((step,),) = divide_steps(read_rows(rows, vocab_size), whole)
     ((_, pack),) = StepBatches(step, rows_per_unit, torch.device("cpu"))
     return pack
 
@@ -55,7 +55,7 @@ def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
     rows = policy_rows(rollout.kept, rewards_B, eos, config.actor.mask_no_eos_with_zero, version)
     score_agents(setup.trainer, rollout.kept, rows, config.gconfig)
     if config.ref is not None:
-        for row, logprobs in zip(rows, rollout.scores.of_rows("ref", rows), strict=True):
+        for row, logprobs in zip(rows, rollout.scores.scores_of_rows("ref", rows), strict=True):
             row.ref_logprobs = logprobs
     if config.teacher is not None and (config.teacher.prompt_key is not None or config.teacher.by is not None):
         samples = [sample for sample, size in zip(rollout.kept, rollout.sizes, strict=True) for _ in range(size)]

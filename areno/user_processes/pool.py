@@ -178,28 +178,28 @@ class WorkerPool(Generic[Config]):
         """Wait for some of the processes, as in `wait`. `work` is None while they start."""
         timeout_s = min([max_s, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
         connections = [worker.connection for worker in workers]
-        ready = readable(connections if wake is None else [*connections, wake], timeout_s)
+        ready = readable_connections(connections if wake is None else [*connections, wake], timeout_s)
         if wake in ready and wake is not None:
             wake.recv_bytes()
         for worker in workers:
             if worker.messages or worker.connection in ready:
                 self._receive(worker, work)
-            elif time.monotonic() >= worker.deadline and not readable([worker.connection]):
-                self._lost(worker, work, "timeout", self.late_text.format(self.config.timeout_s))
+            elif time.monotonic() >= worker.deadline and not readable_connections([worker.connection]):
+                self._on_worker_lost(worker, work, "timeout", self.late_text.format(self.config.timeout_s))
 
     def _receive(self, worker: Worker, work: Work | None) -> None:
         """Pass the answers of a process to `work`. Replace the process if it has died.
 
         Raises ConfigError if it cannot import the user code, or dies meanwhile.
         """
-        while worker.messages or readable([worker.connection]):
+        while worker.messages or readable_connections([worker.connection]):
             try:
                 if not worker.messages:
                     worker.read()
                     continue
                 kind_or_position, value = pickle.loads(worker.messages.popleft())
             except (EOFError, OSError, pickle.UnpicklingError):  # user code may write to the connection, too
-                return self._lost(worker, work, "error", self.ended_text.format(worker.exit_text()))
+                return self._on_worker_lost(worker, work, "error", self.ended_text.format(worker.exit_text()))
             if kind_or_position == "failed":
                 raise ConfigError(value)
             if kind_or_position == "ready":
@@ -218,7 +218,7 @@ class WorkerPool(Generic[Config]):
             lane = f"{name} calls#{number}.{position}" if worker.is_async else f"{name}/process {number}"
             trace.add(lane, self.section, *span, sample=position, process=number)
 
-    def _lost(self, worker: Worker, work: Work | None, status: Failure, text: str) -> None:
+    def _on_worker_lost(self, worker: Worker, work: Work | None, status: Failure, text: str) -> None:
         """Replace a process that died or hangs. Raises ConfigError if it was still importing the user code."""
         if worker.is_starting:
             hangs = f"importing it took more than {IMPORT_LIMIT_S:g} s"
@@ -231,7 +231,7 @@ class WorkerPool(Generic[Config]):
             work.lost(worker, status, text)
 
 
-def readable(connections: Iterable[Connection], timeout_s: float = 0.0) -> set[Connection]:
+def readable_connections(connections: Iterable[Connection], timeout_s: float = 0.0) -> set[Connection]:
     """Return the connections that have data or are closed.
 
     This does the same as multiprocessing.connection.wait in a fifth of the time.

@@ -41,7 +41,7 @@ def main(fd: int, driver_pid: int, module: str) -> None:
     os.close(fd)
     code = None
     while code is None and os.getppid() == driver_pid and not _was_stopped():
-        code = _reap(worker)
+        code = _reap_children(worker)
     _end_all(worker)
     code = code or 0
     os._exit(code if code >= 0 else _SIGNALLED - code)
@@ -75,7 +75,7 @@ def _was_stopped() -> bool:
     return signal.SIGTERM in signal.sigpending()
 
 
-def _reap(worker: int) -> int | None:
+def _reap_children(worker: int) -> int | None:
     """Collect the exit codes of ended children. Return that of `worker`, -n for signal n, None while it runs."""
     code = None
     with contextlib.suppress(ChildProcessError):

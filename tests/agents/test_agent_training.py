@@ -128,7 +128,7 @@ def test_tool_results_are_trained_where_that_is_asked_for(tmp_path: Path) -> Non
 def test_failing_samples_leave_their_group_and_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    over, told, settle = tmp_path / "over", [], _PendingCalls._settle
+    over, told, settle = tmp_path / "over", [], _PendingCalls._finish_call
     rows = [{"prompt": word} for word in ("ok", "raise", "edited", "nothing", f"sleep {over}")]
 
     def settled(self: _PendingCalls, *outcome: Any) -> None:
@@ -137,7 +137,7 @@ def test_failing_samples_leave_their_group_and_are_counted(
             over.touch()
         settle(self, *outcome)
 
-    monkeypatch.setattr(_PendingCalls, "_settle", settled)
+    monkeypatch.setattr(_PendingCalls, "_finish_call", settled)
     with caplog.at_level(logging.INFO, "areno"):
         played = run(
             tmp_path,

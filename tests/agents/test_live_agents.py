@@ -178,7 +178,7 @@ def test_a_resumed_run_that_waits_samples_the_prompts_in_progress_and_closes_the
     monkeypatch.setattr(rollout, "sample_ahead", spy)
     with pytest.raises(ArenoError, match="stops"):
         epoch(tmp_path / "run", *AHEAD, *settings)
-    monkeypatch.setattr(Recovery, "_check", lambda self, state: None)  # as --resume with changed settings
+    monkeypatch.setattr(Recovery, "_check_compatible", lambda self, state: None)  # as --resume with changed settings
     rest = epoch(tmp_path / "run", "rollout.drop_rollout_state=true", *settings)
     assert len(rest.rows) == 3
     assert is_open == [True] * 3 + [False] * (len(is_open) - 3)

@@ -97,9 +97,9 @@ def test_names_that_are_taken_or_unknown() -> None:
 def not_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No package has entry points, as in a checkout on Python's path."""
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
-    algorithms.installed.cache_clear()
+    algorithms.algorithm_entry_points.cache_clear()
     yield
-    algorithms.installed.cache_clear()
+    algorithms.algorithm_entry_points.cache_clear()
 
 
 @pytest.mark.usefixtures("not_installed")
@@ -122,8 +122,8 @@ def test_a_copy_of_the_package_alone_is_no_installation(tmp_path: Path, monkeypa
 
 def test_a_package_that_does_not_import_does_not_hide_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = EntryPoint("broken", "no_such_module:ALGORITHM", "areno.algorithms")
-    found = algorithms.installed() | {"broken": broken}
-    monkeypatch.setattr(algorithms, "installed", lambda: found)
+    found = algorithms.algorithm_entry_points() | {"broken": broken}
+    monkeypatch.setattr(algorithms, "algorithm_entry_points", lambda: found)
     with pytest.raises(ConfigError, match=r"^pairs_per_prompt: unknown key; it is a setting of online_dpo$"):
         load(GSPOConfig, "quickstart", ["pairs_per_prompt=1"])
 

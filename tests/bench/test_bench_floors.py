@@ -11,7 +11,7 @@ import pytest
 from areno.bench.device import decode_s, floors, prefill_s
 from areno.bench.timing import Timed, measure
 from areno.bench.work import Work, model_folder, row, rows_of_outputs
-from areno.cost.flops import Cost, forward_flops, pairs, train_flops
+from areno.cost.flops import TokenCost, attention_pairs, forward_flops, train_flops
 from areno.cost.time import Rates
 from areno.models.registry import load_config
 from areno.trainers.rows import token_rows
@@ -19,8 +19,8 @@ from areno.types import GenerationOutput, TrainSequence
 from tests.helpers.bench_runs import H200
 
 
-def cost_of(shape: str, folder: Path, itemsize: int = 2) -> Cost:
-    return Cost.of(load_config(model_folder(shape, folder / shape)[0]), itemsize)
+def cost_of(shape: str, folder: Path, itemsize: int = 2) -> TokenCost:
+    return TokenCost.from_config(load_config(model_folder(shape, folder / shape)[0]), itemsize)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_token_of_keys_and_values_takes_what_the_config_says(tmp_path: Path) -
     assert untied.n_params - untied.active_params == 151936 * 4096  # the table that is only looked up into
 
 
-COST = Cost(n_params=100, body_params=70, head_params=30, kv_bytes=10, attn_flops=4, itemsize=2)
+COST = TokenCost(n_params=100, body_params=70, head_params=30, kv_bytes=10, attn_flops=4, itemsize=2)
 
 
 def test_decode_floors_of_a_small_batch_worked_by_hand() -> None:
@@ -88,7 +88,7 @@ def test_prefill_is_of_every_prompt_once_with_a_head_for_its_last_token() -> Non
 
 
 def test_training_flops_are_six_for_each_parameter_and_causal_attention() -> None:
-    assert pairs([1, 3]) == 1 + 6
+    assert attention_pairs([1, 3]) == 1 + 6
     assert train_flops(COST, [4, 4]) == 6 * 100 * 8 + 3 * 4 * 2 * (4 * 5 / 2)
     assert train_flops(COST, [4, 4], head_tokens=2) == 6 * 70 * 8 + 6 * 30 * 2 + 3 * 4 * 20
     assert forward_flops(COST, [4, 4]) == train_flops(COST, [4, 4]) / 3

@@ -10,11 +10,11 @@ from areno.bench.__main__ import main
 from areno.bench.arguments import parse
 from areno.bench.device import decode_s, prefill_s
 from areno.bench.work import Work
-from areno.cost.flops import Cost
+from areno.cost.flops import TokenCost
 from areno.cost.time import Rates
 from areno.errors import ConfigError
 
-COST = Cost(n_params=100, body_params=70, head_params=30, kv_bytes=10, attn_flops=4, itemsize=2)
+COST = TokenCost(n_params=100, body_params=70, head_params=30, kv_bytes=10, attn_flops=4, itemsize=2)
 
 
 def test_floors_of_several_devices() -> None:
@@ -22,7 +22,7 @@ def test_floors_of_several_devices() -> None:
         Work.fixed(n_prompts=2, n_samples=2, prompt_len=10, new_tokens=3),
         Rates(copy_bytes_s=50.0, matmul_flops_s=1e12),
     )
-    two = one.of(2)
+    two = one.for_devices(2)
     assert two == Rates(copy_bytes_s=100.0, matmul_flops_s=2e12)
     # Two ranks of one copy have half of all each. Two copies have all of the weights each, and half of the keys.
     assert decode_s(COST, work, two, shared=False) == decode_s(COST, work, one, shared=False) / 2

@@ -21,7 +21,7 @@ from aiohttp import web
 from openai import AuthenticationError, OpenAI, RateLimitError
 
 from areno.cli.__main__ import main
-from areno.cli.serve import _model, _signals
+from areno.cli.serve import _model_folder, _signals_handled
 from areno.errors import ArenoError
 from areno.server.threads import ServerThread, Threads
 from tests.helpers.agent_model import made, model_folder
@@ -226,11 +226,11 @@ def test_of_a_run_its_newest_checkpoint_is_served(tmp_path: Path) -> None:
     (run / "logs").mkdir(parents=True)
     (run / "logs/metrics.jsonl").touch()
     with pytest.raises(ArenoError, match="has no checkpoint yet"):
-        _model(str(run))
+        _model_folder(str(run))
     for step in (9, 10):
         (run / f"checkpoints/step-{step:06d}").mkdir(parents=True)
-    assert _model(str(run)) == str(run / "checkpoints/step-000010")
-    assert _model("owner/name") == "owner/name"
+    assert _model_folder(str(run)) == str(run / "checkpoints/step-000010")
+    assert _model_folder("owner/name") == "owner/name"
 
 
 def test_a_folder_that_is_no_model_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,14 +279,14 @@ def test_a_signal_ends_the_command_at_once_before_it_serves_and_in_time_afterwar
 
     monkeypatch.setattr("areno.cli.serve.GRACE_S", 0.01)
     monkeypatch.setattr(os, "_exit", ended.append)
-    with _signals() as stopping, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+    with _signals_handled() as stopping, pytest.raises(KeyboardInterrupt):  # noqa: PT012
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
     assert stopping.asked.is_set()
     until(lambda: not timers())
     ended.clear()
     for number in (signal.SIGTERM, signal.SIGINT):
-        with _signals() as stopping:
+        with _signals_handled() as stopping:
             stopping.limit_s = 0.01
             os.kill(os.getpid(), number)
             assert stopping.asked.wait(60)

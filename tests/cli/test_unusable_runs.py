@@ -159,7 +159,10 @@ def test_a_run_of_another_version_is_told(broken: Path, capsys):
 def test_a_place_that_cannot_be_used_is_one_line(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
-    for place in ("areno.tracking.run_log.RunLog", "areno.tracking.run_folder.make"):  # in the run, and before it
+    for place in (
+        "areno.tracking.run_log.RunLog",
+        "areno.tracking.run_folder.make_folder",
+    ):  # in the run, and before it
         with monkeypatch.context() as patch:
             patch.setattr(place, lambda *args, **options: Path("folder").write_text("x"))
             fails(capsys, "^error: folder: Is a directory$", 1)

@@ -99,7 +99,7 @@ REQUIRED_WITH = {"ref=default": ["actor.kl_ctl=0.1"], "valid_dataset=default": [
 
 
 plain = functools.cache(load)  # without overrides, for comparisons
-help_of = functools.cache(help.text)
+help_of = functools.cache(help.recipe_help)
 
 
 def test_every_task_is_listed_here():
@@ -164,7 +164,7 @@ def test_variant_of_ones_own(tmp_path):
     (tmp_path / "variant/broken.yaml").write_text("actor: [")
     assert load(GRPOConfig, "quickstart", ["variant=mine"], tmp_path).actor.eps_clip == 0.1
     assert load(GRPOConfig, "quickstart", ["variant=mine", "actor.eps_clip=0.3"], tmp_path).actor.eps_clip == 0.3
-    assert re.search(r"^  mine +Mine$", help.text("", GRPOConfig, "quickstart", tmp_path), re.M)
+    assert re.search(r"^  mine +Mine$", help.recipe_help("", GRPOConfig, "quickstart", tmp_path), re.M)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -91,7 +91,7 @@ def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_kv_bytes_are_those_of_the_cache(tp_size: int) -> None:
-    cache = KVCache(build(CONFIG, tp_size, torch.bfloat16), 4, KVLayout.of(CONFIG, 8, 64), n_slots=3)
+    cache = KVCache(build(CONFIG, tp_size, torch.bfloat16), 4, KVLayout.from_config(CONFIG, 8, 64), n_slots=3)
     n_bytes = sum(
         value.nbytes for value in vars(cache).values() if isinstance(value, torch.Tensor) and value.dim() == 6
     )
@@ -105,7 +105,7 @@ def test_state_bytes_are_those_of_the_cache(tp_size: int) -> None:
     states = StateCache(model, n_slots=5)
     n_bytes = sum(each.nbytes for layer in states.layers for each in layer)
     assert n_bytes == 5 * memory.state_bytes(config, 2, layout)
-    assert KVCache(model, 4, KVLayout.of(config, 8, 64), n_slots=3).kv_blocks.shape[0] == 1
+    assert KVCache(model, 4, KVLayout.from_config(config, 8, 64), n_slots=3).kv_blocks.shape[0] == 1
     assert memory.kv_bytes(config, 2, layout) * 3 == memory.kv_bytes(replace(config, delta=None), 2, layout)
     assert memory.state_bytes(CONFIG, 2) == 0
 
@@ -169,7 +169,7 @@ def test_activation_bytes_are_what_a_layer_saves() -> None:
 
 
 def test_logits_and_flops_worked_by_hand() -> None:
-    token = flops.Cost.of(replace(CONFIG, tie_word_embeddings=False), 2)
+    token = flops.TokenCost.from_config(replace(CONFIG, tie_word_embeddings=False), 2)
     products = 2.0 * (token.body_params + 51 * 24) * 5
     assert flops.forward_flops(token, [2, 3]) == products + 3 * 8 * 12 * 4 * (3 + 6)
     assert flops.train_flops(token, [2, 3], head_tokens=0) == 3 * (
@@ -181,7 +181,7 @@ def test_what_adapters_cost_worked_by_hand() -> None:
     """A product of 5 tokens with a frozen matrix is computed forward, and backward for its input alone."""
     config = replace(CONFIG, tie_word_embeddings=False)
     adapters = AdapterSpec(rank=2, alpha=4.0, targets=("down_proj",))
-    whole, token = flops.Cost.of(config, 2), flops.Cost.of(config, 2, adapters)
+    whole, token = flops.TokenCost.from_config(config, 2), flops.TokenCost.from_config(config, 2, adapters)
     of_adapters = config.num_layers * 2 * (config.intermediate_size + 24)
     assert token.adapter_params == of_adapters
     assert flops.forward_flops(token, [2, 3]) == flops.forward_flops(whole, [2, 3]) + 2.0 * of_adapters * 5
@@ -192,7 +192,7 @@ def test_what_adapters_cost_worked_by_hand() -> None:
 
 def test_what_experts_cost_worked_by_hand() -> None:
     config = replace(CONFIG, **SPARSE)
-    model, token = build(config), flops.Cost.of(config, 2)
+    model, token = build(config), flops.TokenCost.from_config(config, 2)
     expert, n_layers = 3 * 20 * 24, 2
     assert token.expert_params == n_layers * expert
     body = sum(parameter.numel() for parameter in [*model.layers.parameters(), *model.final_norm.parameters()])
@@ -202,12 +202,12 @@ def test_what_experts_cost_worked_by_hand() -> None:
     met = torch.zeros(5000, 8).scatter_(1, draws.flatten(1), 1.0).sum(1).mean().item()
     assert token.moved_params(4) == pytest.approx(token.active_params + token.expert_params * (met - 3), rel=5e-3)
     assert token.moved_params(10_000) == pytest.approx(body + token.head_params)
-    dense = flops.Cost.of(CONFIG, 2)
+    dense = flops.TokenCost.from_config(CONFIG, 2)
     assert dense.moved_params(5) == dense.active_params == parameters.body_parameters(CONFIG) + 51 * 24
 
 
 def test_what_states_cost_worked_by_hand() -> None:
-    token = flops.Cost.of(replace(CONFIG, **RECURRENT), 2)
+    token = flops.TokenCost.from_config(replace(CONFIG, **RECURRENT), 2)
     assert token.state_bytes == 2 * (8 * 12 * 12 * 4 + 3 * (2 * 4 * 12 + 8 * 12) * 2)
     assert token.rule_flops == 2 * 8 * 6 * 12 * 12
     products = 2.0 * (token.body_params + token.head_params) * 5
@@ -232,7 +232,7 @@ def test_layers_with_windows_keep_and_see_their_last_tokens() -> None:
         kept = n + (CONFIG.num_layers - 1) * min(n, 7)
         assert memory.kv_bytes_of_row(config, n, 2) == kept * of_layer
         seen = [sum(min(t, kind.window or n) for t in range(1, n + 1)) for kind in kinds]
-        found = flops.mean_pairs(flops.Cost.of(config, 2), [n, n])
+        found = flops.mean_attention_pairs(flops.TokenCost.from_config(config, 2), [n, n])
         assert found == pytest.approx(2 * sum(seen) / CONFIG.num_layers)
 
 

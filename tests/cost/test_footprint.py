@@ -12,7 +12,7 @@ import pytest
 
 from areno.config.layout import Layout
 from areno.config.models import OptimizerConfig
-from areno.cost.footprint import GIB, RESERVE, Footprint, Model, footprint_of
+from areno.cost.footprint import GIB, RESERVE, Footprint, ModelFootprint, footprint_of
 from areno.cost.remedies import check_fits, check_host_memory, ways_to_fit
 from areno.engine.engine import Engine
 from areno.errors import EngineError
@@ -31,7 +31,7 @@ QWEN3_32B = replace(QWEN3_8B, hidden_size=5120, intermediate_size=25600, num_lay
 ADAPTERS = AdapterSpec(rank=32, alpha=16.0, targets=("q_proj", "o_proj", "down_proj"))
 
 
-def of(*models: Model, world_size: int = 1, tp_size: int = 1, cp_size: int = 1, **more: Any) -> Footprint:
+def of(*models: ModelFootprint, world_size: int = 1, tp_size: int = 1, cp_size: int = 1, **more: Any) -> Footprint:
     layout = Layout(world_size, tp_size, cp_size)
     return Footprint(models=models or (ACTOR,), itemsize=2, layout=layout, **more)
 
@@ -72,25 +72,28 @@ def test_offloaded_bytes_worked_by_hand() -> None:
     assert of(away).resident == 2 * n
     assert of(away).extra_in_use(away, training=True) == pytest.approx(4 * n + (4 + 8) * windows, abs=99)
     assert of(away).extra_in_use(away, training=False) == 0
-    assert of(away).hosted == 12 * n
-    assert of(away).least == of(away).resident + of(away).most_extra_in_use + of().training_bytes(ACTOR, 256)
+    assert of(away).offloaded_bytes == 12 * n
+    assert of(away).least_bytes == of(away).resident + of(away).most_extra_in_use + of().training_bytes(ACTOR, 256)
     assert of(away).fits(80 * GIB)
-    assert of(away, world_size=2, zero_stage=1).hosted == 6 * n
+    assert of(away, world_size=2, zero_stage=1).offloaded_bytes == 6 * n
     in_codes = replace(away, optimizer=OptimizerConfig(type="adam_8bit"))
-    assert of(in_codes).hosted == pytest.approx((4 + 2 * (1 + 4 / 256)) * n)
+    assert of(in_codes).offloaded_bytes == pytest.approx((4 + 2 * (1 + 4 / 256)) * n)
     assert of(in_codes).most_extra_in_use < of(away).most_extra_in_use
     in_sgd = replace(away, optimizer=OptimizerConfig(type="sgd"))
-    assert (of(in_sgd).hosted, of(in_sgd).most_extra_in_use - 4 * n) == (4 * n, pytest.approx(4 * windows, abs=99))
+    assert (of(in_sgd).offloaded_bytes, of(in_sgd).most_extra_in_use - 4 * n) == (
+        4 * n,
+        pytest.approx(4 * windows, abs=99),
+    )
     frozen = replace(away, optimizer=None)
-    assert (of(frozen).resident, of(frozen).hosted, of(frozen).most_extra_in_use) == (2 * n, 0, 0)
+    assert (of(frozen).resident, of(frozen).offloaded_bytes, of(frozen).most_extra_in_use) == (2 * n, 0, 0)
     resting = replace(CRITIC, offload=True)
     both = of(ACTOR, resting)
     assert both.resident == 18 * n
     assert both.extra_in_use(resting, training=False) == 2 * critic
     assert both.extra_in_use(resting, training=True) == pytest.approx(6 * critic + 12 * windows, abs=99)
-    assert both.hosted == 14 * critic
+    assert both.offloaded_bytes == 14 * critic
     in_float32 = replace(of(away), itemsize=4)  # the weights are the masters
-    assert (in_float32.resident, in_float32.hosted) == (4 * n, 8 * n)
+    assert (in_float32.resident, in_float32.offloaded_bytes) == (4 * n, 8 * n)
     small = replace(away, config=replace(QWEN3_8B, num_layers=1, vocab_size=8, hidden_size=8, intermediate_size=8))
     assert of(small).most_extra_in_use == (4 + 12) * parameters(small.config)  # less than three windows
 
@@ -243,7 +246,7 @@ LAYOUTS: list[dict[str, int]] = [
 @pytest.mark.parametrize("on_cuda", [False, True])
 def test_advice_is_never_what_is_set_and_always_helps(on_cuda: bool, layout: dict[str, int]) -> None:
     told: set[str] = set()
-    beside: list[list[Model]] = [[], [REF], [CRITIC], [REF, CRITIC], [REF, REWARD]]
+    beside: list[list[ModelFootprint]] = [[], [REF], [CRITIC], [REF, CRITIC], [REF, REWARD]]
     sizes = [1, 8, 12, 17, 25, 40, 60, 100, 130, 160]
     choices = ["adam", "adam_8bit", "sgd"], [False, True], [False, True], beside, sizes
     for optimizer, adapters, offload, roles, gib in itertools.product(*choices):
@@ -281,8 +284,8 @@ def test_the_table_says_it_all() -> None:
     assert alone[2].startswith("actor (masters, moments in host memory) ")
     assert alone[-1] == "offload keeps 91.5 in host memory; a model in use takes up to 31.1 more of its device"
     small = replace(ACTOR, config=replace(QWEN3_8B, num_layers=1, vocab_size=8, hidden_size=8, intermediate_size=8))
-    assert of(small).short(80 * GIB).startswith("memory of each device: less than 0.01 of 80.0 GiB for ")
-    short = of(ACTOR, REF).short(80 * GIB)
+    assert of(small).summary(80 * GIB).startswith("memory of each device: less than 0.01 of 80.0 GiB for ")
+    short = of(ACTOR, REF).summary(80 * GIB)
     assert short == "memory of each device: 152.6 of 80.0 GiB for actor, ref"
 
 
@@ -355,7 +358,7 @@ def test_a_role_that_finds_no_room_is_refused_and_the_rest_stays(tmp_path: Path)
         worker: Any = worker_of(engine)
         short, _ = engine.memory_table()
         assert short.endswith("GiB for actor")
-        worker.roles._device_bytes = int(worker.roles.footprint.least / (1 - RESERVE)) + 2
+        worker.roles._device_bytes = int(worker.roles.footprint.least_bytes / (1 - RESERVE)) + 2
         with pytest.raises(EngineError, match="actor and critic cannot fit"):
             engine.ensure_roles({"critic": critic(folder)})
         assert engine.memory_table()[0].endswith("GiB for actor")

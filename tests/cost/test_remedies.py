@@ -61,14 +61,14 @@ SMALLER = "choose a smaller model (actor.path)"
     ids=["one", "two", "divided", "offloaded", "8 bits", "sgd", "adapters", "random", "frozen"],
 )
 def test_the_actor_does_not_fit(engine: EngineSpec, said: str) -> None:
-    assert told(remedies.in_loading(engine, engine.actor, [], has_bf16=True, can_offload=True)) == said
+    assert told(remedies.loading_remedies(engine, engine.actor, [], has_bf16=True, can_offload=True)) == said
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("has_bf16", [False, True])
 def test_half_as_many_bytes(dtype: str, has_bf16: bool) -> None:
     engine = engine_spec("/m", ["cuda:0"], dtype=dtype)
-    text = told(remedies.in_loading(engine, engine.actor, [], has_bf16=has_bf16, can_offload=True))
+    text = told(remedies.loading_remedies(engine, engine.actor, [], has_bf16=has_bf16, can_offload=True))
     assert ("set actor.dtype=bfloat16" in text) == (dtype == "float32" and has_bf16)
 
 
@@ -85,7 +85,7 @@ def test_a_role_does_not_fit_beside_others(can_offload: bool, offloaded: tuple[s
     engine = spec()
     ref = RoleSpec(path="/r", head="lm", key="ref.path", offload="ref" in offloaded)
     critic = RoleSpec(path="/c", head="value", key="critic.path", optimizer=ADAM, offload="critic" in offloaded)
-    text = told(remedies.in_loading(engine, critic, [engine.actor, ref], has_bf16=True, can_offload=can_offload))
+    text = told(remedies.loading_remedies(engine, critic, [engine.actor, ref], has_bf16=True, can_offload=can_offload))
     assert set(re.findall(r"set (\w+)\.offload=true", text)) == keys
     assert "set critic.optimizer.type=adam_8bit" in text
     assert "use_lora" not in text
@@ -113,16 +113,18 @@ def test_training_runs_out(
 ) -> None:
     beside = [] if decoder is None else remedies.beside_training(DecoderConfig(**decoder))
     role = RoleSpec(path="/m", key=f"{section}.path", optimizer=OptimizerConfig(type=optimizer))
-    options = remedies.in_training(role, MicroBatchSpec(**mb_spec), recomputes=recomputes, beside=beside, on_cuda=False)
+    options = remedies.training_remedies(
+        role, MicroBatchSpec(**mb_spec), recomputes=recomputes, beside=beside, on_cuda=False
+    )
     assert told(options) == said
 
 
 def test_masters_and_moments_may_leave_the_device() -> None:
     whole = MicroBatchSpec(mini_bs=1)
     role = RoleSpec(path="/c", key="critic.path", optimizer=OptimizerConfig(type="sgd"))
-    options = remedies.in_training(role, whole, recomputes=True, beside=[], on_cuda=True)
+    options = remedies.training_remedies(role, whole, recomputes=True, beside=[], on_cuda=True)
     assert told(options) == f"set critic.offload=true {DIVIDE}"
-    away = remedies.in_training(replace(role, offload=True), whole, recomputes=True, beside=[], on_cuda=True)
+    away = remedies.training_remedies(replace(role, offload=True), whole, recomputes=True, beside=[], on_cuda=True)
     assert f"or {told(away)}" == DIVIDE
 
 
@@ -139,7 +141,7 @@ def test_masters_and_moments_may_leave_the_device() -> None:
     ],
 )
 def test_rollout_runs_out(decoder: Any, on_cuda: bool, first: str, graphs: bool) -> None:
-    text = told(remedies.in_rollout(DecoderConfig(**decoder), on_cuda=on_cuda))
+    text = told(remedies.rollout_remedies(DecoderConfig(**decoder), on_cuda=on_cuda))
     assert text.startswith(f"{first}, lower rollout.max_prefill_tokens")
     assert text.endswith("set rollout.eager_decode=true to do without CUDA graphs") == graphs
     drafts = decoder.get("speculation") == "on" or (decoder.get("speculation") == "auto" and on_cuda)

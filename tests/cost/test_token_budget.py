@@ -13,7 +13,7 @@ import torch
 
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
-from areno.cost.footprint import Footprint, Model
+from areno.cost.footprint import Footprint, ModelFootprint
 from areno.cost.memory import LOGITS_CHUNK, PassBytes
 from areno.cost.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.engine.engine import Engine
@@ -33,7 +33,9 @@ H100 = 80 * 2**30
 SMALL = replace(QWEN3_06B, hidden_size=512, intermediate_size=1536, num_layers=6, num_heads=8, vocab_size=8192)
 
 
-def budget(model: Model, phase: str = TRAIN, *others: Model, device: int = H100, cache: int = 0, **more: Any) -> int:
+def budget(
+    model: ModelFootprint, phase: str = TRAIN, *others: ModelFootprint, device: int = H100, cache: int = 0, **more: Any
+) -> int:
     footprint = Footprint(models=(model, *others), itemsize=2, **more)
     return choose_token_budget(footprint, model, phase, device, cache)
 
@@ -51,8 +53,8 @@ def test_the_chunk_of_logits_is_that_of_the_kernel() -> None:
         PassBytes(of_token=90, at_work=10, of_kept_layer=10),
         PassBytes(of_token=100_000, logits_of_token=900_000, stored_of_token=300_000),
         PassBytes(of_token=1000, logits_of_token=60_000_000, stored_of_token=90_000_000),
-        PassBytes.of_training(QWEN3_8B, 2),
-        PassBytes.of_scoring(QWEN3_8B, 2),
+        PassBytes.for_training(QWEN3_8B, 2),
+        PassBytes.for_scoring(QWEN3_8B, 2),
     ],
 )
 def test_the_largest_micro_batch_that_fits(need: PassBytes) -> None:
@@ -63,7 +65,7 @@ def test_the_largest_micro_batch_that_fits(need: PassBytes) -> None:
 
 
 def test_layers_that_keep_their_products_fill_the_room() -> None:
-    need = PassBytes.of_training(QWEN3_8B, 2)
+    need = PassBytes.for_training(QWEN3_8B, 2)
     for n_tokens, room in itertools.product((512, 4096), (2**32, 2**34)):
         n = need.fitting_layers(n_tokens, room, 36)
         assert n == 0 or need.total(n_tokens, n) <= room
@@ -120,7 +122,7 @@ def test_scoring_has_room_for_more_tokens_and_a_full_device_still_gets_a_size() 
 def test_a_cpu_gets_micro_batches_of_128_mib() -> None:
     model = replace(ACTOR, config=SMALL)
     n = budget(model, device=2**34, on_cuda=False)
-    need = PassBytes.of_training(SMALL, 2)
+    need = PassBytes.for_training(SMALL, 2)
     of_token = need.of_token + need.at_work
     assert n * of_token <= 2**27 < 2 * n * of_token
     assert budget(ACTOR, device=2**40, on_cuda=False) == 512

@@ -16,7 +16,7 @@ from areno import ArenoConfig
 from areno.api.algorithms import get_algorithm
 from areno.cli.__main__ import main
 from areno.data.chat_template import render_generation_prompt
-from areno.data.control_tokens import BREAK, allow_control_tokens, control_names, control_tokens
+from areno.data.control_tokens import BREAK, allow_control_tokens, control_token_texts, control_tokens
 from areno.data.encode import encode_generation_prompt
 from areno.errors import ArenoError, DataError
 from areno.files.paths import find_file
@@ -74,7 +74,7 @@ GENERATION = (
 
 def control_in(tokenizer: Any, tokens: Any) -> list[str]:
     """The control tokens of a row, in order."""
-    names = control_names(tokenizer)
+    names = control_token_texts(tokenizer)
     return [text for text in tokenizer.convert_ids_to_tokens(list(tokens)) if text in names]
 
 
@@ -96,7 +96,7 @@ def asked(*contents: str, **fields: Any) -> list[dict[str, Any]]:
 def test_words_without_control_tokens_keep_their_tokens_and_others_become_no_control_tokens(name: str) -> None:
     tokenizer = shared_tokenizer(name)
     conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
-    names, expected = control_names(tokenizer), {}
+    names, expected = control_token_texts(tokenizer), {}
 
     @settings(max_examples=80, deadline=None, derandomize=True, database=None)
     @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=7).map("".join), min_size=2, max_size=4))
@@ -130,10 +130,10 @@ def test_plain_words_are_those_of_a_tokenizer_without_special_tokens(name: str) 
 
 @pytest.mark.slow
 def test_what_is_a_control_token(tokenizer_of) -> None:
-    qwen = set(control_names(load_tokenizer("qwen3")))
+    qwen = set(control_token_texts(load_tokenizer("qwen3")))
     assert {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} <= qwen
     assert not qwen & {"<think>", "</think>", "<tool_call>", "<tool_response>", "<|fim_prefix|>"}
-    phi = set(control_names(load_tokenizer("phi3-v")))
+    phi = set(control_token_texts(load_tokenizer("phi3-v")))
     assert {"<s>", "</s>", "<unk>", "<|user|>", "<|end|>", "<|assistant|>", "<|endoftext|>"} <= phi
     # Markers of a template that are not flagged as special, in its text or put together by it; tags that are flagged.
     tokenizer = tokenizer_of("tiny")
@@ -141,7 +141,7 @@ def test_what_is_a_control_token(tokenizer_of) -> None:
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in plain])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<step>", "</step>"]})
     tokenizer.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }} user ...<|bot|>{% endfor %}"
-    assert set(control_names(tokenizer)) == {"<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|bot|>", "<|user|>"}
+    assert set(control_token_texts(tokenizer)) == {"<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|bot|>", "<|user|>"}
     tokens = encode_generation_prompt(tokenizer, "a<|bot|><think>user  b")
     assert control_in(tokenizer, tokens) == ["<|user|>", "<|bot|>"]
     assert {"<think>", "user", "  "} <= set(tokenizer.convert_ids_to_tokens(tokens))

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from areno.config.datasets import DatasetConfig
 from areno.data.encode import encode_rows, encode_texts
 from areno.data.encode_ahead import CHUNK, EncodedAhead
-from areno.data.row_rendering import pair_draft, prompt_draft, sft_draft
+from areno.data.row_rendering import render_pair, render_prompt, render_sft
 from areno.data.row_schema import rows_at
 from areno.errors import DataError
 from tests.helpers.encoded_rows import UnreadableRow, pair_item, prompt_item, sft_item
@@ -40,9 +40,9 @@ SFT_ROWS = st.one_of(
 PAIRS = st.fixed_dictionaries({"prompt": TEXT.map(lambda text: text or "x"), "chosen": TEXT, "rejected": TEXT})
 PROMPTS = st.one_of(TEXT, TEXT.map(lambda text: asked(text))).map(lambda prompt: {"prompt": prompt})
 KINDS: dict[str, tuple[Any, Any, Any]] = {
-    "sft": (SFT_ROWS, lambda t, row, n: sft_item(t, row, n), sft_draft),
-    "dpo": (PAIRS, pair_item, pair_draft),
-    "prompt": (PROMPTS, prompt_item, prompt_draft),
+    "sft": (SFT_ROWS, lambda t, row, n: sft_item(t, row, n), render_sft),
+    "dpo": (PAIRS, pair_item, render_pair),
+    "prompt": (PROMPTS, prompt_item, render_prompt),
 }
 
 
@@ -86,9 +86,9 @@ def test_texts_are_encoded_together(tiny, monkeypatch) -> None:
     rows = [{"prompt": f"{n}", "response": f"word {n}"} for n in range(40)]
     one_by_one = [sft_item(tiny, row) for row in rows]
     monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counted)
-    [first] = encode_rows(tiny, rows[:1], [0], lambda row, index: sft_draft(tiny, row))
+    [first] = encode_rows(tiny, rows[:1], [0], lambda row, index: render_sft(tiny, row))
     assert len(calls) == 1
-    together = encode_rows(tiny, rows, range(40), lambda row, index: sft_draft(tiny, row))
+    together = encode_rows(tiny, rows, range(40), lambda row, index: render_sft(tiny, row))
     assert len(calls) == 2
     expected = [plain_values(row) for row in [one_by_one[0], *one_by_one]]
     assert [plain_values(row) for row in [first, *together]] == expected
@@ -100,7 +100,7 @@ def test_truncation_of_a_tokenizer_is_off(tokenizer_of) -> None:
     tokenizer = tokenizer_of("tiny")
     tokenizer("a b c", truncation=True, max_length=2, padding="max_length")  # stays set in the backend
     rows = [{"prompt": "a b c d e", "response": "f g h"}] * 3
-    found = encode_rows(tokenizer, rows, range(3), lambda row, index: sft_draft(tokenizer, row))
+    found = encode_rows(tokenizer, rows, range(3), lambda row, index: render_sft(tokenizer, row))
     assert {len(row.tokens) for row in found} == {len(sft_item(load_tokenizer("tiny"), rows[0]).tokens)}
 
 
@@ -172,15 +172,15 @@ def test_the_tokens_ahead_have_a_bound(monkeypatch) -> None:
         return ["x" * 10 for _ in indices]
 
     ahead: EncodedAhead[str] = EncodedAhead(list, lambda rows, indices: encode(indices), len)
-    ahead.want(range(5 * CHUNK), at_least=2 * CHUNK)
+    ahead.encode_next(range(5 * CHUNK), at_least=2 * CHUNK)
     wait_for_threads()
     assert encoded == list(range(2 * CHUNK))  # two chunks have to be there, and have too many tokens for a third one
     assert ahead.take(range(3 * CHUNK)).keys() == set(range(3 * CHUNK))
     assert encoded == list(range(3 * CHUNK))
-    ahead.want(range(3 * CHUNK, 5 * CHUNK), at_least=1)
+    ahead.encode_next(range(3 * CHUNK, 5 * CHUNK), at_least=1)
     wait_for_threads()
     assert encoded == list(range(4 * CHUNK))
-    ahead.want([1, 2], at_least=1)  # another position: the encoded rows are dropped
+    ahead.encode_next([1, 2], at_least=1)  # another position: the encoded rows are dropped
     wait_for_threads()
     assert encoded[4 * CHUNK :] == [1, 2]
     ahead.take([3 * CHUNK])

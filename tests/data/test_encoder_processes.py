@@ -170,7 +170,7 @@ def test_a_killed_process_changes_no_batch(loader_of, caplog, n_killed: int) -> 
                 for pid in loader.encoder_pids[:n_killed]:
                     os.kill(pid, signal.SIGKILL)
                 with loader._ahead._changed:  # rows that are not encoded yet
-                    loader._ahead._drop(list(loader._ahead._ready))
+                    loader._ahead._drop_ready(list(loader._ahead._ready))
             found.append(seen(loader, batch))
     assert found == expected
     warnings = [text for record in caplog.records if "encodes rows" in (text := record.getMessage())]

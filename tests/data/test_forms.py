@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areno.config.datasets import ColumnsConfig, DatasetConfig
-from areno.data.dataset_formats import recognise_form
+from areno.data.dataset_formats import recognise_format
 from areno.data.sources import check_dataset, load_rows
 from areno.errors import ConfigError, DataError
 from tests.helpers.encoded_rows import prompt_item, sft_item, sft_sequence
@@ -113,7 +113,7 @@ def real(name: str) -> str:
 )
 def test_forms(kind, row, form, expected, caplog):
     caplog.set_level(logging.INFO, "areno")
-    found = recognise_form([row], kind)
+    found = recognise_format([row], kind)
     assert found
     assert found.name == form
     [got] = [check_dataset([row], kind)[0]]
@@ -134,7 +134,7 @@ def test_forms(kind, row, form, expected, caplog):
     ],
 )
 def test_our_own_form_is_left_alone(kind, row):
-    assert recognise_form([row], kind) is None
+    assert recognise_format([row], kind) is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areno.config.datasets import DatasetConfig
-from areno.data.row_schema import prompt_and_answers
+from areno.data.row_schema import preference_pair
 from areno.data.sources import check_dataset, load_rows
 from areno.errors import ConfigError, DataError
 from tests.helpers.encoded_rows import pair_item
@@ -66,7 +66,7 @@ EARLIER = [SYSTEM, user("1+1?"), assistant("2"), user("2+2?")]
     ],
 )
 def test_forms_of_a_pair(row, expected):
-    assert prompt_and_answers(row) == expected
+    assert preference_pair(row) == expected
     assert check_dataset([row], "dpo") == [row]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areno.data.messages import with_variables
-from areno.data.row_rendering import labelled_draft, ranked_draft
+from areno.data.row_rendering import render_labelled, render_ranked
 from areno.data.turn_ends import set_model_ends, stop_token_ids
 from areno.errors import DataError
 from areno.server.messages import read_messages
@@ -327,9 +327,9 @@ def test_answers_of_all_kinds_end_as_the_template_ends_a_turn(name: str) -> None
     pair = {"prompt": "Q", "chosen": "A", "rejected": "No"}
     assert plain_values(pair_item(tokenizer, pair, 0).chosen) == sequence
     assert plain_values(pair_item(tokenizer, pair, 0).rejected) == plain_values(sft_sequence(tokenizer, other))
-    labelled = labelled_draft(tokenizer, {"prompt": "Q", "response": "A", "label": False}, 0).encode(tokenizer)
+    labelled = render_labelled(tokenizer, {"prompt": "Q", "response": "A", "label": False}, 0).encode(tokenizer)
     assert plain_values(labelled.rows[0]) == sequence
-    ranked = ranked_draft(tokenizer, {"prompt": "Q", "answers": ["A", "No"]}, 0).encode(tokenizer)
+    ranked = render_ranked(tokenizer, {"prompt": "Q", "answers": ["A", "No"]}, 0).encode(tokenizer)
     assert ranked.rows[0].tokens.tolist() == sequence["tokens"]
     [(_, run)] = runs_of([sft_sequence(tokenizer, one)])
     assert tokenizer.convert_ids_to_tokens(run[-1]) == end

@@ -17,7 +17,7 @@ from areno.config.rollout import DecoderConfig
 from areno.engine import worker
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.engine import Engine
-from areno.engine.roles import _offload
+from areno.engine.roles import _offloaded_buffers
 from areno.errors import ConfigError, DataError, EngineError, GrammarError
 from areno.scoring.judge_readers import json_grammar
 from areno.specs.role import RoleSpec
@@ -231,7 +231,7 @@ def test_an_offloaded_model_comes_for_the_call_and_leaves_after_it(folder: Path,
         expected = texts(judge, engine.complete("judge", requests))
         moved = worker_of(engine).roles["judge"]
         weights = list(moved.backend.model.parameters())
-        moved.offload = _offload(moved.backend, keeps_weights=False)
+        moved.offload = _offloaded_buffers(moved.backend, keeps_weights=False)
         for _ in range(2):
             assert not any(each.untyped_storage().nbytes() for each in weights)
             assert texts(judge, engine.complete("judge", requests)) == expected

@@ -113,7 +113,7 @@ def test_no_copy_takes_what_another_would_draw(fixed: bool) -> None:
     assert (sent == {0: [0, 3, 4], 1: [1, 2, 5]}) == fixed
     # Copy 0 has not begun what it was sent, and copy 1 is idle.
     stats = [RolloutStats(waiting=2), RolloutStats()]
-    assert not fixed or out.to_ask(stats) is None
+    assert not fixed or out.choose_to_rebalance(stats) is None
 
 
 def test_all_requests_are_submitted_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_one_copy_gets_everything_at_once_and_requests_go_by_their_own_numbers()
     [output] = out.received([end_of(0, sample=2)])
     assert (output.request_id, output.sample) == (70, 2)
     assert (out.missing, 70 in out, 72 in out) == ({70: 3, 71: 1}, True, False)
-    assert out.to_ask(waiting(3)) is None
+    assert out.choose_to_rebalance(waiting(3)) is None
 
 
 def test_a_group_is_cut_only_where_copies_would_have_nothing_to_do() -> None:
@@ -92,9 +92,9 @@ def test_a_group_is_cut_only_where_copies_would_have_nothing_to_do() -> None:
 def test_a_copy_gives_back_what_it_has_not_begun_when_another_one_is_idle() -> None:
     out = dispatcher(2, 8, [asked(number, 10, 2) for number in range(4)])
     sent(out)
-    assert out.to_ask(waiting(2, 2)) is None  # nobody is idle
-    assert out.to_ask(waiting(2, 0)) == (0, 1)
-    assert out.to_ask(waiting(2, 0)) is None  # it has just been asked
+    assert out.choose_to_rebalance(waiting(2, 2)) is None  # nobody is idle
+    assert out.choose_to_rebalance(waiting(2, 0)) == (0, 1)
+    assert out.choose_to_rebalance(waiting(2, 0)) is None  # it has just been asked
     assert list(out.received([end_of(2, RETURNED)])) == []
     assert out.missing == {0: 2, 1: 2, 2: 2, 3: 2}
     assert sent(out) == {1: [(2, 0, 2)]}

@@ -15,7 +15,7 @@ import transformers
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
-from areno.engine.roles import Offload, _offload
+from areno.engine.roles import OffloadedBuffers, _offloaded_buffers
 from areno.engine.train import optimizer_offload
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.optimizer_offload import HostBuffer
@@ -47,7 +47,7 @@ def test_buffers_that_come_and_go_change_nothing(
         weights.load_weights(model, folder)
         backends.append(train_backend(model, OPTIMIZER, offload=away))
     plain, moved = backends
-    offload = _offload(moved, keeps_weights=False)
+    offload = _offloaded_buffers(moved, keeps_weights=False)
     assert moved.flat is not None
     assert moved.optimizer is not None
     buffers = [moved.flat.params, moved.flat.grads]
@@ -86,7 +86,7 @@ def assert_same_state(one: TrainBackend, other: TrainBackend) -> None:
 def test_an_actor_keeps_its_weights_and_scores_without_gradients(folder: Path) -> None:
     """The LM head's gradient is a view of memory that is freed while the model scores."""
     plain, moved = (backend(folder, 0, ALONE, torch.bfloat16, offload=away) for away in (False, True))
-    offload = _offload(moved, keeps_weights=True)
+    offload = _offloaded_buffers(moved, keeps_weights=True)
     assert moved.flat is not None
     rows = [np.array(row) for row in ROWS]
     spec = MicroBatchSpec(mini_bs=3)
@@ -125,7 +125,7 @@ def test_a_cache_that_stays_leaves_room_for_gradients(folder: Path) -> None:
 
 def test_what_had_come_leaves_again_where_the_rest_finds_no_room() -> None:
     params, scratch = torch.arange(10.0), torch.arange(5.0)
-    offload = Offload([params], [scratch])
+    offload = OffloadedBuffers([params], [scratch])
     arrive = offload._scratch[0].arrive
     offload._scratch[0].arrive = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("no room"))  # type: ignore[method-assign]
     with pytest.raises(torch.OutOfMemoryError), offload.on_device(training=True):
@@ -145,7 +145,7 @@ def test_offloaded_roles_leave_the_device_and_keep_their_results(tmp_path: Path)
         pytest.skip("needs a CUDA device")
     from areno.engine.processes.process_groups import join_groups
     from areno.engine.train.checked_rows import read_rows
-    from areno.engine.train.micro_batches import share_steps
+    from areno.engine.train.micro_batches import divide_steps
     from areno.engine.worker import Worker
     from areno.specs.update import UpdateSpec
 
@@ -153,7 +153,7 @@ def test_offloaded_roles_leave_the_device_and_keep_their_results(tmp_path: Path)
     build = dataclasses.replace(spec(shape, dtype="bfloat16"), devices=["cuda:0"])
     mb_spec = MicroBatchSpec(mini_bs=3)
     update, token_rows = UpdateSpec(mb_spec), [np.array(row) for row in ROWS]
-    [steps] = share_steps(read_rows(critic_rows(), VOCAB), update)
+    [steps] = divide_steps(read_rows(critic_rows(), VOCAB), update)
     losses: list[list[float]] = []
     scores: list[list[float]] = []
     for offload in (False, True):
@@ -258,7 +258,7 @@ def test_updates_on_a_gpu_are_those_without_offload(
     if dtype == torch.bfloat16:
         assert isinstance(masters, HostBuffer)
         in_host.flat.params.zero_()  # type: ignore[union-attr]
-        in_host.flat.from_masters()  # type: ignore[union-attr]
+        in_host.flat.update_from_masters()  # type: ignore[union-attr]
         assert torch.equal(in_host.flat.params, plain.flat.params)  # type: ignore[union-attr]
 
 

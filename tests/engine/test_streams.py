@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from areno.engine.engine import Engine
-from areno.engine.output_streams import FairLock, joined
+from areno.engine.output_streams import FairLock, join_outputs
 from areno.errors import ConfigError, DataError, EngineError
 from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationOutput, GenerationRequest
@@ -279,12 +279,12 @@ def test_a_stream_gives_partial_outputs_and_then_the_whole(scripted: Engine) -> 
 
 def test_a_slow_reader_gets_what_has_come_as_one_output() -> None:
     partial = [piece([5]), piece([6, 7])]
-    [both] = joined(partial)
+    [both] = join_outputs(partial)
     assert (both.tokens, both.logprobs, both.versions, both.finish_reason) == ([5, 6, 7], [-1.0] * 3, [0] * 3, None)
     assert [output.tokens for output in partial] == [[5], [6, 7]]  # others may hold them
     whole = piece([5, 6, 7, 1], "stop")
     other = dataclasses.replace(piece([9]), sample=1)
-    assert joined([*partial, other, whole]) == [whole, other]
+    assert join_outputs([*partial, other, whole]) == [whole, other]
 
 
 def test_a_stream_out_of_time_aborts_its_request(engine: Engine) -> None:

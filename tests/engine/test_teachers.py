@@ -66,7 +66,7 @@ def update(tokens: int = 120, **how: Any) -> UpdateSpec:
 
 def away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models rest in other memory than that in which they compute, as on a GPU."""
-    monkeypatch.setattr("areno.engine.roles.has_own_memory", lambda device: True)
+    monkeypatch.setattr("areno.engine.roles.has_separate_memory", lambda device: True)
 
 
 @pytest.mark.parametrize("form", ["apart", "shared prefixes", "own prompts", "offload"])

@@ -57,9 +57,11 @@ def test_a_device_does_not_change_threads() -> None:
 
 def test_scores_of_an_engine_count_the_tokens_of_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    hidden = TrainBackend._hidden
+    hidden = TrainBackend._hidden_states
     monkeypatch.setattr(
-        TrainBackend, "_hidden", lambda self, packed: (seen.append(torch.get_num_threads()), hidden(self, packed))[1]
+        TrainBackend,
+        "_hidden_states",
+        lambda self, packed: (seen.append(torch.get_num_threads()), hidden(self, packed))[1],
     )
     with Engine(engine_spec("examples/quickstart/model")) as engine:
         rows = np.random.default_rng(1).integers(4, 16, (30, 100)).tolist()  # without common prefixes

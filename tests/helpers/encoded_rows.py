@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from areno.data.row_rendering import pair_draft, prompt_draft, sft_draft
+from areno.data.row_rendering import render_pair, render_prompt, render_sft
 from areno.types import AnswersItem, PairItem, PromptItem, TrainSequence
 
 
 def prompt_item(tokenizer: Any, *args: Any, **how: Any) -> PromptItem:
-    return prompt_draft(tokenizer, *args, **how).encode(tokenizer)
+    return render_prompt(tokenizer, *args, **how).encode(tokenizer)
 
 
 def sft_item(tokenizer: Any, *args: Any, **how: Any) -> AnswersItem:
-    return sft_draft(tokenizer, *args, **how).encode(tokenizer)
+    return render_sft(tokenizer, *args, **how).encode(tokenizer)
 
 
 def sft_sequence(tokenizer: Any, *args: Any, **how: Any) -> TrainSequence:
@@ -23,7 +23,7 @@ def sft_sequence(tokenizer: Any, *args: Any, **how: Any) -> TrainSequence:
 
 
 def pair_item(tokenizer: Any, *args: Any, **how: Any) -> PairItem:
-    return pair_draft(tokenizer, *args, **how).encode(tokenizer)
+    return render_pair(tokenizer, *args, **how).encode(tokenizer)
 
 
 class UnreadableRow:

@@ -58,7 +58,7 @@ def build(dtype: torch.dtype, device: str, tp: ParallelGroup = ALONE, **changes:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             for part in model.layout(name) if parameter.dim() == 1 else ():
-                part.region(parameter).add_(part.cut(torch.randn(part.full_shape, generator=generator)) * 0.3)
+                part.region(parameter).add_(part.shard_of(torch.randn(part.full_shape, generator=generator)) * 0.3)
     return model.to(device, dtype)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.engine.decoder.grammar import GrammarState, matcher_of
+from areno.engine.decoder.grammar import GrammarState, new_matcher
 from areno.server.output_grammars import Constraint
 from areno.server.parsers import PARSERS
 
@@ -26,7 +26,7 @@ class ByteGrammar:
     """A grammar whose tokens are bytes. It needs no tokenizer, and every text can be written."""
 
     def __init__(self, text: str):
-        self._matcher = matcher_of(_bytes(), text)
+        self._matcher = new_matcher(_bytes(), text)
         assert not self._matcher.is_error(), self._matcher.get_error()
 
     def accepts(self, text: str) -> bool:

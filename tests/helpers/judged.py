@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from areno.config.judge import JudgeConfig
-from areno.scoring.judge import Judging, Task
-from areno.scoring.judge_readers import Reader
+from areno.scoring.judge import JudgeTask, Judging
+from areno.scoring.judge_readers import JudgeReader
 from areno.types import RewardRecord
 
 
@@ -17,10 +17,12 @@ def record(completion: str, prompt: str = "1+1?", **row: Any) -> RewardRecord:
     )
 
 
-def judging_of(config: JudgeConfig, reader: Reader, n_samples: int = 1, prompt: Any = "1+1?", **task: Any) -> Judging:
+def judging_of(
+    config: JudgeConfig, reader: JudgeReader, n_samples: int = 1, prompt: Any = "1+1?", **task: Any
+) -> Judging:
     """A judging in which each prompt has n_samples consecutive samples."""
 
-    def task_of(place: int) -> Task:
-        return Task(range(place // n_samples * n_samples, (place // n_samples + 1) * n_samples), prompt, **task)
+    def task_of(place: int) -> JudgeTask:
+        return JudgeTask(range(place // n_samples * n_samples, (place // n_samples + 1) * n_samples), prompt, **task)
 
     return Judging(config, reader, task_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from areno.config.models import OptimizerConfig
-from areno.cost.footprint import Model
+from areno.cost.footprint import ModelFootprint
 from areno.layers.config import Rope
 from areno.models.config import TransformerConfig
 
@@ -34,7 +34,7 @@ QWEN3_8B = TransformerConfig(
 QWEN3_06B = replace(
     QWEN3_8B, hidden_size=1024, intermediate_size=3072, num_layers=28, num_heads=16, tie_word_embeddings=True
 )
-ACTOR = Model(name="actor", config=QWEN3_8B, path="", optimizer=OptimizerConfig())
-REF = Model(name="ref", config=QWEN3_8B, path="", key="ref.path")
+ACTOR = ModelFootprint(name="actor", config=QWEN3_8B, path="", optimizer=OptimizerConfig())
+REF = ModelFootprint(name="ref", config=QWEN3_8B, path="", key="ref.path")
 CRITIC = replace(ACTOR, name="critic", key="critic.path", config=replace(QWEN3_8B, head="value"))
 REWARD = replace(CRITIC, name="reward", key="reward.path", optimizer=None)

@@ -55,7 +55,7 @@ def cases(vocab: int) -> dict[str, Rows]:
 
 
 def packed(rows: Rows, share: bool, context: ParallelGroup = ParallelGroup(), backend: str = "sdpa") -> LocalTokens:  # noqa: B008
-    return LocalTokens.of_rank(pack_tokens(rows, torch.device("cpu"), share=share), context, backend)
+    return LocalTokens.for_rank(pack_tokens(rows, torch.device("cpu"), share=share), context, backend)
 
 
 def hidden_of_rows(model: torch.nn.Module, rows: Rows, share: bool, backend: str = "sdpa") -> torch.Tensor:

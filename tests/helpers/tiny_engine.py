@@ -18,7 +18,7 @@ from areno.config.run import EngineConfig
 from areno.engine.engine import Engine
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.checked_rows import read_rows
-from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.micro_batches import divide_steps
 from areno.models.registry import build_model, load_config
 from areno.schema.fields import settings
 from areno.specs.engine import EngineSpec
@@ -169,7 +169,7 @@ def train_on(
     """What Engine.train does, with the backend of one rank."""
     update = UpdateSpec(mb_spec, **how)
     checked = read_rows(rows, backend.model.config.vocab_size)
-    shares = share_steps(checked, update, backend.context.dp.size, backend.role.section)
+    shares = divide_steps(checked, update, backend.context.dp.size, backend.role.section)
     return backend.train(shares[backend.context.dp.rank], loss_fn, update).stats
 
 

@@ -20,7 +20,7 @@ from areno.config.rollout import SamplingConfig
 from areno.engine.train import gradients, zero_buffers
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.checked_rows import read_rows
-from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.micro_batches import divide_steps
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.ppo import value_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
@@ -89,7 +89,7 @@ def backend(folder: Path, layout: Groups, **how: Any) -> TrainBackend:
             if name == "score.weight" or parameter.dim() == 1:
                 for part in model.layout(name):
                     full = torch.randn(part.full_shape, generator=drawn) * 0.3
-                    part.region(parameter).add_(part.cut(full))
+                    part.region(parameter).add_(part.shard_of(full))
     optimizer = dataclasses.replace(OPTIMIZER, type=kind)
     return train_backend(model, optimizer, dp=layout.dp, cp=layout.cp, data=layout.data, **made)
 
@@ -100,7 +100,7 @@ def train(trained: TrainBackend, n_rows: int) -> dict[str, float]:
     update = UpdateSpec(SEVERAL)
     context = trained.context
     checked = read_rows(rows(n_rows), trained.model.config.vocab_size)
-    shares = share_steps(checked, update, context.data.size, trained.role.section, None, context.cp.size)
+    shares = divide_steps(checked, update, context.data.size, trained.role.section, None, context.cp.size)
     return trained.train(shares[context.data.rank], loss_fn, update).stats
 
 
@@ -146,7 +146,7 @@ def compare(folder: Path, layout: Groups, alone: dict[str, Any], **how: Any) -> 
     whole = dict(one.model.named_parameters())
     for name, parameter in several.model.named_parameters():
         for part, full in zip(several.model.layout(name), one.model.layout(name), strict=True):
-            mine, wanted = part.region(parameter), part.cut(full.region(whole[name].detach()))
+            mine, wanted = part.region(parameter), part.shard_of(full.region(whole[name].detach()))
             torch.testing.assert_close(mine, wanted, atol=atol, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
     _assert_copies_are_equal(several)
 

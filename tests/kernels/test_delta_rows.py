@@ -234,7 +234,7 @@ def compare_memory() -> None:
         delta_rows_backward(grad_NI, given, weights, chunks_of([n], chunk=CHUNK))
     # The estimate counts the gradient that goes in, and leaves the one that comes out to the products.
     at_work = found.peak + grad_NI.nbytes - given.nbytes
-    assert 1.0 <= at_work / (n * memory._rule_bytes(delta, dtype.itemsize)) < 1.05
+    assert 1.0 <= at_work / (n * memory._delta_rule_bytes(delta, dtype.itemsize)) < 1.05
 
 
 @pytest.mark.slow

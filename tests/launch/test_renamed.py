@@ -165,7 +165,7 @@ def test_a_run_of_an_earlier_version(work, caplog, monkeypatch, capsys):
     assert (stored["actor"]["warmth"], "heat" in stored["actor"]) == (2, False)
 
     assert changes(Now, stored, {**stored, "actor": {**stored["actor"], "warmth": 3.0}})[0].key == "actor.heat"
-    monkeypatch.setattr(algorithms, "installed", dict)
+    monkeypatch.setattr(algorithms, "algorithm_entry_points", dict)
     monkeypatch.setitem(
         algorithms.registered, "gspo", Played(name="gspo", config=Now, loop=loop, default="small", main=Main())
     )

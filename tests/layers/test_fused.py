@@ -120,7 +120,7 @@ def compare_share(rank: int, **like: Any) -> None:
         divided = build(torch.float32, "cpu", tp, **changes)
         for name, parameter in divided.named_parameters():
             for part, of_alone in zip(divided.layout(name), alone.layout(name), strict=True):
-                part.region(parameter).copy_(part.cut(of_alone.region(whole[name])))
+                part.region(parameter).copy_(part.shard_of(of_alone.region(whole[name])))
         got = run(divided, "sdpa", is_fused=True, **how)
         torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
         for name, parameter in divided.named_parameters():
@@ -130,7 +130,7 @@ def compare_share(rank: int, **like: Any) -> None:
             for elements, n in divided.partial_gradients(name, split="split" in how):
                 tp.sum_copies(mine.view(-1)[elements], n)
             for part, full in zip(divided.layout(name), alone.layout(name), strict=True):
-                theirs = part.cut(full.region(expected_grad))
+                theirs = part.shard_of(full.region(expected_grad))
                 torch.testing.assert_close(part.region(mine), theirs, atol=1e-4, rtol=1e-4, msg=f"{name} {how}")
 
 

@@ -88,10 +88,10 @@ def test_column_then_row_parallel_is_the_whole_product(bias: bool) -> None:
         for name, full in (("weight", w1), ("bias", b1)):
             if name == "weight" or bias:
                 for part, piece in zip(column.layout[name], full.split(8), strict=True):
-                    part.region(getattr(column, name)).copy_(part.cut(piece))
+                    part.region(getattr(column, name)).copy_(part.shard_of(piece))
         row = RowParallelLinear(8, 6, replace(FP32, tp=tp), bias=bias)
         (part,) = row.layout["weight"]
-        part.region(row.weight).copy_(part.cut(w2))
+        part.region(row.weight).copy_(part.shard_of(w2))
         total += F.linear(F.linear(x, column.weight, column.bias)[:, 4:], row.weight)
     torch.testing.assert_close(total + (b2 if bias else 0), expected, atol=1e-5, rtol=1e-5)
 
@@ -107,7 +107,7 @@ def test_a_divided_vocabulary_covers_every_token_once(vocab: int, size: int) -> 
         embedding.weight.detach().fill_(torch.nan)
         embedding.clear_padding()
         (part,) = embedding.layout["weight"]
-        part.region(embedding.weight).copy_(part.cut(full))
+        part.region(embedding.weight).copy_(part.shard_of(full))
         assert not embedding.weight.isnan().any()
         assert embedding.weight.shape[0] == -(-vocab // size)
         local = tokens[embedding.first : embedding.first + embedding.n_valid]

@@ -285,7 +285,7 @@ def adapted(tp: ParallelGroup, targets: tuple[str, ...], **changes: Any) -> Tran
         if isinstance(module, Adapter):
             generator = torch.Generator().manual_seed(4)
             for part in module.layout["b"]:
-                part.region(module.b).copy_(part.cut(torch.randn(part.full_shape, generator=generator)))
+                part.region(module.b).copy_(part.shard_of(torch.randn(part.full_shape, generator=generator)))
     FlatParameters(model, model.is_sharded)
     return model
 

@@ -28,7 +28,7 @@ def test_a_rank_holds_whole_experts_and_reads_only_those(tmp_path: Path) -> None
     assert torch.equal(ours.experts_gate_up.stack_EOI, theirs.experts.gate_up_proj[4:])
     assert torch.equal(ours.experts_down.stack_EOI, theirs.experts.down_proj[4:])
     assert torch.equal(ours.router.weight, theirs.gate.weight)
-    read = [part.cut(torch.zeros(part.full_shape)).numel() for part in ours.experts_down.layout["weight"]]
+    read = [part.shard_of(torch.zeros(part.full_shape)).numel() for part in ours.experts_down.layout["weight"]]
     assert read == [0] * 4 + [16 * 32] * 4
 
 
@@ -56,7 +56,7 @@ def aux_loss(model: Transformer, coefficient: float, rows: list[list[torch.Tenso
         batches.append(PackedTokens(tokens, positions, attend.cu_seqlens, attend.max_len))
 
     def run(one: PackedTokens) -> torch.Tensor:
-        share = LocalTokens.of_rank(one, ParallelGroup(), "sdpa")
+        share = LocalTokens.for_rank(one, ParallelGroup(), "sdpa")
         routing.begin(one, share)
         return model(share.tokens_n, share.positions_n, share.attend)
 
@@ -115,7 +115,7 @@ def test_statistics_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
     routing = StepRouting(model.routing, 0.0, ParallelGroup())
     tokens, positions, attend = packed([row])
     one = PackedTokens(tokens, positions, attend.cu_seqlens, attend.max_len)
-    share = LocalTokens.of_rank(one, ParallelGroup(), "sdpa")
+    share = LocalTokens.for_rank(one, ParallelGroup(), "sdpa")
     routing.begin_step([one], lambda packed: None)
     routing.begin(one, share)
     model(share.tokens_n, share.positions_n, share.attend)

@@ -14,7 +14,7 @@ from areno.errors import ConfigError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.adapter_shapes import adapter_parameters, linear_shapes
 from areno.models.registry import load_config
-from areno.plan.lora import lora_of
+from areno.plan.lora import lora_spec
 from tests.helpers.family_cases import random_model
 from tests.helpers.lora_models import REQUESTS, ROWS, apart, engine_of, lora, of_peft, train
 from tests.helpers.processes import worker_of
@@ -69,9 +69,9 @@ def test_two_ranks_are_as_one(folder: Path, layout: dict[str, int]) -> None:
 def test_adapters_on_experts_are_refused(folder: Path) -> None:
     model = load_config(folder)
     actor = ModelConfig(path=str(folder), use_lora=True)
-    asked = lora_of(actor, model)
+    asked = lora_spec(actor, model)
     assert asked is not None
     assert asked.adapters.targets == ATTENTION
     for name in ("gate_proj", "down_proj", "w1", "gate"):
         with pytest.raises(ConfigError, match=f"has {name}, which belongs to the experts, .* not supported; there are"):
-            lora_of(replace(actor, target_modules=["q_proj", name]), model)
+            lora_spec(replace(actor, target_modules=["q_proj", name]), model)

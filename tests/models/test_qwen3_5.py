@@ -17,7 +17,7 @@ from areno.bench.work import Work, model_folder
 from areno.config.experiments import ExperimentConfig
 from areno.config.layout import Layout
 from areno.config.models import ModelConfig, OptimizerConfig
-from areno.cost.flops import Cost
+from areno.cost.flops import TokenCost
 from areno.cost.time import Rates
 from areno.engine.engine import Engine
 from areno.errors import EngineError
@@ -179,13 +179,13 @@ def test_what_states_do_not_allow_is_refused(folder: Path) -> None:
 
 
 def test_the_shape_of_the_4b_model(tmp_path: Path) -> None:
-    hybrid = Cost.of(load_config(model_folder("qwen3.5-4b", tmp_path)[0]), 2)
+    hybrid = TokenCost.from_config(load_config(model_folder("qwen3.5-4b", tmp_path)[0]), 2)
     assert hybrid.kv_bytes == 8 * 2 * 4 * 256 * 2
     assert hybrid.attn_flops == 8 * 16 * 256 * 2 * 2
     assert hybrid.state_bytes == 24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2)
 
 
-PLAIN = Cost(n_params=100, body_params=70, head_params=30, kv_bytes=10, attn_flops=4, itemsize=2)
+PLAIN = TokenCost(n_params=100, body_params=70, head_params=30, kv_bytes=10, attn_flops=4, itemsize=2)
 
 
 def test_floors_move_states_twice_in_a_step_and_once_behind_a_prompt() -> None:

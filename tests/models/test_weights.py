@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from areno.errors import CheckpointError
 from areno.layers.attention import PackedAttend
 from areno.models import folder as hub
-from areno.models.folder import add_ends
+from areno.models.folder import add_end_tokens
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, write_tensors
@@ -99,7 +99,7 @@ def test_the_ends_of_turns_are_listed(own: Any, config_ids: Any, ends: Any, expe
     file = tmp_path / "generation_config.json"
     if own is not None:
         file.write_text(json.dumps(own))
-    add_ends(tmp_path, config_ids, ends)
+    add_end_tokens(tmp_path, config_ids, ends)
     assert (json.loads(file.read_text()) if file.exists() else None) == expected
     if expected is not None and "eos_token_id" in expected:
         assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == expected["eos_token_id"]

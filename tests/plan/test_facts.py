@@ -9,7 +9,7 @@ import pytest
 
 from areno.config.models import ModelConfig
 from areno.config.run import EngineConfig
-from areno.plan.startup_log import facts
+from areno.plan.startup_log import startup_facts
 from areno.recipes.sft import SFTConfig
 from areno.specs.role import RoleSpec
 from tests.helpers.started_runs import loader
@@ -31,4 +31,4 @@ def test_the_layout_is_told_in_words(n_devices: int, text: str) -> None:
             actor=RoleSpec(path="m"),
         )
     )
-    assert facts(config, cast("Any", plan), {}, rows)["layout"] == text
+    assert startup_facts(config, cast("Any", plan), {}, rows)["layout"] == text

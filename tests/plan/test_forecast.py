@@ -19,7 +19,7 @@ from areno.launch.compose import load
 from areno.models.known_shapes import known_shape
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import devices_here, hardware_of, names
-from areno.plan.settings_that_fit import Way, ways_to_fit
+from areno.plan.settings_that_fit import FittingChange, ways_to_fit
 from tests.helpers.pages import ROOT, blocks
 
 WORK = [
@@ -118,7 +118,7 @@ def test_tensor_parallel_against_measurements_on_two_gpus(
         assert measured is None or phase.seconds == pytest.approx(measured, rel=0.12)
 
 
-def ways_of(found: Forecast) -> list[Way]:
+def ways_of(found: Forecast) -> list[FittingChange]:
     return ways_to_fit(found, lambda config, n: forecast(config, found.hardware, n, 256, 256))
 
 

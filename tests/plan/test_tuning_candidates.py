@@ -21,7 +21,7 @@ from areno.plan.tuning_candidates import (
     DROP,
     RECOMPUTE,
     Candidate,
-    Limits,
+    LengthLimits,
     candidates,
     given_settings,
     shortlist,
@@ -115,7 +115,7 @@ def test_a_long_row_has_a_micro_batch_of_its_own() -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_deterministic_runs_keep_what_changes_bits(exact: bool, device: Hardware) -> None:
     settings = [SMALL, "engine.deterministic=true", f"engine.exact={exact}".lower(), "tune.mem_frac=1"]
-    of, limits = found(*settings, device=device), Limits.of(config(*settings))
+    of, limits = found(*settings, device=device), LengthLimits.from_config(config(*settings))
     untuned = forecast(config(*settings), device, 1, limits.prompt, limits.answer)
     assert {phase.name: phase.budget for phase in untuned.phases} == {
         phase.name: phase.budget for candidate in of for phase in candidate.full.phases

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from areno.errors import ArenoError
-from areno.report.page import contents, pack, packed_samples, write_report
-from areno.report.verdict import differing, short_names
+from areno.report.page import pack, packed_samples, page_contents, write_report
+from areno.report.verdict import differing_settings, short_names
 from areno.tracking.reader import RunReader, Series, headlines, run_folders
 from areno.tracking.run_folder import FORECAST
 from tests.helpers.made_up_runs import make_run, sample
@@ -27,7 +27,7 @@ def unpacked(text: str):
 
 def test_contents_are_what_the_runs_left(tmp_path):
     runs = [RunReader(make_run(tmp_path, name, seed, 5)) for seed, name in enumerate("ab")]
-    found = contents(runs)
+    found = page_contents(runs)
     assert [run["name"] for run in found["runs"]] == ["a", "b"]
     assert found["runs"][0]["series"]["rollout/rewards_mean"] == [[1, 2, 3, 4, 5], [0.1, 0.2, 0.3, 0.4, 0.5]]
     assert found["runs"][0]["settings"]["actor.optimizer.lr"] == 0.1
@@ -46,7 +46,7 @@ def test_contents_are_what_the_runs_left(tmp_path):
     assert [chart["title"] for chart in found["charts"]["Speed and memory"]] == ["Time of a step"]
     assert [chart["names"] for chart in found["charts"]["More"]] == [("odd/number",)]
     assert found["constant"] == {"time/train": 1.5}
-    alone = contents(runs[:1])
+    alone = page_contents(runs[:1])
     assert [chart["title"] for chart in alone["charts"]["Speed and memory"]] == ["Time of a step, by phase"]
     assert alone["constant"] == {"odd/number": 0.0, "time/step": 2.0}
     assert alone["runs"][0]["forecast"] == []
@@ -110,7 +110,7 @@ def test_a_report_that_is_too_big_says_what_is_missing(tmp_path, monkeypatch):
 
 
 def test_differences():
-    assert differing([{"a": {"b": 1, "c": [1]}}, {"a": {"b": 2, "c": [1]}, "d": None}]) == {"a.b": [1, 2]}
+    assert differing_settings([{"a": {"b": 1, "c": [1]}}, {"a": {"b": 2, "c": [1]}, "d": None}]) == {"a.b": [1, 2]}
     assert short_names([Path("/x/one/0"), Path("/x/two/0")]) == ["one/0", "two/0"]
 
 
@@ -130,7 +130,7 @@ def test_what_is_0_by_construction_is_neither_first_nor_a_chart(tmp_path):
     def write(n_lines):
         lines = [{"step": step, "time": step, **common, **loss} for step, loss in enumerate(losses[:n_lines], 1)]
         (logs / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return contents([RunReader(tmp_path / "a")])
+        return page_contents([RunReader(tmp_path / "a")])
 
     found = write(1)
     assert found["verdict"]["notes"][-1].startswith("Only the critic was trained so far")

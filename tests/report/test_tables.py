@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from areno.errors import ArenoError
-from areno.report.page import contents
+from areno.report.page import page_contents
 from areno.report.runs import runs_table
 from areno.report.tables import compare_tables
 from areno.tracking.display.display import end_table
@@ -97,6 +97,6 @@ def test_the_algorithm_and_the_script_are_the_first_difference(tmp_path):
     rows = [line.split() for line in settings.splitlines() if line.startswith("│")]
     assert rows[0] == ["│", "algorithm", "│", "grpo", "│", "gspo", "│", "│"]
     assert rows[1] == ["│", "script", "│", "│", "/a/own.py", "│", "│"]
-    assert contents([RunReader(run) for run in runs])["differences"].keys() == {"algorithm", "script"}
+    assert page_contents([RunReader(run) for run in runs])["differences"].keys() == {"algorithm", "script"}
     listed = told(runs_table(tmp_path))
     assert [name in listed for name in ("algorithm", "grpo", "gspo")] == [True] * 3

@@ -14,7 +14,7 @@ from areno import trace
 from areno.cli import trace as trace_command
 from areno.cli.__main__ import main
 from areno.errors import ArenoError, ConfigError
-from areno.report.trace_summary import Bar, SampleTimes, StepTimes, _Lane, summarise, tables
+from areno.report.trace_summary import Bar, SampleTimes, StepTimes, _LaneBars, summarise, tables
 from areno.tracking.trace_file import TraceFile
 
 S = 10**9
@@ -118,7 +118,7 @@ def test_a_lane_finds_the_bars_of_a_step() -> None:
         step = Bar("driver", "main", "step", start := drawn.randrange(50), start + drawn.randrange(1, 20))
         overlapping = [bar for bar in bars if bar.start < step.end and bar.end > step.start]
         cut = [bar._replace(start=max(bar.start, step.start), end=min(bar.end, step.end)) for bar in overlapping]
-        assert _Lane(bars).within(step) == cut
+        assert _LaneBars(bars).within(step) == cut
 
 
 def test_the_command_prints_tables_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from areno.reward_fns.assertions import split
+from areno.reward_fns.assertions import split_tests
 from areno.reward_fns.built_in import CodeReward
 from areno.sandbox import box
 from areno.types import RewardRecord
 
-PROBLEM, _ = box.trial()
+PROBLEM, _ = box.try_box()
 needs_sandbox = pytest.mark.skipif(bool(PROBLEM), reason=f"code {PROBLEM}")
 
 
@@ -121,19 +121,19 @@ def kinds(plan):
 
 def test_which_tests_are_split():
     for text in SPLIT:
-        assert "test" in kinds(split([text])), text
-        assert "inside" not in kinds(split([text])) or "from program" in text
+        assert "test" in kinds(split_tests([text])), text
+        assert "inside" not in kinds(split_tests([text])) or "from program" in text
     for text in WHOLE:
-        assert "test" in kinds(split(text)), text
+        assert "test" in kinds(split_tests(text)), text
     for text in INSIDE:
-        assert (split([text])["cases"], split(text)) == ([[{"inside": text}]], {"inside": text}), text
+        assert (split_tests([text])["cases"], split_tests(text)) == ([[{"inside": text}]], {"inside": text}), text
 
 
 def test_the_program_is_not_given_the_expected_values():
-    assert split(["assert abs(half(3) - 1.5) < 1e-6 and len(list(count(n for n in [2]))) == 9"])["cases"] == [
+    assert split_tests(["assert abs(half(3) - 1.5) < 1e-6 and len(list(count(n for n in [2]))) == 9"])["cases"] == [
         [{"test": "assert abs(_ask('half(3)') - 1.5) < 1e-06 and _ask('len(list(count((n for n in [2]))))') == 9"}]
     ]
-    assert split(["assert all(add(a, b) == c for a, b, c in [(1, 2, 3)])"])["cases"] == [
+    assert split_tests(["assert all(add(a, b) == c for a, b, c in [(1, 2, 3)])"])["cases"] == [
         [{"test": "assert all((_ask('add(a, b)', a=a, b=b) == c for a, b, c in [(1, 2, 3)]))"}]
     ]
 
@@ -262,4 +262,4 @@ def test_programs_that_forge_a_pass_of_tests_that_run_inside(name):
 
 
 def test_a_plan_is_json():
-    assert json.loads(json.dumps(split(SPLIT))) == split(SPLIT)
+    assert json.loads(json.dumps(split_tests(SPLIT))) == split_tests(SPLIT)

@@ -10,13 +10,20 @@ import pytest
 
 from areno.config.reward import RewardConfig
 from areno.errors import ConfigError
-from areno.reward_fns.built_in import BUILT_IN_REWARDS, ChoiceReward, CodeReward, ExactMatchReward, chosen, fits_schema
+from areno.reward_fns.built_in import (
+    BUILT_IN_REWARDS,
+    ChoiceReward,
+    CodeReward,
+    ExactMatchReward,
+    chosen_letter,
+    fits_schema,
+)
 from areno.sandbox import box
 from areno.scoring import functions
 from areno.scoring.pool import RewardPool
 from areno.types import RewardRecord
 
-PROBLEM, _ = box.trial()
+PROBLEM, _ = box.try_box()
 needs_sandbox = pytest.mark.skipif(bool(PROBLEM), reason=f"code {PROBLEM}")
 
 
@@ -97,7 +104,7 @@ def test_rows_without_a_solution_are_errors(solutions):
     ],
 )
 def test_choice(completion, letter):
-    assert chosen(completion) == letter
+    assert chosen_letter(completion) == letter
 
 
 def test_choice_of_letters_and_numbers():
@@ -290,7 +297,7 @@ def test_reasoning_is_not_read(name, solution, right, wrong):
 
 @pytest.mark.parametrize("unlimited", [[], ["files"], ["signals"], ["files", "signals"]])
 def test_code_warns_of_what_the_machine_does_not_limit(unlimited, monkeypatch, caplog):
-    monkeypatch.setattr(box, "trial", lambda: ("", unlimited))
+    monkeypatch.setattr(box, "try_box", lambda: ("", unlimited))
     functions.reward_functions(RewardConfig(fn=["code"]))
     words = {"files": "can read and change all files", "signals": "can end processes"}
     assert [words[each] in said for each, said in zip(unlimited, caplog.messages, strict=True)] == [True] * len(

@@ -14,7 +14,7 @@ from areno.engine.decoder.grammar import Vocabulary
 from areno.errors import ConfigError, DataError
 from areno.scoring.judge import add_judged
 from areno.scoring.judge_readers import RoleReader, Verdict, strip_reasoning
-from areno.scoring.pool import no_reward
+from areno.scoring.pool import no_reward_error
 from areno.types import RewardOutcome, RewardRecord
 from tests.helpers.judged import judging_of, record
 from tests.helpers.tiny_backend import model_config
@@ -260,4 +260,4 @@ def test_the_weighted_score_is_added_and_failures_stay():
 def test_a_judge_without_a_verdict_is_named():
     found = add_judged([record("2")], None, [RewardOutcome(None, "error", "no label")], weight=1.0)
     expected = r"reward.judge: no reward could be computed for any of the 1 samples; the last: error: no label"
-    assert str(no_reward(found)) == expected
+    assert str(no_reward_error(found)) == expected

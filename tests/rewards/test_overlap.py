@@ -22,7 +22,7 @@ from areno.api.metrics import Stopwatch
 from areno.api.session import ExpectedLengths
 from areno.config.reward import RewardConfig
 from areno.data.encode import decode_all
-from areno.scoring.pool import RewardPool, Scoring, _Calls
+from areno.scoring.pool import RewardPool, Scoring, _ScoringCalls
 from areno.trainers import reward_sources
 from areno.types import RewardOutcome, RewardRecord
 from areno.user_processes import pool as cores
@@ -104,7 +104,7 @@ def test_outcomes_are_there_before_all_samples_are(pool: Callable[..., RewardPoo
     ],
 )
 def test_fast_calls_are_sent_many_at_a_time(call_s: float, n_calls: int, is_async: bool, sizes: list[int]) -> None:
-    calls = _Calls(call_s)
+    calls = _ScoringCalls(call_s)
     for position in range(n_calls):
         calls.add(position, record("a"))
     assert [len(calls.next_chunk(2, is_async)) for _ in sizes] == sizes

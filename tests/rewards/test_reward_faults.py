@@ -18,8 +18,8 @@ import pytest
 from areno import trace
 from areno.config.reward import RewardConfig
 from areno.errors import ConfigError, EngineError, printable
-from areno.scoring.pool import RewardPool, no_reward
-from areno.trainers.reward_sources import add_scores
+from areno.scoring.pool import RewardPool, no_reward_error
+from areno.trainers.reward_sources import add_model_scores
 from areno.types import RewardOutcome, RewardRecord
 from areno.user_processes.worker import Output
 from tests.helpers.waiting import until
@@ -317,7 +317,7 @@ def test_a_number_beyond_float32_is_no_reward(reward_file, caplog, value, messag
 
 def test_a_sum_with_the_reward_model_that_is_no_reward(caplog):
     given = [RewardOutcome(1.0), RewardOutcome(None, "timeout", "slow"), RewardOutcome(3e38), RewardOutcome(0.0)]
-    found = add_scores(records("a", "b", "c", "d"), given, [0.5, 1.0, 3e38, math.nan])
+    found = add_model_scores(records("a", "b", "c", "d"), given, [0.5, 1.0, 3e38, math.nan])
     assert found[0] == RewardOutcome(1.5, parts={"fn": 1.0, "model": 0.5})
     assert [(outcome.value, outcome.status) for outcome in found[2:]] == [(None, "not_finite")] * 2
     assert found[1] == given[1]
@@ -325,9 +325,9 @@ def test_a_sum_with_the_reward_model_that_is_no_reward(caplog):
     assert found[3].message == "with the reward model: nan; a reward is a finite number"
     assert "completion='c'" in caplog.text
     assert "completion='b'" not in caplog.text
-    error = no_reward(add_scores(records("a", "b"), None, [math.nan, math.nan]))
+    error = no_reward_error(add_model_scores(records("a", "b"), None, [math.nan, math.nan]))
     assert str(error).startswith("reward.path: no reward could be computed for any of the 2 samples; the last: not_fi")
-    assert add_scores(records("a"), None, [0.5]) == [RewardOutcome(0.5)]
+    assert add_model_scores(records("a"), None, [0.5]) == [RewardOutcome(0.5)]
 
 
 @pytest.mark.parametrize(

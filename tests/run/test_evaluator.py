@@ -22,7 +22,7 @@ from areno.config.rollout import GenerationConfig
 from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.errors import ConfigError
 from areno.recipes.sft import SFTConfig
-from areno.run.evaluator import Evaluator, over_sets
+from areno.run.evaluator import Evaluator, mean_over_sets
 from areno.run.run import Run
 from tests.helpers.samples import sample
 from tests.helpers.started_runs import loader, start
@@ -107,7 +107,9 @@ def test_what_is_measured_is_what_the_configuration_names(n_samples, sizes):
 
 
 def test_the_mean_over_sets_gives_each_the_same_weight():
-    found = over_sets({"a": {"loss": 1.0, "num_sequences": 10}, "b": {"loss": 3.0, "num_sequences": 1, "pass@2": 0.5}})
+    found = mean_over_sets(
+        {"a": {"loss": 1.0, "num_sequences": 10}, "b": {"loss": 3.0, "num_sequences": 1, "pass@2": 0.5}}
+    )
     assert found == {
         "loss": 2.0,
         "num_sequences": 11,

@@ -15,7 +15,7 @@ import pytest
 from areno.config.models import ModelConfig, OptimizerConfig
 from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig, TensorBoardConfig
 from areno.errors import ConfigError, EngineError
-from areno.plan.phases import Compared
+from areno.plan.phases import ComparedPhase
 from areno.run.run import Run
 from areno.tracking.run_log import RunLog
 from areno.types import TrainSequence
@@ -191,7 +191,7 @@ def test_a_run_is_complete_even_if_it_cannot_be_compared_with_its_forecast(tmp_p
     run = start(tmp_path, total_train_epochs=1)
     monkeypatch.setattr(run._models, "forecast", lambda *lengths: SimpleNamespace(phases=[]))
     monkeypatch.setattr("areno.run.run.measured_lengths", lambda *_: (1, 1))
-    monkeypatch.setattr("areno.run.run.compare", lambda *_: [Compared(name="step", seconds=(1, 1), gib=(1, 1))])
+    monkeypatch.setattr("areno.run.run.compare", lambda *_: [ComparedPhase(name="step", seconds=(1, 1), gib=(1, 1))])
     for _ in run.steps():
         run.end_step({})
     if damage == "metrics":

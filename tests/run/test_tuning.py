@@ -24,7 +24,7 @@ from areno.plan.tuning_candidates import AT_ONCE, BATCH, BUDGET, DROP, RECOMPUTE
 from areno.recipes.gspo import ALGORITHM
 from areno.run import tuning, tuning_trials
 from areno.run.tuning import choose
-from areno.run.tuning_trials import Measured, Trials
+from areno.run.tuning_trials import MeasuredTrial, Trials
 from areno.schema.values import value_at
 from areno.tracking.run_folder import settings_of
 from areno.trainers.policy_only import PolicyOnlyTrainer
@@ -175,7 +175,7 @@ def test_trials_on_a_gpu(caplog: pytest.LogCaptureFixture, pids: list[int]) -> N
 class MadeUp(Trials):
     """Trials whose results a test decides."""
 
-    result: Callable[[Candidate], Measured]
+    result: Callable[[Candidate], MeasuredTrial]
     tried: list[Candidate]
     seconds = 0.0
 
@@ -183,7 +183,7 @@ class MadeUp(Trials):
         super().__init__(plan, probes_rollout)
         MadeUp.tried = []
 
-    def run(self, candidate: Candidate) -> Measured:
+    def run(self, candidate: Candidate) -> MeasuredTrial:
         MadeUp.tried.append(candidate)
         self._began -= MadeUp.seconds
         self._longest_s = MadeUp.seconds
@@ -194,13 +194,13 @@ class MadeUp(Trials):
 def made_up(monkeypatch: pytest.MonkeyPatch) -> type[MadeUp]:
     monkeypatch.setattr(tuning, "Trials", MadeUp)
     MadeUp.seconds = 0.0
-    MadeUp.result = staticmethod(lambda candidate: Measured(step_s=1.0, peak=0))
+    MadeUp.result = staticmethod(lambda candidate: MeasuredTrial(step_s=1.0, peak=0))
     return MadeUp
 
 
 def test_the_fastest_candidate_is_chosen(made_up: type[MadeUp]) -> None:
-    def result(candidate: Candidate) -> Measured:
-        return Measured(step_s=0.5 if len(made_up.tried) == 3 else 1.0, peak=0)
+    def result(candidate: Candidate) -> MeasuredTrial:
+        return MeasuredTrial(step_s=0.5 if len(made_up.tried) == 3 else 1.0, peak=0)
 
     made_up.result = staticmethod(result)
     chosen = choose(config(), ())
@@ -238,8 +238,8 @@ def test_what_needs_least_memory_is_tried_last_and_only_if_nothing_else_fits(mad
     choose(config(), ())
     usual = len(made_up.tried)
 
-    def result(candidate: Candidate) -> Measured:
-        return Measured(step_s=1.0, peak=2**60 if len(made_up.tried) <= usual else 0)
+    def result(candidate: Candidate) -> MeasuredTrial:
+        return MeasuredTrial(step_s=1.0, peak=2**60 if len(made_up.tried) <= usual else 0)
 
     made_up.result = staticmethod(result)
     chosen = choose(config(), ())
@@ -250,11 +250,11 @@ def test_what_needs_least_memory_is_tried_last_and_only_if_nothing_else_fits(mad
 
 @pytest.mark.slow
 def test_nothing_fits(made_up: type[MadeUp]) -> None:
-    made_up.result = staticmethod(lambda candidate: Measured(step_s=1.0, peak=2**60))
+    made_up.result = staticmethod(lambda candidate: MeasuredTrial(step_s=1.0, peak=2**60))
     with pytest.raises(ConfigError, match=r"tune.mem_frac: is 0.9, and no candidate fits into .* GiB of a device; "):
         choose(config(), ())
 
-    def fail(candidate: Candidate) -> Measured:
+    def fail(candidate: Candidate) -> MeasuredTrial:
         raise EngineError("out of device memory: lower it")
 
     made_up.result = staticmethod(fail)

@@ -24,7 +24,7 @@ from tests.helpers.processes import is_running, started
 from tests.helpers.waiting import until
 
 REPO = Path(__file__).parents[2]
-PROBLEM, UNLIMITED = box.trial()
+PROBLEM, UNLIMITED = box.try_box()
 pytestmark = pytest.mark.skipif(bool(PROBLEM or UNLIMITED), reason=PROBLEM or f"{UNLIMITED} cannot be limited here")
 
 # What a program may try: it prints the names of what succeeds.
@@ -101,7 +101,7 @@ def abi(request, monkeypatch):
         if kernel.landlock_abi() < request.param:
             pytest.skip("Landlock is older")
         monkeypatch.setattr(kernel, "landlock_abi", lambda: request.param)
-        if box.trial()[1]:
+        if box.try_box()[1]:
             pytest.skip("there are no PID namespaces")
         starter = box._Starter()
         monkeypatch.setattr(box, "_starter", starter)

@@ -29,7 +29,7 @@ from areno.tracking.display.board import (
     best_middle_worst,
     sparkline,
 )
-from areno.tracking.display.screen import Above, Screen, can_draw
+from areno.tracking.display.screen import OutputAbove, Screen, can_draw
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 from tests.helpers import warm_python
 from tests.helpers.terminal import Terminal
@@ -238,7 +238,7 @@ def test_where_a_display_can_be(terminal, monkeypatch):
     with os.fdopen(os.dup(terminal.end), "w", encoding="ascii") as ascii_only:
         assert not can_draw(ascii_only)
     assert not can_draw(Terminal(30, 24).stream)
-    assert Above(a_screen(terminal), terminal.stream).encoding == "utf-8"
+    assert OutputAbove(a_screen(terminal), terminal.stream).encoding == "utf-8"
 
 
 def test_which_console_is_chosen(terminal, monkeypatch):

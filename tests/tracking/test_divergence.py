@@ -12,7 +12,7 @@ import areno
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
 from areno.tracking.reader import RunReader
-from areno.tracking.training_warnings import FIRST, LAST, N_FLAT, N_TRUNCATED, Divergence, History, mean
+from areno.tracking.training_warnings import FIRST, LAST, N_FLAT, N_TRUNCATED, History, TrainingWarnings, mean
 
 FINE = {
     "rollout/rewards_mean": 0.5,
@@ -34,7 +34,7 @@ NO_ADVANTAGE = {"rollout/advantages_std": 0.0}
 
 def told(steps, divergence=None):
     """(step, the beginning of what is told) for steps that differ from FINE; steps count from 1."""
-    divergence = divergence or Divergence("reward.py:near")
+    divergence = divergence or TrainingWarnings("reward.py:near")
     found = [(step, text) for step, changes in enumerate(steps, 1) for text in divergence.check({**FINE, **changes})]
     return [(step, " ".join(text.split()[:4])) for step, text in found]
 
@@ -51,7 +51,7 @@ def told(steps, divergence=None):
     ],
 )
 def test_rounding_against_a_clip_range_that_compares_with_the_rollout(ratio, apart, is_told):
-    divergence = Divergence()
+    divergence = TrainingWarnings()
     divergence.ratio = (*ratio, "actor.recompute_logprob=true")
     found = told([apart, apart], divergence)
     assert found == ([(1, "rollout and training differ")] if is_told else [])
@@ -104,7 +104,7 @@ def test_rewards_without_a_difference_are_told_after_a_while(flat):
 def test_completions_that_never_end_are_told_after_a_while():
     cut = {"rollout/truncated": 1.0}
     assert told([cut] * (N_TRUNCATED - 1) + [{}] + [cut] * (N_TRUNCATED - 1)) == []
-    divergence = Divergence()
+    divergence = TrainingWarnings()
     texts = [text for _ in range(3 * N_TRUNCATED) for text in divergence.check({**FINE, **cut})]
     assert len(texts) == 1
     assert "cut off at the length limit (128 tokens" in texts[0]
@@ -112,22 +112,22 @@ def test_completions_that_never_end_are_told_after_a_while():
 
 
 def test_rows_without_answers_are_told_where_all_rewards_are_equal():
-    divergence = Divergence("reward.py:near", "no row of data.jsonl")
+    divergence = TrainingWarnings("reward.py:near", "no row of data.jsonl")
     assert divergence.check(FINE) == [], "this reward needs none"
     [text] = divergence.check({**FINE, **FLAT})
     assert text.startswith("all rewards of this step are 0.5, and no row of data.jsonl has solutions; ")
     assert divergence.check({**FINE, **FLAT}) == []
-    assert Divergence("reward.py:near").check({**FINE, **FLAT}) == []
+    assert TrainingWarnings("reward.py:near").check({**FINE, **FLAT}) == []
 
 
 def test_rewards_that_only_have_no_advantage_are_not_called_equal():
     """Each prompt has its own reward, so "all rewards are 0.5" would be wrong."""
-    divergence = Divergence("reward.py:near", "no row of data.jsonl")
+    divergence = TrainingWarnings("reward.py:near", "no row of data.jsonl")
     assert divergence.check({**FINE, **NO_ADVANTAGE}) == []
 
 
 def test_equal_rewards_are_no_problem_if_the_run_does_not_train_on_rewards():
-    divergence = Divergence("reward.py:near", "no row of data.jsonl", needs_rewards=False)
+    divergence = TrainingWarnings("reward.py:near", "no row of data.jsonl", needs_rewards=False)
     assert [divergence.check({**FINE, **FLAT}) for _ in range(30)] == [[]] * 30
 
 
@@ -145,7 +145,7 @@ def test_log_probabilities_that_drift_apart(first, then, is_told):
 
 
 def test_rewards_that_are_not_finite_are_told_with_their_number_and_their_function():
-    divergence = Divergence("reward.py:near")
+    divergence = TrainingWarnings("reward.py:near")
     assert divergence.check(FINE) == []
     [text] = divergence.check({**FINE, "rollout/reward_not_finite": 3.0})
     assert text.startswith("3 of 64 rewards of reward.py:near are NaN, infinite or too large for float32")
@@ -153,7 +153,7 @@ def test_rewards_that_are_not_finite_are_told_with_their_number_and_their_functi
 
 
 def test_steps_without_rewards_or_updates_are_passed_over():
-    divergence = Divergence()
+    divergence = TrainingWarnings()
     assert divergence.check({"train/entropy": 0.0, "train/loss": 1.0}) == []
     warmup = {name: value for name, value in FINE.items() if not name.startswith("train/")}
     for _ in range(20):  # a critic's: no update of the policy
@@ -166,7 +166,7 @@ def test_a_resumed_run_is_told_the_same(cut):
     steps = [*entropies(*[0.5] * 6, *[0.01] * 10), *[FLAT] * 14, *[{"rollout/reward_not_finite": 1.0}] * 2]
     whole = told(steps)
     assert len(whole) == 3
-    before, after = Divergence(), Divergence()
+    before, after = TrainingWarnings(), TrainingWarnings()
     first = told(steps[:cut], before)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert first + [(step + cut, text) for step, text in told(steps[cut:], after)] == whole

@@ -14,7 +14,7 @@ from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
 from areno.tracking.reader import RunReader
-from areno.tracking.samples import EvalFiles, SampleFiles, chosen_samples
+from areno.tracking.samples import EvalFiles, SampleFiles, select_samples
 from areno.types import PromptItem
 from tests.helpers.policy_runs import classifier, play
 from tests.helpers.samples import samples
@@ -101,8 +101,8 @@ def test_the_task_of_a_row_of_messages_is_what_it_asks(tmp_path, messages, task)
 def test_which_samples_are_kept(sizes, most, kept):
     groups = [group for group, size in enumerate(sizes) for _ in range(size)]
     for step in range(20):
-        found = [group for group, keep in zip(groups, chosen_samples(groups, most, step), strict=True) if keep]
-        assert chosen_samples(groups, most, step) == chosen_samples(groups, most, step)
+        found = [group for group, keep in zip(groups, select_samples(groups, most, step), strict=True) if keep]
+        assert select_samples(groups, most, step) == select_samples(groups, most, step)
         assert len(found) <= most
         if kept is None:
             assert all(count == sizes[group] for group, count in Counter(found).items())
@@ -112,7 +112,7 @@ def test_which_samples_are_kept(sizes, most, kept):
 
 def test_every_group_is_drawn_some_time():
     groups = [group for group in range(8) for _ in range(4)]
-    drawn = Counter(groups[chosen_samples(groups, 4, step).index(True)] for step in range(400))
+    drawn = Counter(groups[select_samples(groups, 4, step).index(True)] for step in range(400))
     assert min(drawn.values()) > 25
     assert len(drawn) == 8
 

@@ -57,13 +57,13 @@ def test_only_what_is_asked_for_is_read(tmp_path):
     run = RunReader(make_run(tmp_path, "a", 1, 40))
     file = run.path / "logs/metrics.jsonl"
     assert run.file.series("train/loss") == run.series("train/loss")
-    assert [line["step"] for line in run.file.ends()] == [1, 40]
+    assert [line["step"] for line in run.file.first_and_last()] == [1, 40]
     assert seconds(run) == 80.0
     assert run.file.series("train") == run.file.series("nothing") == Series([], [])
     with file.open("a") as lines:
         lines.write('{"step": 41, "train/loss": 1.0')  # the run writes this line at the moment
     assert run.file.series("train/loss").steps == list(range(1, 41))
-    assert MetricsFile(tmp_path / "none").ends() == []
+    assert MetricsFile(tmp_path / "none").first_and_last() == []
     (tmp_path / "odd").write_text('{"time": 1.0, "step": 3, "a": null}\n{"step": 4, "a": 1e-5}\n{"step": 5, "b": 2}\n')
     odd = MetricsFile(tmp_path / "odd").series("a")
     assert (odd.steps, math.isnan(odd.values[0]), odd.values[1]) == ([3, 4], True, 1e-5)

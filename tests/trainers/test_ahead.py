@@ -16,8 +16,8 @@ import pytest
 
 from areno.api.trainer import Trainer
 from areno.errors import ArenoError, ConfigError
-from areno.run.group_selection import Choice, Group, n_due
-from areno.run.groups_in_flight import InFlight
+from areno.run.group_selection import FirstWholeGroups, Group, n_due
+from areno.run.groups_in_flight import GroupsInFlight
 from areno.trainers import rollout
 from areno.types import GenerationOutput, PromptItem, TrainSequence
 from tests.helpers.policy_runs import Played, play, trained
@@ -57,7 +57,7 @@ def test_groups_are_due_in_their_last_step_or_before_if_later_steps_have_no_room
 def test_due_groups_belong_to_the_step_and_the_first_whole_ones_fill_it():
     old, first, second, third = group(1, 0, 1), group(2, 0), group(2, 1), group(2, 2)
     old.finished[0] = output(0)
-    choice = Choice([old, first, second, third], [old], 2)
+    choice = FirstWholeGroups([old, first, second, third], [old], 2)
 
     def known(samples: Any) -> list[tuple[Group, int]]:
         return [(group, output.sample) for group, output in samples]
@@ -79,7 +79,7 @@ def items_of(sizes: Sequence[int]) -> list[list[PromptItem]]:
     return [[group(batch, place).item for place in range(size)] for batch, size in enumerate(sizes, 1)]
 
 
-def begun(in_flight: InFlight, batches: Sequence[list[PromptItem]], step: int, ahead: int) -> Choice:
+def begun(in_flight: GroupsInFlight, batches: Sequence[list[PromptItem]], step: int, ahead: int) -> FirstWholeGroups:
     return in_flight.begin(step, ahead, batches[step - 1], lambda n: batches[step : step + n])
 
 
@@ -89,7 +89,7 @@ def begun(in_flight: InFlight, batches: Sequence[list[PromptItem]], step: int, a
 def test_a_simulated_run_trains_each_prompt_once_and_in_time(limit, ahead, sizes):
     draw, batches, size = random.Random(3), items_of(sizes), sizes[0]
     ahead = min(ahead, max(1, limit) * size)
-    in_flight = InFlight(lambda indices: [], 2, limit)
+    in_flight = GroupsInFlight(lambda indices: [], 2, limit)
     seen, begun_at, n_sampled = Counter[int](), {}, []
     for step in range(1, len(sizes) + 1):
         choice = begun(in_flight, batches, step, ahead)
@@ -120,7 +120,7 @@ def test_a_simulated_run_trains_each_prompt_once_and_in_time(limit, ahead, sizes
 
 @pytest.mark.parametrize("ahead", [6, 8])
 def test_tail_batching_samples_as_many_prompts_as_it_is_told(ahead):
-    batches, in_flight, n_sampled = items_of([8] * 12), InFlight(lambda indices: [], 1, 0), []
+    batches, in_flight, n_sampled = items_of([8] * 12), GroupsInFlight(lambda indices: [], 1, 0), []
     for step in range(1, 7):
         choice = begun(in_flight, batches, step, ahead)
         n_sampled.append(len(choice.groups))
@@ -133,7 +133,7 @@ def test_tail_batching_samples_as_many_prompts_as_it_is_told(ahead):
 
 
 def test_postponed_prompts_have_steps_of_their_own():
-    in_flight, batches, rounds = InFlight(lambda indices: [], 1, 0), items_of([2] * 6), []
+    in_flight, batches, rounds = GroupsInFlight(lambda indices: [], 1, 0), items_of([2] * 6), []
     for step in range(1, 7):
         choice = begun(in_flight, batches, step, 1)
         rounds.append([each.item.index for each in choice.groups])
@@ -148,7 +148,7 @@ def test_postponed_prompts_have_steps_of_their_own():
 
 
 def test_groups_are_written_and_read():
-    in_flight, batches = InFlight(prompts_at, 3, 1), items_of([2] * 3)
+    in_flight, batches = GroupsInFlight(prompts_at, 3, 1), items_of([2] * 3)
     choice = begun(in_flight, batches, 1, 1)
     first, second, third = in_flight.groups
     first.finished[1] = output(1)
@@ -156,7 +156,7 @@ def test_groups_are_written_and_read():
     choice.taken.append(second)
     third.is_postponed = True
     in_flight.end(1, choice, [(first, output(2, 5, None)), (first, output(0, 0, None))])
-    other = InFlight(prompts_at, 3, 1)
+    other = GroupsInFlight(prompts_at, 3, 1)
     other.load_state_dict(json.loads(json.dumps(in_flight.state_dict())))
     assert [(each.batch, each.place, each.begun_at) for each in other.groups] == [(1, 0, 1), (2, 0, None)]
     [read, new] = other.groups
@@ -179,12 +179,15 @@ def test_groups_are_written_and_read():
 
 @pytest.mark.parametrize(("n_samples", "limit", "ahead"), [(1, 4, 8), (2, 1, 2), (2, 0, 2), (2, 0, 0)])
 def test_after_a_change_of_settings_all_prompts_are_trained_with_new_samples(n_samples, limit, ahead):
-    batches, before = items_of([2] * 8), InFlight(prompts_at, 2, 4)
+    batches, before = items_of([2] * 8), GroupsInFlight(prompts_at, 2, 4)
     choice = begun(before, batches, 1, 8)
     for each in choice.groups[:2]:
         choice.add([(each, output(0)), (each, output(1))])
     before.end(1, choice, [(each, output(k, 5, None)) for each in choice.groups[2:] for k in range(2)])
-    in_flight, seen = InFlight(prompts_at, n_samples, limit), Counter[int](each.item.index for each in choice.taken)
+    in_flight, seen = (
+        GroupsInFlight(prompts_at, n_samples, limit),
+        Counter[int](each.item.index for each in choice.taken),
+    )
     in_flight.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert len(in_flight.groups) == 8
     for step in range(2, 9):

@@ -15,7 +15,7 @@ import pytest
 
 from areno.errors import ArenoError
 from areno.run.group_selection import Group
-from areno.run.groups_in_flight import InFlight
+from areno.run.groups_in_flight import GroupsInFlight
 from areno.trainers import partial_rollout, rollout
 from areno.types import GenerationOutput, PromptItem, TrainSequence
 from tests.helpers.policy_runs import Played, play, trained
@@ -44,7 +44,7 @@ def ended(sample: int, reason: Any = "stop", n_tokens: int = 3) -> GenerationOut
 def test_a_simulated_run_trains_or_drops_each_prompt_once_and_in_time(limit, ahead, share, at_once):
     size, n_samples, draw = 4, 2, random.Random(5)
     batches = items_of([4] * 20 + [1, 4, 2])
-    numbered, in_flight = iter(enumerate(batches, 1)), InFlight(lambda indices: [], n_samples, limit)
+    numbered, in_flight = iter(enumerate(batches, 1)), GroupsInFlight(lambda indices: [], n_samples, limit)
     ahead = min(ahead, limit * size)
     uniform = {item.index for item in chain(*batches) if draw.random() < share}
     begun_at: dict[int, int] = {}
@@ -94,7 +94,7 @@ def test_without_dynamic_sampling_a_resumed_run_trains_what_is_left():
     """Also the prompts that the steps before have taken from the data and not begun."""
     batches, limit = items_of([4] * 6), 2
     items = [item for batch in batches for item in batch]
-    before = InFlight(lambda indices: [], 1, limit)
+    before = GroupsInFlight(lambda indices: [], 1, limit)
     numbered = iter(enumerate(batches, 1))
     before.admit(*next(numbered))
     admission = before.begin_replacing(1, 4, 10, 100, lambda: next(numbered, None))
@@ -105,7 +105,7 @@ def test_without_dynamic_sampling_a_resumed_run_trains_what_is_left():
         admission.judge(group is groups[2])
     before.end(1, admission, [(group, ended(0, None, 1)) for group in groups[5:]])
     seen = Counter(group.item.index for group in admission.gone)
-    in_flight = InFlight(lambda indices: [items[index] for index in indices], 1, limit)
+    in_flight = GroupsInFlight(lambda indices: [items[index] for index in indices], 1, limit)
     in_flight.load_state_dict(before.state_dict())
     n_taken = len(batches) - len(list(numbered))
     assert n_taken == 3
@@ -126,7 +126,7 @@ def test_without_dynamic_sampling_a_resumed_run_trains_what_is_left():
 
 
 def test_rewards_are_not_waited_for_while_the_device_is_full():
-    in_flight = InFlight(lambda indices: [], 1, 4)
+    in_flight = GroupsInFlight(lambda indices: [], 1, 4)
     in_flight.admit(1, items_of([12])[0])
     admission = in_flight.begin_replacing(1, 4, 8, 6, lambda: None)
     groups = admission.begin()
@@ -214,13 +214,13 @@ def check_lengths(run: Played) -> None:
 @pytest.mark.slow
 def test_lengths_are_those_of_trained_prompts(tmp_path, monkeypatch):
     found = list[list[int]]()
-    lengths_of = InFlight.begun_lengths
+    lengths_of = GroupsInFlight.begun_lengths
 
-    def watched(self: InFlight, *given: Any) -> list[int]:
+    def watched(self: GroupsInFlight, *given: Any) -> list[int]:
         found.append(lengths_of(self, *given))
         return found[-1]
 
-    monkeypatch.setattr(InFlight, "begun_lengths", watched)
+    monkeypatch.setattr(GroupsInFlight, "begun_lengths", watched)
     run = epoch(tmp_path / "run", *AHEAD, n=40)
     assert sum(run.series("rollout/dropped_groups")) > 4
     check_lengths(run)

@@ -96,18 +96,18 @@ def test_the_cache_grows_by_a_tenth_of_the_free_memory():
     spec = RolloutSpec(max_running=8, max_len=64, shared=SharedDecoder(usual=8, most=80))
 
     def wanted(spec: RolloutSpec, engine: EngineSpec = engine) -> WantedCache:
-        return WantedCache.of(config, 4, engine, spec, block_size=32, route_bytes=0)
+        return WantedCache.for_rollout(config, 4, engine, spec, block_size=32, route_bytes=0)
 
     found, few = wanted(spec), wanted(replace(spec, shared=None))
     assert few.needed == few.blocks == found.needed < found.blocks
     assert found.blocks == wanted(replace(spec, max_running=80, shared=None)).blocks
     share = found.needed + 5
     for free, n_blocks in ((10 * share * found.block_bytes, share), (2**40, found.blocks), (0, found.needed)):
-        assert found.fitting(free, 10**6) == n_blocks
-    assert found.fitting(2**40, 3) == 3
+        assert found.fitting_blocks(free, 10**6) == n_blocks
+    assert found.fitting_blocks(2**40, 3) == 3
     assert wanted(replace(spec, keeps_cache=False)).more_fraction == spec.decoder.mem_fraction
     assert wanted(spec, engine.frozen()).more_fraction == spec.decoder.mem_fraction
     set_by_hand = replace(spec, decoder=replace(spec.decoder, max_kv_tokens=10**6))
     assert wanted(set_by_hand).blocks == found.needed  # evaluations enlarge no cache whose size is given
     deterministic = replace(engine, engine=replace(engine.engine, deterministic=True))
-    assert wanted(spec, deterministic).fitting(2**40, 10**6) == found.needed
+    assert wanted(spec, deterministic).fitting_blocks(2**40, 10**6) == found.needed

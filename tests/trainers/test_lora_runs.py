@@ -19,7 +19,7 @@ from areno.errors import CheckpointError, ConfigError
 from areno.launch.command import run
 from areno.launch.compose import load
 from areno.models.registry import load_config
-from areno.plan.lora import lora_of
+from areno.plan.lora import lora_spec
 from areno.plan.plan import plan_of_experiment
 from areno.plan.roles import experiment_roles, script_roles
 from areno.tracking.reader import RunReader
@@ -191,7 +191,7 @@ def test_modules_that_the_model_has_not() -> None:
         trainer_of(lora_rank=49, target_modules=["k_proj", "v_proj"])
     phi = replace(load_config(MODEL), family="phi3")
     with pytest.raises(ConfigError) as caught:
-        lora_of(ModelConfig(path=MODEL, use_lora=True, target_modules=["k_proj", "o_proj"]), phi)
+        lora_spec(ModelConfig(path=MODEL, use_lora=True, target_modules=["k_proj", "o_proj"]), phi)
     [found] = map(str, caught.value.problems)
     assert "has k_proj, which is a part of qkv_proj in the model's files, and that has one adapter" in found
     assert "there are qkv_proj, o_proj, gate_up_proj, down_proj, or all-linear" in found
@@ -202,7 +202,7 @@ def test_the_text_of_a_model_with_images_that_peft_has_by_other_names(tmp_path: 
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="use_lora: is true, but the folder is of Gemma3ForConditionalGeneration"):
-        lora_of(ModelConfig(path=str(tmp_path), use_lora=True), load_config(tmp_path))
+        lora_spec(ModelConfig(path=str(tmp_path), use_lora=True), load_config(tmp_path))
 
 
 def test_adapters_in_the_place_of_a_model(of_gspo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,7 +221,9 @@ def test_adapters_in_the_place_of_a_model(of_gspo: Path, tmp_path: Path, capsys:
         trainer_of(init_lora_from="/no/where")
     with pytest.raises(ConfigError, match=r"actor\.use_rslora: is true, but the adapters"):
         trainer_of(init_lora_from=str(folder), use_rslora=True)
-    lora = lora_of(ModelConfig(path=MODEL, use_lora=True, init_lora_from=str(folder), lora_rank=4), load_config(MODEL))
+    lora = lora_spec(
+        ModelConfig(path=MODEL, use_lora=True, init_lora_from=str(folder), lora_rank=4), load_config(MODEL)
+    )
     assert lora is not None
     assert (lora.init_from, lora.trained_on) == (str(folder), MODEL)
     moved = shutil.copytree(folder.resolve(), tmp_path / "moved")

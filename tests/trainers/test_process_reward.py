@@ -11,7 +11,7 @@ import torch
 
 import areno
 from areno.api.trainer import Trainer
-from areno.data.solution_steps import StepReader, split_steps, step_draft
+from areno.data.solution_steps import StepReader, render_steps, split_steps
 from areno.errors import CheckpointError, ConfigError, DataError, EngineError
 from areno.launch.compose import load
 from areno.loss_fns import process_reward_loss_fn
@@ -100,12 +100,12 @@ def test_a_script_scores_steps(trained):
 
 def test_answers_are_cut_and_scored_as_rows_are(trained):
     tokenizer, row = tokenizer_of(FOLDER), STEP_LABELLED[0]
-    item = step_draft(tokenizer, row, 0, "?").encode(tokenizer)
+    item = render_steps(tokenizer, row, 0, "?").encode(tokenizer)
     tokens, marks = encoded(row)
     assert item.rows[0].tokens.tolist() == tokens
     assert np.flatnonzero(~item.rows[0].prompt_mask).tolist() == marks
     ends = {**row, "completions": [step + "?" for step in row["completions"]]}
-    assert step_draft(tokenizer, ends, 0, "?").encode(tokenizer).rows[0].tokens.tolist() == tokens
+    assert render_steps(tokenizer, ends, 0, "?").encode(tokenizer).rows[0].tokens.tolist() == tokens
     prompt = tokenizer.encode(row["prompt"], add_special_tokens=False)
     reader = StepReader(tokenizer, "?", "min", 100)
     for answer in ("?".join(row["completions"]), "?".join([*row["completions"], ""]), "??".join(row["completions"])):
@@ -186,7 +186,7 @@ def test_training_is_that_of_transformers(tmp_path):
         optimizer.step()
         losses.append(loss.item())
     theirs = Training(losses=losses, before=before, after=dict(model.state_dict()))
-    items = [step_draft(tokenizer_of(FOLDER), row, 0, "?").encode(tokenizer_of(FOLDER)) for row in rows]
+    items = [render_steps(tokenizer_of(FOLDER), row, 0, "?").encode(tokenizer_of(FOLDER)) for row in rows]
     same_training(theirs, _scored_rows(items), process_reward_loss_fn, folder=tmp_path / "model", head="step")
 
 

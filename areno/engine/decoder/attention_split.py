@@ -58,7 +58,7 @@ def prefix_groups(
     has_windows: bool,
 ) -> PrefixGroups:
     """Find the shared-prefix groups of a batch. `has_windows`: sequences may have freed blocks."""
-    shareable = partial(_whole_spans if fixed_order else _whole_blocks, block_size)
+    shareable = partial(_floor_to_split if fixed_order else _floor_to_block, block_size)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
     rows_GR = np.full((max_groups, group_size), -1, dtype=np.int64)
     shared_lens: list[int] = []
@@ -122,7 +122,7 @@ def split_attention(
         shared_splits = (
             1 + n_spans(longest_shared) - n_spans(min(first_split_len, longest_shared)) if uses_groups else 0
         )
-        splits = _power_of_two(own_splits), _power_of_two(shared_splits)
+        splits = _next_power_of_two(own_splits), _next_power_of_two(shared_splits)
         split_lens = np.array([SPAN, first_split_len], dtype=np.int64)
         return AttentionSplit(shared_lens_B, prefix_groups_GR, split_lens, splits, groups)
     own_split_len, own_splits = _split_len_and_count(
@@ -161,18 +161,18 @@ def _split_len_and_count(longest: int, wanted: float, max_split_len: int) -> tup
     split_len = _MIN_SPLIT_LEN
     while (2 * split_len <= wanted and split_len < max_split_len) or split_len * _MAX_SPLITS < longest:
         split_len *= 2
-    return split_len, _power_of_two(-(-longest // split_len))
+    return split_len, _next_power_of_two(-(-longest // split_len))
 
 
-def _power_of_two(least: int) -> int:
+def _next_power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length() if least else 0
 
 
-def _whole_blocks(block_size: int, length: int) -> int:
+def _floor_to_block(block_size: int, length: int) -> int:
     return length // block_size * block_size
 
 
-def _whole_spans(block_size: int, length: int) -> int:
+def _floor_to_split(block_size: int, length: int) -> int:
     """Return the largest position up to `length` at which a KV block and a split of fixed-order attention begin."""
     last = n_spans(length + 1) - 1
     return next(start for span in range(last, -1, -1) if (start := span_start(span)) % block_size == 0)

@@ -41,7 +41,7 @@ class PrefixMatch:
     group_blocks: list[list[int]]  # for each group of layers, `n_group_blocks` of them
     n_skipped: list[int]  # for each group, the leading entries before the window, which hold the scratch block
 
-    def found(self) -> list[int]:
+    def cached_blocks(self) -> list[int]:
         """Return the cached group blocks in all groups of layers, without scratch blocks, for `acquire`."""
         return [
             group_block for each, n in zip(self.group_blocks, self.n_skipped, strict=True) for group_block in each[n:]
@@ -96,13 +96,13 @@ class BlockManager:
             group_blocks,
             *([each.get(i, self.scratch) for i in prefix_ids[1:]] for each in self._by_prefix[1:]),
         ]
-        n_group_blocks = self._longest(of_groups)
+        n_group_blocks = self._longest_prefix(of_groups)
         n_skipped = [group.first_visible(n_group_blocks * self.block_size, self.block_size) for group in self.groups]
         for each, n in zip(of_groups, n_skipped, strict=True):
             each[n_group_blocks:], each[:n] = [], [self.scratch] * n
         return PrefixMatch(n_group_blocks, prefix_ids[n_group_blocks], of_groups, n_skipped)
 
-    def _longest(self, of_groups: list[list[int]]) -> int:
+    def _longest_prefix(self, of_groups: list[list[int]]) -> int:
         """Return the length in blocks of the longest prefix that is usable in every group of layers.
 
         Entry i of a list in `of_groups` is the cached group block for the i-th `block_size` tokens, or the scratch
@@ -219,7 +219,7 @@ class BlockTables:
         here, because `extend` allocates them before each prefill chunk.
         """
         blocks, n_taken = self._blocks, 0
-        blocks.acquire(match.found())
+        blocks.acquire(match.cached_blocks())
         self.group_blocks, self.n_skipped = match.group_blocks, match.n_skipped
         self.n_registered, self.prefix_id = match.n_group_blocks, match.prefix_id
         for group, group_blocks in enumerate(self.group_blocks):
@@ -227,11 +227,11 @@ class BlockTables:
                 n_new = blocks.blocks_for(n_tokens) - len(group_blocks)
                 group_blocks += blocks.allocate(n_new, group)
                 n_taken += n_new * blocks.groups[group].n_tables
-        self._measure()
+        self._update_capacity()
         return n_taken
 
     @staticmethod
-    def of_followers(blocks: BlockManager, n: int, *, has_partial_block: bool) -> list[BlockTables]:
+    def for_followers(blocks: BlockManager, n: int, *, has_partial_block: bool) -> list[BlockTables]:
         """Return the KV blocks of sequences whose prompt is computed by another sequence.
 
         `share_prefix` later inserts the full blocks of the prompt. A partial last block is copied for each sequence.
@@ -257,7 +257,7 @@ class BlockTables:
         blocks = self._blocks
         for group, group_blocks in enumerate(self.group_blocks):
             group_blocks += blocks.allocate(max(0, blocks.blocks_for(end) - len(group_blocks)), group)
-        self._measure()
+        self._update_capacity()
 
     @staticmethod
     def append_blocks(tables: Sequence[BlockTables]) -> None:
@@ -326,5 +326,5 @@ class BlockTables:
         if held:
             tables[0]._blocks.release(held)
 
-    def _measure(self) -> None:
+    def _update_capacity(self) -> None:
         self.capacity = min(map(len, self.group_blocks)) * self._blocks.block_size

@@ -50,10 +50,10 @@ def kv_cache_blocks(
         return wanted.blocks
     least = torch.tensor([free_bytes() - reserved], device=model.output.weight.device)
     free = int(model.tp.all_reduce(least, torch.distributed.ReduceOp.MIN).item())
-    affordable = wanted.affordable(free)
+    affordable = wanted.affordable_blocks(free)
     room = layout.max_sequence_tokens(layout.pool_size(max(affordable, 0)), max_len)
     if room < max_len:
-        raise _too_small(
+        raise _too_small_error(
             room, max_len, wanted.n_slots if wanted.states else 0, wanted.states, reserved > 0 or beside_actor
         )
     if affordable < wanted.needed and engine.engine.deterministic and not engine.engine.exact:
@@ -69,10 +69,10 @@ def kv_cache_blocks(
             Key("rollout.max_concurrent_rollouts"),
             Key("engine.exact"),
         )
-    return wanted.fitting(free, affordable)
+    return wanted.fitting_blocks(free, affordable)
 
 
-def _too_small(room: int, max_len: int, n_states: int, state_bytes: int, may_drop: bool) -> EngineError:
+def _too_small_error(room: int, max_len: int, n_states: int, state_bytes: int, may_drop: bool) -> EngineError:
     drop, drop_key = (", or set {}=true", [Key("rollout.drop_rollout_state")]) if may_drop else ("", [])
     longest = [Key("gconfig.max_new_tokens"), Key("train_dataset.max_length")]
     if n_states:
@@ -126,14 +126,14 @@ class KVCache:
         blocks_B = table_TW[slots_B, positions_B // self.block_size].long()
         return blocks_B * self.block_size + positions_B % self.block_size
 
-    def table_of(self, layer: int) -> int:
+    def layer_table(self, layer: int) -> int:
         return self._places[layer][0]
 
-    def blocks_of(self, layer: int) -> Tensor:
+    def layer_blocks(self, layer: int) -> Tensor:
         """Return a view of a layer's keys and values, (2, n_blocks + 1, block_size, K, C), over the whole pool."""
         return self.kv_blocks[self._places[layer][1]]
 
-    def flat_of(self, layer: int) -> Tensor:
+    def flat_view(self, layer: int) -> Tensor:
         """Return a view of a layer's keys and values, (2, (n_blocks + 1) * block_size, K, C)."""
         return self._flat[self._places[layer][1]]
 

@@ -63,14 +63,14 @@ class Captures:
     def capture(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor] | None:
         """Run a function, then capture it. Returns its replay and its output, or None if memory ran out."""
         try:
-            return self._captured(body)
+            return self._capture_graph(body)
         except RuntimeError as error:
             if not self._may_fail or not is_out_of_memory(error):
                 raise
         torch.cuda.empty_cache()  # here, where no traceback refers to the tensors of the body
         return None
 
-    def _captured(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def _capture_graph(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         # Begin and end by hand: torch.cuda.graph would give the allocator's memory back each time, which takes longer
@@ -110,7 +110,7 @@ class GraphCache(Generic[Key]):
         self._seen: set[Key] = set()
         self.n_replays = 0
 
-    def host_memory(self, n: int) -> Tensor:
+    def pinned_memory(self, n: int) -> Tensor:
         return torch.empty(n, dtype=torch.int64, pin_memory=self._captures.device.type == "cuda")
 
     def run(
@@ -122,8 +122,8 @@ class GraphCache(Generic[Key]):
     ) -> Tensor:
         """Run a pass of kind `key`, and return the result of `body`, which the next call overwrites.
 
-        `packed` are all inputs in `host_memory`. `idle` returns inputs with which the runs of a capture change nothing,
-        and is None if passes may be repeated.
+        `packed` are all inputs in `pinned_memory`. `idle` returns inputs with which the runs of a capture change
+        nothing, and is None if passes may be repeated.
         """
         device = self._captures.device
         if key not in self._graphs and (self._at_once or key in self._seen):
@@ -169,7 +169,7 @@ class DecodeGraphs:
         (n_inputs, n_rows), groups = rows.shape, split.prefix_groups_GR
         size = self.size_for(n_rows)
         end, group_shape, splits = 2 + n_inputs * size, None if groups is None else groups.shape, split.splits
-        host = self.graphs.host_memory(end + (0 if groups is None else groups.size))
+        host = self.graphs.pinned_memory(end + (0 if groups is None else groups.size))
         packed = host.numpy()
         packed[:2] = split.split_lens
         columns = packed[2:end].reshape(n_inputs, size)

@@ -35,7 +35,7 @@ PIECE_STEPS = 64  # of all samples at once: a message to the driver costs the ho
 
 
 @dataclass(frozen=True, slots=True)
-class _Streams:
+class _StreamingPolicy:
     streams_due: bool
     ends_piece: bool
 
@@ -78,7 +78,7 @@ class Decoder:
         config = model.config
         # Routes are kept in the blocks of the first group, and a sample's are read when it ends.
         context_len, by_window = config.max_position_embeddings, not spec.keeps_routes(rollout.role)
-        layout = KVLayout.of(config, block_size, rollout.max_len, by_window=by_window)
+        layout = KVLayout.from_config(config, block_size, rollout.max_len, by_window=by_window)
         self.blocks = BlockManager(layout.pool_size(n_blocks), block_size, layout.groups)
         max_running, max_prefill_tokens = spec.layout.of_copy(rollout.n_slots), rollout.decoder.max_prefill_tokens
         self._scheduler = Scheduler(self.blocks, max_running, max_prefill_tokens, reuses_prefixes=config.delta is None)
@@ -125,7 +125,7 @@ class Decoder:
         """Set what proposes the next tokens of sequences. Models with recurrent states do without."""
         self.drafter = drafter if self.runner.model.config.delta is None else None
         if self.drafter is not None:
-            self.runner.ngrams.use(self.drafter.table)
+            self.runner.ngrams.use_table(self.drafter.table)
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request. Raises EngineError if it cannot be served, GrammarError if its grammar is invalid."""
@@ -179,7 +179,7 @@ class Decoder:
 
         The latter have no finish_reason. A request whose field `begun` has the tokens of a removed sample continues it.
         """
-        self._collect()
+        self._collect_previous_step()
         self._scheduler.preempt_all()
         finished = self._outputs
         for output, routes in self._awaiting:
@@ -203,17 +203,17 @@ class Decoder:
         """
         awaiting, self._awaiting = self._awaiting, []
         if self._scheduler.is_short_of_blocks():
-            self._collect()
+            self._collect_previous_step()
         drafts = self.drafter is not None and self.drafter.is_due(self._scheduler.n_running)
         # The host knows the lengths of sequences after a verification when it has read their tokens. For another step
         # with TableDrafts, it suffices that the device knows them.
         if not (drafts and self._may_draft_ahead()) and (
             drafts or any(pending.drafts is not None for pending in self._in_flight)
         ):
-            self._collect()
+            self._collect_previous_step()
         if self._has_bad_blocks:
             self.reset_cache()
-        scheduled = self._scheduler.schedule(self._propose if drafts else None)
+        scheduled = self._scheduler.schedule(self._propose_drafts if drafts else None)
         if drafts and scheduled.drafts is None and self.drafter is not None:  # no draft is left
             self.drafter.verified([(sequence, 0) for sequence in scheduled.decode])
         self._n_decode_steps += bool(scheduled.decode)
@@ -221,10 +221,10 @@ class Decoder:
         launched = self.runner.launch(scheduled)
         if self.drafter is not None:
             self.drafter.prepare(scheduled.decode)
-        self._collect(scheduled.drafts if isinstance(scheduled.drafts, TableDrafts) else None)
+        self._collect_previous_step(scheduled.drafts if isinstance(scheduled.drafts, TableDrafts) else None)
         self._in_flight, self._in_flight_version = launched, self.weights_version
         if not self._runs_ahead:
-            self._collect()
+            self._collect_previous_step()
         outputs, self._outputs = self._outputs, []
         for output, routes in awaiting:  # copied after a step that has ended by now
             output.routes = routes.wait()
@@ -237,7 +237,7 @@ class Decoder:
 
     def reset_cache(self) -> None:
         """Drop all keys and values, because the weights have changed. Unfinished sequences are recomputed."""
-        self._collect()
+        self._collect_previous_step()
         self._scheduler.preempt_all()
         self.blocks.reset()
         if self._has_bad_blocks:
@@ -263,7 +263,7 @@ class Decoder:
         are_drafts = [isinstance(pending.drafts, TableDrafts) for pending in self._in_flight]
         return self._runs_ahead and are_drafts == [True] and self._scheduler.may_draft_ahead()
 
-    def _collect(self, ahead: TableDrafts | None = None) -> None:
+    def _collect_previous_step(self, ahead: TableDrafts | None = None) -> None:
         """Give the tokens of the previous step to their sequences. `ahead` was launched after that step."""
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
@@ -271,14 +271,14 @@ class Decoder:
         if streams_due := now - self._streamed_at >= self.stream_every_s:
             self._streamed_at = now
         self._n_collected += bool(in_flight)
-        streams = _Streams(streams_due, self._n_collected % PIECE_STEPS == 0)
+        streams = _StreamingPolicy(streams_due, self._n_collected % PIECE_STEPS == 0)
         for pending in in_flight:
             if isinstance(pending.drafts, TableDrafts):
                 finished += self._accept_rows(pending, pending.drafts, streams, ahead)
             elif pending.drafts is not None:
                 finished += self._accept_drafted(pending, pending.drafts, streams)
             else:
-                finished += self._accept(pending, streams)
+                finished += self._accept_step(pending, streams)
         if finished:
             cache = self.runner.routes
             if self.drafter is not None:
@@ -292,7 +292,7 @@ class Decoder:
             self._scheduler.remove_finished()
             self._finish(finished, routes)
 
-    def _accept(self, pending: PendingTokens, streams: _Streams) -> list[Sequence]:
+    def _accept_step(self, pending: PendingTokens, streams: _StreamingPolicy) -> list[Sequence]:
         """Accept one token per sequence. Most sequences are not touched: the slot table takes their tokens."""
         table, slots_B = self._scheduler.table, pending.slots_B
         tokens_B, logprobs_B = pending.wait()
@@ -303,20 +303,20 @@ class Decoder:
         plain_slots = slots_B[plain]
         table.stage(plain_slots, tokens_B[plain], logprobs_B[plain], self._in_flight_version)
         self._n_generated += len(plain)
-        touched = self._find_touched(pending, plain, table.has_stopped(plain_slots, tokens_B[plain]), streams)
+        touched = self._find_affected(pending, plain, table.has_stopped(plain_slots, tokens_B[plain]), streams)
         by_host = np.flatnonzero(by_host_B).tolist()
         top, raw = (pending.top(), pending.raw()) if by_host else ([], [])
         for row in by_host:
             touched[row] = sequence = pending.sequences[row]
             if not math.isfinite(logprobs_B[row]):
-                self._fail(sequence)
+                self._fail_sample(sequence)
             else:
                 self._n_generated += 1
                 sequence.accept(int(tokens_B[row]), float(logprobs_B[row]), self._in_flight_version, top[row], raw[row])
         return self._after_accepted(touched, streams)
 
-    def _find_touched(
-        self, pending: PendingTokens, plain: np.ndarray, stops: np.ndarray, streams: _Streams
+    def _find_affected(
+        self, pending: PendingTokens, plain: np.ndarray, stops: np.ndarray, streams: _StreamingPolicy
     ) -> dict[int, Sequence]:
         """Find the sequences that end, fill a block or their part of the slot table, or report tokens.
 
@@ -338,22 +338,22 @@ class Decoder:
         self._keep_completions([each for each in touched.values() if each.finish_reason is not None])
         for sequence in touched.values():
             if sequence.completion is None:
-                sequence.settle()
+                sequence.append_staged()
         return touched
 
-    def _after_accepted(self, touched: dict[int, Sequence], streams: _Streams) -> list[Sequence]:
+    def _after_accepted(self, touched: dict[int, Sequence], streams: _StreamingPolicy) -> list[Sequence]:
         finished: list[Sequence] = []
         for _, sequence in sorted(touched.items()):
             if sequence.finish_reason is not None:
                 finished.append(sequence)
             elif streams.reports(sequence):
                 self._outputs.append(sequence.output())
-            if sequence.finish_reason != "error" and self._scheduler.caches_early:
+            if sequence.finish_reason != "error" and self._scheduler.registers_while_decoding:
                 self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
         return finished
 
     def _accept_rows(
-        self, pending: PendingTokens, drafts: TableDrafts, streams: _Streams, ahead: TableDrafts | None
+        self, pending: PendingTokens, drafts: TableDrafts, streams: _StreamingPolicy, ahead: TableDrafts | None
     ) -> list[Sequence]:
         """Accept the tokens of a step that drafted on the device, up to the first that differs from its draft."""
         table, slots_B, number = self._scheduler.table, pending.slots_B, np.arange(drafts.n_rows)
@@ -368,7 +368,7 @@ class Decoder:
         wanted, plain = np.flatnonzero(is_wanted_B), np.flatnonzero(is_wanted_B & ~by_host_B)
         plain_slots, counts = slots_B[plain], counts_B[plain]
         for row in plain[table.n_staged[plain_slots] + counts > STAGED].tolist():
-            pending.sequences[row].settle()
+            pending.sequences[row].append_staged()
         table.stage_several(plain_slots, tokens_BR[plain], logprobs_BR[plain], counts, self._in_flight_version)
         by_host = {row: pending.sequences[row] for row in np.flatnonzero(by_host_B).tolist()}
         for row, sequence in by_host.items():
@@ -381,14 +381,14 @@ class Decoder:
         self._n_generated += int(counts_B.sum())
         self._n_drafted += int((inputs_BR[wanted, 1:] >= 0).sum())
         self._n_accepted += int((right_BJ & (number[:-1] < counts_B[:, None])).sum())
-        return self._after_accepted(self._find_touched(pending, plain, stops_B[plain], streams) | by_host, streams)
+        return self._after_accepted(self._find_affected(pending, plain, stops_B[plain], streams) | by_host, streams)
 
     def _accept_tokens(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, n: int) -> int:
         """Give a sequence up to `n` tokens, until it ends. Return how many it got."""
         n_before = sequence.n_new
         for token, logprob in zip(tokens[:n].tolist(), logprobs[:n].tolist(), strict=True):
             if not math.isfinite(logprob):
-                self._fail(sequence)
+                self._fail_sample(sequence)
                 break
             if sequence.accept(token, logprob, self._in_flight_version):
                 break
@@ -396,13 +396,13 @@ class Decoder:
 
     def _keep_completions(self, finished: list[Sequence]) -> None:
         """Move the tokens of finished sequences from the slot table to `completion`, without lists."""
-        whole = [sequence for sequence in finished if sequence.is_fresh]
+        whole = [sequence for sequence in finished if sequence.has_no_completion]
         if whole:
-            arrays = self._scheduler.table.unstage([sequence.slot for sequence in whole])
+            arrays = self._scheduler.table.take_staged([sequence.slot for sequence in whole])
             for sequence, completion in zip(whole, arrays, strict=True):
                 sequence.completion = completion
 
-    def _propose(self, sequences: list[Sequence]) -> Drafts:
+    def _propose_drafts(self, sequences: list[Sequence]) -> Drafts:
         """Draft tokens: as lists for a grammar or settings of the sampler that depend on the tokens before."""
         assert self.drafter is not None
         drafts = self.drafter.propose(sequences)
@@ -415,10 +415,12 @@ class Decoder:
             drafts = self.runner.ngrams.look_up(drafts)
         if any(drafts):
             for sequence in sequences:
-                sequence.settle()
+                sequence.append_staged()
         return drafts
 
-    def _accept_drafted(self, pending: PendingTokens, drafts: list[list[int]], streams: _Streams) -> list[Sequence]:
+    def _accept_drafted(
+        self, pending: PendingTokens, drafts: list[list[int]], streams: _StreamingPolicy
+    ) -> list[Sequence]:
         """Accept the tokens of a step with drafts on the host, as `_accept_rows` does."""
         tokens_N, logprobs_N = pending.wait()
         tokens, logprobs, top, raw = tokens_N.tolist(), logprobs_N.tolist(), pending.top(), pending.raw()
@@ -431,11 +433,11 @@ class Decoder:
             n_before, version = sequence.n_new, self._in_flight_version
             for at, drafted in zip(range(first, row), [*draft, None], strict=True):
                 if not math.isfinite(logprobs[at]):
-                    self._fail(sequence)
+                    self._fail_sample(sequence)
                 elif not sequence.accept(tokens[at], logprobs[at], version, top[at], raw[at]) and tokens[at] == drafted:
                     continue
                 break
-            found.append((sequence, self._note_verified(sequence, draft, sequence.n_new - n_before)))
+            found.append((sequence, self._count_verified(sequence, draft, sequence.n_new - n_before)))
             touched[first] = sequence
         if self.drafter is not None:
             self.drafter.verified(found)
@@ -443,7 +445,7 @@ class Decoder:
         self._has_bad_blocks |= not np.isfinite(logprobs_N).all()
         return self._after_accepted(touched, streams)
 
-    def _note_verified(self, sequence: Sequence, draft: list[int], n_new: int) -> int:
+    def _count_verified(self, sequence: Sequence, draft: list[int], n_new: int) -> int:
         n_right = n_right_tokens(sequence, draft, n_new)
         self._n_generated += n_new
         self._n_drafted += len(draft)
@@ -453,7 +455,7 @@ class Decoder:
             self.runner.verified(sequence, n_new)
         return n_right
 
-    def _fail(self, sequence: Sequence) -> None:
+    def _fail_sample(self, sequence: Sequence) -> None:
         """Finish a sample whose newest token has a NaN or infinite log-probability, with finish_reason "error".
 
         Raises EngineError if the weights of the model are not finite.
@@ -461,7 +463,7 @@ class Decoder:
         if self._finite_version != self.weights_version and not self.runner.model.has_finite_weights():
             raise non_finite_logits()
         self._finite_version = self.weights_version
-        sequence.settle()
+        sequence.append_staged()
         sequence.finish_reason, self._has_bad_blocks = "error", True
 
     def _finish(self, sequences: list[Sequence], routes: list[HostCopy] | None = None) -> None:

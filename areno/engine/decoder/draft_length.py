@@ -36,7 +36,7 @@ class StepCosts:
     def time(self, n_rows: int, length: int) -> float:
         return self.fixed + self.verification + n_rows * (1 + length)
 
-    def lengths(self, n_rows: int) -> list[int]:
+    def possible_lengths(self, n_rows: int) -> list[int]:
         return [length for length in DRAFT_LENGTHS if n_rows * (1 + length) <= self.most_rows]
 
 
@@ -90,7 +90,7 @@ class DraftLength:
         self.awaits_texts = False
         if not 0 < n_running <= MAX_SEQUENCES:
             return 0
-        if (found := self._best(n_running, relative_acceptance_B)) > 0:
+        if (found := self._best_length(n_running, relative_acceptance_B)) > 0:
             self._pause = self._waits = self._paused_at = 0
             return found
         if 2 * n_running <= self._paused_at:
@@ -111,16 +111,18 @@ class DraftLength:
     def _tried_length(self, n_rows: int) -> int:
         """Return the largest length with which a step takes at most twice as long as without drafts."""
         costs, most = self.costs, 2 * self.costs.plain_time(n_rows)
-        return max((length for length in costs.lengths(n_rows) if costs.time(n_rows, length) <= most), default=0)
+        return max(
+            (length for length in costs.possible_lengths(n_rows) if costs.time(n_rows, length) <= most), default=0
+        )
 
-    def _best(self, n_rows: int, relative_acceptance_B: np.ndarray) -> int:
+    def _best_length(self, n_rows: int, relative_acceptance_B: np.ndarray) -> int:
         """Return the length, 0 for none, with which a new token takes the shortest expected time."""
         # Places with few tries are taken to be like the average place.
         average = (self._right.sum() + 2) / (self._tried.sum() + 4)
         right_J = (self._right + 4 * average) / (self._tried + 4)
         gained_J = np.cumsum(np.cumprod(right_J))
         best, found = self.costs.plain_time(n_rows) / _LEAST_GAIN, 0
-        for length in self.costs.lengths(n_rows):
+        for length in self.costs.possible_lengths(n_rows):
             gained_B = np.minimum(gained_J[length - 1] * relative_acceptance_B, length)
             steps_per_token = float((1 / (1 + gained_B)).mean())
             best, found = min((best, found), (steps_per_token * self.costs.time(n_rows, length), length))

@@ -196,7 +196,7 @@ class NgramSteps:
     def graphs(self) -> list[GraphCache[GraphKey]]:
         return [each.graphs for each in self._graphs.values()]
 
-    def use(self, table: NgramTable) -> None:
+    def use_table(self, table: NgramTable) -> None:
         if table is not self._table:
             self._table = table
             self._graphs.clear()
@@ -214,7 +214,7 @@ class NgramSteps:
         """Launch the decode pass of a step. Returns the result of `_draft_and_verify` as (3, B (1 + J))."""
         slots_B, n_rows = drafts.slots_B, drafts.n_rows
         before_B = table.n_prompt[slots_B] + drafts.n_new_B - 1  # positions before the rows of a sequence, at least
-        graphs = None if self.captures is None else self._graphs_of(n_rows, self.captures)
+        graphs = None if self.captures is None else self._graphs_for(n_rows, self.captures)
         shared_B, groups_GR = np.zeros_like(before_B), None
         if self._group_size:
             shared_B = before_B // self._block_size * self._block_size
@@ -236,7 +236,7 @@ class NgramSteps:
         most = int(np.minimum(table.n_kv[slots_B], drafts.limits_B).max())
         return self._draft_and_verify(n_rows, *given, split.splits, flags, most).flatten(1)
 
-    def _graphs_of(self, n_rows: int, captures: Captures) -> DecodeGraphs:
+    def _graphs_for(self, n_rows: int, captures: Captures) -> DecodeGraphs:
         if n_rows not in self._graphs:
             most = self._sampler.n_slots - 1
             padding, body = (most, *[0] * (5 + CONTEXT)), partial(self._draft_and_verify, n_rows)

@@ -21,7 +21,7 @@ MAX_GRAMMARS = 128  # compiled ones that are kept
 MAX_ITEMS = 20_000  # of the parser after one text: an object needs about two for each optional property
 
 
-def _library() -> Any:
+def _import_llguidance() -> Any:
     """Import llguidance. Raises GrammarError if it is not installed."""
     try:
         import llguidance
@@ -49,7 +49,7 @@ class GrammarState:
 
     def accept(self, token: int) -> None:
         if not self.matcher.consume_token(token) or self.matcher.is_error():
-            self.error = _reason(self.matcher.get_error()) or f"token {token} is not allowed"
+            self.error = _error_reason(self.matcher.get_error()) or f"token {token} is not allowed"
         self.finished = not self.error and token in self._eos
 
     def n_allowed(self, draft: Sequence[int]) -> int:
@@ -107,14 +107,14 @@ class GrammarCompiler:
         """Compile a grammar in Lark syntax, or a JSON object of llguidance. The last 128 results are kept."""
 
     def _compile(self, text: str) -> Grammar:
-        matcher = matcher_of(self.ll_tokenizer, text)
+        matcher = new_matcher(self.ll_tokenizer, text)
         if matcher.is_error():
-            raise GrammarError("the grammar cannot be compiled: {}", _reason(matcher.get_error()))
+            raise GrammarError("the grammar cannot be compiled: {}", _error_reason(matcher.get_error()))
         grammar = Grammar(text, matcher, self.vocab_size, self._eos)
         start = grammar.start()
         start.mask()
         if start.matcher.is_error():
-            why = _reason(start.matcher.get_error())
+            why = _error_reason(start.matcher.get_error())
             raise GrammarError("the grammar allows no token of this tokenizer at the start of an answer ({})", why)
         return grammar
 
@@ -201,7 +201,7 @@ class Vocabulary:
         return GrammarCompiler(self.tokenizer, self._config.vocab_size, self.eos_token_ids)
 
 
-def _reason(message: str) -> str:
+def _error_reason(message: str) -> str:
     """Return an error of llguidance in one line, without the state or the lines of the grammar after it."""
     lines = []
     for line in message.strip().splitlines():
@@ -215,12 +215,12 @@ def _reason(message: str) -> str:
 
 @cache
 def _byte_tokenizer() -> Any:
-    return _library().LLTokenizer("byte")
+    return _import_llguidance().LLTokenizer("byte")
 
 
-def matcher_of(ll_tokenizer: Any, text: str) -> Any:
+def new_matcher(ll_tokenizer: Any, text: str) -> Any:
     """Return an LLMatcher of llguidance for a grammar. It has an error if the grammar cannot be compiled."""
-    library = _library()
+    library = _import_llguidance()
     form = text if text.startswith("{") else library.LLMatcher.grammar_from_lark(text)
     limits = library.LLParserLimits(max_items_in_row=MAX_ITEMS, step_max_items=10 * MAX_ITEMS)
     return library.LLMatcher(ll_tokenizer, form, log_level=0, limits=limits)
@@ -228,22 +228,22 @@ def matcher_of(ll_tokenizer: Any, text: str) -> Any:
 
 @lru_cache(1024)
 def _byte_matcher(text: str) -> Any:
-    return matcher_of(_byte_tokenizer(), text)
+    return new_matcher(_byte_tokenizer(), text)
 
 
 def grammar_error(text: str) -> str:
     """Return why a grammar cannot be compiled, "" if it can. No tokenizer is needed."""
     matcher = _byte_matcher(text)
-    return _reason(matcher.get_error()) if matcher.is_error() else ""
+    return _error_reason(matcher.get_error()) if matcher.is_error() else ""
 
 
-def accepts(text: str, answer: str) -> bool:
+def accepts_answer(text: str, answer: str) -> bool:
     """Return whether a grammar without special tokens allows exactly this answer."""
     state, tokens = _byte_matcher(text).deep_copy(), _byte_tokenizer().tokenize_str(answer)
     return state.validate_tokens(tokens) == len(tokens) and state.consume_tokens(tokens) and state.is_accepting()
 
 
-def is_empty(term: str) -> bool:
+def matches_nothing(term: str) -> bool:
     """Return whether no text matches the body of a terminal, which can be compiled."""
     return _has_no_start(f"start: T\nT: {term}") and not _has_no_start(f'start: T | "a"\nT: {term}')
 
@@ -256,7 +256,7 @@ def _has_no_start(text: str) -> bool:
 
 def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> Any:
     """Return the LLTokenizer of llguidance. Raises GrammarError if llguidance cannot use the tokenizer."""
-    library = _library()
+    library = _import_llguidance()
     try:
         import llguidance.hf
 

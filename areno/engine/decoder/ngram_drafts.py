@@ -41,7 +41,7 @@ _MOST_STEPS = 64  # the counts of a sequence are halved beyond, to follow its te
 
 
 @dataclass(slots=True)
-class _Scope:
+class _ScopeSamples:
     """The samples of a scope, the oldest first: (number of leading tokens that belong to the prompt, tokens)."""
 
     samples: deque[tuple[int, np.ndarray]] = field(default_factory=deque)
@@ -57,7 +57,7 @@ class SampleMemory:
 
     def __init__(self, n_tokens: int, of_scope: int):
         self._most, self._most_of_scope = n_tokens, of_scope
-        self._scopes: OrderedDict[int, _Scope] = OrderedDict()
+        self._scopes: OrderedDict[int, _ScopeSamples] = OrderedDict()
         self.n_tokens = 0
 
     def clear(self) -> None:
@@ -67,7 +67,7 @@ class SampleMemory:
     def add(self, scope: int, before: list[int], tokens: np.ndarray) -> None:
         sample = np.empty(len(before) + len(tokens), dtype=np.int32)
         sample[: len(before)], sample[len(before) :] = before, tokens
-        found = self._scopes.setdefault(scope, _Scope())
+        found = self._scopes.setdefault(scope, _ScopeSamples())
         self._scopes.move_to_end(scope)
         found.samples.append((len(before), sample))
         found.n_tokens += len(sample) + _SAMPLE_OVERHEAD
@@ -80,7 +80,7 @@ class SampleMemory:
             if not self._scopes[oldest].samples:
                 del self._scopes[oldest]
 
-    def _drop_oldest(self, scope: _Scope) -> None:
+    def _drop_oldest(self, scope: _ScopeSamples) -> None:
         _, sample = scope.samples.popleft()
         scope.n_tokens -= len(sample) + _SAMPLE_OVERHEAD
         self.n_tokens -= len(sample) + _SAMPLE_OVERHEAD
@@ -92,7 +92,7 @@ class SampleMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class _Text:
+class _QueuedText:
     """New tokens of a text that are to be entered in the table, and up to W tokens before them."""
 
     scope: int
@@ -168,7 +168,7 @@ class NgramDrafter:
         # Scope -> number of tokens that had been entered in the table when the samples of the scope were.
         self._loaded: dict[int, int] = {}
         self._chunks = set[int]()  # hashes of prompts that were entered, each up to the end of a chunk
-        self._pending = deque[_Text]()
+        self._pending = deque[_QueuedText]()
         self._n_pending = self._n_steps = self._n_entered = 0
         # Finished samples: (request, completion, number of its tokens in the table). A rollout that never drafts spends
         # no more time on them.
@@ -209,9 +209,9 @@ class NgramDrafter:
         if not self.length.awaits_texts or not sequences:
             return
         slots, slots_B = _slots_of(sequences)
-        budget = _PREPARED_SAMPLES - self._take_finished(_PREPARED_SAMPLES)
+        budget = _PREPARED_SAMPLES - self._remember_finished(_PREPARED_SAMPLES)
         n_new = self._begin_texts(sequences, slots, slots_B, budget)
-        self._enter_pending(_PREPARED_TOKENS)
+        self._enter_queued_texts(_PREPARED_TOKENS)
         # New samples may arrive faster than their texts are entered, and rollouts may be short, so the number of steps
         # is limited over all rollouts.
         self._n_preparations += 1
@@ -231,7 +231,7 @@ class NgramDrafter:
         while self._n_finished > _FINISHED_TOKENS:
             self._n_finished -= len(self._finished.popleft()[1])
 
-    def _take_finished(self, most: int | None = None) -> int:
+    def _remember_finished(self, most: int | None = None) -> int:
         """Put up to `most` finished samples into the memory, queue their tokens, and return their number."""
         n_taken = len(self._finished) if most is None else min(most, len(self._finished))
         for _ in range(n_taken):
@@ -240,23 +240,23 @@ class NgramDrafter:
             if len(tokens) > n_known:
                 scope, prompt_end = self._request_record(request).scope, request.prompt[-CONTEXT:]
                 self.memory.add(scope, prompt_end, tokens)
-                self._load(scope, but_newest=True)
+                self._queue_scope(scope, but_newest=True)
                 before = [*prompt_end, *tokens[max(0, n_known - CONTEXT) : n_known].tolist()]
-                self._queue(_Text(scope, before[-CONTEXT:], tokens[n_known:]))
+                self._queue_text(_QueuedText(scope, before[-CONTEXT:], tokens[n_known:]))
         return n_taken
 
     def propose(self, sequences: list[Sequence]) -> TableDrafts:
         """Draft for sequences whose tokens have arrived, except those of a step with TableDrafts in flight."""
         slots, slots_B = _slots_of(sequences)
         texts, self._n_proposed = self._slot_texts(slots), self._n_tokens
-        self._take_finished()
+        self._remember_finished()
         self._begin_texts(sequences, slots, slots_B)
-        self._read_last(texts, sequences, slots, slots_B)
+        self._read_last_tokens(texts, sequences, slots, slots_B)
         if is_turn := self._n_steps % _ENTERED_EVERY == 0:
             self._queue_running(texts, sequences, slots, slots_B)
         self._n_steps += 1
         if is_turn or self._n_pending > _ENTERED_AT_ONCE:  # an entry has a fixed cost on the host
-            self._enter_pending(_ENTERED_AT_ONCE)
+            self._enter_queued_texts(_ENTERED_AT_ONCE)
         return TableDrafts(
             n_tokens=self._n_tokens,
             slots_B=slots_B,
@@ -306,7 +306,7 @@ class NgramDrafter:
         for row in new[:most]:
             request, slot = sequences[row].request, sequences[row].slot
             record = self._request_record(request)
-            self._load(record.scope)
+            self._queue_scope(record.scope)
             if not record.is_queued:
                 self._queue_prompt(record.scope, request.prompt)
                 record.is_queued = True
@@ -316,7 +316,7 @@ class NgramDrafter:
         return len(new)
 
     @staticmethod
-    def _read_last(texts: _SlotTexts, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray) -> None:
+    def _read_last_tokens(texts: _SlotTexts, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray) -> None:
         """Read the last tokens of new sequences, and of those that got tokens in steps without TableDrafts."""
         n_staged_B, is_old_B = slots.n_staged[slots_B], texts.n_new[slots_B] != slots.n_new[slots_B]
         many = np.flatnonzero(is_old_B & (n_staged_B >= CONTEXT))
@@ -329,12 +329,12 @@ class NgramDrafter:
             texts.last[sequence.slot, CONTEXT - len(last) :] = last
         texts.n_new[slots_B] = slots.n_new[slots_B]
 
-    def _load(self, scope: int, *, but_newest: bool = False) -> None:
+    def _queue_scope(self, scope: int, *, but_newest: bool = False) -> None:
         """Queue the remembered samples of a scope, unless most of their entries must still exist."""
         n_before, room = self._loaded.get(scope), len(self.table.counts) // (2 * len(LEVELS))
         if n_before is None or self._n_entered - n_before > room:
             for before, tokens in self.memory.samples(scope)[: -1 if but_newest else None]:
-                self._queue(_Text(scope, before, tokens))
+                self._queue_text(_QueuedText(scope, before, tokens))
         if len(self._loaded) > room:
             self._loaded.clear()
         self._loaded[scope] = self._n_entered
@@ -368,7 +368,7 @@ class NgramDrafter:
                 n_known = start + _CHUNK
             self._chunks.add(digest)
         if n_known < len(prompt):
-            self._queue(_Text(scope, prompt[max(0, n_known - CONTEXT) : n_known], prompt[n_known:]))
+            self._queue_text(_QueuedText(scope, prompt[max(0, n_known - CONTEXT) : n_known], prompt[n_known:]))
 
     def _queue_running(
         self, texts: _SlotTexts, sequences: list[Sequence], slots: SlotTable, slots_B: np.ndarray
@@ -378,25 +378,25 @@ class NgramDrafter:
         for row in np.flatnonzero(starts_B < n_tokens_B).tolist():
             n_before = min(CONTEXT, int(starts_B[row]))
             tokens = sequences[row].tokens_from(int(starts_B[row]) - n_before)
-            self._queue(_Text(int(texts.scope[slots_B[row]]), tokens[:n_before], tokens[n_before:]))
+            self._queue_text(_QueuedText(int(texts.scope[slots_B[row]]), tokens[:n_before], tokens[n_before:]))
         texts.n_entered[slots_B] = n_tokens_B
 
-    def _queue(self, text: _Text) -> None:
+    def _queue_text(self, text: _QueuedText) -> None:
         self._pending.append(text)
         self._n_pending += len(text.new)
         while self._n_pending > _PENDING_TOKENS and len(self._pending) > 1:
             self._n_pending -= len(self._pending.popleft().new)
 
-    def _enter_pending(self, budget: int) -> None:
+    def _enter_queued_texts(self, budget: int) -> None:
         """Enter the oldest queued texts, as whole texts, until `budget` tokens are reached."""
-        chosen = list[_Text]()
+        chosen = list[_QueuedText]()
         while self._pending and budget > 0:
             chosen.append(self._pending.popleft())
             budget -= len(chosen[-1].new)
             self._n_pending -= len(chosen[-1].new)
             self._n_entered += len(chosen[-1].new)
         if chosen:
-            add_texts(self.table, to_device(_packed(chosen), self._device))
+            add_texts(self.table, to_device(_pack_texts(chosen), self._device))
 
 
 def _slots_of(sequences: list[Sequence]) -> tuple[SlotTable, np.ndarray]:
@@ -405,7 +405,7 @@ def _slots_of(sequences: list[Sequence]) -> tuple[SlotTable, np.ndarray]:
     return table, np.array([sequence.slot for sequence in sequences], dtype=np.int64)
 
 
-def _packed(texts: list[_Text]) -> np.ndarray:
+def _pack_texts(texts: list[_QueuedText]) -> np.ndarray:
     """Join texts into the array that `add_texts` takes, (4, N) int64 for N tokens."""
     parts = [part for text in texts for part in (text.before, text.new)]
     sizes = np.array([len(part) for part in parts], dtype=np.int64)

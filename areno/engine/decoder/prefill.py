@@ -43,7 +43,7 @@ class PrefillIndices:
     cu_k: np.ndarray
 
 
-def _group_indices(
+def _indices_of_group(
     chunks: list[Chunk], blocks: BlockManager, index: int, group: KVGroup, from_the_first: bool
 ) -> PrefillIndices:
     """Return the cache indices of a group of layers.
@@ -147,7 +147,7 @@ class PrefillBatch:
             cu_q=cu_q,
             last=cu_q[1:][[chunk.is_last for chunk in chunks]] - 1,
             indices=[
-                _group_indices(chunks, blocks, index, group, from_the_first)
+                _indices_of_group(chunks, blocks, index, group, from_the_first)
                 for index, group in enumerate(blocks.groups)
             ],
         )
@@ -233,7 +233,7 @@ class PrefillGraphs:
             return None
         whole, shape = padded
         packed = whole.packed()
-        host = self.graphs.host_memory(len(packed))
+        host = self.graphs.pinned_memory(len(packed))
         host.numpy()[:] = packed
         return self.graphs.run(shape, host, lambda inputs: self._logits(inputs, shape))[: len(batch.last)]
 

@@ -24,7 +24,7 @@ from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
 from areno.engine.decoder.cuda_graphs import Captures, DecodeGraphs, GraphCache, bucket_sizes
 from areno.engine.decoder.draft_verification import DraftedRows, NgramSteps, TableDrafts
 from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTensors
-from areno.engine.decoder.sampler import LogitEdits, PendingTokens, SlotSampler, sample_edited, scores_of
+from areno.engine.decoder.sampler import LogitEdits, PendingTokens, SlotSampler, sample_edited, token_and_top_logprobs
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
@@ -143,14 +143,14 @@ class Runner:
     ) -> Tensor:
         """Sample a token for each row from logits of the whole vocabulary, which may be overwritten."""
         head, first = self.model.output, self.model.output.first
-        local_BV = self._kept(logits_BV[:, first : first + head.n_valid], flags)
+        local_BV = self._logits_to_score(logits_BV[:, first : first + head.n_valid], flags)
         if edits is None:
             out_2B = sampler.sample(logits_BV, slots_B, index_B, flags)
         else:
             out_2B = sample_edited(logits_BV, slots_B, index_B, sampler, flags, edits)
-        return self._scored(out_2B, local_BV, slots_B, sampler)
+        return self._exact_logprobs(out_2B, local_BV, slots_B, sampler)
 
-    def _sample_shares(
+    def _sample_column_shards(
         self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, sampler: SlotSampler
     ) -> Tensor:
         """Sample a token for each row when each tensor-parallel rank has only some columns of the logits.
@@ -160,9 +160,9 @@ class Runner:
         """
         tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.output.n_valid
         if can_sample_columns(local_BV, flags):
-            valid_BV = self._kept(local_BV[:, :n_valid], flags)
+            valid_BV = self._logits_to_score(local_BV[:, :n_valid], flags)
             out_2B = sampler.sample_columns(tp, local_BV, slots_B, index_B, flags)
-            return self._scored(out_2B, valid_BV, slots_B, sampler)
+            return self._exact_logprobs(out_2B, valid_BV, slots_B, sampler)
         if more := -n_rows % tp.size:  # rows of the scratch slot
             local_BV = F.pad(local_BV, (0, 0, 0, more))
             slots_B, index_B = F.pad(slots_B, (0, more), value=sampler.n_slots - 1), F.pad(index_B, (0, more))
@@ -171,13 +171,13 @@ class Runner:
         out_2R = sampler.sample(logits_RV, slots_B[share], index_B[share], flags)
         out_2B = tp.gather(out_2R, dim=1)[:, :n_rows]
         sampler.record_tokens(out_2B[0].long(), slots_B[:n_rows], share, flags)
-        return self._scored(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows], sampler)
+        return self._exact_logprobs(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows], sampler)
 
-    def _kept(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
-        """Return the logits that `_scored` reads: a copy if sampling would change them."""
+    def _logits_to_score(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
+        """Return the logits that `_exact_logprobs` reads: a copy if sampling would change them."""
         return local_BV.clone() if self.is_exact and self.sampler.tensors.overwrites(flags) else local_BV
 
-    def _scored(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor, sampler: SlotSampler) -> Tensor:
+    def _exact_logprobs(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor, sampler: SlotSampler) -> Tensor:
         """With `is_exact`, replace log-probabilities in place by those that the training kernel computes."""
         if self.is_exact:
             model = self.model
@@ -230,7 +230,7 @@ class Runner:
         if last:
             counted = self._upload(np.array(uncounted, dtype=np.int64).reshape(-1, 2).T.copy())
             slots, tokens = self._upload_columns(last)
-            self.sampler.correct(slots, tokens, counted)
+            self.sampler.apply_verified(slots, tokens, counted)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)
@@ -260,7 +260,7 @@ class Runner:
             if logits_KV is not None:
                 return logits_KV
         given = PrefillTensors.unpack(self._upload(batch.packed()), batch.shape)
-        attend = self._with_states_of(chunks, batch.cu_q, self._attend(given))
+        attend = self._with_recurrent_states(chunks, batch.cu_q, self._prefill_attention(given))
         hidden_ND = self._forward(given.tokens_N, given.positions_N, attend, given.stored[0])
         self._score_prompts(chunks, hidden_ND)
         return self.model.logits(hidden_ND[given.last_K]) if len(batch.last) else None
@@ -280,18 +280,18 @@ class Runner:
             if pairs:
                 self.states.copy(*self._upload_columns(pairs))
         prompt_of_row = np.repeat(np.arange(len(complete)), [len(prefill.sequences) for prefill in complete])
-        table, edits = scheduled.table, self._edits_of(prefilled, slots_B, scheduled.table)
+        table, edits = scheduled.table, self._logit_edits(prefilled, slots_B, scheduled.table)
         drawn = np.stack([slots_B, table.n_sampled[slots_B] - 1, prompt_of_row])
         on_device_B, index_B, prompts_B = self._upload(drawn)
         flags = self.sampler.flags(table, slots_B)
         return self._sample(logits_KV[prompts_B], on_device_B, index_B, flags, edits, self.sampler)
 
-    def _attend(self, given: PrefillTensors) -> Attend:
+    def _prefill_attention(self, given: PrefillTensors) -> Attend:
         """Return the function that computes the attention of a layer in a prefill, and stores its keys and values."""
 
         def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
-            cached_k, cached_v = self.cache.flat_of(layer)
-            table = self.cache.table_of(layer)
+            cached_k, cached_v = self.cache.flat_view(layer)
+            table = self.cache.layer_table(layer)
             # All rows write before any reads: a row may use blocks that another one fills in this very pass.
             cached_k.index_copy_(0, given.stored[table], k_NKC)
             cached_v.index_copy_(0, given.stored[table], v_NKC)
@@ -302,10 +302,10 @@ class Runner:
         return attend
 
     def _prefill_logits(self, given: PrefillTensors) -> Tensor:
-        hidden_ND = self._forward(given.tokens_N, given.positions_N, self._attend(given), None)
+        hidden_ND = self._forward(given.tokens_N, given.positions_N, self._prefill_attention(given), None)
         return self.model.logits(hidden_ND[given.last_K])
 
-    def _with_states_of(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
+    def _with_recurrent_states(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
         """Return `attend`, or a CachedAttend that also prefills recurrent layers and updates their states."""
         states = self.states
         if states is None:
@@ -341,7 +341,7 @@ class Runner:
                 for at in range(0, len(targets), _SCORED_ROWS):
                     part = targets[at : at + _SCORED_ROWS]
                     logits_KV = self.model.logits(hidden_ND[start + at : start + at + len(part)])
-                    leader.prompt_logprobs += scores_of(logits_KV / temperature, part, top)
+                    leader.prompt_logprobs += token_and_top_logprobs(logits_KV / temperature, part, top)
                 for follower in chunk.prefill.followers:
                     follower.prompt_logprobs = leader.prompt_logprobs
             start += n_tokens
@@ -361,12 +361,12 @@ class Runner:
             max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
             has_windows=self.blocks.has_windows,
             lengths_B=lengths_B,
-            groups=self._known_groups(slots_B),
+            groups=self._cached_groups(slots_B),
         )
         self._last_groups = slots_B, split.groups
         rows[3] = split.shared_lens_B
         flags = self.sampler.flags(table, slots_B)
-        edits = self._edits_of(sequences, slots_B, table)
+        edits = self._logit_edits(sequences, slots_B, table)
         if self.graphs is not None and edits is None:
             return self.graphs.run(rows, split, flags)
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
@@ -375,7 +375,7 @@ class Runner:
             self._upload(rows), self._upload(split.split_lens), groups, split.splits, flags, max_len, edits
         )
 
-    def _edits_of(self, sequences: list[Sequence], slots_B: np.ndarray, table: SlotTable) -> LogitEdits | None:
+    def _logit_edits(self, sequences: list[Sequence], slots_B: np.ndarray, table: SlotTable) -> LogitEdits | None:
         return LogitEdits.for_batch(sequences, self._upload) if table.needs_edits[slots_B].any() else None
 
     def _launch_verification(self, scheduled: SchedulerOutput, drafts: list[list[int]]) -> Tensor:
@@ -403,7 +403,7 @@ class Runner:
             rows_5N, self._upload(split.split_lens), groups, split.splits, flags, max_len, edits, sampler
         )
 
-    def _known_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
+    def _cached_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
         """Return the last groups if the scheduler gives the same array, and so the same sequences."""
         last_slots_B, groups = self._last_groups
         return groups if last_slots_B is slots_B and not self.blocks.has_windows else None
@@ -446,9 +446,9 @@ class Runner:
         )
 
         def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None) -> Tensor:
-            blocks, table = self.cache.blocks_of(layer), self.cache.table_of(layer)
+            blocks, table = self.cache.layer_blocks(layer), self.cache.layer_table(layer)
             if stored:  # a row attends to rows before it, whose keys the kernel would write at the same time
-                for part, new in zip(self.cache.flat_of(layer), (k_BKC, v_BKC), strict=True):
+                for part, new in zip(self.cache.flat_view(layer), (k_BKC, v_BKC), strict=True):
                     part.index_copy_(0, stored[table], new)
             return decode_attention(q_BHC, k_BKC, v_BKC, blocks, batches[table], window)
 
@@ -464,5 +464,5 @@ class Runner:
         if may_skip_logits and can_sample_hidden(hidden_BD, flags):
             return sampler.sample_hidden(hidden_BD, self.model.output.weight, drawn_B, index_B)
         if self.model.tp.size > 1 and edits is None:
-            return self._sample_shares(self.model.logit_columns(hidden_BD), drawn_B, index_B, flags, sampler)
+            return self._sample_column_shards(self.model.logit_columns(hidden_BD), drawn_B, index_B, flags, sampler)
         return self._sample(self.model.logits(hidden_BD), drawn_B, index_B, flags, edits, sampler)

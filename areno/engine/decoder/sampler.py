@@ -84,7 +84,7 @@ class SlotSampler:
         )
         return rows
 
-    def correct(self, slots: Tensor, tokens: Tensor, counted: Tensor) -> None:
+    def apply_verified(self, slots: Tensor, tokens: Tensor, counted: Tensor) -> None:
         """Take over the last tokens of slots, and (slot, token) pairs to count, from a verification."""
         self.tensors.last_token[slots] = tokens
         if self.tensors.counts is not None and counted.shape[1]:
@@ -336,7 +336,7 @@ def sample_edited(
     return torch.cat([out_2B, scores_KB])
 
 
-def scores_of(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[float, TokenScores]]:
+def token_and_top_logprobs(scaled_KV: Tensor, tokens: list[int], n_top: int) -> list[tuple[float, TokenScores]]:
     """Return (log-probability of the token, most likely tokens) at each position."""
     logprobs_KV = scaled_KV.double().log_softmax(-1)
     chosen = torch.tensor(tokens, device=scaled_KV.device)[:, None]

@@ -152,7 +152,7 @@ class Scheduler:
         self._step += 1
         self._release_skipped_of_prefilled()
         decode, slots_B, grown = self._grow_running()
-        drafts = None if propose is None or not decode else self._drafts_with_room(decode, propose(decode), grown)
+        drafts = None if propose is None or not decode else self._allocate_drafts(decode, propose(decode), grown)
         chunks = self._next_chunks()
         n_rows_B: int | np.ndarray = 1
         if isinstance(drafts, TableDrafts):
@@ -178,7 +178,7 @@ class Scheduler:
         has_blocks = self.blocks.n_available >= 4 * len(slots_B) * self.blocks.blocks_over_all_groups
         return has_blocks and not self.blocks.has_windows and not table.needs_host_drafts(slots_B)
 
-    def _drafts_with_room(self, decode: list[Sequence], drafts: Drafts, grown: list[Sequence]) -> Drafts | None:
+    def _allocate_drafts(self, decode: list[Sequence], drafts: Drafts, grown: list[Sequence]) -> Drafts | None:
         """Allocate the KV blocks of drafts, shortened if blocks run out, and add sequences to `grown`.
 
         One available block is left for each running sequence, so that drafts preempt no sequence.
@@ -212,13 +212,13 @@ class Scheduler:
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
         """Add the full blocks of the first `n_tokens` tokens, whose ids are on the host, to the prefix cache."""
-        if self.reuses_prefixes and n_tokens >= self._next_full(sequence):
-            sequence.settle()
+        if self.reuses_prefixes and n_tokens >= self._end_of_next_block(sequence):
+            sequence.append_staged()
             sequence.block_tables.register(sequence.tokens, n_tokens)
-            self.table.register_at[sequence.slot] = self._register_at(sequence)
+            self.table.register_at[sequence.slot] = self._next_registration(sequence)
 
     @property
-    def caches_early(self) -> bool:
+    def registers_while_decoding(self) -> bool:
         """Whether the blocks of a completion enter the prefix cache while its sequence decodes.
 
         Blocks before a sliding window can be freed only after they have entered the prefix cache. Other blocks enter
@@ -226,14 +226,14 @@ class Scheduler:
         """
         return self.reuses_prefixes and self.blocks.has_windows
 
-    def _next_full(self, sequence: Sequence) -> int:
+    def _end_of_next_block(self, sequence: Sequence) -> int:
         return (sequence.block_tables.n_registered + 1) * self.blocks.block_size
 
-    def _register_at(self, sequence: Sequence) -> int:
-        return self._next_full(sequence) if self.caches_early else NEVER
+    def _next_registration(self, sequence: Sequence) -> int:
+        return self._end_of_next_block(sequence) if self.registers_while_decoding else NEVER
 
     def remove_finished(self) -> None:
-        self._release([sequence for sequence in self.running if sequence.finish_reason is not None])
+        self._release_slots([sequence for sequence in self.running if sequence.finish_reason is not None])
         self.running = [sequence for sequence in self.running if sequence.finish_reason is None]
         self._running_slots = None
 
@@ -245,9 +245,9 @@ class Scheduler:
             prefill.followers = [each for each in prefill.followers if each.request.request_id != request_id]
             if prefill.leader in dropped:  # which owns the blocks; samples of other requests return to the queue
                 self.prefilling.remove(prefill)
-                self._release(prefill.followers[::-1])
+                self._release_slots(prefill.followers[::-1])
                 self._requeue(prefill.followers)
-        self._release(dropped)
+        self._release_slots(dropped)
         dropped += [each for each in (*self.running, *self.waiting) if each.request.request_id == request_id]
         for sequence in dropped:
             sequence.finish_reason = "abort"
@@ -257,7 +257,7 @@ class Scheduler:
 
     def return_waiting(self, n_samples: int) -> list[GenerationRequest]:
         """Remove requests of which no sample has started, until they have `n_samples` samples."""
-        fresh = Counter(each.request.request_id for each in self.waiting if each.is_fresh)
+        fresh = Counter(each.request.request_id for each in self.waiting if each.has_no_completion)
         found: dict[int, GenerationRequest] = {}
         for sequence in reversed(self.waiting):
             request = sequence.request
@@ -337,7 +337,7 @@ class Scheduler:
             admitted = self.prefilling[n_before:]
             pairs = [(each.slot, prefill.leader.slot) for prefill in admitted for each in prefill.followers]
             if pairs:
-                self.table.take_like(*map(list, zip(*pairs, strict=True)))
+                self.table.occupy_like(*map(list, zip(*pairs, strict=True)))
             self._filled = (self.n_running, self._step) if budget and self.waiting else None
         if complete := [chunk.prefill for chunk in chunks if chunk.is_last]:
             self._begin_decode(complete)
@@ -364,7 +364,7 @@ class Scheduler:
         table.n_kv[slots_B] = table.n_kv[[leader.slot for leader in leaders]][row_of_B]
         table.n_sampled[slots_B] += 1
         table.capacity[slots_B] = np.array([leader.block_tables.capacity for leader in leaders])[row_of_B]
-        table.register_at[slots_B] = np.array([self._register_at(leader) for leader in leaders])[row_of_B]
+        table.register_at[slots_B] = np.array([self._next_registration(leader) for leader in leaders])[row_of_B]
         self.running += sequences
         self._running_slots = None
 
@@ -415,18 +415,18 @@ class Scheduler:
         # One spare block for each running sequence, or the newcomer would soon be preempted again.
         reserve = len(self.running) * self.blocks.blocks_over_all_groups
         n_new = self._max_new_blocks(match, n_tokens)
-        if not self.blocks.can_allocate(match.found(), n_new, reserve):
+        if not self.blocks.can_allocate(match.cached_blocks(), n_new, reserve):
             assert self.running or self.prefilling, "a sequence was admitted that can never fit"
             return None
         self.waiting.popleft()
         leader.block_tables = BlockTables(self.blocks)
         n_taken = leader.block_tables.allocate_prompt(match, n_tokens)
-        leader.join(self.table, self._slots.pop())
+        leader.enter_batch(self.table, self._slots.pop())
         leader.n_kv = match.n_group_blocks * size
         leader.enter_phase("prefill")
         self.n_cached_tokens += leader.n_kv
         prefill = Prefill(leader)
-        if leader.is_fresh:
+        if leader.has_no_completion:
             leader.n_cached = leader.n_kv
             n_own = self.blocks.blocks_over_all_groups if n_tokens % size else 0
             reserve += n_new - n_taken  # of which chunks to come take the rest
@@ -451,9 +451,9 @@ class Scheduler:
             followers.append(self.waiting.popleft())
         if followers:
             slots = [self._slots.pop() for _ in followers]
-            tables = BlockTables.of_followers(self.blocks, len(followers), has_partial_block=n_own > 0)
+            tables = BlockTables.for_followers(self.blocks, len(followers), has_partial_block=n_own > 0)
             for follower, slot, block_tables in zip(followers, slots, tables, strict=True):
-                follower.join_like(leader, slot, block_tables)
+                follower.enter_batch_like(leader, slot, block_tables)
         return followers
 
     def _max_new_blocks(self, match: PrefixMatch, n_tokens: int) -> int:
@@ -465,7 +465,7 @@ class Scheduler:
         return n_blocks
 
     def _can_follow(self, leader: Sequence) -> bool:
-        if not self.waiting or not self.waiting[0].is_fresh:
+        if not self.waiting or not self.waiting[0].has_no_completion:
             return False
         request = self.waiting[0].request
         return request is leader.request or request.shares_prefill(leader.request)
@@ -475,7 +475,7 @@ class Scheduler:
         self._running_slots = None
         table, slots = self.table, [sequence.slot for sequence in victims]
         assert (table.n_sampled[slots] == table.n_new[slots]).all(), "preempted with a token in flight"
-        self._release(victims[::-1])
+        self._release_slots(victims[::-1])
         self._requeue(victims)
         self.n_preemptions += len(victims)
 
@@ -484,14 +484,14 @@ class Scheduler:
             sequence.enter_phase("preempted")
             self.waiting.appendleft(sequence)
 
-    def _release(self, sequences: list[Sequence]) -> None:
+    def _release_slots(self, sequences: list[Sequence]) -> None:
         """Free the slots of sequences, and their blocks as soon as they are needed."""
         table, slots = self.table, [sequence.slot for sequence in sequences]
         # The last token was sampled and not computed.
         n_tokens_B = np.minimum(table.n_kv[slots], table.n_prompt[slots] + table.n_new[slots] - 1)
         table.owner[slots] = 0
         self._slots += slots
-        keeps, released = self.reuses_prefixes and not self.caches_early, list[BlockTables]()
+        keeps, released = self.reuses_prefixes and not self.registers_while_decoding, list[BlockTables]()
         for sequence, n_tokens in zip(sequences, n_tokens_B.tolist(), strict=True):
             block_tables = sequence.leave_cache()
             if keeps and sequence.finish_reason != "error":
@@ -508,6 +508,6 @@ class Scheduler:
     def cache_departed(self) -> None:
         """Add the blocks of sequences that have left the batch to the prefix cache, and release them."""
         for block_tables, sequence, n_tokens in self._departed:
-            sequence.settle()
+            sequence.append_staged()
             block_tables.register(sequence.tokens, n_tokens)
         self.release_departed()

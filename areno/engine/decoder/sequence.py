@@ -47,10 +47,10 @@ class StopStrings:
             # count as dependence, because many tokenizers drop it before a first token.
             first, text = self._detokenize([token]), self._detokenize([token, token])
             depends = text not in (first + first, f"{first} {first}")
-            can_end = self._can_end[token] = depends or self._fits(first) or self._fits(text[len(first) :])
+            can_end = self._can_end[token] = depends or self._may_end(first) or self._may_end(text[len(first) :])
         return can_end
 
-    def _fits(self, text: str) -> bool:
+    def _may_end(self, text: str) -> bool:
         """Return whether a token's text may end a stop string. True for an incomplete UTF-8 character."""
         if _PART_OF_A_CHARACTER in text:
             return True
@@ -68,7 +68,7 @@ class Sequence:
     """One sample of a request, as the host knows it.
 
     A token is first sampled on the device, and arrives on the host later. While the sequence is in the batch, its
-    numbers are in a SlotTable, and so are its newest tokens until `settle` appends them to the lists here.
+    numbers are in a SlotTable, and so are its newest tokens until `append_staged` appends them to the lists here.
     """
 
     request: GenerationRequest
@@ -93,7 +93,7 @@ class Sequence:
     slot: int = -1  # its row in the device's tables, -1 while waiting
     table: SlotTable | None = None
     block_tables: BlockTables = field(init=False)  # its blocks, there while it has a slot
-    # set when a sample finishes with all its tokens in the slot table, until `settle`
+    # set when a sample finishes with all its tokens in the slot table, until `append_staged`
     completion: tuple[np.ndarray, np.ndarray, np.ndarray] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Sequence:
         if trace.active:
             self.phases.append((phase, trace.now()))
 
-    def join(self, table: SlotTable, slot: int) -> None:
+    def enter_batch(self, table: SlotTable, slot: int) -> None:
         table.take(slot, self.stop_ids)
         table.n_kv[slot], table.n_sampled[slot], table.n_new[slot] = 0, len(self.logprobs), len(self.logprobs)
         table.n_prompt[slot], table.max_new[slot], table.min_new[slot] = self.n_prompt, self.max_new, self.min_new
@@ -116,17 +116,17 @@ class Sequence:
         table.in_pieces[slot] = request.pieces
         self.table, self.slot = table, slot
 
-    def join_like(self, leader: Sequence, slot: int, block_tables: BlockTables) -> None:
+    def enter_batch_like(self, leader: Sequence, slot: int, block_tables: BlockTables) -> None:
         """Enter the batch with the leader of a shared prefill. `SlotTable.take_like` then fills the slot."""
         self.table, self.slot, self.block_tables = leader.table, slot, block_tables
 
-    def settle(self) -> None:
+    def append_staged(self) -> None:
         """Append the arrived tokens that are not in the lists of the sequence."""
         new = self.completion
         if new is not None:
             self.completion = None
         elif self.table is not None and self.table.n_staged[self.slot]:
-            [new] = self.table.unstage([self.slot])
+            [new] = self.table.take_staged([self.slot])
         if new is not None:
             tokens, logprobs, versions = new
             self.tokens += tokens.tolist()
@@ -136,7 +136,7 @@ class Sequence:
     def tokens_from(self, start: int) -> np.ndarray:
         """Return the tokens of prompt and completion from index `start` on, for a sequence in the batch.
 
-        Unlike `settle`, this moves nothing from the slot table to lists, because lists of many tokens take time.
+        Unlike `append_staged`, this moves nothing from the slot table to lists, because lists of many tokens take time.
         """
         assert self.table is not None
         n_settled = len(self.tokens)
@@ -177,7 +177,7 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
-    def is_fresh(self) -> bool:
+    def has_no_completion(self) -> bool:
         """Whether no completion token has arrived, so that the sample can share the prefill of another."""
         return self.completion is None and len(self.tokens) == len(self.request.prompt)
 
@@ -205,7 +205,7 @@ class Sequence:
 
     def accept(self, token: int, logprob: float, version: int, top: TokenScores | None = None, raw: float = 0) -> bool:
         """Append a token that has arrived, and return whether the sequence ends with it."""
-        self.settle()
+        self.append_staged()
         if self.grammar is not None:
             self.grammar.accept(token)
             if self.grammar.error:  # nothing was allowed, so the token that was drawn is no part of the sample
@@ -239,9 +239,11 @@ class Sequence:
     def leave_cache(self) -> BlockTables:
         """Leave the batch, and return the KV blocks, which the caller releases. Arrived tokens stay."""
         if self.completion is None:
-            self.settle()
+            self.append_staged()
         self.table, self.slot = None, -1
-        if self.is_fresh:  # its prompt will be scored again from the first token on, maybe for other samples, too
+        if (
+            self.has_no_completion
+        ):  # its prompt will be scored again from the first token on, maybe for other samples, too
             self.prompt_logprobs = []
         block_tables = self.block_tables
         del self.block_tables
@@ -250,7 +252,7 @@ class Sequence:
     def output(self, whole: bool = False) -> GenerationOutput:
         """Return the completion if the sample has finished or `whole` is True, else the tokens since the last call."""
         if self.completion is None:
-            self.settle()
+            self.append_staged()
         whole = whole or self.finish_reason is not None
         if whole:
             self.enter_phase("end")

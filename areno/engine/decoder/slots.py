@@ -46,7 +46,7 @@ class SlotTable:
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stop_ids)] = list(stop_ids)
 
-    def take_like(self, slots: list[int], like: list[int]) -> None:
+    def occupy_like(self, slots: list[int], like: list[int]) -> None:
         """Give free slots to samples that share the prefill of the samples in slots `like`."""
         self._numbers[:, slots] = self._numbers[:, like]
         self._flags[:, slots] = self._flags[:, like]
@@ -100,7 +100,7 @@ class SlotTable:
     def has_stopped(self, slots_B: np.ndarray, tokens_B: np.ndarray) -> np.ndarray:
         return (self.stop_ids[slots_B] == tokens_B[:, None]).any(1)
 
-    def unstage(self, slots: list[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def take_staged(self, slots: list[int]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         lengths = self.n_staged[slots]
         n_most = int(lengths.max())
         self.n_staged[slots] = 0

@@ -92,7 +92,7 @@ class LocalProcesses:
     def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return (process state, Python stacks) of each rank. The state is empty for a normal process."""
         pids = {rank: process.pid for rank, process in self.processes.items()}
-        return stack_traces.request(pids, self._stack_trace_pipes, self.spec.world_size > 1)
+        return stack_traces.request_stacks(pids, self._stack_trace_pipes, self.spec.world_size > 1)
 
     def kill(self) -> None:
         for process in self.processes.values():

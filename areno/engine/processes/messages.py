@@ -1,7 +1,7 @@
 """Messages between the driver and a worker: Command to the worker, Reply and Outputs to the driver.
 
-`pack` pickles the arguments of a command in the driver, and `execute` calls the method in the worker. `portable` turns
-any exception into an exception that can be pickled.
+`pack` pickles the arguments of a command in the driver, and `execute` calls the method in the worker. `picklable_error`
+turns any exception into an exception that can be pickled.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class WorkerFailure(EngineError):
     """An exception inside a worker that areno did not raise itself, such as an error from torch."""
 
 
-def portable(error: Exception, rank: int) -> ArenoError:
+def picklable_error(error: Exception, rank: int) -> ArenoError:
     """Return an error that can be pickled: a WorkerFailure with the traceback unless areno raised it."""
     if isinstance(error, ArenoError):
         return error

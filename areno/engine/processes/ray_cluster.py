@@ -49,7 +49,7 @@ class Node:
     cpus: int
     port: int = 0  # of Ray's process on the node
 
-    def answers(self) -> bool:
+    def accepts_connections(self) -> bool:
         """Return whether Ray's process accepts connections. Ray itself notices a lost node after half a minute."""
         return _listens(self.host, self.port)
 
@@ -57,7 +57,7 @@ class Node:
         return self.gpus if kind == "cuda" else self.cpus
 
 
-def resource(kind: str) -> str:
+def resource_name(kind: str) -> str:
     return _GPU if kind == "cuda" else _CPU
 
 
@@ -91,13 +91,13 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
     given = given_address(n_nodes)
     logging.getLogger("ray").setLevel(logging.CRITICAL)  # what matters in it comes as an exception, too
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-    with _own_signals():
+    with _sigterm_restored():
         if given == _LOCAL:
-            _start_here(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
+            _start_local_cluster(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
             return
         try:
             address = _address_to_join(given)
-            is_there = address is not None and _is_there(address)
+            is_there = address is not None and _accepts_connections(address)
             if given and not is_there:  # Ray would try for minutes
                 raise ConnectionError("nothing answers there")
             if is_there:
@@ -119,7 +119,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
                 "is ray, but no Ray cluster runs on this machine and RAY_ADDRESS is not set; start one with `ray start`"
             )
             raise ConfigError(Problem(_KEY, text))
-        _start_here(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
+        _start_local_cluster(ray, max(os.cpu_count() or 1, n_devices or 1), quiet)
 
 
 def given_address(n_nodes: int) -> str | None:
@@ -175,7 +175,7 @@ def one_line(words: str) -> str:
     return words if len(words) <= 250 else f"{words[:246]} ..."
 
 
-def _is_there(address: str) -> bool:
+def _accepts_connections(address: str) -> bool:
     host, _, port = address.rpartition(":")
     return _listens(host.strip("[]"), int(port))
 
@@ -221,7 +221,7 @@ def _drop_log_lines() -> None:
             printer.skip_re = cast(Any, SimpleNamespace(search=lambda line: True))
 
 
-def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
+def _start_local_cluster(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
     """Start a Ray cluster on this machine that other machines cannot reach."""
     from ray._private import ray_constants
 
@@ -246,7 +246,7 @@ def _start_here(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
+def _sigterm_restored() -> Iterator[None]:
     """Restore the handler of SIGTERM at the end of this `with` block. Ray's would end the process at once."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
@@ -279,7 +279,7 @@ def free_devices(kind: str) -> dict[str, int]:
     """Return the number of free devices of a kind, "cuda" or "cpu", by Ray's node id."""
     from ray._private import state
 
-    return {node: int(held.get(resource(kind), 0)) for node, held in state.available_resources_per_node().items()}
+    return {node: int(held.get(resource_name(kind), 0)) for node, held in state.available_resources_per_node().items()}
 
 
 def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, key: Key | None = TIMEOUT) -> list[Node]:
@@ -288,7 +288,7 @@ def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, ke
     while not enough(found := nodes()) and time.monotonic() < deadline:
         if not told:
             limit = f"{timeout:g} s ({key})" if key else f"{timeout:g} s"
-            logger.info("waiting up to %s for %s; the Ray cluster has %s", limit, what, described(found))
+            logger.info("waiting up to %s for %s; the Ray cluster has %s", limit, what, describe_nodes(found))
             told = True
         heartbeat.beat()
         time.sleep(_CHECK_EVERY_S)
@@ -300,7 +300,7 @@ def has_room(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> boo
     return sum(node.devices(kind) >= n_each for node in found) >= n_nodes
 
 
-def shares_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> int:
+def device_sets_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> int:
     """Return how many sets of `n_each` devices the nodes can hold, at most `n_nodes`. A node may hold several."""
     return min(n_nodes, sum(node.devices(kind) // n_each for node in found))
 
@@ -309,15 +309,15 @@ def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited:
     key = "cluster.n_nodes" if n_nodes > 1 else "cluster.n_gpus_per_node"
     size = n_nodes if n_nodes > 1 else n_each
     text = "is {}, and the run takes {}, but the Ray cluster has {}; areno waited {:g} s for more ({} changes that)"
-    return Problem(key, text, size, wanted(kind, n_nodes, n_each), described(found), waited, TIMEOUT)
+    return Problem(key, text, size, describe_request(kind, n_nodes, n_each), describe_nodes(found), waited, TIMEOUT)
 
 
-def wanted(kind: str, n_nodes: int, n_each: int) -> str:
+def describe_request(kind: str, n_nodes: int, n_each: int) -> str:
     """Return the nodes that a run needs in words, such as `2 nodes with 8 GPUs each`."""
-    return f"{_count(n_nodes, 'node')} with {_count(n_each, resource(kind))}{' each' if n_nodes > 1 else ''}"
+    return f"{_count(n_nodes, 'node')} with {_count(n_each, resource_name(kind))}{' each' if n_nodes > 1 else ''}"
 
 
-def described(found: Sequence[Node]) -> str:
+def describe_nodes(found: Sequence[Node]) -> str:
     """Return a list of nodes in words, such as `2 nodes: 10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.2 (8 GPUs, 64 CPUs)`."""
     if not found:
         return "no node"

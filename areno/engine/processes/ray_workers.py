@@ -47,7 +47,7 @@ lost_nodes: set[str] = set()  # ids of nodes that this process knows or suspects
 
 
 @dataclass
-class _Node:
+class _WorkerNode:
     id: str
     host: str
     actor: Any
@@ -71,7 +71,7 @@ class RayProcesses:
         import ray  # after `connect` has made it quiet
 
         self._ray: Any = ray
-        self._nodes: list[_Node] = []
+        self._nodes: list[_WorkerNode] = []
         self._group: Any = None  # the placement group
         self._inbox: SimpleQueue[Arrived] = SimpleQueue()
         self._lost: WorkerLost | None = None
@@ -80,7 +80,7 @@ class RayProcesses:
         self._threads: list[threading.Thread] = []
         self.spec = spec
         try:
-            self._place(again)
+            self._reserve_nodes(again)
             self._start()
         except self._ray.exceptions.RayTaskError as error:  # the node is alive and reports the cause
             self.close()
@@ -97,25 +97,27 @@ class RayProcesses:
 
     # -- start -----------------------------------------------------------------------------------------------------
 
-    def _place(self, again: bool) -> None:
+    def _reserve_nodes(self, again: bool) -> None:
         """Choose the number of nodes, wait until the cluster has them, and reserve their devices."""
         spec = self.spec
         kind, n_nodes, n_each = spec.devices[0].partition(":")[0], spec.n_nodes, spec.world_size // spec.n_nodes
-        what = ray_cluster.wanted(kind, n_nodes, n_each)
+        what = ray_cluster.describe_request(kind, n_nodes, n_each)
         if lost_nodes:
-            ray_cluster.wait_for(partial(sees_losses, kind, n_each), _FORGET_S, "Ray to see which node is gone", None)
+            ray_cluster.wait_for(
+                partial(has_noticed_losses, kind, n_each), _FORGET_S, "Ray to see which node is gone", None
+            )
         found = ray_cluster.wait_for(
             lambda found: ray_cluster.has_room(found, kind, n_nodes, n_each), spec.setup_timeout, what
         )
         spread = ray_cluster.has_room(found, kind, n_nodes, n_each)
         if not spread:
-            n_shares = ray_cluster.shares_left(found, kind, n_nodes, n_each) if again else 0
+            n_shares = ray_cluster.device_sets_left(found, kind, n_nodes, n_each) if again else 0
             while list(spec.engine.layout(n_shares * n_each).problems()):
                 n_shares -= 1
             if not n_shares:
                 raise ConfigError(ray_cluster.no_room(kind, n_nodes, n_each, found, spec.setup_timeout))
             if n_shares < n_nodes:
-                n_copies, there_is = spec.engine.layout(n_shares * n_each).dp_size, ray_cluster.described(found)
+                n_copies, there_is = spec.engine.layout(n_shares * n_each).dp_size, ray_cluster.describe_nodes(found)
                 text = "going on with %d of %d copies of the model, on what is left: the Ray cluster has %s, "
                 text += "and no more came within %g s (%s)"
                 logger.warning(text, n_copies, spec.layout.dp_size, there_is, spec.setup_timeout, ray_cluster.TIMEOUT)
@@ -126,25 +128,25 @@ class RayProcesses:
         """Reserve devices with a Ray placement group ("SPREAD": actors may share nodes), and start actors."""
         from ray.util.placement_group import placement_group, placement_group_table
 
-        bundle = {ray_cluster.resource(kind): float(n_each)}
+        bundle = {ray_cluster.resource_name(kind): float(n_each)}
         self._group = placement_group([bundle] * self.spec.n_nodes, strategy=strategy)
         seconds, told = max(RESERVE_S, self.spec.setup_timeout), False
         limit = f"{seconds:g} s ({ray_cluster.TIMEOUT}, but at least {RESERVE_S:g} s)"
         deadline = time.monotonic() + seconds
         while not self._group.wait(1):
             heartbeat.beat()
-            what = ray_cluster.wanted(kind, self.spec.n_nodes, n_each)
+            what = ray_cluster.describe_request(kind, self.spec.n_nodes, n_each)
             free = sum(ray_cluster.free_devices(kind).values())
             if not told:
                 text = "waiting up to %s for %s, which others use; of the Ray cluster %d %ss are free in all"
-                logger.info(text, limit, what, free, ray_cluster.resource(kind))
+                logger.info(text, limit, what, free, ray_cluster.resource_name(kind))
                 told = True
             if time.monotonic() > deadline:
                 message = (
                     "the Ray cluster has {}, but others use them: {} wanted, {} {}s are free in all after {:g} s; "
                 )
                 message += "raise {} to wait longer, or lower {}"
-                there_is, unit = ray_cluster.described(found), ray_cluster.resource(kind)
+                there_is, unit = ray_cluster.describe_nodes(found), ray_cluster.resource_name(kind)
                 n_nodes = Key("cluster.n_nodes")
                 raise EngineError(message, there_is, what, free, unit, seconds, ray_cluster.TIMEOUT, n_nodes)
         ids = placement_group_table(self._group)["bundles_to_node_id"]
@@ -159,7 +161,7 @@ class RayProcesses:
                 options["num_gpus"] = n_each
             actor = start_actor(self._ray, options, environment)
             ranks = range(index * n_each, (index + 1) * n_each)
-            self._nodes.append(_Node(ids[index], hosts.get(ids[index], "?"), actor, ranks))
+            self._nodes.append(_WorkerNode(ids[index], hosts.get(ids[index], "?"), actor, ranks))
 
     def _start(self) -> None:
         """Check versions, devices and folders on the nodes, and start the workers and threads for messages."""
@@ -167,7 +169,7 @@ class RayProcesses:
         try:
             paths = [*read_folders(self.spec).values(), *map(str, probe_files.values())]
             asked = [_call_actor(node.actor.report, paths) for node in self._nodes]
-            reports = [self._report(node, one) for node, one in zip(self._nodes, asked, strict=True)]
+            reports = [self._wait_for_report(node, one) for node, one in zip(self._nodes, asked, strict=True)]
         finally:
             for probe_file in probe_files.values():
                 probe_file.unlink(missing_ok=True)
@@ -189,7 +191,7 @@ class RayProcesses:
             thread.start()
             self._threads.append(thread)
 
-    def _report(self, node: _Node, asked: Any) -> NodeReport:
+    def _wait_for_report(self, node: _WorkerNode, asked: Any) -> NodeReport:
         """Wait for the report of a node. Raises EngineError, or Ray's error if the node or its memory was lost."""
         try:
             deadline, is_lost = time.monotonic() + _START_S, False
@@ -209,7 +211,7 @@ class RayProcesses:
 
     # -- work ------------------------------------------------------------------------------------------------------
 
-    def _fetch_messages(self, node: _Node) -> None:
+    def _fetch_messages(self, node: _WorkerNode) -> None:
         """Fetch messages and counters from a node until closed or lost. Runs in a thread."""
         first, last = FIELDS * node.ranks.start, FIELDS * node.ranks.stop
         while not self._closed.is_set():
@@ -231,7 +233,7 @@ class RayProcesses:
                 self._inbox.put(arrived)
         return None
 
-    def _mark_lost(self, node: _Node, why: str) -> None:
+    def _mark_lost(self, node: _WorkerNode, why: str) -> None:
         """Record that a node is lost because of `why`, and wake a thread that waits in `receive`."""
         if self._closed.is_set():
             return
@@ -324,7 +326,7 @@ def _call_actor(method: Any, *args: Any, group: str = "watch") -> Any:
     return method.options(concurrency_group=group).remote(*args)
 
 
-def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
+def has_noticed_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
     """Return whether Ray has noticed all node losses, so that it offers no devices of a lost node.
 
     A node that answers and has `n_each` free devices counts as alive again. Answering is not enough, because a hung
@@ -332,7 +334,7 @@ def sees_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bo
     """
     lost = [node for node in found if node.id in lost_nodes]
     free = ray_cluster.free_devices(kind) if lost else {}
-    return all(node.answers() and free.get(node.id, 0) >= n_each for node in lost)
+    return all(node.accepts_connections() and free.get(node.id, 0) >= n_each for node in lost)
 
 
 def check_versions(reports: Sequence[NodeReport]) -> None:

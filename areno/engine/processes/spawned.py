@@ -55,7 +55,7 @@ class SpawnedGroup:
         self.heartbeats = WorkerHeartbeats(self.processes.counters, self._layout)
         self.watchdog = Watchdog(spec.engine.stall_timeout_s, self)
         try:
-            self._collect()
+            self._collect_replies()
             self.heartbeats.together = False
         except BaseException:
             self.close()
@@ -83,14 +83,14 @@ class SpawnedGroup:
         self.heartbeats.together = True
         try:
             for rank, arguments in zip(self._layout.leaders, packed, strict=True):
-                self._send(rank, Command(method, arguments, self._last_id))
-            return self._collect()
+                self._send_command(rank, Command(method, arguments, self._last_id))
+            return self._collect_replies()
         finally:
             self.heartbeats.together = False
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
         """Send a command without waiting, from any thread. A later `poll` or `call` raises its error."""
-        self._send(self._layout.leaders[dp_rank], Command(method, pack(method, args), None))
+        self._send_command(self._layout.leaders[dp_rank], Command(method, pack(method, args), None))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Return the outputs that have arrived since the last call, after at most `timeout` seconds.
@@ -129,7 +129,7 @@ class SpawnedGroup:
         if processes is not None:
             processes.close()
 
-    def _send(self, rank: int, command: Command) -> None:
+    def _send_command(self, rank: int, command: Command) -> None:
         processes = self._open_processes
         try:
             with self._sending[rank]:
@@ -138,7 +138,7 @@ class SpawnedGroup:
         except (BrokenPipeError, ConnectionResetError):
             self._raise_death(rank)
 
-    def _collect(self) -> list[Any]:
+    def _collect_replies(self) -> list[Any]:
         """Wait until every rank has replied to the last command, and return the values of the leaders.
 
         If a rank fails, other ranks may wait for it forever in a collective. So the whole group is closed if replies
@@ -172,7 +172,7 @@ class SpawnedGroup:
             trace.extend(message.events)
             self._host_bytes[rank] = message.host_bytes
             if message.error is not None:
-                message.error = self._with_host(rank, message.error)
+                message.error = self._name_host(rank, message.error)
         if isinstance(message, Outputs):
             self._ready.extend(message.outputs)
             self._stats[self._layout.place_of(rank)[0]] = message.stats
@@ -181,7 +181,7 @@ class SpawnedGroup:
         elif message.id == self._last_id:  # other replies are to an earlier command that failed on another rank
             self._replies[rank] = message
 
-    def _with_host(self, rank: int, error: ArenoError) -> ArenoError:
+    def _name_host(self, rank: int, error: ArenoError) -> ArenoError:
         """Add the host of `rank` to a CheckpointError, in a run on several nodes."""
         if self.spec.n_nodes == 1 or not isinstance(error, CheckpointError):
             return error

@@ -82,7 +82,9 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def request(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives: bool) -> dict[int, tuple[str, str]]:
+def request_stacks(
+    pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives: bool
+) -> dict[int, tuple[str, str]]:
     """Ask workers on this machine for (process state in words, Python stacks). Normal states are empty."""
     states = {rank: process_state(pid) for rank, pid in pids.items()}
     awake = [rank for rank, state in states.items() if state not in _CANNOT_ANSWER]
@@ -90,18 +92,18 @@ def request(pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives:
         with contextlib.suppress(OSError):
             os.kill(pids[rank], _SIGNAL)
     deadline = time.monotonic() + _ANSWER_S
-    shown = {rank: _readable(_read(pipes[rank], deadline)) for rank in awake}
+    shown = {rank: _format_dump(_read_until(pipes[rank], deadline)) for rank in awake}
     if with_collectives:
         for rank in awake:
             with contextlib.suppress(OSError):
                 os.write(pipes[rank].fileno(), b"?")
         deadline = time.monotonic() + _ANSWER_S
-        shown = {rank: f"{stacks}\n{_read(pipes[rank], deadline)}".rstrip() for rank, stacks in shown.items()}
+        shown = {rank: f"{stacks}\n{_read_until(pipes[rank], deadline)}".rstrip() for rank, stacks in shown.items()}
     deaf = "(a stopped process shows no stack)"
     return {rank: (_STATES.get(state, ""), shown.get(rank, deaf)) for rank, state in states.items()}
 
 
-def _read(pipe: Any, deadline: float) -> str:
+def _read_until(pipe: Any, deadline: float) -> str:
     """Read text until the deadline, or until 0.3 seconds pass without new bytes after the first bytes."""
     chunks: list[bytes] = []
     while (left := deadline - time.monotonic()) > 0:
@@ -113,7 +115,7 @@ def _read(pipe: Any, deadline: float) -> str:
     return b"".join(chunks).decode(errors="replace").rstrip()
 
 
-def _readable(dump: str) -> str:
+def _format_dump(dump: str) -> str:
     """Format a stack dump of faulthandler without the threads that only wait for the driver."""
     sections = []
     for section in dump.split("\n\n"):

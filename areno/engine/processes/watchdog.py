@@ -64,9 +64,9 @@ class WorkerHeartbeats:
     def is_due(self, rank: int) -> bool:
         """Return whether a rank should make progress now, because of a command or requests to decode."""
         leader = self._layout.copy_of(rank).start  # other ranks have no requests: they wait for the leader
-        return self._is_asked(rank) or bool(self.counters[FIELDS * leader + _DECODES])
+        return self._has_open_command(rank) or bool(self.counters[FIELDS * leader + _DECODES])
 
-    def _is_asked(self, rank: int) -> bool:
+    def _has_open_command(self, rank: int) -> bool:
         return self.counters[FIELDS * rank + _DONE] < self._sent[rank]
 
     def progress(self, rank: int) -> list[int]:
@@ -75,7 +75,7 @@ class WorkerHeartbeats:
 
     def command(self, rank: int) -> str:
         """Return the name of the method that a rank executes, or "decoding"."""
-        return self._commands[rank] if self._is_asked(rank) else "decoding"
+        return self._commands[rank] if self._has_open_command(rank) else "decoding"
 
 
 class Heartbeat:
@@ -94,7 +94,7 @@ class Heartbeat:
         self._counters[self._at + _DECODES] = decodes
 
 
-class Watched(Protocol):
+class WatchedGroup(Protocol):
     """The interface that the watchdog needs. `command` is the method that a worker in this process executes, if any."""
 
     command: str
@@ -116,7 +116,7 @@ class Watched(Protocol):
 class Watchdog:
     """A thread that watches the progress of a group of workers and of the driver, unless `limit_s` is None."""
 
-    def __init__(self, limit_s: float | None, group: Watched):
+    def __init__(self, limit_s: float | None, group: WatchedGroup):
         self.limit_s, self._group = limit_s, group
         self._stopped = threading.Event()
         self._quiet: dict[int, float] = {}  # seconds without progress, by rank
@@ -125,10 +125,10 @@ class Watchdog:
         self._interrupted_at = -1
         self._lost = False
         if limit_s is not None:
-            _listen()
+            _install_handler()
             # The thread does not keep a group alive that was dropped without being closed.
             args = (weakref.ref(self), self._stopped)
-            threading.Thread(target=_watch, args=args, daemon=True, name="areno-watchdog").start()
+            threading.Thread(target=_check_periodically, args=args, daemon=True, name="areno-watchdog").start()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -136,7 +136,7 @@ class Watchdog:
     def check(self, elapsed: float) -> None:
         """Check the counters `elapsed` seconds after the last check, and end workers or the driver if they hang."""
         assert self.limit_s is not None
-        due, work = self._due(elapsed), heartbeat.work()
+        due, work = self._ranks_due(elapsed), heartbeat.work()
         if work:
             # If C code keeps the interpreter's lock, this thread hangs as well. faulthandler still shows stacks.
             faulthandler.dump_traceback_later(self.limit_s + _LOCKED_S, file=2)
@@ -159,7 +159,7 @@ class Watchdog:
             self._driver_quiet = 0.0
             self._end_driver(work)
 
-    def _due(self, elapsed: float) -> list[int]:
+    def _ranks_due(self, elapsed: float) -> list[int]:
         """Return the ranks that should make progress now, and update for how long each rank has made none."""
         heartbeats, due = self._group.heartbeats, []
         if heartbeats is None or self._lost:
@@ -192,7 +192,7 @@ class Watchdog:
         how = f", since it {traces[first][0]}," if stopped else ""
         text = "{} made no progress for {:.0f} s in {}{} and was ended; raise {} ({:g}) if this can take longer"
         error = WorkerLost(text, who, seconds, command, how, _KEY, self.limit_s)
-        what = f"{who} made no progress for {seconds:.0f} s, command {command}{_phase(heartbeat.work())}"
+        what = f"{who} made no progress for {seconds:.0f} s, command {command}{_phase_text(heartbeat.work())}"
         notes = dict.fromkeys(traces, "has nothing to do")
         notes |= {rank: f"no progress for {self._quiet[rank]:.0f} s" for rank in due}
         self._log_stack_traces(what, traces, notes)
@@ -209,9 +209,9 @@ class Watchdog:
         kind = WorkerLost if group.heartbeats is None and group.command else EngineError
         what = f"worker 0, which lives in the driver ({group.command})," if kind is WorkerLost else "the driver"
         text = "{} made no progress for {:g} s{}; raise {} if this can take longer"
-        error = kind(text, what, self.limit_s, _phase(work), _KEY)
+        error = kind(text, what, self.limit_s, _phase_text(work), _KEY)
         traces = {} if self._lost else group.stack_traces()
-        self._log_stack_traces(f"{what} made no progress for {self.limit_s:g} s{_phase(work)}", traces, {})
+        self._log_stack_traces(f"{what} made no progress for {self.limit_s:g} s{_phase_text(work)}", traces, {})
         is_main = work[-1][1] == threading.main_thread().ident
         if heartbeat.count() != beats:
             return  # the driver has made progress since
@@ -219,8 +219,10 @@ class Watchdog:
             self._interrupted_at = beats  # if the exception is caught without progress, the driver hangs again
             return
         group.mark_lost(WorkerLost("the driver hangs, and ends"))
-        _in_time(_LOG_TIMEOUT_S, lambda: print(f"error: {error}; the process ends", file=sys.stderr, flush=True))
-        _in_time(_LOG_TIMEOUT_S, logging.shutdown)
+        _call_with_limit(
+            _LOG_TIMEOUT_S, lambda: print(f"error: {error}; the process ends", file=sys.stderr, flush=True)
+        )
+        _call_with_limit(_LOG_TIMEOUT_S, logging.shutdown)
         os._exit(1)
 
     def _log_stack_traces(self, what: str, traces: dict[int, tuple[str, str]], notes: Mapping[int, str]) -> None:
@@ -232,10 +234,10 @@ class Watchdog:
         found = [(f"{', '.join(names)}: {title}", shown) for (title, shown), names in alike.items()]
         found.append(("driver:", stack_traces.driver_stack_traces(threading.get_ident())))
         text = "\n".join([what, *(f"{title}\n{textwrap.indent(shown, '    ')}" for title, shown in found)])
-        _in_time(_LOG_TIMEOUT_S, lambda: logger.error("%s", text))
+        _call_with_limit(_LOG_TIMEOUT_S, lambda: logger.error("%s", text))
 
 
-def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
+def _check_periodically(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
     """Call `check` every second or tenth of `limit_s`, until the watchdog is stopped or garbage-collected."""
     before = time.monotonic()
     try:
@@ -254,7 +256,7 @@ def _watch(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _phase(work: list[tuple[str, int]]) -> str:
+def _phase_text(work: list[tuple[str, int]]) -> str:
     names = dict.fromkeys(name for name, _ in work)
     return f" in {' > '.join(names)}" if names else ""
 
@@ -268,7 +270,7 @@ def _is_debugged(thread: int) -> bool:
     return False
 
 
-def _in_time(limit_s: float, act: Callable[[], Any]) -> None:
+def _call_with_limit(limit_s: float, act: Callable[[], Any]) -> None:
     """Call a function that may hang, in a thread, and stop waiting for it after `limit_s` seconds."""
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
@@ -280,7 +282,7 @@ _exception: Exception | None = None
 _taken = threading.Event()
 
 
-def _listen() -> None:
+def _install_handler() -> None:
     """Install `_on_signal`, unless the process has another handler or this is not the main thread."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(_INTERRUPT) is signal.SIG_DFL:
         signal.signal(_INTERRUPT, _on_signal)

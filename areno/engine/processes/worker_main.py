@@ -17,7 +17,7 @@ from areno import heartbeat, trace
 from areno.cost.remedies import MORE_DEVICES
 from areno.engine.device_memory import out_of_memory_hint, resident_bytes
 from areno.engine.processes.child import follow_parent
-from areno.engine.processes.messages import Command, Outputs, Reply, execute, portable
+from areno.engine.processes.messages import Command, Outputs, Reply, execute, picklable_error
 from areno.engine.processes.stack_traces import StackTraceServer
 from areno.engine.processes.watchdog import Heartbeat
 from areno.errors import ArenoError, Key, WorkerLost
@@ -67,26 +67,26 @@ def worker_main(
         pipe.send(Reply(0))
     except Exception as error:
         with suppress(BrokenPipeError, ConnectionResetError):
-            pipe.send(Reply(0, error=portable(error, rank)))
-            _leave(1)
-        _leave(0)  # the driver has closed the group, for example after Ctrl-C
+            pipe.send(Reply(0, error=picklable_error(error, rank)))
+            _exit(1)
+        _exit(0)  # the driver has closed the group, for example after Ctrl-C
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     if context.is_leader:
-        threading.Thread(target=_fill, args=(pipe, inbox), daemon=True, name="areno-commands").start()
+        threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True, name="areno-commands").start()
     try:
-        _serve(pipe, inbox, worker, context, own_heartbeat)
+        _execute_and_decode(pipe, inbox, worker, context, own_heartbeat)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the driver closed the group
     except Exception as error:
         with suppress(BrokenPipeError, ConnectionResetError):  # another rank failed, so the driver has closed the group
-            pipe.send(Reply(None, error=_failure(error, context)))
-        _leave(1)
+            pipe.send(Reply(None, error=_error_to_send(error, context)))
+        _exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
-    _leave(0)
+    _exit(0)
 
 
-def _leave(code: int) -> NoReturn:
+def _exit(code: int) -> NoReturn:
     """Flush stdout and stderr, and end the process at once.
 
     A regular exit of an interpreter with torch takes a second, and torch may warn about an open process group.
@@ -96,7 +96,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _fill(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
+def _read_commands(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
     """Move commands from the pipe to a queue as they arrive, and put None when the pipe ends. Runs in a thread.
 
     The thread keeps the pipe empty. Otherwise the driver and a worker that send to each other at the same time could
@@ -109,14 +109,16 @@ def _fill(pipe: Any, inbox: SimpleQueue[Command | None]) -> None:
         inbox.put(None)
 
 
-def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: Any, own_heartbeat: Heartbeat) -> None:
+def _execute_and_decode(
+    pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: Any, own_heartbeat: Heartbeat
+) -> None:
     """Execute commands until the driver closes the pipe, and decode while there are requests.
 
     While the driver has no command, the worker tidies up, so that no command waits for that.
     """
     last_stats = 0.0
     while True:
-        for command in _commands(inbox, worker, context):
+        for command in _arrived_commands(inbox, worker, context):
             if command is None:
                 return
             reply = Reply(command.id)
@@ -126,7 +128,7 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
                     value = execute(worker, command.method, args)
                 reply.value = value if context.is_leader else None
             except Exception as error:
-                reply.error = _failure(error, context)
+                reply.error = _error_to_send(error, context)
             own_heartbeat.finish_command(worker.has_work)
             if command.id is not None or (reply.error is not None and context.is_leader):
                 reply.events, reply.host_bytes = trace.take(), resident_bytes()
@@ -146,7 +148,7 @@ def _serve(pipe: Any, inbox: SimpleQueue[Command | None], worker: Any, context: 
             own_heartbeat.set_decoding(worker.has_work)
 
 
-def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
+def _arrived_commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
     """Return the commands that have arrived, None for a closed pipe. Waits if there is nothing to decode.
 
     The leader of a tensor-parallel group broadcasts them to the other ranks, so that all execute them at the same step.
@@ -163,9 +165,9 @@ def _commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> 
         return [None]
 
 
-def _failure(error: Exception, context: Any) -> ArenoError:
+def _error_to_send(error: Exception, context: Any) -> ArenoError:
     """Return the error to send to the driver. It is WorkerLost if the CUDA device no longer works."""
-    told = portable(error, context.rank)
+    told = picklable_error(error, context.rank)
     if context.device.type == "cuda" and not isinstance(error, ArenoError):
         import torch
 

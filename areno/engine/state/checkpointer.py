@@ -17,7 +17,14 @@ from areno import heartbeat
 from areno.engine.device_memory import host_bytes_free
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Role, Roles
-from areno.engine.state.tensor_shards import TensorShard, buffers_of, metadata, shards_of, shards_to_write, trained
+from areno.engine.state.tensor_shards import (
+    TensorShard,
+    buffers_of,
+    flat_and_optimizer,
+    metadata,
+    shards_of,
+    shards_to_write,
+)
 from areno.engine.train.optimizer_offload import PINNED_BYTES, HostBuffer
 from areno.errors import CheckpointError, EngineError
 from areno.layers.parallel import ParallelGroup
@@ -95,7 +102,7 @@ class StateCheckpointer:
         )
         self._thread.start()
         for role in self._roles.trained().values():
-            flat, optimizer = trained(role.backend)
+            flat, optimizer = flat_and_optimizer(role.backend)
             if flat.in_host:
                 optimizer.before_step.append(self._wait_for_files)
 
@@ -118,7 +125,7 @@ class StateCheckpointer:
         Raises CheckpointError for a damaged folder, and EngineError for the state of other roles, models or optimizers.
         """
         from areno.engine.state.storage import Reader
-        from areno.engine.state.transfer import check_fits, load_role
+        from areno.engine.state.transfer import check_compatible, load_role
 
         self._wait_for_copies()
         self._wait_for_files()
@@ -129,7 +136,7 @@ class StateCheckpointer:
 
         def check() -> None:
             readers.append(Reader(folder))
-            check_fits(readers[0], roles, folder)
+            check_compatible(readers[0], roles, folder)
             readers[0].verify(context.rank, context.world_size)
 
         def load() -> None:
@@ -141,7 +148,7 @@ class StateCheckpointer:
         if self._on_all_ranks(check) and self._on_all_ranks(load):
             for role in roles.values():
                 with role.on_device(training=True) as backend:
-                    trained(backend)[0].from_masters()  # a collective call
+                    flat_and_optimizer(backend)[0].update_from_masters()  # a collective call
 
     def forget(self) -> None:
         """Free save plans and host memory. Call this before roles are added or removed."""
@@ -163,7 +170,7 @@ class StateCheckpointer:
         roles = self._roles.trained()
         for name, role in roles.items():
             dtypes |= {buffer: tensor.dtype for buffer, tensor in buffers_of(name, role.backend).items()}
-            flat, _ = trained(role.backend)
+            flat, _ = flat_and_optimizer(role.backend)
             alike = ParallelGroup() if flat.is_divided else self._context.dp
             mine = shards_to_write(shards_of(name, role.backend, with_moments), alike)
             shares += [_Share(name, buffer, shards) for buffer, shards in mine.items()]
@@ -184,7 +191,7 @@ class StateCheckpointer:
             if isinstance(buffer, HostBuffer):
                 in_host[share.buffer] = buffer.pieces(place)
             else:
-                sources[share.buffer] = _views(buffer, role, share.start, share.stop)
+                sources[share.buffer] = _buffer_views(buffer, role, share.start, share.stop)
         self._provide_memory(sources)
         with self._on_copy_stream(list(roles.values())):
             for buffer, parts in sources.items():
@@ -226,7 +233,7 @@ class StateCheckpointer:
         self._copied = torch.cuda.Event(blocking=True)  # a waiting thread sleeps instead of spinning
         self._copied.record(self._stream)
         for role in roles:
-            trained(role.backend)[1].before_step.append(partial(_wait_on_stream, self._copied))
+            flat_and_optimizer(role.backend)[1].before_step.append(partial(_wait_on_stream, self._copied))
 
     def _wait_for_copies(self) -> None:
         if (copied := self._copied) is not None:
@@ -268,7 +275,7 @@ def _wait_on_stream(event: torch.cuda.Event) -> None:
     torch.cuda.current_stream().wait_event(event)
 
 
-def _views(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
+def _buffer_views(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
     """Return views of at most PINNED_BYTES of device memory, or of the host memory of an offloaded role."""
     size, parts, begin = PINNED_BYTES // buffer.element_size(), [], 0
     for whole in role.offload.at_rest(buffer) or [buffer]:

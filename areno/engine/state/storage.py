@@ -113,7 +113,7 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Return a result for each file (its checksums) and for each shard (its file and first byte)."""
-        results = in_threads(self._write, self._files)
+        results = run_in_threads(self._write, self._files)
         sync(self._folder)
         locations = {
             (shard.name, shard.offsets): (file, (shard.start - file.start) * file.parts[0].element_size())
@@ -186,7 +186,7 @@ class Reader(StorageReader):
 
     def verify(self, rank: int, size: int) -> None:
         """Compare every `size`-th file with its checksums. Raises CheckpointError."""
-        in_threads(self._verify, sorted(self._files)[rank::size])
+        run_in_threads(self._verify, sorted(self._files)[rank::size])
 
     def _verify(self, name: str) -> None:
         path, expected = self._folder / name, self._files[name]
@@ -232,7 +232,7 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         shares = [plan.items[number::_THREADS] for number in range(_THREADS)]
-        in_threads(lambda items: self._read(items, planner), shares)
+        run_in_threads(lambda items: self._read(items, planner), shares)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -257,7 +257,7 @@ class Reader(StorageReader):
             planner.commit_tensor(item, target)
 
 
-def in_threads(work: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+def run_in_threads(work: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "areno-state-files") as pool:
         return list(pool.map(work, items))
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.optimizer import Optimizer
-from areno.engine.train.optimizer_offload import Buffer, blocks
+from areno.engine.train.optimizer_offload import Buffer, block_range
 from areno.engine.train.zero_buffers import FlatParameters
 from areno.kernels.adam import BLOCK
 from areno.layers.parallel import ParallelGroup
-from areno.layers.shard import Part
+from areno.layers.shard import TensorPart
 from areno.models.adapters import adapter_table
 from areno.models.weights import checkpoint_table
 
@@ -37,8 +37,8 @@ class TensorShard:
     """A box of a stored tensor that is contiguous in one buffer of this rank, such as "actor.master".
 
     `start` is the index of its first element in the buffer. `shards_of` counts only the elements that this
-    data-parallel rank owns, `_boxes` all elements of the undivided buffer. `repeated`: a lower rank holds the same box
-    and writes it.
+    data-parallel rank owns, `_cut_box` all elements of the undivided buffer. `repeated`: a lower rank holds the same
+    box and writes it.
     """
 
     name: str
@@ -57,7 +57,7 @@ class TensorShard:
         return buffer[self.start : self.stop].view(self.sizes)
 
 
-def trained(backend: TrainBackend) -> tuple[FlatParameters, Optimizer]:
+def flat_and_optimizer(backend: TrainBackend) -> tuple[FlatParameters, Optimizer]:
     assert backend.flat is not None
     assert backend.optimizer is not None
     return backend.flat, backend.optimizer
@@ -69,7 +69,7 @@ def metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]
     A state that an older version of areno wrote lacks the last two entries. It holds moments that began with the first
     update.
     """
-    _, optimizer = trained(backend)
+    _, optimizer = flat_and_optimizer(backend)
     found = {"optimizer": optimizer.config.type, TP_SIZE: backend.model.tp.size}
     return {**found, "moments": with_moments, "moments_from": optimizer.moments_from}
 
@@ -79,36 +79,38 @@ def buffers_of(role: str, backend: TrainBackend) -> dict[str, Buffer]:
 
     The counters are a new tensor of N_COUNTERS values: the numbers of applied, of skipped and of empty updates.
     """
-    flat, optimizer = trained(backend)
+    flat, optimizer = flat_and_optimizer(backend)
     counters = torch.tensor([optimizer.steps, optimizer.skipped_steps, optimizer.empty_steps])
     named: dict[str, Buffer] = {MASTER: flat.masters, **optimizer.moments, COUNTERS: counters}
     return {f"{role}.{kind}": buffer for kind, buffer in named.items()}
 
 
 def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
-    return {name: _stored_shape(part) for name, _, part in _table(backend)}
+    return {name: _stored_shape(part) for name, _, part in _trained_tensors(backend)}
 
 
 def shards_of(role: str, backend: TrainBackend, with_moments: bool = True) -> list[TensorShard]:
     """Return the shards of a role that this rank holds, ordered by buffer and index. The counters come last."""
-    flat, optimizer = trained(backend)
+    flat, optimizer = flat_and_optimizer(backend)
     kinds = [MASTER, *optimizer.moments] if with_moments and not optimizer.is_in_blocks else [MASTER]
-    found = [own for kind in kinds for shard in _matrices(role, kind, backend) for own in _owned(shard, flat)]
+    found = [
+        own for kind in kinds for shard in _matrix_shards(role, kind, backend) for own in _owned_boxes(shard, flat)
+    ]
     if optimizer.is_in_blocks and with_moments:
         tp = backend.model.tp
         for name, place in flat.ranges.items():
             is_sharded = backend.model.is_sharded(name)
             for kind in optimizer.moments:
                 unit = BLOCK if kind.endswith("scale") else 1
-                stretch = blocks(place) if unit > 1 else place
+                stretch = block_range(place) if unit > 1 else place
                 holder = tp if is_sharded else ParallelGroup(0, tp.size)
-                vectors = vector(role, kind, name, holder, stretch, repeated=tp.rank > 0 and not is_sharded)
-                found += [own for shard in vectors for own in _owned(shard, flat, unit)]
+                vectors = vector_shards(role, kind, name, holder, stretch, repeated=tp.rank > 0 and not is_sharded)
+                found += [own for shard in vectors for own in _owned_boxes(shard, flat, unit)]
     found.sort(key=lambda shard: (shard.buffer, shard.start))
     repeated = tp_rank(backend) > 0 or flat.dp.rank > 0
     return [
         *found,
-        *_boxes(f"{role}.{COUNTERS}", (N_COUNTERS,), (0,), (N_COUNTERS,), f"{role}.{COUNTERS}", 0, repeated),
+        *_cut_box(f"{role}.{COUNTERS}", (N_COUNTERS,), (0,), (N_COUNTERS,), f"{role}.{COUNTERS}", 0, repeated),
     ]
 
 
@@ -125,7 +127,7 @@ _STORED_MODULES = {
 }
 
 
-def vector(
+def vector_shards(
     role: str, kind: str, name: str, holder: ParallelGroup, stretch: slice, repeated: bool = False
 ) -> Iterator[TensorShard]:
     """Yield the shards that hold the 8-bit moment of one parameter, or the scales of this moment.
@@ -138,7 +140,7 @@ def vector(
     *before, module, leaf = name.split(".")
     name = ".".join((*before, _STORED_MODULES.get(module, module), leaf))
     stored = f"{role}.{kind}.{name}.{holder.rank}-of-{holder.size}"
-    return _boxes(stored, size, (0,), size, f"{role}.{kind}", stretch.start, repeated)
+    return _cut_box(stored, size, (0,), size, f"{role}.{kind}", stretch.start, repeated)
 
 
 def shards_to_write(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[str, list[TensorShard]]:
@@ -156,29 +158,29 @@ def shards_to_write(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[st
     return shares
 
 
-def _table(backend: TrainBackend) -> Iterator[tuple[str, str, Part]]:
+def _trained_tensors(backend: TrainBackend) -> Iterator[tuple[str, str, TensorPart]]:
     """Yield (checkpoint name, parameter name, Part) for each checkpoint tensor that is trained.
 
     A parameter may combine several checkpoint tensors. The Part says which rows of the parameter the checkpoint tensor
     fills, and which shard of the tensor this rank holds.
     """
-    flat, _ = trained(backend)
+    flat, _ = flat_and_optimizer(backend)
     own_names = {id(parameter): name for name, parameter in backend.model.named_parameters()}
     for entry in [*checkpoint_table(backend.model), *adapter_table(backend.model)]:
         if (own := own_names[id(entry.parameter)]) in flat.ranges:
             yield entry.name, own, entry.part
 
 
-def _stored_shape(part: Part) -> tuple[int, ...]:
+def _stored_shape(part: TensorPart) -> tuple[int, ...]:
     """Return the shape in which a checkpoint tensor is stored. Dimensions after the first are joined."""
     first, *rest = part.full_shape
     return (first, math.prod(rest)) if len(rest) > 1 else part.full_shape
 
 
-def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[TensorShard]:
+def _matrix_shards(role: str, kind: str, backend: TrainBackend) -> Iterator[TensorShard]:
     """Yield the shards of master weights or fp32 moments, before data parallelism divides them."""
-    flat, _ = trained(backend)
-    for name, own, part in _table(backend):
+    flat, _ = flat_and_optimizer(backend)
+    for name, own, part in _trained_tensors(backend):
         row = math.prod(flat.shapes[own][1:])
         shape = _stored_shape(part)
         offsets, sizes = [0] * len(shape), list(shape)
@@ -187,10 +189,10 @@ def _matrices(role: str, kind: str, backend: TrainBackend) -> Iterator[TensorSha
         start = flat.ranges[own].start + part.offset * row
         repeated = tp_rank(backend) % (backend.model.tp.size if part.dim is None else part.copies) > 0
         buffer = f"{role}.{kind}"
-        yield from _boxes(f"{buffer}.{name}", shape, offsets, sizes, buffer, start, repeated)
+        yield from _cut_box(f"{buffer}.{name}", shape, offsets, sizes, buffer, start, repeated)
 
 
-def _boxes(
+def _cut_box(
     name: str,
     shape: tuple[int, ...],
     offsets: Iterable[int],
@@ -208,14 +210,14 @@ def _boxes(
         yield TensorShard(name, shape, (first + at, *offsets), (n, *sizes), buffer, start + at * row, repeated)
 
 
-def _owned(shard: TensorShard, flat: FlatParameters, unit: int = 1) -> Iterator[TensorShard]:
+def _owned_boxes(shard: TensorShard, flat: FlatParameters, unit: int = 1) -> Iterator[TensorShard]:
     """Yield the parts of a shard that this data-parallel rank owns, as boxes.
 
     A part may begin or end inside a row. It then becomes up to three boxes: the rest of a row, whole rows, and the
     beginning of a row. `unit` is the number of parameters per element of the buffer, BLOCK for scales.
     """
     row = math.prod(shard.sizes[1:])
-    for place, local in flat.owned(slice(shard.start * unit, shard.stop * unit)):
+    for place, local in flat.owned_ranges(slice(shard.start * unit, shard.stop * unit)):
         begin, end = place.start // unit, -(-place.stop // unit)
         shift = local.start // unit - begin
         while begin < end:  # as boxes: what is left of a row, whole rows, the beginning of a row
@@ -228,7 +230,7 @@ def _owned(shard: TensorShard, flat: FlatParameters, unit: int = 1) -> Iterator[
             begin += n
 
 
-def by_name(shards: Iterable[TensorShard]) -> Mapping[str, list[TensorShard]]:
+def shards_by_name(shards: Iterable[TensorShard]) -> Mapping[str, list[TensorShard]]:
     found: dict[str, list[TensorShard]] = {}
     for shard in shards:
         found.setdefault(shard.name, []).append(shard)

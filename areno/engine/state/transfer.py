@@ -35,15 +35,15 @@ from areno.engine.state.tensor_shards import (
     TP_SIZE,
     TensorShard,
     buffers_of,
-    by_name,
+    flat_and_optimizer,
     metadata,
     shapes_of,
+    shards_by_name,
     shards_of,
-    trained,
-    vector,
+    vector_shards,
 )
 from areno.engine.train.backend import TrainBackend
-from areno.engine.train.optimizer_offload import Buffer, blocks
+from areno.engine.train.optimizer_offload import Buffer, block_range
 from areno.errors import ArenoError, CheckpointError, EngineError, Key
 from areno.kernels.adam.reference import BLOCK, dequantise, quantise
 from areno.layers.parallel import ParallelGroup
@@ -67,7 +67,7 @@ class ShardSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan for this rank's shards, empty if the final plan was made."""
-        return SavePlan([] if self._final else [self._item(shard) for shard in self._shards])
+        return SavePlan([] if self._final else [self._write_item(shard) for shard in self._shards])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Join the plans of all ranks, which only the first call does.
@@ -83,8 +83,10 @@ class ShardSavePlanner(DefaultSavePlanner):
         self._final = self._final or new_plan
         return self._final
 
-    def _item(self, shard: TensorShard) -> WriteItem:
-        data = TensorWriteData(_chunk(shard), TensorProperties(self._dtypes[shard.buffer]), torch.Size(shard.shape))
+    def _write_item(self, shard: TensorShard) -> WriteItem:
+        data = TensorWriteData(
+            _chunk_metadata(shard), TensorProperties(self._dtypes[shard.buffer]), torch.Size(shard.shape)
+        )
         return WriteItem(MetadataIndex(shard.name, shard.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
@@ -92,7 +94,7 @@ class ShardLoadPlanner(LoadPlanner):
     """The planner for reading shards into buffers. The stored chunks may have other borders than the shards."""
 
     def __init__(self, shards: Iterable[TensorShard], buffers: Mapping[str, Buffer]):
-        self._shards, self._buffers = by_name(shards), buffers
+        self._shards, self._buffers = shards_by_name(shards), buffers
         self._shard_at = {(shard.name, shard.offsets): shard for found in self._shards.values() for shard in found}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
@@ -104,7 +106,7 @@ class ShardLoadPlanner(LoadPlanner):
         for name, shards in self._shards.items():
             tensor = self._metadata[name]
             assert isinstance(tensor, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, tensor, [_chunk(shard) for shard in shards])
+            items += create_read_items_for_chunk_list(name, tensor, [_chunk_metadata(shard) for shard in shards])
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -129,7 +131,7 @@ class ShardLoadPlanner(LoadPlanner):
         heartbeat.beat()
 
 
-def _chunk(shard: TensorShard) -> ChunkStorageMetadata:
+def _chunk_metadata(shard: TensorShard) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes))
 
 
@@ -146,10 +148,10 @@ def save(
             {}, storage_writer=Writer(folder, files, check), planner=planner, process_group=group, no_dist=not group
         )
     except BaseException as error:  # CheckpointException does not derive from Exception
-        raise _failure(error, f"{folder}: the state of the run cannot be written") from error
+        raise _checkpoint_error(error, f"{folder}: the state of the run cannot be written") from error
 
 
-def check_fits(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
+def check_compatible(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
     """Raise EngineError if names of roles, the type of an optimizer or shapes of a model differ."""
     if reader.about.keys() != roles.keys():
         raise EngineError(
@@ -187,7 +189,7 @@ def load_role(
 
     Each rank reads only the elements that it holds. Without moments, they start at zero.
     """
-    _, optimizer = trained(backend)
+    _, optimizer = flat_and_optimizer(backend)
     facts = reader.about[role]
     stored_tp, with_moments = facts[TP_SIZE], with_moments and facts.get("moments", True)
     buffers, shards = buffers_of(role, backend), shards_of(role, backend, with_moments)
@@ -197,18 +199,18 @@ def load_role(
     counters = buffers[f"{role}.{COUNTERS}"]
     assert isinstance(counters, Tensor)
     counters.zero_()  # states of older versions lack the last one
-    _read(reader, shards, buffers)
+    _read_shards(reader, shards, buffers)
     optimizer.steps, optimizer.skipped_steps, optimizer.empty_steps = counters.tolist()
     optimizer.moments_from = facts.get("moments_from", 0)
     if not with_moments:
         optimizer.clear_moments()
 
 
-def _read(reader: Reader, shards: Iterable[TensorShard], buffers: Mapping[str, Buffer]) -> None:
+def _read_shards(reader: Reader, shards: Iterable[TensorShard], buffers: Mapping[str, Buffer]) -> None:
     try:
         dcp.load({}, storage_reader=reader, planner=ShardLoadPlanner(shards, buffers), no_dist=True)
     except CheckpointException as error:
-        raise _failure(error, "the state of the run cannot be read") from error
+        raise _checkpoint_error(error, "the state of the run cannot be read") from error
 
 
 def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int, lora: LoraSpec | None) -> None:
@@ -217,7 +219,7 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
     The blocks that share a scale follow the layout of one rank, so the stored moments are dequantised, assembled to
     full tensors, cut for this rank and quantised again.
     """
-    flat, optimizer = trained(backend)
+    flat, optimizer = flat_and_optimizer(backend)
     model = backend.model
     dtype = model.embed.weight.dtype
     stored = [
@@ -231,16 +233,16 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
     for kind, signed in (("exp_avg", True), ("exp_avg_sq", False)):
         for name, place in flat.ranges.items():
             own = torch.zeros(flat.shapes[name])
-            wholes = _whole_moments(reader, role, kind, name, stored)
+            wholes = _full_moments(reader, role, kind, name, stored)
             for part, whole in zip(model.layout(name), wholes, strict=True):
-                part.region(own).copy_(part.cut(whole))
-            for part, local in flat.owned(place):
+                part.region(own).copy_(part.shard_of(whole))
+            for part, local in flat.owned_ranges(place):
                 values = own.flatten()[part.start - place.start : part.stop - place.start].to(device)
-                scales = buffers[f"{role}.{kind}_scale"][blocks(local)]
+                scales = buffers[f"{role}.{kind}_scale"][block_range(local)]
                 quantise(values, buffers[f"{role}.{kind}"][local], scales, signed=signed)
 
 
-def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list[Transformer]) -> list[Tensor]:
+def _full_moments(reader: Reader, role: str, kind: str, name: str, stored: list[Transformer]) -> list[Tensor]:
     """Return the full fp32 moment of each checkpoint tensor that a parameter combines.
 
     `stored` are models on the device `meta` with the shapes of each tensor-parallel rank that wrote the state.
@@ -254,16 +256,16 @@ def _whole_moments(reader: Reader, role: str, kind: str, name: str, stored: list
         shards = [
             shard
             for suffix, buffer in (("", codes), ("_scale", scales))
-            for shard in vector(role, f"{kind}{suffix}", name, model.tp, slice(0, buffer.numel()))
+            for shard in vector_shards(role, f"{kind}{suffix}", name, model.tp, slice(0, buffer.numel()))
         ]
-        _read(reader, shards, buffers)
+        _read_shards(reader, shards, buffers)
         values = dequantise(codes, scales, signed=kind == "exp_avg").view(shape)
         for part, whole in zip(model.layout(name), wholes, strict=True):
-            part.cut(whole).copy_(part.region(values))
+            part.shard_of(whole).copy_(part.region(values))
     return wholes
 
 
-def _failure(error: BaseException, what: str) -> CheckpointError:
+def _checkpoint_error(error: BaseException, what: str) -> CheckpointError:
     """Return a CheckpointError with the text `what`, followed by the error of the lowest rank that failed."""
     ranks = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
     first: BaseException = ranks[min(ranks)][0]

@@ -18,7 +18,7 @@ from areno.config.optimizers import OPTIMIZERS
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence
 from areno.cost.memory import LOGITS_KEPT
-from areno.cost.prefix_sharing import Sharing
+from areno.cost.prefix_sharing import PrefixSharing
 from areno.cost.remedies import Option
 from areno.engine.device_memory import training_hint
 from areno.engine.processes.process_groups import ParallelContext
@@ -29,7 +29,7 @@ from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats,
 from areno.engine.train.micro_batches import NO_SHARING, StepMicroBatches, TrainResult, row_micro_batches
 from areno.engine.train.moe_routing import StepRouting
 from areno.engine.train.optimizer import Optimizer
-from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, StepBatches, not_masked, pack_group
+from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, StepBatches, is_predicted, pack_group
 from areno.engine.train.recomputation import KeptLayers, free_bytes
 from areno.engine.train.rollout_mismatch import compare_with_rollout
 from areno.engine.train.shared_prefixes import order_to_share
@@ -78,7 +78,7 @@ class TrainBackend:
         self.model, self.role, self.context, self.attn_backend = model, role, context, attn_backend
         self.device, self.exact, self._beside = model.device, spec.engine.exact, beside
         on_cuda = self.device.type == "cuda"
-        self.score_sharing, self.train_sharing = _sharing_of(model, role, spec.share_prefixes)
+        self.score_sharing, self.train_sharing = _sharing_rules(model, role, spec.share_prefixes)
         self._split = spec.splits_tokens
         self._multiple = model.tp.size if self._split else 1  # of the number of tokens of a pass
         self._prefix: PrefixPass | None = None  # begun by the last micro-batch
@@ -152,7 +152,7 @@ class TrainBackend:
             stats, old, keeps_old = [], [], is_policy and update.old_logprobs == "recompute"
             self.n_halvings = 0
             for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
-                stats.append(self._step(step, of_step, loss_fn, update, is_first=number == 0))
+                stats.append(self._optimizer_step(step, of_step, loss_fn, update, is_first=number == 0))
                 old.append(old_logprobs.step_old_logprobs(of_step) if keeps_old else None)
             return TrainResult(join_steps(stats), old, self.n_halvings)
 
@@ -202,10 +202,10 @@ class TrainBackend:
         token_rows = [without_padding(row, pad) for row in token_rows]
 
         def rewards_of(packed: PackedTokens) -> Tensor:
-            hidden_nD, share = self._hidden(packed)
+            hidden_nD, share = self._hidden_states(packed)
             every_N = torch.arange(share.n_tokens, device=self.device)
             indices_n, hidden_nD = share.select(hidden_nD, every_N, every_N)
-            return share.aligned(indices_n, self.model.values(hidden_nD))
+            return share.gather_values(indices_n, self.model.values(hidden_nD))
 
         return [float(row[-1]) for row in self._score(token_rows, mb_spec, may_halve, rewards_of)]
 
@@ -254,7 +254,7 @@ class TrainBackend:
             scored = []
             for group in groups:
                 given = None if routes is None else [[routes[i] for i in batch] for batch in group]
-                asked = None if prompt_masks is None else [not_masked(prompt_masks, batch) for batch in group]
+                asked = None if prompt_masks is None else [is_predicted(prompt_masks, batch) for batch in group]
                 packs = pack_group([[rows[i] for i in batch] for batch in group], self.device, given, asked, share)
                 for batch, packed in zip(group, packs, strict=True):
                     with phase("score", rows=len(batch)), self.pass_threads(packed.n_computed):
@@ -272,32 +272,32 @@ class TrainBackend:
         try:
             yield
         finally:
-            self._leave_prefix()
+            self._end_prefix()
             if self._teachers is not None:
                 self._teachers.end()
 
-    def _leave_prefix(self) -> None:
+    def _end_prefix(self) -> None:
         if self._prefix is not None:
             self._prefix.end()
         self._prefix = None
 
-    def _hidden(self, packed: PackedTokens) -> tuple[Tensor, LocalTokens]:
+    def _hidden_states(self, packed: PackedTokens) -> tuple[Tensor, LocalTokens]:
         """Run the layers on the tokens of a micro-batch that this context-parallel rank computes.
 
         Before the first of several micro-batches with common prefixes, the layers run on the prefixes. The hidden
         states are (n, D), for n of the micro-batch's N tokens.
         """
         if packed.prefix is not None and packed.prefix is not self._prefix:
-            self._leave_prefix()
+            self._end_prefix()
             self._prefix = packed.prefix
-            with phase("prefixes", tokens=packed.n_before):
+            with phase("prefixes", tokens=packed.n_prefix_tokens):
                 self._prefix.begin(lambda packed, stores: self._run_layers(packed, stores)[0])
             self._routing.add()
         return self._run_layers(packed)
 
     def _run_layers(self, packed: PackedTokens, stores: PrefixKeys | None = None) -> tuple[Tensor, LocalTokens]:
         """Run the layers on a pass. `stores` receives keys and values for later passes."""
-        share = LocalTokens.of_rank(packed, self.context.cp, self.attn_backend, self._multiple, stores)
+        share = LocalTokens.for_rank(packed, self.context.cp, self.attn_backend, self._multiple, stores)
         self._routing.begin(packed, share)
         recompute = self.role.gradient_checkpointing
         waits = stores is not None  # for the passes that read the keys
@@ -310,9 +310,9 @@ class TrainBackend:
 
         The value of the state before token t comes from the hidden state of token t - 1.
         """
-        hidden_nD, share = self._hidden(packed)
-        indices_T, hidden_TD = share.before(hidden_nD, packed.indices_to_predict())
-        return share.aligned(indices_T, self.model.values(hidden_TD))
+        hidden_nD, share = self._hidden_states(packed)
+        indices_T, hidden_TD = share.select_predecessors(hidden_nD, packed.indices_to_predict())
+        return share.gather_values(indices_T, self.model.values(hidden_TD))
 
     def _logprobs(
         self, packed: PackedTokens, sampling: SamplingConfig, pack: DataPack | None = None, update: Any = None
@@ -325,8 +325,8 @@ class TrainBackend:
         lists = pack is not None and pack.teacher_top_tokens is not None
         if divergence is not None and self._teachers is not None and not lists:
             teacher = self._teachers.run(packed)
-        hidden_nD, share = self._hidden(packed)
-        indices_T, hidden_TD = share.before(hidden_nD, packed.indices_to_predict())
+        hidden_nD, share = self._hidden_states(packed)
+        indices_T, hidden_TD = share.select_predecessors(hidden_nD, packed.indices_to_predict())
         if divergence is not None and pack is not None and lists:
             teacher = listed_teacher(packed, pack, indices_T, divergence)
         # None if the head is frozen or the model only scores. While a model scores, its gradients may have no memory.
@@ -342,15 +342,15 @@ class TrainBackend:
         )
         weight_VD, targets_T = head.weight[: head.n_valid], packed.tokens_N[indices_T]
         found = selected_logprobs(hidden_TD, weight_VD, targets_T, softmax, teacher)
-        return tuple(share.aligned(indices_T, each_T) for each_T in found)
+        return tuple(share.gather_values(indices_T, each_T) for each_T in found)
 
-    def _step(
+    def _optimizer_step(
         self, step: StepMicroBatches, batches: StepBatches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> dict[str, float]:
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
         with self._prefix_passes():
-            self._routing.begin_step((packed for packed, _ in batches), self._hidden)
+            self._routing.begin_step((packed for packed, _ in batches), self._hidden_states)
         stats = self._accumulate(step, batches, loss_fn, update, is_first)
 
         numbers = stats.finish(self.context.data)  # the ranks of `context.cp` have the same statistics
@@ -398,7 +398,7 @@ class TrainBackend:
 
         def attempt() -> StepStats:
             with self._prefix_passes():
-                stats = self._accumulate_once(batches, given, loss_fn, update, is_first)
+                stats = self._accumulate_all(batches, given, loss_fn, update, is_first)
             with phase("sum gradients"):
                 self._gradients.finish()
             return stats
@@ -416,7 +416,7 @@ class TrainBackend:
 
         return retry_with_smaller_pieces(attempt, divide)
 
-    def _accumulate_once(
+    def _accumulate_all(
         self,
         batches: StepBatches,
         given: list[Tensor | None],
@@ -437,7 +437,7 @@ class TrainBackend:
                 given.append(pack.old_logprobs)
             pack.old_logprobs = given[number]
             with phase("forward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
-                loss, loss_stats = self._loss_of(packed, pack, loss_fn, update, is_first, stats)
+                loss, loss_stats = self._micro_batch_loss(packed, pack, loss_fn, update, is_first, stats)
             self._routing.add()
             with phase("backward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
                 self._gradients.backward(loss)
@@ -445,8 +445,8 @@ class TrainBackend:
             if packed.prefix is not None:
                 following = batches[number + 1][0] if number + 1 < len(batches) else None
                 if following is None or following.prefix is not packed.prefix:
-                    self._backward_of(packed.prefix)
-                    n_computed += packed.n_before
+                    self._prefix_backward(packed.prefix)
+                    n_computed += packed.n_prefix_tokens
             heartbeat.beat()
             stats.add({"loss": loss, "total_loss": loss, **loss_stats})
         counts = np.array([n_computed, sum(len(pack.tokens) for _, pack in batches)], dtype=np.float64)
@@ -454,16 +454,16 @@ class TrainBackend:
         stats.add({"computed_tokens": computed, "row_tokens": of_rows})
         return stats
 
-    def _backward_of(self, prefix: PrefixPass) -> None:
+    def _prefix_backward(self, prefix: PrefixPass) -> None:
         """Run the backward pass of prefixes, after those of all micro-batches that share them."""
         with phase("backward", tokens=len(prefix.packed.tokens_N)):
             if self.model.routing is not None:  # the settings of the forward pass, for recomputation
-                share = LocalTokens.of_rank(prefix.packed, self.context.cp, self.attn_backend, self._multiple)
+                share = LocalTokens.for_rank(prefix.packed, self.context.cp, self.attn_backend, self._multiple)
                 self._routing.begin(prefix.packed, share)
             self._gradients.backward(*prefix.output())
-        self._leave_prefix()
+        self._end_prefix()
 
-    def _loss_of(
+    def _micro_batch_loss(
         self,
         packed: PackedTokens,
         pack: DataPack,
@@ -497,7 +497,7 @@ class TrainBackend:
         return training_hint(self.role, mb_spec, fitting, self._beside, recomputes=recomputes, on_cuda=on_cuda)
 
 
-def _sharing_of(model: Transformer, role: RoleSpec, when: SharePrefixes) -> tuple[Sharing, Sharing]:
+def _sharing_rules(model: Transformer, role: RoleSpec, when: SharePrefixes) -> tuple[PrefixSharing, PrefixSharing]:
     on_cuda, itemsize = model.device.type == "cuda", model.embed.weight.element_size()
-    rule = partial(Sharing.of, when, model.config, itemsize, on_cuda=on_cuda, tp_size=model.tp.size)
+    rule = partial(PrefixSharing.from_setting, when, model.config, itemsize, on_cuda=on_cuda, tp_size=model.tp.size)
     return rule(trains=False), rule(trains=True, adapters=role.adapters)

@@ -78,7 +78,7 @@ class FlatRows(Sequence[Row]):
     starts: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
-        self.starts = starts_of(self.lengths)
+        self.starts = row_starts(self.lengths)
 
     @staticmethod
     def concatenate(rows: Sequence[Row]) -> FlatRows:
@@ -138,7 +138,7 @@ class FlatRows(Sequence[Row]):
             start = int(self.starts[chosen[0]])
             of_tokens = slice(start, start + int(lengths.sum()))
         elif len(chosen):
-            of_tokens = np.repeat(self.starts[chosen] - starts_of(lengths), lengths) + np.arange(lengths.sum())
+            of_tokens = np.repeat(self.starts[chosen] - row_starts(lengths), lengths) + np.arange(lengths.sum())
         return FlatRows(
             lengths,
             self.tokens[of_tokens],
@@ -152,7 +152,7 @@ class FlatRows(Sequence[Row]):
         )
 
 
-def starts_of(lengths: np.ndarray) -> np.ndarray:
+def row_starts(lengths: np.ndarray) -> np.ndarray:
     return np.cumsum(lengths) - lengths
 
 
@@ -194,7 +194,9 @@ def read_rows(
     """
     if not rows:
         raise DataError("there are no rows to train on")
-    given = [field for field in FIELDS if vars(rows[0])[field] is not None or (field == OLD and _any_old(rows))]
+    given = [
+        field for field in FIELDS if vars(rows[0])[field] is not None or (field == OLD and _have_old_logprobs(rows))
+    ]
     if (flat := _read_arrays(rows, given, vocab_size, context_len)) is not None:
         return flat
     first = name.format(0)
@@ -203,7 +205,7 @@ def read_rows(
     )
 
 
-def _any_old(rows: Sequence[TrainSequence]) -> bool:
+def _have_old_logprobs(rows: Sequence[TrainSequence]) -> bool:
     return any(row.old_logprobs is not None for row in rows)
 
 
@@ -243,7 +245,7 @@ def _read_arrays(
     tokens, prompt_mask = (np.concatenate(columns[name]) for name in ("tokens", "prompt_mask"))
     fields = {FIELDS[name]: np.concatenate(columns[name], dtype=np.float32) for name in given}
     trained = ~prompt_mask
-    trained[starts_of(lengths)] = False
+    trained[row_starts(lengths)] = False
     is_good = tokens.min() >= 0 and tokens.max() < vocab_size
     # Selecting the trained tokens is slow and rarely needed, so all tokens are checked first.
     finite = (np.isfinite(values).all() or np.isfinite(values[trained]).all() for values in fields.values())
@@ -426,7 +428,7 @@ TOP = ("teacher_top_tokens", "teacher_top_logprobs")  # names in Row.fields and 
 def _add_teacher(rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int, context_len: int, name: str) -> None:
     """Add what a divergence from a teacher needs to checked rows: prompts of its own, or what it lists."""
     if any(row.teacher_top is not None for row in given):
-        rows.fields |= _read_tops(rows, given, vocab_size, name)
+        rows.fields |= _read_teacher_tops(rows, given, vocab_size, name)
         return
     for index, source in enumerate(given):
         called = name.format(index)
@@ -442,18 +444,20 @@ def _add_teacher(rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int
                 raise DataError(f"{called} {text}; shorten it")
 
 
-def _read_tops(rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int, name: str) -> dict[str, np.ndarray]:
+def _read_teacher_tops(
+    rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int, name: str
+) -> dict[str, np.ndarray]:
     found: list[dict[str, np.ndarray]] = []
     for index, (row, source) in enumerate(zip(rows, given, strict=True)):
         called = name.format(index)
-        found.append(_read_top(source.teacher_top, row, vocab_size, called))
+        found.append(_read_teacher_top(source.teacher_top, row, vocab_size, called))
         n, n_first = (each[TOP[0]].shape[1] for each in (found[-1], found[0]))
         if n != n_first:
             raise DataError(f"{called}: teacher_top has {n} tokens for each position, the first row {n_first}")
     return {name: np.concatenate([each[name] for each in found]) for name in TOP}
 
 
-def _read_top(top: Any, row: Row, vocab_size: int, called: str) -> dict[str, np.ndarray]:
+def _read_teacher_top(top: Any, row: Row, vocab_size: int, called: str) -> dict[str, np.ndarray]:
     if not isinstance(top, tuple) or len(top) != 2:
         raise DataError(f"{called}: teacher_top is {type(top).__name__}; (token ids, log-probabilities) is expected")
     try:

@@ -38,9 +38,9 @@ class Gradients:
 
     def finish(self) -> None:
         self._dp.all_reduce(self._flat.grads)
-        self._join_parts()
+        self._sum_partial_gradients()
 
-    def _join_parts(self) -> None:
+    def _sum_partial_gradients(self) -> None:
         """Sum those gradients over tensor-parallel ranks that each rank has computed only in part."""
         found = sorted(self._flat.copies(), key=lambda pair: pair[1])
         for n, same in itertools.groupby(found, key=lambda pair: pair[1]):
@@ -84,10 +84,10 @@ class ReducedGradients(Gradients):
         flat = self._flat
         if again:
             whole = [bucket for bucket, _ in self._works if bucket.is_whole]
-            self._wait()
+            self._wait_for_reductions()
             self._kept += [(bucket, flat.grads[bucket.own_grads].to("cpu", copy=True)) for bucket in whole]
         else:
-            self._wait()
+            self._wait_for_reductions()
             self._kept, self._begun = [], 0
         for bucket in self._order:
             if bucket.is_whole or not again:
@@ -104,17 +104,17 @@ class ReducedGradients(Gradients):
         while self._round < self._rounds:
             self._open_round()
             self._close_round()
-        self._wait()
+        self._wait_for_reductions()
         for bucket, piece in self._kept:
             self._flat.grads[bucket.own_grads].copy_(piece)
-        self._join_parts()
+        self._sum_partial_gradients()
 
     def _open_round(self) -> None:
         """Start a backward pass: list its buckets, and clear the workspace slot of the first one."""
         self._left = iter(self._order if self._round == self._rounds - 1 else self._divided)
         self._next = next(self._left, None)
         for bucket in self._divided[:1]:
-            self._free(bucket)
+            self._free_slot(bucket)
 
     def _close_round(self) -> None:
         """Reduce the buckets of this round that the backward pass has not reported as complete.
@@ -133,21 +133,23 @@ class ReducedGradients(Gradients):
     def _reduce(self, bucket: Bucket) -> None:
         """Start the reduction of a bucket, unless it was done in an earlier attempt at the step."""
         if self._at >= self._begun:
-            self._works.append((bucket, self._dp.reduce_scatter(self._flat.slot(bucket))))
+            self._works.append((bucket, self._dp.reduce_scatter(self._flat.gradient_slot(bucket))))
             self._begun += 1
         self._at += 1
         self._next = next(self._left, None)
         if not bucket.is_whole and (at := self._divided.index(bucket) + 1) < len(self._divided):
-            self._free(self._divided[at])
+            self._free_slot(self._divided[at])
 
-    def _free(self, bucket: Bucket) -> None:
+    def _free_slot(self, bucket: Bucket) -> None:
         """Clear the workspace slot of a bucket, after the reduction of the previous bucket there has ended."""
-        slot = self._flat.slot(bucket)
+        slot = self._flat.gradient_slot(bucket)
         users = [each for each, _ in self._works if each in self._divided]
-        self._wait([each for each in users if self._flat.slot(each).data_ptr() == slot.data_ptr()])
+        self._wait_for_reductions(
+            [each for each in users if self._flat.gradient_slot(each).data_ptr() == slot.data_ptr()]
+        )
         slot.zero_()
 
-    def _wait(self, buckets: list[Bucket] | None = None) -> None:
+    def _wait_for_reductions(self, buckets: list[Bucket] | None = None) -> None:
         """Wait for reductions, and add the sums to the gradients. On CUDA the stream waits, not the host."""
         done, self._works = self._works, []
         if buckets is not None:
@@ -158,7 +160,7 @@ class ReducedGradients(Gradients):
             if not bucket.is_whole:
                 size = bucket.own.stop - bucket.own.start
                 start = bucket.own.start - bucket.place.start
-                self._flat.grads[bucket.grads].add_(self._flat.slot(bucket)[start : start + size])
+                self._flat.grads[bucket.grads].add_(self._flat.gradient_slot(bucket)[start : start + size])
 
 
 class StepStats:

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
-from areno.cost.flops import Cost, forward_flops, train_flops
-from areno.cost.prefix_sharing import Sharing
+from areno.cost.flops import TokenCost, forward_flops, train_flops
+from areno.cost.prefix_sharing import PrefixSharing
 from areno.engine.reports import EngineInfo
 from areno.engine.train.checked_rows import FlatRows, read_tokens
-from areno.engine.train.shared_prefixes import LinkedPieces, Rows, linked_pieces, n_computed, order_to_share, pieces
+from areno.engine.train.shared_prefixes import LinkedGroups, Rows, linked_groups, n_computed, order_to_share, pieces
 from areno.errors import DataError, EngineError, Key
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 
-NO_SHARING = Sharing("off")
+NO_SHARING = PrefixSharing("off")
 
 _BALANCED = 1.1  # largest cost of a rank, divided by the mean, with which rows are not divided further
 _PIECES = 4  # at least so many pieces of rows with a shared prefix for each data-parallel rank
@@ -95,7 +95,9 @@ def keep_old_logprobs(
                 rows[place].old_logprobs = of_row
 
 
-def sharing_beside_teachers(sharing: Sharing, of_teachers: Iterable[Sharing], rows: FlatRows, cp_size: int) -> Sharing:
+def sharing_beside_teachers(
+    sharing: PrefixSharing, of_teachers: Iterable[PrefixSharing], rows: FlatRows, cp_size: int
+) -> PrefixSharing:
     """Return the rule of an update with teachers for computing common prefixes once.
 
     It is NO_SHARING if the model of a teacher cannot share prefixes, or if the teacher reads prompts of its own,
@@ -115,14 +117,14 @@ def _from_pickle(rows: FlatRows, *others: Any) -> StepMicroBatches:
     return StepMicroBatches(replace(rows, tokens=rows.tokens.astype(np.int64)), *others)
 
 
-def share_steps(
+def divide_steps(
     rows: FlatRows,
     update: UpdateSpec,
     dp_size: int = 1,
     section: str = "actor",
-    cost: Cost | None = None,
+    cost: TokenCost | None = None,
     cp_size: int = 1,
-    sharing: Sharing = NO_SHARING,
+    sharing: PrefixSharing = NO_SHARING,
 ) -> list[list[StepMicroBatches]]:
     """Divide rows into optimizer steps, and each step over the data-parallel ranks.
 
@@ -133,7 +135,7 @@ def share_steps(
     Raises DataError if the rows are no multiple of `update.rows_per_unit`, or if a step has fewer units of several rows
     than there are ranks.
     """
-    n_units, update_of_units = _units(len(rows), update)
+    n_units, update_of_units = _count_units(len(rows), update)
     per_unit = update.rows_per_unit
     lengths = rows.lengths.reshape(n_units, per_unit).sum(1).tolist()
     trained_of_unit = rows.n_trained.reshape(n_units, per_unit)
@@ -178,7 +180,7 @@ def share_steps(
                 indices = rows_of_unit[[own_units[at] for at in chain(*chain(*found))]].ravel().tolist()
                 own, sizes = rows.select(indices), [[per_unit * len(batch) for batch in group] for group in found]
             else:  # the rank takes part in collectives, but adds nothing to the loss
-                indices, own, sizes = [], _untrained(rows, rows_of_unit[step][:, 0]), [[1]]
+                indices, own, sizes = [], _cheap_rows(rows, rows_of_unit[step][:, 0]), [[1]]
             of_ranks.append(StepMicroBatches(own, sizes, n_tokens, n_rows, 0, rank_shares, indices))
         rounds = max(of_rank.n_backward for of_rank in of_ranks)
         for of_rank, steps in zip(of_ranks, shares, strict=True):
@@ -238,7 +240,7 @@ def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, s
     return [sorted(i for place in share for i in found[place].units) for share in shares]
 
 
-def _untrained(rows: FlatRows, indices: np.ndarray) -> FlatRows:
+def _cheap_rows(rows: FlatRows, indices: np.ndarray) -> FlatRows:
     """Return the first two tokens of the shortest of some rows, none of them trained, for a cheap forward pass."""
     row = rows[int(indices[rows.lengths[indices].argmin()])]
     fields = {name: numbers[:2] for name, numbers in row.fields.items()}
@@ -247,13 +249,13 @@ def _untrained(rows: FlatRows, indices: np.ndarray) -> FlatRows:
     )
 
 
-def _unit_cost(lengths: Sequence[int], n_trained: Sequence[int], cost: Cost | None) -> float:
+def _unit_cost(lengths: Sequence[int], n_trained: Sequence[int], cost: TokenCost | None) -> float:
     if cost is None:
         return sum(lengths)
     return sum(train_flops(cost, [length], n) for length, n in zip(lengths, n_trained, strict=True))
 
 
-def _units(n_rows: int, update: UpdateSpec) -> tuple[int, UpdateSpec]:
+def _count_units(n_rows: int, update: UpdateSpec) -> tuple[int, UpdateSpec]:
     """Return the number of units, and a copy of `update` whose mini_bs counts units."""
     rows_per_unit, spec = update.rows_per_unit, update.mb_spec
     if rows_per_unit < 1:
@@ -326,7 +328,7 @@ def row_micro_batches(
     units: Sequence[Rows],
     spec: MicroBatchSpec,
     cp_size: int = 1,
-    sharing: Sharing = NO_SHARING,
+    sharing: PrefixSharing = NO_SHARING,
     order: Sequence[tuple[int, int]] | None = None,
     *,
     keeps_count: bool = False,
@@ -361,9 +363,9 @@ def row_micro_batches(
         if not is_faster([n_least // n_passes] * n_passes):
             return [[batch] for batch in apart], False
     if cp_size == 1:
-        found = linked_pieces(units, most, sharing, order)
+        found = linked_groups(units, most, sharing, order)
     else:
-        found = [LinkedPieces([piece], [piece.n_computed]) for piece in pieces(units, most)]
+        found = [LinkedGroups([piece], [piece.n_computed]) for piece in pieces(units, most)]
     alone = [each.pieces[0] for each in found if len(each.pieces) == 1]
     linked = [each for each in found if len(each.pieces) > 1]
     batches = micro_batches([piece.size for piece in alone], spec, cp_size)
@@ -391,8 +393,8 @@ def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def share_rows(
-    rows: Sequence[Any], n_shares: int, info: EngineInfo, sharing: Sharing = NO_SHARING
+def divide_rows(
+    rows: Sequence[Any], n_shares: int, info: EngineInfo, sharing: PrefixSharing = NO_SHARING
 ) -> tuple[list[list[int]], list[np.ndarray]]:
     """Check rows that will be scored, and distribute their indices over copies of a model."""
     checked = [

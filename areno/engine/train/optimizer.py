@@ -11,7 +11,7 @@ import torch
 from areno.config.models import OptimizerConfig
 from areno.config.optimizers import OPTIMIZERS
 from areno.engine.train.learning_rate import learning_rate
-from areno.engine.train.optimizer_offload import Buffer, StateStream, Window
+from areno.engine.train.optimizer_offload import Buffer, StateStream, UpdateWindow
 from areno.engine.train.optimizer_updates import UPDATES
 from areno.engine.train.zero_buffers import Bucket, FlatParameters
 from areno.kernels.adam import Update, squares_and_nonzeros
@@ -118,13 +118,13 @@ class Optimizer:
                     grads, params = flat.grads[chunk.grads], flat.params[chunk.place]
                     self._update.apply(window, chunk.local, grads, params, how)
                 if self.is_in_blocks:
-                    self._equal_copies(bucket, window)
+                    self._broadcast_copies(bucket, window)
                 if bucket.local.stop <= window.place.stop:
                     works.append(flat.gather(bucket))  # runs while the next bucket is updated
         for work in works:
             wait_for(work)
 
-    def _equal_copies(self, bucket: Bucket, window: Window) -> None:
+    def _broadcast_copies(self, bucket: Bucket, window: UpdateWindow) -> None:
         """Make the copies of a sharded parameter equal on all tensor-parallel ranks that hold it.
 
         The first of these ranks sends its values to the others. Without this the copies may drift apart: a block of

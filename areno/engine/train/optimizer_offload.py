@@ -69,16 +69,16 @@ Buffer = Tensor | HostBuffer
 """A flat buffer on the device or in host memory."""
 
 
-def pieces(buffer: Buffer, place: slice) -> list[Tensor]:
+def buffer_pieces(buffer: Buffer, place: slice) -> list[Tensor]:
     return buffer.pieces(place) if isinstance(buffer, HostBuffer) else [buffer[place]]
 
 
-def blocks(place: slice) -> slice:
+def block_range(place: slice) -> slice:
     """Convert a range of elements, which starts at a multiple of BLOCK, to the range of their 8-bit blocks."""
     return slice(place.start // BLOCK, -(-place.stop // BLOCK))
 
 
-def within_parts(place: slice) -> Iterator[slice]:
+def split_at_parts(place: slice) -> Iterator[slice]:
     """Cut a range of elements where the parts of a HostBuffer meet."""
     start = place.start
     while start < place.stop:
@@ -88,7 +88,7 @@ def within_parts(place: slice) -> Iterator[slice]:
 
 
 @dataclass(frozen=True)
-class Window:
+class UpdateWindow:
     """A range of elements whose masters and moments are on the device, so that they can be updated.
 
     Slices are indices into all master weights. `scales` takes one that starts at a multiple of BLOCK.
@@ -98,12 +98,12 @@ class Window:
     buffers: dict[str, Tensor]
 
     def state(self, name: str, local: slice) -> Tensor:
-        return self.buffers[name][self._shifted(local)]
+        return self.buffers[name][self._in_window(local)]
 
     def scales(self, name: str, local: slice) -> Tensor:
-        return self.buffers[name][blocks(self._shifted(local))]
+        return self.buffers[name][block_range(self._in_window(local))]
 
-    def _shifted(self, local: slice) -> slice:
+    def _in_window(self, local: slice) -> slice:
         return slice(local.start - self.place.start, local.stop - self.place.start)
 
 
@@ -121,7 +121,7 @@ class StateStream:
         self._device = device
         self._streams: Streams = None
 
-    def windows(self, buffers: Mapping[str, Buffer], n: int) -> Iterator[Window]:
+    def windows(self, buffers: Mapping[str, Buffer], n: int) -> Iterator[UpdateWindow]:
         """Yield windows in ascending order. A window is stored when the next one is requested.
 
         On CUDA, the host waits for nothing: all waiting is between streams. After the last window, the current stream
@@ -129,13 +129,15 @@ class StateStream:
         """
         hosted = {name: buffer for name, buffer in buffers.items() if isinstance(buffer, HostBuffer)}
         if not hosted or not n:
-            yield Window(slice(0, n), {name: buffer for name, buffer in buffers.items() if isinstance(buffer, Tensor)})
+            yield UpdateWindow(
+                slice(0, n), {name: buffer for name, buffer in buffers.items() if isinstance(buffer, Tensor)}
+            )
             return
         on_cuda = self._device.type == "cuda"
         if on_cuda and self._streams is None:
             self._streams = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         places = [slice(start, min(start + WINDOW, n)) for start in range(0, n, WINDOW)]
-        slots = [_Slot(hosted, min(WINDOW, n), self._device) for _ in places[:WINDOWS]]
+        slots = [_DeviceWindow(hosted, min(WINDOW, n), self._device) for _ in places[:WINDOWS]]
         current = torch.cuda.current_stream(self._device) if on_cuda else None
         if current is not None and self._streams is not None:
             self._streams[0].wait_stream(current)  # earlier work may still use the memory of the slots
@@ -144,7 +146,7 @@ class StateStream:
                 slot = slots[number % len(slots)]
                 loaded = slot.load(place, self._streams)
                 others = {name: buffer[place] for name, buffer in buffers.items() if isinstance(buffer, Tensor)}
-                yield Window(place, loaded | others)
+                yield UpdateWindow(place, loaded | others)
                 slot.store(self._streams)
         finally:  # before the memory of the slots is used for something else
             if current is not None and self._streams is not None:
@@ -152,13 +154,13 @@ class StateStream:
                     current.wait_stream(stream)
 
 
-class _Slot:
+class _DeviceWindow:
     """Device memory for one window of the buffers in host memory."""
 
     def __init__(self, hosted: Mapping[str, HostBuffer], n: int, device: torch.device):
         self._hosted, self._device = hosted, device
         self._memory = {
-            name: torch.empty(_scaled(slice(0, n), buffer).stop, dtype=buffer.dtype, device=device)
+            name: torch.empty(_buffer_range(slice(0, n), buffer).stop, dtype=buffer.dtype, device=device)
             for name, buffer in hosted.items()
         }
         self._pairs: list[tuple[Tensor, Tensor]] = []  # (in host memory, on the device) of the window
@@ -169,12 +171,12 @@ class _Slot:
         loaded: dict[str, Tensor] = {}
         self._pairs = []
         for name, buffer in self._hosted.items():
-            of_buffer = _scaled(place, buffer)
+            of_buffer = _buffer_range(place, buffer)
             loaded[name] = self._memory[name][: of_buffer.stop - of_buffer.start]
             self._pairs.append((buffer[of_buffer], loaded[name]))
         if streams is not None and self._stored is not None:
             streams[0].wait_event(self._stored)  # the window that was here before is still being stored
-        with _on(None if streams is None else streams[0]):
+        with _on_stream(None if streams is None else streams[0]):
             for in_host, on_device in self._pairs:
                 on_device.copy_(in_host, non_blocking=True)
         if streams is not None:
@@ -185,7 +187,7 @@ class _Slot:
         """Start to copy the window back to host memory, after the work that the current stream has so far."""
         if streams is not None:
             streams[1].wait_stream(torch.cuda.current_stream(self._device))
-        with _on(None if streams is None else streams[1]):
+        with _on_stream(None if streams is None else streams[1]):
             for in_host, on_device in self._pairs:
                 in_host.copy_(on_device, non_blocking=True)
             if streams is not None:
@@ -193,10 +195,10 @@ class _Slot:
                 self._stored.record(streams[1])
 
 
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def _scaled(place: slice, buffer: HostBuffer) -> slice:
+def _buffer_range(place: slice, buffer: HostBuffer) -> slice:
     """Convert a range of parameters to the range of a buffer, which may have one element for BLOCK parameters."""
-    return blocks(place) if buffer.per_block else place
+    return block_range(place) if buffer.per_block else place

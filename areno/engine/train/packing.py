@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from areno.engine.train.checked_rows import FlatRows
 from areno.engine.train.micro_batches import StepMicroBatches
-from areno.engine.train.shared_prefixes import Forest, distinct, divide_forest, forest_of, shared_routes
+from areno.engine.train.shared_prefixes import Forest, build_forest, distinct_indices, divide_forest, shared_routes
 from areno.kernels.backend import to_device
 from areno.kernels.copies import copy_rows
 from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
@@ -64,12 +64,12 @@ class PackedTokens:
     for_teacher: PackedTokens | None = None
 
     @property
-    def n_before(self) -> int:
+    def n_prefix_tokens(self) -> int:
         return 0 if self.prefix is None else len(self.prefix.packed.tokens_N)
 
     @property
     def n_computed(self) -> int:
-        return len(self.tokens_N) - self.n_before
+        return len(self.tokens_N) - self.n_prefix_tokens
 
     def indices_to_predict(self) -> Tensor:
         return self.positions_N.nonzero().squeeze(-1) if self.predicted_T is None else self.predicted_T
@@ -128,7 +128,7 @@ def pack_tokens(
     `trained` says for all U tokens whether the log-probability is needed. None stands for all but the first ones.
     """
     if share:
-        forest = forest_of(token_rows)
+        forest = build_forest(token_rows)
         routes_N = None if routes is None else shared_routes(forest, np.concatenate(routes))
         if len(forest.tokens_N) < len(forest.indices_U) and (routes is None) == (routes_N is None):
             return _pack_forest(forest, device, routes_N, trained)
@@ -156,7 +156,7 @@ def pack_group(
     parts: list[tuple[np.ndarray, Forest]] = []
     routes_N = None
     if share and len(token_rows) > 1:
-        forest = forest_of(list(chain(*token_rows)))
+        forest = build_forest(list(chain(*token_rows)))
         routes_N = None if routes is None else shared_routes(forest, np.concatenate(list(chain(*routes))))
         if (routes is None) == (routes_N is None):
             parts = divide_forest(forest, [sum(map(len, rows)) for rows in token_rows])
@@ -195,7 +195,7 @@ def _pack_forest(
         on_device(forest.starts),  # type: ignore[arg-type]
         int(np.diff(forest.starts).max()),
         on_device(routes_N),
-        None if trained is None else on_device(distinct(forest.indices_U[trained], n_tokens)),
+        None if trained is None else on_device(distinct_indices(forest.indices_U[trained], n_tokens)),
         SharedTokens(keys, *map(on_device, arrays)),  # type: ignore[arg-type]
         prefix,
     )
@@ -297,7 +297,7 @@ def _pack_rows(rows: FlatRows, packed: PackedTokens, step: StepMicroBatches, row
     )
 
 
-def not_masked(prompt_masks: Sequence[np.ndarray], batch: Sequence[int]) -> np.ndarray:
+def is_predicted(prompt_masks: Sequence[np.ndarray], batch: Sequence[int]) -> np.ndarray:
     """Return, for the tokens of all rows of a batch, whether a token is predicted: not masked, not the first."""
     asked = [~prompt_masks[index] for index in batch]
     for of_row in asked:
@@ -327,7 +327,7 @@ class LocalTokens:
     packed: PackedTokens
 
     @classmethod
-    def of_rank(
+    def for_rank(
         cls,
         packed: PackedTokens,
         context: ParallelGroup,
@@ -339,8 +339,12 @@ class LocalTokens:
 
         A share has a `multiple` of tokens, by padding at the end. `stores` receives keys and values for later passes.
         """
-        tokens_N, positions_N, cu_seqlens = packed.tokens_N[packed.n_before :], packed.positions_N, packed.cu_seqlens
-        positions_N, n_tokens = positions_N[packed.n_before :], len(tokens_N)
+        tokens_N, positions_N, cu_seqlens = (
+            packed.tokens_N[packed.n_prefix_tokens :],
+            packed.positions_N,
+            packed.cu_seqlens,
+        )
+        positions_N, n_tokens = positions_N[packed.n_prefix_tokens :], len(tokens_N)
         keys = None if packed.shared is None else packed.shared.keys
         more = -n_tokens % (context.size * multiple)
         if more:
@@ -351,13 +355,13 @@ class LocalTokens:
         mine = slice(context.rank * n, (context.rank + 1) * n)
         prefix = None if packed.prefix is None else packed.prefix.keys
         attend = PackedAttend(cu_seqlens, max(packed.max_len, more), attn_backend, context, keys, stores, prefix)
-        return cls(tokens_N[mine], positions_N[mine], attend, packed.n_before + mine.start, packed)
+        return cls(tokens_N[mine], positions_N[mine], attend, packed.n_prefix_tokens + mine.start, packed)
 
     @property
     def n_tokens(self) -> int:
         return len(self.packed.tokens_N)
 
-    def before(self, hidden_nD: Tensor, indices_T: Tensor) -> tuple[Tensor, Tensor]:
+    def select_predecessors(self, hidden_nD: Tensor, indices_T: Tensor) -> tuple[Tensor, Tensor]:
         """Select the tokens for which this rank computes the token before, and its hidden states."""
         shared = self.packed.shared
         return self.select(hidden_nD, indices_T, indices_T - 1 if shared is None else shared.previous_N[indices_T])
@@ -375,7 +379,7 @@ class LocalTokens:
             return indices_T, hidden_nD.index_select(0, sources_T)
         return indices_T, copy_rows(hidden_nD, sources_T)  # the last token of a prefix predicts several tokens
 
-    def aligned(self, indices_T: Tensor, numbers_T: Tensor) -> Tensor:
+    def gather_values(self, indices_T: Tensor, numbers_T: Tensor) -> Tensor:
         """Write values at their token indices, sum over context-parallel ranks, and return (U,), 0 elsewhere."""
         numbers_N = torch.zeros(self.n_tokens, dtype=torch.float32, device=indices_T.device)
         numbers_N = self.attend.context.reduce_out(numbers_N.index_copy(0, indices_T, numbers_T))

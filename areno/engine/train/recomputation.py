@@ -38,12 +38,12 @@ class KeptLayers:
         self._model, self._free, self._alone = model, free, alone
         itemsize, layout = model.embed.weight.element_size(), Layout.one_copy(model.tp.size)
         self.teacher: object | None = None
-        self._of_model = PassBytes.of_training(model.config, itemsize, layout, split=split)
+        self._of_model = PassBytes.for_training(model.config, itemsize, layout, split=split)
         self._share = 1.0  # share of the free memory to use; lowered after running out of memory
         self._last = 0  # result of `count` for the current pass
 
     @property
-    def _need(self) -> PassBytes:
+    def _pass_bytes(self) -> PassBytes:
         return self._of_model if self.teacher is None else self._of_model.with_two_heads()
 
     def count(self, n_tokens: int, waits: bool = False) -> int:
@@ -54,14 +54,14 @@ class KeptLayers:
             self._last = 0
             return 0
         room = int(self._share * self._free())
-        self._last = self._need.fitting_layers(n_tokens, room, len(self._model.layers))
+        self._last = self._pass_bytes.fitting_layers(n_tokens, room, len(self._model.layers))
         return self._last
 
     def fitting(self) -> str:
         """Return the end of an error message that says how many tokens the largest possible micro-batch has."""
         if self._free is None:
             return ""
-        n_tokens = self._need.fitting_tokens(self._free()) // 256 * 256
+        n_tokens = self._pass_bytes.fitting_tokens(self._free()) // 256 * 256
         if not n_tokens:
             return "; beside the models and the KV cache no micro-batch fits"
         return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"

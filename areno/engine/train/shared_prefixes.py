@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from areno.cost.prefix_sharing import FASTER, Sharing
+from areno.cost.prefix_sharing import FASTER, PrefixSharing
 
 LEAST = 16  # tokens in which rows must agree to share them; fewer would save less than the copies of keys cost
 _LEAST_OF_SHORT = 4  # the same where all rows are short
@@ -29,18 +29,18 @@ _MOST_AT_ONCE = 2**22  # tokens that are compared at once
 Rows = Sequence[np.ndarray]
 
 
-class Piece(NamedTuple):
+class UnitGroup(NamedTuple):
     """Units of rows that share prefixes and are computed together."""
 
     units: list[int]
     size: int  # stands for memory: computed tokens, and a KEYS-th of the others, whose keys are copied
     n_computed: int  # stands for time: computed tokens
 
-    def joined(self, unit: int, size: int, n_computed: int) -> Piece:
-        return Piece([*self.units, unit], self.size + size, self.n_computed + n_computed)
+    def joined(self, unit: int, size: int, n_computed: int) -> UnitGroup:
+        return UnitGroup([*self.units, unit], self.size + size, self.n_computed + n_computed)
 
 
-def least_shared(rows: Rows) -> int:
+def min_shared_tokens(rows: Rows) -> int:
     """Return the number of tokens in which rows must agree to share them: half of a row, but at most LEAST."""
     return min(LEAST, max(_LEAST_OF_SHORT, sum(map(len, rows)) // (2 * len(rows))))
 
@@ -69,9 +69,9 @@ class Forest:
         return np.bincount(self.indices_U, minlength=len(self.tokens_N))
 
 
-def forest_of(rows: Rows) -> Forest:
+def build_forest(rows: Rows) -> Forest:
     """Lay rows, none of them empty, out as a forest of segments."""
-    tree = _Tree(rows)
+    tree = _SegmentTree(rows)
     # Segments in the order of the rows, so that rows without a shared prefix are laid out as without sharing.
     order = sorted(range(len(tree.begin)), key=lambda s: (tree.first_row[s], tree.begin[s]))
     begin, end = np.array(tree.begin)[order], np.array(tree.end)[order]
@@ -90,7 +90,7 @@ def forest_of(rows: Rows) -> Forest:
             previous_N[starts[index]] = paths[index][begin[index] - 1]
     indices_U = np.concatenate([paths[place[leaf]] for leaf in tree.leaf_of_row])
     return Forest(
-        tokens_N=np.concatenate(rows)[_first(indices_U, starts[-1])],
+        tokens_N=np.concatenate(rows)[_first_occurrences(indices_U, starts[-1])],
         positions_N=positions_N,
         previous_N=previous_N,
         starts=starts.astype(np.int32),
@@ -100,7 +100,7 @@ def forest_of(rows: Rows) -> Forest:
     )
 
 
-def _first(indices_U: np.ndarray, n_tokens: int) -> np.ndarray:
+def _first_occurrences(indices_U: np.ndarray, n_tokens: int) -> np.ndarray:
     """Return the index among the U tokens of rows of the first occurrence of each token, (n_tokens,) int64."""
     first_N = np.empty(n_tokens, dtype=np.int64)
     first_N[indices_U[::-1]] = np.arange(len(indices_U))[::-1]  # of several occurrences, the first is written last
@@ -118,31 +118,33 @@ def divide_forest(forest: Forest, sizes: Sequence[int]) -> list[tuple[np.ndarray
     lengths = np.diff(forest.starts)
     segment_N = np.repeat(np.arange(len(lengths)), lengths)
     of_batches = np.split(forest.indices_U, np.cumsum(sizes)[:-1])
-    segments_of = [distinct(segment_N[places], len(lengths)) for places in of_batches]
+    segments_of = [distinct_indices(segment_N[places], len(lengths)) for places in of_batches]
     is_common = np.bincount(np.concatenate(segments_of), minlength=len(lengths)) > 1
     rest = [segments[~is_common[segments]] for segments in segments_of]
     if not is_common.any() or not all(map(len, rest)):
         return []
     common, nothing = np.flatnonzero(is_common), np.empty(0, dtype=np.int64)
     place = np.zeros(len(forest.tokens_N), dtype=np.int64)
-    parts = [_part(forest, nothing, common, forest.indices_U[is_common[segment_N[forest.indices_U]]], place)]
-    return parts + [_part(forest, common, own, places, place) for own, places in zip(rest, of_batches, strict=True)]
+    parts = [_sub_forest(forest, nothing, common, forest.indices_U[is_common[segment_N[forest.indices_U]]], place)]
+    return parts + [
+        _sub_forest(forest, common, own, places, place) for own, places in zip(rest, of_batches, strict=True)
+    ]
 
 
-def distinct(places: np.ndarray, n: int) -> np.ndarray:
+def distinct_indices(places: np.ndarray, n: int) -> np.ndarray:
     found = np.zeros(n, dtype=bool)
     found[places] = True
     return np.flatnonzero(found)
 
 
-def _part(
+def _sub_forest(
     forest: Forest, before: np.ndarray, own: np.ndarray, indices_U: np.ndarray, place: np.ndarray
 ) -> tuple[np.ndarray, Forest]:
     """Return the indices of the tokens of segments `before` (computed earlier) and `own`, and the forest of these.
 
     `place` is memory for an index of each token of the forest.
     """
-    kept = np.concatenate([_ranges(forest.starts, before), _ranges(forest.starts, own)])
+    kept = np.concatenate([_segment_ranges(forest.starts, before), _segment_ranges(forest.starts, own)])
     place[0], place[kept] = 0, np.arange(len(kept))  # the first tokens of rows have 0 as their previous token
     lengths, n_keys = np.diff(forest.starts)[own], np.diff(forest.key_starts)[own]
     return kept, Forest(
@@ -150,20 +152,20 @@ def _part(
         positions_N=forest.positions_N[kept],
         previous_N=place[forest.previous_N[kept]],
         starts=np.concatenate([[0], lengths.cumsum()]).astype(np.int32),
-        keys_M=place[forest.keys_M[_ranges(forest.key_starts, own)]],
+        keys_M=place[forest.keys_M[_segment_ranges(forest.key_starts, own)]],
         key_starts=np.concatenate([[0], n_keys.cumsum()]).astype(np.int32),
         indices_U=place[indices_U],
         n_before=int(np.diff(forest.starts)[before].sum()),
     )
 
 
-def _ranges(starts: np.ndarray, segments: np.ndarray) -> np.ndarray:
+def _segment_ranges(starts: np.ndarray, segments: np.ndarray) -> np.ndarray:
     """Return the concatenated ranges from the start of each segment to the start of the next one, int64."""
     ranges = [np.arange(int(starts[s]), int(starts[s + 1])) for s in segments]
     return np.concatenate([np.empty(0, dtype=np.int64), *ranges])
 
 
-class _Tree:
+class _SegmentTree:
     """Divides rows into segments, by adding one row after another to a tree of segments.
 
     A segment is the positions [begin, end) of its rows. `first_row` is the first of the rows that contain it.
@@ -175,7 +177,7 @@ class _Tree:
         self.parent: list[int] = []
         self.first_row: list[int] = []
         self.leaf_of_row = [-1] * len(rows)
-        least = least_shared(rows)
+        least = min_shared_tokens(rows)
         last = -1  # the last segment of the row before, in sorted order
         for index, common in sorted_rows(rows):
             length = len(rows[index])
@@ -184,7 +186,7 @@ class _Tree:
                 node = self.parent[node]
             if node >= 0 and common == self.end[node] == length:  # the row before is equal
                 self.leaf_of_row[index] = last = node
-                self._seen(node, index)
+                self._add_row_to(node, index)
                 continue
             depth = 0
             if node >= 0:
@@ -192,8 +194,8 @@ class _Tree:
                     depth, node = self.begin[node], self.parent[node]
                 else:
                     depth = common
-                    node = self._cut(node, common) if common < self.end[node] else node
-            self._seen(node, index)
+                    node = self._split_segment(node, common) if common < self.end[node] else node
+            self._add_row_to(node, index)
             last = self.leaf_of_row[index] = self._add(depth, length, node, index)
 
     def _add(self, begin: int, end: int, parent: int, row: int) -> int:
@@ -203,13 +205,13 @@ class _Tree:
         self.first_row.append(row)
         return len(self.begin) - 1
 
-    def _cut(self, node: int, position: int) -> int:
+    def _split_segment(self, node: int, position: int) -> int:
         """Divide a segment in two at a position, and return the new first part. The second part keeps the index."""
         first = self._add(self.begin[node], position, self.parent[node], self.first_row[node])
         self.begin[node], self.parent[node] = position, first
         return first
 
-    def _seen(self, node: int, row: int) -> None:
+    def _add_row_to(self, node: int, row: int) -> None:
         """Record that a row contains a segment and those before it."""
         while node >= 0 and row < self.first_row[node]:
             self.first_row[node], node = row, self.parent[node]
@@ -218,9 +220,9 @@ class _Tree:
 def sorted_rows(rows: Rows) -> Iterator[tuple[int, int]]:
     """Yield (row index, tokens in common with the row before), so that common prefixes are neighbours.
 
-    The number is 0 for less than `least_shared` tokens, unless both rows are equal.
+    The number is 0 for less than `min_shared_tokens` tokens, unless both rows are equal.
     """
-    least = least_shared(rows)
+    least = min_shared_tokens(rows)
     alike: dict[bytes, list[int]] = {}
     for index, row in enumerate(rows):
         alike.setdefault(row[:least].tobytes(), []).append(index)
@@ -230,11 +232,11 @@ def sorted_rows(rows: Rows) -> Iterator[tuple[int, int]]:
             of_head.sort(key=lambda index: rows[index].tobytes())
     order = list(chain(*alike.values()))
     firsts = {of_head[0] for of_head in alike.values()}
-    for index, common in zip(order, [0, *_common([rows[index] for index in order])], strict=True):
+    for index, common in zip(order, [0, *_common_lengths([rows[index] for index in order])], strict=True):
         yield index, 0 if index in firsts else common
 
 
-def _common(rows: Rows) -> list[int]:
+def _common_lengths(rows: Rows) -> list[int]:
     """Return the length of the common prefix of each row and the row before it. The first row has no entry."""
     if len(rows) < 2:
         return []
@@ -245,7 +247,7 @@ def _common(rows: Rows) -> list[int]:
             differs = rows[0][:n] != rows[1][:n]
             return [int(differs.argmax()) if differs.any() else n]
         middle = len(rows) // 2
-        return [*_common(rows[: middle + 1]), *_common(rows[middle:])]
+        return [*_common_lengths(rows[: middle + 1]), *_common_lengths(rows[middle:])]
     tokens = np.full((len(rows), longest + 1), -1)
     tokens[np.arange(longest + 1) < lengths[:, None]] = np.concatenate(rows)
     differs = tokens[1:] != tokens[:-1]
@@ -254,40 +256,40 @@ def _common(rows: Rows) -> list[int]:
 
 
 def n_computed(rows: Rows) -> int:
-    tree = _Tree(rows)
+    tree = _SegmentTree(rows)
     return sum(tree.end) - sum(tree.begin)
 
 
-def _n_computed_of(units: Sequence[Rows]) -> Iterator[int]:
+def _n_computed_by_unit(units: Sequence[Rows]) -> Iterator[int]:
     """Yield `n_computed` of each unit. Units of two rows, such as preference pairs, are compared all at once."""
     pairs = [unit for unit in units if len(unit) == 2]
-    of_pairs = iter(_common(list(chain(*pairs)))[::2])
+    of_pairs = iter(_common_lengths(list(chain(*pairs)))[::2])
     for unit in units:
         if len(unit) != 2:
             yield len(unit[0]) if len(unit) == 1 else n_computed(unit)
             continue
         common, (one, other) = next(of_pairs), map(len, unit)
-        is_shared = common >= least_shared(unit) or common == one == other
+        is_shared = common >= min_shared_tokens(unit) or common == one == other
         yield one + other - common * is_shared
 
 
-def pieces(units: Sequence[Rows], most: int) -> list[Piece]:
+def pieces(units: Sequence[Rows], most: int) -> list[UnitGroup]:
     """Divide units into pieces that share prefixes. The first row stands for a unit. `most` limits the size."""
-    return _pieces(_additions(units), most)
+    return _group_units(_added_units(units), most)
 
 
-class _Addition(NamedTuple):
+class _AddedUnit(NamedTuple):
     """A unit, and what it adds to a piece that already has the unit before it."""
 
     unit: int
     common: int  # tokens in common with the unit before
     size: int
     n_computed: int
-    alone: Piece
+    alone: UnitGroup
 
 
-def _pieces(additions: Iterable[_Addition], most: int) -> list[Piece]:
-    found: list[Piece] = []
+def _group_units(additions: Iterable[_AddedUnit], most: int) -> list[UnitGroup]:
+    found: list[UnitGroup] = []
     for addition in additions:
         if addition.common and found and found[-1].size + addition.size <= most:
             found[-1] = found[-1].joined(addition.unit, addition.size, addition.n_computed)
@@ -296,57 +298,57 @@ def _pieces(additions: Iterable[_Addition], most: int) -> list[Piece]:
     return found
 
 
-def _additions(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = None) -> Iterator[_Addition]:
+def _added_units(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = None) -> Iterator[_AddedUnit]:
     """Yield the units in an order in which units with a common prefix are neighbours."""
     firsts = [unit[0] for unit in units]
-    least, of_units = least_shared(firsts), list(_n_computed_of(units))
+    least, of_units = min_shared_tokens(firsts), list(_n_computed_by_unit(units))
     for index, common in sorted_rows(firsts) if order is None else order:
         computed = of_units[index]
         size = computed + (sum(map(len, units[index])) - computed) // KEYS
         saved = max(0, common - least + 1)  # at least so many tokens are shared, see _Tree
-        yield _Addition(
-            index, common, size - saved + -(-saved // KEYS), computed - saved, Piece([index], size, computed)
+        yield _AddedUnit(
+            index, common, size - saved + -(-saved // KEYS), computed - saved, UnitGroup([index], size, computed)
         )
 
 
-class LinkedPieces(NamedTuple):
+class LinkedGroups(NamedTuple):
     """Pieces whose common prefixes are computed in a pass of their own, or one piece."""
 
-    pieces: list[Piece]
+    pieces: list[UnitGroup]
     passes: list[int]  # computed tokens of each pass: of the prefixes, if there are several pieces, then of each piece
 
 
-def linked_pieces(
-    units: Sequence[Rows], most: int, sharing: Sharing, order: Iterable[tuple[int, int]] | None = None
-) -> list[LinkedPieces]:
+def linked_groups(
+    units: Sequence[Rows], most: int, sharing: PrefixSharing, order: Iterable[tuple[int, int]] | None = None
+) -> list[LinkedGroups]:
     """Divide units of rows into pieces as `pieces` does, and link pieces that have a prefix in common.
 
     The common prefixes of linked pieces are computed in a forward pass of their own, before the pieces. Their keys,
     values and activations stay in memory until the last piece is done, so linked pieces are smaller than others. Only
     units of one row are linked. The first rows of larger units do not tell how many tokens the other rows share.
     """
-    groups: list[list[_Addition]] = []  # units with a common prefix
-    for addition in _additions(units, order):
+    groups: list[list[_AddedUnit]] = []  # units with a common prefix
+    for addition in _added_units(units, order):
         if addition.common:
             groups[-1].append(addition)
         else:
             groups.append([addition])
-    found: list[LinkedPieces] = []
+    found: list[LinkedGroups] = []
     for group in groups:
-        apart = _pieces(group, most)
-        linked = _linked(group, most) if len(apart) > 1 and len(units[0]) == 1 else None
+        apart = _group_units(group, most)
+        linked = _linked_groups(group, most) if len(apart) > 1 and len(units[0]) == 1 else None
         # Compared with tokens alone: pieces that are not linked are put together, so launches do not limit them.
-        if linked and sharing.time(linked.passes) < FASTER * sum(piece.n_computed for piece in apart):
+        if linked and sharing.estimated_time(linked.passes) < FASTER * sum(piece.n_computed for piece in apart):
             found.append(linked)
         else:
-            found += [LinkedPieces([piece], [piece.n_computed]) for piece in apart]
+            found += [LinkedGroups([piece], [piece.n_computed]) for piece in apart]
     return found
 
 
-def _linked(additions: Sequence[_Addition], most: int) -> LinkedPieces | None:
+def _linked_groups(additions: Sequence[_AddedUnit], most: int) -> LinkedGroups | None:
     """Return linked pieces of size `most` with their prefixes. None if one is empty or memory is too small."""
 
-    def cut(room: int) -> LinkedPieces:
+    def cut(room: int) -> LinkedGroups:
         """Return pieces of at most a size. The first of the passes is that of the prefixes."""
         found = [additions[0].alone]
         moved = [0]  # tokens of each piece that the pass over the prefixes computes
@@ -357,10 +359,10 @@ def _linked(additions: Sequence[_Addition], most: int) -> LinkedPieces | None:
                 found[-1] = found[-1].joined(addition.unit, addition.size, addition.n_computed)
                 continue
             moved[-1], seen = addition.common - seen, addition.common
-            found.append(Piece([addition.unit], addition.size, addition.n_computed))
+            found.append(UnitGroup([addition.unit], addition.size, addition.n_computed))
             moved.append(0)
         own = [piece.n_computed - n for piece, n in zip(found, moved, strict=True)]
-        return LinkedPieces(found, [sum(moved), *own])
+        return LinkedGroups(found, [sum(moved), *own])
 
     found = cut(most // 2)
     n_prefixes = found.passes[0]
@@ -385,18 +387,18 @@ def shared_routes(forest: Forest, routes_U: np.ndarray) -> np.ndarray | None:
     None if rows disagree about the experts of a shared token, so that they cannot share it.
     """
     known = np.flatnonzero(routes_U[:, 0, 0] != np.iinfo(routes_U.dtype).max)
-    source_N = _first(forest.indices_U, len(forest.tokens_N))
+    source_N = _first_occurrences(forest.indices_U, len(forest.tokens_N))
     source_N[forest.indices_U[known][::-1]] = known[::-1]
     routes_N = routes_U[source_N]
     return routes_N if np.array_equal(routes_N[forest.indices_U[known]], routes_U[known]) else None
 
 
-def order_to_share(rows: Rows, sharing: Sharing) -> list[tuple[int, int]] | None:
+def order_to_share(rows: Rows, sharing: PrefixSharing) -> list[tuple[int, int]] | None:
     """Return the `sorted_rows` if computing shared prefixes once saves enough tokens, else None."""
     n_tokens = sum(map(len, rows))
     if sharing.when == "off" or not sharing.may_be_faster(n_tokens, len(rows)):
         return None
-    least = least_shared(rows)
+    least = min_shared_tokens(rows)
     if len({row[:least].tobytes() for row in rows}) == len(rows):
         return None
     order = list(sorted_rows(rows))

@@ -52,7 +52,7 @@ class TeacherPasses:
             if theirs is None:
                 theirs = replace(packed, routes_NLk=None, prefix=self._run_prefix(packed.prefix))
             hidden_nE, share = self._run(theirs, None)
-            hidden_TE = share.before(hidden_nE, theirs.indices_to_predict())[1]
+            hidden_TE = share.select_predecessors(hidden_nE, theirs.indices_to_predict())[1]
         return WholeTeacher(hidden_TE, self._logits, self._divergence, self._common)
 
     def _run_prefix(self, prefix: PrefixPass | None) -> PrefixPass | None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from areno.cost.memory import BUCKET
-from areno.engine.train.optimizer_offload import Buffer, HostBuffer, pieces, within_parts
+from areno.engine.train.optimizer_offload import Buffer, HostBuffer, buffer_pieces, split_at_parts
 from areno.layers.parallel import ParallelGroup, wait_for
 
 ALIGN = 16  # elements; every parameter starts at a multiple, so that vector loads are aligned in every dtype
@@ -56,15 +56,15 @@ class Bucket:
     @property
     def is_whole(self) -> bool:
         """Whether the range `self.grads` holds the gradients of the whole bucket, not only of the owned elements."""
-        return length(self.grads) == length(self.place)
+        return slice_length(self.grads) == slice_length(self.place)
 
     @property
     def own_grads(self) -> slice:
-        return self.grads if not self.is_whole else _shifted(self.own, self.grads.start - self.place.start)
+        return self.grads if not self.is_whole else _shift_slice(self.own, self.grads.start - self.place.start)
 
 
 @dataclass(frozen=True)
-class Chunk:
+class OwnedChunk:
     """A range of one segment that this rank owns, for one elementwise operation. Slices are as in Bucket."""
 
     place: slice
@@ -75,8 +75,8 @@ class Chunk:
 
 def flatten(named: Named) -> torch.Tensor:
     """Move parameters into one buffer of their dtype, so that they become views of it."""
-    _, places, end = _arranged(named, None, ALIGN, 0)
-    return _moved(named, places, end)
+    _, places, end = _assign_ranges(named, None, ALIGN, 0)
+    return _move_parameters(named, places, end)
 
 
 class FlatParameters:
@@ -115,9 +115,9 @@ class FlatParameters:
         self.ranges: dict[str, slice] = {}
         ends = {name: stage(name) for name, _ in trained} if stage is not None else dict.fromkeys(self.shapes, 0)
         end = n_grads = 0
-        for group in _groups(trained, ends) if self.is_divided else [trained]:
+        for group in _parameters_by_bucket(trained, ends) if self.is_divided else [trained]:
             start = end
-            segments, places, end = _arranged(group, is_sharded, align, start)
+            segments, places, end = _assign_ranges(group, is_sharded, align, start)
             end += -(end - start) % (align * self.dp.size)
             self.ranges |= places
             size = (end - start) // self.dp.size
@@ -129,21 +129,23 @@ class FlatParameters:
             n_grads = grads.stop
             local = slice(start // self.dp.size, end // self.dp.size)
             self.buckets.append(Bucket(slice(start, end), own, local, grads, least, tuple(segments)))
-        self.params = _moved(trained, self.ranges, end)
+        self.params = _move_parameters(trained, self.ranges, end)
         fill()
         self.segments = [segment for bucket in self.buckets for segment in bucket.segments]
         self.n_local = end // self.dp.size
         self._copied = [
-            (_shifted(elements, self.ranges[name].start), n) for name, _ in trained for elements, n in in_parts(name)
+            (_shift_slice(elements, self.ranges[name].start), n)
+            for name, _ in trained
+            for elements, n in in_parts(name)
         ]
 
         self.grads = torch.zeros(n_grads, dtype=torch.float32, device=self.params.device)
         divided = [bucket for bucket in self.buckets if not bucket.is_whole]
-        most = max((length(bucket.place) for bucket in divided), default=0)
+        most = max((slice_length(bucket.place) for bucket in divided), default=0)
         self.workspace = self.grads.new_zeros((2, most))
         for name, parameter in trained:
             parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
-            parameter.grad = self._gradient(self.ranges[name]).view(parameter.shape)
+            parameter.grad = self._gradient_buffer(self.ranges[name]).view(parameter.shape)
         self.masters: Buffer = self.params
         if self.is_divided or self.params.dtype != torch.float32:
             self.masters = self.new_state(torch.float32)
@@ -160,7 +162,7 @@ class FlatParameters:
 
     def _owned_pairs(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (masters, parameters) of the owned elements of a bucket, in pieces."""
-        masters = pieces(self.masters, bucket.local)
+        masters = buffer_pieces(self.masters, bucket.local)
         params = self.params[bucket.own].split([master.numel() for master in masters])
         yield from zip(masters, params, strict=True)
 
@@ -168,25 +170,25 @@ class FlatParameters:
     def is_divided(self) -> bool:
         return self.dp.size > 1
 
-    def slot(self, bucket: Bucket) -> torch.Tensor:
+    def gradient_slot(self, bucket: Bucket) -> torch.Tensor:
         """Return the buffer in which the gradients of all elements of a bucket accumulate."""
         if bucket.is_whole:
             return self.grads[bucket.grads]
         divided = [each for each in self.buckets if not each.is_whole]
-        return self.workspace[divided.index(bucket) % 2, : length(bucket.place)]
+        return self.workspace[divided.index(bucket) % 2, : slice_length(bucket.place)]
 
-    def _gradient(self, place: slice) -> torch.Tensor:
+    def _gradient_buffer(self, place: slice) -> torch.Tensor:
         """Return the 1-D gradient buffer of the parameter whose range in `self.params` is `place`."""
         bucket = next(bucket for bucket in self.buckets if place.stop <= bucket.place.stop)
-        return self.slot(bucket)[_shifted(place, -bucket.place.start)]
+        return self.gradient_slot(bucket)[_shift_slice(place, -bucket.place.start)]
 
-    def chunks(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[Chunk]:
+    def chunks(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[OwnedChunk]:
         """Yield the owned elements in chunks of at most CHUNK, within a range of the masters."""
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
                 yield from _chunks(each, segment, segment.start, segment.stop, local)
 
-    def copies(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[tuple[Chunk, int]]:
+    def copies(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[tuple[OwnedChunk, int]]:
         """Yield chunks of owned elements, and the n tensor-parallel ranks that have a part of their gradient."""
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
@@ -194,7 +196,7 @@ class FlatParameters:
                     low, high = max(segment.start, place.start), min(segment.stop, place.stop)
                     yield from ((chunk, n) for chunk in _chunks(each, segment, low, high, local))
 
-    def owned(self, place: slice) -> Iterator[tuple[slice, slice]]:
+    def owned_ranges(self, place: slice) -> Iterator[tuple[slice, slice]]:
         """Yield (range in `params`, range in `masters`) of the parts of `place` that this rank owns.
 
         If masters and moments are in host memory, each range lies within one part of their buffers.
@@ -203,15 +205,15 @@ class FlatParameters:
             part = slice(max(place.start, bucket.own.start), min(place.stop, bucket.own.stop))
             shift = bucket.local.start - bucket.own.start
             if part.start < part.stop:
-                locals_ = within_parts(_shifted(part, shift)) if self.in_host else [_shifted(part, shift)]
-                yield from ((_shifted(local, -shift), local) for local in locals_)
+                locals_ = split_at_parts(_shift_slice(part, shift)) if self.in_host else [_shift_slice(part, shift)]
+                yield from ((_shift_slice(local, -shift), local) for local in locals_)
 
     def gather(self, bucket: Bucket) -> Any:
         """Start an all-gather that fills a bucket of `params`. `wait_for` takes the handle."""
         return self.dp.all_gather(self.params[bucket.place])
 
     @torch.no_grad()
-    def from_masters(self) -> None:
+    def update_from_masters(self) -> None:
         """Set `params` to the rounded masters. If these are divided, all ranks of `dp` must call this."""
         if self.params is not self.masters:
             for bucket in self.buckets:
@@ -221,18 +223,18 @@ class FlatParameters:
             wait_for(self.gather(bucket))  # one at a time, because on a CPU each needs temporary memory
 
 
-def _chunks(bucket: Bucket, segment: Segment, low: int, high: int, within: slice | None) -> Iterator[Chunk]:
+def _chunks(bucket: Bucket, segment: Segment, low: int, high: int, within: slice | None) -> Iterator[OwnedChunk]:
     """Yield the owned elements between `low` and `high`, which lie in one segment, in chunks."""
     shift = bucket.local.start - bucket.own.start
-    own = bucket.own if within is None else _shifted(within, -shift)
+    own = bucket.own if within is None else _shift_slice(within, -shift)
     low, high = max(low, bucket.own.start, own.start), min(high, bucket.own.stop, own.stop)
     for start in range(low, high, CHUNK):
         place = slice(start, min(start + CHUNK, high))
-        local = _shifted(place, shift)
-        yield Chunk(place, local, _shifted(place, bucket.own_grads.start - bucket.own.start), segment)
+        local = _shift_slice(place, shift)
+        yield OwnedChunk(place, local, _shift_slice(place, bucket.own_grads.start - bucket.own.start), segment)
 
 
-def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _parameters_by_bucket(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Yield the parameters of each bucket, by ascending stage.
 
     All parameters of a stage are in the same bucket. The embedding, and the parameters after the layers, have buckets
@@ -248,7 +250,7 @@ def _groups(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn
             group = []
 
 
-def _arranged(
+def _assign_ranges(
     named: Named, is_sharded: Callable[[str], bool] | None, align: int, start: int
 ) -> tuple[list[Segment], dict[str, slice], int]:
     """Assign consecutive ranges, from `start`, to parameters grouped into segments. Also returns the end."""
@@ -271,7 +273,7 @@ def _arranged(
     return segments, places, end
 
 
-def _moved(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
+def _move_parameters(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
     """Move parameters into a new buffer of `end` elements, at their ranges in `places`."""
     first = named[0][1]
     buffer = torch.zeros(end, dtype=first.dtype, device=first.device)
@@ -282,9 +284,9 @@ def _moved(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
     return buffer
 
 
-def length(place: slice) -> int:
+def slice_length(place: slice) -> int:
     return place.stop - place.start
 
 
-def _shifted(place: slice, by: int) -> slice:
+def _shift_slice(place: slice, by: int) -> slice:
     return slice(place.start + by, place.stop + by)

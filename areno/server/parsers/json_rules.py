@@ -14,22 +14,22 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from areno.engine.decoder.grammar import grammar_error, is_empty
+from areno.engine.decoder.grammar import grammar_error, matches_nothing
 from areno.errors import GrammarError
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.numbers import Range
 from areno.server.parsers.patterns import (
     FORMATS,
-    decimal,
+    decimal_term,
     escaped,
     is_found,
     json_expression,
+    lark_literal,
     pattern_fault,
-    slashed,
     text_fault,
-    whole,
+    whole_text_term,
 )
-from areno.server.parsers.schemas import Alternative, Document, ObjectForm, Place, parts, prefix_of, sizes
+from areno.server.parsers.schemas import Alternative, Document, ObjectForm, Place, prefix_of, schemas_of, size_bounds
 
 _SPACE = r"([ \t]|\r?\n[ \t]{0,40})?"  # bounded, since a model might never stop writing it
 _PLAIN = r'[^"\\\x00-\x1f]'
@@ -64,7 +64,7 @@ class JsonRules:
         self._lark, self._document, self._style = lark, document, style
         self._space = _SPACE if style.is_free else ""
         comma, colon = (f"{_SPACE}{each}{_SPACE}" if style.is_free else f"{each} " for each in ",:")
-        self.comma, self._colon = lark.terminal(slashed(comma)), colon
+        self.comma, self._colon = lark.terminal(lark_literal(comma)), colon
         self._words = _PYTHON if style.is_python else _WORDS
         self._unit = rf"\\u({_UNIT}{'' if style.is_python else f'|{_PAIR}'})"
         self._char = rf'({_PLAIN}|\\["\\bfnrt]|{self._unit})'
@@ -84,7 +84,7 @@ class JsonRules:
 
     def value(self, places: Iterable[Place]) -> str | None:
         """Return the rule of the values that match all of these schemas, None if there is no such value."""
-        places, key = _distinct(places)
+        places, key = _distinct_schemas(places)
         if key in self._open:
             self._used.add(key)
         if key not in self._values:
@@ -106,30 +106,33 @@ class JsonRules:
         """Return whether some value of these schemas is finite: it need not contain another such value for ever."""
         while True:
             n_known = len(self._finite)
-            found = self._ends(places, set())
+            found = self._has_finite_value(places, set())
             if found or len(self._finite) == n_known:
                 return found
 
-    def _ends(self, places: Iterable[Place], seen: set[_Key]) -> bool:
-        places, key = _distinct(places)
+    def _has_finite_value(self, places: Iterable[Place], seen: set[_Key]) -> bool:
+        places, key = _distinct_schemas(places)
         if key in self._finite or key in seen:
             return key in self._finite
         seen.add(key)
-        if any(self._alternative_ends(each, seen) for each in self._document.alternatives(places)):
+        if any(self._alternative_has_finite_value(each, seen) for each in self._document.alternatives(places)):
             self._finite.add(key)
         return key in self._finite
 
-    def _alternative_ends(self, alternative: Alternative, seen: set[_Key]) -> bool:
+    def _alternative_has_finite_value(self, alternative: Alternative, seen: set[_Key]) -> bool:
         document, kinds = self._document, self._document.kinds(alternative)
         if document.literals(alternative) is not None:
             return bool(self._alternative(alternative))
         if self._scalars(alternative):
             return True
-        n_items = min(sizes(alternative, "Items")[0], _n_prefix(alternative) + 1)
-        if "array" in kinds and all(self._ends(document.items_at(at, alternative), seen) for at in range(n_items)):
+        n_items = min(size_bounds(alternative, "Items")[0], _n_prefix(alternative) + 1)
+        if "array" in kinds and all(
+            self._has_finite_value(document.items_at(at, alternative), seen) for at in range(n_items)
+        ):
             return True
         return "object" in kinds and all(
-            self._ends(document.places_of(name, alternative), seen) for name in document.required(alternative)
+            self._has_finite_value(document.places_of(name, alternative), seen)
+            for name in document.required(alternative)
         )
 
     def _alternative(self, alternative: Alternative) -> list[str]:
@@ -166,7 +169,7 @@ class JsonRules:
     def _number(self, alternative: Alternative, is_integer: bool) -> list[str | None]:
         found = self._document.range_of(alternative)
         step, n_parts = 1, 0  # integers are multiples of `step`, fractions of 1 / n_parts
-        for schema in parts(alternative):
+        for schema in schemas_of(alternative):
             if "multipleOf" in schema:
                 divisor = Fraction(repr(schema["multipleOf"]))
                 if divisor.numerator > 1 and divisor.denominator > 1 and not is_integer:
@@ -196,7 +199,7 @@ class JsonRules:
     def text_words(self, alternative: Alternative) -> tuple[list[str], list[str]]:
         """Return the patterns and the known formats of a string. What cannot be enforced is left out, or an error."""
         patterns, formats = list[str](), list[str]()
-        for schema in parts(alternative):
+        for schema in schemas_of(alternative):
             if (name := schema.get("format")) in FORMATS:
                 formats.append(name)
             elif name not in (None, "unknown"):
@@ -209,11 +212,11 @@ class JsonRules:
         return list(dict.fromkeys(patterns)), list(dict.fromkeys(formats))
 
     def _string(self, alternative: Alternative) -> str | None:
-        (low, high), (patterns, formats) = sizes(alternative, "Length"), self.text_words(alternative)
+        (low, high), (patterns, formats) = size_bounds(alternative, "Length"), self.text_words(alternative)
         if high is not None and low > high:
             return None
         has_length = low > 0 or high is not None
-        if has_length + len(patterns) + len(formats) > 1 or any(decimal(each) is None for each in patterns):
+        if has_length + len(patterns) + len(formats) > 1 or any(decimal_term(each) is None for each in patterns):
             words: dict[str, Any] = {"type": "string", "minLength": low} | ({} if high is None else {"maxLength": high})
             words["allOf"] = [{"pattern": each} for each in (*patterns, *(f"^({FORMATS[each]})$" for each in formats))]
             if not (fault := text_fault(words)):
@@ -222,8 +225,8 @@ class JsonRules:
             self._document.leave_out(f"the keywords of a string beside each other ({fault})")
             patterns, formats = [], []
         if not patterns and not formats:
-            return self._lark.terminal(slashed(f'"{self._char}{times(low, high)}"'))
-        term = decimal(patterns[0]) if patterns else f"({slashed(FORMATS[formats[0]])})"
+            return self._lark.terminal(lark_literal(f'"{self._char}{repetition_range(low, high)}"'))
+        term = decimal_term(patterns[0]) if patterns else f"({lark_literal(FORMATS[formats[0]])})"
         return self._lark.terminal_of([f"{json.dumps(chr(34))} {term} {json.dumps(chr(34))}"])
 
     def literal(self, value: Any) -> str:
@@ -246,16 +249,20 @@ class JsonRules:
         text = json.dumps(value)
         self._lark.literals.setdefault(text)
         # A text without escapes and beyond ASCII has one spelling.
-        return [json.dumps(text) if value.isascii() and "\\" not in text else slashed(f'"{self._spelled(value)}"')]
+        return [
+            json.dumps(text)
+            if value.isascii() and "\\" not in text
+            else lark_literal(f'"{self._text_spellings(value)}"')
+        ]
 
     def _name(self, name: str) -> str:
         """Return the expression of a property's name and the colon after it."""
         [term] = self._spellings(name)
-        return self._lark.terminal(f"{term} {slashed(self._colon)}")
+        return self._lark.terminal(f"{term} {lark_literal(self._colon)}")
 
-    def _spelled(self, text: str) -> str:
+    def _text_spellings(self, text: str) -> str:
         """Return the regex of all spellings of a text inside of quotes."""
-        return "".join(_spelling(char, self._style.is_python) for char in text)
+        return "".join(_character_spellings(char, self._style.is_python) for char in text)
 
     # Arrays and objects ----------------------------------------------------------------------------------------------
 
@@ -264,12 +271,12 @@ class JsonRules:
         self._lark.literals |= dict.fromkeys(brackets)
         opening, closing = map(json.dumps, brackets)
         if self._space:
-            opening = self._lark.terminal(f"{opening} {slashed(self._space)}")
-            closing = self._lark.terminal(f"{slashed(self._space)} {closing}")
+            opening = self._lark.terminal(f"{opening} {lark_literal(self._space)}")
+            closing = self._lark.terminal(f"{lark_literal(self._space)} {closing}")
         return f"{opening} {f'({content})?' if may_be_empty and content else content} {closing}"
 
     def _array(self, alternative: Alternative) -> str | None:
-        (low, high), n_prefix = sizes(alternative, "Items"), _n_prefix(alternative)
+        (low, high), n_prefix = size_bounds(alternative, "Items"), _n_prefix(alternative)
         items: list[str] = []
         for at in range(n_prefix if high is None else min(n_prefix, high)):
             item = self.value(self._document.items_at(at, alternative))
@@ -287,7 +294,7 @@ class JsonRules:
             start = "" if items else rest
             least = max(low - max(len(items), 1), 0)
             most = None if high is None else high - max(len(items), 1)
-            tail = self._lark.rule(f"{start} {_repeated(f'{self.comma} {rest}', least, most)}")
+            tail = self._lark.rule(f"{start} {_repetition(f'{self.comma} {rest}', least, most)}")
         for at in reversed(range(len(items))):
             tail = f"{tail}?" if tail and at + 1 >= low and (at + 1 < len(items) or rest is None) else tail
             tail = self._lark.rule(f"{self.comma if at else ''} {items[at]} {tail}")
@@ -295,7 +302,9 @@ class JsonRules:
 
     def _object(self, alternative: Alternative) -> str | None:
         form = self._document.object_form(alternative)
-        content = self.fields(form, lambda name, value: f"{self._name(name)} {value}", self.comma, self._others(form))
+        content = self.fields(
+            form, lambda name, value: f"{self._name(name)} {value}", self.comma, self._unlisted_property(form)
+        )
         return None if content is None else self._brackets("{}", *content)
 
     def fields(
@@ -319,14 +328,17 @@ class JsonRules:
         """Return the expression of the value of a property, None if there is no such value."""
         return self.value(places)
 
-    def _others(self, form: ObjectForm) -> str | None:
+    def _unlisted_property(self, form: ObjectForm) -> str | None:
         """Return the rule of one property that is not listed."""
-        taken = f" & ~{slashed('|'.join(map(self._spelled, form.properties)))}" if form.properties else ""
-        found, terms = list[tuple[str, tuple[Place, ...]]](), [(each, whole(each)) for each, _ in form.patterns]
+        taken = f" & ~{lark_literal('|'.join(map(self._text_spellings, form.properties)))}" if form.properties else ""
+        found, terms = (
+            list[tuple[str, tuple[Place, ...]]](),
+            [(each, whole_text_term(each)) for each, _ in form.patterns],
+        )
         for pattern, term in terms:
             if term is None or grammar_error(f"start: T\nT: {term}"):
                 self._document.leave_out(f"patternProperties {pattern!r}")
-            elif is_empty(f"({term}) & {_PLAIN_NAME}") and not is_empty(term):
+            elif matches_nothing(f"({term}) & {_PLAIN_NAME}") and not matches_nothing(term):
                 self._document.leave_out(f"patternProperties {pattern!r}, whose names need escapes")
         known = [f"({term})" for _, term in terms if term is not None]
         for (_, places), (_, term) in zip(form.patterns, terms, strict=True):
@@ -338,7 +350,7 @@ class JsonRules:
             found.append((f"{names}{taken}{''.join(f' & ~{each}' for each in known)}", form.others))
         rules = list[str]()
         for names, places in found:
-            quoted = f"{json.dumps(chr(34))} ({names}) {slashed(chr(34) + self._colon)}"
+            quoted = f"{json.dumps(chr(34))} ({names}) {lark_literal(chr(34) + self._colon)}"
             name = self._lark.terminal_of([quoted]) if known else self._lark.terminal(quoted)
             if name is not None and (value := self.value(places)) is not None:
                 rules.append(f"{name} {value}")
@@ -358,7 +370,7 @@ class JsonRules:
         if other is not None and low - n_needed > 1:  # two of the names that are not listed may be equal
             self._document.leave_out(f"minProperties {low}")
         if low > 1 or (high is not None and (other is not None or high < len(items))):
-            return self._counted(items, other, comma, low, high)
+            return self._counted_sequence(items, other, comma, low, high)
         # A part of the sequence: its items, as (the first without a comma, each with one, whether one is required).
         nodes = [
             (item, self._lark.rule(f"({comma} {item}){'' if required else '?'}"), required) for item, required in items
@@ -366,16 +378,16 @@ class JsonRules:
         if other is not None:
             nodes.append((f"{other} ({comma} {other})*", f"({comma} {other})*", False))
         while len(nodes) > 1:
-            nodes = [self._joined(nodes[at : at + _WIDTH]) for at in range(0, len(nodes), _WIDTH)]
+            nodes = [self._sequence_of_nodes(nodes[at : at + _WIDTH]) for at in range(0, len(nodes), _WIDTH)]
         return self._lark.rule(nodes[0][0] if nodes else '""'), n_needed == 0 and low == 0
 
-    def _joined(self, nodes: list[tuple[str, str, bool]]) -> tuple[str, str, bool]:
+    def _sequence_of_nodes(self, nodes: list[tuple[str, str, bool]]) -> tuple[str, str, bool]:
         n_first = next((at for at, node in enumerate(nodes) if node[2]), len(nodes) - 1) + 1
         rest = [node[1] for node in nodes]
         first = " | ".join(" ".join([nodes[at][0], *rest[at + 1 :]]) for at in range(n_first))
         return self._lark.rule(first), self._lark.rule(" ".join(rest)), any(node[2] for node in nodes)
 
-    def _counted(
+    def _counted_sequence(
         self, items: Sequence[tuple[str, bool]], other: str | None, comma: str, low: int, high: int | None
     ) -> tuple[str, bool] | None:
         """Return what `_sequence` does, with the number of items counted up to the last one that matters."""
@@ -409,32 +421,32 @@ class JsonRules:
             if other is None or limit == 0:
                 found[n] = '""' if least == 0 else None
             elif n:
-                found[n] = self._lark.rule(_repeated(f"{comma} {other}", least, limit))
+                found[n] = self._lark.rule(_repetition(f"{comma} {other}", least, limit))
             else:
-                more = _repeated(f"{comma} {other}", max(least - 1, 0), None if limit is None else limit - 1)
+                more = _repetition(f"{comma} {other}", max(least - 1, 0), None if limit is None else limit - 1)
                 found[n] = self._lark.rule(f"{other} {more}" + (' | ""' if least == 0 else ""))
         return found
 
 
-def _distinct(places: Iterable[Place]) -> tuple[list[Place], _Key]:
+def _distinct_schemas(places: Iterable[Place]) -> tuple[list[Place], _Key]:
     """Return the schemas that say something, each once, and a key of them."""
     found = {id(place[0]): place for place in places if place[0] is not True and place[0] != {}}
     return list(found.values()), tuple(found)
 
 
 def _n_prefix(alternative: Alternative) -> int:
-    return max((len(prefix_of(schema)[0]) for schema in parts(alternative)), default=0)
+    return max((len(prefix_of(schema)[0]) for schema in schemas_of(alternative)), default=0)
 
 
-def times(low: int, high: int | None) -> str:
+def repetition_range(low: int, high: int | None) -> str:
     return "*" if low == 0 and high is None else f"{{{low},{'' if high is None else high}}}"
 
 
-def _repeated(expression: str, low: int, high: int | None) -> str:
-    return '""' if high == 0 else f"({expression}){times(low, high)}"
+def _repetition(expression: str, low: int, high: int | None) -> str:
+    return '""' if high == 0 else f"({expression}){repetition_range(low, high)}"
 
 
-def _spelling(char: str, is_python: bool) -> str:
+def _character_spellings(char: str, is_python: bool) -> str:
     code = ord(char)
     unit = rf"\\u{code:04x}"
     if code >= 2**16:

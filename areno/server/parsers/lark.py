@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-from areno.engine.decoder.grammar import is_empty
+from areno.engine.decoder.grammar import matches_nothing
 from areno.errors import GrammarError
 
 MAX_CHARACTERS = 2_000_000  # of a grammar; larger ones take many seconds to compile
@@ -53,13 +53,13 @@ class Lark:
 
     def rule(self, body: str, option: str = "") -> str:
         """Return the name of a new rule. `option` is such as "[lazy]"."""
-        return self._named("r", body, option)
+        return self._define_once("r", body, option)
 
     def terminal(self, body: str) -> str:
         """Return the name of a new terminal, whose body may have regular expressions, "&" and "~"."""
-        return self._named("T", body, "")
+        return self._define_once("T", body, "")
 
-    def _named(self, initial: str, body: str, option: str) -> str:
+    def _define_once(self, initial: str, body: str, option: str) -> str:
         key = (initial + option, body)
         if key not in self._names:
             name = self._names[key] = self.reserve(initial)
@@ -72,15 +72,15 @@ class Lark:
         places = {tag: place for tag in self._special if (place := text.find(tag)) >= 0}
         while places:
             place, _, tag = min((place, -len(tag), tag) for tag, place in places.items())
-            parts += [self._plain(text[at:place])] if place > at else []
+            parts += [self._quoted_literal(text[at:place])] if place > at else []
             parts.append(f"<[{self._special[tag]}]>")
             at = place + len(tag)
             found = {tag: place if place >= at else text.find(tag, at) for tag, place in places.items()}
             places = {tag: place for tag, place in found.items() if place >= 0}
-        parts += [self._plain(text[at:])] if at < len(text) else []
+        parts += [self._quoted_literal(text[at:])] if at < len(text) else []
         return " ".join(parts) or '""'
 
-    def _plain(self, text: str) -> str:
+    def _quoted_literal(self, text: str) -> str:
         self.literals.setdefault(text)
         return json.dumps(text)
 
@@ -91,7 +91,7 @@ class Lark:
         escaped = "".join(f"\\{char}" if char in "\\/.*+?()[]{}|^$" else char for char in tag)
         return self.rule(f"/(?s:.*){escaped}/", "[lazy]")
 
-    def ended(self, term: str, tag: str) -> str:
+    def term_before_tag(self, term: str, tag: str) -> str:
         """Match a text of a terminal's `term` and then a tag, with which no such text ends.
 
         Both are one terminal, so that the lexer, which takes the longest text, does not take the tag as a part
@@ -104,7 +104,7 @@ class Lark:
     def terminal_of(self, terms: Iterable[str]) -> str | None:
         """Return the terminal that matches what one of some terms matches, None if they match nothing."""
         body = " | ".join(terms)
-        return None if not body or ("&" in body and is_empty(body)) else self.terminal(body)
+        return None if not body or ("&" in body and matches_nothing(body)) else self.terminal(body)
 
     def text(self, start: str) -> str:
         """Return the whole grammar, in which an answer must match `start`."""

@@ -31,7 +31,7 @@ class Range:
         if isinstance(bound, float) and math.isinf(bound):
             return self if bound < 0 else replace(self, low=1, high=0, low_float=_LARGEST, high_float=-_LARGEST)
         whole = math.floor(bound) + 1 if exclusive else math.ceil(bound)
-        limit, exact = _double(bound), Fraction(bound)
+        limit, exact = _to_double(bound), Fraction(bound)
         while limit < math.inf and (Fraction(limit) <= exact if exclusive else Fraction(limit) < exact):
             limit = math.nextafter(limit, math.inf)
         low = whole if self.low is None else max(self.low, whole)
@@ -67,7 +67,7 @@ class Range:
     def _positive(self, integer: bool) -> list[str]:
         low, high = max(self.low or 0, 0), self.high
         has_whole = low < 10**MAX_DIGITS and (high is None or low <= high)
-        found = [f"/{_naturals(low, high)}/"] if has_whole else []
+        found = [f"/{_natural_range(low, high)}/"] if has_whole else []
         if integer or self.high_float < 0 or self.low_float > self.high_float:
             return found
         start, end = max(self.low_float, 0.0), self.high_float
@@ -87,18 +87,18 @@ class Range:
         return found
 
 
-def _double(bound: Any) -> float:
+def _to_double(bound: Any) -> float:
     try:
         return float(bound)
     except OverflowError:
         return math.inf if bound > 0 else -_LARGEST
 
 
-def _any_of(parts: list[str]) -> str:
+def _alternation(parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"({'|'.join(parts)})"
 
 
-def _between(low: str, high: str) -> str:
+def _digits_between(low: str, high: str) -> str:
     """Return the regex of the digits from `low` to `high`, which are equally long. It is not nested."""
     n = len(low)
     same = next((at for at in range(n) if low[at] != high[at]), n)
@@ -106,21 +106,21 @@ def _between(low: str, high: str) -> str:
         return low
     ends_low, ends_high = set(low[same + 1 :]) <= {"0"}, set(high[same + 1 :]) <= {"9"}
     first, last = int(low[same]) + (not ends_low), int(high[same]) - (not ends_high)
-    parts = [f"{low[:same]}[{first}-{last}]{_free(n - same - 1)}"] if first <= last else []
+    parts = [f"{low[:same]}[{first}-{last}]{_any_digits(n - same - 1)}"] if first <= last else []
     parts += [] if ends_low else [low]
     parts += [] if ends_high else [high]
     for at in range(same + 1, n):
-        rest = _free(n - at - 1)
+        rest = _any_digits(n - at - 1)
         parts += [f"{low[:at]}[{int(low[at]) + 1}-9]{rest}"] if low[at] != "9" and not ends_low else []
         parts += [f"{high[:at]}[0-{int(high[at]) - 1}]{rest}"] if high[at] != "0" and not ends_high else []
-    return _any_of(parts)
+    return _alternation(parts)
 
 
-def _free(n: int) -> str:
+def _any_digits(n: int) -> str:
     return "" if n == 0 else "[0-9]" if n == 1 else f"[0-9]{{{n}}}"
 
 
-def _naturals(low: int, high: int | None) -> str:
+def _natural_range(low: int, high: int | None) -> str:
     """Return the regex of the integers from `low`, which is at least 0, to `high`."""
     end = 10**MAX_DIGITS - 1 if high is None else min(high, 10**MAX_DIGITS - 1)
     parts = list[str]()
@@ -129,27 +129,27 @@ def _naturals(low: int, high: int | None) -> str:
     if low <= end:
         first, last = len(str(low)), len(str(end))
         if first == last:
-            parts.append(_between(str(low), str(end)))
+            parts.append(_digits_between(str(low), str(end)))
         else:
             is_whole = low == 10 ** (first - 1), end == 10**last - 1
-            parts += [] if is_whole[0] else [_between(str(low), "9" * first)]
+            parts += [] if is_whole[0] else [_digits_between(str(low), "9" * first)]
             shortest, longest = first - is_whole[0], last - 2 + is_whole[1]
             if shortest <= longest:
                 parts.append(f"[1-9][0-9]{{{shortest},{longest}}}")
-            parts += [] if is_whole[1] else [_between("1" + "0" * (last - 1), str(end))]
-    return _any_of(parts)
+            parts += [] if is_whole[1] else [_digits_between("1" + "0" * (last - 1), str(end))]
+    return _alternation(parts)
 
 
 def _at_least(digits: str) -> str:
     """Return the regex of the digits after a point that are at least `digits`, without zeros at their end."""
     parts = [f"{digits[:at]}[{int(each) + 1}-9][0-9]*" for at, each in enumerate(digits) if each != "9"]
-    return _any_of([*parts, f"{digits}[0-9]*" if digits else "[0-9]+"])
+    return _alternation([*parts, f"{digits}[0-9]*" if digits else "[0-9]+"])
 
 
 def _at_most(digits: str) -> str:
     parts = [f"{digits[:at]}[0-{int(each) - 1}][0-9]*" for at, each in enumerate(digits) if each != "0"]
     shorter = [digits[:at] for at in range(1, len(digits))]
-    return _any_of([*parts, *shorter, f"{digits}0*" if digits else "0+"])
+    return _alternation([*parts, *shorter, f"{digits}0*" if digits else "0+"])
 
 
 def _fractions(low: float, high: float, digits: str = "[0-9]+") -> list[str]:
@@ -159,19 +159,19 @@ def _fractions(low: float, high: float, digits: str = "[0-9]+") -> list[str]:
     """
     if low >= 10**_MAX_WHOLE:
         return []
-    parts = [rf"/{_naturals(0, 10**_MAX_WHOLE - 1)}\.{digits}/"]
+    parts = [rf"/{_natural_range(0, 10**_MAX_WHOLE - 1)}\.{digits}/"]
     if low > 0:
-        whole, digits = _positional(max(low, 1e-17))
-        above = rf"{_naturals(whole + 1, 10**_MAX_WHOLE - 1)}\.[0-9]+|" if whole + 1 < 10**_MAX_WHOLE else ""
+        whole, digits = _positional_digits(max(low, 1e-17))
+        above = rf"{_natural_range(whole + 1, 10**_MAX_WHOLE - 1)}\.[0-9]+|" if whole + 1 < 10**_MAX_WHOLE else ""
         parts.append(rf"/{above}{whole}\.{_at_least(digits)}/")
     if high < 10**_MAX_WHOLE:
-        whole, digits = _positional(0.0 if high < 1e-17 else high)
-        below = rf"{_naturals(0, whole - 1)}\.[0-9]+|" if whole else ""
+        whole, digits = _positional_digits(0.0 if high < 1e-17 else high)
+        below = rf"{_natural_range(0, whole - 1)}\.[0-9]+|" if whole else ""
         parts.append(rf"/{below}{whole}\.{_at_most(digits)}/")
     return [f"({' & '.join(parts)})"]
 
 
-def _positional(value: float) -> tuple[int, str]:
+def _positional_digits(value: float) -> tuple[int, str]:
     """Return the integer before the point and the digits after it."""
     whole, _, digits = format(Decimal(repr(value)), "f").partition(".")
     return int(whole), digits.rstrip("0")
@@ -209,6 +209,6 @@ def _mantissa(digits: str, bound: Any, end: int) -> str:
 
 
 def _exponent(low: int, high: int) -> str:
-    parts = [f"-0?{_naturals(max(-high, 1), -low)}"] if low < 0 else []
-    parts += [rf"\+?0?{_naturals(max(low, 0), high)}"] if high >= 0 else []
-    return f"[eE]{_any_of(parts)}"
+    parts = [f"-0?{_natural_range(max(-high, 1), -low)}"] if low < 0 else []
+    parts += [rf"\+?0?{_natural_range(max(low, 0), high)}"] if high >= 0 else []
+    return f"[eE]{_alternation(parts)}"

@@ -6,7 +6,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from areno.engine.decoder.grammar import accepts, grammar_error
+from areno.engine.decoder.grammar import accepts_answer, grammar_error
 from areno.errors import GrammarError
 
 _HEX, _OCTET = "[0-9a-fA-F]", "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -51,7 +51,7 @@ def escaped(text: str) -> str:
     return "".join(f"\\{char}" if char in _SYNTAX else char for char in text)
 
 
-def slashed(regex: str) -> str:
+def lark_literal(regex: str) -> str:
     """Return a regex as a literal of Lark."""
     pieces, at = list[str](), 0
     while at < len(regex):
@@ -78,37 +78,37 @@ def json_expression(schema: dict[str, Any]) -> str:
 
 def pattern_fault(pattern: str) -> str:
     """Return why a pattern cannot be enforced, "" if it can."""
-    return "" if decimal(pattern) else text_fault({"pattern": pattern})
+    return "" if decimal_term(pattern) else text_fault({"pattern": pattern})
 
 
 @lru_cache(4096)
 def is_found(pattern: str, text: str) -> bool:
     """Return whether a pattern is found in a text. Raises GrammarError if the pattern cannot be enforced."""
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half of a pair is no character there
-    if term := decimal(pattern):
-        return accepts(f"start: T\nT: {term}", text)
+    if term := decimal_term(pattern):
+        return accepts_answer(f"start: T\nT: {term}", text)
     if fault := pattern_fault(pattern):
         raise GrammarError("the schema cannot be compiled: pattern {!r}: {}", pattern, fault)
     quoted = json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # which llguidance always escapes
-    return accepts(_or_null({"pattern": pattern}), quoted)
+    return accepts_answer(_or_null({"pattern": pattern}), quoted)
 
 
-def decimal(pattern: str) -> str | None:
+def decimal_term(pattern: str) -> str | None:
     """Return the term of a pattern with look-aheads that pydantic writes for `Decimal`, None for other patterns."""
     if not pattern.startswith(_NO_SIGN_ALONE) or "|" in pattern[: pattern.find("(?:")]:
         return None
     head, choice, tail = pattern[len(_NO_SIGN_ALONE) :].partition("(?:")
     if not choice:
-        term = whole(f"^{head}")
+        term = whole_text_term(f"^{head}")
     else:
         plain, _, rest = tail.removesuffix(")").partition("|(?=")
         ahead, _, body = rest.partition("$)")
-        terms = [whole(f"^{part.removesuffix('$')}$") for part in (head, plain, ahead, body)]
+        terms = [whole_text_term(f"^{part.removesuffix('$')}$") for part in (head, plain, ahead, body)]
         term = None if None in terms or not body else f"({terms[0]} ({terms[1]} | ({terms[2]} & {terms[3]})))"
     return None if term is None else f"({term} & ~/[-+.]*/)"
 
 
-def whole(pattern: str) -> str | None:
+def whole_text_term(pattern: str) -> str | None:
     """Return a term that matches exactly the texts in which a pattern is found.
 
     None if the pattern has an anchor inside, which a term cannot have, or a negated class beside other characters.
@@ -140,7 +140,7 @@ def whole(pattern: str) -> str | None:
             return None
         body += char
         at += 1
-    return f"({' | '.join(map(_searched, [*parts, body]))})"
+    return f"({' | '.join(map(_search_term, [*parts, body]))})"
 
 
 def _escape(escape: str, in_class: bool) -> str:
@@ -150,10 +150,10 @@ def _escape(escape: str, in_class: bool) -> str:
     return known if in_class else f"[{'^' if escape[1:].isupper() else ''}{known}]"
 
 
-def _searched(part: str) -> str:
+def _search_term(part: str) -> str:
     """Return the term of a pattern without `|` outside of groups."""
     starts, ends = part.startswith("^"), part.endswith("$") and not part.endswith(r"\$")
     body = part.removeprefix("^")
     body = body.removesuffix("$") if ends else body
     regex = f"{'' if starts else '(?s:.*)'}({body}){'' if ends else '(?s:.*)'}"
-    return slashed(regex) if regex != "()" else '""'
+    return lark_literal(regex) if regex != "()" else '""'

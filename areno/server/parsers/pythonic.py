@@ -46,7 +46,7 @@ class PythonicParser(ToolCallParser):
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
         yield from source.skip_space()
         try:
-            calls = yield from _Literals(source).calls()
+            calls = yield from _LiteralParser(source).read_calls()
         except Malformed:
             return None
         yield from source.skip_space()
@@ -80,7 +80,7 @@ def parse_literal(text: str) -> Any:
     """Return the value of a Python literal. Raises ValueError for other text."""
     source = Cursor()
     source.text, source.ended = text, True
-    reading = _Literals(source).whole()
+    reading = _LiteralParser(source).read_whole_literal()
     try:
         next(reading)
     except StopIteration as end:
@@ -90,7 +90,7 @@ def parse_literal(text: str) -> Any:
     raise AssertionError("a reader of a text that has ended waits for more")
 
 
-class _Literals:
+class _LiteralParser:
     """Recursive-descent parser of calls and of literals of Python and JSON.
 
     Its generators raise Malformed for other text. `depth` is the number of lists and dicts around a literal.
@@ -99,14 +99,14 @@ class _Literals:
     def __init__(self, source: Cursor):
         self._source = source
 
-    def calls(self) -> Reading[list[RawCall]]:
+    def read_calls(self) -> Reading[list[RawCall]]:
         calls: list[RawCall] = []
         yield from self._expect("[")
-        while not (yield from self._ends("]", calls)):
+        while not (yield from self._skip_end_or_comma("]", calls)):
             calls.append((yield from self._call()))
         return calls
 
-    def whole(self) -> Reading[Any]:
+    def read_whole_literal(self) -> Reading[Any]:
         """Read one literal that is the whole text."""
         value = yield from self._value(0)
         yield from self._source.skip_space()
@@ -115,11 +115,11 @@ class _Literals:
         return value
 
     def _call(self) -> Reading[RawCall]:
-        name = yield from self._word()
+        name = yield from self._read_name()
         yield from self._expect("(")
         arguments: dict[str, Any] = {}
-        while not (yield from self._ends(")", arguments)):
-            key = yield from self._word()
+        while not (yield from self._skip_end_or_comma(")", arguments)):
+            key = yield from self._read_name()
             yield from self._expect("=")
             if not key.isidentifier() or key in arguments:
                 raise Malformed
@@ -129,7 +129,7 @@ class _Literals:
         except ValueError as error:
             raise Malformed from error
 
-    def _word(self) -> Reading[str]:
+    def _read_name(self) -> Reading[str]:
         """Read a name, which may contain `_.-` as those of tools."""
         yield from self._source.skip_space()
         start = self._source.at
@@ -146,7 +146,7 @@ class _Literals:
         if not (yield from self._source.accept(char)):
             raise Malformed
 
-    def _ends(self, closing: str, items: Any) -> Reading[bool]:
+    def _skip_end_or_comma(self, closing: str, items: Any) -> Reading[bool]:
         """Skip the closing bracket (True), or the comma before the next item. A comma may precede the bracket."""
         if items:
             yield from self._source.skip_space()
@@ -169,7 +169,7 @@ class _Literals:
             return (yield from self._dict(depth))
         if char.isdecimal() or char in "+-.":
             return (yield from self._number())
-        word = yield from self._word()
+        word = yield from self._read_name()
         if word not in _WORDS:
             raise Malformed
         return _WORDS[word]
@@ -179,7 +179,7 @@ class _Literals:
         closing = "]" if opening == "[" else ")"
         items: list[Any] = []
         yield from self._expect(opening)
-        while not (yield from self._ends(closing, items)):
+        while not (yield from self._skip_end_or_comma(closing, items)):
             items.append((yield from self._value(depth + 1)))
         bare = (
             opening == "(" and len(items) == 1 and not self._source.text[: self._source.at - 1].rstrip().endswith(",")
@@ -189,7 +189,7 @@ class _Literals:
     def _dict(self, depth: int) -> Reading[dict[str, Any]]:
         items: dict[str, Any] = {}
         yield from self._expect("{")
-        while not (yield from self._ends("}", items)):
+        while not (yield from self._skip_end_or_comma("}", items)):
             key = yield from self._value(depth + 1)
             yield from self._expect(":")
             if not isinstance(key, str):

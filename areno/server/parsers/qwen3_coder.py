@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from areno.engine.decoder.grammar import grammar_error, is_empty
+from areno.engine.decoder.grammar import grammar_error, matches_nothing
 from areno.errors import GrammarError
 from areno.server.parsers.hermes import CLOSE, OPEN, in_tags
-from areno.server.parsers.json_rules import JsonRules, Style, times
+from areno.server.parsers.json_rules import JsonRules, Style, repetition_range
 from areno.server.parsers.lark import Lark
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
 from areno.server.parsers.partial_text import Cursor, Reading, Schema, dump_json, load_json
-from areno.server.parsers.patterns import FORMATS, decimal, escaped, slashed, whole
+from areno.server.parsers.patterns import FORMATS, decimal_term, escaped, lark_literal, whole_text_term
 from areno.server.parsers.pythonic import parse_literal
 from areno.server.parsers.schemas import (
     Alternative,
@@ -34,8 +34,8 @@ from areno.server.parsers.schemas import (
     arguments_of,
     is_same,
     kind_of,
-    parts,
-    sizes,
+    schemas_of,
+    size_bounds,
 )
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
@@ -81,7 +81,7 @@ class Qwen3CoderParser(ToolCallParser):
             value = None if key is None else (yield from self._value(source, left if known.names else None))
             if key is None or value is None:
                 return None
-            arguments[key] = known.typed(key, value)
+            arguments[key] = known.convert_value(key, value)
         end = source.at
         yield from source.skip_space()
         if not (yield from source.accept(CLOSE)):
@@ -138,7 +138,7 @@ class _Parameters:
     def __init__(self, document: Document | None):
         self._document = document
         found = [] if document is None else document.alternatives([document.root])
-        self.names = {name for each in found for one in parts(each) for name in one.get("properties", ())}
+        self.names = {name for each in found for one in schemas_of(each) for name in one.get("properties", ())}
 
     @classmethod
     def from_schema(cls, schema: Schema) -> _Parameters:
@@ -155,7 +155,7 @@ class _Parameters:
         values = [value for each in found for value in document.literals(each) or ()]
         return frozenset().union(*(_named_kinds(document, each) for each in found)), values
 
-    def typed(self, key: str, text: str) -> Any:
+    def convert_value(self, key: str, text: str) -> Any:
         """Convert the text of a parameter's value to the type that the schema names.
 
         A value in `enum` or `const` whose JSON is the text comes first. Without a type, or with one that allows
@@ -236,7 +236,7 @@ class _ParameterRules(JsonRules):
         found = document.alternatives(places)
         has_null = any(not document.rejects(None, each) for each in found)
         # Texts that are not read as strings.
-        others = [slashed(escaped(dump_json(value))) for value in values if not isinstance(value, str)]
+        others = [lark_literal(escaped(dump_json(value))) for value in values if not isinstance(value, str)]
         others += [_ANY_NULL] if "null" in kinds and not has_null else []
         for each in found:
             literals = document.literals(each)
@@ -249,7 +249,7 @@ class _ParameterRules(JsonRules):
                 if (
                     END_PARAMETER not in text
                     and PARAMETER not in text
-                    and is_same(self._known.typed(name, text), value)
+                    and is_same(self._known.convert_value(name, text), value)
                 ):
                     terms.append(self._lark.literal(text + _END))
         return f"({' | '.join(dict.fromkeys(terms))})" if terms else None
@@ -257,27 +257,27 @@ class _ParameterRules(JsonRules):
     def _string_rule(self, alternative: Alternative, others: list[str]) -> str | None:
         """Return the expression of a string that is no literal and not in `others`, and its closing tag."""
         patterns, formats = self.text_words(alternative)
-        terms = [f"({slashed(FORMATS[each])})" for each in formats]
+        terms = [f"({lark_literal(FORMATS[each])})" for each in formats]
         for pattern in patterns:
-            term = decimal(pattern) or whole(pattern)
+            term = decimal_term(pattern) or whole_text_term(pattern)
             if term is None or grammar_error(f"start: T\nT: {term}"):
                 self._document.leave_out(f"pattern {pattern!r} in a string without quotes")
             else:
                 terms.append(term)
-        low, high = sizes(alternative, "Length")
+        low, high = size_bounds(alternative, "Length")
         if high is not None and low > high:
             return None
         if low or high is not None:
-            terms.append(f"/(?s:.{times(low, high)})/")
+            terms.append(f"/(?s:.{repetition_range(low, high)})/")
         # The line break before the closing tag may be missing where the length of the text does not matter.
         end = _END if terms or others else _END.removeprefix("\n")
         term = f"({' & '.join([*terms, _NO_TAGS, *(f'~{each}' for each in others)])})"
-        return None if (terms or others) and is_empty(term) else self._lark.ended(term, end)
+        return None if (terms or others) and matches_nothing(term) else self._lark.term_before_tag(term, end)
 
     def other(self, form: ObjectForm) -> str | None:
         value = None if form.others is None or form.patterns else self.property_value(_UNLISTED, form.others)
         if value is None:
             return None
         taken = "|".join(map(escaped, form.properties))
-        name = self._lark.terminal(r"/[^<>\s]+( [^<>\s]+)*/" + (f" & ~{slashed(taken)}" if taken else ""))
+        name = self._lark.terminal(r"/[^<>\s]+( [^<>\s]+)*/" + (f" & ~{lark_literal(taken)}" if taken else ""))
         return self._lark.rule(f"{self._lark.literal(PARAMETER)} {name} {self._lark.literal('>' + chr(10))} {value}")

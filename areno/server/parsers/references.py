@@ -42,7 +42,7 @@ class References:
         """Note the base URI of a schema and of all schemas in it, and where `$id` and `$anchor` lead."""
         if not isinstance(schema, dict) or id(schema) in self._bases:
             return
-        _check(schema)
+        _check_keywords(schema)
         if isinstance(own := schema.get("$id"), str):
             if own.startswith("#"):
                 self._targets.setdefault(base + own, (schema, base))
@@ -53,7 +53,7 @@ class References:
         for word in ("$anchor", "$dynamicAnchor"):
             if isinstance(schema.get(word), str):
                 self._targets.setdefault(f"{base}#{schema[word]}", (schema, base))
-        for each in _inner(schema):
+        for each in _direct_subschemas(schema):
             self._find(each, base)
 
     def resolve(self, reference: str, base: str) -> Place:
@@ -80,7 +80,7 @@ class References:
         return target, base
 
 
-def _inner(schema: dict[str, Any]) -> Iterator[Any]:
+def _direct_subschemas(schema: dict[str, Any]) -> Iterator[Any]:
     """Return the schemas directly in a schema."""
     for word, value in schema.items():
         if word in _MAPS and isinstance(value, dict):
@@ -91,7 +91,7 @@ def _inner(schema: dict[str, Any]) -> Iterator[Any]:
             yield value
 
 
-def _check(schema: dict[str, Any]) -> None:
+def _check_keywords(schema: dict[str, Any]) -> None:
     """Raise GrammarError if a keyword has a value of a wrong type."""
 
     def wrong(word: str, expected: str) -> GrammarError:

@@ -95,7 +95,7 @@ class Document:
         """Return the alternatives of the values that match all of these schemas."""
         found: list[Alternative] = [()]
         for place in places:
-            found = _product(found, self._expand(*place))
+            found = _combinations(found, self._expand(*place))
         return found
 
     def _expand(self, schema: Any, base: str) -> list[Alternative]:
@@ -114,16 +114,18 @@ class Document:
         own = "properties" if "properties" in schema else next((word for word in schema if word in _OWN), None)
         for word, value in schema.items():
             if word == own:
-                found = _product(found, [((schema, base),)])
+                found = _combinations(found, [((schema, base),)])
             elif word == "$ref":
-                found = _product(found, self._expand(*self._references.resolve(value, base)))
+                found = _combinations(found, self._expand(*self._references.resolve(value, base)))
             elif word == "allOf":
-                found = _product(found, self.alternatives((each, base) for each in value))
+                found = _combinations(found, self.alternatives((each, base) for each in value))
             elif word in ("anyOf", "oneOf"):
-                found = _product(found, self._branches(word, [(each, base) for each in value]))
+                found = _combinations(found, self._branches(word, [(each, base) for each in value]))
             elif word in _UNENFORCED and _has_effect(word, schema):
                 self.leave_out(word)
-                found = _product(found, [(Siblings([self._expand(each, base) for each in _applied(word, schema)]),)])
+                found = _combinations(
+                    found, [(Siblings([self._expand(each, base) for each in _applied_subschemas(word, schema)]),)]
+                )
         self._expanded[id(schema)] = found
         return found
 
@@ -134,7 +136,7 @@ class Document:
             pairs = ((one, other) for at, one in enumerate(branches) for other in branches[:at])
             if not all(self._are_disjoint(one, other) for one, other in pairs):
                 self.leave_out("oneOf with branches that overlap")
-        if is_tagged or not _lists(branches):
+        if is_tagged or not _list_properties(branches):
             return [each for branch in branches for each in branch]
         found: list[Alternative] = []
         for at, branch in enumerate(branches):
@@ -159,7 +161,7 @@ class Document:
         values = [self.literals(each) for each in found]
         if None in values:
             return frozenset()
-        return frozenset(_identity(value) for of_one in values for value in of_one or ())
+        return frozenset(_comparison_key(value) for of_one in values for value in of_one or ())
 
     def _are_disjoint(self, one: Sequence[Alternative], other: Sequence[Alternative], depth: int = 0) -> bool:
         return all(self.are_apart(a, b, depth) for a in one for b in other)
@@ -188,13 +190,13 @@ class Document:
         words = {"string": "Length", "array": "Items"}.get(kind)
         if words is None:
             return False
-        (low, high), (other_low, other_high) = (sizes(each, words) for each in (one, other))
+        (low, high), (other_low, other_high) = (size_bounds(each, words) for each in (one, other))
         return (high is not None and high < other_low) or (other_high is not None and other_high < low)
 
     def kinds(self, alternative: Alternative) -> frozenset[str]:
         """Return the types that an alternative allows. "integer" without "number" allows no fractions."""
         found = KINDS
-        for schema in parts(alternative):
+        for schema in schemas_of(alternative):
             if "type" in schema:
                 declared = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
                 types = {json_type(each) for each in declared}
@@ -203,15 +205,15 @@ class Document:
 
     def literals(self, alternative: Alternative) -> list[Any] | None:
         """Return the values that `const` and `enum` leave, or None if there is neither."""
-        lists = [[schema["const"]] for schema in parts(alternative) if "const" in schema]
-        lists += [schema["enum"] for schema in parts(alternative) if "enum" in schema]
+        lists = [[schema["const"]] for schema in schemas_of(alternative) if "const" in schema]
+        lists += [schema["enum"] for schema in schemas_of(alternative) if "enum" in schema]
         if not lists:
             return None
         return [value for value in lists[0] if not self.rejects(value, alternative)]
 
     def range_of(self, alternative: Alternative) -> Range:
         found = Range()
-        for schema in parts(alternative):
+        for schema in schemas_of(alternative):
             for word, bound in (("Minimum", Range.at_least), ("Maximum", Range.at_most)):
                 exclusive = schema.get(f"exclusive{word}", False)  # true or false in older drafts
                 if word.lower() in schema:
@@ -221,12 +223,12 @@ class Document:
         return found
 
     def required(self, alternative: Alternative) -> dict[str, None]:
-        return dict.fromkeys(name for schema in parts(alternative) for name in schema.get("required", ()))
+        return dict.fromkeys(name for schema in schemas_of(alternative) for name in schema.get("required", ()))
 
     def places_of(self, name: str, alternative: Alternative) -> tuple[Place, ...]:
         """Return the schemas that a property of an object must match."""
         found: list[Place] = []
-        for schema, base in _places(alternative):
+        for schema, base in _schema_places(alternative):
             own = [schema["properties"][name]] if name in schema.get("properties", {}) else []
             own += [each for pattern, each in schema.get("patternProperties", {}).items() if is_found(pattern, name)]
             if not own and "additionalProperties" in schema:
@@ -238,17 +240,21 @@ class Document:
         """Return whether a value certainly does not match an alternative. Patterns and formats are not checked."""
         if kind_of(value) not in self.kinds(alternative):
             return True
-        if any(_identity(value) not in self._values_of(schema) for schema in parts(alternative) if _is_fixed(schema)):
+        if any(
+            _comparison_key(value) not in self._values_of(schema)
+            for schema in schemas_of(alternative)
+            if _is_fixed(schema)
+        ):
             return True
         if isinstance(value, bool) or value is None:
             return False
         if isinstance(value, int | float):
-            divisors = [schema["multipleOf"] for schema in parts(alternative) if "multipleOf" in schema]
+            divisors = [schema["multipleOf"] for schema in schemas_of(alternative) if "multipleOf" in schema]
             return not self.range_of(alternative).holds(value) or any(
                 Fraction(repr(value)) % Fraction(repr(each)) for each in divisors
             )
         word = "Length" if isinstance(value, str) else "Items" if isinstance(value, list) else "Properties"
-        low, high = sizes(alternative, word)
+        low, high = size_bounds(alternative, word)
         if len(value) < low or (high is not None and len(value) > high):
             return True
         if isinstance(value, list):
@@ -264,7 +270,7 @@ class Document:
         if id(schema) not in self._fixed:
             lists = [[schema["const"]]] if "const" in schema else []
             lists += [schema["enum"]] if "enum" in schema else []
-            self._fixed[id(schema)] = frozenset.intersection(*(frozenset(map(_identity, each)) for each in lists))
+            self._fixed[id(schema)] = frozenset.intersection(*(frozenset(map(_comparison_key, each)) for each in lists))
         return self._fixed[id(schema)]
 
     def rejects_all(self, value: Any, places: Iterable[Place]) -> bool:
@@ -272,7 +278,7 @@ class Document:
 
     def items_at(self, at: int, alternative: Alternative) -> tuple[Place, ...]:
         found: list[Place] = []
-        for schema, base in _places(alternative):
+        for schema, base in _schema_places(alternative):
             first, rest = prefix_of(schema)
             found += [(first[at], base)] if at < len(first) else [(rest, base)]
         return tuple(found)
@@ -283,11 +289,11 @@ class Document:
         If properties are listed and nothing is said of others, only these others are allowed: those that are required,
         that match a pattern, or that a branch beside the alternative lists.
         """
-        is_closed = any("properties" in schema for schema in parts(alternative))
-        is_closed &= not any("additionalProperties" in schema for schema in parts(alternative))
+        is_closed = any("properties" in schema for schema in schemas_of(alternative))
+        is_closed &= not any("additionalProperties" in schema for schema in schemas_of(alternative))
         own = {
             name
-            for schema in parts(alternative)
+            for schema in schemas_of(alternative)
             for word in ("properties", "required")
             for name in schema.get(word, ())
         }
@@ -296,38 +302,38 @@ class Document:
             if not isinstance(part, Siblings):
                 properties |= {name: () for name in part[0].get("properties", ()) if name not in properties}
             elif is_closed:
-                supplied = self._supplied(part, alternative)
+                supplied = self._properties_of_siblings(part, alternative)
                 properties |= {name: supplied[name] for name in supplied if name not in own and name not in properties}
         properties |= {name: () for name in self.required(alternative) if name not in properties}
         properties = {name: (*places, *self.places_of(name, alternative)) for name, places in properties.items()}
-        low, high = sizes(alternative, "Properties")
+        low, high = size_bounds(alternative, "Properties")
         form = ObjectForm(properties, set(self.required(alternative)), low=low, high=high)
-        patterns = dict.fromkeys(name for each in parts(alternative) for name in each.get("patternProperties", ()))
-        form.patterns = [(pattern, self._matching(pattern, alternative)) for pattern in patterns]
+        patterns = dict.fromkeys(name for each in schemas_of(alternative) for name in each.get("patternProperties", ()))
+        form.patterns = [(pattern, self._schemas_of_pattern(pattern, alternative)) for pattern in patterns]
         if not is_closed:
             form.others = tuple(
                 (schema["additionalProperties"], base)
-                for schema, base in _places(alternative)
+                for schema, base in _schema_places(alternative)
                 if "additionalProperties" in schema
             )
         return form
 
-    def _matching(self, pattern: str, alternative: Alternative) -> tuple[Place, ...]:
+    def _schemas_of_pattern(self, pattern: str, alternative: Alternative) -> tuple[Place, ...]:
         """Return the schemas of properties whose names match this pattern and no other one."""
         found: list[Place] = []
-        for schema, base in _places(alternative):
+        for schema, base in _schema_places(alternative):
             if pattern in schema.get("patternProperties", {}):
                 found.append((schema["patternProperties"][pattern], base))
             elif "additionalProperties" in schema:
                 found.append((schema["additionalProperties"], base))
         return tuple(found)
 
-    def _supplied(self, siblings: Siblings, alternative: Alternative) -> dict[str, tuple[Place, ...]]:
+    def _properties_of_siblings(self, siblings: Siblings, alternative: Alternative) -> dict[str, tuple[Place, ...]]:
         """Return the properties that other branches list, which may hold beside this alternative."""
         found: dict[str, tuple[list[Any], str]] = {}
-        for other in (each for branch in siblings.branches for each in branch if _lists([[each]])):
+        for other in (each for branch in siblings.branches for each in branch if _list_properties([[each]])):
             if not self.are_apart(other, alternative):
-                for schema, base in _places(other):
+                for schema, base in _schema_places(other):
                     for name, each in schema.get("properties", {}).items():
                         found.setdefault(name, ([], base))[0].append(each)
         return {name: ((self._any_of(schemas), base),) for name, (schemas, base) in found.items()}
@@ -380,28 +386,28 @@ def arguments_of(parameters: dict[str, Any], strict: bool) -> Document:
     return Document({"properties": {}, **full, "type": "object"}, strict)
 
 
-def parts(alternative: Alternative) -> Iterator[dict[str, Any]]:
-    return (schema for schema, _ in _places(alternative))
+def schemas_of(alternative: Alternative) -> Iterator[dict[str, Any]]:
+    return (schema for schema, _ in _schema_places(alternative))
 
 
-def _places(alternative: Alternative) -> Iterator[Place]:
+def _schema_places(alternative: Alternative) -> Iterator[Place]:
     return (part for part in alternative if not isinstance(part, Siblings))
 
 
-def _lists(branches: list[list[Alternative]]) -> bool:
-    return any("properties" in schema for branch in branches for each in branch for schema in parts(each))
+def _list_properties(branches: list[list[Alternative]]) -> bool:
+    return any("properties" in schema for branch in branches for each in branch for schema in schemas_of(each))
 
 
-def _product(one: list[Alternative], other: list[Alternative]) -> list[Alternative]:
+def _combinations(one: list[Alternative], other: list[Alternative]) -> list[Alternative]:
     if len(one) * len(other) > MAX_ALTERNATIVES:
         raise GrammarError("the schema has more than {:,} combinations of branches of anyOf", MAX_ALTERNATIVES)
     return [(*a, *b) for a in one for b in other]
 
 
-def sizes(alternative: Alternative, word: str) -> tuple[int, int | None]:
+def size_bounds(alternative: Alternative, word: str) -> tuple[int, int | None]:
     """Return the lowest and highest "Length", or number of "Items" or "Properties"."""
-    low = [math.ceil(schema[f"min{word}"]) for schema in parts(alternative) if f"min{word}" in schema]
-    high = [math.floor(schema[f"max{word}"]) for schema in parts(alternative) if f"max{word}" in schema]
+    low = [math.ceil(schema[f"min{word}"]) for schema in schemas_of(alternative) if f"min{word}" in schema]
+    high = [math.floor(schema[f"max{word}"]) for schema in schemas_of(alternative) if f"max{word}" in schema]
     return max(low, default=0), min((each for each in high if each <= MAX_SIZE), default=None)
 
 
@@ -426,15 +432,15 @@ def _is_fixed(schema: dict[str, Any]) -> bool:
 
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two values are equal in JSON, where 1 is 1.0 and not true."""
-    return _identity(one) == _identity(other)
+    return _comparison_key(one) == _comparison_key(other)
 
 
-def _identity(value: Any) -> Any:
+def _comparison_key(value: Any) -> Any:
     """Return a hashable value that is equal for equal values of JSON."""
     if isinstance(value, list):
-        return ("array", *map(_identity, value))
+        return ("array", *map(_comparison_key, value))
     if isinstance(value, dict):
-        return frozenset((name, _identity(each)) for name, each in value.items())
+        return frozenset((name, _comparison_key(each)) for name, each in value.items())
     return isinstance(value, bool), value
 
 
@@ -456,7 +462,7 @@ def _has_effect(word: str, schema: dict[str, Any]) -> bool:
     return value != {} or word == "not"
 
 
-def _applied(word: str, schema: dict[str, Any]) -> list[Any]:
+def _applied_subschemas(word: str, schema: dict[str, Any]) -> list[Any]:
     """Return the schemas of an unenforced keyword that apply to the object itself, so that they may list properties."""
     if word == "if":
         return [schema[each] for each in ("then", "else") if each in schema]

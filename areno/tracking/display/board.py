@@ -201,19 +201,19 @@ class Board(Tracker):
                 step=self._step,
                 total=total,
                 elapsed=self._seconds(),
-                left=self._left(now, total),
+                left=self._seconds_left(now, total),
                 phase=phase,
-                work=_work(),
+                work=_work_text(),
                 times=dict(self._times),
                 trends={name: (trend.last, trend.values) for name, trend in self._trends.items()},
-                samples=[_shown(sample) for sample in self._samples],
+                samples=[_shown_sample(sample) for sample in self._samples],
                 samples_step=self._samples_step,
                 n_warnings=self._n_warnings,
                 warning="".join(self._warnings),
                 note=self.note,
             )
 
-    def _left(self, now: float, total: int) -> float | None:
+    def _seconds_left(self, now: float, total: int) -> float | None:
         if len(self._ends) < 2:
             return None
         (first, began), (last, ended) = self._ends[0], self._ends[-1]
@@ -248,13 +248,13 @@ def best_middle_worst(samples: Sequence[ScoredSample]) -> list[ScoredSample]:
     return [scored[place] for place in places]
 
 
-def _shown(sample: ScoredSample) -> ShownSample:
+def _shown_sample(sample: ScoredSample) -> ShownSample:
     value = sample.outcome.value
     reward = sample.outcome.status if value is None else f"{value:.3g}"
     return ShownSample(reward, sample.item.prompt, sample.completion, sample.sequence.n_tokens)
 
 
-def _work() -> str:
+def _work_text() -> str:
     """Return the progress of the current rollout or scoring, such as "12/64 prompts"."""
     for one in console.active_progress[-1:]:
         rate = f", {one.rate:,.0f} tok/s" if one.tokens else ""

@@ -52,13 +52,13 @@ class Display(Tracker):
         self._folder, self._log = folder, log
         self._title = f"{folder.parent.name} / {folder.name}"
         self._stream = sys.stderr
-        self._screen = Screen(self._stream, self._lines, self._failed)
+        self._screen = Screen(self._stream, self._lines, self._turn_off)
         self._handler = Warnings(self.board)
         self._shows = False
 
     def start(self, facts: Mapping[str, str]) -> None:
         """Print the start panel with texts by name, and start the live display below it."""
-        with self._harmless():
+        with self._errors_suppressed():
             self._screen.start()
             self._shows = True
             logger.addHandler(self._handler)
@@ -72,16 +72,16 @@ class Display(Tracker):
         self.board.note = text.decode().strip()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        with self._harmless():
+        with self._errors_suppressed():
             self.board.log(step, scalars)
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        with self._harmless():
+        with self._errors_suppressed():
             self.board.samples(step, samples)
 
     def resume(self, step: int) -> None:
         """Replace the shown scalars by the values that the run recorded up to and including `step`."""
-        with self._harmless():
+        with self._errors_suppressed():
             self.board.forget()
             for name, (steps, values) in RunReader(self._folder).curves().items():
                 for value in values[: bisect_right(steps, step)]:
@@ -89,25 +89,25 @@ class Display(Tracker):
 
     def finish(self) -> None:
         """Replace the live display by a table with the most important scalars and the last checkpoint."""
-        with self._harmless():
+        with self._errors_suppressed():
             if self._shows:
                 self._stop(self._final_text() if self.board.has_steps else "")
 
     @contextmanager
-    def _harmless(self) -> Iterator[None]:
+    def _errors_suppressed(self) -> Iterator[None]:
         """Catch exceptions: the live display ends, log lines are shown, and the run continues."""
         try:
             yield
         except Exception as error:
             self._stop()
-            self._failed(error)
+            self._turn_off(error)
 
     def _stop(self, last: str = "") -> None:
         self._shows = False
         logger.removeHandler(self._handler)
         self._screen.close(last)
 
-    def _failed(self, error: Exception) -> None:
+    def _turn_off(self, error: Exception) -> None:
         self._shows = False
         self._log.console = "lines"
         logger.removeHandler(self._handler)

@@ -52,14 +52,14 @@ class Screen:
         self._wake, self._shown, self._ended = threading.Event(), threading.Event(), threading.Event()
         self._continued = False  # the process was stopped, so other programs have written to the terminal
         self._signal: Any = None
-        self._streams: list[tuple[str, TextIO, Above]] = []
+        self._streams: list[tuple[str, TextIO, OutputAbove]] = []
         self._thread = threading.Thread(target=self._run, daemon=True, name="areno-display")
 
     def start(self) -> None:
         for name in ("stderr", "stdout"):
             before = vars(sys)[name]
             if before is not None and before.isatty():
-                above = Above(self, before)
+                above = OutputAbove(self, before)
                 self._streams.append((name, before, above))
                 sys.__dict__[name] = above
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCONT) is signal.SIG_DFL:
@@ -158,7 +158,7 @@ class Screen:
         rows = min(sum(max(1, -(-cells // width)) for cells in self._widths), height - 1)
         text = [f"\x1b[{rows}A" if rows else "", "\r", "\x1b[J" if above or not lines else "", *above]
         for line in lines:
-            text += [*(self._painted(part, style) for part, style in line), "\x1b[K\n"]
+            text += [*(self._styled(part, style) for part, style in line), "\x1b[K\n"]
         if lines:
             text.append("\x1b[J")
         self._widths = [sum(cell_len(part) for part, _ in line) for line in lines]
@@ -167,11 +167,11 @@ class Screen:
             self._stream.flush()
         self._shown.set()
 
-    def _painted(self, text: str, style: str) -> str:
+    def _styled(self, text: str, style: str) -> str:
         return Style.parse(style).render(text, color_system=self._colors) if style and self._colors else text
 
 
-class Above(io.TextIOBase):
+class OutputAbove(io.TextIOBase):
     """A text stream in place of sys.stderr or sys.stdout that prints complete lines above the display.
 
     An incomplete last line waits for the next call. After `end`, everything goes to the replaced stream.

@@ -59,23 +59,23 @@ _PART = "rollout/reward/"  # the beginning of the names of the parts of a reward
 def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
     """Return fewer lines than `height`, each narrower than `width`, the most important ones first."""
     width -= 1  # after a line of full width, some terminals start another line
-    lines = [_rule(title, width), *_head(look, width)]
+    lines = [_horizontal_rule(title, width), *_progress_lines(look, width)]
     if look.n_warnings:
         count = "a warning" if look.n_warnings == 1 else f"{look.n_warnings} warnings, the last"
-        lines.append([(_cut(f" {count}: {look.warning}", width), "yellow")])
+        lines.append([(_cut_to_width(f" {count}: {look.warning}", width), "yellow")])
     if only_critic_trained(look.trends):
-        lines.append([(_cut(" the critic warms up; the policy is not trained yet", width), "yellow")])
+        lines.append([(_cut_to_width(" the critic warms up; the policy is not trained yet", width), "yellow")])
     rows = rows_of(look)
-    lines += _rows([row for row in rows if row.is_main], look, width, width - _TITLE - _VALUE - 18)
-    lines += _others([row for row in rows if not row.is_main], look, width)
+    lines += _scalar_lines([row for row in rows if row.is_main], look, width, width - _TITLE - _VALUE - 18)
+    lines += _other_scalars([row for row in rows if not row.is_main], look, width)
     del lines[height - 1 :]
     left = height - 1 - len(lines) - 2
     if look.samples and left >= 2:
         each = max(1, min(4, left // len(look.samples)))
-        lines += [[], _rule(f"samples of step {look.samples_step}", width)]
+        lines += [[], _horizontal_rule(f"samples of step {look.samples_step}", width)]
         for sample in look.samples[:left]:
             lines += _sample(sample, width, each)
-    return [_fitted(line, width) for line in lines]
+    return [_fit_line(line, width) for line in lines]
 
 
 def rows_of(look: Snapshot) -> list[Row]:
@@ -92,7 +92,7 @@ def rows_of(look: Snapshot) -> list[Row]:
     return list(found.values())
 
 
-def _head(look: Snapshot, width: int) -> Iterator[Line]:
+def _progress_lines(look: Snapshot, width: int) -> Iterator[Line]:
     """Draw two lines: the progress of the run, and the current phase with the times of the last step."""
     share = look.step / look.total if look.total else 0.0
     told = [f"step {look.step}/{look.total}", f"{100 * share:3.0f} %", f"{duration(look.elapsed)} elapsed"]
@@ -110,14 +110,14 @@ def _head(look: Snapshot, width: int) -> Iterator[Line]:
     last = f"last step {total:.3g} s: {spent}" if total else ""
     space = width - 1 - cell_len(doing) - cell_len(last)
     padded_last = " " * space + last if space > 1 else ""
-    yield [(f" {_cut(doing, width - 1)}", "yellow" if look.note else "cyan"), (padded_last, "dim")]
+    yield [(f" {_cut_to_width(doing, width - 1)}", "yellow" if look.note else "cyan"), (padded_last, "dim")]
 
 
-def _rows(rows: Sequence[Row], look: Snapshot, width: int, trend: int) -> Iterator[Line]:
+def _scalar_lines(rows: Sequence[Row], look: Snapshot, width: int, trend: int) -> Iterator[Line]:
     """Draw title, value, sparkline (at most `trend` wide) and, for a main row, the first value."""
     for row in rows:
         value, course = look.trends[row.name]
-        text = _cut(f" {row.title:<{_TITLE}}{_number(value, row.share):>{_VALUE}}  ", width)
+        text = _cut_to_width(f" {row.title:<{_TITLE}}{_number(value, row.share):>{_VALUE}}  ", width)
         line = sparkline(course, max(0, trend))
         if not row.is_main:
             yield [(text, ""), (line, "blue")]
@@ -127,13 +127,13 @@ def _rows(rows: Sequence[Row], look: Snapshot, width: int, trend: int) -> Iterat
         yield [(text, "bold"), (line, "green"), (began, "dim")]
 
 
-def _others(rows: Sequence[Row], look: Snapshot, width: int) -> Iterator[Line]:
+def _other_scalars(rows: Sequence[Row], look: Snapshot, width: int) -> Iterator[Line]:
     """Draw the rows that are not main rows, in two columns if the terminal is wide enough."""
     if width < _TWO_COLUMNS:
-        yield from _rows(rows, look, width, width - _TITLE - _VALUE - 4)
+        yield from _scalar_lines(rows, look, width, width - _TITLE - _VALUE - 4)
         return
     half = width // 2
-    lines = list(_rows(rows, look, half, half - _TITLE - _VALUE - 5))
+    lines = list(_scalar_lines(rows, look, half, half - _TITLE - _VALUE - 5))
     middle = -(-len(lines) // 2)
     for at in range(middle):
         left, right = lines[at], lines[middle + at : middle + at + 1]
@@ -148,26 +148,26 @@ def _sample(sample: ShownSample, width: int, n_lines: int) -> Iterator[Line]:
     prompt, completion = " ".join(sample.prompt.split()), " ".join(sample.completion.split())
     size = f"  ({sample.n_tokens} tokens)"
     if n_lines == 1 or cell_len(prompt) + cell_len(completion) + len(size) + 4 < room:
-        asked = _end(prompt, room // 2)
-        answer = _cut(completion, room - cell_len(asked) - 3 - len(size))
+        asked = _end_of_text(prompt, room // 2)
+        answer = _cut_to_width(completion, room - cell_len(asked) - 3 - len(size))
         yield [(reward, "bold"), (asked, "dim"), (" → ", "dim"), (answer, ""), (size, "dim")]
         return
-    yield [(reward, "bold"), (_end(prompt, room), "dim")]
+    yield [(reward, "bold"), (_end_of_text(prompt, room), "dim")]
     for line in range(1, n_lines):
         rest, completion = completion, completion[room:]
         is_last = line == n_lines - 1 or not completion
-        shown = _cut(rest, room - len(size)) if is_last else _cut(rest[:room], room)
+        shown = _cut_to_width(rest, room - len(size)) if is_last else _cut_to_width(rest[:room], room)
         yield [(" " * len(reward), ""), (shown, ""), (size if is_last else "", "dim")]
         if is_last:
             return
 
 
-def _rule(title: str, width: int) -> Line:
-    text = _cut(f"── {title} ", width)
+def _horizontal_rule(title: str, width: int) -> Line:
+    text = _cut_to_width(f"── {title} ", width)
     return [(text + "─" * (width - cell_len(text)), "bright_black")]
 
 
-def _fitted(line: Line, width: int) -> Line:
+def _fit_line(line: Line, width: int) -> Line:
     kept: list[tuple[str, str]] = []
     for text, style in line:
         kept.append((text if cell_len(text) <= width else set_cell_size(text, width), style))
@@ -175,16 +175,16 @@ def _fitted(line: Line, width: int) -> Line:
     return kept
 
 
-def _cut(text: str, width: int) -> str:
+def _cut_to_width(text: str, width: int) -> str:
     """Cut a text to `width` cells, and replace its control characters."""
     width = max(0, width)
     text = "".join(char if char.isprintable() else "·" for char in text[: width + 1])
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"[:width]
 
 
-def _end(text: str, width: int) -> str:
+def _end_of_text(text: str, width: int) -> str:
     """Return the last `width` cells of a text."""
-    return _cut(text if len(text) <= width else "…" + text[1 - width :], width)
+    return _cut_to_width(text if len(text) <= width else "…" + text[1 - width :], width)
 
 
 def _number(value: float, share: bool) -> str:

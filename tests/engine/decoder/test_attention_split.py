@@ -31,7 +31,7 @@ def samples(n_prompt: int, own_lens: list[int], first_block: int, own_block: int
             stop_ids=frozenset(),
             tokens=[],
         )
-        sequence.join(SlotTable(1), 0)
+        sequence.enter_batch(SlotTable(1), 0)
         sequence.n_kv = n_prompt + own
         n_own = -(-sequence.n_kv // SIZE) - n_shared
         sequence.block_tables = BlockTables(BlockManager(1, SIZE))

@@ -12,7 +12,7 @@ import torch
 
 from areno.engine.decoder.draft_length import StepCosts
 from areno.engine.decoder.draft_verification import accepted_rows
-from areno.engine.decoder.ngram_drafts import NgramDrafter, SampleMemory, _packed, _Text
+from areno.engine.decoder.ngram_drafts import NgramDrafter, SampleMemory, _pack_texts, _QueuedText
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.kernels.sampling import CONTEXT, LEVELS, NgramTable, add_texts, draft_tokens
@@ -38,7 +38,7 @@ def random_texts(rng: random.Random, n_letters: int, n: int) -> Texts:
 
 def entered(texts: Texts, table: NgramTable, at_once: int = 7) -> NgramTable:
     for start in range(0, len(texts), at_once):
-        packed = _packed([_Text(*text) for text in texts[start : start + at_once]])
+        packed = _pack_texts([_QueuedText(*text) for text in texts[start : start + at_once]])
         if packed.shape[1]:
             add_texts(table, torch.from_numpy(packed).to(table.counts.device))
     return table
@@ -216,7 +216,7 @@ class Batch:
         self.n_joined = 0
 
     def join(self, each: Sequence) -> Sequence:
-        each.join(self.table, self.n_joined)
+        each.enter_batch(self.table, self.n_joined)
         self.n_joined += 1
         return each
 
@@ -399,7 +399,7 @@ def test_contexts_are_the_last_tokens_wherever_these_are_kept(n_prompt: int, n_s
         batch.table.stage(slots, np.array([token]), np.array([-1.0]), 0)
     assert row.tokens_from(1).tolist() == expected[1:]
     if is_settled:
-        row.settle()
+        row.append_staged()
     found = batch.propose([row], 1).contexts_BW[0].tolist()
     assert found == ([-1] * 12 + expected)[-12:]
     assert row.tokens_from(len(expected) - 1).tolist() == expected[-1:]

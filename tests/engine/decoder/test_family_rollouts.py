@@ -144,8 +144,8 @@ def test_windows_let_more_rows_run_in_the_same_blocks(
     random_model(case, tmp_path)
     model = load(tmp_path)
     with_release, decoder = decode(model, n_blocks=21)
-    of = KVLayout.of
-    monkeypatch.setattr(KVLayout, "of", lambda *given, by_window: of(*given, by_window=False))
+    of = KVLayout.from_config
+    monkeypatch.setattr(KVLayout, "from_config", lambda *given, by_window: of(*given, by_window=False))
     without, other = decode(model, n_blocks=21)
     assert decoder.stats.preemptions < other.stats.preemptions
     assert {key: out.tokens for key, out in without.items()} == {key: out.tokens for key, out in with_release.items()}

@@ -64,7 +64,7 @@ def test_without_memory_for_a_graph_passes_go_on(at_once: bool) -> None:
 
 def test_other_errors_and_ranks_that_wait_for_this_one_end_the_run() -> None:
     def run(cache: GraphCache[int], body: object) -> None:
-        cache.run(0, cache.host_memory(1), body)  # type: ignore[arg-type]
+        cache.run(0, cache.pinned_memory(1), body)  # type: ignore[arg-type]
 
     with pytest.raises(torch.OutOfMemoryError):
         run(GraphCache(CpuCaptures(room=0, may_fail=False), at_once=True), lambda inputs: inputs)

@@ -47,7 +47,7 @@ def held_tokens(config: TransformerConfig, block_size: int, n_tokens: int) -> in
 @pytest.mark.parametrize(("n_layers", "window"), [(26, 512), (34, 1024), (48, 1024), (62, 1024)])
 def test_a_long_row_of_gemma_takes_hardly_more_than_its_layers_see(n_layers: int, window: int) -> None:
     config = gemma(n_layers, window)
-    layout = KVLayout.of(config, 32, 32768)
+    layout = KVLayout.from_config(config, 32, 32768)
     assert layout.n_tables <= 8
     taken, before = layout.comparable_size(32768) * 32, n_layers * 32768
     assert held_tokens(config, 32, 32768) <= taken < 1.25 * held_tokens(config, 32, 32768)
@@ -58,7 +58,7 @@ def test_a_long_row_of_gemma_takes_hardly_more_than_its_layers_see(n_layers: int
 
 
 def test_each_layer_has_a_place_of_its_own() -> None:
-    layout = KVLayout.of(gemma(34, 1024), 32, 32768)
+    layout = KVLayout.from_config(gemma(34, 1024), 32, 32768)
     assert len(set(layout.places)) == 34
     of_table = [group.window for group in layout.groups for _ in range(group.n_tables)]
     for layer, (table, place) in enumerate(layout.places):
@@ -68,17 +68,17 @@ def test_each_layer_has_a_place_of_its_own() -> None:
 
 def test_what_groups_would_not_save_is_one_group() -> None:
     config = gemma(26, 512)
-    for layout in (KVLayout.of(config, 32, 512), KVLayout.of(config, 32, 32768, by_window=False)):
+    for layout in (KVLayout.from_config(config, 32, 512), KVLayout.from_config(config, 32, 32768, by_window=False)):
         assert layout.groups == (KVGroup(None),)
         assert (layout.n_tables, layout.layers_per_block, layout.pool_size(7)) == (1, 26, 7)
-    all_local = KVLayout.of(gemma(5, 512), 32, 32768)
+    all_local = KVLayout.from_config(gemma(5, 512), 32, 32768)
     assert all_local.groups == (KVGroup(512),)
     assert all_local.blocks_for(32768) == 18  # the window, a part of a block on either side, and the next one
 
 
 def test_the_longest_row_that_fits() -> None:
     for config, most in ((gemma(26, 512), None), (gemma(5, 512), 4096), (gemma(26, 512, 512), None)):
-        layout = KVLayout.of(config, 32, 32768)
+        layout = KVLayout.from_config(config, 32, 32768)
         for n_blocks in (40, 300, 1000):
             n_tokens = layout.max_sequence_tokens(n_blocks, 4096)
             assert layout.blocks_for(n_tokens) <= n_blocks
@@ -88,7 +88,7 @@ def test_the_longest_row_that_fits() -> None:
 def preemptions(n_samples: int, *, by_window: bool) -> int:
     """Of samples of 40 + 600 tokens that begin together, in the memory of 2,000 tokens of 24 layers, where 20 of these
     may have a window of 32 tokens."""
-    layout = KVLayout.of(gemma(24, 32), 8, 640, by_window=by_window)
+    layout = KVLayout.from_config(gemma(24, 32), 8, 640, by_window=by_window)
     scheduler = Scheduler(BlockManager(layout.pool_size(250), 8, layout.groups), 64, 4096)
     for number in range(n_samples):
         asked = GenerationRequest(request_id=number, prompt=[number] * 40, params=SamplingParams())

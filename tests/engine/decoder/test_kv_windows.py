@@ -91,8 +91,8 @@ def test_samples_are_those_of_a_cache_that_keeps_all(name: str, monkeypatch: pyt
     decoder = make(**settings)
     grouped = conversation(decoder)
     assert decoder.blocks.blocks_over_all_groups > 1
-    of = KVLayout.of
-    monkeypatch.setattr(KVLayout, "of", lambda *given, by_window: of(*given, by_window=False))
+    of = KVLayout.from_config
+    monkeypatch.setattr(KVLayout, "from_config", lambda *given, by_window: of(*given, by_window=False))
     keeps_all = make(**settings)
     masked = conversation(keeps_all)
     assert keeps_all.blocks.blocks_over_all_groups == 1

@@ -62,6 +62,6 @@ def test_a_token_in_flight_is_not_given_to_the_next_sequence_of_the_slot() -> No
     both, tokens = np.array([0, 1]), np.array([7, 9])
     assert table.has_stopped(both, tokens).tolist() == [False, True]
     table.stage(both, tokens, np.array([-1.0, -2.0]), 3)
-    assert [each.tolist() for each in table.unstage([1])[0]] == [[9], [-2.0], [3]]
-    assert [each.tolist() for each in table.unstage([1])[0]] == [[], [], []]
+    assert [each.tolist() for each in table.take_staged([1])[0]] == [[9], [-2.0], [3]]
+    assert [each.tolist() for each in table.take_staged([1])[0]] == [[], [], []]
     assert table.n_new.tolist() == [1, 1]

@@ -20,7 +20,7 @@ from areno.api.trainer import Trainer
 from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
 from areno.engine.processes import ray_cluster as cluster
 from areno.engine.processes import ray_workers
-from areno.engine.processes.ray_cluster import Node, described, has_room, no_room, shares_left
+from areno.engine.processes.ray_cluster import Node, describe_nodes, device_sets_left, has_room, no_room
 from areno.engine.processes.ray_host import NodeReport, create_probe_file, interface_of, versions
 from areno.engine.processes.ray_workers import check_folders, check_versions
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
@@ -159,30 +159,30 @@ def test_the_workers_beside_the_reward_processes(monkeypatch: pytest.MonkeyPatch
 def test_what_is_left_of_a_layout() -> None:
     assert has_room([BIG, SMALL, HEAD], "cuda", 2, 4)
     assert not has_room([BIG, SMALL, HEAD], "cuda", 2, 8)
-    assert shares_left([BIG, HEAD], "cuda", 2, 4) == 2, "one node takes both"
-    assert shares_left([SMALL, HEAD], "cuda", 2, 4) == 1
-    assert shares_left([SMALL, HEAD], "cuda", 2, 8) == 0
-    assert shares_left([BIG], "cpu", 2, 8) == 2, "no more than there were"
+    assert device_sets_left([BIG, HEAD], "cuda", 2, 4) == 2, "one node takes both"
+    assert device_sets_left([SMALL, HEAD], "cuda", 2, 4) == 1
+    assert device_sets_left([SMALL, HEAD], "cuda", 2, 8) == 0
+    assert device_sets_left([BIG], "cpu", 2, 8) == 2, "no more than there were"
     assert str(no_room("cuda", 2, 8, [BIG, HEAD], 30.0)) == (
         "cluster.n_nodes: is 2, and the run takes 2 nodes with 8 GPUs each, but the Ray cluster has 2 nodes: "
         "10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.3 (0 GPUs, 16 CPUs); areno waited 30 s for more (scheduler.setup_timeout "
         "changes that)"
     )
-    assert described([]) == "no node"
+    assert describe_nodes([]) == "no node"
 
 
 def test_a_node_that_hangs_is_seen_as_lost_until_its_devices_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel may accept connections still, and Ray gives it up after a minute only."""
     free = {"a": 8, "b": 0}
-    monkeypatch.setattr(Node, "answers", lambda node: node.id != "c")
+    monkeypatch.setattr(Node, "accepts_connections", lambda node: node.id != "c")
     monkeypatch.setattr(cluster, "free_devices", lambda kind: free)
     monkeypatch.setattr(ray_workers, "lost_nodes", {"b"})
-    assert not ray_workers.sees_losses("cuda", 4, [BIG, SMALL])
-    assert ray_workers.sees_losses("cuda", 4, [BIG])
+    assert not ray_workers.has_noticed_losses("cuda", 4, [BIG, SMALL])
+    assert ray_workers.has_noticed_losses("cuda", 4, [BIG])
     free["b"] = 4
-    assert ray_workers.sees_losses("cuda", 4, [BIG, SMALL, HEAD])
+    assert ray_workers.has_noticed_losses("cuda", 4, [BIG, SMALL, HEAD])
     monkeypatch.setattr(ray_workers, "lost_nodes", {"b", "c"})
-    assert not ray_workers.sees_losses("cuda", 4, [BIG, SMALL, HEAD])
+    assert not ray_workers.has_noticed_losses("cuda", 4, [BIG, SMALL, HEAD])
 
 
 @pytest.mark.parametrize(("scheduler", "retries", "tries"), [("ray", 1, 2), ("ray", 0, 1), ("local", 1, 1)])
@@ -206,7 +206,7 @@ def test_a_node_that_is_lost_while_models_load_counts_for_the_retries(
     run.recovery.give_up.side_effect = WorkerLost("given up")
     with ExitStack() as stack:
         with pytest.raises(WorkerLost) if tries == 1 else nullcontext():
-            trainer = Setup._load(cast(Any, SimpleNamespace(config=config, run=run)), stack, cast(Any, None), {})
+            trainer = Setup._load_models(cast(Any, SimpleNamespace(config=config, run=run)), stack, cast(Any, None), {})
             assert trainer is trainers[1].__enter__.return_value
             assert not trainers[1].__exit__.called, "it stays open"
         assert len(trainers) == tries
@@ -388,7 +388,7 @@ def test_a_ray_that_cannot_be_started_is_one_line(monkeypatch: pytest.MonkeyPatc
         r"^scheduler\.type: is ray, but Ray cannot be started .*: validate.* failed: path .* bytes; set RAY_TMPDIR to a"
     )
     with pytest.raises(ConfigError, match=said):
-        cluster._start_here(SimpleNamespace(init=init), 1, {})
+        cluster._start_local_cluster(SimpleNamespace(init=init), 1, {})
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def test_a_run_that_loses_a_node_in_a_step_ends_with_the_same_weights(
 def test_a_node_that_is_lost_while_models_load_is_waited_for(
     nodes: TwoNodes, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, start, calls = ray_workers.RayProcesses._place, ray_workers.RayProcesses._start, []
+    place, start, calls = ray_workers.RayProcesses._reserve_nodes, ray_workers.RayProcesses._start, []
 
     def placing(group: Any, again: bool) -> None:
         nodes.complete()
@@ -148,7 +148,7 @@ def test_a_node_that_is_lost_while_models_load_is_waited_for(
             nodes.lose_node()
         start(group)
 
-    monkeypatch.setattr(ray_workers.RayProcesses, "_place", placing)
+    monkeypatch.setattr(ray_workers.RayProcesses, "_reserve_nodes", placing)
     monkeypatch.setattr(ray_workers.RayProcesses, "_start", losing)
     assert go("gspo", *ON_TWO, "total_train_steps=1") == 0
     lines = all_lines()
@@ -169,7 +169,7 @@ def test_the_report_of_a_lost_node_is_not_waited_for_to_the_end(monkeypatch: pyt
     monkeypatch.setattr(ray_workers, "_MOVE_S", 0.1)
     begun = time.monotonic()
     with pytest.raises(ray.exceptions.GetTimeoutError):
-        group._report(ray_workers._Node("gone", "host", None, range(1)), None)
+        group._wait_for_report(ray_workers._WorkerNode("gone", "host", None, range(1)), None)
     assert time.monotonic() - begun < ray_workers._START_S / 2
 
 

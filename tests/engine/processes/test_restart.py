@@ -15,7 +15,7 @@ import torch
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
 from areno.engine.processes.process_groups import ParallelContext
-from areno.engine.processes.worker_main import _failure
+from areno.engine.processes.worker_main import _error_to_send
 from areno.errors import CheckpointError, EngineError, WorkerLost
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
@@ -144,9 +144,9 @@ def test_an_error_of_the_device_is_a_lost_worker(monkeypatch: pytest.MonkeyPatch
     context = ParallelContext(3, torch.device("cuda:3"), *[ParallelGroup()] * 4)
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert not isinstance(_failure(error, context), WorkerLost)
+    assert not isinstance(_error_to_send(error, context), WorkerLost)
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
-    lost = pickle.loads(pickle.dumps(_failure(error, context)))
+    lost = pickle.loads(pickle.dumps(_error_to_send(error, context)))
     assert isinstance(lost, WorkerLost)
     assert str(lost).startswith("worker 3 lost its device (cuda:3): worker 3 failed: RuntimeError: CUDA error: an ill")
-    assert not isinstance(_failure(EngineError("out of device memory"), context), WorkerLost)
+    assert not isinstance(_error_to_send(EngineError("out of device memory"), context), WorkerLost)

@@ -260,5 +260,5 @@ def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch: Any,
     dog = Dog(None, None)  # type: ignore[arg-type]
     dog.limit_s = 10.0
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
-    watchdog._watch(weakref.ref(dog), Steps())
+    watchdog._check_periodically(weakref.ref(dog), Steps())
     assert looked == [1.0, 2.0, 1.0]

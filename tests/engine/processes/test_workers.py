@@ -23,10 +23,10 @@ from areno.config.rollout import SamplingConfig
 from areno.engine.processes.local import on_this_machine
 from areno.engine.processes.messages import Command, pack
 from areno.engine.processes.spawned import SpawnedGroup
-from areno.engine.processes.worker_main import _fill
+from areno.engine.processes.worker_main import _read_commands
 from areno.engine.processes.workers import InlineGroup, WorkerGroup, start_workers
 from areno.engine.train.checked_rows import read_rows
-from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.micro_batches import divide_steps
 from areno.errors import CheckpointError, EngineError
 from areno.loss_fns.pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
@@ -52,7 +52,7 @@ def group(folder: Path) -> Iterator[SpawnedGroup]:
 
 def train(group: WorkerGroup, loss_fn: Any) -> dict[str, float]:
     update = UpdateSpec(WHOLE)
-    (steps,) = share_steps(read_rows(ROWS, VOCAB), update)
+    (steps,) = divide_steps(read_rows(ROWS, VOCAB), update)
     return group.call("train", "actor", steps, loss_fn, update)[0].stats
 
 
@@ -177,7 +177,7 @@ def test_an_error_nobody_waits_for_comes_with_the_next_poll(group: SpawnedGroup)
 
 
 def test_late_answers_to_a_failed_command_are_dropped(group: SpawnedGroup) -> None:
-    group._send(0, Command("no_such_method", pack("", ()), group._last_id))  # answered under the next id
+    group._send_command(0, Command("no_such_method", pack("", ()), group._last_id))  # answered under the next id
     assert group.call("info")[0].vocab_size == VOCAB
     assert group.poll(0.0) == []
 
@@ -205,7 +205,7 @@ def test_inline_and_spawned_groups_have_one_face(group: SpawnedGroup, folder: Pa
 def test_commands_never_wait_for_a_worker_that_is_busy() -> None:
     mine, theirs = multiprocessing.Pipe()
     inbox: Any = multiprocessing.dummy.Queue()
-    thread = threading.Thread(target=_fill, args=(theirs, inbox), daemon=True)
+    thread = threading.Thread(target=_read_commands, args=(theirs, inbox), daemon=True)
     thread.start()
     for _ in range(3):
         mine.send(Command("submit", bytes(1_000_000), None))  # more than a pipe holds

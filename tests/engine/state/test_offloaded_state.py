@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def played_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU that offloads, with several windows and parts, and blocks of files that begin amid a part."""
-    monkeypatch.setattr("areno.engine.roles.has_own_memory", lambda device: True)
+    monkeypatch.setattr("areno.engine.roles.has_separate_memory", lambda device: True)
     monkeypatch.setattr(optimizer_offload, "WINDOW", 768)
     monkeypatch.setattr(optimizer_offload, "PART", 1536)
     monkeypatch.setattr(storage, "BLOCK_BYTES", 2000)

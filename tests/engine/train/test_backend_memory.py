@@ -82,7 +82,7 @@ def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
     assert max(kept[n_before:]) < 2  # learned for good
 
     monkeypatch.setattr(backend.model, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
-    n_fitting = PassBytes.of_training(backend.model.config, 4).fitting_tokens(2**33) // 256 * 256
+    n_fitting = PassBytes.for_training(backend.model.config, 4).fitting_tokens(2**33) // 256 * 256
     backend.kept_layers = KeptLayers(backend.model, lambda: 2**33)
     with pytest.raises(EngineError, match=f"in training.* a micro-batch of {n_fitting:,} tokens would fit"):
         train_on(backend, rows, sft_loss_fn, spec)

@@ -14,7 +14,7 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.train.checked_rows import read_rows
-from areno.engine.train.micro_batches import keep_old_logprobs, share_steps
+from areno.engine.train.micro_batches import divide_steps, keep_old_logprobs
 from areno.errors import EngineError
 from areno.layers.config import AdapterSpec
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, sft_loss_fn, value_loss_fn
@@ -87,7 +87,7 @@ def test_later_updates_of_a_batch_compare_with_the_policy_before_the_first():
     rows = fresh_rows(backend)
     checked = read_rows(rows, 61)
     update = UpdateSpec(CUT, n_minibatches=2, seed=1)
-    shares = share_steps(checked, update)
+    shares = divide_steps(checked, update)
     result = backend.train(shares[0], grpo_loss_fn, update)
     assert backend.optimizer.steps == 2
     assert result.stats["ratio_max"] > 1.001
@@ -193,7 +193,7 @@ def test_loglinear_interpolates_after_the_first_update():
 def call(backend, rows, loss_fn=grpo_loss_fn):
     """Trainer.train on one rank."""
     checked, update = read_rows(rows, 61), UpdateSpec(CUT)
-    shares = share_steps(checked, update)
+    shares = divide_steps(checked, update)
     result = backend.train(shares[0], loss_fn, update)
     keep_old_logprobs(rows, shares, [result])
     return result.stats

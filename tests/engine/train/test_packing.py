@@ -15,9 +15,9 @@ from areno.engine.train import packing
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import (
     StepMicroBatches,
+    divide_steps,
     micro_batches,
     optimizer_steps,
-    share_steps,
     split_balanced,
 )
 from areno.engine.train.packing import StepBatches
@@ -87,7 +87,7 @@ def test_units_are_never_divided(rows_per_unit, spec, cut):
     """Whatever cuts the rows: steps by shuffle or by accumulation, data-parallel shares, micro-batches."""
     numbers = range(12 * rows_per_unit)
     rows = read_rows([row([1] * (20 + i % 5), [i % 3 == 0] * (20 + i % 5), reward=float(i)) for i in numbers], 10)
-    shares = share_steps(rows, UpdateSpec(spec, rows_per_unit=rows_per_unit, **cut), dp_size=2)
+    shares = divide_steps(rows, UpdateSpec(spec, rows_per_unit=rows_per_unit, **cut), dp_size=2)
     seen = []
     for steps in zip(*shares, strict=True):
         mine = [row for share in steps for batch in share.micro_batches for row in batch]
@@ -110,7 +110,7 @@ def test_units_are_never_divided(rows_per_unit, spec, cut):
 def test_each_rank_has_its_own_rows_of_every_step():
     rows = read_rows([row([1] * LENGTHS[i], [False] * LENGTHS[i], reward=float(i)) for i in range(20)], 10)
     update = UpdateSpec(MicroBatchSpec(mini_bs=4), n_minibatches=2, seed=3)
-    (alone,), both = share_steps(rows, update), share_steps(rows, update, dp_size=2)
+    (alone,), both = divide_steps(rows, update), divide_steps(rows, update, dp_size=2)
     assert len(alone) == len(both[0]) == len(both[1]) == 2
     for whole, *parts in zip(alone, *both, strict=True):
         theirs = [{row.reward for batch in part.micro_batches for row in batch} for part in parts]
@@ -122,7 +122,7 @@ def test_each_rank_has_its_own_rows_of_every_step():
 def test_a_rank_without_a_row_has_one_in_which_nothing_is_trained():
     rows = read_rows([row([1] * LENGTHS[i], [False] * LENGTHS[i], reward=float(i)) for i in range(20)], 10)
     update = UpdateSpec(MicroBatchSpec(mini_bs=4), n_minibatches=2, seed=3)
-    for steps in zip(*share_steps(rows, update, dp_size=11), strict=True):
+    for steps in zip(*divide_steps(rows, update, dp_size=11), strict=True):
         found = [each for step in steps for batch in step.micro_batches for each in batch]
         [idle] = [each for each in found if not each.trained.any()]
         assert len(found) == 11
@@ -130,22 +130,22 @@ def test_a_rank_without_a_row_has_one_in_which_nothing_is_trained():
         assert idle.n_tokens == min(2, *LENGTHS[:20])
     pairs = UpdateSpec(MicroBatchSpec(mini_bs=4), n_minibatches=2, rows_per_unit=2)
     with pytest.raises(DataError, match=r"has 10 rows, in units of 2, for 6 copies.*lower critic\.ppo_n_minibatches"):
-        share_steps(rows, pairs, dp_size=6, section="critic")
+        divide_steps(rows, pairs, dp_size=6, section="critic")
 
 
 def test_a_unit_larger_than_the_micro_batch_is_one():
     rows = read_rows([row([1, 2], [True, False], reward=float(i)) for i in range(6)], vocab_size=10)
     for spec in (MicroBatchSpec(mini_bs=2), MicroBatchSpec(max_tokens_per_mb=1)):
-        ((step,),) = share_steps(rows, UpdateSpec(spec, rows_per_unit=3))
+        ((step,),) = divide_steps(rows, UpdateSpec(spec, rows_per_unit=3))
         assert [[one.reward for one in batch] for batch in step.micro_batches] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_rows_that_do_not_come_out_even():
     rows = read_rows([row([1, 2], [True, False])] * 5, vocab_size=10)
     with pytest.raises(DataError, match="5 rows, not a multiple of rows_per_unit=2"):
-        share_steps(rows, UpdateSpec(MicroBatchSpec(), rows_per_unit=2))
+        divide_steps(rows, UpdateSpec(MicroBatchSpec(), rows_per_unit=2))
     with pytest.raises(DataError, match="rows_per_unit is 0"):
-        share_steps(rows, UpdateSpec(MicroBatchSpec(), rows_per_unit=0))
+        divide_steps(rows, UpdateSpec(MicroBatchSpec(), rows_per_unit=0))
 
 
 def packed(rows, step_tokens=1, step_rows=1, rows_per_unit=1):
@@ -285,7 +285,7 @@ def test_rows_are_chosen_in_any_order_and_keep_their_numbers():
 
 def test_a_step_arrives_as_it_was_sent():
     rows = read_rows(ten_rows(), vocab_size=10)
-    ((step,),) = share_steps(rows, UpdateSpec(MicroBatchSpec(max_tokens_per_mb=9)))
+    ((step,),) = divide_steps(rows, UpdateSpec(MicroBatchSpec(max_tokens_per_mb=9)))
     arrived = pickle.loads(pickle.dumps(step))
     assert (arrived.sizes, arrived.step_tokens, arrived.step_rows) == (step.sizes, step.step_tokens, step.step_rows)
     packed, others = StepBatches(arrived, 1, CPU), StepBatches(step, 1, CPU)
@@ -297,7 +297,7 @@ def test_a_step_arrives_as_it_was_sent():
 
 
 def test_a_micro_batch_is_packed_when_it_is_read(monkeypatch):
-    ((step,),) = share_steps(read_rows(ten_rows(), vocab_size=10), UpdateSpec(MicroBatchSpec(mini_bs=4)))
+    ((step,),) = divide_steps(read_rows(ten_rows(), vocab_size=10), UpdateSpec(MicroBatchSpec(mini_bs=4)))
     n_packed, pack_rows = [], packing._pack_rows
     monkeypatch.setattr(packing, "_pack_rows", lambda *args: n_packed.append(1) or pack_rows(*args))
     batches = StepBatches(step, 1, CPU)

@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec
-from areno.cost.prefix_sharing import Sharing
+from areno.cost.prefix_sharing import PrefixSharing
 from areno.engine.train import shared_prefixes
 from areno.engine.train.checked_rows import read_rows
-from areno.engine.train.micro_batches import row_micro_batches, share_steps
+from areno.engine.train.micro_batches import divide_steps, row_micro_batches
 from areno.engine.train.packing import pack_group
-from areno.engine.train.shared_prefixes import forest_of, n_computed, order_to_share, pieces
+from areno.engine.train.shared_prefixes import build_forest, n_computed, order_to_share, pieces
 from areno.layers.config import AdapterSpec
 from areno.specs.update import UpdateSpec
 from tests.helpers.large_shapes import QWEN3_06B, QWEN3_8B
 from tests.helpers.shared_rows import Rows, cases, group, n_nodes, train_rows, tree
 from tests.helpers.tiny_backend import VOCAB, WHOLE
 
-ON = Sharing("on")
+ON = PrefixSharing("on")
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def short_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_forest(rows: Rows) -> None:
     """Every row is a path through the forest, and each token follows the token that it follows in its rows."""
-    forest = forest_of(rows)
+    forest = build_forest(rows)
     starts = np.cumsum([0, *map(len, rows)])
     for row, start in zip(rows, starts, strict=False):
         places = forest.indices_U[start : start + len(row)]
@@ -82,18 +82,18 @@ def test_short_prefixes_are_not_worth_a_segment(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("when", "prompt", "expected"), [("auto", 12, True), ("auto", 1, False), ("on", 1, True)])
 def test_auto_shares_if_it_saves_a_tenth(when: Any, prompt: int, expected: bool) -> None:
     rows = group(prompt, [10, 10], VOCAB)
-    assert (order_to_share(rows, Sharing(when)) is not None) == expected
-    assert order_to_share(rows, Sharing("off")) is None
+    assert (order_to_share(rows, PrefixSharing(when)) is not None) == expected
+    assert order_to_share(rows, PrefixSharing("off")) is None
 
 
 PASSES = [
-    (Sharing("auto"), [60, 30], [100], True),
-    (Sharing("auto"), [60, 36], [100], False),  # less than a twentieth faster
-    (Sharing("on"), [60, 36], [100], True),
-    (Sharing("auto", launch_tokens=100), [60, 60], [120, 120], False),  # the host takes 115 for each pass
-    (Sharing("auto", launch_tokens=50), [60, 60], [120, 120], True),
-    (Sharing("auto", search_tokens=20), [60], [120], True),
-    (Sharing("auto", search_tokens=30), [60], [120], False),
+    (PrefixSharing("auto"), [60, 30], [100], True),
+    (PrefixSharing("auto"), [60, 36], [100], False),  # less than a twentieth faster
+    (PrefixSharing("on"), [60, 36], [100], True),
+    (PrefixSharing("auto", launch_tokens=100), [60, 60], [120, 120], False),  # the host takes 115 for each pass
+    (PrefixSharing("auto", launch_tokens=50), [60, 60], [120, 120], True),
+    (PrefixSharing("auto", search_tokens=20), [60], [120], True),
+    (PrefixSharing("auto", search_tokens=30), [60], [120], False),
 ]
 
 
@@ -104,16 +104,16 @@ def test_auto_counts_what_the_host_takes(sharing: Any, shared: list[int], apart:
 
 def test_small_passes_are_not_shared_or_linked_on_a_gpu() -> None:
     """A 0.6B model, whose passes of less than about 10,000 tokens wait for the host."""
-    rule = Sharing.of("auto", QWEN3_06B, 2, trains=True, on_cuda=True)
+    rule = PrefixSharing.from_setting("auto", QWEN3_06B, 2, trains=True, on_cuda=True)
     assert 5_000 < rule.launch_tokens < 20_000
-    assert Sharing.of("auto", QWEN3_06B, 2, trains=True, on_cuda=False) == Sharing("auto")
-    assert Sharing.of("off", QWEN3_06B, 2, trains=True, on_cuda=True) == Sharing("off")
+    assert PrefixSharing.from_setting("auto", QWEN3_06B, 2, trains=True, on_cuda=False) == PrefixSharing("auto")
+    assert PrefixSharing.from_setting("off", QWEN3_06B, 2, trains=True, on_cuda=True) == PrefixSharing("off")
     units = [[row] for row in group(1024, [1024] * 16, 9999)]
     for budget, shares in ((4096, False), (32768, True)):
         groups, found = row_micro_batches(units, MicroBatchSpec(max_tokens_per_mb=budget), sharing=rule)
         assert found == shares
         assert max(map(len, groups)) == 1
-    large = Sharing.of("auto", QWEN3_8B, 2, trains=True, on_cuda=True)
+    large = PrefixSharing.from_setting("auto", QWEN3_8B, 2, trains=True, on_cuda=True)
     groups, found = row_micro_batches(units, MicroBatchSpec(max_tokens_per_mb=8192), sharing=large)
     assert found
     assert max(map(len, groups)) > 1
@@ -186,14 +186,14 @@ def test_a_micro_batch_without_tokens_of_its_own_is_not_linked() -> None:
 
 def test_ranks_get_whole_groups() -> None:
     rows = [row for seed in range(8) for row in group(20, [5, 6, 7, 8], VOCAB, seed)]
-    shares = share_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, sharing=ON)
+    shares = divide_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, sharing=ON)
     sizes = [n_computed([row.tokens for batch in step.micro_batches for row in batch]) for (step,) in shares]
     assert sizes == pytest.approx([4 * (20 + 5 + 6 + 7 + 8)] * 2, abs=4)  # prompts may begin alike by chance
 
 
 def test_two_ranks_share_a_single_group() -> None:
     rows = group(20, [5, 6, 7, 8], VOCAB)
-    shares = share_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, sharing=ON)
+    shares = divide_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, sharing=ON)
     assert [sum(map(len, step.micro_batches)) for (step,) in shares] == [2, 2]
 
 
@@ -222,7 +222,7 @@ def test_many_short_answers_are_cut_by_their_copies_of_keys() -> None:
 def test_the_number_of_micro_batches_of_a_step_does_not_depend_on_sharing() -> None:
     rows = read_rows(train_rows([row for seed in range(4) for row in group(20, [5, 6], VOCAB, seed)]), VOCAB)
     update = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=60), gradient_accumulation_steps=2)
-    on, off = (share_steps(rows, update, sharing=Sharing(share))[0] for share in ("on", "off"))
+    on, off = (divide_steps(rows, update, sharing=PrefixSharing(share))[0] for share in ("on", "off"))
     assert [len(step.micro_batches) for step in on] == [len(step.micro_batches) for step in off] == [2, 2]
 
 
@@ -234,14 +234,14 @@ def test_rows_share_half_of_their_tokens_or_sixteen(
     head, others = list(range(6)), iter(range(100, 10_000))
     rows = [np.array([*head, *itertools.islice(others, length - 6)]) for _ in range(8)]
     assert n_computed(rows) == 8 * length - 7 * n_shared
-    assert (order_to_share(rows, Sharing("auto")) is not None) == (n_shared > 0)
+    assert (order_to_share(rows, PrefixSharing("auto")) is not None) == (n_shared > 0)
     long = [np.concatenate([np.arange(20), row]) for row in rows]
     assert n_computed(long) == 8 * (length + 20) - 7 * 26
 
 
 def test_a_rank_without_rows_of_a_shared_step() -> None:
     rows = read_rows(train_rows(group(20, [5, 6], VOCAB)), VOCAB)
-    shares = share_steps(rows, UpdateSpec(WHOLE), dp_size=3, sharing=ON)
+    shares = divide_steps(rows, UpdateSpec(WHOLE), dp_size=3, sharing=ON)
     assert [len(step.micro_batches[0]) for (step,) in shares] == [1, 1, 1]
 
 
@@ -249,7 +249,7 @@ def test_a_rank_without_rows_of_a_shared_step() -> None:
 def test_micro_batches_of_a_fixed_number_share_only_if_this_is_faster(spec: MicroBatchSpec) -> None:
     units = [[row] for row in group(20, [10] * 8, VOCAB)]
     for launch, shares in ((0, True), (1000, False)):
-        rule = Sharing("auto", launch_tokens=launch)
+        rule = PrefixSharing("auto", launch_tokens=launch)
         groups, found = row_micro_batches(units, spec, sharing=rule, keeps_count=True)
         assert found == shares
         assert groups == row_micro_batches(units, spec)[0]
@@ -269,8 +269,10 @@ def test_a_linked_micro_batch_of_one_row_takes_no_more_memory_than_the_row_alone
 
 
 def test_tensor_parallel_gpus_wait_sooner_for_the_host() -> None:
-    alone, four = (Sharing.of("auto", QWEN3_8B, 2, trains=True, on_cuda=True, tp_size=n) for n in (1, 4))
-    assert four == Sharing("auto", 4 * alone.launch_tokens, 4 * alone.search_tokens)
+    alone, four = (
+        PrefixSharing.from_setting("auto", QWEN3_8B, 2, trains=True, on_cuda=True, tp_size=n) for n in (1, 4)
+    )
+    assert four == PrefixSharing("auto", 4 * alone.launch_tokens, 4 * alone.search_tokens)
     adapters = AdapterSpec(8, 16.0, ("q_proj",))
-    assert Sharing.of("auto", QWEN3_8B, 2, trains=True, on_cuda=True, adapters=adapters) != alone
-    assert Sharing.of("auto", QWEN3_8B, 2, trains=False, on_cuda=True).launch_tokens > 0
+    assert PrefixSharing.from_setting("auto", QWEN3_8B, 2, trains=True, on_cuda=True, adapters=adapters) != alone
+    assert PrefixSharing.from_setting("auto", QWEN3_8B, 2, trains=False, on_cuda=True).launch_tokens > 0

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from areno.config.models import MicroBatchSpec
-from areno.cost.prefix_sharing import Sharing
+from areno.cost.prefix_sharing import PrefixSharing
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.checked_rows import read_rows
-from areno.engine.train.micro_batches import share_steps
+from areno.engine.train.micro_batches import divide_steps
 from areno.layers.config import AdapterSpec
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
@@ -61,8 +61,8 @@ def assert_same_gradients(kind: str, folder: Path, spec: MicroBatchSpec, layout:
         rows = train_rows([*tokens, tokens[-1]], prompt=2, staleness=1)
         rows = rows[::-1] if name == "reversed" else rows
         update = UpdateSpec(spec if name == "shared" else WHOLE, old_logprobs="rollout")
-        rule = Sharing("on" if name == "shared" else "off")
-        (steps,) = share_steps(read_rows(rows, vocab), update, sharing=rule)
+        rule = PrefixSharing("on" if name == "shared" else "off")
+        (steps,) = divide_steps(read_rows(rows, vocab), update, sharing=rule)
         if name == "shared":
             assert (max(map(len, steps[0].groups)) > 1) == (spec is LINKED)
         stats = trained.train(steps, value_loss_fn if kind == "critic" else gspo_loss_fn, update).stats

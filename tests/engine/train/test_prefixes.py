@@ -16,11 +16,11 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
-from areno.cost.prefix_sharing import Sharing
+from areno.cost.prefix_sharing import PrefixSharing
 from areno.engine.engine import Engine
 from areno.engine.train import shared_prefixes
 from areno.engine.train.checked_rows import read_rows
-from areno.engine.train.micro_batches import row_micro_batches, share_rows, share_steps
+from areno.engine.train.micro_batches import divide_rows, divide_steps, row_micro_batches
 from areno.engine.train.packing import LocalTokens, PrefixPass, StepBatches, pack_group, pack_tokens
 from areno.engine.train.recomputation import KeptLayers
 from areno.engine.train.shared_prefixes import order_to_share
@@ -42,7 +42,7 @@ from tests.helpers.tiny_engine import engine_spec
 from tests.helpers.train_backend import train_backend
 from tests.helpers.two_ranks import load
 
-ON = Sharing("on")
+ON = PrefixSharing("on")
 
 FAMILIES = "mistral mistral-window qwen3-window phi3-partial-tied smollm3-window olmo3 gemma3 glm4"
 
@@ -111,7 +111,7 @@ def test_hidden_states_and_all_gradients_are_those_of_rows_apart(name: str, monk
     for seed in range(5):
         apart, shared = gradients(single, rows, False, seed), gradients(single, rows, True, seed)
         with monkeypatch.context() as patch:
-            patch.setattr(rotary, "_turn", in_float64)
+            patch.setattr(rotary, "_rotate_heads", in_float64)
             exact_apart, exact_shared = (gradients(double, rows, share, seed) for share in (False, True))
         assert_alike(exact_shared[0], exact_apart[0], 1e-12)
         assert_alike(shared[0], apart[0], 2e-6)
@@ -128,7 +128,7 @@ def test_hidden_states_and_all_gradients_are_those_of_rows_apart(name: str, monk
 @pytest.mark.parametrize("family", FAMILIES.split())
 def test_families_share(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sliding windows, norms of several kinds, layers without positions."""
-    monkeypatch.setattr(rotary, "_turn", in_float64)
+    monkeypatch.setattr(rotary, "_rotate_heads", in_float64)
     assert family in CASES
     random_model(family, tmp_path)
     model = load(tmp_path).double()
@@ -147,7 +147,7 @@ def test_padding_is_a_row_of_its_own() -> None:
     model = make().model
     expected = hidden_of_rows(model, rows, share=False)
     multiple = len(packed_rows.tokens_N) + 3
-    local = LocalTokens.of_rank(packed_rows, ParallelGroup(), "sdpa", multiple)
+    local = LocalTokens.for_rank(packed_rows, ParallelGroup(), "sdpa", multiple)
     assert len(local.tokens_n) == multiple
     hidden_ND = model(local.tokens_n, local.positions_n, local.attend)
     assert packed_rows.shared is not None
@@ -166,7 +166,7 @@ LOSSES = {
 def step(backend: Any, rows: list[Any], loss_fn: Any, share: Any, spec: MicroBatchSpec = WHOLE, **how: Any) -> Any:
     update = UpdateSpec(spec, **how)
     checked = read_rows(rows, VOCAB)
-    (steps,) = share_steps(checked, update, sharing=Sharing(share))
+    (steps,) = divide_steps(checked, update, sharing=PrefixSharing(share))
     assert all(one.shares == (share == "on") for one in steps)
     return backend.train(steps, loss_fn, update)
 
@@ -264,7 +264,7 @@ def test_scores_are_those_of_rows_apart(name: str) -> None:
 def test_a_model_with_recurrent_states_does_not_share(tmp_path: Path) -> None:
     random_model("qwen3.5", tmp_path)
     backend = train_backend(load(tmp_path), None, share_prefixes="on")
-    assert backend.score_sharing == backend.train_sharing == Sharing("off")
+    assert backend.score_sharing == backend.train_sharing == PrefixSharing("off")
     rows = group(14, [3, 12, 0], 101)
     assert all(len(scores) for scores in backend.logprobs(rows, SamplingConfig(), WHOLE))
 
@@ -289,7 +289,7 @@ def linked_rows(name: str) -> Rows:
 def test_a_step_with_linked_micro_batches_is_that_of_rows_apart(name: str, loss: str, recompute: bool) -> None:
     rows, seen = train_rows(linked_rows(name)), []
     one, other = make(recompute=recompute), make(recompute=recompute)
-    ((the_step,),) = share_steps(read_rows(rows, VOCAB), UpdateSpec(LINKED[name]), sharing=ON)
+    ((the_step,),) = divide_steps(read_rows(rows, VOCAB), UpdateSpec(LINKED[name]), sharing=ON)
     assert any(len(group) > 1 for group in the_step.groups)
     one.model.embed.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     found = step(one, rows, LOSSES[loss], "on", LINKED[name])
@@ -303,7 +303,7 @@ def test_a_step_with_linked_micro_batches_is_that_of_rows_apart(name: str, loss:
 
 def test_linked_micro_batches_of_float64_have_the_gradients_of_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """To 1e-12, with gradients of keys and values that pass through two levels of prefixes."""
-    monkeypatch.setattr(rotary, "_turn", in_float64)
+    monkeypatch.setattr(rotary, "_rotate_heads", in_float64)
     _, model = models()
     model.requires_grad_(True)
     rows = linked_rows("tree")
@@ -316,7 +316,7 @@ def test_linked_micro_batches_of_float64_have_the_gradients_of_rows_apart(monkey
     (prefix,) = {id(packed.prefix): packed.prefix for packed in packs}.values()
 
     def run(packed: Any, stores: Any = None) -> torch.Tensor:
-        local = LocalTokens.of_rank(packed, ParallelGroup(), "sdpa", stores=stores)
+        local = LocalTokens.for_rank(packed, ParallelGroup(), "sdpa", stores=stores)
         return model(local.tokens_n, local.positions_n, local.attend)
 
     with InFloat64():
@@ -357,7 +357,7 @@ def test_old_logprobs_of_linked_micro_batches() -> None:
 
 def test_halved_micro_batches_stay_linked() -> None:
     rows = read_rows(train_rows(linked_rows("groups")), VOCAB)
-    ((the_step,),) = share_steps(rows, UpdateSpec(LINKED["groups"]), sharing=ON)
+    ((the_step,),) = divide_steps(rows, UpdateSpec(LINKED["groups"]), sharing=ON)
     before = [len(linked) for linked in the_step.groups]
     old = [torch.arange(sum(row.n_tokens for row in batch)) for batch in the_step.micro_batches]
     tokens = [row.tokens for batch in the_step.micro_batches for row in batch]
@@ -444,7 +444,7 @@ def test_share_rows_keeps_groups_together() -> None:
     spec = engine_spec("examples/quickstart/model")
     with Engine(spec) as engine:
         rows = [row for seed in range(4) for row in group(30, [5, 6], 16, seed)]
-        shares, _ = share_rows(rows, 2, engine.info, ON)
+        shares, _ = divide_rows(rows, 2, engine.info, ON)
     assert sorted(itertools.chain(*shares)) == list(range(8))
     assert all({i // 2 * 2, i // 2 * 2 + 1} <= set(share) for share in shares for i in share)
 

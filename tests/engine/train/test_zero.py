@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areno.engine.train import zero_buffers
-from areno.engine.train.zero_buffers import FlatParameters, length
+from areno.engine.train.zero_buffers import FlatParameters, slice_length
 from areno.kernels.adam import BLOCK
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
@@ -51,7 +51,7 @@ def test_every_element_has_one_owner(
         for chunk in flat.chunks():
             owners[chunk.place] += 1
             local[chunk.local] += 1
-            assert length(chunk.place) == length(chunk.local) == length(chunk.grads) <= 768
+            assert slice_length(chunk.place) == slice_length(chunk.local) == slice_length(chunk.grads) <= 768
             assert chunk.local.start % align == 0
             assert torch.equal(flat.masters[chunk.local], flat.params[chunk.place].float())
         assert local.max() == 1
