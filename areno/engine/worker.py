@@ -74,7 +74,7 @@ class Worker:
         self._decoder_spec: RolloutSpec | None = None
         self._is_held = False
         self._garbage = memory.RolloutCollector()
-        self.states = StateCheckpointer(self.roles, context)
+        self.states = StateCheckpointer(self.roles)
         self._writer = ThreadPoolExecutor(1, "areno-writer")
         self._saving: list[Future[None]] = []
 

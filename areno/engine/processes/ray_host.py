@@ -88,7 +88,7 @@ class NodeHost:
                 self._processes.send_bytes(rank, command)
 
     def receive(self, timeout: float) -> tuple[Arrived, list[int]]:
-        """Return what `Processes.receive` does, and all counters, of which those of this node's ranks are valid."""
+        """Return messages and ended ranks, and all counters, of which those of this node's ranks are valid."""
         if (processes := self._processes) is None:
             return ([], []), []
         arrived = processes.receive(timeout)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from areno import heartbeat
 from areno.engine.device_memory import host_bytes_free
-from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.roles import Role, Roles
 from areno.engine.state.tensor_shards import (
     TensorShard,
@@ -57,11 +56,11 @@ class _Share:
 class StateCheckpointer:
     """Saves and loads the training state of one worker. All ranks must call each method, except `close`."""
 
-    def __init__(self, roles: Roles, context: ParallelContext):
-        self._roles, self._context = roles, context
+    def __init__(self, roles: Roles):
+        self._roles, self._context, device = roles, roles.context, roles.context.device
         self._plans: dict[bool, tuple[list[_Share], ShardSavePlanner]] = {}  # with moments or not; while the roles stay
         self._memory: dict[str, list[Tensor]] = {}  # buffer -> host memory for this rank's share of it
-        self._stream = torch.cuda.Stream(context.device) if context.device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
@@ -142,7 +141,7 @@ class StateCheckpointer:
         def load() -> None:
             for name, role in roles.items():
                 with role.on_device(training=True) as backend:
-                    load_role(readers[0], name, backend, role.spec.lora, with_moments)
+                    load_role(readers[0], name, backend, with_moments)
 
         self._plans.clear()  # they contain facts about the moments
         if self._on_all_ranks(check) and self._on_all_ranks(load):

@@ -50,7 +50,6 @@ from areno.layers.parallel import ParallelGroup
 from areno.models.adapters import add_adapters
 from areno.models.registry import build_model
 from areno.models.transformer import Transformer
-from areno.specs.role import LoraSpec
 
 
 class ShardSavePlanner(DefaultSavePlanner):
@@ -182,9 +181,7 @@ def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
 
 
 @torch.no_grad()
-def load_role(
-    reader: Reader, role: str, backend: TrainBackend, lora: LoraSpec | None = None, with_moments: bool = True
-) -> None:
+def load_role(reader: Reader, role: str, backend: TrainBackend, with_moments: bool = True) -> None:
     """Load master weights, moments and update counters of one role, whose buffers are on the device.
 
     Each rank reads only the elements that it holds. Without moments, they start at zero.
@@ -195,7 +192,7 @@ def load_role(
     buffers, shards = buffers_of(role, backend), shards_of(role, backend, with_moments)
     if with_moments and optimizer.is_in_blocks and stored_tp != backend.model.tp.size:
         shards = [shard for shard in shards if shard.buffer in (f"{role}.{MASTER}", f"{role}.{COUNTERS}")]
-        _requantise(reader, role, backend, stored_tp, lora)
+        _requantise(reader, role, backend, stored_tp)
     counters = buffers[f"{role}.{COUNTERS}"]
     assert isinstance(counters, Tensor)
     counters.zero_()  # states of older versions lack the last one
@@ -213,7 +210,7 @@ def _read_shards(reader: Reader, shards: Iterable[TensorShard], buffers: Mapping
         raise _checkpoint_error(error, "the state of the run cannot be read") from error
 
 
-def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int, lora: LoraSpec | None) -> None:
+def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int) -> None:
     """Fill 8-bit moments from a state that was written with another tensor-parallel size.
 
     The blocks that share a scale follow the layout of one rank, so the stored moments are dequantised, assembled to
@@ -226,9 +223,9 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
         build_model(model.config, dtype=dtype, device="meta", tp=ParallelGroup(rank, stored_tp))
         for rank in range(stored_tp)
     ]
-    if lora is not None:
+    if backend.role.lora is not None:
         for each in stored:
-            add_adapters(each, lora.adapters)
+            add_adapters(each, backend.role.lora.adapters)
     buffers, device = buffers_of(role, backend), optimizer.moments["exp_avg"].device
     for kind, signed in (("exp_avg", True), ("exp_avg_sq", False)):
         for name, place in flat.ranges.items():
