@@ -152,7 +152,7 @@ def _container_bytes_free() -> Iterator[int]:
         yield max(0, most - taken + cached)
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that an allocation failed, on a GPU or in host memory."""
     import torch
 
