@@ -256,8 +256,8 @@ def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]
         config = load(GSPOConfig, "quickstart", overrides)
         with PolicyOnlyTrainer(config, run_dir=run_dir, train_dataset=rows) as trainer:
             trainer.fit()
-        reader = RunReader(Path(run_dir))
-        series = {name: reader.series(name).values for name in sorted(reader.metrics()) if name.startswith("time/")}
+        metrics = sorted(RunReader(Path(run_dir)).metrics().items())
+        series = {name: found.values for name, found in metrics if name.startswith("time/")}
     phases = (series[f"time/{name}"] for name in ("step", "rollout", "train"))
     outside = [step - rollout - train for step, rollout, train in zip(*phases, strict=True)]
     series = {"idle": groups[0].idle_s, "outside": outside, "cpu": groups[0].cpu_s, **series}

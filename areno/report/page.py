@@ -31,10 +31,10 @@ _TOKEN_VALUES = ("tokens", "logprobs", "train_logprobs", "token_advantages")
 _INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
 
 
-def page_contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -> dict[str, Any]:
+def page_contents(runs: Sequence[RunReader]) -> dict[str, Any]:
     """Collect all data that the page shows.
 
-    The compressed samples of all runs take at most `sample_bytes`. "headlines" has for each main scalar and run [first
+    The compressed samples of all runs take at most SAMPLE_BYTES. "headlines" has for each main scalar and run [first
     value, best value, last value, step of the best value], or None. "constant" has the scalars that never change in any
     run and have no chart. "differences" has the settings, algorithms and scripts that differ.
     """
@@ -56,7 +56,7 @@ def page_contents(runs: Sequence[RunReader], sample_bytes: int = SAMPLE_BYTES) -
                 "overrides": run.overrides,
                 "series": series,
                 "forecast": run.forecast(),
-                "samples": packed_samples(run, sample_bytes // len(runs)),
+                "samples": packed_samples(run, SAMPLE_BYTES // len(runs)),
             }
         )
     return {
