@@ -112,6 +112,7 @@ def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:
     with ours.engine as engine, get_context("spawn").Pool(n_processes) as processes:
         limits = ours.begin_rollout(n_clients, 2 * max(work.row_lens) + 64)  # a text may have more tokens than words
         sampler = Sampler(engine, limits, SamplingParams(), ServerLimits(), seed=0)
+        sampler = Sampler(engine, limits, SamplingParams(), ServerLimits(), seed=0)
         server = build_server(sampler, tokenizer, models=["bench"], keys=[])
         thread = ServerThread(server.application)
         url = thread.start()
