@@ -18,7 +18,7 @@ from pydantic_core import to_json
 
 from areno.errors import ArenoError, DataError
 from areno.server import response_bodies
-from areno.server.detokenize import TextStream, TokenText, TokenTextCache, TokenTextStream, special_ids
+from areno.server.detokenize import TextStream, TokenTextCache, TokenTextStream, special_ids
 from areno.server.errors import ApiError, PromptTooLong, bad_field
 from areno.server.messages import read_messages
 from areno.server.parsers import MessageDelta, MessageStream, ToolCall, join_deltas
@@ -164,10 +164,8 @@ class _OpenChat:
                         prompt = to_json(self._prompt_field())
                 if self.returns_tokens:
                     written[output.sample].add(output)
-                if output.finish_reason is None:
-                    choices[output.sample].take(output)
-                else:
-                    choices[output.sample].finish(output)
+                choices[output.sample].take(output)
+                if output.finish_reason is not None:
                     outputs[output.sample] = output
         shown = [self._choice(index, output, choices[index]) for index, output in enumerate(outputs)]
         body = {**self.head, "choices": shown, "usage": self._usage(outputs), "system_fingerprint": None}
@@ -244,10 +242,10 @@ class _OpenChat:
             yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
         async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
             async for output in stream:
-                choice, is_last = choices[output.sample], output.finish_reason is not None
-                for delta in choice.finish(output) if is_last else choice.take(output):
+                choice = choices[output.sample]
+                for delta in choice.take(output):
                     yield chunk(output.sample, choice.delta(delta))
-                if not is_last:
+                if output.finish_reason is None:
                     continue
                 outputs[output.sample] = output
                 self.remember(output, choice.message())
@@ -263,50 +261,27 @@ class _Choice:
 
     def __init__(self, chat: _OpenChat, index: int):
         request, endpoint = chat.request, chat.endpoint
-        self._text = TextStream(endpoint.prompts.tokenizer, chat.hidden, request.options.params.stop or ())
+        stream = TextStream(endpoint.prompts.tokenizer, chat.hidden, request.options.params.stop or ())
+        self._texts = endpoint._texts
+        token_texts = None if request.options.n_top is None else TokenTextStream(self._texts, chat.hidden)
+        self._decoder = response_bodies.SampleDecoder(stream, token_texts)
         self._message: MessageStream = endpoint.prompts.parser.stream(
             request.tools,
             in_reasoning=chat.prompt.opens_reasoning,
             message_id=f"{chat.head['id'].removeprefix('chatcmpl-')}{index or ''}",
         )
-        self._texts, self._n_top = endpoint._texts, request.options.n_top
         self._one_call = not request.parallel_tool_calls
-        self._token_texts = TokenTextStream(self._texts, chat.hidden)
-        self._n_characters = 0
-        self._scores: list[response_bodies.TokenScore] = []  # of tokens whose text is not certain yet
         self.unreported: list[response_bodies.ScoredText] = []  # not yet returned by `logprobs`
         self._deltas: list[MessageDelta] = []
-        self._n_taken = self.n_calls = 0
+        self.n_calls = 0
 
     def take(self, output: GenerationOutput) -> list[MessageDelta]:
         """Return the new message deltas. Text that later tokens may change is held back for a later call."""
-        tokens = self._new_tokens(output, 0)
-        text = self._text.feed(tokens)
-        if self._n_top is not None:
-            self._n_characters += len(text)
-            self._add_texts(self._token_texts.take(self._n_characters))
-        return self._record_deltas(self._message.feed(text))
-
-    def finish(self, output: GenerationOutput) -> list[MessageDelta]:
-        """Return the remaining deltas for the last output, which has the whole completion."""
-        tokens = self._new_tokens(output, self._n_taken)
-        text = self._text.finish(tokens)
-        if self._n_top is not None:
-            self._add_texts(self._token_texts.finish(self._n_characters + len(text)))
-        return self._record_deltas(self._message.finish(text))
-
-    def _new_tokens(self, output: GenerationOutput, start: int) -> list[int]:
-        """Return the tokens from index `start` on, and record their log-probabilities if needed."""
-        tokens = response_bodies.values_from(output, "tokens", start)
-        self._n_taken += len(tokens)
-        if self._n_top is not None:
-            self._scores += response_bodies.token_scores(output)[start:]
-            self._token_texts.feed(tokens)
-        return tokens
-
-    def _add_texts(self, token_texts: list[TokenText]) -> None:
-        self.unreported += zip(self._scores, token_texts, strict=False)
-        del self._scores[: len(token_texts)]
+        text, scored = self._decoder.decode(output)
+        self.unreported += scored
+        return self._record_deltas(
+            self._message.feed(text) if output.finish_reason is None else self._message.finish(text)
+        )
 
     def _record_deltas(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
         """Record and return the deltas. Without `parallel_tool_calls`, calls after the first are dropped."""

@@ -71,12 +71,14 @@ class _OpenCompletion:
         skips = request.options.params.skip_special_tokens
         self._hidden = endpoint._sampler.stop_ids | (endpoint._special if skips else frozenset())
 
-    def _text_streams(self, number: int) -> tuple[TextStream, TokenTextStream]:
+    def _decoder(self, number: int) -> response_bodies.SampleDecoder:
         prompt, endpoint = self._sampled[number].prompt, self._endpoint
         n_whole = len(prompt) - self._n_partial(number)
         places = {"before": prompt[:n_whole], "partial": prompt[n_whole:]}
         stream = TextStream(endpoint._tokenizer, self._hidden, self._request.options.params.stop or (), **places)
-        return stream, TokenTextStream(endpoint._texts, self._hidden, **places)
+        is_scored = self._request.options.n_top is not None
+        token_texts = TokenTextStream(endpoint._texts, self._hidden, **places) if is_scored else None
+        return response_bodies.SampleDecoder(stream, token_texts)
 
     def _n_partial(self, number: int) -> int:
         """Return how many tokens at the end of a prompt of token ids begin a character that the completion ends."""
@@ -116,11 +118,8 @@ class _OpenCompletion:
         request, text = self._request, ""
         scores = self._prompt_scores(number, output, prompt)
         if request.wants_new:
-            stream, token_texts = self._text_streams(number)
-            text = stream.finish(output.tokens)
-            if request.options.n_top is not None:
-                token_texts.feed(output.tokens)
-                scores += zip(response_bodies.token_scores(output), token_texts.finish(len(text)), strict=True)
+            text, scored = self._decoder(number).decode(output)
+            scores += scored
         logprobs = None
         if request.options.n_top is not None:
             logprobs = response_bodies.text_logprobs(self._endpoint._texts, scores, request.options.n_top)
@@ -173,9 +172,7 @@ class _StreamedChoice:
 
     def __init__(self, completion: _OpenCompletion, number: int):
         self._completion, self._number = completion, number
-        self._stream, self._token_texts = completion._text_streams(number)
-        self._n_taken = self._n_characters = self._offset = 0
-        self._scores: list[response_bodies.TokenScore] = []  # of tokens whose text is not certain yet
+        self._decoder, self._offset = completion._decoder(number), 0
         self._echoes = completion._request.echo
 
     def take(self, output: GenerationOutput) -> list[Json]:
@@ -188,7 +185,9 @@ class _StreamedChoice:
             choices.append(self._choice(text, self._completion._prompt_scores(self._number, output, prompt), 0))
             self._offset = len(text)
         if request.wants_new:
-            choices.append(self._choice(*self._decoded(output)))
+            text, scored = self._decoder.decode(output)
+            choices.append(self._choice(text, scored, self._offset))
+            self._offset += sum(len(one.text) for _, one in scored)
         if is_last:
             choices = choices or [self._choice("", [], 0)]
             choices[-1]["finish_reason"] = response_bodies.finish_reason(output) if request.wants_new else "length"
@@ -198,24 +197,6 @@ class _StreamedChoice:
         n_top, texts = self._completion._request.options.n_top, self._completion._endpoint._texts
         logprobs = response_bodies.text_logprobs(texts, scores, n_top or 0, offset) if scores else None
         return {"text": text, "logprobs": logprobs, "finish_reason": None}
-
-    def _decoded(self, output: GenerationOutput) -> tuple[str, list[response_bodies.ScoredText], int]:
-        """Return (new final text, scores of the tokens in it, number of characters before the first of them)."""
-        is_last = output.finish_reason is not None
-        start = self._n_taken if is_last else 0  # the last one has the whole completion
-        tokens = output.tokens[start:]
-        self._n_taken += len(tokens)
-        text = self._stream.finish(tokens) if is_last else self._stream.feed(tokens)
-        self._n_characters += len(text)
-        if self._completion._request.options.n_top is None:
-            return text, [], 0
-        self._scores += response_bodies.token_scores(output)[start:]
-        self._token_texts.feed(tokens)
-        token_texts, n = self._token_texts, self._n_characters
-        found_texts, offset = token_texts.finish(n) if is_last else token_texts.take(n), self._offset
-        found, self._scores = list(zip(self._scores, found_texts, strict=False)), self._scores[len(found_texts) :]
-        self._offset += sum(len(one.text) for one in found_texts)
-        return text, found, offset
 
 
 async def _gather_or_cancel(waiting: list[Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from areno.server.detokenize import TokenText, TokenTextCache
+from areno.server.detokenize import TextStream, TokenText, TokenTextCache, TokenTextStream
 from areno.types import GenerationOutput, TokenScores
 
 TokenScore = tuple[int, float | None, TokenScores]
@@ -24,6 +24,32 @@ ScoredText = tuple[TokenScore, TokenText]
 def token_scores(output: GenerationOutput) -> list[TokenScore]:
     top = output.top_logprobs or [[]] * len(output.tokens)
     return list(zip(output.tokens, output.raw_logprobs or output.logprobs, top, strict=True))
+
+
+class SampleDecoder:
+    """Incremental decoder of one sample into text and, with `token_texts`, its tokens with their log-probabilities."""
+
+    def __init__(self, stream: TextStream, token_texts: TokenTextStream | None):
+        self._stream, self._token_texts = stream, token_texts
+        self._n_taken = self._n_characters = 0
+        self._scores: list[TokenScore] = []  # of tokens whose text is not certain yet
+
+    def decode(self, output: GenerationOutput) -> tuple[str, list[ScoredText]]:
+        """Return the text that later tokens cannot change, and the tokens whose text lies in what was returned."""
+        is_last = output.finish_reason is not None
+        start = self._n_taken if is_last else 0  # the last one has the whole completion
+        tokens = values_from(output, "tokens", start)
+        self._n_taken += len(tokens)
+        text = self._stream.finish(tokens) if is_last else self._stream.feed(tokens)
+        if self._token_texts is None:
+            return text, []
+        self._n_characters += len(text)
+        self._scores += token_scores(output)[start:]
+        self._token_texts.feed(tokens)
+        finish = self._token_texts.finish if is_last else self._token_texts.take
+        found = list(zip(self._scores, finish(self._n_characters), strict=False))
+        del self._scores[: len(found)]
+        return text, found
 
 
 def response_envelope(kind: str, prefix: str, model: str) -> dict[str, Any]:
