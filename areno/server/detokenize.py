@@ -46,18 +46,14 @@ class TextStream:
         self._held = ""  # text that may be the beginning of a stop string
         self.stopped = False
 
-    def feed(self, tokens: Sequence[int]) -> str:
-        """Return the new text that later tokens cannot change."""
-        self._add(tokens)
-        return self._up_to_stop_string(self._new_text(final=False), final=False)
-
-    def finish(self, tokens: Sequence[int] = ()) -> str:
-        self._add(tokens)
-        return self._up_to_stop_string(self._new_text(final=True), final=True)
-
-    def _add(self, tokens: Sequence[int]) -> None:
+    def feed(self, tokens: Sequence[int], final: bool = False) -> str:
+        """Return the new text that later tokens cannot change, or all of it if these are the last."""
         has_hidden = not self._hidden.isdisjoint(tokens)
         self._tokens += [token for token in tokens if token not in self._hidden] if has_hidden else tokens
+        return self._up_to_stop_string(self._new_text(final), final)
+
+    def finish(self, tokens: Sequence[int] = ()) -> str:
+        return self.feed(tokens, final=True)
 
     @property
     def is_settled(self) -> bool:

@@ -40,7 +40,7 @@ class SampleDecoder:
         start = self._n_taken if is_last else 0  # the last one has the whole completion
         tokens = values_from(output, "tokens", start)
         self._n_taken += len(tokens)
-        text = self._stream.finish(tokens) if is_last else self._stream.feed(tokens)
+        text = self._stream.feed(tokens, is_last)
         if self._token_texts is None:
             return text, []
         self._n_characters += len(text)

@@ -119,17 +119,13 @@ class MessageStream:
     def feed(self, delta: str) -> list[MessageDelta]:
         """Return the new deltas that later text cannot change."""
         self._source.text += delta
-        return self._advance()
-
-    def finish(self, delta: str = "") -> list[MessageDelta]:
-        self._source.text += delta
-        self._source.ended = True
-        return self._advance()
-
-    def _advance(self) -> list[MessageDelta]:
         next(self._reading, None)
         deltas, self._deltas = self._deltas, []
         return deltas
+
+    def finish(self, delta: str = "") -> list[MessageDelta]:
+        self._source.ended = True
+        return self.feed(delta)
 
     def _message(self, in_reasoning: bool) -> Reading[None]:
         """Parse the whole message. This and the methods it uses append to `self._deltas`."""
