@@ -160,9 +160,7 @@ class BatchLoader(Generic[Item]):
         place = start
         while place < len(order) and len(items) < self.batch_size:
             due = order[place : place + self.batch_size - len(items)].tolist()
-            found = self._ahead.take(self._rows_to_encode(due))
-            for index in due:
-                item = self._item_or_none(index, found)
+            for item in self._encoded(due):
                 heartbeat.beat()
                 place += 1
                 if item is not None:
@@ -177,14 +175,16 @@ class BatchLoader(Generic[Item]):
         """Iterate over all rows that are not skipped, in the order of the dataset. The position does not change."""
         for start in range(0, len(self.rows), CHUNK):
             due = range(start, min(start + CHUNK, len(self.rows)))
-            found = self._ahead.take(self._rows_to_encode(due))
-            yield from (item for index in due if (item := self._item_or_none(index, found)) is not None)
+            yield from (item for item in self._encoded(due) if item is not None)
 
     def items_at(self, indices: Sequence[int]) -> list[Item]:
         """Return encoded rows by index, without those that are skipped. The position does not change."""
+        return [item for item in self._encoded(indices) if item is not None]
+
+    def _encoded(self, indices: Sequence[int]) -> Iterator[Item | None]:
+        """Yield the encoded row of each index, or None if the row is skipped."""
         found = self._ahead.take(self._rows_to_encode(dict.fromkeys(indices)))
-        items = [self._item_or_none(index, found) for index in indices]
-        return [item for item in items if item is not None]
+        yield from (self._item_or_none(index, found) for index in indices)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position of the loader, right after the last batch that it yielded."""
