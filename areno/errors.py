@@ -16,7 +16,6 @@ rename it (`keys_renamed`).
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -246,6 +245,8 @@ def did_you_mean(word: str, names: Iterable[str], otherwise: str = "") -> str:
         names: The known names, from which up to three similar names are suggested.
         otherwise: Text to return if no name is similar.
     """
+    import difflib  # most commands make no suggestion
+
     return suggestion(difflib.get_close_matches(word, list(names))) or otherwise
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib.metadata
 import multiprocessing
 import os
 import signal
@@ -121,7 +122,7 @@ def one_revision() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_folder, "git_revision", functools.cache(run_folder.git_revision))
-        patch.setattr(run_folder, "version", functools.cache(run_folder.version))
+        patch.setattr(importlib.metadata, "version", functools.cache(importlib.metadata.version))
         yield
 
 

@@ -307,12 +307,10 @@ def metric_problems(config: ExperimentConfig, sets: Iterable[str]) -> Iterator[P
             yield Problem(key, f"is {metric}, which is not measured{known}")
 
 
-@dataclass(kw_only=True)
 class RowExperimentConfig(ExperimentConfig):
     """Settings of training on the rows of a dataset, without sampling. The base of all such experiments."""
 
 
-@dataclass(kw_only=True)
 class SupervisedExperimentConfig(RowExperimentConfig):
     """Settings of supervised fine-tuning."""
 
@@ -341,7 +339,6 @@ class ReferencedExperimentConfig(RowExperimentConfig):
         return True
 
 
-@dataclass(kw_only=True)
 class UnpairedExperimentConfig(ReferencedExperimentConfig):
     """Settings of training on single answers that are labelled as desirable or undesirable, such as KTO."""
 
@@ -353,7 +350,6 @@ class UnpairedExperimentConfig(ReferencedExperimentConfig):
         return ("loss", "accuracy", "margin", "kl")
 
 
-@dataclass(kw_only=True)
 class RewardModelExperimentConfig(RowExperimentConfig):
     """Settings of training a reward model on ranked answers."""
 
@@ -409,7 +405,6 @@ class ProcessRewardExperimentConfig(RowExperimentConfig):
         return (*measured, "first_error_accuracy", "calibration_error", "rewards_mean")
 
 
-@dataclass(kw_only=True)
 class PreferenceExperimentConfig(ReferencedExperimentConfig):
     """Settings of training on pairs of a preferred and a rejected answer, such as DPO."""
 

@@ -35,7 +35,6 @@ from areno.launch import help, yaml_files
 from areno.launch.hints import counterparts, join_by_and
 from areno.schema.build import with_defaults
 from areno.schema.fields import Missing
-from areno.tracking.run_folder import TUNED
 from areno.version import __version__
 
 if TYPE_CHECKING:
@@ -402,6 +401,8 @@ def _choose_tuned_settings(config: ExperimentConfig, job: Job, folder: NewFolder
 
 
 def _restore_tuned(config: ExperimentConfig, job: Job) -> None:
+    from areno.tracking.run_folder import TUNED
+
     if (job.run_dir / TUNED).exists():
         from areno.run import tuning
 

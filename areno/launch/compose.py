@@ -212,6 +212,8 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         SearchPath.config_dir = self.config_dir
         Plugins.instance().register(SearchPath)
         ConfigStore.instance().store(group="hydra/launcher", name="basic", node=_LAUNCHER, provider="areno")
+        # Hydra copies its sources and, with them, all that is stored. It does not change the copy.
+        vars(ConfigStore.instance())["__deepcopy__"] = lambda memo: ConfigStore.instance()
         ConfigStore.instance().store("recipe", with_defaults(self.cls, {}) | {"hydra": _HYDRA}, provider="areno")
         OmegaConf.register_new_resolver("areno.run_dir", self._run_dir, replace=True)
         # HydraConfig is global, so it is restored: a later session must not see the value of this session.

@@ -78,7 +78,6 @@ class SmoothedLoss(PreferenceLoss):
     "sigmoid",
     help="the loss of DPO (arXiv 2305.18290, eq. 7), or of conservative DPO if label_smoothing is above 0",
 )
-@dataclass(kw_only=True)
 class Sigmoid(SmoothedLoss):
     """DPO (arXiv 2305.18290 eq. 7): -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m), m = h_chosen - h_rejected.
 
@@ -97,7 +96,6 @@ class Sigmoid(SmoothedLoss):
 @PREFERENCE_LOSSES.register(
     "robust", help="robust DPO (arXiv 2403.00409), unbiased if a share label_smoothing of the pairs is swapped"
 )
-@dataclass(kw_only=True)
 class Robust(SmoothedLoss):
     """Robust DPO (arXiv 2403.00409): (-(1 - s) log sigmoid(beta m) + s log sigmoid(-beta m)) / (1 - 2 s).
 
@@ -119,7 +117,6 @@ class Robust(SmoothedLoss):
     "ipo",
     help="the loss of IPO (arXiv 2310.12036, eq. 17), with log-probabilities averaged over the tokens of an answer",
 )
-@dataclass(kw_only=True)
 class IPO(PreferenceLoss):
     """IPO (arXiv 2310.12036 eq. 17, beta for tau): (d - 1 / (2 beta))^2 with d = h_chosen / L - h_rejected / L.
 
@@ -160,7 +157,6 @@ class SimPO(PreferenceLoss):
     help="ORPO (arXiv 2403.07691), supervised fine-tuning on the chosen answer and an odds ratio loss, without a "
     "reference model",
 )
-@dataclass(kw_only=True)
 class ORPO(PreferenceLoss):
     """ORPO (arXiv 2403.07691 eq. 6-7): -a_chosen - beta log sigmoid(log odds_chosen - log odds_rejected).
 

@@ -173,7 +173,6 @@ class Clip(ClipRange):
     help="the gradient of each token's log-probability is multiplied by the clipped ratio, through which no gradient "
     "flows (CISPO, arXiv 2506.13585, eq. 4)",
 )
-@dataclass(kw_only=True)
 class CISPO(ClipRange):
     """CISPO (arXiv 2506.13585 eq. 4-5): -sg(clip(r, 1 - eps_clip, 1 + eps_clip_higher)) A log pi.
 

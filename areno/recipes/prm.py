@@ -13,7 +13,6 @@ language model, its transformer starts with a head of zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from areno.api.algorithms import Algorithm
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from areno.trainers.process_reward import ProcessRewardTrainer
 
 
-@dataclass(kw_only=True)
 class ProcessRewardConfig(ProcessRewardExperimentConfig):
     """Training of a process reward model, on solutions with labelled steps."""
 

@@ -7,7 +7,6 @@ loss = mean over all response tokens of the step of -log p        (of the assist
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from areno.api.algorithms import Algorithm
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from areno.trainers.sft import SFTTrainer
 
 
-@dataclass(kw_only=True)
 class SFTConfig(SupervisedExperimentConfig):
     """Supervised fine-tuning."""
 

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -265,6 +264,8 @@ def _section_expected(value: Any, cls: type[Section]) -> str:
 
 def _suggest(key: str, prefix: str, siblings: Iterable[str], all_keys: list[str]) -> str:
     """Return a "did you mean" text with similar names, of the same section first. "" if no name is similar."""
+    import difflib
+
     close = [prefix + name for name in difflib.get_close_matches(key, list(siblings), n=2)]
     if not close:
         leaves = {full.rsplit(".", 1)[-1] for full in all_keys}

@@ -12,8 +12,8 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from functools import cache, cached_property
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from areno.errors import ConfigError, Key, Problem
 from areno.schema.values import InvalidValue, convert, show, spelling
@@ -85,8 +85,7 @@ def setting(
     return dataclasses.field(default=default, default_factory=factory, metadata={"declared": declared}, kw_only=True)
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(NamedTuple):
     """A flag of `areno train`, for `setting(flag=...)`.
 
     Attributes:
@@ -107,8 +106,7 @@ def _flag(flag: str | Flag) -> Flag:
     return Flag(flag) if isinstance(flag, str) else flag
 
 
-@dataclass(frozen=True)
-class OnResume:
+class OnResume(NamedTuple):
     """Whether a setting may change when a run is resumed, for `setting(on_resume=...)`.
 
     Attributes:
@@ -293,8 +291,14 @@ class Setting:
 
     def default_in(self, section: Section | None) -> Any:
         """Return the default in the default of the enclosing section, or of the field. REQUIRED if there is none."""
-        value = self.default() if section is None else vars(section)[self.name]
+        value = self._default if section is None else vars(section)[self.name]
+        if isinstance(value, (list, dict)):
+            value = value.copy()
         return REQUIRED if self.required and value is None else value
+
+    @cached_property
+    def _default(self) -> Any:
+        return self.default()
 
     def convert(self, value: Any) -> Any:
         """Check a value and convert it to the type of the field. Raises InvalidValue."""
@@ -337,8 +341,7 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
     return found
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One line about a setting, for help texts and the reference page."""
 
     key: str  # dotted

@@ -16,7 +16,6 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -279,10 +278,12 @@ def _description(config: Section, overrides: list[str], recipe: str, script: str
 
 def versions() -> dict[str, str | None]:
     """Return the versions of areno, Python and important packages, and "git", which is None without a clone."""
+    from importlib import metadata  # its import takes long, and --cfg does not need it
+
     found: dict[str, str | None] = {"areno": __version__, "git": git_revision(), "python": platform.python_version()}
     for package in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
     return found | {"platform": platform.platform()}
 
 
