@@ -101,24 +101,12 @@ def test_params_travel_and_compare_by_value() -> None:
 
 
 def test_a_gconfig_section_reaches_the_decoder_whole() -> None:
-    gconfig = GenerationConfig(
-        max_new_tokens=9,
-        max_tokens=99,
-        min_new_tokens=2,
-        temperature=0.5,
-        top_k=4,
-        top_p=0.9,
-        greedy=True,
-        stop=["a"],
-        stop_token_ids=[5],
-        ignore_eos=True,
-        skip_special_tokens=False,
-        frequency_penalty=0.5,
-        presence_penalty=0.25,
-        min_p=0.1,
-    )
+    values = {bool: True, int: 4, float: 0.5, list[str] | None: ["a"], list[int] | None: [5]}
+    known = settings(SamplingConfig)
+    changes = {name: values[setting.hint] for name, setting in known.items()} | {"skip_special_tokens": False}
+    gconfig = GenerationConfig(max_tokens=99, **changes)
     params = sampling_params(gconfig)
     assert params.max_context_len == 99
-    for name, setting in settings(SamplingConfig).items():
+    for name, setting in known.items():
         assert asdict(params)[name] == asdict(gconfig)[name]
         assert asdict(params)[name] != setting.default(), name

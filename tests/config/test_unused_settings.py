@@ -10,6 +10,7 @@ import pytest
 from areno.api import get_algorithm
 from areno.api.algorithms import own_algorithms
 from areno.config.models import MicroBatchSpec
+from areno.config.optimizers import OPTIMIZERS
 from areno.errors import ConfigError, keys_renamed
 from areno.launch.compose import load
 from areno.launch.hints import NOT_HERE, hint
@@ -221,8 +222,8 @@ def test_a_size_in_tokens_can_be_swapped_for_one_in_rows():
         (
             "gspo",
             "actor.optimizer.type=adam_bf16",
-            "actor.optimizer.type: is 'adam_bf16'; expected one of 'adam', 'adam_8bit', 'sgd'; did you mean adam_8bit "
-            "or adam?; adam_8bit has moments of one byte",
+            f"actor.optimizer.type: is 'adam_bf16'; expected one of {', '.join(map(repr, OPTIMIZERS))}; did you mean "
+            "adam_8bit or adam?; adam_8bit has moments of one byte",
         ),
         ("gspo", "actor.lr=1", "actor.lr: unknown key; did you mean actor.optimizer.lr?"),
     ],
