@@ -303,14 +303,12 @@ class RolloutSession:
                 self._make_room_for(due)
                 engine.hold()
             # Longer prompts wait, because making the cache larger would end the samples in progress.
-            if due and self._has_room_for(due):
+            running = self._running_spec
+            if due and running is not None and self._longest_sequence(due) <= running.max_len:
                 engine.submit(due)
                 n_open, due = n_open + sum(request.n_samples for request in due), []
             outputs, stats = engine.advance(missing, n_steps)
             n_open -= len(outputs)
-
-    def _has_room_for(self, requests: Sequence[GenerationRequest]) -> bool:
-        return self._running_spec is not None and self._longest_sequence(requests) <= self._running_spec.max_len
 
     def __enter__(self) -> RolloutSession:
         sessions = self._sessions

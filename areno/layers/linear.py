@@ -72,8 +72,8 @@ class Linear(nn.Module):
         if self.adapter is not None:
             self.adapter.accumulate(grad_NO, x_NI)
 
-    def _input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient with respect to x from this rank's outputs only."""
+    def input_gradient(self, grad_NO: Tensor) -> Tensor:
+        """Return the gradient with respect to x from this rank's outputs only, or to its slice if row-parallel."""
         grad_NI = grad_NO @ self.weight
         if self.adapter is not None and self.adapter.on:
             self.adapter.add_input_gradient(grad_NI, grad_NO)
@@ -112,7 +112,7 @@ class ColumnParallelLinear(Linear):
 
     def input_gradient(self, grad_NO: Tensor, split: bool = False) -> Tensor:
         """Return the gradient with respect to x, summed over the ranks."""
-        grad_NI = self._input_gradient(grad_NO)
+        grad_NI = super().input_gradient(grad_NO)
         return self.tp.reduce_scatter_rows(grad_NI) if split else self.tp.all_reduce(grad_NI)
 
 
@@ -137,7 +137,3 @@ class RowParallelLinear(Linear):
         if self.bias is None:
             return y_NO
         return y_NO.add_(self.tp.copy_in(self.bias) if split else self.bias)
-
-    def input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient with respect to this rank's slice of x from that of the whole output."""
-        return self._input_gradient(grad_NO)

@@ -64,7 +64,8 @@ def mix_tokens_backward(
     """
     module: Attention | GatedDelta | None = layer.attention or layer.delta
     assert module is not None
-    product, tp, work = _input_product(module), module.out.tp, None
+    product = module.qkv if isinstance(module, Attention) else module.in_proj
+    tp, work = module.out.tp, None
     if split:  # gather the input during the backward pass of attention
         grad_ND = tp.all_gather_rows(grad_ND)
         x_ND, work = tp.begin_all_gather_rows(x_ND)
@@ -85,10 +86,6 @@ def mix_tokens_backward(
         wait_for(work)
     product.accumulate(grad_NX, x_ND)
     return product.input_gradient(grad_NX, split)
-
-
-def _input_product(module: Attention | GatedDelta) -> Any:
-    return module.qkv if isinstance(module, Attention) else module.in_proj
 
 
 def _attention(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:

@@ -86,15 +86,11 @@ def _read_section(
     return rope
 
 
-def _unscaled(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return the arguments of `Rope` for a kind of scaling, as all functions of this signature. Here there are none.
+def _linear_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
+    """Return the arguments of `Rope` for a kind of scaling, as all functions of this signature.
 
     `original` and `max_positions` are the context lengths before and after scaling.
     """
-    return {}
-
-
-def _linear_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
     return {"factor": params.get("factor", float, ge=1)}
 
 
@@ -145,7 +141,7 @@ def _longrope_scaling(params: RawConfig, original: int, max_positions: int) -> d
 
 
 _KINDS: dict[str, Callable[[RawConfig, int, int], dict[str, Any]]] = {
-    "default": _unscaled,
+    "default": lambda *_: {},
     "linear": _linear_scaling,
     "dynamic": _linear_scaling,
     "llama3": _llama3_scaling,

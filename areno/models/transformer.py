@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +140,8 @@ class Transformer(nn.Module):
         All gradients of this and later stages are complete then, because autograd runs later nodes first.
         """
         if self.on_stage_backward is not None and x_ND.requires_grad:
-            x_ND.register_hook(partial(_call_stage_hook, self.on_stage_backward, stage))
+            report = self.on_stage_backward
+            x_ND.register_hook(lambda _: report(stage))
 
     def stage(self, parameter: str) -> int:
         """Return the stage of a parameter. The backward pass completes the gradients of the largest stage first.
@@ -259,7 +259,3 @@ class Transformer(nn.Module):
 def is_finite(tensor: Tensor) -> bool:
     # If any number is NaN, so are minimum and maximum. Unlike a mask, they take no memory.
     return tensor.numel() == 0 or bool(torch.stack(tensor.aminmax()).isfinite().all())
-
-
-def _call_stage_hook(on_stage_backward: Callable[[int], None], stage: int, _grad: Tensor) -> None:
-    on_stage_backward(stage)
