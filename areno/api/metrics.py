@@ -137,9 +137,9 @@ def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[
     """
     metrics = rollout_metrics(samples, np.zeros(len(samples)))
     names = ("rewards_mean", "accuracy", "response_len_mean", "truncated", "num_sequences")
-    found = {name: metrics[f"rollout/{name}"] for name in names if f"rollout/{name}" in metrics}
-    parts = {name.removeprefix("rollout/"): value for name, value in metrics.items()}
-    found |= {name: value for name, value in parts.items() if name.startswith(_PARTS) and not name.endswith("_std")}
+    metrics = {name.removeprefix("rollout/"): value for name, value in metrics.items()}
+    found = {name: metrics[name] for name in names if name in metrics}
+    found |= {name: value for name, value in metrics.items() if name.startswith(_PARTS) and not name.endswith("_std")}
     if n_samples == 1 or "accuracy" not in found:
         return found
     counts = [(len(group), sum(value >= RIGHT for value in group)) for group in rewards_by_group(samples).values()]

@@ -24,7 +24,6 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, spec: WeightSpec, stored: int | None = None):
         super().__init__()
         self.tp = tp = spec.tp
-        self.vocab_size = vocab_size
         rows = -(-vocab_size // tp.size)
         stored = vocab_size if stored is None else stored
         n_used = min(vocab_size, stored)

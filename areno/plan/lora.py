@@ -125,7 +125,7 @@ def with_model(actor: Actor, path: str) -> Actor:
 
     If `path` holds adapters, the copy has their base model as its path, and starts LoRA from these adapters.
     """
-    no_lora = {name: vars(LoraConfig())[name] for name in vars(LoraConfig())}
+    no_lora = vars(LoraConfig())
     folder = adapter_folder(path)
     if folder is None:
         return replace(actor, **no_lora, path=path, init_from_scratch=False)
