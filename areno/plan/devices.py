@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
+from areno.config.experiments import ExperimentConfig
+from areno.config.run import EngineConfig
 from areno.errors import ConfigError, Key, Problem
 
 logger = logging.getLogger("areno")
@@ -49,36 +50,43 @@ def find_devices(
     return [f"cuda:{index}" for index in range(wanted)]
 
 
-def devices_of(engine: EngineConfig, cluster: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
+def devices_of(config: ExperimentConfig) -> list[str]:
     """Return the devices of a run, one for each worker, node by node.
 
     The numbers of the devices start from 0 on each node, as in ["cuda:0", "cuda:1", "cuda:0", "cuda:1"] for two nodes.
     """
-    if scheduler.type == "ray":
-        return _devices_of_nodes(engine, cluster, scheduler)
-    if engine.world_size is None and cluster.n_gpus_per_node is not None:
-        return find_devices(replace(engine, world_size=cluster.n_gpus_per_node), key="cluster.n_gpus_per_node")
+    engine, n_each = config.engine, config.cluster.n_gpus_per_node
+    if config.scheduler.type == "ray":
+        return _devices_of_nodes(config)
+    if engine.world_size is None and n_each is not None:
+        return find_devices(replace(engine, world_size=n_each), key="cluster.n_gpus_per_node")
     return find_devices(engine)
 
 
-def n_workers_here(engine: EngineConfig, cluster: ClusterConfig, scheduler: SchedulerConfig) -> int:
+def _n_each_node(config: ExperimentConfig) -> int | None:
+    """Return how many devices of each node the settings ask for."""
+    size, cluster = config.engine.world_size, config.cluster
+    return cluster.n_gpus_per_node or (size and size // cluster.n_nodes)
+
+
+def n_workers_here(config: ExperimentConfig) -> int:
     """Return how many workers share the CPU cores of this machine. With Ray this is an upper bound."""
-    if scheduler.type == "local":
-        return len(devices_of(engine, cluster, scheduler))
+    if config.scheduler.type == "local":
+        return len(devices_of(config))
     import torch
 
-    each = cluster.n_gpus_per_node or (engine.world_size and engine.world_size // cluster.n_nodes)
+    engine, each = config.engine, _n_each_node(config)
     visible = torch.cuda.device_count() if engine.device != "cpu" else 0
     if visible or engine.device == "cuda":  # this machine may have no device of the run
         return visible if each is None else min(each, visible)
     return each or engine.tp_size
 
 
-def _devices_of_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: SchedulerConfig) -> list[str]:
+def _devices_of_nodes(config: ExperimentConfig) -> list[str]:
     from areno.engine.processes import ray_cluster
 
-    n_nodes, size = settings.n_nodes, engine.world_size
-    n_each = settings.n_gpus_per_node or (size and size // n_nodes)
+    engine, n_nodes, timeout = config.engine, config.cluster.n_nodes, config.scheduler.setup_timeout
+    n_each = _n_each_node(config)
     ray_cluster.connect(n_nodes, n_each or engine.tp_size)
 
     def kind_of(nodes: Sequence[ray_cluster.Node]) -> str:
@@ -91,12 +99,10 @@ def _devices_of_nodes(engine: EngineConfig, settings: ClusterConfig, scheduler: 
         return ray_cluster.has_room(nodes, kind := kind_of(nodes), n_nodes, least_of(kind))
 
     kind = kind_of(ray_cluster.nodes())
-    found = ray_cluster.wait_for(
-        have_enough, scheduler.setup_timeout, ray_cluster.describe_request(kind, n_nodes, least_of(kind))
-    )
+    found = ray_cluster.wait_for(have_enough, timeout, ray_cluster.describe_request(kind, n_nodes, least_of(kind)))
     n_least = least_of(kind := kind_of(found))
     if not ray_cluster.has_room(found, kind, n_nodes, n_least):
-        raise ConfigError(ray_cluster.no_room(kind, n_nodes, n_least, found, scheduler.setup_timeout))
+        raise ConfigError(ray_cluster.no_room(kind, n_nodes, n_least, found, timeout))
     if kind == "cpu" and engine.device == "auto":
         _warn_of_cpu(ray_cluster.describe_nodes(found))
     if n_each is None and kind == "cuda":

@@ -49,7 +49,7 @@ class TrainerPlan:
 
 def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
     """Make the plan of a run from its configuration. Reads config.json and the tokenizer, but no weights."""
-    plan = open_actor(config, lambda: devices_of(config.engine, config.cluster, config.scheduler))
+    plan = open_actor(config, lambda: devices_of(config))
     if config.scheduler.type == "ray":
         plan = with_ray_cluster(plan, config)
     if not isinstance(config, PolicyExperimentConfig):

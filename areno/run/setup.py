@@ -371,7 +371,7 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
 
 def _n_devices(config: ExperimentConfig) -> int:
     with contextlib.suppress(ConfigError):  # the plan raises it
-        return n_workers_here(config.engine, config.cluster, config.scheduler)
+        return n_workers_here(config)
     return 1
 
 

@@ -70,13 +70,18 @@ def test_settings_that_do_not_fit_together(overrides: str, message: str) -> None
     assert problem(*overrides.split()).startswith(message)
 
 
+def settings(engine: EngineConfig, cluster: ClusterConfig, scheduler: SchedulerConfig) -> Any:
+    """The sections that the devices of a run depend on."""
+    return SimpleNamespace(engine=engine, cluster=cluster, scheduler=scheduler)
+
+
 def on_nodes(monkeypatch: pytest.MonkeyPatch, nodes: list[Node], n_nodes: int, **engine: Any) -> list[str]:
     """The devices of a run on a cluster of these nodes."""
     monkeypatch.setattr(cluster, "connect", lambda *_: None)
     monkeypatch.setattr(cluster, "nodes", lambda: nodes)
     of_cluster = {name: engine.pop(name) for name in ("n_gpus_per_node",) if name in engine}
     scheduler = SchedulerConfig(type="ray", setup_timeout=engine.pop("setup_timeout", 0))
-    return devices.devices_of(EngineConfig(**engine), ClusterConfig(n_nodes=n_nodes, **of_cluster), scheduler)
+    return devices.devices_of(settings(EngineConfig(**engine), ClusterConfig(n_nodes=n_nodes, **of_cluster), scheduler))
 
 
 def test_the_devices_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,14 +134,14 @@ def test_nodes_with_gpus_may_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_devices_of_this_machine() -> None:
     engine, local = EngineConfig(device="cpu"), SchedulerConfig()
-    assert devices.devices_of(engine, ClusterConfig(n_gpus_per_node=3), local) == ["cpu"] * 3
-    assert devices.devices_of(engine, ClusterConfig(), local) == ["cpu"]
+    assert devices.devices_of(settings(engine, ClusterConfig(n_gpus_per_node=3), local)) == ["cpu"] * 3
+    assert devices.devices_of(settings(engine, ClusterConfig(), local)) == ["cpu"]
     with pytest.raises(ConfigError, match=r"^cluster\.n_gpus_per_node: is 5000; on the CPU of this machine"):
-        devices.devices_of(engine, ClusterConfig(n_gpus_per_node=5000), local)
+        devices.devices_of(settings(engine, ClusterConfig(n_gpus_per_node=5000), local))
     with pytest.raises(
         ConfigError, match=r"^engine\.tp_size: is 5000 with engine\.cp_size=1; on the CPU of this machine"
     ):
-        devices.devices_of(EngineConfig(device="cpu", tp_size=5000), ClusterConfig(), local)
+        devices.devices_of(settings(EngineConfig(device="cpu", tp_size=5000), ClusterConfig(), local))
 
 
 def test_the_workers_beside_the_reward_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +149,7 @@ def test_the_workers_beside_the_reward_processes(monkeypatch: pytest.MonkeyPatch
     local, ray = SchedulerConfig(), SchedulerConfig(type="ray")
 
     def here(engine: EngineConfig, scheduler: SchedulerConfig = ray, **cluster: int) -> int:
-        return devices.n_workers_here(engine, ClusterConfig(**cluster), scheduler)
+        return devices.n_workers_here(settings(engine, ClusterConfig(**cluster), scheduler))
 
     on_cpu = EngineConfig(device="cpu")
     assert here(on_cpu, local, n_gpus_per_node=3) == 3
