@@ -113,7 +113,9 @@ def forecast(
     itemsize = 4 if config.actor.dtype == "float32" or not hardware.is_cuda else 2
     devices = ["cuda:0" if hardware.is_cuda else "cpu"] * n_devices
     spec = engine_spec(config, actor_role(config, config.actor.path, model), devices)
-    spec = replace(spec, engine=replace(config.engine, world_size=n_devices))
+    # `set_values` checks nothing, so settings that contradict each other raise a ConfigError here.
+    _, engine = replace(config.actor), replace(config.engine, world_size=n_devices)
+    spec = replace(spec, engine=engine)
     roles = {"actor": spec.actor, **experiment_roles(config, lambda path, key: path)}
     roles = {name: replace(role, path=role.path or config.actor.path) for name, role in roles.items()}
     shapes = {name: shape_of(role.path, role.key, role.head, role.needs_head) for name, role in roles.items()}

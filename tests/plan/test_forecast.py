@@ -152,6 +152,14 @@ def test_a_run_that_does_not_fit_gets_ways_that_fit() -> None:
     assert all(way.changes["engine.world_size"] > 1 for way in ways[len(on_one) :])
 
 
+def test_what_the_checks_of_a_section_refuse_is_no_way() -> None:
+    """A reward model trains all its weights."""
+    whole = load(get_algorithm("rw").config, "quickstart_rw", ["actor.path=Qwen/Qwen3-8B"])
+    ways = ways_of(forecast(whole, hardware_of("h100-80gb"), 1, 256, 256))
+    assert ways
+    assert not any("actor.use_lora" in way.changes for way in ways)
+
+
 def test_ways_keep_the_devices_if_there_are_any() -> None:
     """A run with three models on two devices fits with `enable_offload`, however many other pairs need more devices."""
     found = predicted("ppo", "actor.path=Qwen/Qwen3-8B", *KL, *CRITIC, n=2)
