@@ -60,8 +60,8 @@ _OF_ACTOR = ("dtype", "gradient_checkpointing", "share_prefixes", "offload", "ro
 
 
 @dataclass(kw_only=True)
-@with_settings_of(PolicyConfig, *_OF_ACTOR)
 @with_settings_of(EngineConfig, *(name for name in settings(EngineConfig) if name not in _OF_TRAINER))
+@with_settings_of(PolicyConfig, *_OF_ACTOR)
 class RuntimeConfig(LoraConfig, DecoderConfig):
     """The keys of ArenoConfig.runtime. A key has the same meaning as the recipe setting of the same name."""
 

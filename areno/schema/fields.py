@@ -206,11 +206,11 @@ def as_in(
 
 
 def with_settings_of(section: type[Section], *names: str) -> Callable[[type[T]], type[T]]:
-    """Add settings as they are declared in another section. A decorator below `@dataclass`."""
+    """Add settings as they are declared in another section, before the own ones. A decorator below `@dataclass`."""
 
     def add(cls: type[T]) -> type[T]:
+        cls.__annotations__ = {name: settings(section)[name].hint for name in names} | cls.__annotations__
         for name in names:
-            cls.__annotations__[name] = settings(section)[name].hint
             setattr(cls, name, as_in(section, name))
         return cls
 
