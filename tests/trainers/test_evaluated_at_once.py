@@ -54,9 +54,9 @@ def test_training_keeps_its_number_and_the_decoder(tmp_path, monkeypatch):
     made, running = [], []
     start, step = Decoder.__init__, Decoder.step
 
-    def counted(self: Decoder, *args: Any, **options: Any) -> None:
-        made.append(options["max_running"])
-        start(self, *args, **options)
+    def counted(self: Decoder, model: Any, vocabulary: Any, spec: Any, rollout: RolloutSpec, **options: Any) -> None:
+        made.append(rollout.n_slots)
+        start(self, model, vocabulary, spec, rollout, **options)
 
     def watched(self: Decoder) -> Any:
         outputs = step(self)
