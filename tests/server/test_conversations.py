@@ -59,7 +59,7 @@ def made(name: str) -> PromptBuilder:
 
 @pytest.mark.parametrize(
     ("name", "every"),
-    [("qwen3", 3), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("qwen3", "qwen2.5", "minimind"))],
+    [("qwen3", 6), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in ("qwen3", "qwen2.5", "minimind"))],
 )
 def test_rows_of_real_conversations_are_what_the_template_renders(name: str, every: int) -> None:
     conversations = made(name)
