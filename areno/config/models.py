@@ -396,7 +396,7 @@ class KLConfig(PolicyConfig):
         "needs one advantage per sample. With use_kl_in_reward, only group advantages are per sample; set "
         "adv_norm.mean_level=group",
     )
-    def leave_one_out_is_for_samples(self) -> bool:
+    def leave_one_out_over_tokens(self) -> bool:
         """Return whether a leave-one-out mean is set for advantages that differ between tokens."""
         norm = self.adv_norm
         return norm is not None and norm.mean_leave1out and self.use_kl_in_reward and norm.mean_level != "group"
