@@ -69,7 +69,7 @@ class Problem:
         """
         return type(self)(f"{prefix}.{self.key}" if self.key else prefix, self.template, *self.args)
 
-    def of_node(self, host: str) -> Problem:
+    def on_node(self, host: str) -> Problem:
         """Return a copy whose message ends with the name of a machine, for runs on several machines.
 
         Args:

@@ -269,7 +269,7 @@ class GenerationOutput:
     phases: Phases = ()
 
     @classmethod
-    def of_fields(cls, fields: dict[str, Any]) -> GenerationOutput:
+    def from_fields(cls, fields: dict[str, Any]) -> GenerationOutput:
         """Return an output from a dictionary of all its fields, in less time than the constructor takes.
 
         Args:

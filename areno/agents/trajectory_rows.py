@@ -153,7 +153,7 @@ class RowBuilder:
             text += stream.feed([token])
             ends.append(len(text))
         start = call_start(self._prompts.parser, text + stream.finish())
-        return next((place for place, end in enumerate(ends) if end > start), len(tokens))
+        return next((index for index, end in enumerate(ends) if end > start), len(tokens))
 
 
 class _OpenRow:
@@ -271,11 +271,11 @@ def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, wai
 
 def call_start(parser: ToolCallParser, text: str) -> int:
     """Return the character index at which the first tool call begins, len(text) without one."""
-    for place in range(len(text)):
-        if not text.startswith(parser.tags, place):
+    for index in range(len(text)):
+        if not text.startswith(parser.tags, index):
             continue
-        if parser.parse(text[place:]).tool_calls and not parser.parse(text[:place]).tool_calls:
-            return place
+        if parser.parse(text[index:]).tool_calls and not parser.parse(text[:index]).tool_calls:
+            return index
     return 0 if parser.parse(text).tool_calls else len(text)
 
 

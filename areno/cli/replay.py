@@ -111,13 +111,13 @@ def _table(found: Replay, with_prompt: bool) -> Any:
     has_teacher = any(token.teacher is not None for token in found.tokens)
     numbers = ("then", "now", "ratio", "advantage", "loss", "gradient", *(["teacher"] if has_teacher else []))
     table = Table(right(""), "token", "trained", *map(right, numbers))
-    first = next((place for place, token in enumerate(found.tokens) if token.trained), 0)
-    for place, token in enumerate(found.tokens):
-        if with_prompt or place >= first:
+    first = next((index for index, token in enumerate(found.tokens) if token.trained), 0)
+    for index, token in enumerate(found.tokens):
+        if with_prompt or index >= first:
             values = (token.then, token.now, _probability_ratio(token), token.advantage, token.loss, token.gradient)
             values += (token.teacher,) if has_teacher else ()
             trained = "yes" if token.trained else "no"
-            table.add_row(str(place), escape(repr(token.text)), trained, *map(cell_text, values))
+            table.add_row(str(index), escape(repr(token.text)), trained, *map(cell_text, values))
     return table
 
 

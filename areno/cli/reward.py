@@ -123,15 +123,15 @@ def _with_judge_scores(
     from areno.scoring.judge_readers import EndpointReader
 
     groups: dict[str, list[int]] = {}  # prompt -> its samples
-    for place, record in enumerate(records):
-        groups.setdefault(str(record.record["prompt"]), []).append(place)
+    for index, record in enumerate(records):
+        groups.setdefault(str(record.record["prompt"]), []).append(index)
     tasks = [JudgeTask(groups[str(prompt)], prompt) for prompt in (record.record["prompt"] for record in records)]
     with EndpointReader(judge) as reader, Judging(judge, reader, tasks.__getitem__) as judging:
         started = time.monotonic()
         judging.add(dict(enumerate(records)))
         found = judging.outcomes()
         seconds = time.monotonic() - started
-    return add_judged(records, outcomes, [found[place] for place in range(len(records))], judge.weight), seconds
+    return add_judged(records, outcomes, [found[index] for index in range(len(records))], judge.weight), seconds
 
 
 def _config(arguments: argparse.Namespace) -> Any:

@@ -146,7 +146,7 @@ class DatasetConfig(Section):
         return self.path is not None or self.loader is not None
 
     @check
-    def arguments_of_the_loader(self) -> Iterator[Problem]:
+    def check_loader_arguments(self) -> Iterator[Problem]:
         """Report dataset_kwargs that are set without a source of rows.
 
         Also report the keys path, name and split in dataset_kwargs, because the settings path and split determine
@@ -186,7 +186,7 @@ class ValidSetConfig(DatasetConfig):
     )
 
     @source_check
-    def something_to_read(self) -> Iterator[Problem]:
+    def check_has_data(self) -> Iterator[Problem]:
         """Report that the section has neither a path nor a loader, so that there are no rows to read."""
         if not self.is_given:
             yield Missing("path", f"{MISSING_ROWS}; for a run without evaluation, use valid_dataset=null")
@@ -220,12 +220,12 @@ class ValidDatasetConfig(ValidSetConfig):
     )
 
     @source_check
-    def something_to_read(self) -> Iterator[Problem]:
+    def check_has_data(self) -> Iterator[Problem]:
         """Report that a single set has neither a path nor a loader. Named sets check their own sources."""
-        return super().something_to_read() if self.sets is None else iter(())
+        return super().check_has_data() if self.sets is None else iter(())
 
     @check
-    def names_of_sets(self) -> Iterator[Problem]:
+    def check_set_names(self) -> Iterator[Problem]:
         """Report names of sets that cannot be parts of metric and file names."""
         if self.sets is not None:
             yield from (Problem("sets", text) for text in set_name_problems(self.sets))

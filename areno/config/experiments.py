@@ -153,19 +153,19 @@ class ExperimentConfig(Section):
         return False
 
     @source_check
-    def something_to_read(self) -> Iterator[Problem]:
+    def check_has_data(self) -> Iterator[Problem]:
         """Report a run without a source of training rows."""
         if not self.train_dataset.is_given and not self.brings_rows():
             yield Missing("train_dataset.path", datasets.MISSING_ROWS)
 
     @build_check
-    def evaluation_of_nothing(self) -> Iterator[Problem]:
+    def check_evaluation_has_data(self) -> Iterator[Problem]:
         """Report that saver.best_metric is an eval/* metric although nothing is evaluated."""
         if self.valid_dataset is None and (metric := self.saver.best_metric or "").startswith("eval/"):
             yield EVALUATION.problem("saver.best_metric", metric, None)
 
     @build_check
-    def metric_of_the_evaluator(self) -> Iterator[Problem]:
+    def check_evaluator_metric(self) -> Iterator[Problem]:
         """Report that evaluator.metric or saver.best_metric names a metric that evaluation does not measure."""
         return iter(()) if self.valid_dataset is None else metric_problems(self, self.valid_dataset.by_name())
 
@@ -174,7 +174,7 @@ class ExperimentConfig(Section):
         return {"actor": self.actor}
 
     @check
-    def states_of_no_moments(self) -> Iterator[Problem]:
+    def check_saved_moments(self) -> Iterator[Problem]:
         """Report settings about optimizer moments if every optimizer is SGD, which has no moments."""
         if all(model.optimizer.type not in WITH_MOMENTS for model in self.trained_models().values()):
             for name in (name for name in ("no_save_optim", "no_load_optim") if vars(self.recover)[name]):
@@ -184,7 +184,7 @@ class ExperimentConfig(Section):
     trains_conversations: ClassVar[bool] = False
 
     @check
-    def turns_of_no_conversation(self) -> Iterator[Problem]:
+    def check_conversation_settings(self) -> Iterator[Problem]:
         """Report changed_turns for an algorithm that does not train on the turns of conversations."""
         sets = {"train_dataset": self.train_dataset, "valid_dataset": self.valid_dataset}
         for name, section in () if self.trains_conversations else sets.items():
@@ -193,7 +193,7 @@ class ExperimentConfig(Section):
                 yield Problem(f"{name}.changed_turns", text, section.changed_turns)
 
     @check
-    def sessions_without_agents(self) -> Iterator[Problem]:
+    def check_session_tracer(self) -> Iterator[Problem]:
         """Report perf_tracer.session_tracer.enabled for a run without agents."""
         if self.perf_tracer.session_tracer.enabled:
             key, agent = "perf_tracer.session_tracer.enabled", vars(self).get("agent")
@@ -220,7 +220,7 @@ class ExperimentConfig(Section):
         return self.engine.workers == "inline" and self.scheduler.type == "ray"
 
     @check
-    def devices_fill_the_nodes(self) -> Iterator[Problem]:
+    def check_devices_per_node(self) -> Iterator[Problem]:
         """Report a number of devices that cannot be divided evenly among the nodes."""
         size, n_nodes, n_each = self.engine.world_size, self.cluster.n_nodes, self.cluster.n_gpus_per_node
         if n_each is not None and size is not None and size != n_nodes * n_each:
@@ -237,7 +237,7 @@ class ExperimentConfig(Section):
             yield from (problem.under("engine") for problem in self.engine.node_problems(n_each))
 
     @check
-    def names_are_folder_names(self) -> Iterator[Problem]:
+    def check_run_names(self) -> Iterator[Problem]:
         """Report an experiment_name or trial_name that cannot be the name of a folder."""
         for key in ("experiment_name", "trial_name"):
             name = vars(self).get(key)

@@ -240,14 +240,14 @@ class JudgeConfig(Section):
         return "".join([*parts[:-1], parts[-1].replace("{", "{{").replace("}", "}}")])
 
     @check
-    def one_judge(self) -> Iterator[Problem]:
+    def check_one_judge(self) -> Iterator[Problem]:
         """Report a judge that is both a model of the run and an endpoint."""
         if self.path is not None and self.base_url is not None:
             text = f"is {self.path}, but base_url is {self.base_url}; the judge is one of the two, so leave one out"
             yield Problem("path", text)
 
     @check
-    def settings_of_no_judge(self) -> Iterator[Problem]:
+    def check_unused_settings(self) -> Iterator[Problem]:
         """Report settings of a judge that is not there."""
         if not self.is_set:
             text = "is set, but neither path nor base_url is, so there is no judge; set one of them, or leave this out"
@@ -259,7 +259,7 @@ class JudgeConfig(Section):
         return self.base_url is not None and not self.model
 
     @check
-    def address_of_the_endpoint(self) -> Iterator[Problem]:
+    def check_endpoint_address(self) -> Iterator[Problem]:
         """Report an address that is none of the protocol HTTP, or that holds a password."""
         if self.base_url is None:
             return
@@ -314,7 +314,7 @@ class JudgeConfig(Section):
         return is_read and len(letters) < len(self.names) and not self.labels_within_labels()
 
     @check
-    def template_without_answers(self) -> Iterator[Problem]:
+    def check_template_fields(self) -> Iterator[Problem]:
         """Report a template that cannot be filled in, or lacks the answers to judge."""
         if self.template is None:
             return

@@ -343,7 +343,7 @@ class PolicyConfig(ModelConfig):
         return 0.0
 
     @check
-    def overlong_penalty_is_whole(self) -> Iterator[Problem]:
+    def check_overlong_penalty(self) -> Iterator[Problem]:
         """Report missing settings of the overlong penalty if it is on."""
         if self.overlong_reward_penalty:
             values = {"overlong_tokens": self.overlong_tokens, "overlong_penalty_factor": self.overlong_penalty_factor}

@@ -65,7 +65,7 @@ class PolicyExperimentConfig(ExperimentConfig):
     """Whether the run trains on rewards. If not, they are optional."""
 
     @source_check
-    def something_rewards(self) -> Iterator[Problem]:
+    def check_has_reward(self) -> Iterator[Problem]:
         """Report a run without reward function, reward model or agent."""
         return self.reward.problems_of_none(self.agent.fn is not None) if self.needs_rewards else iter(())
 
@@ -91,7 +91,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         return self._objective(measured, "rollout/rewards_mean, mean of the last 5 steps", "max")
 
     @check
-    def eval_gconfig_of_greedy(self) -> Iterator[Problem]:
+    def check_eval_gconfig(self) -> Iterator[Problem]:
         """Report that eval_gconfig sets a temperature although evaluation is greedy and does not use a temperature."""
         if self.eval_gconfig is not None:
             yield from self.eval_gconfig.unused_in_evaluation("eval_gconfig")
@@ -148,7 +148,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         return teacher.follows_actor or (self.actor.use_lora and of_actor)
 
     @check
-    def random_teacher(self) -> Iterator[Problem]:
+    def check_teacher_is_not_random(self) -> Iterator[Problem]:
         """Report a teacher that would get the random weights of the actor although its folder is named."""
         for role, path in ({} if self.teacher is None else self.teacher.paths).items():
             if path is not None and path == self.actor.path and self.actor.init_from_scratch:
@@ -234,7 +234,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         return self.rollout.dynamic_sampling and self.gconfig.n_samples < 2
 
     @check
-    def repeated_greedy_samples(self) -> Iterator[Problem]:
+    def check_greedy_samples(self) -> Iterator[Problem]:
         """Report greedy sampling that makes all samples of a prompt equal."""
         has_agent = self.agent.fn is not None or self.agent.is_environment
         if not self.gconfig.greedy or self.gconfig.n_samples < 2 or has_agent:
@@ -405,7 +405,7 @@ class DistillExperimentConfig(PolicyExperimentConfig):
     )
 
     @source_check
-    def evaluation_without_rewards(self) -> Iterator[Problem]:
+    def check_evaluation_rewards(self) -> Iterator[Problem]:
         """Report an evaluation without rewards."""
         if self.valid_dataset is not None and not (self.reward.fn or self.reward.has_model) and self.agent.fn is None:
             yield Problem(

@@ -55,7 +55,7 @@ class RejectionSamplingConfig(Section):
         return self.action == "clamp" and self.metric != "ratio"
 
     @check
-    def a_kl_of_zero_passes(self) -> Iterator[Problem]:
+    def check_kl_bounds(self) -> Iterator[Problem]:
         """Report a lower bound that rejects tokens on which the proximal and the behaviour policy agree."""
         if self.lower is None or self.metric == "ratio":
             return

@@ -115,7 +115,7 @@ class RewardConfig(Section):
             yield Missing("reward.fn", text)
 
     @check
-    def functions_and_weights(self) -> Iterator[Problem]:
+    def check_functions_and_weights(self) -> Iterator[Problem]:
         """Report an empty list of functions, or weights whose number differs from the number of functions."""
         if self.fn == []:
             yield Problem("fn", "is an empty list; name a function, or set it to null")
@@ -125,14 +125,14 @@ class RewardConfig(Section):
             yield Problem("weights", text)
 
     @check
-    def settings_of_built_in_functions(self) -> Iterator[Problem]:
+    def check_built_in_settings(self) -> Iterator[Problem]:
         """Report settings of a built-in reward that `fn` does not name."""
         for name in _SECTIONS:
             if name not in self.functions and not self.is_default(name):
                 yield Problem(name, f"has settings, but reward.fn does not name {name}; leave them out")
 
     @check
-    def built_in_functions_that_do_not_work(self) -> Iterator[Problem]:
+    def check_built_in_functions(self) -> Iterator[Problem]:
         """Report the problems that each built-in reward named by `fn` finds in its own settings."""
         for name in (name for name in self.functions if name in _SECTIONS and name in vars(self)):
             yield from (problem.under(name) for problem in vars(self)[name].unusable(self.timeout_s))

@@ -301,18 +301,18 @@ class EngineConfig(Section):
         return self.exact and self.sequence_parallel is True
 
     @forbid("sequence_parallel", "is true, but tp_size=1 has no ranks that share tokens; leave one of them out")
-    def nothing_is_shared(self) -> bool:
+    def sequence_parallel_alone(self) -> bool:
         """Return whether sequence parallel is set without tensor parallel."""
         return self.sequence_parallel is True and self.tp_size == 1
 
     @check
-    def copies_divide_world(self) -> Iterator[Problem]:
+    def check_world_size(self) -> Iterator[Problem]:
         """Report tp_size or cp_size if they do not divide the devices."""
         if self.world_size is not None:
             yield from self.layout(self.world_size).problems()
 
     @check
-    def inline_is_one_device(self) -> Iterator[Problem]:
+    def check_inline_workers(self) -> Iterator[Problem]:
         """Report workers=inline if the run has several devices."""
         if self.workers == "inline" and (self.world_size or 1) > 1:
             text = "is inline, which runs one device, but {} is {}; use spawn"
@@ -412,7 +412,7 @@ class StatsLoggerConfig(Section):
     )
 
     @check
-    def trackers_of_other_packages(self) -> Iterator[Problem]:
+    def check_trackers(self) -> Iterator[Problem]:
         """Report each tracker that no installed package declares, and each problem with a tracker's settings."""
         for name in self.trackers:
             try:

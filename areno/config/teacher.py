@@ -155,7 +155,7 @@ class TeacherConfig(Section):
         return f"{ROLE}.path" if self.models is None else f"{ROLE}.models.{role.partition('.')[2]}"
 
     @check
-    def names_of_models(self) -> Iterator[Problem]:
+    def check_model_names(self) -> Iterator[Problem]:
         """Report missing and unusable names, empty paths, and a missing setting `by`."""
         if self.models is None:
             return

@@ -64,7 +64,7 @@ class PerfTracerConfig(Section):
     )
 
     @check
-    def steps_of_profiles(self) -> Iterator[Problem]:
+    def check_profiled_steps(self) -> Iterator[Problem]:
         """Report a step in profile_steps that no run has."""
         yield from _not_steps("profile_steps", self.profile_steps)
 
@@ -85,6 +85,6 @@ class MemoryProfilerConfig(Section):
     )
 
     @check
-    def steps_of_snapshots(self) -> Iterator[Problem]:
+    def check_snapshot_steps(self) -> Iterator[Problem]:
         """Report a step in profile_steps that no run has."""
         yield from _not_steps("profile_steps", self.profile_steps)

@@ -206,9 +206,9 @@ def messages_problem(messages: Any) -> str | None:
         has_call = message.get("tool_calls") or message.get("function_call")
         if not isinstance(content, str | list) and not (content is None and has_call):
             return f"[{number}].content is {describe_value(content, 'content' in message)}, not text"
-        for place, part in enumerate(content if isinstance(content, list) else ()):
+        for index, part in enumerate(content if isinstance(content, list) else ()):
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                return f"[{number}].content[{place}] is {describe_value(part)}, not a part {{type: text, text}}"
+                return f"[{number}].content[{index}] is {describe_value(part)}, not a part {{type: text, text}}"
         if problem := _weight_problem(message):
             return f"[{number}].weight {problem}"
     return None
@@ -314,7 +314,7 @@ def ranked_answers(row: Row) -> RankedAnswers:
     for number, answer in enumerate(answers):
         _check_answer(answer, f"answers[{number}]", True)
     if ratings is None:
-        places = [float(len(answers) - 1 - place) for place in range(len(answers))]
+        places = [float(len(answers) - 1 - index) for index in range(len(answers))]
         return RankedAnswers(row["prompt"], list(answers), places, [0.0] * len(answers))
     if isinstance(ratings, str) or not isinstance(ratings, Sequence) or not all(map(_is_number, ratings)):
         raise DataError(f"field ratings is {describe_value(ratings)}, not a list of numbers")

@@ -255,7 +255,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         n_samples = sum(request.n_samples for request in requests)
         longest = max(len(request.prompt) + request.params.max_new_tokens for request in requests)
         how = (decoder or DecoderConfig(), max_running, self.spec.layout)
-        spec = RolloutSpec.of_call(role, n_samples, min(longest, info.context_len), *how)
+        spec = RolloutSpec.for_call(role, n_samples, min(longest, info.context_len), *how)
         # Not by the dispatcher: a call with the same requests then divides them alike, whichever copy is faster.
         shares = [(spec, requests[copy::copies]) for copy in range(copies)]
         with self._poll_lock:

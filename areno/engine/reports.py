@@ -63,7 +63,7 @@ class DraftCounts:
     draft_steps: int = 0
 
     @staticmethod
-    def of(stats: Iterable[RolloutStats]) -> DraftCounts:
+    def from_stats(stats: Iterable[RolloutStats]) -> DraftCounts:
         found = [(one.drafted_tokens, one.accepted_tokens, one.decode_steps, one.draft_steps) for one in stats]
         return DraftCounts(*map(sum, zip(*found, strict=True)))
 

@@ -265,7 +265,7 @@ class Dispatcher:
     def _divide_request(self, request: GenerationRequest, share: int) -> list[GenerationRequest]:
         """Divide a request into requests of at most `share` samples, with ids of their own."""
         n_parts = -(-request.n_samples // max(share, 1))
-        bounds = [request.first_sample + request.n_samples * place // n_parts for place in range(n_parts + 1)]
+        bounds = [request.first_sample + request.n_samples * index // n_parts for index in range(n_parts + 1)]
         return [
             replace(request, request_id=next(self._numbers), first_sample=first, n_samples=end - first)
             for first, end in itertools.pairwise(bounds)

@@ -257,7 +257,7 @@ class SamplingEngine:
 
     def draft_counts(self) -> DraftCounts:
         """Return the counts of drafted and accepted tokens of this rollout phase, or else of the last one."""
-        return DraftCounts.of(self.rollout_stats())
+        return DraftCounts.from_stats(self.rollout_stats())
 
     def generate(
         self,

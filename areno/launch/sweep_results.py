@@ -172,13 +172,13 @@ class Sweep:
             lead, is_inside = describe_lead(*results[:2]) if len(results) > 1 else ("", True)
             rows = [
                 [
-                    "*" if place == 0 and not is_inside else "",
+                    "*" if index == 0 and not is_inside else "",
                     *(one.overrides.get(key, "") for key in keys),
                     f"{one.mean:.6g}",
                     "" if one.std is None else f"{one.std:.2g}",
                     ", ".join(map(str, one.runs)),
                 ]
-                for place, one in enumerate(averages)
+                for index, one in enumerate(averages)
             ]
             parts.append("over seeds\n" + _aligned_table([["", *keys, "mean", "std", "runs"], *rows]))
             parts += [f"{results[0][0]}: {lead[0].lower()}{lead[1:]}"] if lead else []
@@ -229,7 +229,7 @@ class Sweep:
 
 
 def _aligned_table(rows: list[list[str]]) -> str:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
     return "\n".join(_aligned_row(row, widths).rstrip() for row in rows)
 
 

@@ -180,7 +180,7 @@ class _StepForecast:
             return None
         asked, at_once = questions_of_step(config, self.lengths), config.rollout.max_concurrent_rollouts
         call = ("judge", asked.n, min(asked.each, context), config.rollout, at_once, self.layout)
-        return self._wanted_cache(judge.config, RolloutSpec.of_call(*call))
+        return self._wanted_cache(judge.config, RolloutSpec.for_call(*call))
 
     def _wanted_cache(self, model: TransformerConfig, rollout: RolloutSpec) -> WantedCache:
         return WantedCache.for_rollout(

@@ -103,7 +103,7 @@ def _visible_gpus(gpus: list[list[str]]) -> list[list[str]]:
         return gpus
     found: list[list[str]] = []
     for each in (part.strip() for part in wanted.split(",")):
-        named = [gpu for place, gpu in enumerate(gpus) if each == str(place) or (each and gpu[0].startswith(each))]
+        named = [gpu for index, gpu in enumerate(gpus) if each == str(index) or (each and gpu[0].startswith(each))]
         if len(named) != 1:
             break  # CUDA ignores an unknown device and all devices after it
         found += named

@@ -115,28 +115,28 @@ class TrainerSettings(Section):
         return not self.model_path.strip()
 
     @check
-    def copies_fill_the_world(self) -> Iterator[Problem]:
+    def check_copies(self) -> Iterator[Problem]:
         runtime: Any = self.custom_config.runtime
         layout = Layout(self.world_size, self.custom_config.tp_size, runtime.cp_size)
         for problem in layout.problems():
             yield problem.under("engine").renamed(argument_of)
 
     @check
-    def the_number_of_copies_follows(self) -> Iterator[Problem]:
+    def check_number_of_copies(self) -> Iterator[Problem]:
         given, copies = self.custom_config.dp_size, self.world_size // self.custom_config.tp_size
         if given is not None and given != copies:
             found = f"is {given}, but world_size // tp_size is {copies}; set it to that, or leave it out"
             yield Problem("custom_config.dp_size", found)
 
     @check
-    def each_rank_has_a_device(self) -> Iterator[Problem]:
+    def check_device_ids(self) -> Iterator[Problem]:
         devices, size = self.custom_config.devices, self.world_size
         if devices is not None and len(devices) != size:
             found = f"is {devices}, but world_size is {size}; give one id for each rank"
             yield Problem("custom_config.devices", found)
 
     @check
-    def inline_is_one_rank(self) -> Iterator[Problem]:
+    def check_inline_workers(self) -> Iterator[Problem]:
         runtime: Any = self.custom_config.runtime
         if runtime.workers == "inline" and self.world_size > 1:
             found = f"is inline, which holds one rank, but world_size is {self.world_size}; use spawn or auto"

@@ -91,7 +91,7 @@ class DistillConfig(DistillExperimentConfig):
         return self.on_policy_share < 1 and self.prompts_ahead > 0
 
     @build_check
-    def teacher_of_nothing(self) -> Iterator[Problem]:
+    def check_teacher_differs(self) -> Iterator[Problem]:
         """Report a teacher that is the student before training, with the same prompt."""
         teacher = self.teacher
         if teacher.prompt_key is not None or self.actor.init_lora_from:

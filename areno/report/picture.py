@@ -51,5 +51,5 @@ def _axes(most_x: float, most_y: float) -> list[str]:
 
 def smoothed(values: Sequence[float], reach: int = 4) -> list[float]:
     """Return the mean of each value and its `reach` neighbours on each side."""
-    windows = (values[max(0, place - reach) : place + reach + 1] for place in range(len(values)))
+    windows = (values[max(0, index - reach) : index + reach + 1] for index in range(len(values)))
     return [sum(window) / len(window) for window in windows]

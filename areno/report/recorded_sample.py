@@ -28,8 +28,8 @@ def check_sample(sample: Mapping[str, Any], number: int) -> None:
     rows = trajectory.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ArenoError("sample {}: trajectory.rows is {}; a list of rows is expected", number, show(rows))
-    for place, row in enumerate(rows):
-        where = f"sample {number}, row {place} of its trajectory"
+    for index, row in enumerate(rows):
+        where = f"sample {number}, row {index} of its trajectory"
         _check_fields(row, _ROW_TYPES, where)
         if missing := [name for name in ("tokens", "sources", "trained") if row.get(name) is None]:
             raise ArenoError("{}: has no {}", where, missing[0])

@@ -96,8 +96,8 @@ def replay(
     if not 0 <= number < len(samples):
         text = "is {}; step {} has {} samples, counted from 0"
         raise ConfigError(Problem("--sample", text, number, step, len(samples)))
-    for place, sample in enumerate(samples):  # the advantage may need the rewards of all
-        check_sample(sample, place)
+    for index, sample in enumerate(samples):  # the advantage may need the rewards of all
+        check_sample(sample, index)
     folder, at = choose_checkpoint(run, step, checkpoint)
     missing: list[str] = []
     config, algorithm, roles = _replay_config(run, folder, device, missing, samples[number].get("teacher"))
@@ -225,11 +225,11 @@ def _logprobs(
 
 def _replayed_tokens(row: RecordedRow, now: np.ndarray, tokenizer: Any) -> list[Token]:
     found = []
-    for place, token in enumerate(row.tokens):
-        is_trained = bool(row.trained[place])
-        then, value = _number_or_none(row.logprobs[place]), float(now[place])
+    for index, token in enumerate(row.tokens):
+        is_trained = bool(row.trained[index])
+        then, value = _number_or_none(row.logprobs[index]), float(now[index])
         text = tokenizer.decode([token])
-        found.append(Token(token=token, text=text, trained=is_trained, then=then, now=value if place else None))
+        found.append(Token(token=token, text=text, trained=is_trained, then=then, now=value if index else None))
     return found
 
 
@@ -311,7 +311,7 @@ def _add_loss(
     found.loss, contributions, gradient = attribute_loss(loss_fn, row, now.tolist())
     if contributions is None:
         found.missing.append("the parts of tokens in the loss: this loss does not weigh tokens")
-    for place, token in enumerate(found.tokens):
+    for index, token in enumerate(found.tokens):
         if token.trained:
-            token.gradient = float(gradient[place])
-            token.loss = None if contributions is None else float(contributions[place])
+            token.gradient = float(gradient[index])
+            token.loss = None if contributions is None else float(contributions[index])

@@ -60,11 +60,11 @@ def run_names(runs: Sequence[RunReader]) -> list[str]:
     names = short_names([run.path for run in runs])
     given = [set(run.overrides) for run in runs if run.sweep]
     common = set.intersection(*given) if given else set()
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         own = [line for line in run.overrides if line not in common] if run.sweep else []
         about = " ".join(map(_short_override, own))
         about = about if len(about) <= _LONGEST else f"{about[: _LONGEST - 3]}..."
-        names[place] = f"{names[place]} {about}".rstrip()
+        names[index] = f"{names[index]} {about}".rstrip()
     return names
 
 
@@ -166,11 +166,11 @@ def _sweep_over_differences(runs: Sequence[RunReader], metrics: Sequence[Mapping
     what = " of the last evaluation" if scalar.startswith("eval/") else f", mean of the last {_LAST_STEPS} steps"
     sweep = Sweep(Path(), scalar + what, "min" if choose is min else "max")
     found = differences(runs)
-    for place, (run, of_run) in enumerate(zip(runs, metrics, strict=True)):
-        overrides = {key: str(values[place]) for key, values in found.items()}
+    for index, (run, of_run) in enumerate(zip(runs, metrics, strict=True)):
+        overrides = {key: str(values[index]) for key, values in found.items()}
         if "seed" not in found:  # runs of one seed are no sample of its spread
-            overrides["run"] = str(place)
-        sweep.outcomes.append(Outcome(place, overrides, _last_value(of_run, scalar), run.path))
+            overrides["run"] = str(index)
+        sweep.outcomes.append(Outcome(index, overrides, _last_value(of_run, scalar), run.path))
     return sweep
 
 

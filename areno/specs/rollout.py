@@ -38,7 +38,7 @@ class RolloutSpec:
     shared: SharedDecoder | None = None  # None: no phase that shares the decoder has another number
 
     @staticmethod
-    def of_call(
+    def for_call(
         role: str, n_samples: int, max_len: int, decoder: DecoderConfig, max_running: int | None, layout: Layout
     ) -> RolloutSpec:
         """Return the settings of the decoder that one call of `Engine.complete` uses."""

@@ -185,10 +185,10 @@ class _SampleEncoder:
     ) -> Iterator[dict[str, object]]:
         """Yield one dictionary for each sample, or each of those `kept`, beginning with the fields `first`."""
         numbers: Counter[int] = Counter()  # group -> samples so far
-        for place, sample in enumerate(samples):
+        for index, sample in enumerate(samples):
             number = numbers[sample.group]
             numbers[sample.group] += 1
-            if kept is None or kept[place]:
+            if kept is None or kept[index]:
                 yield {**first, "group": sample.group, "sample": number, **_sample_line(sample), **self._tokens(sample)}
 
     def _tokens(self, sample: ScoredSample) -> dict[str, object]:

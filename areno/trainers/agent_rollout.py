@@ -150,7 +150,7 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstWholeG
     """
     run, agents, n_samples = setup.run, setup.agents, setup.config.gconfig.n_samples
     assert agents is not None
-    places, taken = {group: place for place, group in enumerate(choice.groups)}, list[ScoredSample]()
+    places, taken = {group: index for index, group in enumerate(choice.groups)}, list[ScoredSample]()
     reward, copies = run.progress.last_reward, setup.trainer.engine.spec.layout.dp_size
     with live.running(), RolloutProgress("rollout", choice.size, n_samples, copies, reward) as progress:
 

@@ -50,7 +50,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         reward_fn: RewardFns | None = None,
         trackers: Sequence[Tracker] = (),
     ):
-        if reward_fn is None and (problems := list(config.evaluation_without_rewards())):
+        if reward_fn is None and (problems := list(config.check_evaluation_rewards())):
             raise ConfigError(problems)
         rows = {"train_dataset": train_dataset, "valid_dataset": valid_dataset}
         super().__init__(config, loss_fn=loss_fn, run_dir=run_dir, reward_fn=reward_fn, trackers=trackers, **rows)

@@ -75,7 +75,7 @@ def _sample_and_score(
 ) -> list[tuple[Group, GenerationOutput]]:
     """Sample and score until the groups of the step are whole, and return each stopped sample with its group."""
     trainer, run, config = setup.trainer, setup.run, setup.config
-    params, places = sampling_params(config.gconfig), {group: place for place, group in enumerate(choice.groups)}
+    params, places = sampling_params(config.gconfig), {group: index for index, group in enumerate(choice.groups)}
     requests, group_of = _remaining_requests(setup, choice.groups, itertools.count())
     reward, copies = run.progress.last_reward, trainer.engine.spec.layout.dp_size
     with RolloutProgress("rollout", choice.size, config.gconfig.n_samples, copies, reward) as progress:

@@ -79,7 +79,7 @@ def _score_margins(rows: Sequence[TrainSequence], scores: Sequence[float], n_ans
     """Return the score of the preferred answer minus that of the other, for each comparison of `n_answers` rows."""
     found = []
     for start in range(0, len(rows), n_answers):
-        of_unit = [place for place in range(start, start + n_answers) if not np.all(rows[place].prompt_mask)]
+        of_unit = [index for index in range(start, start + n_answers) if not np.all(rows[index].prompt_mask)]
         for one, other in combinations(of_unit, 2):
             sign = np.sign(rows[one].reward - rows[other].reward)
             if sign:

@@ -16,7 +16,7 @@ class CpuCaptures(Captures):
     def __init__(self, room: int = 1000, *, may_fail: bool = True):
         self.device, self._may_fail, self.room, self.n_captured = torch.device("cpu"), may_fail, room, 0
 
-    def _captured(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def _capture_graph(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         body()
         if self.n_captured >= self.room:
             raise torch.OutOfMemoryError("CUDA out of memory")

@@ -261,7 +261,7 @@ class Sequence:
         numbers: Any = self.completion
         if numbers is None:
             numbers = self.tokens[self.n_prompt + start :], self.logprobs[start:], self.versions[start:]
-        return GenerationOutput.of_fields(
+        return GenerationOutput.from_fields(
             {
                 "request_id": self.request.request_id,
                 "sample": self.sample,

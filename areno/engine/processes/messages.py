@@ -95,7 +95,7 @@ def _outputs_from_arrays(
     places = map(slice, [0, *ends], ends)
     numbers = ((tokens[place], logprobs[place], versions_N[place]) for place in places)
     found = [
-        GenerationOutput.of_fields(dict(zip(_FIELDS, (*three, *others), strict=True)))
+        GenerationOutput.from_fields(dict(zip(_FIELDS, (*three, *others), strict=True)))
         for three, *others in zip(numbers, *rest, strict=True)
     ]
     return Outputs(found, stats)

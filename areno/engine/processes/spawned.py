@@ -186,7 +186,7 @@ class SpawnedGroup:
         if self.spec.n_nodes == 1 or not isinstance(error, CheckpointError):
             return error
         host = self.spec.addresses[rank].host
-        return CheckpointError([problem.of_node(host) for problem in error.problems])
+        return CheckpointError([problem.on_node(host) for problem in error.problems])
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
