@@ -29,7 +29,7 @@ _SHORT_SHARED_SPLIT_LEN = 256
 
 @dataclass(slots=True)
 class PrefixGroups:
-    """The shared-prefix groups of a batch. Without windows, they stay while the batch has the same rows."""
+    """The shared-prefix groups of a batch. Without sliding windows, they are valid until the batch has other rows."""
 
     shared_lens_B: np.ndarray
     rows_GR: np.ndarray | None
@@ -57,7 +57,7 @@ def prefix_groups(
     fixed_order: bool,
     has_windows: bool,
 ) -> PrefixGroups:
-    """Find the shared-prefix groups of a batch. `has_windows`: sequences may have freed blocks."""
+    """Find the shared-prefix groups of a batch. With `has_windows`, sequences may have freed blocks."""
     shareable = partial(_floor_to_split if fixed_order else _floor_to_block, block_size)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
     rows_GR = np.full((max_groups, group_size), -1, dtype=np.int64)
@@ -96,8 +96,8 @@ def split_attention(
     """Divide the attention of a decode step into splits, which the kernel computes in parallel.
 
     The kernel computes every split once for each of `n_heads` key heads. With `fixed_order`, splits have the fixed
-    borders of `kernels.fixed_order`, and `split_lens[1]` is the length of only the first split of a group. `groups`
-    may be given if they are known.
+    borders of `kernels.fixed_order`, and `split_lens[1]` is the length of only the first split of a group. If `groups`
+    is None, `prefix_groups` finds them.
     """
     if groups is None:
         groups = prefix_groups(
@@ -140,8 +140,8 @@ def split_attention(
 def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], block_size: int) -> Iterable[list[int]]:
     """Return lists of rows that have the same KV blocks for their prompts. A list may have a single row.
 
-    Rows whose prompt has no block to share are left out. `shareable` maps the length of a prompt to the number of its
-    positions that can be shared.
+    `shareable` maps the length of a prompt to the number of its positions that can be shared. Rows for which this is
+    less than a block are left out.
     """
     rows: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):

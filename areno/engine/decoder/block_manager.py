@@ -120,14 +120,14 @@ class BlockManager:
         return longest
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
-        """Return whether `reserve` blocks stay available after `shared` is acquired and `n_new` allocated."""
+        """Return whether `reserve` blocks would stay available after acquiring `shared` and allocating `n_new`."""
         revived = sum(
             len(self._physical_blocks[group_block]) for group_block in shared if group_block in self.cached_group_blocks
         )
         return self.n_available - revived - n_new >= reserve
 
     def acquire(self, group_blocks: Iterable[int], times: int = 1) -> None:
-        """Add references to group blocks that are in use or cached, so that they are not evicted."""
+        """Add `times` references to each group block, in use or cached, so that it is not evicted."""
         for group_block in group_blocks:
             if self._ref_counts[group_block] == 0:
                 del self.cached_group_blocks[group_block]
@@ -135,7 +135,7 @@ class BlockManager:
             self._ref_counts[group_block] += times
 
     def allocate(self, n: int = 1, group: int = 0) -> list[int]:
-        """Allocate `n` group blocks with one reference, and return their first blocks.
+        """Allocate `n` group blocks, each with one reference, and return the index of each one's first block.
 
         Cached group blocks are evicted if necessary. The caller has checked that `n_available` suffices.
         """
@@ -155,7 +155,7 @@ class BlockManager:
         return found
 
     def release(self, group_blocks: list[int]) -> None:
-        """Remove a reference from group blocks, given in the order of their positions in the sequence."""
+        """Remove one reference from each group block. They must be in the order of their positions in the sequence."""
         counts, content, physical, free = self._ref_counts, self._content, self._physical_blocks, self.free_blocks
         # A later one is useful only together with the earlier ones, so it must be evicted before them.
         for group_block in reversed(group_blocks):
@@ -168,7 +168,11 @@ class BlockManager:
                     free.extend(physical[group_block])
 
     def register(self, group_block: int, before: int, tokens: tuple[int, ...]) -> int:
-        """Cache a full block of the first group after prefix id `before`, unless it is there. Returns the new id."""
+        """Add a full block of the first group to the prefix cache, and return the id of the prefix that ends with it.
+
+        `before` is the id of the prefix before the block. If the cache has a block with the same prefix and tokens,
+        nothing is added.
+        """
         key = (before, tokens)
         found = self._by_content.get(key)
         if found is not None:
@@ -179,7 +183,7 @@ class BlockManager:
         return self._last_prefix_id
 
     def register_end(self, group_block: int, group: int, prefix_id: int) -> None:
-        """Add a full group block of another group of layers, found later by the id of its prefix."""
+        """Add a full group block of another group to the prefix cache, for the prefix that ends with it."""
         if prefix_id not in self._by_prefix[group]:
             self._by_prefix[group][prefix_id] = group_block
             self._content[group_block] = self._by_prefix[group], prefix_id
@@ -213,9 +217,9 @@ class BlockTables:
         self.prefix_id = EMPTY_PREFIX  # of the prefix that ends with the last registered group block
 
     def allocate_prompt(self, match: PrefixMatch, n_tokens: int) -> int:
-        """Acquire the cached prefix, allocate blocks for the rest of a prompt, and return their number.
+        """Acquire the cached prefix, allocate blocks for the rest of a prompt, and return how many were allocated.
 
-        `n_tokens` includes the completion so far after a preemption. Layers with a window get no blocks for the rest
+        After a preemption, `n_tokens` includes the completion so far. Layers with a window get no blocks for the rest
         here, because `extend` allocates them before each prefill chunk.
         """
         blocks, n_taken = self._blocks, 0
@@ -232,9 +236,9 @@ class BlockTables:
 
     @staticmethod
     def for_followers(blocks: BlockManager, n: int, *, has_partial_block: bool) -> list[BlockTables]:
-        """Return the KV blocks of sequences whose prompt is computed by another sequence.
+        """Return block tables for `n` sequences whose prompt is computed by another sequence, the leader.
 
-        `share_prefix` later inserts the full blocks of the prompt. A partial last block is copied for each sequence.
+        `share_prefix` later inserts the prompt's full blocks. With `has_partial_block`, each gets its own last block.
         """
         if not has_partial_block:
             return [BlockTables(blocks) for _ in range(n)]
@@ -242,7 +246,7 @@ class BlockTables:
         return [BlockTables(blocks, [[group_block] for group_block in of_groups]) for of_groups in own]
 
     def share_prefix(self, followers: Sequence[BlockTables], n_shared: int) -> None:
-        """Add the `n_shared` full blocks of this prompt, per block table, to sequences with the same prompt."""
+        """Insert the first `n_shared` group blocks of each group of layers before the blocks of `followers`."""
         for group, first in enumerate(self.n_skipped):
             shared = self.group_blocks[group][:n_shared]
             if shared and followers:
@@ -270,7 +274,7 @@ class BlockTables:
             each.capacity += blocks.block_size
 
     def release_skipped(self, position: int) -> None:
-        """Free the blocks before the window of `position` that are already in the prefix cache."""
+        """Release blocks that lie before the sliding window of `position` and are already in the prefix cache."""
         blocks = self._blocks
         for group, group_blocks in enumerate(self.group_blocks):
             behind = min(blocks.groups[group].first_visible(position, blocks.block_size), self.n_registered)
@@ -279,7 +283,7 @@ class BlockTables:
                 self.n_skipped[group] = behind
 
     def register(self, tokens: list[int], n_tokens: int) -> None:
-        """Add the full KV blocks of the sequence to the prefix cache. Blocks from earlier calls are skipped."""
+        """Add the full KV blocks of the first `n_tokens` tokens to the prefix cache, unless an earlier call has."""
         blocks, size = self._blocks, self._blocks.block_size
         for i in range(self.n_registered, n_tokens // size):
             content = tuple(tokens[i * size : (i + 1) * size])
@@ -290,7 +294,7 @@ class BlockTables:
 
     @staticmethod
     def new_entries(tables: Sequence[BlockTables], slots: Sequence[int]) -> np.ndarray:
-        """Return the entries that the device lacks, and mark them as uploaded.
+        """Return the block table entries that are not on the device yet, and mark them as uploaded.
 
         `slots` are the rows in the block tables on the device. Returns (4, n) int64: block table, slot, column and KV
         block.
@@ -318,7 +322,7 @@ class BlockTables:
 
     @staticmethod
     def release(tables: Sequence[BlockTables]) -> None:
-        """Release all KV blocks of sequences. Those of the first sequence are evicted first."""
+        """Release all KV blocks of sequences. Those of the first sequence will be evicted first."""
         held: list[int] = []
         for each in reversed(tables):  # BlockManager.release begins with the last block
             for group in reversed(range(len(each.group_blocks))):

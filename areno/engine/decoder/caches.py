@@ -35,15 +35,15 @@ def kv_cache_blocks(
     reserved: int,
     beside_actor: bool,
 ) -> int:
-    """Choose the number of blocks in the KV cache of a rollout: those of `wanted` if they fit in memory.
+    """Return the number of blocks in the KV cache of a rollout: that of `wanted` if it fits in memory.
 
     If `rollout.max_kv_tokens` is null, the cache takes at most the share `rollout.mem_fraction` of the free memory, and
     a smaller share for samples that only an evaluation decodes. `reserved` bytes stay free, because the cache stays in
-    memory while offloaded models are used. All ranks of a tensor-parallel group get the same number, because they must
-    schedule the same samples.
+    memory while offloaded models are used. `beside_actor` changes only the advice in an error. All ranks of a
+    tensor-parallel group get the same number, because they must schedule the same samples.
 
-    Raises EngineError if a sample of the maximum length does not fit. Without `engine.exact`, `engine.deterministic`
-    demands room for all samples, because the free memory would otherwise decide which of them decode together.
+    Raises EngineError if a sample of the maximum length does not fit. Also raises it if `engine.deterministic` is set
+    without `engine.exact` and not all samples fit: the free memory would decide which of them decode together.
     """
     layout, max_len = wanted.layout, wanted.max_len
     if wanted.mem_fraction is None:
@@ -122,7 +122,7 @@ class KVCache:
         self.tables = torch.full((layout.n_tables, n_slots, width), n_blocks, dtype=torch.int32, device=weight.device)
 
     def token_indices(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Return the index of each of B tokens in a table of `tables`, (B,): block * block_size + offset."""
+        """Return the index of each of B tokens in `flat_view`, (B,). `table_TW` is one of `tables`."""
         blocks_B = table_TW[slots_B, positions_B // self.block_size].long()
         return blocks_B * self.block_size + positions_B % self.block_size
 
@@ -172,7 +172,11 @@ class StateCache:
         slots_R: Tensor,
         continues_R: Tensor | None,
     ) -> Tensor:
-        """Prefill packed rows, (N, P) -> (N, I), from the state in each slot if `continues_R`, else from zeros."""
+        """Prefill packed rows, (N, P) -> (N, I), and write the states after them to `slots_R`.
+
+        Rows with `continues_R` begin with the state in their slot, all others with zeros. None means that no row
+        continues.
+        """
         states, before = self.layers[layer], None
         if continues_R is not None:
             given = [each.index_select(0, slots_R) for each in states]
@@ -206,7 +210,7 @@ class RouteCache:
         self.routes = torch.full(shape, routing.none, dtype=routing.dtype, device=device)
 
     def store(self, indices_N: Tensor) -> None:
-        """Store the experts of the last forward pass. Token indices are those of `KVCache.token_indices`."""
+        """Store the experts of the last forward pass at the indices that `KVCache.token_indices` returns."""
         recorded_NLk = self._routing.recorded()[: len(indices_N)]  # without padding
         self.routes.flatten(0, 1).index_copy_(0, indices_N, recorded_NLk)
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of the passes of a decoder, and of decode steps, whose batch is padded to the next of a list of sizes."""
+"""CUDA graphs for the forward passes of a decoder. Decode steps are padded to the next of a list of batch sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areno.engine.device_memory import is_out_of_memory
 from areno.kernels.sampling import SamplingFlags
 
 DecodeBody = Callable[[Tensor, Tensor, Tensor | None, tuple[int, int], SamplingFlags], Tensor]
-"""(rows (I, B), split_lens (2,), prefix groups (G, R) or None: int64; splits; flags) -> (2, B) float64."""
+"""(rows (I, B), split_lens (2,), prefix groups (G, R) or None, splits, flags) -> (2, B) float64. Inputs are int64."""
 
 GraphKey = tuple[int, "tuple[int, ...] | None", "tuple[int, int]", SamplingFlags]
 """Properties of a batch that a graph is captured for: batch size, shape of the prefix groups, splits, flags."""
@@ -32,7 +32,7 @@ def bucket_sizes(max_running: int) -> list[int]:
 
 
 def drafting_sizes(max_running: int) -> list[int]:
-    """Return the numbers of sequences of graphs of steps with drafts, few because each length has its own graph."""
+    """Return the batch sizes of the graphs of steps with drafts, few because each draft length has its own graphs."""
     return [*(1 << i for i in range((max_running - 1).bit_length())), max_running]
 
 
@@ -40,8 +40,8 @@ def drafting_sizes(max_running: int) -> list[int]:
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the one stream on which all CUDA graphs of a device are captured.
 
-    PyTorch keeps a workspace of cuBLAS (32 MiB on an H100) for each stream that has run a matrix product. With a stream
-    of its own, each new decoder would add a workspace. Two threads of a process must not capture on one device at the
+    PyTorch keeps a workspace of cuBLAS (32 MiB on an H100) for each stream that has run a matrix product. If each
+    decoder had a stream, each would add a workspace. Two threads of a process must not capture on one device at the
     same time.
     """
     return torch.cuda.Stream(device)
@@ -50,9 +50,9 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 class Captures:
     """Captures functions as CUDA graphs, which share one memory pool.
 
-    Graphs can share memory because they are replayed one after the other, and nothing but their outputs, which stay
-    referenced, must outlive a replay. `may_fail` is False if other ranks take part in the passes, and would wait for
-    this one after it ran out of memory.
+    Graphs can share memory because they are replayed one after the other. Only their outputs must outlive a replay, and
+    these stay referenced. `may_fail` must be False if other ranks take part in the passes: they would wait for a rank
+    that ran out of memory.
     """
 
     def __init__(self, device: torch.device, *, may_fail: bool):
@@ -98,9 +98,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class GraphCache(Generic[Key]):
-    """Runs passes as CUDA graphs, one for each kind of pass.
+    """Runs passes as CUDA graphs, one for each key.
 
-    Without `at_once`, the first pass of a kind runs without a graph, and the second one is captured, because a capture
+    Without `at_once`, the first pass with a key runs without a graph, and the second one is captured, because a capture
     takes as long as many passes.
     """
 
@@ -120,10 +120,10 @@ class GraphCache(Generic[Key]):
         body: Callable[[Tensor], Tensor],
         idle: Callable[[], np.ndarray] | None = None,
     ) -> Tensor:
-        """Run a pass of kind `key`, and return the result of `body`, which the next call overwrites.
+        """Run `body` on the inputs, as a CUDA graph if possible. The next call overwrites the result.
 
-        `packed` are all inputs in `pinned_memory`. `idle` returns inputs with which the runs of a capture change
-        nothing, and is None if passes may be repeated.
+        `packed` has all inputs, in memory from `pinned_memory`. During a capture, `body` runs on the inputs that `idle`
+        returns, with which it changes nothing. `idle` is None if `body` may run repeatedly on the real inputs.
         """
         device = self._captures.device
         if key not in self._graphs and (self._at_once or key in self._seen):
@@ -147,7 +147,7 @@ class DecodeGraphs:
     Batches are of the same kind if they agree in padded batch size, shape of the shared-prefix groups, numbers of
     splits and sampling flags. The decode step may read only its arguments, and tensors whose memory never moves. The
     weights are such tensors, because training updates them in place. So a graph stays valid for the whole run.
-    `padding` are the inputs of a padding row, which has the scratch slot.
+    `padding` has the inputs of a padding row, which uses the scratch slot.
     """
 
     def __init__(

@@ -122,7 +122,7 @@ class Decoder:
         )
 
     def use_drafter(self, drafter: NgramDrafter | None) -> None:
-        """Set what proposes the next tokens of sequences. Models with recurrent states do without."""
+        """Set the drafter that proposes next tokens. Models with recurrent states do not use one."""
         self.drafter = drafter if self.runner.model.config.delta is None else None
         if self.drafter is not None:
             self.runner.ngrams.use_table(self.drafter.table)
@@ -162,8 +162,8 @@ class Decoder:
     def return_waiting(self, n_samples: int) -> None:
         """Drop requests that have not started, the youngest first, until they have `n_samples` samples.
 
-        Another copy of the model can then serve them. For each dropped request, the next step returns one output whose
-        `sample` is RETURNED (-1).
+        Another replica can then serve them. For each dropped request, the next step returns one output whose `sample`
+        is RETURNED (-1).
         """
         for request in self._scheduler.return_waiting(n_samples):
             request_id = request.request_id
@@ -177,7 +177,7 @@ class Decoder:
     def park(self) -> list[GenerationOutput]:
         """Remove all samples, and return the outputs that `step` has not returned, then those of removed samples.
 
-        The latter have no finish_reason. A request whose field `begun` has the tokens of a removed sample continues it.
+        The latter have no finish_reason. To continue a removed sample, submit a request with its tokens in `begun`.
         """
         self._collect_previous_step()
         self._scheduler.preempt_all()
@@ -249,7 +249,7 @@ class Decoder:
 
     @property
     def n_tokens_of_waiting(self) -> list[int]:
-        """The number of tokens of each sample that was interrupted and waits to continue."""
+        """The number of completion tokens of each sample that was interrupted and waits to continue."""
         return [n_new for sequence in self._scheduler.waiting if (n_new := sequence.n_new)]
 
     def reset_stats(self) -> None:
@@ -264,7 +264,7 @@ class Decoder:
         return self._runs_ahead and are_drafts == [True] and self._scheduler.may_draft_ahead()
 
     def _collect_previous_step(self, ahead: TableDrafts | None = None) -> None:
-        """Give the tokens of the previous step to their sequences. `ahead` was launched after that step."""
+        """Accept the tokens of the previous step. `ahead` are the drafts of the step that was launched after it."""
         in_flight, self._in_flight = self._in_flight, []
         finished: list[Sequence] = []
         now = time.monotonic()
@@ -293,7 +293,7 @@ class Decoder:
             self._finish(finished, routes)
 
     def _accept_step(self, pending: PendingTokens, streams: _StreamingPolicy) -> list[Sequence]:
-        """Accept one token per sequence. Most sequences are not touched: the slot table takes their tokens."""
+        """Accept one token per sequence. Most go to the slot table, without access to the Sequence object."""
         table, slots_B = self._scheduler.table, pending.slots_B
         tokens_B, logprobs_B = pending.wait()
         # A sequence that stopped or was aborted with this token in flight has left its slot.
@@ -318,10 +318,10 @@ class Decoder:
     def _find_affected(
         self, pending: PendingTokens, plain: np.ndarray, stops: np.ndarray, streams: _StreamingPolicy
     ) -> dict[int, Sequence]:
-        """Find the sequences that end, fill a block or their part of the slot table, or report tokens.
+        """Find the sequences that end, fill a KV block or their row of the slot table, or report tokens.
 
-        `plain` are the rows whose new tokens are in the slot table, and `stops` says whether the last one is a stop
-        token. Sets the `finish_reason` of the sequences that end.
+        `plain` are the batch rows whose new tokens are in the slot table. `stops` says for each of them whether its
+        last token is a stop token. Sets the `finish_reason` of the sequences that end.
         """
         table, slots = self._scheduler.table, pending.slots_B[plain]
         n_new = table.n_new[slots]
@@ -384,7 +384,7 @@ class Decoder:
         return self._after_accepted(self._find_affected(pending, plain, stops_B[plain], streams) | by_host, streams)
 
     def _accept_tokens(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, n: int) -> int:
-        """Give a sequence up to `n` tokens, until it ends. Return how many it got."""
+        """Append up to `n` tokens to a sequence, until it ends. Return how many were appended."""
         n_before = sequence.n_new
         for token, logprob in zip(tokens[:n].tolist(), logprobs[:n].tolist(), strict=True):
             if not math.isfinite(logprob):
@@ -395,7 +395,7 @@ class Decoder:
         return sequence.n_new - n_before
 
     def _keep_completions(self, finished: list[Sequence]) -> None:
-        """Move the tokens of finished sequences from the slot table to `completion`, without lists."""
+        """If all tokens of a finished sequence are in the slot table, move them to its `completion`, as arrays."""
         whole = [sequence for sequence in finished if sequence.has_no_completion]
         if whole:
             arrays = self._scheduler.table.take_staged([sequence.slot for sequence in whole])
@@ -421,7 +421,7 @@ class Decoder:
     def _accept_drafted(
         self, pending: PendingTokens, drafts: list[list[int]], streams: _StreamingPolicy
     ) -> list[Sequence]:
-        """Accept the tokens of a step with drafts on the host, as `_accept_rows` does."""
+        """Accept the tokens of a step whose drafts are lists, up to the first that differs from its draft."""
         tokens_N, logprobs_N = pending.wait()
         tokens, logprobs, top, raw = tokens_N.tolist(), logprobs_N.tolist(), pending.top(), pending.raw()
         is_wanted_B = self._scheduler.table.owner[pending.slots_B] == pending.owners_B
@@ -467,7 +467,7 @@ class Decoder:
         sequence.finish_reason, self._has_bad_blocks = "error", True
 
     def _finish(self, sequences: list[Sequence], routes: list[HostCopy] | None = None) -> None:
-        """Queue outputs. `routes` are the pending copies of the experts that the sequences were routed to."""
+        """Queue the outputs of sequences. `routes` are pending copies of the experts to which tokens were routed."""
         for index, sequence in enumerate(sequences):
             if routes is None:
                 self._outputs.append(sequence.output())

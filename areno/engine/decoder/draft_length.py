@@ -1,4 +1,4 @@
-"""How many tokens a step drafts, from a model of its time and the measured shares of right tokens.
+"""The number of tokens that a step drafts, chosen by expected step times and the measured shares of right tokens.
 
 All decisions depend on counts only, so all ranks that share a model decide alike.
 
@@ -61,9 +61,9 @@ class DraftLength:
     All sequences draft the same number of tokens: the one with the shortest expected time of a new token, on average
     over the sequences. So a few sequences whose drafts are right do not slow down many whose drafts are wrong.
 
-    If no number pays, drafts pause, at first for 8 steps and finally for 128, or until the batch has shrunk to half.
-    After a pause, one step tries drafts again, as soon as the table is prepared (`awaits_texts`), unless the shares are
-    known well.
+    If no number is faster than no drafts, drafts pause, at first for 8 steps and finally for 128, or until the batch
+    has shrunk to half. Unless the shares are known well, one step then tries drafts. It waits until the table of
+    n-grams is prepared (`awaits_texts`).
     """
 
     def __init__(self, costs: StepCosts):
@@ -74,7 +74,7 @@ class DraftLength:
         self.awaits_texts = False
 
     def begin(self, costs: StepCosts, kept: float) -> None:
-        """Begin a rollout, and keep this part of the counts of earlier rollouts."""
+        """Begin a rollout, and multiply the counts of earlier rollouts by `kept`."""
         self.costs = costs
         if kept == 0:
             self._pause = 0
@@ -85,7 +85,8 @@ class DraftLength:
     def next_length(self, n_running: int, relative_acceptance_B: np.ndarray, *, is_prepared: bool) -> int:
         """Return the number of tokens to draft in the next step. Call it once before each step.
 
-        `relative_acceptance_B` are right tokens per step of each sequence, divided by the average.
+        `relative_acceptance_B` is each sequence's number of right tokens per step, divided by the average.
+        `is_prepared` says that the texts that `awaits_texts` asked for are in the table.
         """
         self.awaits_texts = False
         if not 0 < n_running <= MAX_SEQUENCES:
@@ -116,7 +117,7 @@ class DraftLength:
         )
 
     def _best_length(self, n_rows: int, relative_acceptance_B: np.ndarray) -> int:
-        """Return the length, 0 for none, with which a new token takes the shortest expected time."""
+        """Return the length with the shortest expected time of a new token, 0 for no drafts."""
         # Places with few tries are taken to be like the average place.
         average = (self._right.sum() + 2) / (self._tried.sum() + 4)
         right_J = (self._right + 4 * average) / (self._tried + 4)

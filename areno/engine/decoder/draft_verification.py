@@ -1,4 +1,4 @@
-"""Verification of drafts: one decoding pass computes the last token of each sequence and its drafted next tokens.
+"""Verification of drafts: one decode pass has the last token of each sequence and its draft tokens as inputs.
 
 The batch of such a pass has one row for each of these positions. Each row draws its token with the random number of its
 position, as a step without drafts would do. So a drafted token is accepted exactly if the draw of the row before it
@@ -39,8 +39,8 @@ class TableDrafts:
     `contexts_BW` are the last W arrived tokens, padded with -1 in front. `limits_B` is the first position that must not
     be computed: it has no KV block, or comes after the last input token. `follows_B` marks sequences for which a step
     with TableDrafts is in flight: `contexts_BW` and `n_new_B` lack its tokens, and the device adds them. `verified` is
-    called when the tokens have arrived, with these drafts, the sampled tokens (B, 1 + J), the number of tokens that
-    each sequence got (B,), and whether each drafted token and all before it were right (B, J).
+    called when the tokens have arrived. Its arguments are these drafts, the sampled tokens (B, 1 + J), the number of
+    tokens that each sequence got (B,), and whether each drafted token and all before it were right (B, J).
     """
 
     n_tokens: int
@@ -62,17 +62,17 @@ Drafts = list[list[int]] | TableDrafts
 
 
 def n_right_tokens(sequence: Sequence, draft: list[int], n_new: int) -> int:
-    """Return how many leading tokens of a draft became tokens of the sequence, which got `n_new` in all."""
+    """Return how many leading tokens of a draft were right. `n_new` is the number of tokens that the sequence got."""
     if sequence.finish_reason is not None and 0 < n_new <= len(draft) and sequence.tokens[-1] == draft[n_new - 1]:
         return n_new  # the sample ends with a drafted token
     return max(0, n_new - 1)
 
 
 def fitting_draft(sequence: Sequence, draft: list[int]) -> list[int]:
-    """Return the part of a draft that is worth verifying.
+    """Cut a draft to the tokens that are worth verifying.
 
-    A draft ends before the first token that ends the sequence or that its grammar does not allow, and leaves room for
-    the token that the last row draws.
+    The draft ends before the first token that ends the sequence or that its grammar does not allow. It leaves room in
+    `max_new` for the token that the last row draws.
     """
     draft = draft[: max(0, sequence.max_new - sequence.n_new - 1)]
     for index, token in enumerate(draft):
@@ -97,7 +97,7 @@ class DraftedRows:
 
     @classmethod
     def for_step(cls, sequences: list[Sequence], drafts: list[list[int]], table: SlotTable) -> DraftedRows:
-        """Return the rows of a step whose plan already counts them in `table.n_kv` and `table.n_sampled`."""
+        """Return the rows of a step. `table.n_kv` and `table.n_sampled` must already count them."""
         n_rows_B = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
         row_of_N = np.repeat(np.arange(len(sequences)), n_rows_B)
         # Row i of n rows is n - i tokens before the end of the plan.
@@ -126,7 +126,7 @@ class DraftedRows:
         return np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
 
     def masks(self, n_words: int) -> np.ndarray | None:
-        """Return the mask of each row after the drafted tokens up to its own input token, (N, W) int32."""
+        """Return each row's grammar mask (N, W) int32, after the draft up to its input token. None without grammars."""
         if all(sequence.grammar is None for sequence in self.sequences):
             return None
         masks_NW = np.full((len(self.sequences), n_words), -1, dtype=np.int32)
@@ -143,9 +143,9 @@ def accepted_rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find the accepted tokens of a step with TableDrafts.
 
-    An input is -1 for a row without a draft or without room. Returns whether a drafted token and all before it were
-    right, (B, J), how many tokens each sequence gets, and whether the last is a stop token. NgramSteps counts them on
-    the device in the same way, except that the tokens after a stop token count there.
+    An input is -1 for a row without a draft or without room. Returns whether each drafted token and all before it were
+    right (B, J), the number of tokens that each sequence gets (B,), and whether the last of them is a stop token (B,).
+    NgramSteps counts on the device in the same way, except that it also counts the tokens after a stop token.
     """
     # An input of -1 differs from all tokens, so a row without a draft or without room ends the accepted ones.
     right_BJ = np.logical_and.accumulate(tokens_BR[:, :-1] == inputs_BR[:, 1:], axis=1)
@@ -202,7 +202,7 @@ class NgramSteps:
             self._graphs.clear()
 
     def look_up(self, drafts: TableDrafts) -> list[list[int]]:
-        """Look up drafts for the host. All tokens of the sequences have arrived. Waits for the device."""
+        """Look up drafts, and wait for them. All tokens of the sequences must have arrived."""
         assert self._table is not None
         given = (drafts.contexts_BW[:, ::-1].T.copy(), drafts.scopes_B, drafts.slots_B, drafts.n_new_B)
         contexts_WB, scopes_B, slots_B, n_new_B = (to_device(each, self._device) for each in given)

@@ -53,7 +53,7 @@ class GrammarState:
         self.finished = not self.error and token in self._eos
 
     def n_allowed(self, draft: Sequence[int]) -> int:
-        """Return how many drafted tokens are allowed one after the other, without changing the state."""
+        """Return how many leading tokens of a draft the grammar allows. The state does not change."""
         return int(self.matcher.validate_tokens(list(draft)))
 
 
@@ -79,7 +79,7 @@ def masks(states: Sequence[GrammarState]) -> np.ndarray:
 
 
 def masks_along(state: GrammarState, draft: Sequence[int]) -> np.ndarray:
-    """Return the masks of the next token and after each token of a draft, which the grammar allows."""
+    """Return the mask of the next token, and the mask after each token of a draft that the grammar allows."""
     out_KW = np.zeros((1 + len(draft), -(-state.vocab_size // 32)), dtype=np.int32)
     matcher = state.matcher.deep_copy() if draft else state.matcher
     for row, token in zip(out_KW, [*draft, None], strict=True):
@@ -128,7 +128,7 @@ class GrammarCompiler:
         return self.ll_tokenizer.decode_bytes(self.ll_tokenizer.tokenize_str(text)) == text.encode()
 
     def special_tokens(self, tokenizer: Any) -> dict[str, int]:
-        """Return those added tokens that no text matches, so that a grammar must name them by id."""
+        """Return the text and id of each added token that no text matches. A grammar must name them by id."""
         added = tokenizer.get_added_vocab()
         return {text: token for text, token in added.items() if self.ll_tokenizer.is_special_token(token)}
 
@@ -238,13 +238,13 @@ def grammar_error(text: str) -> str:
 
 
 def accepts_answer(text: str, answer: str) -> bool:
-    """Return whether a grammar without special tokens allows exactly this answer."""
+    """Return whether the grammar `text`, without special tokens, allows exactly this answer."""
     state, tokens = _byte_matcher(text).deep_copy(), _byte_tokenizer().tokenize_str(answer)
     return state.validate_tokens(tokens) == len(tokens) and state.consume_tokens(tokens) and state.is_accepting()
 
 
 def matches_nothing(term: str) -> bool:
-    """Return whether no text matches the body of a terminal, which can be compiled."""
+    """Return whether no text matches `term`, the body of a terminal that can be compiled."""
     return _has_no_start(f"start: T\nT: {term}") and not _has_no_start(f'start: T | "a"\nT: {term}')
 
 

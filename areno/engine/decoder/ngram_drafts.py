@@ -1,8 +1,8 @@
-"""Drafts from repetition: the tokens that followed the last tokens of a sample when they occurred before.
+"""Drafts from repetition: if the last tokens of a sample occurred before, the tokens that followed are the draft.
 
 NgramDrafter fills the table of `kernels/sampling/drafts.py`, from which the device drafts. SampleMemory keeps finished
-samples until their scope is sampled again. A scope is a set of samples that resemble each other, such as the
-samples of a prompt. All decisions depend on counts only, so all ranks that share a model decide alike.
+samples until their scope is sampled again. A scope is a set of samples that resemble each other, such as the samples of
+a prompt. All decisions depend on counts only, so all ranks that share a model decide alike.
 
 Shape letters: B sequences, R = 1 + J rows of a sequence in a step with J drafted tokens, W = CONTEXT last tokens.
 """
@@ -49,10 +49,10 @@ class _ScopeSamples:
 
 
 class SampleMemory:
-    """Finished samples by scope, as arrays.
+    """Finished samples by scope, as arrays. At most `n_tokens` tokens in all, and `of_scope` in one scope.
 
-    If there are too many tokens, the oldest samples are dropped, first in the scope to which no sample was added for
-    the longest time. In all sizes, a sample counts its tokens plus 64. The newest sample of a scope is always kept.
+    Beyond a limit, the oldest samples are dropped, first in the scope that has waited longest for a new sample. The
+    sample that was just added is always kept. In all sizes, a sample counts its tokens plus 64.
     """
 
     def __init__(self, n_tokens: int, of_scope: int):
@@ -110,9 +110,9 @@ class _RequestRecord:
 class _SlotTexts:
     """The last tokens of the sequences in the batch, one entry for each slot.
 
-    An entry is valid while its `owner` is that of the slot table. `last` is (slots, W) int64, padded with -1 in front.
-    `n_entered` counts the tokens, with the prompt, that were entered in the table of n-grams. `n_steps` with drafts and
-    `n_right` drafted tokens are halved above `_MOST_STEPS`.
+    An entry is valid while its `owner` equals that of the slot table. `last` is (slots, W) int64, padded with -1 in
+    front. `n_entered` counts the prompt and completion tokens that were entered in the table of n-grams. `n_steps`
+    counts steps with drafts, and `n_right` right draft tokens. Both are halved when `n_steps` exceeds `_MOST_STEPS`.
     """
 
     def __init__(self, slots: SlotTable):
@@ -141,10 +141,11 @@ class NgramDrafter:
     """Drafts from the table of n-grams. Wrong drafts cost time, but never change a token.
 
     Before a step with drafts, the table gets the finished samples of all scopes, and the prompts of the running
-    sequences. It also gets earlier samples in the scopes of the running sequences, if it may have replaced them. Each
-    16 such steps, it gets the new tokens of the running sequences. If the gain is not known, one step tries drafts,
-    perhaps in vain. Before this step, the host enters finished samples and prompts in parts, while a GPU computes steps
-    without drafts (`prepares`). A CPU does not compute a step while it enters texts.
+    sequences. It also gets earlier samples in the scopes of the running sequences, if other texts may have replaced
+    them. Every 16 such steps, it gets the new tokens of the running sequences. If it is not known whether drafts pay,
+    one step tries them. With `prepares`, the host enters finished samples and prompts in parts before that step, while
+    the device computes steps without drafts. This is the default on a GPU. A CPU does not compute a step while it
+    enters texts.
 
     Unless it `remembers` samples of earlier rollouts, a rollout makes the same drafts whether or not the run was
     resumed before it. This matters because the number of rows of a matrix product, which drafts change, can affect the
@@ -205,7 +206,7 @@ class NgramDrafter:
         return self._n_tokens > 0
 
     def prepare(self, sequences: list[Sequence]) -> None:
-        """Enter a part of the texts that must be in the table before drafts are tried, if they are awaited."""
+        """If `length.awaits_texts`, enter some of the texts that must be in the table before drafts are tried."""
         if not self.length.awaits_texts or not sequences:
             return
         slots, slots_B = _slots_of(sequences)
@@ -219,7 +220,7 @@ class NgramDrafter:
         self._is_prepared = is_done or self._n_preparations >= _MOST_PREPARATIONS
 
     def finished(self, sequences: list[Sequence]) -> None:
-        """Learn completions that have ended. The sequences are still in the batch."""
+        """Store the completions of finished sequences for later drafts. The sequences must still be in the batch."""
         slots, slots_B = _slots_of(sequences)
         n_known_B = np.zeros(len(sequences), dtype=np.int64)
         if (texts := self._texts) is not None:
@@ -232,7 +233,7 @@ class NgramDrafter:
             self._n_finished -= len(self._finished.popleft()[1])
 
     def _remember_finished(self, most: int | None = None) -> int:
-        """Put up to `most` finished samples into the memory, queue their tokens, and return their number."""
+        """Move up to `most` finished samples to the memory, and queue their tokens. Returns the number of samples."""
         n_taken = len(self._finished) if most is None else min(most, len(self._finished))
         for _ in range(n_taken):
             request, tokens, n_known = self._finished.popleft()
@@ -246,7 +247,7 @@ class NgramDrafter:
         return n_taken
 
     def propose(self, sequences: list[Sequence]) -> TableDrafts:
-        """Draft for sequences whose tokens have arrived, except those of a step with TableDrafts in flight."""
+        """Return drafts. All tokens have arrived, except those of a step with TableDrafts in flight."""
         slots, slots_B = _slots_of(sequences)
         texts, self._n_proposed = self._slot_texts(slots), self._n_tokens
         self._remember_finished()
@@ -269,7 +270,7 @@ class NgramDrafter:
         )
 
     def _verified(self, drafts: TableDrafts, tokens_BR: np.ndarray, n_new_B: np.ndarray, right_BJ: np.ndarray) -> None:
-        """Update the contexts of the slots, and the counts of right drafts, as `TableDrafts.verified`."""
+        """Update the contexts of the slots, and the counts of right tokens. Called as `TableDrafts.verified`."""
         texts, slots_B = self._texts, drafts.slots_B
         if texts is None:  # another rollout has begun since
             return
@@ -281,7 +282,7 @@ class NgramDrafter:
         self._count(slots_B[rows], right_BJ[rows].sum(1), drafts.n_tokens)
 
     def verified(self, found: list[tuple[Sequence, int]]) -> None:
-        """Count right tokens. Tokens that a grammar or a limit has cut off a draft count as wrong."""
+        """Count each sequence's number of right tokens. Tokens that were cut off a draft count as wrong."""
         if found and self._texts is not None:
             _, slots_B = _slots_of([sequence for sequence, _ in found])
             self._count(slots_B, np.array([n_right for _, n_right in found]), self._n_proposed)
@@ -330,7 +331,7 @@ class NgramDrafter:
         texts.n_new[slots_B] = slots.n_new[slots_B]
 
     def _queue_scope(self, scope: int, *, but_newest: bool = False) -> None:
-        """Queue the remembered samples of a scope, unless most of their entries must still exist."""
+        """Queue the remembered samples of a scope, unless most of them must still be in the table."""
         n_before, room = self._loaded.get(scope), len(self.table.counts) // (2 * len(LEVELS))
         if n_before is None or self._n_entered - n_before > room:
             for before, tokens in self.memory.samples(scope)[: -1 if but_newest else None]:
@@ -388,7 +389,7 @@ class NgramDrafter:
             self._n_pending -= len(self._pending.popleft().new)
 
     def _enter_queued_texts(self, budget: int) -> None:
-        """Enter the oldest queued texts, as whole texts, until `budget` tokens are reached."""
+        """Enter whole texts from the queue in the table, the oldest first, until `budget` tokens are reached."""
         chosen = list[_QueuedText]()
         while self._pending and budget > 0:
             chosen.append(self._pending.popleft())

@@ -5,8 +5,8 @@ CUDA graph launches all kernels at once. Graphs have fixed sizes, so a prefill i
 row of padding tokens, which write to the scratch block of the KV cache, and by rows without tokens.
 
 Shape letters: N computed tokens, M attended tokens, T block tables of a group of layers, K completed prompts, R chunks.
-Tokens in the KV cache have indices: block * block_size + offset. `last` are the indices among the N tokens of the last
-tokens of completed prompts, `cu_q` (R + 1,) and `cu_k` (R + 1,) cumulative numbers of computed and attended tokens.
+Tokens in the KV cache have indices: block * block_size + offset. `last` has the index, among the N tokens, of the last
+token of each completed prompt. `cu_q` and `cu_k`, (R + 1,), are cumulative numbers of computed and attended tokens.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _indices_of_group(
 class PrefillShape:
     """The sizes of a prefill, which give the offset of each input in the packed array.
 
-    Tuples have an entry for each group of layers. `max_q` and `max_k` are bounds of the tokens of one chunk.
+    Tuples have an entry for each group of layers. No chunk has more than `max_q` computed and `max_k` attended tokens.
     """
 
     n_tokens: int
@@ -172,11 +172,10 @@ class PrefillBatch:
         return np.concatenate(parts).astype(np.int64, copy=False)
 
     def padded(self, scratch: int, most_tokens: int) -> tuple[PrefillBatch, PrefillShape] | None:
-        """Return an equal prefill of a size for which there can be a CUDA graph, and this size.
+        """Pad to a size for which there can be a CUDA graph, and return the prefill and its shape, None if too large.
 
-        The chunks are followed by a row of padding tokens, a row that has no queries and the padding of the keys, and
-        empty rows. `last` is padded with the first token, whose logits are not read. None if the prefill is too large.
-        Layers with sliding windows are not supported.
+        After the chunks come a row of padding tokens, a row that has the padding keys and no queries, and empty rows.
+        `last` is padded with the first token, whose logits are not read. Layers with sliding windows are not supported.
         """
         n_tokens, n_rows = len(self.tokens), len(self.cu_q) - 1
         if n_tokens > most_tokens or n_rows > _ROWS:
@@ -215,8 +214,8 @@ class PrefillBatch:
 class PrefillGraphs:
     """Computes prefills padded to one of few sizes, with a CUDA graph for each size that occurs again.
 
-    All are padded, also the first of a size, so the bits of a prefill do not depend on which prefills came before. As
-    for DecodeGraphs, the prefill may read only its argument, and tensors whose memory never moves.
+    Even the first prefill of a size, which runs without a graph, is padded. So the exact result of a prefill does not
+    depend on earlier prefills. `body` may read only its argument, and tensors whose memory never moves.
     """
 
     def __init__(self, body: Callable[[PrefillTensors], Tensor], scratch: int, captures: Captures, n_params: int):
@@ -227,7 +226,7 @@ class PrefillGraphs:
         self._logits_KV: Tensor | None = None  # of all graphs
 
     def run(self, batch: PrefillBatch) -> Tensor | None:
-        """Return logits (K, V), which the next call overwrites. None for no complete prompt or too large a prefill."""
+        """Return logits (K, V), which the next call overwrites. None if no prompt is complete or it is too large."""
         padded = batch.padded(self._scratch, self._most_tokens) if len(batch.last) else None
         if padded is None:
             return None

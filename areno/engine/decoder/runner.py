@@ -50,7 +50,7 @@ class Runner:
 
     A sequence has a slot while it is in the batch. For each slot the device holds block tables, sampling settings and
     the last sampled token. The last slot belongs to padding rows. `texts` are ranges (first, end) of the token ids that
-    have a text, the only ones that are sampled. Empty means all.
+    have a text. Only these are sampled. If `texts` is empty, all ids are.
 
     In the methods that sample, `slots_B` is the slot of each row and `index_B` the index of the sampled token in its
     completion, both int64. They return (2, B) float64, tokens and log-probabilities. With LogitEdits, more rows follow
@@ -117,11 +117,11 @@ class Runner:
 
     @property
     def _pads_prefills(self) -> bool:
-        """Whether prefills are padded, to be run as CUDA graphs.
+        """Whether prefills are padded and run as CUDA graphs.
 
-        Attention with "sdpa" divides rows into batches on the host, and so do recurrent layers. Exact products choose
-        their kernel by the number of rows. Prefills without graphs store the experts of tokens, and read other keys for
-        layers with sliding windows. With tensor parallelism, a rank without memory for a graph could not go on alone.
+        Attention with "sdpa" and recurrent layers divide rows into batches on the host. Exact products choose their
+        kernel by the number of rows. The graphs neither store the experts of tokens nor support sliding windows. With
+        tensor parallelism, a rank without memory for a graph could not run the prefill alone.
         """
         config = self.model.config
         can_pad = self.attn_backend in ("varlen", "flash") and config.delta is None and self.model.routing is None
@@ -217,7 +217,7 @@ class Runner:
         return pending
 
     def verified(self, sequence: Sequence, n_accepted: int) -> None:
-        """Note that a sequence got tokens from a verification, which the device learns before the next step."""
+        """Record that a sequence got `n_accepted` tokens from a verification. The next launch tells the device."""
         self._verified[sequence.slot] = sequence
         if sequence.is_penalized:
             self._uncounted += [(sequence.slot, token) for token in sequence.tokens[-n_accepted:]]
@@ -268,7 +268,7 @@ class Runner:
     def _sample_first(
         self, scheduled: SchedulerOutput, prefilled: list[Sequence], slots_B: np.ndarray, logits_KV: Tensor
     ) -> Tensor:
-        """Sample the first token of complete prompts, and copy what followers need of a prompt."""
+        """Copy what followers need of their leaders' prompts, and sample the first token after each complete prompt."""
         complete = [chunk.prefill for chunk in scheduled.chunks if chunk.is_last]
         if copies := [pair for prefill in complete for pair in prefill.block_copies(self.blocks)]:
             sources, targets = self._upload_columns(copies)
@@ -379,7 +379,7 @@ class Runner:
         return LogitEdits.for_batch(sequences, self._upload) if table.needs_edits[slots_B].any() else None
 
     def _launch_verification(self, scheduled: SchedulerOutput, drafts: list[list[int]]) -> Tensor:
-        """Launch the decode pass of a step with drafts on the host, with a column for each drafted row."""
+        """Launch the decode pass that verifies `drafts`. The result has a column for each row of `DraftedRows`."""
         drafted = DraftedRows.for_step(scheduled.decode, drafts, scheduled.table)
         slots_N, table, lengths_N = drafted.slots_N, scheduled.table, drafted.positions_N + 1
         flags = self.sampler.flags(table, slots_N, drafted.index_N)
@@ -404,7 +404,7 @@ class Runner:
         )
 
     def _cached_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
-        """Return the last groups if the scheduler gives the same array, and so the same sequences."""
+        """Return the groups of the last step if its `slots_B` was the same array, so that the batch is the same."""
         last_slots_B, groups = self._last_groups
         return groups if last_slots_B is slots_B and not self.blocks.has_windows else None
 
@@ -422,9 +422,9 @@ class Runner:
         """Run the model on the last token of each row, and sample the next token.
 
         `rows` is (4, B) int64: slot, position of the input token, index of the sampled token in its completion, length
-        of the shared prefix. With `of_rows`, settings of each row for the verification of drafts, a fifth entry is the
-        input token, and rows of one sequence may follow each other. `max_len` is the length of the longest row, None in
-        a captured graph. The other arguments are those of AttentionSplit.
+        of the shared prefix. In a verification of drafts, `of_rows` has the settings of each row, `rows` has a fifth
+        entry, the input token, and several rows may belong to one sequence. `max_len` is the length of the longest row,
+        None in a captured graph. The other arguments are those of AttentionSplit.
         """
         slots_B, positions_B, index_B, shared_lens_B = rows[:4]
         batch = PagedBatch(

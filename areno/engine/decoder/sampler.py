@@ -66,7 +66,7 @@ class SlotSampler:
 
         Slot i of the result has the settings of row i, and a last slot has those of this sampler's last slot. Drawing
         with the result changes nothing in this sampler. Tensors that `flags` does not need are left out, because a CUDA
-        graph must not read memory that may move. `counts` (2, n) are pairs (row, token) that count for penalties, too.
+        graph must not read memory that may move. `counts` (2, n) are (row, token) pairs to add to the penalty counts.
         """
         of, slots = self.tensors, F.pad(slots_N, (0, 1), value=self.n_slots - 1)
         rows = copy.copy(self)
@@ -85,7 +85,7 @@ class SlotSampler:
         return rows
 
     def apply_verified(self, slots: Tensor, tokens: Tensor, counted: Tensor) -> None:
-        """Take over the last tokens of slots, and (slot, token) pairs to count, from a verification."""
+        """After a verification, set the last tokens of `slots`, and add (slot, token) pairs to the penalty counts."""
         self.tensors.last_token[slots] = tokens
         if self.tensors.counts is not None and counted.shape[1]:
             self.tensors.counts.index_put_((counted[0], counted[1]), self.tensors.counts.new_ones(()), accumulate=True)
@@ -103,10 +103,10 @@ class SlotSampler:
 
     @staticmethod
     def pack(sequences: list[Sequence]) -> np.ndarray:
-        """Pack the settings of sequences with a new slot, (rows, len(sequences)) int64, for `assign`.
+        """Pack the settings of sequences that have a new slot for `assign`, (rows, len(sequences)) int64.
 
-        The rows are `_ROWS`, then the banned tokens, whose number is 0 or a power of two, so that few kernel variants
-        are compiled. Floats are stored as the bits of a float64.
+        The rows are those in `_ROWS`, then the banned tokens. Their number is 0 or a power of two, so that few kernel
+        variants are compiled. Floats are stored as the bits of a float64.
         """
         # Samples of a request have the same settings, so the first of neighbours stands for all.
         firsts = [at for at, each in enumerate(sequences) if not at or each.request is not sequences[at - 1].request]
@@ -139,7 +139,7 @@ class SlotSampler:
 
     @staticmethod
     def pack_counts(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the slots of new sequences with a penalty, and their (slot, token) pairs as (2, n) int64.
+        """Return the slots of new sequences with a penalty, and (slot, token) pairs of their completions, (2, n) int64.
 
         A sequence that was preempted already has completion tokens when it gets a new slot.
         """
@@ -151,7 +151,7 @@ class SlotSampler:
         return slots, np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
 
     def assign_counts(self, slots: Tensor, pairs_2N: Tensor) -> None:
-        """Replace the counts of slots, from which penalties are computed, by those of `pack_counts`."""
+        """Set the penalty counts of `slots` to the (slot, token) pairs that `pack_counts` returned."""
         if self.tensors.counts is None:
             self.tensors.counts = torch.zeros((self.n_slots, self.vocab_size), dtype=torch.int32, device=slots.device)
         counts = self.tensors.counts
@@ -169,8 +169,8 @@ class SlotSampler:
     def pack_masks(self, sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the slots and grammar masks (n, W) that must be written before a batch is sampled.
 
-        They include masks with all bits set for sequences without a grammar whose slot still has an old mask. All
-        sampled tokens of a sequence with a grammar must have arrived on the host.
+        A sequence without a grammar whose slot still has an old mask gets a mask with all bits set. All sampled tokens
+        of a sequence with a grammar must have arrived on the host.
         """
         with_grammar = [sequence for sequence in sequences if sequence.grammar is not None]
         freed = [each for each in sequences if each.grammar is None and each.slot in self._masked_slots]
@@ -218,7 +218,7 @@ class SlotSampler:
         index_B: Tensor,
         flags: SamplingFlags,
     ) -> Tensor:
-        """Sample when each tensor-parallel rank has some columns. All ranks get the same tokens."""
+        """Sample from logits whose columns are split over tensor-parallel ranks. All ranks get the same tokens."""
         from areno.kernels.sampling.triton import sample_columns
 
         out_2B = sample_columns(
@@ -233,7 +233,7 @@ class SlotSampler:
         return sampled_logprobs(local_BV, tokens_B, self.tensors.temperature[slots_B], first=first, all_reduce=reduce)
 
     def record_tokens(self, tokens_B: Tensor, slots_B: Tensor, drawn_on_this_rank: slice, flags: SamplingFlags) -> None:
-        """Store and count the drawn tokens of all ranks. Those of `drawn_on_this_rank` are already counted."""
+        """Store the tokens of all rows, and count them for penalties. Rows `drawn_on_this_rank` are already counted."""
         self.tensors.last_token[slots_B] = tokens_B
         if flags.penalized:
             assert self.tensors.counts is not None
@@ -358,8 +358,8 @@ def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
 class PendingTokens:
     """The sampled tokens of one forward pass, while they are copied to the host.
 
-    `owners_B` are the owners of the slots at the launch. `copy` is the result of `sample` or `sample_edited`. With
-    `drafts` it has a column for each row of a DraftedRows. With TableDrafts, it is that of `NgramSteps.launch`.
+    `owners_B` are the owners of the slots at the launch. `copy` has the result of `sample` or `sample_edited`: if
+    `drafts` are lists, for the rows of DraftedRows. If they are TableDrafts, it has the result of `NgramSteps.launch`.
     """
 
     sequences: list[Sequence]
@@ -385,6 +385,6 @@ class PendingTokens:
         return token_scores(sampled[3:], sampled.shape[1])
 
     def raw(self) -> list[float]:
-        """Wait, and return the log-probabilities without the temperature."""
+        """Wait, and return the log-probabilities at temperature 1 of requests with `raw_logprobs`."""
         sampled = self.copy.wait()
         return sampled[2 if len(sampled) > 2 else 1].tolist()

@@ -146,8 +146,8 @@ class Scheduler:
     def schedule(self, propose: Callable[[list[Sequence]], Drafts] | None = None) -> SchedulerOutput:
         """Plan the next step, which the caller must launch.
 
-        `n_kv` and `n_sampled` already count the tokens of the planned step, all drafted tokens included. `propose` may
-        only be given if all sampled tokens have arrived, or if `may_draft_ahead` is True.
+        `n_kv` and `n_sampled` then count the tokens of the planned step, all draft tokens included. `propose`, which
+        drafts tokens, may only be passed if all sampled tokens have arrived, or if `may_draft_ahead` is True.
         """
         self._step += 1
         self._release_skipped_of_prefilled()
@@ -170,8 +170,8 @@ class Scheduler:
     def may_draft_ahead(self) -> bool:
         """Return whether a step may draft while the tokens of a step with TableDrafts are in flight.
 
-        The lengths of the sequences are then not known, so blocks must be plentiful, and none may be freed behind a
-        sliding window. Settings for which the host looks up the drafts need all tokens.
+        The host does not know the lengths of the sequences then. So there must be plenty of blocks and no sliding
+        windows, and no sequence may have settings that need drafts on the host, because these need all tokens.
         """
         slots_B, table = self._slots_of_running(), self.table
         # For each sequence one block to grow, one or two for drafts, and one in reserve.
@@ -211,7 +211,7 @@ class Scheduler:
         return found if any(found) else None
 
     def register(self, sequence: Sequence, n_tokens: int) -> None:
-        """Add the full blocks of the first `n_tokens` tokens, whose ids are on the host, to the prefix cache."""
+        """Add the full blocks of the first `n_tokens` tokens to the prefix cache. The tokens must be on the host."""
         if self.reuses_prefixes and n_tokens >= self._end_of_next_block(sequence):
             sequence.append_staged()
             sequence.block_tables.register(sequence.tokens, n_tokens)
@@ -256,7 +256,7 @@ class Scheduler:
         return dropped
 
     def return_waiting(self, n_samples: int) -> list[GenerationRequest]:
-        """Remove requests of which no sample has started, until they have `n_samples` samples."""
+        """Remove and return the youngest requests that have not started, until they have `n_samples` samples."""
         fresh = Counter(each.request.request_id for each in self.waiting if each.has_no_completion)
         found: dict[int, GenerationRequest] = {}
         for sequence in reversed(self.waiting):
@@ -270,7 +270,7 @@ class Scheduler:
         return list(found.values())
 
     def preempt_all(self) -> None:
-        """Preempt every sequence, to be recomputed from its tokens. Its blocks cannot be found again."""
+        """Preempt every sequence, to be recomputed from its tokens. No more of its blocks enter the prefix cache."""
         while self.prefilling or self.running:
             self._preempt_youngest()
         self.release_departed()
@@ -380,7 +380,7 @@ class Scheduler:
         return self.n_running * _BULK <= n_sequences * (_BULK - 1) or self._step - step >= _LONGEST_WAIT
 
     def _add_chunk(self, chunks: list[Chunk], prefill: Prefill, budget: int) -> int:
-        """Append a chunk, and return the budget for other prompts: 0 while this prompt is incomplete."""
+        """Append the next chunk of a prompt. Return the token budget for other prompts, 0 if this one is incomplete."""
         leader = prefill.leader
         end = min(len(leader.tokens), leader.n_kv + budget)
         if self.blocks.has_windows:
@@ -395,7 +395,7 @@ class Scheduler:
         return budget if end == len(leader.tokens) else 0
 
     def _max_prefill_end(self, leader: Sequence) -> int:
-        """Return how many leading positions can have blocks now. Running sequences keep a reserve."""
+        """Return how many leading positions of a prompt can have blocks now. Running sequences keep a reserve."""
         spare = self.blocks.n_available - len(self.running) * self.blocks.blocks_over_all_groups
         return (
             leader.block_tables.capacity
@@ -440,7 +440,7 @@ class Scheduler:
         return prefill
 
     def _admit_followers(self, leader: Sequence, n_own: int, reserve: int) -> list[Sequence]:
-        """Admit the next sequences that can share the prefill of `leader`, with `n_own` blocks for each."""
+        """Admit the next sequences that can share the prefill of `leader`. Each takes `n_own` blocks."""
         n_most, n_spare = len(self._slots) - self._n_closed, self.blocks.n_available - reserve
         if n_own:
             n_most = min(n_most, n_spare // n_own)
@@ -457,7 +457,7 @@ class Scheduler:
         return followers
 
     def _max_new_blocks(self, match: PrefixMatch, n_tokens: int) -> int:
-        """Return the most blocks that a prefill holds at once, without those of its cached prefix."""
+        """Return the largest number of blocks that a prefill holds at once, not counting its cached prefix."""
         size, n_blocks = self.blocks.block_size, 0
         for group, n_skipped in zip(self.blocks.groups, match.n_skipped, strict=True):
             n_matched = match.n_group_blocks - n_skipped
@@ -485,7 +485,7 @@ class Scheduler:
             self.waiting.appendleft(sequence)
 
     def _release_slots(self, sequences: list[Sequence]) -> None:
-        """Free the slots of sequences, and their blocks as soon as they are needed."""
+        """Free the slots of sequences. Blocks that the prefix cache can still get stay in `_departed`."""
         table, slots = self.table, [sequence.slot for sequence in sequences]
         # The last token was sampled and not computed.
         n_tokens_B = np.minimum(table.n_kv[slots], table.n_prompt[slots] + table.n_new[slots] - 1)

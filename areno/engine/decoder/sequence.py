@@ -68,7 +68,7 @@ class Sequence:
     """One sample of a request, as the host knows it.
 
     A token is first sampled on the device, and arrives on the host later. While the sequence is in the batch, its
-    numbers are in a SlotTable, and so are its newest tokens until `append_staged` appends them to the lists here.
+    counts are in a SlotTable, and so are its newest tokens until `append_staged` appends them to the lists here.
     """
 
     request: GenerationRequest
@@ -117,11 +117,11 @@ class Sequence:
         self.table, self.slot = table, slot
 
     def enter_batch_like(self, leader: Sequence, slot: int, block_tables: BlockTables) -> None:
-        """Enter the batch with the leader of a shared prefill. `SlotTable.take_like` then fills the slot."""
+        """Enter the batch with the leader of a shared prefill. `SlotTable.occupy_like` then fills the slot."""
         self.table, self.slot, self.block_tables = leader.table, slot, block_tables
 
     def append_staged(self) -> None:
-        """Append the arrived tokens that are not in the lists of the sequence."""
+        """Append arrived tokens from the slot table, or from `completion`, to the lists of the sequence."""
         new = self.completion
         if new is not None:
             self.completion = None
@@ -149,7 +149,7 @@ class Sequence:
         return np.array(self.tokens[self.n_prompt :], dtype=np.int64)
 
     def resume_from(self, begun: Begun) -> None:
-        """Take over completion tokens of an earlier rollout, as if the sequence had been preempted."""
+        """Append completion tokens of an earlier rollout. The sequence continues as if it had been preempted."""
         self.tokens += begun.tokens
         self.logprobs += begun.logprobs
         self.versions += begun.versions
@@ -237,7 +237,7 @@ class Sequence:
         return stop_strings.are_in(self.tokens[self.n_prompt :])
 
     def leave_cache(self) -> BlockTables:
-        """Leave the batch, and return the KV blocks, which the caller releases. Arrived tokens stay."""
+        """Leave the batch, and return the KV blocks, which the caller releases. The sequence keeps arrived tokens."""
         if self.completion is None:
             self.append_staged()
         self.table, self.slot = None, -1

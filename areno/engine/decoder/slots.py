@@ -1,8 +1,8 @@
 """The state of the sequences in the batch as numpy arrays, with one entry for each slot. Contains no tensors.
 
 A decoding step touches every sequence, so a Python object for each sequence would make its cost grow with the batch.
-The scheduler, the runner and the decoder therefore read and write these arrays. A `Sequence` is touched when it enters
-or leaves the batch, grows into a new KV block, ends, or needs the host for each token.
+The scheduler, the runner and the decoder therefore read and write these arrays. They use a `Sequence` object only when
+the sequence enters or leaves the batch, gets a new KV block, ends, or needs the host for each token.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ NEVER = 1 << 62
 
 
 class SlotTable:
-    """Numbers of the sequences in the batch, and their newest tokens.
+    """Lengths, limits and flags of the sequences in the batch, and their newest tokens.
 
-    `owner` is the number of the admission that gave the slot to its sequence, 0 for a free slot. It tells whether a
-    token in flight is for the sequence that has the slot now. `n_kv` (positions in the KV cache) and `n_sampled`
-    (tokens sampled on the device) count the planned step, `n_new` the completion tokens that have arrived on the host.
-    `capacity` is the number of positions that have KV blocks. `register_at` is the number of tokens at which the next
-    full block enters the prefix cache, or NEVER. `in_pieces` marks sequences that report new tokens every 64 steps.
-    Rows of `stop_ids` are padded with -1. The first `n_staged` entries of a row of `tokens`, `logprobs` and `versions`
-    are arrived tokens that the sequence has not taken over.
+    `owner` is 0 for a free slot, and otherwise a number that is new for each sequence that gets the slot. A token in
+    flight is dropped if the owner has changed. `n_kv` (positions in the KV cache) and `n_sampled` (tokens sampled on
+    the device) include the planned step. `n_new` counts the completion tokens that have arrived on the host. `capacity`
+    is the number of positions that have KV blocks. `register_at` is the number of tokens at which the next full block
+    enters the prefix cache, or NEVER. `in_pieces` marks sequences that report new tokens every 64 steps. Rows of
+    `stop_ids` are padded with -1. The first `n_staged` entries of a row of `tokens`, `logprobs` and `versions` are
+    arrived tokens that are not yet in the lists of the `Sequence`.
     """
 
     def __init__(self, n_slots: int):
@@ -38,7 +38,7 @@ class SlotTable:
         self.logprobs = np.empty((n_slots, STAGED), dtype=np.float64)
 
     def take(self, slot: int, stop_ids: frozenset[int]) -> None:
-        """Give a free slot to a new sequence, whose other entries the caller sets."""
+        """Assign a free slot to a new sequence. The caller sets all entries other than owner and stop tokens."""
         self._n_admitted += 1
         self.owner[slot], self.n_staged[slot] = self._n_admitted, 0
         if (more := len(stop_ids) - self.stop_ids.shape[1]) > 0:
@@ -47,7 +47,7 @@ class SlotTable:
         self.stop_ids[slot, : len(stop_ids)] = list(stop_ids)
 
     def occupy_like(self, slots: list[int], like: list[int]) -> None:
-        """Give free slots to samples that share the prefill of the samples in slots `like`."""
+        """Assign free slots to followers of a prefill, with the entries of their leaders' slots (`like`)."""
         self._numbers[:, slots] = self._numbers[:, like]
         self._flags[:, slots] = self._flags[:, like]
         self.n_kv[slots] = 0
@@ -56,15 +56,15 @@ class SlotTable:
         self._n_admitted += len(slots)
 
     def is_done(self, slots_B: np.ndarray) -> np.ndarray:
-        """Return whether `max_new` tokens have been sampled, even if the last ones have not arrived, (B,) bool."""
+        """Return (B,) bool: whether `max_new` tokens have been sampled, even if some have not arrived on the host."""
         return self.n_sampled[slots_B] >= self.max_new[slots_B]
 
     def needs_block(self, slots_B: np.ndarray) -> np.ndarray:
-        """Return whether a sequence decodes further and its blocks have no room for the next position."""
+        """Return (B,) bool: whether a sequence is not done and its blocks have no room for the next position."""
         return (self.n_kv[slots_B] == self.capacity[slots_B]) & ~self.is_done(slots_B)
 
     def awaits_token(self, slots_B: np.ndarray) -> np.ndarray:
-        """Return whether the next token needs the mask of a grammar whose last token has not arrived."""
+        """Return (B,) bool: whether the next grammar mask needs a token that has not arrived on the host."""
         return self.has_grammar[slots_B] & (self.n_sampled[slots_B] > self.n_new[slots_B])
 
     def stage(self, slots_B: np.ndarray, tokens_B: np.ndarray, logprobs_B: np.ndarray, version: int) -> None:
@@ -89,7 +89,7 @@ class SlotTable:
         self.n_new[slots_B] += counts_B
 
     def rewind(self, slots_B: np.ndarray, n_in_flight_B: np.ndarray | int = 0) -> None:
-        """Set the planned lengths to the arrived tokens plus those in flight, after a verification."""
+        """After a verification, count only arrived tokens and those in flight in `n_sampled` and `n_kv`."""
         n_sampled_B = self.n_new[slots_B] + n_in_flight_B
         self.n_sampled[slots_B] = n_sampled_B
         self.n_kv[slots_B] = self.n_prompt[slots_B] + n_sampled_B - 1
