@@ -1,4 +1,4 @@
-"""The operations that decide the speed. Each has a package, whose docstring is the contract of its functions.
+"""The operations that take most of the time. Each has a package, whose docstring is the contract of its functions.
 
 A package usually holds an implementation in plain torch (`reference.py`), which runs on the CPU and with which tests
 compare, and Triton kernels (`triton*.py`) with the same signatures. Callers import the package, which chooses between

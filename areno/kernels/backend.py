@@ -1,4 +1,4 @@
-"""The choice between Triton kernels and the torch reference by device, and what a GPU's compute capability supports."""
+"""The choice between Triton kernels and the torch reference for a device, and what the GPU's hardware supports."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ VOLTA = (7, 0)  # the first compute capability that Triton compiles for
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy without making the host wait for a GPU. On a CPU, the tensor has the memory of the array."""
+    """Copy without making the host wait for a GPU. On a CPU, the tensor shares the memory of the array."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A tensor on the host. The event marks the end of a copy from a GPU."""
+    """A tensor that is copied to the host. `ready` marks the end of a copy from a GPU."""
 
     tensor: Tensor
     ready: torch.cuda.Event | None = None
@@ -42,7 +42,7 @@ class HostCopy:
 
 
 def to_host(x: Tensor) -> HostCopy:
-    """Start copying to the host. On a CPU, the result has the memory of the tensor."""
+    """Start copying to the host. On a CPU, the result shares the memory of the tensor."""
     if x.device.type != "cuda":
         return HostCopy(x)
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -61,15 +61,15 @@ def runs_triton(device: torch.device) -> bool:
 
 
 def implementation(x: Tensor, package: str) -> Any:
-    """Import the module `triton` of a kernel package, or its module `reference` where Triton cannot run."""
+    """Import the module `triton` of a kernel package, or its module `reference` if Triton cannot run on x's device."""
     return importlib.import_module(f"{package}.{'triton' if use_triton(x) else 'reference'}")
 
 
 def by_device(reference: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Return a function that chooses between `reference` and a Triton kernel by the device of its first tensor.
 
-    A function with the same name and arguments is in the module `triton` beside `reference.py`, or in `triton_x` beside
-    another module `x`.
+    The Triton kernel has the same name and arguments. It is in the module `triton` if `reference` is in `reference.py`,
+    and in `triton_x` if `reference` is in another module `x`.
     """
     module, name = reference.__module__, reference.__name__
     package, _, own = module.rpartition(".")
@@ -83,7 +83,7 @@ def by_device(reference: Callable[_Given, _Result]) -> Callable[_Given, _Result]
 
 
 def capability(device: torch.device | str) -> tuple[int, int] | None:
-    """Return (major, minor). None for other kinds of device, and if this machine does not have the GPU."""
+    """Return (major, minor) of a GPU. None for other devices, and if this machine does not have the GPU."""
     if torch.device(device).type != "cuda" or torch.version.hip is not None:
         return None
     try:
@@ -124,7 +124,7 @@ def described(device: torch.device | str) -> str:
 
 @functools.cache
 def compiles_for(device: torch.device) -> bool:
-    """Return whether Triton compiles for a device: not for GPUs before Volta. True if this machine lacks the GPU."""
+    """Return whether Triton compiles for a device. False for GPUs before Volta, True for GPUs that are not here."""
     found = capability(device)
     return found is None or found >= VOLTA
 

@@ -156,9 +156,9 @@ def _fma_options() -> dict[str, bool]:
 
 
 def runs_gluon(device: torch.device, name: str) -> bool:
-    """Return whether a kernel in Gluon runs on a device: a Hopper GPU, and a Triton that has Gluon and can compile it.
+    """Return whether the Gluon kernel `name` runs on a device: a Hopper GPU, and a Triton that can compile it.
 
-    The products need instructions that only Hopper GPUs have. The other kernels were not measured on newer GPUs.
+    Matrix products need instructions that only Hopper GPUs have. The other kernels were not measured on newer GPUs.
     """
     return _has_gluon(device) and name not in _uncompiled
 
@@ -196,8 +196,8 @@ def launch_gluon(function: Any, grid: tuple[int, ...], *arguments: Any, **option
 def tile_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return the descriptor by which a kernel in Gluon copies tiles of a matrix to shared memory with Hopper's TMA.
 
-    The contiguous half-precision matrix begins at a multiple of 16 bytes and has a multiple of 8 columns. Elements of a
-    tile beyond the matrix are zeros.
+    The matrix must be contiguous, in half precision, begin at a multiple of 16 bytes and have a multiple of 8 columns.
+    Elements of a tile beyond the matrix are zeros.
     """
     layout = _shared_layout(rows, columns, gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16)
     # `stride` of a matrix of one row may be any number, and TMA needs a multiple of 16 bytes.

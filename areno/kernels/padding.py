@@ -32,10 +32,10 @@ def by_padding(
     borders: Borders,
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    """Compute attention with `attend`, which takes padded q, k and v (B, heads, L, D).
+    """Compute attention with `attend`, which takes padded q, k and v (B, heads, L, D) and positions.
 
-    Its fourth argument has the position of each row's first query, (B,) int64, or None if this is 0 for all rows. Rows
-    of similar length share a call, since many short calls cost more than some padding.
+    The positions are those of each row's first query, (B,) int64, or None if they are 0 for all rows. Rows of similar
+    length share a call, since many short calls cost more than some padding.
     """
     outs: list[Tensor] = []
     starts_q, starts_k = (tuple(starts.tolist()) for starts in borders[:2])
@@ -58,7 +58,7 @@ def by_padding(
 def _padded_batches(
     starts_q: tuple[int, ...], starts_k: tuple[int, ...], device: torch.device
 ) -> list[tuple[_Padding, _Padding, Tensor | None]]:
-    """Return the padding of the queries and of the keys of each batch, and the fourth argument of `attend`."""
+    """Return, for each batch, the padding of the queries, that of the keys, and the positions for `attend`."""
     found: list[tuple[_Padding, _Padding, Tensor | None]] = []
     for rows in _batches(starts_q, starts_k):
         lengths_q = [starts_q[row + 1] - starts_q[row] for row in rows]

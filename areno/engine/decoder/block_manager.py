@@ -168,10 +168,9 @@ class BlockManager:
                     free.extend(physical[group_block])
 
     def register(self, group_block: int, before: int, tokens: tuple[int, ...]) -> int:
-        """Add a full block of the first group to the prefix cache, and return the id of the prefix that ends with it.
+        """Add a full block of the first group to the prefix cache after prefix `before`. Return the longer prefix's id.
 
-        `before` is the id of the prefix before the block. If the cache has a block with the same prefix and tokens,
-        nothing is added.
+        If the cache has a block for the same tokens there, nothing is added.
         """
         key = (before, tokens)
         found = self._by_content.get(key)

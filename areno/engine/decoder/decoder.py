@@ -403,7 +403,7 @@ class Decoder:
                 sequence.completion = completion
 
     def _propose_drafts(self, sequences: list[Sequence]) -> Drafts:
-        """Draft tokens: as lists for a grammar or settings of the sampler that depend on the tokens before."""
+        """Draft tokens. If a sequence has a grammar, penalty or logit edits, the drafts are lists, else TableDrafts."""
         assert self.drafter is not None
         drafts = self.drafter.propose(sequences)
         if isinstance(drafts, TableDrafts):

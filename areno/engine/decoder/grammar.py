@@ -22,7 +22,6 @@ MAX_ITEMS = 20_000  # of the parser after one text: an object needs about two fo
 
 
 def _import_llguidance() -> Any:
-    """Import llguidance. Raises GrammarError if it is not installed."""
     try:
         import llguidance
     except ImportError as error:

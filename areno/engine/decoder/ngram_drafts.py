@@ -143,9 +143,9 @@ class NgramDrafter:
     Before a step with drafts, the table gets the finished samples of all scopes, and the prompts of the running
     sequences. It also gets earlier samples in the scopes of the running sequences, if other texts may have replaced
     them. Every 16 such steps, it gets the new tokens of the running sequences. If it is not known whether drafts pay,
-    one step tries them. With `prepares`, the host enters finished samples and prompts in parts before that step, while
-    the device computes steps without drafts. This is the default on a GPU. A CPU does not compute a step while it
-    enters texts.
+    one step tries them. With `prepares`, by default on a GPU, the host enters finished samples and prompts in parts
+    before that step, while the device computes steps without drafts. A CPU does not compute a step while it enters
+    texts.
 
     Unless it `remembers` samples of earlier rollouts, a rollout makes the same drafts whether or not the run was
     resumed before it. This matters because the number of rows of a matrix product, which drafts change, can affect the

@@ -321,7 +321,7 @@ class Runner:
         return CachedAttend(attend, recur)
 
     def _forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, indices_N: Tensor | None) -> Tensor:
-        """Run the layers, and store the experts of tokens at their RouteCache indices. Returns hidden states (N, D)."""
+        """Run the layers, and return hidden states (N, D). Store experts of tokens at `indices_N` of the RouteCache."""
         if self.model.routing is not None:
             self.model.routing.begin(records=self.routes is not None)
         with sampling():

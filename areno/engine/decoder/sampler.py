@@ -228,7 +228,7 @@ class SlotSampler:
         return out_2B
 
     def logprobs(self, local_BV: Tensor, tokens_B: Tensor, slots_B: Tensor, tp: ParallelGroup, first: int) -> Tensor:
-        """Return the log-probabilities (B,) of tokens, computed by the kernel that training uses."""
+        """Return log-probabilities (B,) from the training kernel. `first` is the token id of this rank's column 0."""
         reduce = tp.all_reduce if tp.size > 1 else None
         return sampled_logprobs(local_BV, tokens_B, self.tensors.temperature[slots_B], first=first, all_reduce=reduce)
 

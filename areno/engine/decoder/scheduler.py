@@ -179,9 +179,10 @@ class Scheduler:
         return has_blocks and not self.blocks.has_windows and not table.needs_host_drafts(slots_B)
 
     def _allocate_drafts(self, decode: list[Sequence], drafts: Drafts, grown: list[Sequence]) -> Drafts | None:
-        """Allocate the KV blocks of drafts, shortened if blocks run out, and add sequences to `grown`.
+        """Allocate the KV blocks of drafts, and return the drafts, shortened if blocks run out. None if all are empty.
 
-        One available block is left for each running sequence, so that drafts preempt no sequence.
+        Sequences that get a block are added to `grown`. One block stays available for each running sequence, in each
+        block table, so that drafts preempt no sequence.
         """
         reserve, table = len(self.running) * self.blocks.blocks_over_all_groups, self.table
         if isinstance(drafts, TableDrafts):

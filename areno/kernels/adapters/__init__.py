@@ -26,7 +26,7 @@ __all__ = ["TILE", "AdapterSlice", "add_lora", "tiles"]
 def add_lora(
     y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, slices: tuple[AdapterSlice, ...], tiles_T4: Tensor, scaling: float
 ) -> Tensor:
-    """Return y + scaling * h B^T. Triton changes and returns `y_NO`; plain torch, also used by autograd, copies."""
+    """Return y + scaling * h B^T. Triton changes `y_NO` in place. Plain torch, also used by autograd, copies it."""
     if use_triton(y_NO) and not torch.is_grad_enabled():
         from areno.kernels.adapters.triton import add_lora as kernel
 

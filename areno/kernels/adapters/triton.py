@@ -24,7 +24,7 @@ def add_lora(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling
 
 
 def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
-    """Return y + scaling * h B^T. `tiles_T4` has to cover all columns (`whole=n_columns`)."""
+    """Return y + scaling * h B^T. `tiles_T4` must cover all columns (`whole=n_columns`)."""
     out_NO = both_NX.new_empty((len(both_NX), n_columns))
     return _add_lora(both_NX, out_NO, both_NX[:, n_columns:], b_SR, tiles_T4, scaling, pdl=True)
 
@@ -54,7 +54,7 @@ def _add_lora(
 def swiglu_stacked(
     both_NX: Tensor, b_SR: Tensor, slices: tuple[AdapterSlice, ...], scaling: float, n_columns: int, gelu: bool
 ) -> Tensor:
-    """Return silu(gate) * up, (N, I), with adapters added to gate and up, `n_columns` = 2 I columns together."""
+    """Return silu(gate) * up, (N, I). Gate and up, together `n_columns` = 2 I columns, get their adapters first."""
     n_rows, inner, rank = len(both_NX), n_columns // 2, b_SR.shape[1]
     out_NI = both_NX.new_empty((n_rows, inner))
     sizes = _sizes(n_rows, rank)

@@ -80,7 +80,7 @@ def choose_backend(
     dtype: torch.dtype,
     exact: bool = False,
 ) -> str:
-    """Return a key of BACKENDS. "auto" and "native" prefer torch's kernels, as flash-attn trains no faster.
+    """Return a key of BACKENDS. "auto" and "native" choose torch's kernels, as flash-attn trains no faster.
 
     A GPU without flash attention gets "sdpa", whatever is requested. `exact` is the setting `engine.exact`.
     """
@@ -108,7 +108,7 @@ def varlen_attention(
     backend: str,
     window: int | None = None,
 ) -> Tensor:
-    """Compute attention, differentiable. `backend` is a key of BACKENDS."""
+    """Compute attention with gradients. `backend` is a key of BACKENDS."""
     if backend == "sdpa":
         return sdpa_attention(q_NHD, k_MKD, v_MKD, borders, window)
     if backend == "flash":
@@ -241,7 +241,7 @@ def _no_dropout(device: torch.device) -> list[Tensor]:
 
 
 class _Attention(torch.autograd.Function):
-    """`varlen_forward` and `varlen_backward` under autograd, for what `varlen_attn` in older torch releases lacks.
+    """Attention under autograd in a fixed order, and with sliding windows in torch's kernels.
 
     The gradient of fixed-order attention is that of `sdpa_attention`, which has the same values up to rounding.
     """

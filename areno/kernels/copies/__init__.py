@@ -21,8 +21,7 @@ __all__ = ["copy_rows", "order_of_copies", "sum_copies"]
 def order_of_copies(rows_M: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
     """Sort the copies by row, once for all calls of `sum_copies`.
 
-    Return the indices of the copies in this order, (M,), and the position in it of each row's first copy, followed by
-    M.
+    Returns the sorted indices of the copies, (M,), and the index among them of each row's first copy, followed by M.
     """
     sorted_M, order_M = rows_M.sort(stable=True)
     return order_M, torch.searchsorted(sorted_M, torch.arange(n_rows + 1, device=rows_M.device))
@@ -33,7 +32,7 @@ sum_copies = by_device(reference.sum_copies)
 
 
 def copy_rows(x_NX: Tensor, rows_M: Tensor, order: Callable[[], tuple[Tensor, Tensor]] | None = None) -> Tensor:
-    """Return copies of rows as index_select does, differentiable. Only the backward pass calls `order`."""
+    """Return copies of rows, as index_select does, with gradients. The backward pass calls `order` if given."""
     return _CopyRows.apply(x_NX, rows_M, order)  # type: ignore[return-value]
 
 

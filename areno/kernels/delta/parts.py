@@ -43,7 +43,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaGradients(NamedTuple):
-    """Float32, in the shapes of `DeltaWeights`."""
+    """The gradients of the weights in `DeltaWeights`, float32."""
 
     conv_XW: Tensor
     A_log_H: Tensor

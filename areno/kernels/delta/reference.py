@@ -1,8 +1,8 @@
 """The gated delta rule in plain torch: packed sequences (rows) in chunks, with gradients, and decoding steps.
 
-Chunks follow section 3 of the paper ("extended WY representation"): what the tokens of a chunk write to the state is
-the solution of a triangular system, so a chunk takes a few matrix products. Only the states pass from chunk to chunk. A
-loop does this for one chunk of every row at a time.
+Chunks follow section 3 of the paper ("extended WY representation"). The tokens of a chunk write to the state the
+solution of a triangular system, so a chunk takes a few matrix products. Only the states pass from chunk to chunk. Each
+turn of a loop computes one chunk of every row.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def chunked_delta(
     chunks: RowChunks,
     initial_RHKV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs (N, H, V), and the state of each row after its last token. `decay_NH` are the logarithms g."""
+    """Return the outputs (N, H, V), and the state of each row after its last token. `decay_NH` has the logarithms g."""
     n_heads, n_key_heads, n_rows = v_NHV.shape[1], q_NGK.shape[1], len(chunks.order_R)
 
     def cut(x_NHD: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def _shifted(x_NX: Tensor, positions_N: Tensor, shift: int) -> Tensor:
 
 
 def _add_earlier(mixed_NX: Tensor, inputs_RXw: Tensor, conv_XW: Tensor, chunks: RowChunks) -> Tensor:
-    """Add the inputs before each row, which the convolution took for zeros, to the output of the row's first tokens."""
+    """Add the terms of the inputs before each row, `inputs_RXw`, to the convolution of the row's first tokens."""
     n_before = inputs_RXw.shape[-1]
     for age in range(n_before):
         has_R = (chunks.lengths_R > age).unsqueeze(-1)
@@ -201,7 +201,7 @@ def _add_earlier(mixed_NX: Tensor, inputs_RXw: Tensor, conv_XW: Tensor, chunks: 
 
 
 def _conv_states(x_NX: Tensor, initial_RXw: Tensor | None, weights: DeltaWeights, chunks: RowChunks) -> Tensor:
-    """Return the last w inputs of each row. In a shorter row, the inputs before the row come first."""
+    """Return the last w inputs of each row. If the row is shorter, the first of them are inputs before the row."""
     n_before = weights.conv_XW.shape[1] - 1
     if initial_RXw is None:
         initial_RXw = x_NX.new_zeros(len(chunks.order_R), x_NX.shape[1], n_before)

@@ -114,7 +114,7 @@ def _head_kernel(
     COLUMNS: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
-    """Compute the gates of one head in one row, and update COLUMNS columns of its state matrix, in each program.
+    """In each program, compute the gates of one head in one row, and update COLUMNS columns of its state matrix.
 
     If these are all columns, the gated norm is computed, too. With PDL, a program loads everything but q, k and v
     before the convolution kernel has ended.
@@ -206,7 +206,7 @@ def gated_norm(out_NHV: Tensor, proj_NP: Tensor, weights: DeltaWeights, pdl: boo
 def gated_norm_backward(
     grad_NI: Tensor, out_NHV: Tensor, proj_NP: Tensor, weights: DeltaWeights, grad_proj_NP: Tensor, of_weights: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Write the columns of z in `grad_proj_NP`, and return the gradients of `out_NHV` and of the norm's weight."""
+    """Write the gradient of z to `grad_proj_NP`, and return those of `out_NHV` and, if `of_weights`, of the norm."""
     n, n_heads, value_dim = out_NHV.shape
     grad_out_NHV = torch.empty_like(out_NHV, memory_format=torch.contiguous_format)
     n_tiles = triton.cdiv(n * n_heads, NORM_LINES)
@@ -281,7 +281,7 @@ def _gated_norm_backward_kernel(
     BLOCK: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """Compute every n-th tile of LINES lines in program i of n, and its part of the sum for the weight's gradient."""
+    """In program i of n, compute tiles i, i + n, ... of LINES lines, and a partial sum of the weight's gradient."""
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     value = tl.arange(0, BLOCK)
     weight = load_fp32(norm_ptr + value, value < VALUE)[None, :]

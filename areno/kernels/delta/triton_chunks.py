@@ -45,10 +45,10 @@ _BASE = tl.constexpr(16)  # rows of the diagonal blocks that are inverted row by
 
 @dataclass
 class Saved:
-    """Tensors that the backward pass needs, as named at the top, fp32. `states_THKV` are those before each chunk.
+    """The tensors, fp32, that the backward pass needs. Their names are those of the formulas of this module.
 
-    They take (C + K + 2 V + K V / C) H elements for each token, which is 88 KiB with H = 32, K = V = 128, C = 64. A
-    state of 2 MiB is kept for each chunk, even if the chunk has few tokens.
+    They take (C + K + 2 V + K V / C) H elements for each token, which is 88 KiB with H = 32, K = V = 128, C = 64.
+    `states_THKV` are the states before each chunk. A state of 2 MiB is kept for each chunk, even if it has few tokens.
     """
 
     g_THC: Tensor
@@ -72,7 +72,7 @@ def chunks_forward(
 ) -> tuple[Tensor, Tensor | None, Saved]:
     """Return the outputs (N, H, V), final states (None unless `return_states`) and what `chunks_backward` needs.
 
-    q, k and v are bf16, or fp32, for which products are fp32. q and k are normalised, q is scaled. Decays (logarithms),
+    q, k and v are bf16 or fp32. With fp32, products are fp32. q and k are normalised, q is scaled. Decays (logarithms),
     beta and states are fp32.
     """
     n_tokens, n_heads, value_dim = v_NHV.shape
@@ -146,7 +146,7 @@ def state_columns(v_NHV: Tensor, n_rows: int) -> int:
 
 @triton.jit
 def chunk_tokens(tokens_ptr, sizes_ptr, SIZE: tl.constexpr):
-    """Return the program's chunk, its first token, int64 both, and which of the chunk's SIZE positions have a token."""
+    """Return the program's chunk and its first token, int64, and a mask of the SIZE positions that have a token."""
     chunk = program_id_64(1)
     return chunk, tl.load(tokens_ptr + chunk * SIZE), tl.arange(0, SIZE) < tl.load(sizes_ptr + chunk).to(tl.int32)
 
@@ -210,7 +210,7 @@ def _diagonal_blocks(x, SIZE: tl.constexpr):
 
 @triton.jit
 def _inverse(system, transposed, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return (1 + system)^-1, `system` being strictly lower triangular. `transposed`: its transposed diagonal blocks.
+    """Return (1 + system)^-1 of a strictly lower triangular `system`. `transposed` has its transposed diagonal blocks.
 
     First the diagonal blocks are inverted row by row, all blocks at once, so that each of 4 warps has one block. Then
     the inverses x and z of two neighbouring diagonal blocks are joined to the inverse ((x, 0), (-z y x, z)), where y is
@@ -314,7 +314,7 @@ def _states_kernel(
     KEY_PART: tl.constexpr,
     VALUE_PART: tl.constexpr,
 ):
-    """Compute VALUE_PART columns of one head's states along one row, and `v_new`, in each program."""
+    """In each program, compute VALUE_PART columns of one head's states, and of `v_new`, along one row."""
     start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
     begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
-"""Triton kernels for what comes before the delta rule in packed sequences (rows): convolution, q, k, v and gates.
+"""Triton kernels for the steps before the delta rule in packed sequences (rows): convolution, q, k, v and gates.
 
 A program computes some tokens of one head of q, k or v, or the gates of some tokens. It reads a token's input once for
 each tap of the convolution, mostly from the L1 cache.
@@ -108,7 +108,6 @@ def conv_and_gates(
 
 
 def conv_states(proj_NP: Tensor, initial_RXw: Tensor | None, weights: DeltaWeights, chunks: RowChunks) -> Tensor:
-    """Return the last w inputs of each row, the oldest first. In a shorter row, inputs before the row come first."""
     n_rows, (n_channels, width) = len(chunks.lengths_R), weights.conv_XW.shape
     kept_RXw = proj_NP.new_empty(n_rows, n_channels, width - 1)
     if n_rows and width > 1:

@@ -30,9 +30,9 @@ def conv_and_gates_backward(
     grad_proj_NP: Tensor,
     of_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Write all columns of `grad_proj_NP` but those of z, and return the gradients of convolution, A_log and dt_bias.
+    """Write all columns of `grad_proj_NP` but those of z. Return the gradients of convolution, A_log and dt_bias.
 
-    `grads` are those with respect to q, k, v, decay and beta. The first three are overwritten. Rows begin with zeros.
+    `grads` are those of q, k, v, decay and beta. The first three are overwritten. Inputs before a row count as zeros.
     """
     n, sizes, n_heads = len(proj_NP), sizes_of(weights), weights.n_heads
     grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH = grads

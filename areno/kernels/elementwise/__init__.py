@@ -5,7 +5,7 @@ depend on shapes alone, so a CUDA graph can capture them, and every sum has a fi
 their top. Import them only if `backend.use_triton` returns True.
 
 `plus_one` multiplies a norm by 1 + weight instead of weight. `gelu` takes the tanh form of GELU instead of SiLU. A
-backward function takes the gradient with respect to each result first, and returns the one of each input.
+backward function first takes the gradient of each result, and returns the gradient of each input.
 
 Shape letters: N tokens, D hidden size, H query heads, K key heads, C head dimension, F = C / 2, I inner size; P
 programs of a backward kernel.

@@ -31,7 +31,7 @@ def qk_norm_rope(
     head_dim: int,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q (N, H, C) and k (N, K, C), normalised unless weights are None, and rotated, and v, a view."""
+    """Return rotated q (N, H, C) and k (N, K, C), and v, a view. q and k are normalised unless weights are None."""
     n = qkv_NX.shape[0]
     q_NHC = qkv_NX.new_empty((n, n_heads, head_dim))
     k_NKC = qkv_NX.new_empty((n, n_kv_heads, head_dim))
@@ -67,7 +67,7 @@ def qk_norm_rope_backward(
     eps: float,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of qkv, and of the query and the key norm's weight, (C,) float32, or None without norms."""
+    """Return the gradients of qkv, and of both norms' weights, (C,) float32 each, or None without norms."""
     n, n_heads, head_dim = grad_q_NHC.shape
     n_kv_heads = grad_k_NKC.shape[1]
     grad_qkv_NX = torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)
@@ -195,7 +195,7 @@ def _qk_norm_rope_backward_kernel(
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Compute every n-th token in program i of n, and its part of the sums for the norm weights' gradients."""
+    """In program i of n, compute tokens i, i + n, ..., and partial sums of the norm weights' gradients."""
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]
     real = half < HALF

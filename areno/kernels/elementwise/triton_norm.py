@@ -27,9 +27,9 @@ _ELEMENTS, _ELEMENTS_OF_PARTS = 256, 128
 def add_rms_norm(
     x_ND: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float, plus_one: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the residual stream x + delta in the dtype of x, and the norm of its rounded values in that of the weight.
+    """Return the residual stream x + delta in the dtype of x, and its RMS norm in the dtype of the weight.
 
-    `delta` is (N, D), or summands of it (parts, N, D). None normalises x itself.
+    The norm is computed from the rounded stream. `delta` is (N, D), or summands of it (parts, N, D). None normalises x.
     """
     x_ND = x_ND.contiguous()
     n, size = x_ND.shape
@@ -104,7 +104,7 @@ def rms_norm_backward(
 
 
 def add_sums(partial_PD: Tensor, out_D: Tensor) -> None:
-    """Add the sum of partial sums over programs, in a fixed order, to a vector in place. Both are float32."""
+    """Add the partial sums of P programs to `out_D` in place, in a fixed order. Both are float32."""
     n_programs, size = partial_PD.shape
     _add_sums_kernel[(triton.cdiv(size, 32),)](partial_PD, out_D, n_programs, size, ROWS=128, BLOCK=32, num_warps=8)
 
@@ -172,7 +172,7 @@ def _norm_backward_kernel(
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Compute every n-th tile of ROWS rows in program i of n, and its part of the sum for the weight's gradient."""
+    """In program i of n, compute tiles i, i + n, ... of ROWS rows, and a partial sum of the weight's gradient."""
     column = tl.arange(0, BLOCK)
     real = column < size
     weight = load_fp32(weight_ptr + column, real)

@@ -25,7 +25,7 @@ def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
 
 
 def swiglu_backward(grad_NI: Tensor, gate_up_N2I: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradient of gate and up, side by side, and silu(gate) * up again, in one pass over memory."""
+    """Return the gradients of gate and up, side by side, and silu(gate) * up again, in one pass over memory."""
     n, inner = grad_NI.shape
     grad_gate_up_N2I = torch.empty_like(gate_up_N2I)
     out_NI = torch.empty_like(grad_NI)

@@ -66,9 +66,9 @@ add_grouped_matmul = by_device(reference.add_grouped_matmul)
 """Add a^T b over the rows of each expert to its weight gradient in place, summed in the dtype of `out_EOI`."""
 
 combine = by_device(reference.combine)
-"""Sum the expert outputs of each token, weighted by 1 if None, in the order of its choices and in at least fp32.
+"""Return the weighted sum (N, D) of each token's expert outputs, in the order of its choices, in at least fp32.
 
-The result is (N, D). Choices of experts on other ranks count as 0.
+If the weights are None, they are 1. Choices of experts on other ranks count as 0.
 """
 
 weighted_swiglu_backward = by_device(reference.weighted_swiglu_backward)

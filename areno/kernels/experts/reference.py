@@ -57,7 +57,7 @@ def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tens
 def weighted_swiglu_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Round where the Triton kernel rounds."""
+    """Compute the results, rounded where the Triton kernel rounds."""
     gate, up = gate_up_M2I.float().chunk(2, dim=-1)
     weight = weights_M.float().unsqueeze(-1)
     grad, sigmoid = grad_MI.float(), gate.sigmoid()

@@ -94,7 +94,7 @@ def _tiles(n_rows: int, n_experts: int) -> tuple[int, int, int, int, int]:
 
 
 def _stages(x: Tensor, n_stages: int) -> int:
-    """Return the number of pipeline stages: more than 2 of fp32 do not fit into the shared memory of every GPU."""
+    """Return `n_stages`, but 2 for fp32, because more would not fit into the shared memory of every GPU."""
     return n_stages if x.element_size() < 4 else 2
 
 

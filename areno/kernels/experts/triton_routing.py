@@ -18,7 +18,7 @@ _BLOCK = 1024
 
 
 def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    """Among equal logits, choose the expert with the lower index."""
+    """Choose experts. Among equal logits, the expert with the lower index comes first."""
     n_tokens, n_experts = logits_NX.shape
     chosen_Nk = torch.empty((n_tokens, top_k), dtype=torch.int64, device=logits_NX.device)
     weights_Nk = torch.empty((n_tokens, top_k), dtype=torch.float32, device=logits_NX.device)
@@ -87,7 +87,7 @@ def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor
 def _local_expert(chosen_ptr, copy, n_copies, first, n_experts):
     """Return the index of each copy's expert among those of this rank.
 
-    The index is n_experts for experts of other ranks, and n_experts + 1 where `copy` is not below n_copies.
+    The index is n_experts for experts of other ranks, and n_experts + 1 for copies beyond n_copies.
     """
     expert = tl.load(chosen_ptr + copy, mask=copy < n_copies, other=0).to(tl.int32) - first
     expert = tl.where((expert < 0) | (expert >= n_experts), n_experts, expert)

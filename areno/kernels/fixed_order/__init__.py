@@ -5,8 +5,8 @@ span is fixed, and the results of spans are combined from the first to the last 
 the result of a query is exactly the same in training, in a whole or chunked prefill, and in a decoding step, whatever
 else is in the batch. The torch reference and the Triton kernels each have their own order. All run outside autograd.
 
-Rows are packed, and `window` counts, as in `areno.kernels.attention`. Shape letters: N query tokens, M key tokens, H
-query heads, K key heads, C head dimension; R packed sequences (rows).
+Packed rows and `window` are those of `areno.kernels.attention`. Shape letters: N query tokens, M key tokens, H query
+heads, K key heads, C head dimension; R packed sequences (rows).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def span_start(span: int) -> int:
 
 
 def n_spans(length: _Ints) -> _Ints:
-    """Return the number of spans of keys that cover the first `length` positions, the last one maybe in part."""
+    """Return the number of spans of keys that cover the first `length` positions. The last may be covered in part."""
     return sum(length > start for start in _SHORT) - (-length // SPAN)
 
 
@@ -63,7 +63,7 @@ def padded_attention(
 ) -> Tensor:
     """Compute attention of the queries at `positions_BL` of padded rows.
 
-    Keys that no query attends to must be finite, and their values, too.
+    Keys that no query attends to, and their values, must be finite.
     """
     n_rows, n_heads, n_q, dim = q_BHLC.shape
     n_kv_heads = k_BKMC.shape[1]

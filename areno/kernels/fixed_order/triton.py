@@ -80,11 +80,7 @@ def span_start(span):
 
 @triton.jit
 def n_spans(length):
-    """Return the number of spans of keys that cover the first `length` positions of a row.
-
-    Spans begin at the positions 0, 64, 128, 256, 512, 768 and so on (see `span_start`). The last one may be covered in
-    part.
-    """
+    """Return the number of spans of keys that cover the first `length` positions of a row."""
     return tl.where(length <= 128, (length + 63) // 64, 2 + (length + _SPAN - 1) // _SPAN)
 
 
@@ -154,7 +150,7 @@ def _packed_kernel(
     PADDED_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Compute QUERIES queries of a row, for one head, in each program. Programs with the most keys start first."""
+    """In each program, compute QUERIES queries of a row, for one head. Programs with the most keys start first."""
     head, row = tl.program_id(1), tl.program_id(2)
     start_q, start_k = tl.load(starts_q_ptr + row).to(tl.int64), tl.load(starts_k_ptr + row).to(tl.int64)
     n_q = (tl.load(starts_q_ptr + row + 1) - start_q).to(tl.int32)

@@ -40,11 +40,11 @@ def selected_logprobs(
 ) -> tuple[Tensor, ...]:
     """Return the log-probability of each position's target token, and the entropy (detached), (K,) each.
 
-    With a teacher, the divergence from it follows, which is differentiable with respect to the student alone.
+    With a teacher, the third result is the divergence from it, (K,). Its gradient goes to the student alone.
 
     Chunks of positions are computed one after the other. The gradient is onehot - softmax, times 1 / temperature. The
-    forward pass keeps onehot - softmax, and the gradient of the divergence, for as many positions as
-    `head.keep_bytes` allows. For all other positions, the backward pass computes the logits again.
+    forward pass keeps onehot - softmax, and the gradient of the divergence, for as many positions as `head.keep_bytes`
+    allows. For all other positions, the backward pass computes the logits again.
     """
     return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head or Head(), teacher)  # type: ignore[return-value]
 
@@ -74,8 +74,8 @@ def log_softmax(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log-probability (C,), entropy (C,), norm (2, C)) of logits / temperature at each position.
 
-    The norm has the maximum, and the log-sum-exp of the differences from it. To subtract first one and then the other
-    from logits is as exact as log_softmax of torch. Their sum would be rounded at the size of the logits.
+    The norm has the maximum, and the log-sum-exp of the differences from it. They are kept apart, because their sum
+    would be rounded at the size of the logits. Subtracting one after the other is as exact as log_softmax of torch.
     """
     stats = kernels_for(logits_CV).softmax_statistics(logits_CV, targets_C, first, temperature)
     top_C, sums_3C = stats[0], stats[1:]
@@ -101,14 +101,14 @@ class Head:
     """How the softmax over the vocabulary is computed.
 
     Attributes:
-        temperature: divides the logits, those of a teacher, too, whose vocabulary is divided over the ranks in the
-            same way.
+        temperature: divides the logits of the student and of a teacher. Both vocabularies are split over the ranks in
+            the same way.
         chunk: number of positions computed at once. None means CHUNK, or FUSED_CHUNK with Triton.
         weight_grad: float32 buffer (V, D), to which the weight's gradient is added. Autograd then gets None for the
             weight, which saves two copies of it.
         own_logits: function that computes hidden W^T in fp32, (C, V), outside autograd. None means `float32_matmul`.
-        most_rows: number of vocabulary rows of the rank that has most, if ranks have different numbers. All ranks then
-            keep the same positions, and so call `all_reduce` for the same chunks.
+        most_rows: largest number of vocabulary rows of any rank, if the ranks differ. All ranks then keep the same
+            positions, and so call `all_reduce` for the same chunks.
     """
 
     temperature: float = 1.0
@@ -124,7 +124,7 @@ class Head:
         return self.chunk or (CHUNK if kernels_for(hidden_KD) is reference else FUSED_CHUNK)
 
     def n_kept(self, hidden_KD: Tensor, weight_VD: Tensor, n_matrices: int) -> int:
-        """Return the number of positions of which `n_matrices` gradients of logits are kept for the backward pass."""
+        """Return for how many positions gradients of logits are kept for the backward pass, `n_matrices` for each."""
         n_rows = len(weight_VD) if self.most_rows is None else self.most_rows
         return min(len(hidden_KD), self.keep_bytes // max(1, n_matrices * n_rows * hidden_KD.element_size()))
 
@@ -135,7 +135,7 @@ class Head:
         return log_softmax(logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
 
     def gradient(self, logits_CV: Tensor, norm_2C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
-        """Write onehot - softmax, temperature times the log-probability's gradient. Logits may be overwritten."""
+        """Write onehot - softmax, the log-probability's gradient times the temperature. Logits may be overwritten."""
         lse_C = norm_2C[0] + norm_2C[1]
         kernels_for(logits_CV).logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
 
@@ -150,7 +150,7 @@ class Teacher(Protocol):
     def n_saved(self) -> int: ...
 
     def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Return (divergence (C,), saved values (C, S), an object that `gradient` may reuse) for some positions."""
+        """Return (divergence (C,), saved values (C, S), an object for `gradient`) for the positions in `part`."""
         ...
 
     def gradient(
@@ -158,7 +158,7 @@ class Teacher(Protocol):
     ) -> None:
         """Write the gradient of the divergence with respect to logits / temperature.
 
-        `made` is what `measure` returned last. None computes it again.
+        `made` is the third result of `measure`. If it is None, it is computed again.
         """
         ...
 
@@ -230,7 +230,7 @@ class _SelectedLogprobs(torch.autograd.Function):
 
 
 def _gradients_again(ctx: Any, part: slice, grads_K: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Compute the gradients with respect to logits / temperature again for a chunk, None where `grads_K` is None."""
+    """Compute a chunk's gradients with respect to logits / temperature again, None where `grads_K` is None."""
     hidden_KD, weight_VD, targets_K, norm_2K, saved_KS, _ = ctx.saved_tensors
     head: Head = ctx.head
     norm_2C = norm_2K[:, part]
@@ -246,7 +246,7 @@ def _gradients_again(ctx: Any, part: slice, grads_K: Sequence[Tensor | None]) ->
 def _weighted(made_GCV: list[Tensor | None], grads_GC1: list[Tensor | None]) -> tuple[Tensor | None, Any]:
     """Return a matrix (C, V) or None, and a factor (C, 1), whose product is the gradient with respect to the logits.
 
-    The factor is multiplied into the small matrices (C, D).
+    The caller applies the factor to matrices (C, D), which are smaller.
     """
     pairs = [
         (made, grad) for made, grad in zip(made_GCV, grads_GC1, strict=True) if made is not None and grad is not None

@@ -9,7 +9,7 @@ With teacher p, student q, and log probabilities under softmax(logits / temperat
 
 x are the student's logits divided by the temperature. jsd is the generalised Jensen-Shannon divergence of GKD (arXiv
 2306.13649). Divided by beta, it tends to forward_kl for beta -> 0, and divided by 1 - beta to reverse_kl for beta -> 1.
-If p and q have equal bits, D and its gradient are exactly 0.
+If p and q are exactly equal, D and its gradient are exactly 0.
 
 Shape letters: K positions, C positions of one chunk, V vocabulary rows of this rank, D and E hidden sizes of student
 and teacher, S saved numbers of a position, J tokens that a teacher lists.
@@ -53,7 +53,7 @@ class CommonIds:
         return CommonIds(n_columns, absent_V.to(device) if absent_V.any() else None)
 
     def select(self, logits_CV: Tensor) -> Tensor:
-        """Return the logits of the columns, with a finite number that weighs nothing for ids that are left out."""
+        """Return the logits of the columns. Ids that are left out get a finite logit so low that they weigh nothing."""
         logits_CV = logits_CV[:, : self.n_columns]
         return logits_CV if self.absent_V is None else logits_CV.masked_fill(self.absent_V, _NOTHING)
 
@@ -69,7 +69,7 @@ class WholeTeacher:
 
     @property
     def n_saved(self) -> int:
-        """5: the norms of student and teacher, and the mean that the gradient subtracts."""
+        """S = 5: two numbers for each norm (student and teacher), and the mean that the gradient subtracts."""
         return 5
 
     def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -121,7 +121,7 @@ class ListedTeacher:
 
     @property
     def n_saved(self) -> int:
-        """J + 1: the gradient of each listed token, and the gradient of the tail divided by the tail's probability."""
+        """S = J + 1: the gradient of each listed token, and that of the tail divided by the tail's probability."""
         return self.tokens_KJ.shape[1] + 1
 
     def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:

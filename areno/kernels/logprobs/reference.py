@@ -1,8 +1,8 @@
 """The softmax of the LM head in plain torch: its statistics and its gradient for one chunk of positions.
 
 x = logits / temperature over this rank's columns. A norm (2, C) has the maximum of x over all ranks, and the
-log-sum-exp of the differences from it. `kind` is "forward_kl", "reverse_kl" or "jsd", in which `beta` weighs the
-teacher. The Triton kernels compute the same in fp32, and do not overwrite logits.
+log-sum-exp of the differences from it. `kind` is "forward_kl", "reverse_kl" or "jsd". In "jsd", `beta` is the weight of
+the teacher. The Triton kernels compute the same in fp32, and do not overwrite logits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, temperature: float | Tensor) -> Tensor:
-    """Return (4, C): the maximum of x, and of y = x - maximum the sum of exp(y), of y exp(y), and y at the target.
+    """Return (4, C): the maximum of x, and for y = x - maximum the sums of exp(y) and of y exp(y), and y at the target.
 
     The last one is 0 if another rank has the target's column. The caller combines the ranks.
     """
@@ -62,9 +62,9 @@ def divergence_terms(student: Tensor, teacher: Tensor, kind: str, beta: float) -
 
 
 def gradient_factors(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
-    """Return h, with which the gradient of the divergence by the student's logits x is q (h - sum of q h).
+    """Return h. The gradient of the divergence with respect to the student's x is q (h - sum of q h).
 
-    h is the derivative of the divergence by q, except for an added constant.
+    h is the derivative of the divergence with respect to q, up to a constant.
     """
     if kind == "forward_kl":
         return -(teacher - student).exp()
@@ -89,7 +89,7 @@ def divergence_sums(
     kind: str,
     beta: float,
 ) -> Tensor:
-    """Return the sums of `divergence_terms` and of q h (see `gradient_factors`), 0 for "forward_kl", (2, C)."""
+    """Return (2, C): the sum of `divergence_terms`, and the sum of q h (see `gradient_factors`, 0 for "forward_kl")."""
     if not logits_CV.shape[1]:
         return torch.zeros_like(norm_2C)
     student = log_softmax_of(logits_CV, norm_2C, temperature)

@@ -47,7 +47,7 @@ def logprob_gradient(
 
 
 def _rate(temperature: float | Tensor) -> float | Tensor:
-    """Divide in float32, so that a float and a tensor give exactly the same result."""
+    """Return 1 / temperature, divided in float32, so that a float and a tensor give exactly the same result."""
     return 1.0 / temperature if isinstance(temperature, Tensor) else float(np.float32(1.0) / np.float32(temperature))
 
 

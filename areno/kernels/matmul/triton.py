@@ -45,7 +45,7 @@ def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> T
 
 @triton.jit
 def add_products(total, x_place, weight_place, real_row, real_column, n_inputs, INPUTS: tl.constexpr):
-    """Add a tile of x W^T in a loop over all inputs. The places are those of the first input of rows and columns."""
+    """Add a tile of x W^T to `total`. `x_place` and `weight_place` point to the first input of each row and column."""
     for start in range(0, n_inputs, INPUTS):
         at = start + tl.arange(0, INPUTS)
         inside = at < n_inputs

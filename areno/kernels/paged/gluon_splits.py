@@ -45,7 +45,7 @@ def compute_splits(
     constants: dict[str, Any],
     reads_early: bool,
 ) -> bool:
-    """Compute all splits, if Gluon runs on the device and supports the sizes, and return whether it did.
+    """Compute all splits if Gluon runs on the device and supports the sizes. Return whether it did.
 
     `arguments` are the positional arguments of `_split_kernel`.
     """

@@ -32,14 +32,13 @@ class PagedBatch:
     """The block tables of a decoding step, and how its attention is cut into splits that run in parallel.
 
     A row's own positions, and those that it shares with its prefix group, are cut separately. Splits, `pdl` and
-    `reads_early` change the speed, not the result, unless `fixed_order` is set: a split is then a span of
-    `kernels.fixed_order`, except that the first split of a row or group may cover several spans. Group positions then
-    end where a span begins.
+    `reads_early` change only the speed. With `fixed_order`, splits must be spans of `kernels.fixed_order`. Only the
+    first split of a row or group may then cover several spans, and shared positions end where a span begins.
 
     With `pdl`, attention may begin before the previous kernel has ended (`kernels/jit.py`). Then neither that kernel
     nor another one that runs at the same time may write a tensor of this batch. With `reads_early`, attention may also
-    read the cache early: all positions but the last of each row were written before the chain of kernels with PDL
-    began.
+    read the cache early. All positions but the last of each row must then have been written before the chain of kernels
+    with PDL began.
 
     Attributes:
         table_TW: int32. Position n of the sequence in table row t lies in block `table[t, n // S]` at offset `n % S`.
@@ -104,10 +103,10 @@ def _cache_positions(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the positions in the cache that a decoding step writes and reads.
 
-    A position is block * S + offset. The results are the position of each new token, int64; the units (of several
-    positions, as a copy of many short pieces is slow) to read for each row, flattened; and which of the L positions in
-    these units the row attends to, (B, L) bool. Other units are replaced by the block `scratch`, because the blocks of
-    other rows may hold NaN.
+    A position is block * S + offset. The first result is the position of each new token, int64. The second has the
+    units of several positions to read for each row, flattened, because copies of single positions are slow. The third
+    is a mask (B, L) bool of the positions in these units to which the row attends. Units without such a position are
+    replaced by the block `scratch`, because the blocks of other rows may hold NaN.
     """
     last_B, table_BW = batch.lengths_B - 1, batch.table_TW[batch.slots_B]
     stored_B = table_BW.gather(1, (last_B // block_size)[:, None]).squeeze(1).long() * block_size + last_B % block_size

@@ -134,7 +134,7 @@ def _split_kernel(
     HAS_GROUPS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Compute one part for a key head in each program, for shared positions for all rows of the prefix group."""
+    """In each program, compute one part for one key head. A shared part is computed for all rows of its group."""
     kv_head, piece = tl.program_id(0), tl.program_id(1)
     n_heads, n_parts = tl.num_programs(0) * HEADS_PER_KEY, own_splits + shared_splits
     k_ptr += kv_head * DIM

@@ -49,7 +49,7 @@ sample_slots = by_device(reference.sample_slots)
 def can_sample_hidden(hidden_BD: Tensor, flags: SamplingFlags) -> bool:
     """Return whether `sample_hidden` of `triton_head.py` supports the rows, and is faster than `sample_slots`.
 
-    It needs Triton and half precision. Top-k, top-p, bans, penalties and masks need stored logits.
+    False without Triton or half precision, and with top-k, top-p, bans, penalties or masks, which need stored logits.
     """
     n_rows, width = hidden_BD.shape
     is_faster = n_rows >= _LEAST_ROWS and width <= _MOST_INPUTS and hidden_BD.element_size() == 2

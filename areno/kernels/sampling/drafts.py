@@ -1,8 +1,8 @@
 """Drafts of the next tokens of samples, from a table of the tokens that followed the same tokens before.
 
 For each suffix of some lengths (LEVELS), the table keeps the last C tokens that followed it. It is a hash table with
-one entry in each place: a new suffix replaces another one with the same place. An entry holds 31 more bits of the hash,
-so entries of other suffixes are taken for the wanted ones about once in 2^31 times, and drafts are only proposals.
+one entry for each index. A new suffix replaces another one with the same index. An entry holds 31 more bits of the
+hash, so the entry of another suffix is mistaken for the wanted one about once in 2^31 times. Such a draft is harmless.
 
 A scope is a set of texts that resemble each other, such as the samples of a prompt. Some levels look at texts of the
 row's scope, others at all texts. The idea of drafts from a growing index of samples is from SuffixDecoding (arXiv

@@ -24,7 +24,6 @@ def _signed(value: int) -> int:
 
 
 def _mix(value: int) -> int:
-    """Return the finalizer of splitmix64."""
     value &= _WORD
     value = (value ^ (value >> 30)) * _MIX_1 & _WORD
     value = (value ^ (value >> 27)) * _MIX_2 & _WORD

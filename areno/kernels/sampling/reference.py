@@ -42,9 +42,9 @@ class TextIds:
 
 
 class Column(NamedTuple):
-    """How the entries of a setting are set: their dtype, that of an unused slot, and that of a request, if it has one.
+    """One sampling setting: its dtype, its value in an unused slot, and the function that reads it from a request.
 
-    The decoder sets the other entries for each sample.
+    If there is no function, the decoder sets the value for each sample.
     """
 
     dtype: torch.dtype
@@ -75,7 +75,7 @@ class SamplingSettings:
     texts: TextIds | None = None  # None means all ids
 
     def overwrites(self, flags: SamplingFlags) -> bool:
-        """Return whether kernels write into the logits: edits, and ids without a text that top-k and top-p drop."""
+        """Return whether kernels write into the logits: for edits, or for top-k and top-p to drop ids without text."""
         return flags.edits or (flags.filtered and self.texts is not None)
 
 
@@ -179,7 +179,7 @@ def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _without_absent(
     absent_N: Tensor, scaled_BV: Tensor, weights_BV: Tensor, best_B: Tensor, sums_BC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights, best tokens and chunk sums without some ids. The weights may be changed."""
+    """Return the weights, best tokens and chunk sums without the ids `absent_N`. The weights may be changed."""
     if scaled_BV.is_cuda or torch.isin(best_B, absent_N).any():  # a GPU would have to wait for the answer
         return _weights(scaled_BV.index_fill(1, absent_N, -torch.inf))[:3]
     weights_BV.index_fill_(1, absent_N, 0)

@@ -93,9 +93,9 @@ def _scan(
 ) -> Tensor:
     """Return the statistics of each span, float32 (3 or 5, B, n_spans).
 
-    They are the maximum, the sum of weights and, as int32 bits, the vocabulary index of the first maximum, of the
-    logits that are drawn from, then the maximum and sum of the policy's own logits, if these differ. `first` is the
-    vocabulary index of this rank's first column.
+    The first three are those of the logits that are drawn from: the maximum, the sum of weights, and the vocabulary
+    index of the first maximum, as int32 bits. If the policy's own logits differ, their maximum and sum follow. `first`
+    is the vocabulary index of this rank's first column.
     """
     n_rows, vocab = logits_BV.shape
     texts = settings.texts

@@ -2,8 +2,8 @@
 """Sampling from hidden states as Triton kernels: the LM head and the choice of a token, without logits in memory.
 
 `_scan_hidden_kernel` computes a tile of logits, and writes two statistics of each span of the vocabulary: its maximum,
-and the sum of exp((x - maximum) / temperature). Spans in which some id may have no text, from the first such id on, get
-two more, without these ids, at the end of the row of statistics. `_draw_hidden_kernel` combines the spans of a row,
+and the sum of exp((x - maximum) / temperature). From the span of the first id without a text on, each span gets two
+more statistics, which leave such ids out, at the end of the row. `_draw_hidden_kernel` combines the spans of a row,
 which gives the normaliser, finds the span of the sampled token, and computes the logits of this span again to find the
 token. For a small hidden size, logits take longer to write and to read than to compute.
 
@@ -126,7 +126,7 @@ def _scan_hidden_kernel(
     INPUTS: tl.constexpr,
     BY_TMA: tl.constexpr,
 ):
-    """Compute a tile of logits and its statistics. With BY_TMA, hidden states and weight are descriptors."""
+    """Compute a tile of logits and its statistics. With BY_TMA, hidden states and weight are TMA descriptors."""
     first_row = tl.program_id(0) * ROWS
     row = first_row + tl.arange(0, ROWS)
     span = tl.program_id(1)

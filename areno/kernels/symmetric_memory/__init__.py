@@ -54,7 +54,7 @@ class SymmetricMemory:
         self._whole = empty(self.max_bytes, torch.uint8) if self._size in _TWO_SHOT_SIZES else None
 
     def connect(self) -> None:
-        """Map the other GPUs' buffers into this process. RuntimeError if the GPUs cannot access each other's memory."""
+        """Map the other GPUs' buffers into this process. Raises RuntimeError if the GPUs cannot access them."""
         import torch.distributed._symmetric_memory as symmetric_memory
 
         def zeros(*shape: int) -> Tensor:
@@ -101,9 +101,9 @@ class SymmetricMemory:
     def add_and_norm(
         self, x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool
     ) -> tuple[Tensor, Tensor]:
-        """All-reduce a layer's output, and return the residual stream with it added, and the stream's RMS norm.
+        """All-reduce a layer's output `part_ND`, add it to the residual stream x, and return the stream and its norm.
 
-        The stream has the dtype of x and is the same on all ranks, the norm has that of the weight.
+        The stream has the dtype of x and is the same on all ranks. The RMS norm has the dtype of the weight.
         """
         assert part_ND.dtype == torch.bfloat16, "rows that a region may not hold"
         return self._kernels.add_and_norm(x_ND, part_ND.contiguous(), weight_D, eps, plus_one, self._shared)

@@ -41,7 +41,7 @@ _EMPTY_32 = tl.constexpr(EMPTY * (2**16 + 1) - 2**32)
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """The symmetric memory of a process group. Inboxes, outboxes and signals are tables of an address on each GPU."""
+    """The symmetric memory of a process group. `inboxes`, `outboxes` and `signals` point to one address per GPU."""
 
     rank: int
     size: int
@@ -64,7 +64,7 @@ def all_reduce(x: Tensor, memory: GroupMemory) -> Tensor:
 def add_and_norm(
     x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool, memory: GroupMemory
 ) -> tuple[Tensor, Tensor]:
-    """Compute `all_reduce`, then `elementwise.triton_norm.add_rms_norm`, whose squares are added in another order here.
+    """All-reduce, add and norm as `elementwise.triton_norm.add_rms_norm`, but with squares summed in another order.
 
     There are at most PROGRAMS rows of at most REGION bytes.
     """
