@@ -76,8 +76,8 @@ def _padded_batches(
 def _batches(starts_q: Sequence[int], starts_k: Sequence[int]) -> list[list[int]]:
     """Return the row indices of each padded batch, ascending.
 
-    The rows of a batch have similar numbers of queries and of keys. Rows with as many queries as keys are apart from
-    the others, because a simpler mask is enough for them.
+    The rows of a batch have similar numbers of queries and of keys. Rows with as many queries as keys are in batches of
+    their own, because a simpler mask is enough for them.
     """
     lengths = [
         (starts_q[row + 1] - starts_q[row], starts_k[row + 1] - starts_k[row]) for row in range(len(starts_q) - 1)

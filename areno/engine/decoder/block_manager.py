@@ -105,8 +105,7 @@ class BlockManager:
     def _longest_prefix(self, of_groups: list[list[int]]) -> int:
         """Return the length in blocks of the longest prefix that is usable in every group of layers.
 
-        Entry i of a list in `of_groups` is the cached group block for the i-th `block_size` tokens, or the scratch
-        block.
+        A list in `of_groups` has, for every `block_size` tokens, the cached group block, or else the scratch block.
         """
         longest, runs = 0, [0] * len(of_groups)  # the last ones that are there, one after the other
         for n, group_blocks in enumerate(zip(*of_groups, strict=True), start=1):
@@ -168,10 +167,7 @@ class BlockManager:
                     free.extend(physical[group_block])
 
     def register(self, group_block: int, before: int, tokens: tuple[int, ...]) -> int:
-        """Add a full block of the first group to the prefix cache after prefix `before`. Return the longer prefix's id.
-
-        If the cache has a block for the same tokens there, nothing is added.
-        """
+        """Return the id of prefix `before` plus `tokens`. If it is new, cache it with this block of the first group."""
         key = (before, tokens)
         found = self._by_content.get(key)
         if found is not None:
@@ -245,7 +241,7 @@ class BlockTables:
         return [BlockTables(blocks, [[group_block] for group_block in of_groups]) for of_groups in own]
 
     def share_prefix(self, followers: Sequence[BlockTables], n_shared: int) -> None:
-        """Insert the first `n_shared` group blocks of each group of layers before the blocks of `followers`."""
+        """In each group of layers, insert this prompt's first `n_shared` group blocks before those of `followers`."""
         for group, first in enumerate(self.n_skipped):
             shared = self.group_blocks[group][:n_shared]
             if shared and followers:
@@ -282,7 +278,7 @@ class BlockTables:
                 self.n_skipped[group] = behind
 
     def register(self, tokens: list[int], n_tokens: int) -> None:
-        """Add the full KV blocks of the first `n_tokens` tokens to the prefix cache, unless an earlier call has."""
+        """Add the full KV blocks of the first `n_tokens` tokens to the prefix cache, except those already added."""
         blocks, size = self._blocks, self._blocks.block_size
         for i in range(self.n_registered, n_tokens // size):
             content = tuple(tokens[i * size : (i + 1) * size])

@@ -174,8 +174,8 @@ class StateCache:
     ) -> Tensor:
         """Prefill packed rows, (N, P) -> (N, I), and write the states after them to `slots_R`.
 
-        Rows with `continues_R` begin with the state in their slot, all others with zeros. None means that no row
-        continues.
+        A row begins with the state in its slot if `continues_R` is True for it, otherwise, or if that is None, with
+        zeros.
         """
         states, before = self.layers[layer], None
         if continues_R is not None:

@@ -160,7 +160,7 @@ class Decoder:
         self._finish(self._scheduler.abort(request_id))
 
     def return_waiting(self, n_samples: int) -> None:
-        """Drop requests that have not started, the youngest first, until they have `n_samples` samples.
+        """Drop requests that have not started, the youngest first, until `n_samples` samples are dropped.
 
         Another replica can then serve them. For each dropped request, the next step returns one output whose `sample`
         is RETURNED (-1).

@@ -61,8 +61,8 @@ class DraftLength:
     All sequences draft the same number of tokens: the one with the shortest expected time of a new token, on average
     over the sequences. So a few sequences whose drafts are right do not slow down many whose drafts are wrong.
 
-    If no number is faster than no drafts, drafts pause, at first for 8 steps and finally for 128, or until the batch
-    has shrunk to half. Unless the shares are known well, one step then tries drafts. It waits until the table of
+    If decoding without drafts is the fastest, drafts pause, at first for 8 steps and finally for 128, or until the
+    batch has shrunk to half. Unless the shares are known well, one step then tries drafts. It waits until the table of
     n-grams is prepared (`awaits_texts`).
     """
 

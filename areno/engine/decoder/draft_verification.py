@@ -116,7 +116,7 @@ class DraftedRows:
         )
 
     def drafted_counts(self) -> np.ndarray:
-        """Return the drafted tokens that count for the penalties of later rows, (2, n): row and token."""
+        """Return (row, token) pairs (2, n): the draft tokens before a row that count for its penalties."""
         pairs: list[tuple[int, int]] = []
         row = 0
         for draft in self.drafts:

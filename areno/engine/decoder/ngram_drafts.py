@@ -52,7 +52,7 @@ class SampleMemory:
     """Finished samples by scope, as arrays. At most `n_tokens` tokens in all, and `of_scope` in one scope.
 
     Beyond a limit, the oldest samples are dropped, first in the scope that has waited longest for a new sample. The
-    sample that was just added is always kept. In all sizes, a sample counts its tokens plus 64.
+    sample that was just added is always kept. A sample counts as its tokens plus 64.
     """
 
     def __init__(self, n_tokens: int, of_scope: int):

@@ -172,7 +172,7 @@ class PrefillBatch:
         return np.concatenate(parts).astype(np.int64, copy=False)
 
     def padded(self, scratch: int, most_tokens: int) -> tuple[PrefillBatch, PrefillShape] | None:
-        """Pad to a size for which there can be a CUDA graph, and return the prefill and its shape, None if too large.
+        """Return the prefill padded to a size that can have a CUDA graph, and its shape, or None if it is too large.
 
         After the chunks come a row of padding tokens, a row that has the padding keys and no queries, and empty rows.
         `last` is padded with the first token, whose logits are not read. Layers with sliding windows are not supported.

@@ -358,8 +358,8 @@ def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
 class PendingTokens:
     """The sampled tokens of one forward pass, while they are copied to the host.
 
-    `owners_B` are the owners of the slots at the launch. `copy` has the result of `sample` or `sample_edited`: if
-    `drafts` are lists, for the rows of DraftedRows. If they are TableDrafts, it has the result of `NgramSteps.launch`.
+    `owners_B` are the owners of the slots at the launch. `copy` has the result of `sample` or `sample_edited`, with
+    TableDrafts that of `NgramSteps.launch`. If `drafts` are lists, it has a column for each row of DraftedRows.
     """
 
     sequences: list[Sequence]

@@ -181,7 +181,7 @@ class Scheduler:
     def _allocate_drafts(self, decode: list[Sequence], drafts: Drafts, grown: list[Sequence]) -> Drafts | None:
         """Allocate the KV blocks of drafts, and return the drafts, shortened if blocks run out. None if all are empty.
 
-        Sequences that get a block are added to `grown`. One block stays available for each running sequence, in each
+        Sequences that get a block are added to `grown`. Each running sequence can still get one more block in every
         block table, so that drafts preempt no sequence.
         """
         reserve, table = len(self.running) * self.blocks.blocks_over_all_groups, self.table
@@ -257,7 +257,7 @@ class Scheduler:
         return dropped
 
     def return_waiting(self, n_samples: int) -> list[GenerationRequest]:
-        """Remove and return the youngest requests that have not started, until they have `n_samples` samples."""
+        """Remove requests that have not started, the youngest first, until `n_samples` samples are removed."""
         fresh = Counter(each.request.request_id for each in self.waiting if each.has_no_completion)
         found: dict[int, GenerationRequest] = {}
         for sequence in reversed(self.waiting):

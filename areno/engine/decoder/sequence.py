@@ -178,7 +178,7 @@ class Sequence:
 
     @property
     def has_no_completion(self) -> bool:
-        """Whether no completion token has arrived, so that the sample can share the prefill of another."""
+        """Whether the lists have no completion tokens. A waiting sample can then share the prefill of another."""
         return self.completion is None and len(self.tokens) == len(self.request.prompt)
 
     @property

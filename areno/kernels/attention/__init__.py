@@ -227,7 +227,7 @@ def _sdpa_backward(
     borders: Borders,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the forward pass again under autograd: scaled_dot_product_attention has no callable backward pass."""
+    """Compute the gradients by a second forward pass under autograd, as torch has no function for the backward pass."""
     with torch.enable_grad():
         q_NHD, k_MKD, v_MKD = (x.detach().requires_grad_() for x in (q_NHD, k_MKD, v_MKD))
         out_NHD = sdpa_attention(q_NHD, k_MKD, v_MKD, borders, window)

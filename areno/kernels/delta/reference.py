@@ -1,8 +1,8 @@
 """The gated delta rule in plain torch: packed sequences (rows) in chunks, with gradients, and decoding steps.
 
-Chunks follow section 3 of the paper ("extended WY representation"). The tokens of a chunk write to the state the
-solution of a triangular system, so a chunk takes a few matrix products. Only the states pass from chunk to chunk. Each
-turn of a loop computes one chunk of every row.
+Chunks follow section 3 of the paper ("extended WY representation"): a few matrix products solve a triangular system,
+and its solution is what the tokens of a chunk write to the state. Only the states pass from chunk to chunk. Each turn
+of a loop computes one chunk of every row.
 """
 
 from __future__ import annotations

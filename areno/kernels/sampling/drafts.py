@@ -78,7 +78,7 @@ def _keys(table: NgramTable, before_NW: Tensor, scopes_N: Tensor) -> Tensor:
 
 
 def add_texts(table: NgramTable, texts_4N: Tensor) -> None:
-    """Enter the suffixes before each new token of some texts. The result does not depend on the device.
+    """Enter in the table, for each new token of some texts, the suffixes before it, in the same way on all devices.
 
     `texts_4N` has the texts one after the other, with four rows: token, number of tokens of its text before it, scope
     of the text, and 1 for a new token or 0 for a token that was entered before.

@@ -5,8 +5,8 @@
 kept logit, or are too many (for example many equal logits), `_truncate_row_kernel` searches the whole row, which takes
 about ten times as long. So a wrong guess of candidates changes the speed and never the result.
 
-A search compares sums over entries in float64. What it sums is called the measure of an entry: 1 for top-k (COUNT), and
-its weight exp((x - maximum) / temperature) for top-p. Keys are the ints that `order_key` gives for floats.
+A search sums the measure of entries in float64. The measure of an entry is 1 for top-k (COUNT), and its weight exp((x -
+maximum) / temperature) for top-p. Keys are the ints that `order_key` gives for floats.
 
 S spans of the vocabulary, N candidates of a row, as K blocks of C.
 """
@@ -135,7 +135,7 @@ def _search(
     ROOM: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Return whether the smallest kept logit is among up to N candidates, its key, and how many of its equals are kept.
+    """Return whether the smallest kept logit is among up to N candidates, its key, and how many equal to it are kept.
 
     `low` and `high` are the bounds of the candidates as keys, `top` is the row's maximum, `total` the sum of its
     weights, and `above_S` the sum of the weights above the candidates in each span.
