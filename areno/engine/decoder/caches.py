@@ -172,11 +172,7 @@ class StateCache:
         slots_R: Tensor,
         continues_R: Tensor | None,
     ) -> Tensor:
-        """Prefill packed rows, (N, P) -> (N, I), and write the states after them to `slots_R`.
-
-        A row begins with the state in its slot if `continues_R` is True for it, otherwise, or if that is None, with
-        zeros.
-        """
+        """Prefill packed rows, (N, P) -> (N, I), and update the states. Rows begin with zeros unless `continues_R`."""
         states, before = self.layers[layer], None
         if continues_R is not None:
             given = [each.index_select(0, slots_R) for each in states]

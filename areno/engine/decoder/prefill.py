@@ -226,7 +226,7 @@ class PrefillGraphs:
         self._logits_KV: Tensor | None = None  # of all graphs
 
     def run(self, batch: PrefillBatch) -> Tensor | None:
-        """Return logits (K, V), which the next call overwrites. None if no prompt is complete or it is too large."""
+        """Return logits (K, V), valid until the next call. None if no prompt is complete or the batch is too large."""
         padded = batch.padded(self._scratch, self._most_tokens) if len(batch.last) else None
         if padded is None:
             return None

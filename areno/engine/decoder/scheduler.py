@@ -486,7 +486,7 @@ class Scheduler:
             self.waiting.appendleft(sequence)
 
     def _release_slots(self, sequences: list[Sequence]) -> None:
-        """Free the slots of sequences. Blocks that the prefix cache can still get stay in `_departed`."""
+        """Free the slots of sequences. Blocks for the prefix cache are kept in `_departed`, others are released."""
         table, slots = self.table, [sequence.slot for sequence in sequences]
         # The last token was sampled and not computed.
         n_tokens_B = np.minimum(table.n_kv[slots], table.n_prompt[slots] + table.n_new[slots] - 1)

@@ -281,7 +281,7 @@ def _gated_norm_backward_kernel(
     BLOCK: tl.constexpr,
     LINES: tl.constexpr,
 ):
-    """In program i of n, compute tiles i, i + n, ... of LINES lines, and a partial sum of the weight's gradient."""
+    """In program i of L, compute tiles i, i + L, ... of LINES lines, and a partial sum of the weight's gradient."""
     PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     value = tl.arange(0, BLOCK)
     weight = load_fp32(norm_ptr + value, value < VALUE)[None, :]

@@ -195,7 +195,7 @@ def _qk_norm_rope_backward_kernel(
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """In program i of n, compute tokens i, i + n, ..., and partial sums of the norm weights' gradients."""
+    """In program i of P, compute tokens i, i + P, ..., and partial sums of the norm weights' gradients."""
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     half = tl.arange(0, HALF_BLOCK)[None, :]
     real = half < HALF

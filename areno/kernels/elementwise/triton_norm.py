@@ -172,7 +172,7 @@ def _norm_backward_kernel(
     BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """In program i of n, compute tiles i, i + n, ... of ROWS rows, and a partial sum of the weight's gradient."""
+    """In program i of P, compute tiles i, i + P, ... of ROWS rows, and a partial sum of the weight's gradient."""
     column = tl.arange(0, BLOCK)
     real = column < size
     weight = load_fp32(weight_ptr + column, real)

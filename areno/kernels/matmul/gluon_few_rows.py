@@ -34,7 +34,7 @@ _MOST_TILES = 24  # of a program: its loop over them is unrolled, and each makes
 def few_rows_product(
     x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_SNO: Tensor, is_gated: bool, gelu: bool
 ) -> bool:
-    """Write a product to `out_SNO`, if Gluon runs on the device and all programs fit on it at once. Return whether.
+    """Write a product to `out_SNO` and return True if Gluon runs on the device and all programs fit on it at once.
 
     The weight is read before the previous kernel has ended, so no kernel that was launched with PDL just before may
     write it. With `is_gated`, the product is `gated_product`, without a bias.

@@ -103,10 +103,10 @@ def _cache_positions(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the positions in the cache that a decoding step writes and reads.
 
-    A position is block * S + offset. The first result is the position of each new token, int64. The second has the
-    units of several positions to read for each row, flattened, because copies of single positions are slow. The third
-    is a mask (B, L) bool of the positions in these units to which the row attends. Units without such a position are
-    replaced by the block `scratch`, because the blocks of other rows may hold NaN.
+    A position is block * S + offset. The first result is the position of each new token, int64. The second lists what
+    the rows read, flattened, in units of several positions, because many small copies are slow. The third is a mask (B,
+    L) bool of the positions in these units to which the row attends. Units without such a position are replaced by the
+    block `scratch`, because the blocks of other rows may hold NaN.
     """
     last_B, table_BW = batch.lengths_B - 1, batch.table_TW[batch.slots_B]
     stored_B = table_BW.gather(1, (last_B // block_size)[:, None]).squeeze(1).long() * block_size + last_B % block_size
