@@ -82,7 +82,7 @@ class Footprint:
 
     @property
     def _largest_teacher(self) -> ModelFootprint | None:
-        """The model that training passes of the actor use: of several, the largest one that comes to the device."""
+        """The teacher that training passes of the actor use. Of several, the one that takes most device memory."""
         found = [model for model in self.models if model.in_training]
         return max(found, key=lambda model: self.extra_in_use(model, training=False), default=None)
 
@@ -228,6 +228,6 @@ def gib(n_bytes: float) -> str:
 
 
 def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:
-    """Return whether error messages may suggest LoRA for the actor, whose `TransformerConfig.within` is given."""
+    """Return whether error messages may suggest LoRA for the actor. `within` is its TransformerConfig.within."""
     actor = spec.actor
     return actor.trains_weights and not actor.random_init and not within

@@ -21,7 +21,7 @@ PINNED_BYTES = 2**28
 """Bytes of pinned memory to allocate at once. torch rounds up to a power of two, which could double a large tensor."""
 
 PART = PINNED_BYTES // 4
-"""Elements in a part of a HostBuffer. A multiple of WINDOW, so that no window crosses a border."""
+"""Elements in a part of a HostBuffer. A multiple of WINDOW, so that each window lies in one part."""
 
 
 class HostBuffer:
