@@ -1,4 +1,7 @@
-"""The assignment of attention layers to KV blocks and block tables. A block holds several layers' keys and values."""
+"""The assignment of attention layers to KV blocks and block tables.
+
+A pool block holds the keys and values of `layers_per_block` layers, for `block_size` tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class KVGroup:
         return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
 
     def max_group_blocks_held(self, n_tokens: int, block_size: int) -> int:
-        """Return the largest number of group blocks that a sequence holds at the same time."""
+        """Return the largest number of blocks that a sequence has in one block table at the same time."""
         n_group_blocks = -(-n_tokens // block_size)
         # Those that a window touches, and one more: the next one is taken before a step, and some are let go after it.
         return n_group_blocks if self.window is None else min(n_group_blocks, -(-(self.window - 1) // block_size) + 2)
@@ -78,7 +81,7 @@ class KVLayout:
         return n_blocks * len(self.places) // self.layers_per_block
 
     def memory_of(self, n_blocks: int) -> int:
-        """Return how many blocks that hold all attention layers have room for the memory of `n_blocks` pool blocks."""
+        """Return the memory of `n_blocks` pool blocks in blocks that hold all attention layers, rounded up."""
         return -(-n_blocks * self.layers_per_block // len(self.places))
 
     def blocks_for(self, n_tokens: int) -> int:

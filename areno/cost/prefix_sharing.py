@@ -1,4 +1,4 @@
-"""Decides when training and scoring compute a prefix that several rows share only once."""
+"""Decides when training and scoring compute each shared prefix only once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PrefixSharing:
         return self.is_faster([1], [n_tokens], n_rows)
 
     def is_faster(self, shared: Sequence[int], apart: Sequence[int], n_rows: int) -> bool:
-        """Return whether sharing prefixes saves time. `shared` and `apart` are the tokens of each pass in both ways."""
+        """Return whether sharing saves time. `shared` and `apart` are the tokens of each pass with and without it."""
         if self.when != "auto":
             return True
         shared_time = self.estimated_time(shared, _SHARED_LAUNCH * self.launch_tokens) + n_rows * self.search_tokens

@@ -100,8 +100,8 @@ def ways_to_fit(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Foot
 def _remedy_with_lora(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
     """Return changes that train the actor with LoRA of the default rank, in the form of `ways_to_fit`.
 
-    Further settings change only if LoRA alone is not enough. A frozen reference model from the actor's own folder then
-    takes no memory, because it is the actor without its adapters.
+    Further settings change only if LoRA alone is not enough. With LoRA, a frozen reference model from the actor's own
+    folder takes no memory, because it is the actor without its adapters.
     """
     if not footprint.may_adapt:
         return []

@@ -111,12 +111,12 @@ def pass_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, rat
 
 
 def host_seconds(n_rows: int, n_numbers: float) -> float:
-    """Estimate the time in which the host packs `n_rows` rows with `n_numbers` values, and the devices wait."""
+    """Estimate how long the host packs `n_rows` rows with `n_numbers` values while the devices wait."""
     return _ROW_S * n_rows + _NUMBER_S * n_numbers
 
 
 def sampled_seconds(n_samples: int, n_tokens: float, has_critic: bool) -> float:
-    """Estimate the time in which the host works on the samples of a rollout, and the devices wait."""
+    """Estimate how long the host works on the samples of a rollout while the devices wait."""
     return (1 + has_critic) * _SAMPLE_S * n_samples + _SAMPLED_S * n_tokens
 
 

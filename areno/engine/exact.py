@@ -95,7 +95,7 @@ def _check_adapters(adapters: list[Adapter], multiple: int) -> None:
 
 
 def _check_adapter(adapter: Adapter, multiple: int) -> None:
-    """Raise EngineError if an adapter's result for a row depends on the number of rows (multiples of `multiple`)."""
+    """Raise EngineError if a row's result depends on the number of rows, which is a multiple of `multiple`."""
     x_NI, b_SR = _random_input(multiple * _CPU_SIZES[-1], adapter.a), _random_input(len(adapter.b), adapter.b)
     n_columns = max(column + size for column, _, size in adapter.slices)
 

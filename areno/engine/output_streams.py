@@ -250,7 +250,7 @@ class Streams:
             self.deliver_taken()
 
     def end(self, error: Exception) -> None:
-        """Fail as `fail` does, and wait for the end of the polling thread."""
+        """Call `fail`, and wait until the polling thread has ended."""
         self.fail(error)
         if (thread := self._thread) is not None:
             thread.join()

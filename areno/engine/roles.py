@@ -327,8 +327,8 @@ class Roles:
     def _sized_like_actor(self, config: TransformerConfig, spec: RoleSpec, key: Key) -> TransformerConfig:
         """Return `config`, with the actor's vocabulary size if the role is a teacher with common token ids.
 
-        The vocabulary shard of each rank then has the same token ids in both models. Raises EngineError if the
-        vocabulary of another role has not the size of the actor's.
+        The vocabulary shard of each rank then has the same token ids in both models. Raises EngineError if another
+        role's vocabulary has not as many tokens as the actor's.
         """
         theirs, ours = config.vocab_size, self.actor.config.vocab_size
         if theirs == ours or spec.own_tokenizer:
@@ -388,7 +388,7 @@ class Roles:
 
 
 def _with_own_adapters(owner: str, role: Role, spec: RoleSpec) -> Role:
-    """Return a role for `spec` that shares the model of `role`, loaded by the role `owner`, with its own adapters."""
+    """Return a role for `spec` with its own adapters on the model of `role`, which the role `owner` has loaded."""
     assert spec.lora is not None
     model = role.backend.model
     with role.on_device():

@@ -234,7 +234,7 @@ class SamplingEngine:
         return finished, list(stats)
 
     def park(self) -> list[GenerationOutput]:
-        """End all requests of a held phase, and return the unfinished completions of the samples that a worker had.
+        """End all requests of a held phase, and return the completions so far of the samples that workers have.
 
         The finish_reason is None, unless the sample finished in the last step.
         """

@@ -14,7 +14,7 @@ LOOPBACK = "127.0.0.1"
 
 
 SharePrefixes = Literal["auto", "on", "off"]
-"""Whether training and scoring compute a prefix that rows share only once; see EngineSpec.share_prefixes."""
+"""When training and scoring compute each shared prefix only once; see EngineSpec.share_prefixes."""
 
 
 @dataclass(frozen=True)

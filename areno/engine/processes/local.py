@@ -23,7 +23,7 @@ Arrived = tuple[list[tuple[int, bytes]], list[int]]
 
 
 class LocalProcesses:
-    """The worker processes on this machine for some ranks of a run. RayProcesses has the same methods for several.
+    """The worker processes of some ranks, all on this machine. RayProcesses has the same methods for several machines.
 
     `rank` is always the global rank in the run. `counters` holds FIELDS integers per rank, for WorkerHeartbeats. An
     exit code is known at most `death_grace_s` after a process has ended. `port` is the rendezvous port on the host of

@@ -238,7 +238,7 @@ class Watchdog:
 
 
 def _check_periodically(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
-    """Call `check` every second or tenth of `limit_s`, until the watchdog is stopped or garbage-collected."""
+    """Call `check` at least once a second, until the watchdog is stopped or garbage-collected."""
     before = time.monotonic()
     try:
         while (watchdog := ref()) is not None and watchdog.limit_s is not None:

@@ -275,7 +275,7 @@ def _wait_on_stream(event: torch.cuda.Event) -> None:
 
 
 def _buffer_views(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
-    """Return elements [start, stop) as views of at most PINNED_BYTES. An offloaded role has them on the host."""
+    """Return elements [start, stop) as views of at most PINNED_BYTES, of host memory for an offloaded role."""
     size, parts, begin = PINNED_BYTES // buffer.element_size(), [], 0
     for whole in role.offload.at_rest(buffer) or [buffer]:
         low, high = max(start - begin, 0), min(stop - begin, whole.numel())

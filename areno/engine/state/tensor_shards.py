@@ -66,7 +66,7 @@ def flat_and_optimizer(backend: TrainBackend) -> tuple[FlatParameters, Optimizer
 def metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
     """Return the facts about a role on which the form of its stored state depends. The index records them.
 
-    States of older areno versions lack the last two entries. They hold moments that began with the first update.
+    States of older areno versions lack the last two entries. They have moments, which count from the first update.
     """
     _, optimizer = flat_and_optimizer(backend)
     found = {"optimizer": optimizer.config.type, TP_SIZE: backend.model.tp.size}
@@ -142,7 +142,7 @@ def vector_shards(
 
 
 def shards_to_write(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[str, list[TensorShard]]:
-    """Select the shards that this rank writes of those that all ranks of `dp` hold: consecutive, an equal share."""
+    """Return the shards that this rank writes, by buffer. The ranks of `dp` hold equal shards and divide the work."""
     by_buffer: dict[str, list[TensorShard]] = {}
     for shard in shards:
         if not shard.repeated:

@@ -41,7 +41,7 @@ class Gradients:
         self._sum_partial_gradients()
 
     def _sum_partial_gradients(self) -> None:
-        """Sum gradients of which each tensor-parallel rank has computed only a part over these ranks."""
+        """Sum, over tensor-parallel ranks, the gradients of which each rank has computed only a part."""
         found = sorted(self._flat.copies(), key=lambda pair: pair[1])
         for n, same in itertools.groupby(found, key=lambda pair: pair[1]):
             parts = [self._flat.grads[chunk.grads] for chunk, _ in same]
@@ -141,7 +141,7 @@ class ReducedGradients(Gradients):
             self._free_slot(self._divided[at])
 
     def _free_slot(self, bucket: Bucket) -> None:
-        """Clear the workspace slot of a bucket, after the reduction of the previous bucket there has ended."""
+        """Clear the workspace slot of a bucket, after waiting for the reduction of the bucket that used it before."""
         slot = self._flat.gradient_slot(bucket)
         users = [each for each, _ in self._works if each in self._divided]
         self._wait_for_reductions(

@@ -81,7 +81,7 @@ class PackedTokens:
 
 
 class PrefixPass:
-    """The forward pass over prefixes that several micro-batches share. It runs before the passes of these.
+    """The forward pass over prefixes that several micro-batches share. It runs before these micro-batches.
 
     Call `begin`, then `join` for each micro-batch, and at last `end`. Training runs the backward pass of `output` after
     the backward passes of all micro-batches.
@@ -363,12 +363,12 @@ class LocalTokens:
         return len(self.packed.tokens_N)
 
     def select_predecessors(self, hidden_nD: Tensor, indices_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `indices_T` whose previous token is computed on this rank, and the hidden states of these."""
+        """Return the `indices_T` whose previous token this rank computes, and the previous tokens' hidden states."""
         shared = self.packed.shared
         return self.select(hidden_nD, indices_T, indices_T - 1 if shared is None else shared.previous_N[indices_T])
 
     def select(self, hidden_nD: Tensor, indices_T: Tensor, sources_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `indices_T` whose source is a token of this rank or an earlier pass, and these hidden states."""
+        """Return the `indices_T` whose source this rank or an earlier pass computes, and the sources' hidden states."""
         if self.packed.prefix is None:
             sources_T = sources_T - self.first
         else:

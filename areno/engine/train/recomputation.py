@@ -20,7 +20,7 @@ logger = logging.getLogger("areno")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can be allocated, less a reserve of 6 %. Memory that torch holds unused counts."""
+    """Return the bytes that can be allocated, including torch's unused cache, less a reserve of 6 %."""
     free, total = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, free + idle - int(RESERVE * total))
@@ -47,7 +47,7 @@ class KeptLayers:
         return self._of_model if self.teacher is None else self._of_model.with_two_heads()
 
     def count(self, n_tokens: int, waits: bool = False) -> int:
-        """Return how many layers keep their products. If other passes come before the backward (`waits`), 0."""
+        """Return how many layers keep their products: 0 if other passes run before the backward pass (`waits`)."""
         if self._free is None or not torch.is_grad_enabled():
             return 0
         if waits:

@@ -30,7 +30,7 @@ Rows = Sequence[np.ndarray]
 
 
 class UnitGroup(NamedTuple):
-    """Units of rows that share prefixes and are computed together."""
+    """Units (rows that stay together, see micro_batches.py) that share prefixes and are computed together."""
 
     units: list[int]
     size: int  # stands for memory: computed tokens, and a KEYS-th of the others, whose keys are copied
@@ -41,7 +41,7 @@ class UnitGroup(NamedTuple):
 
 
 def min_shared_tokens(rows: Rows) -> int:
-    """Return how many equal first tokens rows need to share them: half the mean row length, at most LEAST."""
+    """Return how many equal tokens rows must begin with to share them: half the mean length, at most LEAST."""
     return min(LEAST, max(_LEAST_OF_SHORT, sum(map(len, rows)) // (2 * len(rows))))
 
 
