@@ -305,7 +305,7 @@ def _added_units(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None 
     for index, common in sorted_rows(firsts) if order is None else order:
         computed = of_units[index]
         size = computed + (sum(map(len, units[index])) - computed) // KEYS
-        saved = max(0, common - least + 1)  # at least so many tokens are shared, see _Tree
+        saved = max(0, common - least + 1)  # at least so many tokens are shared, see _SegmentTree
         yield _AddedUnit(
             index, common, size - saved + -(-saved // KEYS), computed - saved, UnitGroup([index], size, computed)
         )
