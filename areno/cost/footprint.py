@@ -82,7 +82,7 @@ class Footprint:
 
     @property
     def _largest_teacher(self) -> ModelFootprint | None:
-        """The model that training passes of the actor use: of several, the largest one that comes to the device."""
+        """The teacher that training passes of the actor use. Of several, the one that takes most device memory."""
         found = [model for model in self.models if model.in_training]
         return max(found, key=lambda model: self.extra_in_use(model, training=False), default=None)
 
@@ -96,7 +96,7 @@ class Footprint:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes in host memory for each device."""
+        """Bytes that offloading keeps in host memory for each device."""
         found = [(model, self.model_bytes(model)) for model in self.models if model.offload]
         return sum(each.masters + each.moments + (0 if model.keeps_weights else each.weights) for model, each in found)
 
@@ -186,10 +186,7 @@ class Footprint:
         return f"tp_size={layout.tp_size}, {copies}{together}"
 
     def fits(self, device_bytes: int) -> bool:
-        """Return whether the models fit with 6 % left free.
-
-        Long rows and many requests may need more than `least_bytes`.
-        """
+        """Return whether the models fit with 6 % left free. Long rows and many requests may still run out of memory."""
         return self.least_bytes <= (1 - RESERVE) * device_bytes and self.fits_host
 
     @property
@@ -228,6 +225,6 @@ def gib(n_bytes: float) -> str:
 
 
 def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:
-    """Return whether error messages may suggest LoRA for the actor, whose `TransformerConfig.within` is given."""
+    """Return whether error messages may suggest LoRA for the actor. `within` is its TransformerConfig.within."""
     actor = spec.actor
     return actor.trains_weights and not actor.random_init and not within

@@ -20,8 +20,8 @@ FIXED_ORDER_KV_BLOCK = 64  # tokens in a KV block: the tile of fixed-order atten
 class WantedCache:
     """The KV cache that a rollout wants if there is enough memory, and its memory on a rank.
 
-    The cache has room for all samples that decode at the same time, each of the maximum length, unless
-    `rollout.max_kv_tokens` is smaller.
+    Unless `rollout.max_kv_tokens` is smaller, the cache has room for all samples that decode at the same time, each of
+    the maximum length.
     """
 
     blocks: int
@@ -44,7 +44,7 @@ class WantedCache:
         block_size: int,
         route_bytes: int,
     ) -> WantedCache:
-        """Return the cache that a rollout wants. `route_bytes` is what routing replay stores for a token, else 0."""
+        """Return the cache that a rollout wants. `route_bytes` are the bytes of a token's recorded experts, or 0."""
         layout = KVLayout.from_config(
             config, block_size, rollout.max_len, by_window=not engine.keeps_routes(rollout.role)
         )
@@ -70,17 +70,17 @@ class WantedCache:
         )
 
     def affordable_blocks(self, free_bytes: int) -> int:
-        """Return the number of blocks that the share `mem_fraction` of some free memory has room for."""
+        """Return how many blocks, beside the recurrent states, fit into the share `mem_fraction` of `free_bytes`."""
         assert self.mem_fraction is not None
         return (int(free_bytes * self.mem_fraction) - self.states) // self.block_bytes
 
     def fitting_blocks(self, free_bytes: int, affordable: int) -> int:
-        """Return the number of blocks of the cache, at most `affordable_blocks`."""
+        """Return how many blocks the cache gets. `affordable` is the result of `affordable_blocks`."""
         more = int(free_bytes * self.more_fraction) // self.block_bytes
         return min(max(self.needed, min(self.blocks, more)), affordable)
 
     def bytes_within(self, free_bytes: int) -> int:
-        """Return the bytes that the cache takes, with the recurrent states, in a device with some free memory."""
+        """Return the bytes that the cache and the recurrent states take on a device with `free_bytes`."""
         blocks = self.blocks
         if self.mem_fraction is not None:
             blocks = self.fitting_blocks(free_bytes, self.affordable_blocks(free_bytes))

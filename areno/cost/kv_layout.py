@@ -1,4 +1,7 @@
-"""The assignment of attention layers to KV blocks and block tables. A block holds several layers' keys and values."""
+"""The assignment of attention layers to KV blocks and block tables.
+
+A pool block holds the keys and values of `layers_per_block` layers, for `block_size` tokens.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class KVGroup:
         return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
 
     def max_group_blocks_held(self, n_tokens: int, block_size: int) -> int:
-        """Return the largest number of group blocks that a sequence holds at the same time."""
+        """Return the largest number of blocks that a sequence has in one block table at the same time."""
         n_group_blocks = -(-n_tokens // block_size)
         # Those that a window touches, and one more: the next one is taken before a step, and some are let go after it.
         return n_group_blocks if self.window is None else min(n_group_blocks, -(-(self.window - 1) // block_size) + 2)
@@ -34,8 +37,6 @@ def tables_with_windows(groups: Iterable[KVGroup]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The assignment of attention layers to KV blocks and block tables."""
-
     groups: tuple[KVGroup, ...]  # full attention, then the longest window first
     places: tuple[tuple[int, int], ...]  # (block table, index in a block) of each attention layer
     block_size: int
@@ -76,11 +77,11 @@ class KVLayout:
         return sum(group.n_tables for group in self.groups)
 
     def pool_size(self, n_blocks: int) -> int:
-        """Convert `n_blocks` blocks with all attention layers to pool blocks of the same memory, rounded down."""
+        """Return how many pool blocks fit into the memory of `n_blocks` blocks that hold all attention layers."""
         return n_blocks * len(self.places) // self.layers_per_block
 
     def memory_of(self, n_blocks: int) -> int:
-        """Convert pool blocks to blocks with all attention layers of the same memory, rounded up."""
+        """Return the memory of `n_blocks` pool blocks in blocks that hold all attention layers, rounded up."""
         return -(-n_blocks * self.layers_per_block // len(self.places))
 
     def blocks_for(self, n_tokens: int) -> int:
@@ -96,7 +97,7 @@ class KVLayout:
         return self.blocks_for(n_tokens) * self.layers_per_block
 
     def max_sequence_tokens(self, n_blocks: int, context_len: int) -> int:
-        """Return how long a sequence can be that has `n_blocks` pool blocks for itself.
+        """Return the length of the longest sequence that fits into `n_blocks` pool blocks.
 
         `context_len` limits the result only if all layers have windows, because a sequence of any length may then fit.
         """

@@ -110,10 +110,10 @@ class ActivationBytes:
 def activation_bytes(
     config: TransformerConfig, itemsize: int, layout: Layout = ALONE, *, split: bool = False
 ) -> ActivationBytes:
-    """Return the bytes of activations that one fused layer holds for one token, of different layers the most.
+    """Return the bytes of activations that one layer holds for one token. If layers differ, the largest counts.
 
-    With experts, all copies of a token for its experts count, even if these experts are on other ranks. With `split`,
-    sequence parallelism divides the residual stream.
+    With experts, the copies of a token for all of its experts count, even if these experts are on other ranks. With
+    `split`, sequence parallelism divides the residual stream.
     """
     experts, inner, size = config.experts, layout.share(2 * config.intermediate_size), config.hidden_size
     residual = layout if split else ALONE

@@ -1,4 +1,4 @@
-"""When training and scoring compute the prefixes that rows share once."""
+"""Decides when training and scoring compute each shared prefix only once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FASTER = 0.95  # share of the time without sharing, below which passes with shar
 class PrefixSharing:
     """Decides when training or scoring with a model computes shared prefixes once.
 
-    Times of the host are given in tokens: how many the device computes meanwhile. They are 0 on a CPU.
+    Host times are given in tokens: how many tokens the device computes in this time. They are 0 on a CPU.
     """
 
     when: SharePrefixes = "off"  # the setting share_prefixes, or "off" if the model cannot share prefixes
@@ -59,7 +59,7 @@ class PrefixSharing:
         return self.is_faster([1], [n_tokens], n_rows)
 
     def is_faster(self, shared: Sequence[int], apart: Sequence[int], n_rows: int) -> bool:
-        """Return whether passes take less time with shared prefixes, from the computed tokens of each pass."""
+        """Return whether sharing saves time. `shared` and `apart` are the tokens of each pass with and without it."""
         if self.when != "auto":
             return True
         shared_time = self.estimated_time(shared, _SHARED_LAUNCH * self.launch_tokens) + n_rows * self.search_tokens

@@ -60,7 +60,7 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
 
 
 def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
-    """Raise an EngineError if the host memory, which ranks of a machine share, is too small for offloaded models."""
+    """Raise an EngineError if offloaded models do not fit into the host memory, which `n_ranks` ranks share."""
     if footprint.fits_host:
         return
     assert footprint.host_bytes is not None
@@ -98,10 +98,10 @@ def ways_to_fit(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Foot
 
 
 def _remedy_with_lora(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
-    """Return changes of settings with LoRA of the default rank for the actor, in the form of `ways_to_fit`.
+    """Return changes that train the actor with LoRA of the default rank, in the form of `ways_to_fit`.
 
-    Further settings change only if LoRA alone is not enough. A frozen reference model from the actor's own folder then
-    takes no memory, because it is the actor without its adapters.
+    Further settings change only if LoRA alone is not enough. With LoRA, a frozen reference model from the actor's own
+    folder takes no memory, because it is the actor without its adapters.
     """
     if not footprint.may_adapt:
         return []
@@ -117,9 +117,9 @@ def _remedy_with_lora(footprint: Footprint, device_bytes: int) -> list[tuple[Way
 
 
 def _remedies_beside_lora(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
-    """Yield (number of kinds of changes, changes, footprint) of other settings that take less memory.
+    """Yield (number of kinds of changes, changes, footprint) for all memory-saving settings except LoRA.
 
-    The least intrusive ones come first. zero_stage needs several copies of the models, over which ZeRO divides the
+    The least intrusive ones come first. zero_stage needs several data-parallel replicas, over which ZeRO divides the
     optimizer.
     """
     now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size

@@ -27,7 +27,7 @@ class Rates:
         return replace(self, copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
 
     def seconds(self, n_bytes: float, flops: float) -> float:
-        """Return the least seconds to move bytes (read plus written) and compute FLOPs at the same time."""
+        """Return the shortest time to move bytes (read plus written) and compute FLOPs, which overlap."""
         return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
 
 
@@ -111,20 +111,20 @@ def pass_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, rat
 
 
 def host_seconds(n_rows: int, n_numbers: float) -> float:
-    """Estimate the time in which the host packs `n_rows` rows with `n_numbers` values, and the devices wait."""
+    """Estimate how long the host packs `n_rows` rows with `n_numbers` values while the devices wait."""
     return _ROW_S * n_rows + _NUMBER_S * n_numbers
 
 
 def sampled_seconds(n_samples: int, n_tokens: float, has_critic: bool) -> float:
-    """Estimate the time in which the host works on the samples of a rollout, and the devices wait."""
+    """Estimate how long the host works on the samples of a rollout while the devices wait."""
     return (1 + has_critic) * _SAMPLE_S * n_samples + _SAMPLED_S * n_tokens
 
 
 def host_tokens(config: TransformerConfig, cost: TokenCost, *, trains: bool) -> tuple[int, float]:
-    """Estimate the host's part of a pass, as the numbers of tokens that an H100 computes meanwhile.
+    """Estimate the host's time for a pass, as the number of tokens that an H100 computes meanwhile.
 
-    Returns those for the launch of the kernels and those for the search for the shared prefix of a row. If passes have
-    fewer tokens than the first number on average, the device waits for the host.
+    Returns one number for the launch of a pass's kernels, and one for the search for the shared prefix of a row. If
+    passes have fewer tokens than the first number on average, the device waits for the host.
     """
     token_s = device_seconds(config, cost, PassWork(row_lens=(1024,), n_predicted=0, trains=trains), H100) / 1024
     return round(config.num_layers * _LAUNCH_S[trains] / token_s), _SEARCH_S / token_s
@@ -155,7 +155,7 @@ class RolloutWork:
 def rollout_seconds(
     config: TransformerConfig, cost: TokenCost, work: RolloutWork, rates: Rates, copies: int
 ) -> tuple[float, float]:
-    """Estimate (seconds of prefill, seconds of decoding). The rates are those of the devices that share one copy."""
+    """Estimate (seconds of prefill, seconds of decoding). `rates` are those of the devices of one replica."""
     n_prompts = -(-work.n_prompts // copies)
     prompt_lens = (work.prompt_len,) * n_prompts
     prefill = device_seconds(config, cost, PassWork(row_lens=prompt_lens, n_predicted=n_prompts, trains=False), rates)

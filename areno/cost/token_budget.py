@@ -69,11 +69,12 @@ class _BudgetedWork:
 def choose_token_budget(
     footprint: Footprint, model: ModelFootprint, phase: str, device_bytes: int, cache_bytes: int
 ) -> int:
-    """Choose the largest number of tokens in a micro-batch of one model, on one device.
+    """Choose how many tokens a micro-batch of one model may have, on one device.
 
-    On a GPU, this is a number whose estimated time per token is within 2 % of the best number that fits the memory: the
-    smallest, because it leaves memory free. If rows share prefixes, the number may be twice as large, because more
-    groups of rows then fit a micro-batch. On a CPU, it is the largest number whose activations take at most 128 MiB.
+    On a GPU, this is the smallest number whose estimated time per token is within 2 % of the best number that fits the
+    memory. The smallest one leaves most memory free. If rows share prefixes, the number may be twice as large, because
+    more groups of rows then fit a micro-batch. On a CPU, it is the largest number whose activations take at most 128
+    MiB.
     """
     extra = footprint.extra_in_use(model, training=phase == TRAIN)
     room = int((1 - RESERVE) * device_bytes) - footprint.resident - extra - cache_bytes
@@ -90,7 +91,7 @@ def choose_token_budget(
 
 
 def _candidate_budgets(most: int) -> Iterator[int]:
-    """Yield powers of two and 1.5 times as many, up to `most` tokens. The smallest one is yielded in any case."""
+    """Yield powers of two and 1.5 times each of them, up to `most` tokens, but at least the smallest one."""
     size = _LEAST_TOKENS
     yield size
     while size < _MOST_TOKENS:

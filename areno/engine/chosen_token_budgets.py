@@ -1,4 +1,4 @@
-"""The numbers of tokens in micro-batches that the workers have chosen, as the driver keeps them."""
+"""Keeps, in the driver, how many tokens a micro-batch of each role may have."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ TokenBudgets = dict[str, dict[str, int]]
 
 
 class ChosenBudgets:
-    """Keeps the smallest of the choices of all ranks, which `choose` returns.
+    """Keeps the token budgets of micro-batches: the smallest that any rank has chosen.
 
-    They are due before their next use if a model has been loaded, or a rollout with other settings has begun.
+    `choose` returns the choices of all ranks. Set `are_due` after a model was loaded or a rollout with other settings
+    has begun. The next `token_budget` then calls `choose` again.
     """
 
     def __init__(self, choose: Callable[[], Sequence[TokenBudgets]]):
@@ -26,9 +27,9 @@ class ChosenBudgets:
         self.are_due = True
 
     def token_budget(self, role: str, phase: str) -> int:
-        """Return the number of tokens in a micro-batch, and log new choices.
+        """Return the largest number of tokens in a micro-batch. Asks the ranks first if `are_due`.
 
-        A number never rises, so it does not depend on the order in which models are loaded and rollouts begin.
+        A budget never rises, so it does not depend on the order in which models are loaded and rollouts begin.
         """
         if self.are_due:
             before, chosen = copy.deepcopy(self.tokens), self._choose()
@@ -43,7 +44,7 @@ class ChosenBudgets:
         return self.tokens[role][phase]
 
     def lower(self, role: str, phase: str, n_halvings: int) -> None:
-        """Halve the number of tokens in a micro-batch as often as the workers have done, with a warning."""
+        """Halve a budget `n_halvings` times, as the workers have done when memory ran out, and log a warning."""
         if n_halvings:
             before = self.tokens[role][phase]
             self.tokens[role][phase] = now = max(1, before >> n_halvings)

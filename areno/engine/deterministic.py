@@ -32,9 +32,9 @@ _SAYS = " does not have a deterministic implementation"
 
 @dataclass
 class _GlobalFlags:
-    """The settings of torch that are global to the process, and the number of workers that need them.
+    """Switches torch's process-wide deterministic mode on for the first worker, and restores it after the last one.
 
-    `before` are deterministic debug mode and fill_uninitialized_memory before the first of these workers.
+    `before` holds the original values: the deterministic debug mode, and fill_uninitialized_memory.
     """
 
     n_workers: int = 0
@@ -98,10 +98,9 @@ def end_deterministic() -> None:
 def without_deterministic_mode() -> Iterator[None]:
     """Switch torch's deterministic mode off inside a `with` block. The decoder runs in such a block.
 
-    The decoder is deterministic without this mode: its indexed writes have distinct indices, or add integers, or write
-    what nobody reads, as those of padding tokens. torch cannot know this, so its deterministic mode would sort all
-    indices first. Sorting takes time, and in some releases of torch it waits for the device, which is forbidden while a
-    CUDA graph is captured.
+    The decoder is deterministic without this mode. Its indexed writes have distinct indices, add integers, or write
+    values of padding tokens, which nobody reads. torch cannot know this and would sort all indices first. Sorting takes
+    time, and in some releases of torch it waits for the device, which is forbidden while a CUDA graph is captured.
     """
     mode = torch.get_deterministic_debug_mode()
     if mode:
@@ -132,10 +131,10 @@ def nondeterministic_operations_named() -> Iterator[None]:
 
 
 class Threads:
-    """Sets the number of threads of this process for the models of a rank. No effect on a CUDA device.
+    """Sets how many CPU threads torch uses for the models of this rank. No effect on a CUDA device.
 
-    The ranks of a machine share its threads. `size` returns the parameters of the largest model. Exact arithmetic needs
-    `one_number` of threads.
+    The ranks of a machine share its threads. `size` returns the number of parameters of the largest model. With
+    `one_number`, every pass uses the same number of threads, which exact arithmetic needs.
     """
 
     def __init__(self, device: torch.device, n_ranks: int, size: Callable[[], int], one_number: bool):

@@ -1,4 +1,4 @@
-"""Memory of a process and its device: how much it may use, garbage collection, errors that name what helps."""
+"""Device and host memory: free and peak bytes, garbage collection, and out-of-memory errors that name remedies."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _WORDS = ("out of memory", "ALLOC_FAILED", "DefaultCPUAllocator")
 def use_expandable_segments() -> None:
     """Let torch's CUDA allocator use expandable segments, so that freed memory serves tensors of any size.
 
-    Without them, training could not use the memory fragments that the KV cache leaves, nor the KV cache the fragments
-    that training leaves. Does nothing if PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set in the environment.
+    Without them, training cannot use the memory fragments that the KV cache leaves, and vice versa. Does nothing if
+    PYTORCH_CUDA_ALLOC_CONF or PYTORCH_ALLOC_CONF is set in the environment.
     """
     import torch  # here, because processes without torch import this module, too
 
@@ -55,14 +55,14 @@ def total_bytes(device: Any, n_sharing: int) -> int:
 
 
 class RolloutCollector:
-    """Tunes the garbage collector of Python in a process that samples. Call `begin` and `end` for each phase."""
+    """Tunes Python's garbage collector for rollouts. Call `begin` and `end` around each rollout phase."""
 
     def __init__(self) -> None:
         self.in_rollout = False
         self._threshold = gc.get_threshold()  # of the process, outside of phases
 
     def begin(self) -> None:
-        """Leave the present objects out of collections, and collect less often.
+        """Exclude all existing objects from garbage collection, and collect less often.
 
         A collection that looks through all objects of torch stops the decoder for a tenth of a second.
         """
@@ -97,10 +97,9 @@ def resident_bytes() -> int:
 
 
 def take_peak_bytes(device: Any) -> int:
-    """Return the peak memory since the last call: of a CUDA device, or of this process for a CPU.
+    """Return the peak memory of a CUDA device, or of this process on a CPU, since the last call.
 
-    If the system cannot reset the peak of a process, which Linux can, the peak of a CPU counts from the start of the
-    process.
+    If the system cannot reset the peak of a process, the peak counts from the start of the process. Linux can reset it.
     """
     import torch
 
@@ -122,7 +121,7 @@ def take_peak_bytes(device: Any) -> int:
 def host_bytes_free() -> int:
     """Return the available memory of this machine or, if it is less, of this process's container.
 
-    Without /proc/meminfo, half of the whole memory of the machine.
+    Without /proc/meminfo, it returns half of the machine's whole memory.
     """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -140,7 +139,7 @@ _CGROUPS = {
 
 
 def _container_bytes_free() -> Iterator[int]:
-    """Yield the memory that the limit of this process's control group leaves. Nothing if there is no limit."""
+    """Yield the memory that this process's control group may still allocate. Yields nothing if it has no limit."""
     for folder, (limit, used) in _CGROUPS.items():
         try:
             most, taken = (int((Path(folder) / name).read_text()) for name in (limit, used))
@@ -163,9 +162,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]], *args: Any) -> Iterator[None]:
     """Turn an out-of-memory error of a `with` block into an EngineError that names the settings to change.
 
-    The phrase `when` says what the memory was for, such as "in training, with {}={}", with one {} for each of `args`.
-    Functions among these, and `advice`, are called only after memory has run out. An option of `advice` is a tuple
-    (text, *values for the text).
+    `when` says what the memory was for, such as "in training, with {}={}", and `args` fill its {}. `advice` returns
+    remedies, each a tuple (text, *values that fill the {} of the text). `advice`, and functions among `args`, are
+    called only after memory has run out.
     """
     try:
         yield
@@ -191,10 +190,10 @@ def training_hint(
     recomputes: bool,
     on_cuda: bool,
 ) -> AbstractContextManager[None]:
-    """Return the `out_of_memory_hint` of forward and backward passes. The arguments say which advice would help.
+    """Return the `out_of_memory_hint` for forward and backward passes.
 
     `fitting` returns the end of the message, about the largest micro-batch that would fit, or "". `beside` returns
-    changes of settings that make the KV cache smaller.
+    remedies that make the KV cache smaller. The other arguments decide which remedies are named.
     """
     size = ("max_tokens_per_mb", mb_spec.max_tokens_per_mb)
     if mb_spec.max_tokens_per_mb is None:

@@ -1,4 +1,4 @@
-"""The driver's side of the engine: it starts workers, and sends them requests to sample and rows to train or score."""
+"""The driver's side of the engine: starts the workers, and sends them requests to sample and rows to train or score."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TokenRows = Sequence[Sequence[int] | np.ndarray]
 class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     """The models of a run (the actor, and roles such as a critic) and the worker processes that compute them.
 
-    Use it as a context manager, or call `close`. `workers` is the setting `engine.workers`. `train_seconds` are those
+    Use it as a context manager, or call `close`. `workers` is the setting `engine.workers`. `train_seconds` is the time
     of the slowest worker in the last call of `train`. Raises EngineError if a worker cannot start or load the actor.
     """
 
@@ -66,10 +66,10 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     # -- roles -----------------------------------------------------------------------------------------------------
 
     def ensure_roles(self, roles: Mapping[str, RoleSpec]) -> None:
-        """Load the models of roles in order, except those that are loaded with the same spec.
+        """Load the models of roles in order. Skips a role that is already loaded with the same spec.
 
-        Raises EngineError if a role is loaded with another spec (then nothing is loaded), a rollout phase is open, or a
-        model cannot be loaded (then the roles before it stay loaded).
+        Raises EngineError if a role is loaded with another spec (then nothing is loaded), if a rollout phase is open,
+        or if a model cannot be loaded (then the roles before it stay loaded).
         """
         for name, spec in roles.items():
             if name in self._roles and self._roles[name] != spec:
@@ -105,7 +105,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return self._call("weights_version")[0]
 
     def _role_with_head(self, name: str, head: str | None = None) -> RoleSpec:
-        """Return the spec of a role with this head ("scores": "value" or "step"), or raise EngineError."""
+        """Return the spec of a role that must have this head ("scores": "value" or "step"). Else raises EngineError."""
         if not isinstance(name, str) or name not in self._roles:
             raise EngineError(
                 f"there is no role {name!r}; loaded are: {', '.join(self._roles)}; call ensure_roles for {name!r} first"
@@ -152,11 +152,11 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     ) -> dict[str, float]:
         """Train the model of a role on rows of tokens, by one or several optimizer steps, and return statistics.
 
-        `loss_fn` gets values in place of log-probabilities for a role with a value head, see areno.loss_fns. Sets
-        `old_logprobs` of the rows. Without `update`, one step has the micro-batches of EngineSpec.mb_spec.
+        If the role has a value head, `loss_fn` gets values in place of log-probabilities, see areno.loss_fns. Sets
+        `old_logprobs` of the rows. Without `update`, takes one step, with micro-batches as in EngineSpec.mb_spec.
 
-        Raises DataError for an invalid row, before anything is trained, and EngineError if the role cannot be trained,
-        a rollout phase is open, or memory ran out.
+        Raises DataError for an invalid row, before anything is trained. Raises EngineError if the role cannot be
+        trained, a rollout phase is open, or memory runs out.
         """
         spec = self._role_with_head(role)
         if spec.optimizer is None:
@@ -188,7 +188,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return results[0].stats
 
     def skip_updates(self, role: str, n: int) -> dict[str, float]:
-        """Count updates of a trained role that have no rows. Only its learning-rate schedule advances."""
+        """Advance the learning-rate schedule of a trained role by `n` updates that have no rows to train on."""
         return self._call("skip_updates", role, n)[0]
 
     def logprobs(
@@ -200,10 +200,10 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         routes: Sequence[Any] | None = None,
         prompt_masks: Sequence[Any] | None = None,
     ) -> list[np.ndarray]:
-        """Return the log-probability of each token given the tokens before it, float32 for each row.
+        """Return the log-probability of each token given the tokens before it, one float32 array per row.
 
-        The temperature of `sampling` divides the logits. `routes` replays the recorded experts of the actor. Entry 0 is
-        0, because no token precedes it, and so are the entries of masked tokens.
+        The first token of a row and tokens masked by `prompt_masks` get 0. The temperature of `sampling` divides the
+        logits. `routes` are recorded experts of the actor's tokens, which the forward pass uses again.
         """
         of_rows = {
             "routes": routes_of_rows(routes, token_rows, self.info.routes, role),
@@ -212,7 +212,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return self._score("logprobs", role, token_rows, mb_spec, of_rows, sampling=sampling or SamplingConfig())
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
-        """Return the value of the state before each token, 0 first: log-odds of "right" for a process reward model."""
+        """Return the value of the state before each token (0 for the first), or log-odds of "right" for a PRM."""
         return self._score("values", role, token_rows, mb_spec)
 
     def rewards(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[float]:
@@ -220,7 +220,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return self._score("rewards", role, token_rows, mb_spec)
 
     def steps(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
-        """Return the probability of the label "right" after each token. A row is shorter than the context."""
+        """Return the probability of the label "right" after each token. Rows must be shorter than the context."""
         self._role_with_head(role, "step")
         # A value is aligned with the token after it, so that the last token needs one after it, too.
         scored = self._score("values", role, [[*row, row[-1]] for row in token_rows], mb_spec)
@@ -235,12 +235,12 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     ) -> list[list[GenerationOutput]]:
         """Sample completions with the model of a role, in a decoder that exists only for this call.
 
-        The decoder of the actor keeps its cache, its CUDA graphs and its samples. So a rollout phase may be open, which
-        is interrupted for the time of the call. If the role is offloaded, its model is on the device for this time.
-        Requests may not stream, and their tokens are those of the role's vocabulary.
+        A rollout phase may be open. It is interrupted during the call, and its decoder keeps its cache, CUDA graphs and
+        samples. If the role is offloaded, its model is on the device during the call. Requests must not stream, and
+        their token ids are those of the role's vocabulary.
 
-        Raises ConfigError, DataError or GrammarError for an invalid request, and EngineError if it cannot be served,
-        there is too little memory, or the model computes no finite numbers.
+        Raises ConfigError, DataError or GrammarError for an invalid request. Raises EngineError if a request cannot be
+        served, there is too little memory, or the model computes no finite numbers.
         """
         self._role_with_head(role, "lm")
         if not requests:
@@ -277,9 +277,9 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         of_rows: Mapping[str, Sequence[Any] | None] = MappingProxyType({}),
         **more: Any,
     ) -> list[Any]:
-        """Divide rows over the copies of the model, and call "logprobs", "values" or "rewards" of TrainBackend.
+        """Divide rows over the data-parallel replicas, and call TrainBackend.logprobs, .values or .rewards (`what`).
 
-        `of_rows` are arguments with an entry for each row, or None.
+        `of_rows` maps names of arguments to sequences with one item per row, or to None.
         """
         self._role_with_head(role, {"logprobs": "lm", "values": "scores", "rewards": "value"}[what])
         info, sharing = self._infos.get(role, self.info), self._train_sharing[role]
@@ -311,7 +311,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
         A model with a value head is saved as a ...ForSequenceClassification model of transformers, and a process reward
         model as a ...ForTokenClassification model. Trained LoRA adapters are saved without the base model, as a folder
-        of peft, unless `merge` is True. In the `background`, files are written after the call, see `saved`.
+        of peft, unless `merge` is True. With `background`, files are written after the call returns. Then poll `saved`.
         """
         self._role_with_head(role)
         self._call("save", folder, role, background, merge)
@@ -324,17 +324,17 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
     @property
     def token_budgets(self) -> dict[str, Any]:
-        """The chosen sizes of micro-batches, as a training state records them: device memory, and tokens by role."""
+        """The chosen micro-batch sizes, for a training state: the memory of the device, and the tokens by role."""
         return {"device_bytes": self.info.device_bytes, "tokens": copy.deepcopy(self._budgets.tokens)}
 
     def restore_token_budgets(self, record: Mapping[str, Any]) -> None:
-        """Continue with the sizes of an earlier process, if its devices had the same memory."""
+        """Restore the micro-batch sizes of an earlier process, if its devices had the same memory."""
         if record["device_bytes"] == self.info.device_bytes:
             known = {role: dict(tokens) for role, tokens in record["tokens"].items() if role in self._roles}
             self._budgets.tokens = known
 
     def _with_micro_batch_size(self, update: UpdateSpec, role: str) -> UpdateSpec:
-        """Return an update whose micro-batches have a size, chosen by the engine if `update.mb_spec` sets none."""
+        """Return `update`, with a micro-batch size that the engine chooses if `update.mb_spec` sets none."""
         if not update.mb_spec.is_automatic:
             return update
         if update.gradient_accumulation_steps is not None:
@@ -388,11 +388,11 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
         The trained roles must be loaded. The number of ranks may differ from that of the run that wrote the state. With
         the same number of ranks, training continues exactly as in that run. With another number, sums may be computed
-        in another order, and 8-bit moments are quantised anew. Without moments, they start at zero, and the
+        in another order, and 8-bit moments are quantised again. Without `with_moments`, moments start at zero, and the
         learning-rate schedule continues.
 
-        Raises CheckpointError for an incomplete or damaged folder, and EngineError for other roles, models or
-        optimizers or in a rollout phase. Nothing is loaded then.
+        Raises CheckpointError for an incomplete or damaged folder. Raises EngineError if the roles, models or
+        optimizers differ, or in a rollout phase. Nothing is loaded in these cases.
         """
         if self.limits is not None:
             raise EngineError("load_state was called inside a rollout phase; call end_rollout first")
@@ -430,8 +430,8 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """Restart the workers after a WorkerLost, with the same roles, loaded from their folders.
 
         Trained weights and unfinished requests are lost, and the rollout phase ends. On a cluster that has lost nodes
-        there may be fewer copies of the model than before. After an EngineError, the engine can only be restarted again
-        or closed.
+        there may be fewer data-parallel replicas than before. After an EngineError, the engine can only be restarted
+        again or closed.
         """
         self.limits, self._budgets.are_due = None, True
         self.streams.end(EngineError("the workers were started again, and every request under way is lost"))

@@ -1,10 +1,10 @@
-"""Choice of matrix-product kernels whose result for a row has the same bits for any number of rows.
+"""Chooses matrix-product kernels that give a row the same bits for any number of rows (batch-invariant kernels).
 
 The setting `engine.exact` requires this property. Attention has it with the backend "fixed_order". Elementwise
 operations and norms always have it, because they compute each row separately. Matrix products often lack it, because
 the library (cuBLAS on a GPU) chooses its kernel by the number of rows, and some kernels split the sum over the input
-features. When a model is loaded, this module tests how the installed library computes products, and chooses the
-kernels for the model.
+features. When a model is loaded, this module tests how the installed library computes products, and chooses the kernels
+for the model.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _CUDA_SIZES = (*range(1, 513), *range(513, 2048, 61), 2048, 4096)
 
 @torch.no_grad()
 def make_exact(model: Transformer, timed: bool = True) -> str:
-    """Test the matrix products of a model, and set it up so that each row has the same bits for any number of rows.
+    """Test a model's matrix products, and choose kernels that give each row the same bits for any number of rows.
 
-    `timed` measures which kernel is faster if several give the same bits. False uses a fixed rule, so the choice is the
-    same in every run. Returns the chosen kernels in words. Raises EngineError if no kernel gives the same bits.
+    If several kernels give the same bits, `timed` measures which is faster. Without `timed`, a fixed rule decides, so
+    the choice is the same in every run. Returns a description of the chosen kernels. Raises EngineError if no kernel
+    fits.
     """
     if model.config.delta is not None:
         raise EngineError(
@@ -94,7 +95,7 @@ def _check_adapters(adapters: list[Adapter], multiple: int) -> None:
 
 
 def _check_adapter(adapter: Adapter, multiple: int) -> None:
-    """Raise EngineError if an adapter's result for a row depends on the number of rows, a multiple of `multiple`."""
+    """Raise EngineError if a row's result depends on the number of rows, which is a multiple of `multiple`."""
     x_NI, b_SR = _random_input(multiple * _CPU_SIZES[-1], adapter.a), _random_input(len(adapter.b), adapter.b)
     n_columns = max(column + size for column, _, size in adapter.slices)
 

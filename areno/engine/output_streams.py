@@ -57,7 +57,7 @@ class FairLock:
 
 
 class OutputQueue:
-    """A queue of outputs with one reader, which takes all of them at once, unlike with asyncio.Queue."""
+    """A queue of outputs. Unlike with asyncio.Queue, its one reader takes all of them at once."""
 
     def __init__(self) -> None:
         self._items: list[GenerationOutput | Exception] = []
@@ -148,7 +148,7 @@ class RunningClock:
         return self._since is not None
 
     def pause(self, at: float | None = None) -> None:
-        """Pause the clock, from `at` (time.monotonic) or now on. A second call has no effect."""
+        """Pause the clock now or as of `at`, a time of time.monotonic. A second call has no effect."""
         if self._since is None:
             self._since = time.monotonic() if at is None else at
             self._is_running.clear()
@@ -164,7 +164,7 @@ class RunningClock:
 
 
 class TimeLimit:
-    """Puts a TimeoutError into the queue of a consumer after some time of a RunningClock. Call `cancel` at the end."""
+    """Puts a TimeoutError into a consumer's queue after `limit_s` seconds of a RunningClock, unless cancelled."""
 
     def __init__(self, consumer: Consumer, clock: RunningClock, limit_s: float | None):
         self._consumer, self._clock, self._timer = consumer, clock, None
@@ -225,7 +225,7 @@ class Streams:
             return consumer in self._consumers.values()  # not by id: a later request may have the same id
 
     def take(self, output: GenerationOutput, is_last: bool) -> bool:
-        """Store an output until `deliver_taken`, with the lock held. Returns whether its request has a consumer."""
+        """Store an output until `deliver_taken`, and return whether its request has a consumer. Needs the lock."""
         consumer = self._consumers.get(output.request_id)
         if consumer is None:
             return False
@@ -250,7 +250,7 @@ class Streams:
             self.deliver_taken()
 
     def end(self, error: Exception) -> None:
-        """Fail as `fail` does, and wait for the end of the polling thread."""
+        """Call `fail`, and wait until the polling thread has ended."""
         self.fail(error)
         if (thread := self._thread) is not None:
             thread.join()
@@ -274,7 +274,7 @@ _Stream = tuple[GenerationRequest, Consumer]
 
 @dataclass(slots=True)
 class _SingleRequests:
-    """Record of the requests of an event loop that came without others: bursts of one in a row."""
+    """How many bursts in a row had one request only, and when a request was last submitted without waiting."""
 
     n_bursts: int = 0
     submitted_at: float = -math.inf
@@ -284,10 +284,9 @@ class RequestBatcher:
     """Holds requests back for some milliseconds while the workers are idle, so that they are submitted together.
 
     Requests of one event loop that are submitted together are called a burst. While the workers are busy, requests are
-    submitted at once. After two bursts of one request each, as a single client makes, further requests are submitted at
-    once, until another request follows one of them closely. Several event loops may use this object, and each has its
-    own bursts. `submit` submits all requests or, if it raises, none. On a CPU nothing waits, because the time of a
-    prefill depends on its tokens alone.
+    submitted at once. A single client makes bursts of one request. So after two such bursts, requests are submitted at
+    once, until another request follows one of them closely. Each event loop has its own bursts. The argument `submit`
+    must submit all requests or, if it raises, none. `waits` is False on a CPU, where batching saves no time.
     """
 
     def __init__(self, submit: Callable[[Sequence[_Stream]], None], is_idle: Callable[[], bool], waits: bool = True):

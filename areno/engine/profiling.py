@@ -1,9 +1,9 @@
 """Profiles of one rank: times of its phases on the device, kernels by torch.profiler, snapshots of the device memory.
 
-`phase` records what the device does, such as the forward pass of a micro-batch, as an event of the lane "rank N/device"
-of the trace. On a GPU the times are those of the device, measured by CUDA events, because the host only launches
-kernels and runs ahead. They are converted to times of the host by an anchor: a CUDA event whose time on the host is
-known. Importing this module does not import torch.
+`phase` records the work of the device, such as the forward pass of a micro-batch, as an event of the trace lane "rank
+N/device". On a GPU, CUDA events measure the times, because the host only launches kernels and runs ahead. An anchor, a
+CUDA event whose time on the host is known, converts them to times of the host. Importing this module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OFF = nullcontext()
 
 
 class DeviceClock:
-    """Measures phases of the device of one rank, for the trace."""
+    """Measures how long the device of one rank spends in each phase, for the trace."""
 
     def __init__(self, rank: int, device: Any):
         self._lane, self._on_cuda = f"rank {rank}/device", device.type == "cuda"
@@ -33,7 +33,7 @@ class DeviceClock:
         self._open: list[tuple[str, Any, Any, tuple[Any, int], Mapping[str, Any]]] = []
 
     def set_anchor(self) -> None:
-        """Record a CUDA event together with the host's time, from which other events are converted.
+        """Record a CUDA event together with the host's time, to convert the times of other events to host time.
 
         Waits until the device is idle, so call this method where the device has little to do. Call the method
         repeatedly, because the clocks of host and device drift apart.
@@ -66,7 +66,7 @@ class DeviceClock:
         self._open.append((name, before, after, self._anchor, arguments))
 
     def settle(self) -> None:
-        """Record the phases that the device has finished. Does not wait for the others."""
+        """Add the phases that the device has finished to the trace. Does not wait for the others."""
         n_done = 0
         for name, before, after, (anchor, anchored_at), arguments in self._open:
             if not after.query():
@@ -98,8 +98,6 @@ def settle() -> None:
 
 
 class Profiler:
-    """Profiles one rank as a ProfilingSpec asks for."""
-
     def __init__(self, spec: ProfilingSpec | None, rank: int, device: Any):
         global _clock
         self._spec, self._rank, self._device = spec, rank, device
@@ -163,7 +161,7 @@ class Profiler:
             logger.warning("worker %d: the profile %s was not written: %s", self._rank, path, error)
 
     def close(self) -> None:
-        """End a profile of kernels that is not written. A process that exits while it is profiled may crash."""
+        """Stop a running kernel profile without writing it. A process that exits while it is profiled may crash."""
         found, self._profile = self._profile, None
         if found is not None:
             found.stop()

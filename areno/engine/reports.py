@@ -1,4 +1,4 @@
-"""What workers report about themselves. Imports no torch."""
+"""Reports of the workers about the model and its decoder. Imports no torch."""
 
 from __future__ import annotations
 

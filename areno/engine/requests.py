@@ -1,11 +1,11 @@
-"""Requests on their way to the decoders: checks, distribution over the copies of a model, and waiting for all outputs.
+"""Checks requests, and distributes them over the data-parallel replicas of a model.
 
 RequestLimits rejects requests that a decoder cannot serve, before they are queued.
 
-The Dispatcher decides which copy of the model (data-parallel rank) samples which requests. Requests with the longest
-expected completions come first. A copy gets as many samples as it has room for, and the rest waits for the copy that
-finishes first. If a copy is idle, another copy is asked to return requests that it has not started. These decisions
-change when samples are finished, not their tokens. The Dispatcher sends nothing itself.
+The Dispatcher decides which replica samples which requests. Requests with the longest expected completions come first.
+A replica gets as many samples as it has room for, and the rest waits for the replica that finishes first. If a replica
+is idle, another one is asked to return requests that it has not started. These decisions change when samples are
+finished, not their tokens. The Dispatcher only keeps records. The engine sends the requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RequestLimits:
     cache_tokens: int = 0  # memory of the KV cache, in tokens of all layers
 
     def max_new(self, request: GenerationRequest) -> int:
-        """Return the largest number of completion tokens of a sample. Raises RequestRefused."""
+        """Return how many completion tokens a sample may have. Raises RequestRefused if the request is invalid."""
         params, n_prompt = request.params, len(request.prompt)
         context = min(self.context_len, params.max_context_len or self.context_len)
         max_new = min(params.max_new_tokens, context - n_prompt)
@@ -76,7 +76,7 @@ class RequestLimits:
         return max_new
 
     def _check_begun(self, request: GenerationRequest, begun: Begun, max_new: int) -> None:
-        """Raise RequestRefused if a sample cannot continue after the tokens that a request brings."""
+        """Raise RequestRefused if a partly generated sample (`begun`) cannot be continued."""
         n_tokens = len(begun.tokens)
         if request.n_samples != 1:
             why = f"it continues a sample and asks for {request.n_samples} samples; a request continues one sample"
@@ -111,14 +111,15 @@ class RequestLimits:
 class RequestRefused(EngineError):
     """Raised for a request that a decoder cannot serve.
 
-    `field` is the invalid field of the request. `why` has no request id and no settings, for the client of a server.
+    `field` names the invalid field of the request. `why` is the reason for the client of a server: it has no request id
+    and no settings.
     """
 
     field = why = ""
 
 
 def _refusal(request: GenerationRequest, field: str, why: str, advice: str = "", *keys: str) -> RequestRefused:
-    """Return the error for a request. `advice` has a {} for each of the settings `keys`."""
+    """Return the error for a request. `advice` has one {} for each of `keys`, which are names of settings."""
     advice = advice and f"; {advice}"
     error = RequestRefused("request {} cannot be served: {}" + advice, request.request_id, why, *map(Key, keys))
     error.field, error.why = field, why
@@ -166,10 +167,9 @@ _ASK_EVERY_S = 0.1  # least time between questions to a copy, which answers afte
 
 @dataclass(slots=True, eq=False)
 class RequestPart:
-    """Some samples of one request, which the same copy of the model samples.
+    """Samples of one request that are sampled on the same replica, so that their prompt is prefilled once.
 
-    They are sampled together so that the copy prefills their prompt once. `request` has an id of its own, `request_id`
-    is that of the caller's request.
+    `request` has a new id. `request_id` is the id of the caller's request.
     """
 
     request: GenerationRequest
@@ -183,7 +183,7 @@ class RequestPart:
 def _group_by_prompt(requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
     """Sort requests so that equal prompts are neighbours, because the scheduler shares prefills between neighbours.
 
-    Prompts keep the order of their first requests. Interrupted samples count as prompts of their own.
+    Prompts keep the order of their first requests. An interrupted sample is grouped with no other request.
     """
     places: dict[object, int] = {}
 
@@ -196,11 +196,11 @@ def _group_by_prompt(requests: Sequence[GenerationRequest]) -> list[GenerationRe
 
 
 class Dispatcher:
-    """Distributes requests over the copies of a model (data-parallel ranks).
+    """Distributes requests over the data-parallel replicas of a model. It only keeps records, and sends nothing.
 
-    It only keeps the records, and sends nothing. `due` returns requests, which the engine sends to the copies.
-    `choose_to_rebalance` may return a copy, which the engine asks to give unstarted requests back. If `fixed`, the
-    distribution depends on the requests alone, not on which copy finishes first.
+    The engine sends the requests that `due` returns. If `choose_to_rebalance` returns a replica, the engine asks it to
+    return unstarted samples. If `fixed`, the distribution depends on the requests alone, not on which replica finishes
+    first.
     """
 
     def __init__(self, n_copies: int, fixed: bool = False):
@@ -210,7 +210,7 @@ class Dispatcher:
         self.clear()
 
     def begin(self, slots: int) -> None:
-        """Start a rollout phase, in which a copy runs at most `slots` samples at the same time."""
+        """Start a rollout phase, in which a replica runs at most `slots` samples at the same time."""
         # With one copy there is nothing to decide, so all requests are sent at once.
         self._slots = slots if self.n_copies > 1 and not self._fixed else math.inf
 
@@ -238,8 +238,8 @@ class Dispatcher:
     def add(self, requests: Sequence[GenerationRequest], max_new_by_request: Mapping[int, int]) -> None:
         """Queue new requests after those that are queued.
 
-        With several copies, the new requests are sorted by expected completion length, the longest first, and the
-        samples of a request may be divided over several copies.
+        With several replicas, the new requests are sorted by expected completion length, the longest first, and the
+        samples of a request may be divided over several replicas.
         """
         n_samples = sum(request.n_samples for request in requests)
         share = -(-n_samples // self.n_copies)
@@ -263,7 +263,7 @@ class Dispatcher:
         self._queue.extend(parts)
 
     def _divide_request(self, request: GenerationRequest, share: int) -> list[GenerationRequest]:
-        """Divide a request into requests of at most `share` samples, with ids of their own."""
+        """Divide a request into requests of at most `share` samples, each with a new id."""
         n_parts = -(-request.n_samples // max(share, 1))
         bounds = [request.first_sample + request.n_samples * index // n_parts for index in range(n_parts + 1)]
         return [
@@ -272,7 +272,7 @@ class Dispatcher:
         ]
 
     def due(self) -> list[tuple[int, list[GenerationRequest]]]:
-        """Return the queued requests that can be sent now, as (copy, requests) pairs, and record them as sent."""
+        """Return the queued requests that can be sent now, as (rank, requests) pairs, and record them as sent."""
         found: dict[int, list[GenerationRequest]] = {}
         while self._queue:
             free = [rank for rank in range(self.n_copies) if self.n_samples[rank] < self._slots * (1 + 1 / _AHEAD)]
@@ -286,7 +286,7 @@ class Dispatcher:
         return [(rank, _group_by_prompt(requests)) for rank, requests in found.items()]
 
     def _assign(self, part: RequestPart, rank: int | None) -> None:
-        """Assign a part to the copy `rank`, or to the queue if it is None, and update the counts."""
+        """Record that replica `rank` samples a part, or with None that the part is queued, and update the counts."""
         for where, sign in ((part.rank, -1), (rank, 1)):
             if where is not None:
                 self.n_samples[where] += sign * part.missing
@@ -296,8 +296,8 @@ class Dispatcher:
     def received(self, outputs: Iterable[GenerationOutput]) -> Iterator[GenerationOutput]:
         """Yield outputs with the caller's request ids, and count finished samples.
 
-        An output whose `sample` is RETURNED says that a copy gives a request back unstarted. It is not yielded, and the
-        request is queued again.
+        An output whose `sample` is RETURNED means that a replica returns a request unstarted. It is not yielded, and
+        the request is queued again.
         """
         for output in outputs:
             part = self._parts[output.request_id]
@@ -314,7 +314,7 @@ class Dispatcher:
             yield output
 
     def _count_finished(self, part: RequestPart) -> None:
-        """Count a finished sample of a part. Parts and requests without unfinished samples are forgotten."""
+        """Count a finished sample, and forget its part and its request if they have no unfinished samples left."""
         part.missing -= 1
         if part.rank is not None:
             self.n_samples[part.rank] -= 1
@@ -327,7 +327,7 @@ class Dispatcher:
                 del self._of_request[part.request_id]
 
     def choose_to_rebalance(self, stats: Sequence[RolloutStats]) -> tuple[int, int] | None:
-        """Choose a busy copy and how many unstarted samples it should return, because another copy is idle."""
+        """If a replica is idle, return the rank of a busy one and how many unstarted samples that one should return."""
         if self.n_copies == 1 or self._fixed:
             return None
         self._waiting = [of_copy.waiting for of_copy in stats]
@@ -341,7 +341,7 @@ class Dispatcher:
         return rank, -(-self._waiting[rank] * len(idle) // (len(idle) + 1))
 
     def sent(self, request_id: int) -> list[tuple[int, int]]:
-        """Return (copy, id of a part) for the parts of a caller's request that were sent."""
+        """Return (rank, id on this rank) of the parts of a caller's request that were sent."""
         parts = self._of_request.get(request_id, ())
         return [(part.rank, part.request.request_id) for part in parts if part.rank is not None]
 
@@ -381,9 +381,9 @@ def version_range(versions: Sequence[int]) -> dict[str, int]:
 def requests_of_rest(
     request: GenerationRequest, parked: Iterable[GenerationOutput], ids: Iterator[int]
 ) -> list[GenerationRequest]:
-    """Return the requests that continue the unfinished samples of a request, with new ids.
+    """Return requests, with new ids, that continue the unfinished samples `parked` of a request.
 
-    Each sample with tokens has a request. Consecutive samples without tokens share one, and so one prefill.
+    Each sample with tokens gets a request of its own. Consecutive samples without tokens share one, and so one prefill.
     """
     requests: list[GenerationRequest] = []
     for output in sorted(parked, key=lambda output: output.sample):

@@ -1,9 +1,9 @@
 """The models of one worker by role: the actor, and a reference, critic or reward model.
 
-A role with `offload` rests in host memory while it is not used, except that the weights of the actor always stay on
-the device. Offloading frees the storage under the model's flat buffers, and loading allocates the storage again. The
-tensor objects stay the same, so parameters and gradients, which are views of the buffers, stay valid. If the role is
-trained, its master weights and moments are always in host memory.
+A role with `offload` rests in host memory while it is not used, except that the weights of the actor always stay on the
+device. Offloading frees the storage under the model's flat buffers, and loading allocates the storage again. The tensor
+objects stay the same, so parameters and gradients, which are views of the buffers, stay valid. If a role with `offload`
+is trained, its master weights and moments are always in host memory.
 
 The driver's Engine checks that a role supports a command, so this module does not check again.
 """
@@ -59,9 +59,9 @@ from areno.specs.shared_models import is_base_of_actor, roles_to_load, same_fold
 class OffloadedBuffers:
     """Moves the memory of a model between the device and host memory. Construction moves it to host memory.
 
-    The memory consists of flat buffers: large 1-D tensors, of which the parameters, gradients and so on are views.
-    Master weights and moments are not among them, see `areno.engine.train.optimizer_offload`. The content of
-    `scratch`, which only training uses, is not kept.
+    The memory consists of flat buffers: large 1-D tensors, of which the parameters and gradients are views. Master
+    weights and moments are not among them, see `areno.engine.train.optimizer_offload`. `scratch` buffers are used only
+    by training, and their content is not kept.
     """
 
     def __init__(self, params: Sequence[Tensor] = (), scratch: Sequence[Tensor] = ()):
@@ -74,7 +74,8 @@ class OffloadedBuffers:
     def on_device(self, training: bool = False) -> Iterator[None]:
         """Hold the buffers on the device inside a `with` block.
 
-        Training also has `scratch`, and copies changes of `params` back. Otherwise they must not be changed.
+        With `training`, the block also has the `scratch` buffers, and changes of `params` are copied back to host
+        memory. Otherwise `params` must not be changed.
         """
         arrived: list[_OffloadedBuffer] = []
         try:
@@ -87,7 +88,7 @@ class OffloadedBuffers:
                 buffer.leave(changed=training)
 
     def at_rest(self, buffer: Tensor) -> list[Tensor]:
-        """Return the parts of an offloaded buffer in host memory. On CUDA copies may still be in progress."""
+        """Return the host tensors that together hold an offloaded buffer. On CUDA copies may still be in progress."""
         return [copy for each in self._params if each.holds(buffer) for copy in each.copies]
 
 
@@ -131,8 +132,8 @@ logger = logging.getLogger("areno")
 class Role:
     """One model of this worker.
 
-    `owner` is the role whose model this role uses, "" for a model of its own. `adapters` are copied into the model
-    whenever the role is used, if other roles share its backend with other adapters.
+    `owner` names the role whose model this role shares, "" if it has its own. `adapters` are set if roles with
+    different adapters share a model. They are then copied into the model whenever this role is used.
     """
 
     spec: RoleSpec
@@ -144,7 +145,7 @@ class Role:
 
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[TrainBackend]:
-        """Hold the model on the device inside a `with` block. Without adapters if `is_base`."""
+        """Hold the model on the device inside a `with` block. If `is_base`, its adapters are off in the block."""
         base = without_adapters(self.backend.model) if self.is_base else nullcontext()
         with self.offload.on_device(training), base:
             self._set_adapters()
@@ -154,7 +155,7 @@ class Role:
     def as_teacher(self, divergence: Divergence) -> Iterator[TeacherPasses]:
         """Hold the model on the device, and yield its passes as the teacher of another model.
 
-        If `is_base`, the adapters of the actor are switched off in these passes alone.
+        If `is_base`, the adapters of the actor are switched off in these passes only.
         """
         switch = partial(without_adapters, self.backend.model) if self.is_base else nullcontext
         with self.offload.on_device():
@@ -170,7 +171,7 @@ class Roles:
     """The models of this worker by role name. Construction loads the actor.
 
     `beside` returns setting changes that make the KV cache smaller, for out-of-memory errors in training. Raises
-    EngineError if the models do not fit the device, or the host memory.
+    EngineError if the models do not fit into device or host memory.
     """
 
     def __init__(
@@ -235,7 +236,7 @@ class Roles:
         return self.footprint.summary(self._device_bytes), self.footprint.table(self._device_bytes)
 
     def token_budgets(self, wanted: WantedCache | None) -> TokenBudgets:
-        """Choose the tokens of micro-batches by role and phase, beside the KV cache that stays, if any."""
+        """Choose micro-batch tokens by role and phase. `wanted` is the KV cache that stays on the device, if any."""
         total, footprint = self.total_bytes, self.footprint
         # A cache that is dropped after the rollout is None here, so this cache leaves room for offloaded models.
         cache = 0 if wanted is None else wanted.bytes_within(total - footprint.resident - footprint.most_extra_in_use)
@@ -248,7 +249,7 @@ class Roles:
         return found
 
     def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
-        """Return the footprint of roles together. Raises EngineError if they do not fit the machine."""
+        """Return the memory that roles need together. Raises EngineError if the machine has too little."""
         roles = roles_to_load(roles, self.spec.actor)
         configs = {}
         for name, role in roles.items():
@@ -262,7 +263,7 @@ class Roles:
         return footprint
 
     def _free_host_bytes(self) -> int:
-        """Return this rank's share of the free host memory, the smallest of all ranks.
+        """Return the smallest share of the free host memory that a rank has.
 
         No rank allocates host memory for its models before all ranks have measured the free memory.
         """
@@ -324,9 +325,10 @@ class Roles:
             )
 
     def _sized_like_actor(self, config: TransformerConfig, spec: RoleSpec, key: Key) -> TransformerConfig:
-        """Return the shape of a role. A teacher with common ids gets the actor's number of vocabulary rows.
+        """Return `config`, with the actor's vocabulary size if the role is a teacher with common token ids.
 
-        Ranks then have the same token ids of both. Raises EngineError if the sizes of other roles differ.
+        The vocabulary shard of each rank then has the same token ids in both models. Raises EngineError if another
+        role's vocabulary has not as many tokens as the actor's.
         """
         theirs, ours = config.vocab_size, self.actor.config.vocab_size
         if theirs == ours or spec.own_tokenizer:
@@ -352,8 +354,8 @@ class Roles:
         """Set the weights of a model: random, copied from the actor, or read from the model's folder.
 
         The weights are copied from the actor if the role has the folder of the actor, and no optimizer step has changed
-        the actor's weights yet. An actor with adapters never changes its weights. If the role has a head that gives
-        scores, which the actor lacks, this head is set to zero.
+        the actor's weights yet. An actor with adapters never changes its weights. If the role has a value head, which
+        the actor lacks, the head is set to zero.
         """
         own, actor = same_folder(spec, self.spec.actor), self._roles.get("actor")
         optimizer = actor.backend.optimizer if actor else None
@@ -386,7 +388,7 @@ class Roles:
 
 
 def _with_own_adapters(owner: str, role: Role, spec: RoleSpec) -> Role:
-    """Return a role with its own adapters on the model that the role `owner` has loaded."""
+    """Return a role for `spec` with its own adapters on the model of `role`, which the role `owner` has loaded."""
     assert spec.lora is not None
     model = role.backend.model
     with role.on_device():

@@ -1,4 +1,4 @@
-"""The sampling side of the engine in the driver's process: it sends requests to workers and returns their samples."""
+"""The sampling side of the engine in the driver: sends requests to the workers and returns their samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEPS_OF_COPIES = 16  # of each of several copies, which then wait for each oth
 
 
 class SamplingEngine:
-    """Requests for samples of the actor, and the rollout phases in which workers serve them.
+    """Runs the rollout phases in which the workers sample from the actor.
 
     `limits` is None outside of a rollout phase. `clock` is paused while the phase is suspended. `Engine.restart`
     replaces `workers`, and `spec` may then have fewer ranks.
@@ -46,13 +46,13 @@ class SamplingEngine:
         self.dispatcher = Dispatcher(self.spec.layout.dp_size, self.spec.engine.deterministic)
 
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
-        """Enter the rollout phase. Returns the limits of the rank with the smallest KV cache."""
+        """Begin the rollout phase. Returns the limits of the rank with the smallest KV cache."""
         self.limits = limits = min(self._call("begin_rollout", spec), key=lambda of_rank: of_rank.kv_tokens)
         self.dispatcher.begin(-(-spec.max_running // self.spec.layout.dp_size))
         return limits
 
     def end_rollout(self, drop: bool = False) -> None:
-        """Leave the rollout phase, and drop unfinished requests. `drop` also frees cache and CUDA graphs."""
+        """End the rollout phase, and drop unfinished requests. `drop` also frees the KV cache and the CUDA graphs."""
         self.limits = None
         self.clock.resume()
         self.streams.end(EngineError("the rollout phase has ended, and with it every request under way"))
@@ -220,7 +220,7 @@ class SamplingEngine:
         self._call("hold")
 
     def advance(self, n_finished: int, n_steps: int | None = None) -> tuple[list[GenerationOutput], list[RolloutStats]]:
-        """Decode in a held phase until each copy has `n_finished` finished samples or has run `n_steps`.
+        """Decode in a held phase until each replica has `n_finished` finished samples or has run `n_steps`.
 
         Returns the finished samples and the statistics of each data-parallel rank. Raises EngineError if the model
         computes no finite numbers, or a worker has failed.
@@ -234,7 +234,7 @@ class SamplingEngine:
         return finished, list(stats)
 
     def park(self) -> list[GenerationOutput]:
-        """End all requests of a held phase, and return the completions so far of samples that were sent.
+        """End all requests of a held phase, and return the completions so far of the samples that workers have.
 
         The finish_reason is None, unless the sample finished in the last step.
         """
@@ -256,7 +256,7 @@ class SamplingEngine:
         return self.workers.stats()
 
     def draft_counts(self) -> DraftCounts:
-        """Return the counts of drafted and accepted tokens of this rollout phase, or else of the last one."""
+        """Return the counts of drafted and accepted tokens of the open rollout phase or, if none is, of the last."""
         return DraftCounts.from_stats(self.rollout_stats())
 
     def generate(

@@ -111,8 +111,9 @@ class Worker:
     def begin_rollout(self, spec: RolloutSpec) -> RequestLimits:
         """Make the decoder ready for a rollout phase, and return the limits of its requests.
 
-        If `spec` has the decoder of the previous rollout phase, the decoder and its CUDA graphs stay, but cached blocks
-        are dropped. Otherwise a new decoder is made. Raises EngineError if there is too little memory for the KV cache.
+        If `spec` has the same decoder settings as the previous phase, the decoder and its CUDA graphs stay, but cached
+        blocks are dropped. Otherwise a new decoder is made. Raises EngineError if there is too little memory for the KV
+        cache.
         """
         before = self._decoder_spec
         if self.decoder is not None and before is not None and _decoder_settings(before) == _decoder_settings(spec):
@@ -130,7 +131,7 @@ class Worker:
         return self.decoder.limits
 
     def _prepare_decoder(self, decoder: Decoder) -> None:
-        """Make a decoder, whose cache is empty, ready to decode with the current weights."""
+        """Make a decoder use the current weights. Its cache must be empty."""
         decoder.weights_version = self.weights_version()
         refresh_adapters(self.actor)
 
@@ -178,8 +179,8 @@ class Worker:
         """The drafter of all rollouts.
 
         It keeps samples of earlier rollouts with engine.exact, where drafts change no bit, and on GPUs without
-        engine.deterministic. Elsewhere a resumed run, which lacks these samples, must have the bits of an uninterrupted
-        one.
+        engine.deterministic. Otherwise it keeps none, because a resumed run lacks these samples and must compute the
+        same bits as an uninterrupted one.
         """
         on_cuda, config = self.context.device.type == "cuda", self.spec.engine
         remembers = config.exact or (on_cuda and not config.deterministic)
@@ -230,16 +231,16 @@ class Worker:
             self.decoder.return_waiting(n_samples)
 
     def hold(self) -> None:
-        """Run no step of the decoder by itself until the rollout phase ends. Only `advance` then runs steps.
+        """Stop decoding until the rollout phase ends, except in `advance`.
 
-        Nothing is drafted, because the tokens that samples have after a number of steps must not depend on drafts.
+        Drafting is off, because the number of tokens after a number of steps must not depend on drafts.
         """
         self._is_held = True
         if self.decoder is not None:
             self.decoder.use_drafter(None)
 
     def suspend(self) -> list[int]:
-        """Interrupt all samples, which stay in the decoder, and return the number of tokens of each started one."""
+        """Interrupt all samples but keep them in the decoder. Returns the number of tokens of each started sample."""
         self.hold()
         if self.decoder is None:
             return []
@@ -253,7 +254,7 @@ class Worker:
 
     @property
     def has_work(self) -> bool:
-        """Whether the decoder has unfinished requests, or outputs that were not returned yet, and is not held."""
+        """Whether the decoder is not held and has unfinished requests or outputs that were not returned yet."""
         return self.decoder is not None and self.decoder.has_work and not self._is_held
 
     def advance(self, n_finished: int, n_steps: int) -> tuple[list[GenerationOutput], RolloutStats]:
@@ -266,7 +267,7 @@ class Worker:
         return outputs, self.rollout_stats()
 
     def park(self) -> list[GenerationOutput]:
-        """Remove all samples from the held decoder, release it, and return the samples so far, see Decoder.park."""
+        """End the hold, remove all samples from the decoder, and return them as Decoder.park does."""
         self._is_held = False
         return [] if self.decoder is None else self.decoder.park()
 
@@ -281,7 +282,7 @@ class Worker:
             return decoder.step()
 
     def _kv_cache_advice(self) -> list[remedies.Option]:
-        """Return setting changes with which the KV cache leaves more memory to training."""
+        """Return setting changes that make the KV cache smaller, so that training has more memory."""
         return [] if self._decoder_spec is None else [*remedies.beside_training(self._decoder_spec.decoder)]
 
     def rollout_stats(self) -> RolloutStats:
@@ -311,10 +312,10 @@ class Worker:
         return 0 if optimizer is None else optimizer.steps
 
     def load_role(self, name: str, spec: RoleSpec) -> PrefixSharing:
-        """Load the model of another role, and return when its training computes shared prefixes once.
+        """Load the model of another role, and return the rule by which its training computes shared prefixes once.
 
-        First drops the KV cache, because its size depends on the remaining memory. The result is never if another rank
-        could not load the model.
+        First drops the KV cache, because its size depends on the remaining memory. Returns PrefixSharing() if another
+        rank could not load the model.
         """
         self.end_rollout(drop=True)
         self.states.forget()
@@ -355,14 +356,14 @@ class Worker:
     def score(
         self, role: str, what: str, token_rows: list[np.ndarray], settings: Mapping[str, Any]
     ) -> tuple[list[Any], int]:
-        """Call a method of TrainBackend: "logprobs", "values" or "rewards". Returns results and number of halvings."""
+        """Call TrainBackend.logprobs, .values or .rewards (`what`). Returns the results and the number of halvings."""
         profiling.set_anchor()
         with self.roles[role].on_device() as backend, nondeterministic_operations_named():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             return methods[what](token_rows, **settings), backend.n_halvings
 
     def complete(self, spec: RolloutSpec, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
-        """Sample completions with a decoder of their own. That of an open rollout phase keeps its cache."""
+        """Sample completions with a new decoder. The decoder of an open rollout phase keeps its cache."""
         outputs: list[GenerationOutput] = []
         if not requests:
             return outputs
@@ -390,8 +391,8 @@ class Worker:
     def save(self, folder: str, role: str, background: bool = False, merge: bool = False) -> None:
         """Write this rank's part of a role's model as a Hugging Face folder. All ranks must call this.
 
-        In the `background`, files are written in a thread after the weights are copied to host memory. Adapters are
-        saved alone, as a folder of peft, unless they are to be merged.
+        With `background`, a thread writes the files after the weights were copied to host memory. Without `merge`,
+        adapters are saved alone, as a folder of peft.
         """
         lora = self.roles[role].spec.lora
         paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.actor.path)
@@ -410,7 +411,7 @@ class Worker:
     def saved(self) -> bool:
         """Return whether every rank has written the files of `save`. All ranks must call this.
 
-        Raises CheckpointError once if this rank could not write its files, after all ranks have stopped writing.
+        If this rank could not write its files, raises CheckpointError once, after all ranks have stopped writing.
         """
         unfinished = any(not future.done() for future in self._saving)
         n_unfinished = torch.tensor(float(unfinished), device=self.context.device)
@@ -431,10 +432,9 @@ class Worker:
         self.states.load(Path(folder), with_moments)
 
     def close(self) -> None:
-        """End the threads that write files in the background, and a profile that is not written.
+        """Stop the threads that write files in the background, and discard an unfinished profile.
 
-        If `save` has queued several models, the model that is being written is completed, and the others are not
-        written.
+        If `save` has queued several models, the one that is being written is completed, and the others are not written.
         """
         self._profiler.close()
         self.states.close()
@@ -468,7 +468,7 @@ class Worker:
 
 
 def _decoder_settings(spec: RolloutSpec) -> RolloutSpec:
-    """Return the settings with one max_running and speculation: equal for phases that can share a decoder."""
+    """Return `spec` without the settings (max_running, speculation) that may change between phases with one decoder."""
     return replace(spec, max_running=spec.n_slots, decoder=replace(spec.decoder, speculation="off"))
 
 

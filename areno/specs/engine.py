@@ -14,7 +14,7 @@ LOOPBACK = "127.0.0.1"
 
 
 SharePrefixes = Literal["auto", "on", "off"]
-"""When training and scoring compute the prefixes that rows share once; see EngineSpec.share_prefixes."""
+"""When training and scoring compute each shared prefix only once; see EngineSpec.share_prefixes."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class WorkerAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingSpec:
-    """What each worker records about itself, beside its results."""
+    """What each worker records for profiling."""
 
     folder: str  # exists
     events: bool = False  # for the trace of the run
@@ -39,10 +39,10 @@ class ProfilingSpec:
 class EngineSpec:
     """One engine: its models, the devices they are on, and the settings of the section `engine`.
 
-    A role with the folder of the actor starts from the actor's weights, even if they are random. A chat template ends
-    the assistant's turns with `turn_end_ids`, which generation_config.json of a saved actor lists. `planned` roles are
-    loaded later by `Engine.ensure_roles`. If they cannot fit together, an error is raised before the first one is
-    loaded.
+    A role with the folder of the actor starts from the actor's weights, even if they are random. `turn_end_ids` are the
+    tokens with which the chat template ends the assistant's turns. A saved actor lists them in generation_config.json.
+    `planned` roles are loaded later by `Engine.ensure_roles`. If they cannot fit together, an error is raised before
+    the first one is loaded.
     """
 
     actor: RoleSpec  # without an optimizer the engine cannot train it
@@ -69,7 +69,7 @@ class EngineSpec:
         return replace(self, actor=replace(self.actor, optimizer=None))
 
     def turn_ends_of(self, role: str) -> tuple[int, ...]:
-        """Return the tokens that generation_config.json of a saved role must list."""
+        """Return the end-of-turn tokens that generation_config.json of a saved role must list."""
         return self.turn_end_ids if role == "actor" else ()
 
     def keeps_routes(self, role: str) -> bool:

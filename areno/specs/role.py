@@ -86,7 +86,7 @@ class RoleSpec:
 
     @property
     def may_stream(self) -> bool:
-        """Whether `offload` would free device memory of an actor, which is so if it trains all its weights."""
+        """Whether this is an actor whose master weights and moments `offload` would move off the device."""
         return self.is_actor and self.trains_weights and not self.offload
 
     @property

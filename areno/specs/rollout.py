@@ -12,7 +12,7 @@ _MOST_OF_CALL = 512  # samples for each copy of the model: their logits still ta
 
 @dataclass(kw_only=True, frozen=True)
 class SharedDecoder:
-    """Numbers of samples that decode at the same time, over all ranks, in training (`usual`) and evaluation (`most`).
+    """How many samples decode at the same time, over all ranks: `usual` in training, `most` in evaluation.
 
     The KV cache has room for the `usual` samples of the maximum length. For an evaluation it grows only by a small
     share of the memory, because it stays in memory while models are trained.

@@ -1,4 +1,4 @@
-"""Start of child processes. Children do not import the user's main script, ignore Ctrl-C, and end with the driver.
+"""Starts child processes that do not import the user's main script, ignore Ctrl-C, and end with the driver.
 
 This module imports no torch, so that a child starts quickly.
 """

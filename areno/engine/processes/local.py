@@ -1,4 +1,4 @@
-"""Worker processes on this machine: their start and end, and their pipes and progress counters."""
+"""Starts and ends worker processes on this machine, and reads their pipes and progress counters."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from areno.specs.engine import EngineSpec
 _EXIT_GRACE_S = 2.0  # for a process to end by itself
 
 Arrived = tuple[list[tuple[int, bytes]], list[int]]
-"""Pickled messages with the ranks that sent them, and the ranks whose connections have ended since."""
+"""(rank that sent it, pickled message) pairs, and the ranks whose connections have newly ended."""
 
 
 class LocalProcesses:
-    """The worker processes of some global ranks on this machine. RayProcesses has the same methods for several.
+    """The worker processes of some ranks, all on this machine. RayProcesses has the same methods for several machines.
 
-    `rank` is always the global rank in the run. `send`, `receive` and `exit_codes` raise WorkerLost if a machine was
-    lost. `spec` has the host of each rank. `counters` are FIELDS integers per rank, for WorkerHeartbeats. An exit code
-    is known at most `death_grace_s` after the end of a process. `port` is that of the rendezvous on the host of rank 0.
-    `listener` listens there, if rank 0 runs on this machine.
+    `rank` is always the global rank in the run. `counters` holds FIELDS integers per rank, for WorkerHeartbeats. An
+    exit code is known at most `death_grace_s` after a process has ended. `port` is the rendezvous port on the host of
+    rank 0. `listener` listens at this port if rank 0 runs here. In RayProcesses, `send`, `receive` and `exit_codes`
+    raise WorkerLost if a machine was lost.
     """
 
     death_grace_s = 2.0
@@ -64,7 +64,7 @@ class LocalProcesses:
         self._pipes[rank].send_bytes(command)
 
     def receive(self, timeout: float | None) -> Arrived:
-        """Return messages that have arrived within `timeout`, and ranks whose connection has newly ended."""
+        """Return messages that arrive within `timeout`, and ranks whose connection has ended since the last call."""
         open_ones = [rank for rank in self._pipes if rank not in self._gone]
         sentinels = {rank: self.processes[rank].sentinel for rank in open_ones}
         ready = set(connection.wait([*(self._pipes[rank] for rank in open_ones), *sentinels.values()], timeout))
@@ -81,13 +81,13 @@ class LocalProcesses:
         return messages, gone
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
-        """Return the exit codes, None for a running worker, after waiting for the end of `rank`."""
+        """Return exit codes by rank, None for a running worker. First waits up to `timeout` for `rank` to end."""
         if rank is not None:
             self.processes[rank].join(timeout)
         return {each: process.exitcode for each, process in self.processes.items()}
 
     def suspect_loss(self) -> None:
-        """Notice lost machines sooner from now on, because a worker has failed. Here the loss is noticed at once."""
+        """Notice lost machines sooner from now on, because a worker has failed. Has no effect on one machine."""
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return (process state, Python stacks) of each rank. The state is empty for a normal process."""

@@ -77,7 +77,7 @@ class Outputs:
 
 
 def _run_lengths(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the value and the length of each run of equal values. Few versions of weights sample all tokens."""
+    """Return the value and the length of each run of equal values. Versions of weights have few such runs."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     return values[starts], np.diff(starts, append=len(values))
 
@@ -90,7 +90,7 @@ def _outputs_from_arrays(
     rest: Sequence[Sequence[Any]],
     stats: RolloutStats,
 ) -> Outputs:
-    """Rebuild Outputs from arrays of the tokens of all samples in a row, `_run_lengths`, and `_REST`."""
+    """Rebuild Outputs from the concatenated arrays of all samples, run lengths of versions, and `_REST` fields."""
     ends, versions_N = np.cumsum(lengths).tolist(), np.repeat(*versions)
     places = map(slice, [0, *ends], ends)
     numbers = ((tokens[place], logprobs[place], versions_N[place]) for place in places)
@@ -115,7 +115,7 @@ class WorkerFailure(EngineError):
 
 
 def picklable_error(error: Exception, rank: int) -> ArenoError:
-    """Return an error that can be pickled: a WorkerFailure with the traceback unless areno raised it."""
+    """Return an error that can be pickled. If areno did not raise it, it becomes a WorkerFailure with traceback."""
     if isinstance(error, ArenoError):
         return error
     text = "".join(traceback.format_exception(error)).rstrip()

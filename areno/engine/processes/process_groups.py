@@ -1,7 +1,7 @@
 """The process groups that one worker belongs to: tensor-parallel, data-parallel and context-parallel.
 
-`Layout` maps each global rank to its copy of the model and its shard of the copy. A CommandBroadcast sends the driver's
-commands from the leader of a tensor-parallel group (its rank 0) to the other ranks before each decoding step.
+`Layout` maps each global rank to its replica of the model and its shard of the replica. A CommandBroadcast sends the
+driver's commands from the leader of a tensor-parallel group (its rank 0) to the other ranks before each decoding step.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ParallelContext:
 
 
 def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.socket | None = None) -> ParallelContext:
-    """Join the process groups of a run, which all ranks must call. A single rank has none in torch.distributed."""
+    """Join the process groups of a run. All ranks must call this. A single rank uses no torch.distributed."""
     device = torch.device(spec.devices[rank])
     if device.type == "cuda":
         torch.cuda.set_device(device)

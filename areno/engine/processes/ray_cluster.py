@@ -1,4 +1,4 @@
-"""The Ray cluster that this process joins or starts, and the nodes that it offers to a run."""
+"""Joins or starts a Ray cluster, and finds the nodes that it can give to a run."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUIET = {
 
 @dataclass(frozen=True)
 class Node:
-    """A live node of the Ray cluster. `gpus` and `cpus` are those that Ray manages, free or in use."""
+    """A live node of the Ray cluster. `gpus` and `cpus` count the devices that Ray manages, free or in use."""
 
     id: str
     host: str
@@ -247,7 +247,7 @@ def _start_local_cluster(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _sigterm_restored() -> Iterator[None]:
-    """Restore the handler of SIGTERM at the end of this `with` block. Ray's would end the process at once."""
+    """Restore the handler of SIGTERM when a `with` block ends. Ray's handler would end the process at once."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -283,7 +283,10 @@ def free_devices(kind: str) -> dict[str, int]:
 
 
 def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, key: Key | None = TIMEOUT) -> list[Node]:
-    """Wait until `enough` accepts the nodes or the timeout passes. The caller must check the result again."""
+    """Wait until `enough` accepts the nodes or the timeout passes. The caller must check the result again.
+
+    `what` and `key` name the awaited nodes and the timeout's setting in the log.
+    """
     deadline, told = time.monotonic() + timeout, False
     while not enough(found := nodes()) and time.monotonic() < deadline:
         if not told:

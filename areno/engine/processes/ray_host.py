@@ -41,8 +41,8 @@ class NodeHost:
     """Ray actor that holds the worker processes on one node.
 
     `GROUPS` maps the names of Ray concurrency groups to numbers of threads. Calls in different groups run at the same
-    time. Variables in `environment` that the node sets keep its values. `folder` becomes the working directory if it
-    exists. Before `start`, results are empty.
+    time. Variables of `environment` are set unless the node sets them. `folder` becomes the working directory if it
+    exists. Before `start`, methods return empty results.
     """
 
     GROUPS = {"commands": 1, "messages": 1, "watch": 2}  # noqa: RUF012
@@ -88,7 +88,7 @@ class NodeHost:
                 self._processes.send_bytes(rank, command)
 
     def receive(self, timeout: float) -> tuple[Arrived, list[int]]:
-        """Return messages and ended ranks, and all counters, of which those of this node's ranks are valid."""
+        """Return messages, ended ranks, and the counters of all ranks. Only counters of this node's ranks are valid."""
         if (processes := self._processes) is None:
             return ([], []), []
         arrived = processes.receive(timeout)

@@ -57,8 +57,8 @@ class _WorkerNode:
 class RayProcesses:
     """Worker processes on the nodes of a Ray cluster.
 
-    A restart (`again`) after workers were lost may start fewer copies of the model, and a node may hold more ranks than
-    before. `spec` then describes the workers that were started.
+    With `again`, a restart after workers were lost, fewer data-parallel replicas may start, and a node may hold more
+    ranks than before. `spec` then describes the workers that were started.
 
     Raises ConfigError if the cluster is too small or a node does not see the shared folders, CheckpointError if a node
     lacks the model's folder, EngineError if the workers cannot be started, and WorkerLost if a node was lost meanwhile.
@@ -192,7 +192,7 @@ class RayProcesses:
             self._threads.append(thread)
 
     def _wait_for_report(self, node: _WorkerNode, asked: Any) -> NodeReport:
-        """Wait for the report of a node. Raises EngineError, or Ray's error if the node or its memory was lost."""
+        """Wait for the report of a node. Raises EngineError, or Ray's error if the node is lost or out of memory."""
         try:
             deadline, is_lost = time.monotonic() + _START_S, False
             while not self._ray.wait([asked], timeout=1.0)[0] and time.monotonic() < deadline:
@@ -212,7 +212,7 @@ class RayProcesses:
     # -- work ------------------------------------------------------------------------------------------------------
 
     def _fetch_messages(self, node: _WorkerNode) -> None:
-        """Fetch messages and counters from a node until closed or lost. Runs in a thread."""
+        """Fetch messages and counters from a node until it is lost or `close` is called. Runs in a thread."""
         first, last = FIELDS * node.ranks.start, FIELDS * node.ranks.stop
         while not self._closed.is_set():
             try:
@@ -357,14 +357,14 @@ def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
 
 
 def read_folders(spec: EngineSpec) -> dict[str, str]:
-    """Return the folders that every node reads directly, such as the model's, by setting."""
+    """Return the folders that every node reads directly, such as the model's, by the setting that names them."""
     lora = spec.actor.lora
     adapters = {"actor.init_lora_from": lora.init_from} if lora is not None and lora.init_from else {}
     return {"actor.path": spec.actor.path, **adapters, **{role.key: role.path for role in spec.planned.values()}}
 
 
 def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], probe_files: dict[str, Any]) -> None:
-    """Check that every node sees the model folders, and the probe files in shared folders, by setting."""
+    """Check that every node sees the model folders and the probe files that were written to shared folders."""
     for report in reports:
         for key, folder in read_folders(spec).items():
             if folder in report.missing:

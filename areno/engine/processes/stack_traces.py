@@ -85,7 +85,7 @@ def process_state(pid: int) -> str:
 def request_stacks(
     pids: Mapping[int, int], pipes: Mapping[int, Any], with_collectives: bool
 ) -> dict[int, tuple[str, str]]:
-    """Ask workers on this machine for (process state in words, Python stacks). Normal states are empty."""
+    """Return (process state in words, Python stacks) by rank of workers on this machine. A normal state is ""."""
     states = {rank: process_state(pid) for rank, pid in pids.items()}
     awake = [rank for rank, state in states.items() if state not in _CANNOT_ANSWER]
     for rank in awake:
@@ -133,7 +133,7 @@ def waits_for_other_ranks(stacks: str) -> bool:
 
 
 def driver_stack_traces(hidden: int) -> str:
-    """Return the stacks of this process's threads except one, with the main thread first."""
+    """Return the stacks of this process's threads except the thread `hidden`, with the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)

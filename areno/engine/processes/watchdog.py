@@ -1,12 +1,12 @@
-"""Detection of hanging workers and of a hanging driver.
+"""Detects workers and drivers that hang.
 
 Each worker counts its progress in memory that it shares with the driver (Heartbeat). This costs neither a message nor a
 system call. Counters on another machine are copied to the driver about once a second. A thread of the driver reads the
 counters (WorkerHeartbeats, Watchdog).
 
-A rank hangs if it has work and its counters have not changed for `engine.stall_timeout_s`. Then the stack traces of
-all processes are logged, the workers are killed, and calls that wait for them raise WorkerLost. If the driver hangs
-in its own work, an exception is raised in its main thread. If the main thread does not react, the process ends.
+A rank hangs if it has work and its counters have not changed for `engine.stall_timeout_s`. Then the stack traces of all
+processes are logged, the workers are killed, and calls that wait for them raise WorkerLost. If the driver hangs in its
+own work, an exception is raised in its main thread. If the main thread does not react, the process ends.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ FIELDS = 3
 class WorkerHeartbeats:
     """The driver's view of the progress counters of all workers, and the number of commands sent to each.
 
-    `together`: all ranks execute a command that the driver waits for. They may then wait for each other in collectives,
-    so progress of a single rank counts for all.
+    `together` is True while all ranks execute a command and the driver waits for it. Ranks may then wait for each other
+    in collectives, so if one rank makes progress, none of them hangs.
     """
 
     def __init__(self, counters: Any, layout: Layout):
@@ -90,7 +90,7 @@ class Heartbeat:
         self._counters[self._at + _DONE] += 1
 
     def set_decoding(self, decodes: bool) -> None:
-        """Say whether this worker decodes and so must make progress, unless it waits for the driver to read."""
+        """Record whether this worker must make progress by decoding. It need not while it waits for the driver."""
         self._counters[self._at + _DECODES] = decodes
 
 
@@ -200,7 +200,7 @@ class Watchdog:
         self._group.mark_lost(error)
 
     def _end_driver(self, work: list[tuple[str, int]]) -> None:
-        """Raise an exception in the main thread of the driver, which has hung in nested phases.
+        """Raise an exception in the main thread of the driver, which hangs in the nested phases `work`.
 
         If the main thread does not react, the process ends. Does nothing if the driver makes progress while its stacks
         are logged.
@@ -238,7 +238,7 @@ class Watchdog:
 
 
 def _check_periodically(ref: weakref.ref[Watchdog], stopped: threading.Event) -> None:
-    """Call `check` every second or tenth of `limit_s`, until the watchdog is stopped or garbage-collected."""
+    """Call `check` at least once a second, until the watchdog is stopped or garbage-collected."""
     before = time.monotonic()
     try:
         while (watchdog := ref()) is not None and watchdog.limit_s is not None:

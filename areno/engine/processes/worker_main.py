@@ -45,8 +45,8 @@ def worker_main(
 ) -> None:
     """Run one worker process until the driver closes its pipe, then exit the process.
 
-    `pipe` carries Command, Reply and Outputs. `listener` listens at the rendezvous port, for rank 0. `counters` are
-    shared memory. Through `stack_trace_pipe` the driver asks for stack traces.
+    `pipe` carries Command, Reply and Outputs. `port` is the rendezvous port, and rank 0 gets the `listener` at it.
+    `counters` are shared memory. Through `stack_trace_pipe` the driver asks for stack traces.
     """
     follow_parent()
     own_heartbeat = Heartbeat(counters, rank)

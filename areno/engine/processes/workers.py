@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class InlineGroup:
     """A group with one worker, which runs inside the driver's own process. It has the methods of SpawnedGroup."""
 
-    heartbeats: None = None  # see Watched
+    heartbeats: None = None  # see WatchedGroup
 
     def __init__(self, spec: EngineSpec):
         self.spec, self.command = spec, "start"
@@ -127,8 +127,8 @@ WorkerGroup = InlineGroup | SpawnedGroup
 def start_workers(spec: EngineSpec, mode: str, again: bool = False) -> WorkerGroup:
     """Start workers as `engine.workers` says. "auto" is inline for one CPU device and otherwise spawn.
 
-    `again` is a restart after a worker was lost: with "ray", fewer copies of the model may start if nodes are gone. The
-    `spec` of the group describes the workers that were started.
+    `again` is a restart after a worker was lost. With "ray", fewer data-parallel replicas may start then if nodes are
+    gone. The `spec` of the group describes the workers that were started.
     """
     if mode == "ray":
         from areno.engine.processes.ray_workers import RayProcesses

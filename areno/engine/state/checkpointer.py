@@ -1,4 +1,4 @@
-"""Saving the state of a worker's trained roles in a background thread, and loading it."""
+"""Saves the state of a worker's trained roles in a background thread, and loads it."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class StateCheckpointer:
         """Load the training state from a folder. The ranks that wrote it may have had another layout.
 
         Each rank first checks the folder and its share of the files. If a check fails on any rank, no rank loads
-        anything. The rank whose check failed raises the error, and all other ranks return. Without moments, they start
-        at zero.
+        anything. The rank whose check failed raises the error, and all other ranks return. Without `with_moments`,
+        moments start at zero.
 
         Raises CheckpointError for a damaged folder, and EngineError for the state of other roles, models or optimizers.
         """
@@ -178,7 +178,7 @@ class StateCheckpointer:
         return shares, ShardSavePlanner(shards, dtypes, facts)
 
     def _copy(self, shares: list[_Share]) -> list[HostFile]:
-        """Start to copy this rank's shares into host memory, unless they are there."""
+        """Start to copy this rank's shares into host memory. Buffers that are in host memory are not copied."""
         from areno.engine.state.storage import HostFile
 
         roles = self._roles.trained()
@@ -205,7 +205,7 @@ class StateCheckpointer:
         ]
 
     def _provide_memory(self, sources: dict[str, list[Tensor]]) -> None:
-        """Allocate host memory for copies, once. Raises EngineError if too little is free."""
+        """Allocate host memory for copies, once for each buffer. Raises EngineError if too little is free."""
         missing = {buffer: parts for buffer, parts in sources.items() if buffer not in self._memory}
         n_bytes = sum(part.nbytes for parts in missing.values() for part in parts)
         if n_bytes > host_bytes_free() // self._roles.spec.n_ranks_on_machine(self._context.rank):
@@ -257,7 +257,7 @@ class StateCheckpointer:
             self._failure = error
 
     def _on_all_ranks(self, step: Callable[[], None]) -> bool:
-        """Run `step` on all ranks, raise its error on this rank, and return whether no other rank failed."""
+        """Run `step` on all ranks. Raises its error if it failed here, and returns False if it failed elsewhere."""
         failure = None
         try:
             step()
@@ -275,7 +275,7 @@ def _wait_on_stream(event: torch.cuda.Event) -> None:
 
 
 def _buffer_views(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
-    """Return views of at most PINNED_BYTES of device memory, or of the host memory of an offloaded role."""
+    """Return elements [start, stop) as views of at most PINNED_BYTES, of host memory for an offloaded role."""
     size, parts, begin = PINNED_BYTES // buffer.element_size(), [], 0
     for whole in role.offload.at_rest(buffer) or [buffer]:
         low, high = max(start - begin, 0), min(stop - begin, whole.numel())

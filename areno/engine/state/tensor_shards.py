@@ -36,9 +36,9 @@ TP_SIZE = "tp_size"  # entry of a state: how many ranks share each copy
 class TensorShard:
     """A box of a stored tensor that is contiguous in one buffer of this rank, such as "actor.master".
 
-    `start` is the index of its first element in the buffer. `shards_of` counts only the elements that this
-    data-parallel rank owns, `_cut_box` all elements of the undivided buffer. `repeated`: a lower rank holds the same
-    box and writes it.
+    `start` is the index of its first element in the buffer. In the result of `shards_of` it counts only the elements
+    that this data-parallel rank owns, in that of `_cut_box` all elements of the undivided buffer. `repeated` is True if
+    a lower rank holds the same box and writes it.
     """
 
     name: str
@@ -64,10 +64,9 @@ def flat_and_optimizer(backend: TrainBackend) -> tuple[FlatParameters, Optimizer
 
 
 def metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
-    """Return facts about a role that the index of a state records, because the stored form depends on them.
+    """Return the facts about a role on which the form of its stored state depends. The index records them.
 
-    A state that an older version of areno wrote lacks the last two entries. It holds moments that began with the first
-    update.
+    States of older areno versions lack the last two entries. They have moments, which count from the first update.
     """
     _, optimizer = flat_and_optimizer(backend)
     found = {"optimizer": optimizer.config.type, TP_SIZE: backend.model.tp.size}
@@ -132,9 +131,8 @@ def vector_shards(
 ) -> Iterator[TensorShard]:
     """Yield the shards that hold the 8-bit moment of one parameter, or the scales of this moment.
 
-    Each tensor-parallel rank stores a one-dimensional tensor of its own. The name of this tensor contains the rank and
-    the group size in `holder`. The rank is 0 if all ranks hold equal copies. `stretch` counts elements for codes,
-    blocks for scales.
+    Each tensor-parallel rank stores its own 1-D tensor, whose name contains the rank and the size of `holder`. The rank
+    is 0 if all ranks hold equal copies. `stretch` is a range of elements for codes, of blocks for scales.
     """
     size = (stretch.stop - stretch.start,)
     *before, module, leaf = name.split(".")
@@ -144,7 +142,7 @@ def vector_shards(
 
 
 def shards_to_write(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[str, list[TensorShard]]:
-    """Select this rank's part of the shards that all ranks of `dp` hold: neighbours, of about equal size."""
+    """Return the shards that this rank writes, by buffer. The ranks of `dp` hold equal shards and divide the work."""
     by_buffer: dict[str, list[TensorShard]] = {}
     for shard in shards:
         if not shard.repeated:
@@ -159,10 +157,10 @@ def shards_to_write(shards: Iterable[TensorShard], dp: ParallelGroup) -> dict[st
 
 
 def _trained_tensors(backend: TrainBackend) -> Iterator[tuple[str, str, TensorPart]]:
-    """Yield (checkpoint name, parameter name, Part) for each checkpoint tensor that is trained.
+    """Yield (checkpoint name, parameter name, TensorPart) for each checkpoint tensor that is trained.
 
-    A parameter may combine several checkpoint tensors. The Part says which rows of the parameter the checkpoint tensor
-    fills, and which shard of the tensor this rank holds.
+    A parameter may combine several checkpoint tensors. The TensorPart says which rows of the parameter the checkpoint
+    tensor fills, and which shard of the tensor this rank holds.
     """
     flat, _ = flat_and_optimizer(backend)
     own_names = {id(parameter): name for name, parameter in backend.model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Writing the state of the trained roles to a folder, and loading it into roles with the same or another layout.
+"""Writes the state of the trained roles to a folder, and loads it into roles with the same or another layout.
 
 The planners of this file tell torch.distributed.checkpoint which shards this rank writes or reads. `storage.py` has the
 file format.
@@ -65,11 +65,11 @@ class ShardSavePlanner(DefaultSavePlanner):
         self._global: Metadata | None = None  # on the coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """Return the plan for this rank's shards, empty if the final plan was made."""
+        """Return the plan for this rank's shards. It is empty once `finish_plan` has stored the final plan."""
         return SavePlan([] if self._final else [self._write_item(shard) for shard in self._shards])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Join the plans of all ranks, which only the first call does.
+        """Join the plans of all ranks in the first call. Later calls return the first result.
 
         Raises ValueError if the shards of all ranks do not cover each tensor exactly once.
         """
@@ -184,7 +184,7 @@ def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
 def load_role(reader: Reader, role: str, backend: TrainBackend, with_moments: bool = True) -> None:
     """Load master weights, moments and update counters of one role, whose buffers are on the device.
 
-    Each rank reads only the elements that it holds. Without moments, they start at zero.
+    Each rank reads only the elements that it holds. Without `with_moments`, moments start at zero.
     """
     _, optimizer = flat_and_optimizer(backend)
     facts = reader.about[role]

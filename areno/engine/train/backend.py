@@ -1,4 +1,4 @@
-"""The training and scoring of one model: packing of rows, forward pass, loss, backward pass and update."""
+"""Trains and scores one model: packs rows, runs forward and backward passes, and updates the weights."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class TrainBackend:
     Loss functions receive log-probabilities or, for a model with a value head, the value of the state before each
     token. The backward pass recomputes activations on CUDA only in as many layers as memory requires.
 
-    `fill` sets the weights after the parameters have moved to the memory in which they stay. Adapters of a frozen role,
-    and the weights under them, are already set and keep their memory. With `role.offload`, master weights and moments
-    are in host memory and pass the device in each update. `beside` returns setting changes that make the KV cache
-    smaller.
+    `fill` sets the weights. It is called after the parameters have moved into the buffer in which they stay. A frozen
+    role with adapters has its weights already and keeps their memory. With `role.offload`, master weights and moments
+    are in host memory, and each update streams them through the device. `beside` returns setting changes that make the
+    KV cache smaller.
     """
 
     pass_threads: Callable[[int], AbstractContextManager[Any]] = nullcontext
@@ -162,7 +162,7 @@ class TrainBackend:
         return {"lr": rates[-1], "skipped_steps": float(n)}
 
     def scored_logprobs(self, packed: PackedTokens, sampling: SamplingConfig) -> Tensor:
-        """Compute log-probabilities (U,) without gradient, by the forward pass that an update uses."""
+        """Compute log-probabilities (U,) without gradient, by the same forward pass as in an update."""
         with torch.no_grad(), phase("old logprobs", tokens=packed.n_computed):
             logprobs_N = self._logprobs(packed, sampling)[0]
         self._routing.end()
@@ -178,18 +178,12 @@ class TrainBackend:
         prompt_masks: TokenRows | None = None,
         may_halve: bool = False,
     ) -> list[np.ndarray]:
-        """Return the log-probability of each token given the tokens before it, float32 for each row.
-
-        The first entry of a row and those of masked tokens are 0.
-        """
-
         def logprobs_of(packed: PackedTokens) -> Tensor:
             return self._logprobs(packed, sampling)[0]
 
         return self._score(token_rows, mb_spec, may_halve, logprobs_of, routes, prompt_masks)
 
     def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec, may_halve: bool = False) -> list[np.ndarray]:
-        """Return the value of the state before each token, for each row. The first entry is 0."""
         return self._score(token_rows, mb_spec, may_halve, self._values)
 
     def rewards(self, token_rows: TokenRows, mb_spec: MicroBatchSpec, may_halve: bool = False) -> list[float]:
@@ -218,10 +212,10 @@ class TrainBackend:
         routes: TokenRows | None = None,
         prompt_masks: TokenRows | None = None,
     ) -> list[np.ndarray]:
-        """Apply `score`, which returns (N,), to micro-batches of the rows, and return one array for each row.
+        """Apply `score`, which returns one value per token, to micro-batches, and return one array per row.
 
-        With `may_halve`, micro-batches get half the size if memory runs out. Otherwise that is an error, also for ranks
-        that compute layers together.
+        If memory runs out, micro-batches get half the size if `may_halve` is True. Otherwise, and on ranks that compute
+        layers together with other ranks, it is an error.
         """
         self.n_halvings, longest = 0, max(map(len, rows), default=0)
 
@@ -268,7 +262,7 @@ class TrainBackend:
 
     @contextmanager
     def _prefix_passes(self) -> Iterator[None]:
-        """Return a context in which micro-batches may begin passes of their prefixes."""
+        """Free the last prefix pass when a `with` block ends. Passes over micro-batches run in such a block."""
         try:
             yield
         finally:
@@ -284,8 +278,8 @@ class TrainBackend:
     def _hidden_states(self, packed: PackedTokens) -> tuple[Tensor, LocalTokens]:
         """Run the layers on the tokens of a micro-batch that this context-parallel rank computes.
 
-        Before the first of several micro-batches with common prefixes, the layers run on the prefixes. The hidden
-        states are (n, D), for n of the micro-batch's N tokens.
+        If several micro-batches have common prefixes, the layers first run on the prefixes, once for all of them. The
+        hidden states are (n, D), for n of the micro-batch's N tokens.
         """
         if packed.prefix is not None and packed.prefix is not self._prefix:
             self._end_prefix()
@@ -296,7 +290,7 @@ class TrainBackend:
         return self._run_layers(packed)
 
     def _run_layers(self, packed: PackedTokens, stores: PrefixKeys | None = None) -> tuple[Tensor, LocalTokens]:
-        """Run the layers on a pass. `stores` receives keys and values for later passes."""
+        """Run the layers on packed tokens. `stores` receives their keys and values for later passes."""
         share = LocalTokens.for_rank(packed, self.context.cp, self.attn_backend, self._multiple, stores)
         self._routing.begin(packed, share)
         recompute = self.role.gradient_checkpointing
@@ -306,7 +300,7 @@ class TrainBackend:
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
     def _values(self, packed: PackedTokens) -> Tensor:
-        """Compute the value of the state before each token to predict, (U,), with gradient.
+        """Compute the value of the state before each predicted token, (U,), with gradient.
 
         The value of the state before token t comes from the hidden state of token t - 1.
         """
@@ -317,7 +311,7 @@ class TrainBackend:
     def _logprobs(
         self, packed: PackedTokens, sampling: SamplingConfig, pack: DataPack | None = None, update: Any = None
     ) -> tuple[Tensor, ...]:
-        """Compute log-probability, entropy and perhaps divergence, (U,) each, 0 at tokens not predicted."""
+        """Compute log-probability, entropy and, with a teacher, divergence: (U,) each, 0 at unpredicted tokens."""
         tp, head = self.model.tp, self.model.output
         divergence: Divergence | None = None if update is None else update.divergence
         # The teacher comes first: its activations are gone when those of this model are stored.
@@ -389,9 +383,9 @@ class TrainBackend:
     ) -> StepStats:
         """Compute the gradient of a step over all ranks, and return the statistics of its micro-batches.
 
-        If memory runs out, all micro-batches are repeated with fewer kept activations. If no activations are kept any
-        more, each micro-batch is divided into two, if `update.may_halve` allows that. `is_first` is whether no earlier
-        step of the same call of `train` has changed the weights.
+        If memory runs out, all micro-batches are repeated with fewer kept activations. Once none are kept, each
+        micro-batch is split in two, if `update.may_halve` allows it. `is_first` is True for the first step of a call of
+        `train`, before which the weights have not changed.
         """
         self._gradients.begin(step)
         given: list[Tensor | None] = []
@@ -426,8 +420,8 @@ class TrainBackend:
     ) -> StepStats:
         """Run the forward and backward passes of all micro-batches of a step.
 
-        `given` has the old log-probabilities that micro-batches had before an earlier attempt at the step, and gets
-        those of the other micro-batches.
+        `given` records the old log-probabilities that each micro-batch had before the first attempt at the step. A
+        repeated attempt starts from them again.
         """
         stats = StepStats(self.device)
         self._routing.restart()
@@ -455,7 +449,7 @@ class TrainBackend:
         return stats
 
     def _prefix_backward(self, prefix: PrefixPass) -> None:
-        """Run the backward pass of prefixes, after those of all micro-batches that share them."""
+        """Run the backward pass of prefixes, after the backward passes of all micro-batches that share them."""
         with phase("backward", tokens=len(prefix.packed.tokens_N)):
             if self.model.routing is not None:  # the settings of the forward pass, for recomputation
                 share = LocalTokens.for_rank(prefix.packed, self.context.cp, self.attn_backend, self._multiple)

@@ -27,8 +27,9 @@ FIELDS = {"logprobs": "rollout_logprobs", **{name: name for name in _SAME}}
 class Row:
     """One checked TrainSequence as arrays of its n tokens.
 
-    `fields` are float32 arrays by their names in DataPack, except the experts in "routes". A teacher reads
-    `teacher_prompt` in place of the tokens before `response_start`. The teacher is a role, "" that of the divergence.
+    `fields` maps names of DataPack to float32 arrays, and "routes" to the experts. `teacher` is a role, "" for the role
+    that the divergence names. If there is a `teacher_prompt`, the teacher reads it in place of the tokens before
+    `response_start`.
     """
 
     tokens: np.ndarray
@@ -60,10 +61,10 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class FlatRows(Sequence[Row]):
-    """Many rows, whose arrays are concatenated: a batch may have thousands of short rows.
+    """Many rows as concatenated arrays, because a batch may have thousands of short rows.
 
-    As a sequence it yields each Row with views of the arrays. A slice is again FlatRows. `starts` are the indices of
-    the first tokens.
+    An index gives a Row with views of the arrays, a slice gives FlatRows. `starts` holds the index of each row's first
+    token.
     """
 
     lengths: np.ndarray
@@ -82,7 +83,7 @@ class FlatRows(Sequence[Row]):
 
     @staticmethod
     def concatenate(rows: Sequence[Row]) -> FlatRows:
-        """Concatenate the arrays of at least one row. All have the same fields."""
+        """Concatenate one or more rows, which must have the same fields."""
         return FlatRows(
             lengths=np.array([row.n_tokens for row in rows]),
             tokens=np.concatenate([row.tokens for row in rows]),
@@ -125,12 +126,12 @@ class FlatRows(Sequence[Row]):
         return np.add.reduceat(self.trained, self.starts, dtype=np.int64)
 
     def per_row(self, values: np.ndarray) -> list[np.ndarray]:
-        """Divide an array with an entry for each token of all rows."""
+        """Split an array with one value per token into one array per row."""
         ends = (self.starts + self.lengths).tolist()
         return [values[start:end] for start, end in zip(self.starts.tolist(), ends, strict=True)]
 
     def select(self, indices: Sequence[int]) -> FlatRows:
-        """Return some of the rows in a given order, with views of the arrays if the rows are adjacent."""
+        """Return the rows with these indices. Their arrays are views if the rows are adjacent."""
         chosen = np.asarray(indices, dtype=np.int64)
         lengths = self.lengths[chosen]
         of_tokens: slice | np.ndarray = slice(0)
@@ -157,7 +158,7 @@ def row_starts(lengths: np.ndarray) -> np.ndarray:
 
 
 def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None = None) -> np.ndarray:
-    """Check the token ids of one row, and convert them to int64. Raises DataError, which says `name`."""
+    """Check the token ids of one row, and convert them to int64. Raises DataError, which calls the row `name`."""
     if isinstance(tokens, str):
         raise DataError(f"{name} is a string; token ids are expected: tokenizer.encode(text)")
     tokens = [] if tokens is None else tokens
@@ -188,7 +189,7 @@ def read_tokens(tokens: Any, name: str, vocab_size: int, context_len: int | None
 def read_rows(
     rows: Sequence[TrainSequence], vocab_size: int, context_len: int | None = None, name: str = "row {}"
 ) -> FlatRows:
-    """Check every row of a caller, and convert the rows to arrays. `name` has {} for the index of a row.
+    """Check all rows, and convert them to arrays. `name` is what errors call a row, with {} for its index.
 
     Raises DataError, which names the row and the field, if a row is invalid.
     """
@@ -307,7 +308,7 @@ def _check_row(row: TrainSequence, called: str, first: str, given: list[str], n_
 
 
 def _read_mask(prompt_mask: Any, name: str) -> np.ndarray:
-    """Convert a mask of True and False, or 1 and 0, to bool. Any text would count as True."""
+    """Convert a mask of True and False, or 1 and 0, to bool. Raises DataError for other values, such as text."""
     try:
         mask = np.asarray(prompt_mask)
     except ValueError:  # lists of different lengths inside
@@ -321,7 +322,7 @@ FIELD = "routes"  # name in Row.fields
 
 
 class RouteShape(NamedTuple):
-    """The shape of a model's routes, the experts of each token."""
+    """The shape of a model's routes (the experts that its tokens are routed to)."""
 
     n_layers: int
     top_k: int
@@ -343,7 +344,7 @@ class RouteShape(NamedTuple):
 
 
 def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str) -> np.ndarray:
-    """Check the routes of the first tokens of a row, and extend them to all with `shape.none`."""
+    """Check the routes of a row's first tokens, and pad them with `shape.none` to all tokens of the row."""
     if shape is None:
         raise DataError(f"{name}: routes are given, but the model has no experts; leave them out")
     whole = np.full((n_tokens, shape.n_layers, shape.top_k), shape.none, dtype=shape.dtype)
@@ -371,7 +372,7 @@ def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str)
 def routes_of_rows(
     routes: Sequence[Any] | None, token_rows: Sequence[Any], shape: RouteShape | None, role: str
 ) -> list[np.ndarray] | None:
-    """Check the routes of rows that will be scored, an entry or all of which may be None."""
+    """Check the routes of rows to score. Some rows may have none. Returns None if no row has routes."""
     if routes is None or all(each is None for each in routes):
         return None
     if role != "actor":
@@ -389,7 +390,7 @@ def without_padding(tokens: np.ndarray, pad: int | None) -> np.ndarray:
 
 
 def masks_of_rows(prompt_masks: Sequence[Any] | None, token_rows: Sequence[Any]) -> list[np.ndarray] | None:
-    """Check the prompt masks of rows that will be scored: True where no log-probability is needed."""
+    """Check the prompt masks of rows to score. A mask is True where no log-probability is needed."""
     if prompt_masks is None:
         return None
     if not isinstance(prompt_masks, list | tuple | np.ndarray):
@@ -404,7 +405,7 @@ def masks_of_rows(prompt_masks: Sequence[Any] | None, token_rows: Sequence[Any])
 
 
 class ModelFacts(Protocol):
-    """The facts about a model that rows are checked against, as EngineInfo has them."""
+    """The limits of a model that rows are checked against. EngineInfo has these fields."""
 
     vocab_size: int
     context_len: int
@@ -414,7 +415,7 @@ class ModelFacts(Protocol):
 def read_training_rows(
     rows: Sequence[TrainSequence], info: ModelFacts, name: str, with_teacher: bool = False
 ) -> FlatRows:
-    """Check and convert rows with their routes and, for a divergence, what a teacher reads."""
+    """Check and convert rows, with their routes and, if `with_teacher`, with the input of the teacher."""
     checked = read_rows(rows, info.vocab_size, info.context_len, name)
     add_routes(checked, rows, info.routes, name)
     if with_teacher:
@@ -426,7 +427,7 @@ TOP = ("teacher_top_tokens", "teacher_top_logprobs")  # names in Row.fields and 
 
 
 def _add_teacher(rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int, context_len: int, name: str) -> None:
-    """Add what a divergence from a teacher needs to checked rows: prompts of its own, or what it lists."""
+    """Add to checked rows the teacher's own prompts, or the log-probabilities that rows list (`teacher_top`)."""
     if any(row.teacher_top is not None for row in given):
         rows.fields |= _read_teacher_tops(rows, given, vocab_size, name)
         return

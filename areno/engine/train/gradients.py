@@ -20,7 +20,7 @@ from areno.models.transformer import Transformer
 
 
 class Gradients:
-    """The gradient of a step, complete on every rank: one all-reduce after the last micro-batch.
+    """Accumulates the gradient of a step, and sums it over all ranks once, after the last micro-batch.
 
     Call `begin`, then `backward` for each forward pass, then `finish` on all ranks.
     """
@@ -29,11 +29,11 @@ class Gradients:
         self._flat, self._dp, self._tp = flat, dp, tp
 
     def begin(self, step: StepMicroBatches, again: bool = False) -> None:
-        """Clear the gradients before the first micro-batch of a step, which runs `again` after an error."""
+        """Clear the gradients before a step. If `again`, the step is repeated after it ran out of memory."""
         self._flat.grads.zero_()
 
     def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
-        """Add to the gradients. `gradient` is that of the step's loss with respect to `output`, None for a loss."""
+        """Add to the gradients. If `output` is no loss, `gradient` is the gradient of the loss with respect to it."""
         output.backward(gradient)
 
     def finish(self) -> None:
@@ -41,7 +41,7 @@ class Gradients:
         self._sum_partial_gradients()
 
     def _sum_partial_gradients(self) -> None:
-        """Sum those gradients over tensor-parallel ranks that each rank has computed only in part."""
+        """Sum, over tensor-parallel ranks, the gradients of which each rank has computed only a part."""
         found = sorted(self._flat.copies(), key=lambda pair: pair[1])
         for n, same in itertools.groupby(found, key=lambda pair: pair[1]):
             parts = [self._flat.grads[chunk.grads] for chunk, _ in same]
@@ -56,7 +56,7 @@ class Gradients:
 
 
 class ReducedGradients(Gradients):
-    """The gradient of a step if the optimizer is divided: each rank gets the sum of the elements that it owns.
+    """Accumulates the gradient of a step with ZeRO. Each rank gets the sum of the elements that it owns.
 
     A bucket whose gradients are not divided (ZeRO-1) is reduced once, in the last backward pass. A bucket whose
     gradients are divided (ZeRO-2) is reduced in every backward pass. Such buckets accumulate by turns in two slots,
@@ -141,7 +141,7 @@ class ReducedGradients(Gradients):
             self._free_slot(self._divided[at])
 
     def _free_slot(self, bucket: Bucket) -> None:
-        """Clear the workspace slot of a bucket, after the reduction of the previous bucket there has ended."""
+        """Clear the workspace slot of a bucket, after waiting for the reduction of the bucket that used it before."""
         slot = self._flat.gradient_slot(bucket)
         users = [each for each, _ in self._works if each in self._divided]
         self._wait_for_reductions(
@@ -172,7 +172,7 @@ class StepStats:
         self._maxima: dict[str, Tensor] = {}  # (1,) float64
 
     def add(self, stats: Mapping[str, Tensor]) -> None:
-        """Add tensors by name. Those with 0 dimensions are summed, those with 1 reported as mean, std and max."""
+        """Add tensors by name. Scalars are summed. 1-D tensors are reported as mean, std and max."""
         for name, value in stats.items():
             value = value.detach().double()
             if value.dim():
@@ -182,7 +182,7 @@ class StepStats:
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def maximum(self, name: str, values: Tensor) -> None:
-        """Add values of which only the largest is reported, 0 if there are none."""
+        """Add values to a statistic that reports their maximum, or 0 if there are none."""
         low = torch.full((1,), -torch.inf, dtype=torch.float64, device=self.device)
         self._maxima[name] = torch.cat([values.detach().double(), self._maxima.get(name, low)]).amax(0, keepdim=True)
 
@@ -211,7 +211,7 @@ class StepStats:
 
 
 def join_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Join the statistics of optimizer steps: means, but the largest *_max, the last lr, the sum of skipped steps."""
+    """Average the statistics of optimizer steps. Keeps the largest *_max and the last lr, and sums skipped_steps."""
     names = dict.fromkeys(name for step in steps for name in step)
     found = {name: [step[name] for step in steps if name in step] for name in names}
     out = {name: max(of) if name.endswith("_max") else sum(of) / len(of) for name, of in found.items()}

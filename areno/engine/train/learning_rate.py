@@ -7,7 +7,7 @@ import math
 from areno.config.models import OptimizerConfig
 
 DECAY_STEPS = 1000
-"""Length of a learning-rate schedule, in updates, if lr_decay_steps is not set, as in a script that uses Trainer."""
+"""Number of updates in a learning-rate schedule without lr_decay_steps, as in a script that uses Trainer."""
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:

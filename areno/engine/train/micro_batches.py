@@ -33,8 +33,8 @@ _PIECES = 4  # at least so many pieces of rows with a shared prefix for each dat
 class StepMicroBatches:
     """The work of one data-parallel rank in one optimizer step.
 
-    `sizes` are the numbers of rows of micro-batches, in groups whose common prefixes are computed in a forward pass of
-    their own. Most groups have one micro-batch.
+    `sizes` has a list for each group of micro-batches: how many rows each micro-batch has. Micro-batches of a group
+    have common prefixes, which a separate forward pass computes. Most groups have one micro-batch.
     """
 
     rows: FlatRows
@@ -69,7 +69,7 @@ class StepMicroBatches:
 
 @dataclass(slots=True)
 class TrainResult:
-    """The result of one rank's optimizer steps. `old_logprobs` are (N,) of each step, None if not recomputed."""
+    """The result of one rank's optimizer steps. `old_logprobs` has (N,) for each step, or None if not recomputed."""
 
     stats: dict[str, float]  # equal on all ranks
     old_logprobs: list[np.ndarray | None]
@@ -98,11 +98,11 @@ def keep_old_logprobs(
 def sharing_beside_teachers(
     sharing: PrefixSharing, of_teachers: Iterable[PrefixSharing], rows: FlatRows, cp_size: int
 ) -> PrefixSharing:
-    """Return the rule of an update with teachers for computing common prefixes once.
+    """Return when an update with teachers computes shared prefixes once: as `sharing` says, or never.
 
-    It is NO_SHARING if the model of a teacher cannot share prefixes, or if the teacher reads prompts of its own,
-    because rows with the same beginning may then have different divergences. Raises EngineError if context parallelism
-    meets such prompts.
+    Never (NO_SHARING) applies if a teacher's model cannot share prefixes, or if rows have a `teacher_prompt`. Rows with
+    the same beginning may then have different divergences. Raises EngineError for a `teacher_prompt` with context
+    parallelism.
     """
     if any(prompt is not None for prompt in rows.teacher_prompts):
         if cp_size > 1:
@@ -113,7 +113,7 @@ def sharing_beside_teachers(
 
 
 def _from_pickle(rows: FlatRows, *others: Any) -> StepMicroBatches:
-    """Unpickle a StepMicroBatches, whose token ids are int32 in a message."""
+    """Rebuild a StepMicroBatches from a message, in which token ids are int32."""
     return StepMicroBatches(replace(rows, tokens=rows.tokens.astype(np.int64)), *others)
 
 
@@ -129,8 +129,8 @@ def divide_steps(
     """Divide rows into optimizer steps, and each step over the data-parallel ranks.
 
     All ranks have the same number of steps. If a step has fewer rows than ranks (rows may have been dropped), a rank
-    without a row gets a short row without trained tokens. `cost` gives all ranks equal FLOPs, None about equal tokens.
-    Rows that share a prefix stay together as far as possible.
+    without a row gets a short row without trained tokens. With `cost`, ranks get nearly equal FLOPs, otherwise nearly
+    equal numbers of tokens. Rows that share a prefix stay together as far as possible.
 
     Raises DataError if the rows are no multiple of `update.rows_per_unit`, or if a step has fewer units of several rows
     than there are ranks.
@@ -203,7 +203,7 @@ def _divide_by_teacher(
     divide: Callable[..., tuple[list[list[list[int]]], bool]],
     order: Sequence[tuple[int, int]] | None,
 ) -> tuple[list[list[list[int]]], bool]:
-    """Divide units into micro-batches, so that a micro-batch and its common prefixes have one teacher."""
+    """Divide the units of each teacher separately, so that a micro-batch and its prefixes have one teacher."""
     parts: dict[str, list[int]] = {}
     for index, teacher in enumerate(teachers):
         parts.setdefault(teacher, []).append(index)
@@ -218,8 +218,8 @@ def _divide_by_teacher(
 def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, share: bool) -> list[list[int]]:
     """Divide units into shares of nearly equal cost, and return the unit indices.
 
-    With `share`, units with a common prefix stay together. If the shares are not balanced then, or too few, the units
-    are first cut into pieces, as in `pieces`. A piece costs its part of the tokens.
+    With `share`, units with a common prefix stay together, and a shared token costs once. If the shares are then not
+    balanced, groups of such units are cut (see `pieces`). If a share is empty, common prefixes are ignored.
     """
     if not share or n_shares == 1:
         return split_balanced(costs, n_shares)
@@ -241,7 +241,7 @@ def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, s
 
 
 def _cheap_rows(rows: FlatRows, indices: np.ndarray) -> FlatRows:
-    """Return the first two tokens of the shortest of some rows, none of them trained, for a cheap forward pass."""
+    """Return two untrained tokens of the shortest of some rows, for a rank that has no row of its own."""
     row = rows[int(indices[rows.lengths[indices].argmin()])]
     fields = {name: numbers[:2] for name, numbers in row.fields.items()}
     return FlatRows.concatenate(
@@ -336,12 +336,12 @@ def row_micro_batches(
     """Divide units of rows into micro-batches as `micro_batches` does.
 
     A shared prefix counts once for `spec.max_tokens_per_mb`, and units that share a prefix are put together as far as
-    possible. `order` are the `sorted_rows` of the first rows of the units, if known. `keeps_count`: the micro-batches
-    must be those without sharing.
+    possible. `order`, if known, is the result of `sorted_rows` for the first rows of the units. With `keeps_count`, the
+    micro-batches are the same as without sharing.
 
-    Returns groups of micro-batches, and whether the model should compute shared prefixes once. The micro-batches of a
-    larger group have common prefixes, which are computed once, see `linked_pieces`. Context parallelism has no such
-    groups, because a rank does not have all keys of a prefix.
+    Returns groups of micro-batches, and whether the model should compute shared prefixes once. If a group has several
+    micro-batches, their common prefixes are computed once, see `linked_groups`. Context parallelism has no such groups,
+    because a rank does not have all keys of a prefix.
     """
     lengths = [sum(map(len, unit)) for unit in units]
     apart = micro_batches(lengths, spec, cp_size)
@@ -396,7 +396,7 @@ def split_balanced(costs: Sequence[float], n: int) -> list[list[int]]:
 def divide_rows(
     rows: Sequence[Any], n_shares: int, info: EngineInfo, sharing: PrefixSharing = NO_SHARING
 ) -> tuple[list[list[int]], list[np.ndarray]]:
-    """Check rows that will be scored, and distribute their indices over copies of a model."""
+    """Check rows to score, and divide their indices over replicas of a model. Also returns the checked rows."""
     checked = [
         read_tokens(tokens, f"token_rows[{index}]", info.vocab_size, info.context_len)
         for index, tokens in enumerate(rows)

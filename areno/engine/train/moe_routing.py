@@ -21,7 +21,7 @@ from areno.layers.routing import Routing
 
 
 class StepRouting:
-    """Routing of tokens to experts during an optimizer step. Does nothing for a model without experts.
+    """Controls and counts the routing of tokens to experts in a step. Does nothing for a model without experts.
 
     Call `begin_step` for each step, then for each micro-batch `begin` before its forward pass and `add` after it, and
     at last `add_statistics`. Scoring needs only `begin`. `coefficient` is 0 for no auxiliary loss.
@@ -53,7 +53,7 @@ class StepRouting:
     def begin_step(self, batches: Iterable[PackedTokens], run: Callable[[PackedTokens], object]) -> None:
         """Count how often the tokens of a step choose each expert, by a forward pass over its micro-batches.
 
-        Does nothing without an auxiliary loss. With an auxiliary loss, all copies of the model must call this.
+        Does nothing without an auxiliary loss. With an auxiliary loss, all data-parallel ranks must call this.
         """
         self._balance_E = None
         if self._routing is None or not self._coefficient:
@@ -90,10 +90,10 @@ class StepRouting:
         self._n_seen = self._n_seen.to(where) + self._n_tokens
 
     def add_statistics(self, numbers: dict[str, float]) -> None:
-        """Add statistics of the step over all copies of the model, which must all call this.
+        """Add statistics of the step over all data-parallel ranks, which must all call this.
 
         The violation of an expert is its load (tokens that chose it) divided by the mean load in its layer, minus 1.
-        router_entropy is a part of its largest possible value. router_changed is the fraction of choices in which
+        router_entropy is a fraction of its largest possible value. router_changed is the fraction of choices in which
         replayed experts differ from the router's own. router_aux_loss has no coefficient, and equals the number of
         experts per token if all loads are equal.
         """

@@ -21,7 +21,7 @@ Batches = Sequence[tuple[PackedTokens, DataPack]]
 
 
 def fill_missing(given_N: Tensor | None, found_N: Tensor) -> Tensor:
-    """Replace the NaN entries of old log-probabilities, or all if there are none."""
+    """Return `given_N` with `found_N` in place of NaNs, or `found_N` if `given_N` is None."""
     return found_N if given_N is None else torch.where(given_N.isnan(), found_N, given_N)
 
 

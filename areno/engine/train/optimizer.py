@@ -29,13 +29,13 @@ class GradientStats:
 class Optimizer:
     """AdamW or SGD. Updates `flat.masters` from `flat.grads`, and writes the rounded result into `flat.params`.
 
-    If `flat.in_host` is true, masters and moments pass the device in windows, see StateStream. The results are bitwise
-    equal to those of masters and moments on the device. If the buffers are divided over data-parallel ranks, each rank
-    updates the elements that it owns, and gathers all others.
+    With `flat.in_host`, masters and moments are streamed through the device in windows (see StateStream), with bitwise
+    equal results. If the buffers are divided over data-parallel ranks, each rank updates the elements that it owns, and
+    gathers all others.
 
-    `moments_from` is the value of `steps` when the moments were last zero: Adam's bias correction counts
-    from there. `empty_steps` are skipped steps without a trained token, which the schedule counts. `before_step` are
-    called first by the next update.
+    `moments_from` is the value of `steps` when the moments were last zero. Adam's bias correction counts from there.
+    `empty_steps` counts skipped steps without a trained token, which advance the schedule. The next update first calls
+    the functions in `before_step`.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
@@ -82,7 +82,7 @@ class Optimizer:
         return GradientStats(math.sqrt(squares), 1.0 - nonzeros / entries)
 
     def skip(self, is_empty: bool = False) -> float:
-        """Count an update that is not applied, and return its learning rate. An empty one advances the schedule."""
+        """Count an update that is not applied, and return its lr. If `is_empty`, the schedule advances, too."""
         lr = self.lr
         self.skipped_steps += 1
         self.empty_steps += is_empty

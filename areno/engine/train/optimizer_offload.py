@@ -1,4 +1,4 @@
-"""Master weights and moments in host memory, and their way through the device in an optimizer update.
+"""Keeps master weights and moments in host memory, and streams them through the device in an optimizer update.
 
 A `HostBuffer` replaces a tensor on the device. `StateStream` copies a window of all buffers to the device, lets the
 optimizer update the window there, and copies the window back. On CUDA, the copies of other windows run in both
@@ -21,14 +21,14 @@ PINNED_BYTES = 2**28
 """Bytes of pinned memory to allocate at once. torch rounds up to a power of two, which could double a large tensor."""
 
 PART = PINNED_BYTES // 4
-"""Elements in a part of a HostBuffer. A multiple of WINDOW, so that no window crosses a border."""
+"""Elements in a part of a HostBuffer. A multiple of WINDOW, so that each window lies in one part."""
 
 
 class HostBuffer:
     """A one-dimensional tensor in host memory, which is allocated in parts.
 
-    The size of a part is a power of two, see PINNED_BYTES. So only the last part may waste memory. With `per_block`
-    there is an element for each BLOCK parameters, instead of one for each parameter.
+    The size of a part is a power of two, see PINNED_BYTES. So only the last part may waste memory. With `per_block`,
+    the buffer has one element for every BLOCK parameters instead of one for each.
     """
 
     def __init__(self, n: int, dtype: torch.dtype, *, pinned: bool, per_block: bool = False):
@@ -79,7 +79,7 @@ def block_range(place: slice) -> slice:
 
 
 def split_at_parts(place: slice) -> Iterator[slice]:
-    """Cut a range of elements where the parts of a HostBuffer meet."""
+    """Split a range of elements at the borders between the parts of a HostBuffer."""
     start = place.start
     while start < place.stop:
         stop = min(place.stop, (start // PART + 1) * PART)
@@ -91,7 +91,8 @@ def split_at_parts(place: slice) -> Iterator[slice]:
 class UpdateWindow:
     """A range of elements whose masters and moments are on the device, so that they can be updated.
 
-    Slices are indices into all master weights. `scales` takes one that starts at a multiple of BLOCK.
+    All slices are indices into the whole buffer of master weights. A slice for `scales` must start at a multiple of
+    BLOCK.
     """
 
     place: slice
@@ -112,7 +113,7 @@ Streams = tuple[torch.cuda.Stream, torch.cuda.Stream] | None
 
 
 class StateStream:
-    """Brings master weights and moments to the device for an update, one window after another.
+    """Copies master weights and moments to the device for an update, one window after another.
 
     Buffers that are on the device already are not copied. If all are, there is only one window.
     """
@@ -122,7 +123,7 @@ class StateStream:
         self._streams: Streams = None
 
     def windows(self, buffers: Mapping[str, Buffer], n: int) -> Iterator[UpdateWindow]:
-        """Yield windows in ascending order. A window is stored when the next one is requested.
+        """Yield windows in ascending order. A window is copied back when the next one is requested.
 
         On CUDA, the host waits for nothing: all waiting is between streams. After the last window, the current stream
         waits for all copies to host memory.

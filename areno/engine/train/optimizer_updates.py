@@ -1,4 +1,4 @@
-"""The update of each optimizer on slices of the flat buffers: its moments, and how they change masters and weights."""
+"""The update rule of each optimizer: its moments, and how it changes slices of the master weights and parameters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from areno.kernels.adam.reference import codes
 class Sgd:
     """SGD without momentum, and the base class of the other updates.
 
-    `moments` have the layout of the masters, or with `block` one element for each block. They exist from the start,
-    because the KV cache is sized by the free memory before the first update.
+    `moments` have the layout of the masters, and their scales, if any, one element per block. They are allocated at
+    once, because the KV cache is sized by the free memory before the first update.
     """
 
     names: ClassVar[tuple[str, ...]] = ()

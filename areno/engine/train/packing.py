@@ -33,7 +33,7 @@ from areno.loss_fns.pack import DataPack
 
 @dataclass(slots=True)
 class SharedTokens:
-    """The relation of rows that share prefixes to the N tokens of a forward pass."""
+    """Maps the tokens of rows that share prefixes to the N tokens of a forward pass."""
 
     keys: SharedKeys  # of each segment: of its own tokens and of the tokens before it in its rows
     previous_N: Tensor  # index of the token before; 0 for the first token of a row
@@ -46,10 +46,11 @@ class SharedTokens:
 class PackedTokens:
     """The input of a forward pass: R packed rows with N tokens in total, on the device.
 
-    With `shared`, the R packed rows are segments of the caller's rows, and shared tokens are among the N tokens once.
-    With `prefix`, an earlier pass has computed the first of the N tokens, and the R packed rows are made of the others.
-    `predicted_T` is None for all tokens but the first ones of the caller's rows. `teacher` is a role, "" that of the
-    divergence. `for_teacher` predicts the same tokens after other prompts.
+    With `shared`, the R packed rows are segments of the caller's rows, and each shared token is packed once. With
+    `prefix`, an earlier pass has computed the first of the N tokens, and the R packed rows consist of the others. If
+    `predicted_T` is None, all tokens are predicted except the first of each of the caller's rows. `teacher` is a role,
+    "" for the role that the divergence names. `for_teacher` has the same predicted tokens, after the teacher's own
+    prompts.
     """
 
     tokens_N: Tensor
@@ -75,12 +76,12 @@ class PackedTokens:
         return self.positions_N.nonzero().squeeze(-1) if self.predicted_T is None else self.predicted_T
 
     def in_rows(self, numbers_N: Tensor) -> Tensor:
-        """Return values of the N tokens as values of the U tokens of the rows, differentiable."""
+        """Copy values of the N tokens to the U tokens of the rows. Gradients flow back."""
         return numbers_N if self.shared is None else copy_rows(numbers_N, self.shared.indices_U)
 
 
 class PrefixPass:
-    """The forward pass over prefixes that the rows of several micro-batches share, before the passes of the latter.
+    """The forward pass over prefixes that several micro-batches share. It runs before these micro-batches.
 
     Call `begin`, then `join` for each micro-batch, and at last `end`. Training runs the backward pass of `output` after
     the backward passes of all micro-batches.
@@ -101,7 +102,7 @@ class PrefixPass:
         self._leaf_ND = leaf_ND.requires_grad_(hidden_ND.requires_grad)
 
     def join(self, hidden_nD: Tensor) -> Tensor:
-        """Return the hidden states of the prefixes followed by those of a micro-batch, (N, D), differentiable."""
+        """Return the hidden states of the prefixes, then those of a micro-batch, as (N, D). Gradients flow back."""
         assert self._leaf_ND is not None, "the pass has not begun"
         return torch.cat((self._leaf_ND.to(hidden_nD.dtype), hidden_nD))
 
@@ -123,9 +124,9 @@ def pack_tokens(
     trained: np.ndarray | None = None,
     share: bool = False,
 ) -> PackedTokens:
-    """Pack rows of token ids end to end, with `share` tokens of shared prefixes once.
+    """Pack rows of token ids end to end. With `share`, tokens of shared prefixes are packed once.
 
-    `trained` says for all U tokens whether the log-probability is needed. None stands for all but the first ones.
+    `trained` says for all U tokens whether the log-probability is needed. None means all except the first of each row.
     """
     if share:
         forest = build_forest(token_rows)
@@ -241,10 +242,10 @@ class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
         return [(one, _pack_rows(rows, one, self._step, self._rows_per_unit)) for rows, one in pairs]
 
     def halve(self, old_logprobs: Sequence[Tensor | None]) -> bool:
-        """Divide each micro-batch of several units into two of about as many tokens. Return whether one was.
+        """Split each micro-batch of several units in two of about equal size. Returns False if there is none.
 
-        The order of the rows stays the same. `sizes` of the step and the old log-probabilities become those of the new
-        ones.
+        The order of the rows stays the same. `sizes` of the step are updated. `old_logprobs`, one for each micro-batch,
+        are split, too, and become those of the new micro-batches.
         """
         olds: list[Tensor | None] = []
         sizes: list[list[int]] = []
@@ -266,7 +267,7 @@ class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
 
 
 def _pack_for_teacher(rows: FlatRows, device: torch.device) -> PackedTokens | None:
-    """Pack rows for a teacher with prompts of its own, with the same trained tokens in the same order."""
+    """Pack rows after the teacher's own prompts, with the same trained tokens in order. None without such prompts."""
     if all(prompt is None for prompt in rows.teacher_prompts):
         return None
     found = [row.for_teacher() for row in rows]
@@ -298,7 +299,7 @@ def _pack_rows(rows: FlatRows, packed: PackedTokens, step: StepMicroBatches, row
 
 
 def is_predicted(prompt_masks: Sequence[np.ndarray], batch: Sequence[int]) -> np.ndarray:
-    """Return, for the tokens of all rows of a batch, whether a token is predicted: not masked, not the first."""
+    """Return a mask of the predicted tokens of a batch: all but masked tokens and the first of each row."""
     asked = [~prompt_masks[index] for index in batch]
     for of_row in asked:
         of_row[0] = False
@@ -317,7 +318,7 @@ def _split_in_two(rows: FlatRows, rows_per_unit: int) -> list[FlatRows]:
 class LocalTokens:
     """The tokens of a micro-batch that this context-parallel rank computes: n consecutive tokens of its N tokens.
 
-    They may end with padding. `first` is the index of the first of them. `attend` covers the whole micro-batch.
+    They may end with padding. `first` is their first index among the N tokens. `attend` covers the whole micro-batch.
     """
 
     tokens_n: Tensor
@@ -337,7 +338,7 @@ class LocalTokens:
     ) -> LocalTokens:
         """Divide the tokens of a micro-batch equally over a group, and return the share of this rank.
 
-        A share has a `multiple` of tokens, by padding at the end. `stores` receives keys and values for later passes.
+        Shares are padded at the end to a multiple of `multiple`. `stores` receives keys and values for later passes.
         """
         tokens_N, positions_N, cu_seqlens = (
             packed.tokens_N[packed.n_prefix_tokens :],
@@ -362,12 +363,12 @@ class LocalTokens:
         return len(self.packed.tokens_N)
 
     def select_predecessors(self, hidden_nD: Tensor, indices_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Select the tokens for which this rank computes the token before, and its hidden states."""
+        """Return the `indices_T` whose previous token this rank computes, and the previous tokens' hidden states."""
         shared = self.packed.shared
         return self.select(hidden_nD, indices_T, indices_T - 1 if shared is None else shared.previous_N[indices_T])
 
     def select(self, hidden_nD: Tensor, indices_T: Tensor, sources_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Select the entries whose source is a token of this rank or of an earlier pass, and its hidden states."""
+        """Return the `indices_T` whose source this rank or an earlier pass computes, and the sources' hidden states."""
         if self.packed.prefix is None:
             sources_T = sources_T - self.first
         else:
@@ -380,7 +381,7 @@ class LocalTokens:
         return indices_T, copy_rows(hidden_nD, sources_T)  # the last token of a prefix predicts several tokens
 
     def gather_values(self, indices_T: Tensor, numbers_T: Tensor) -> Tensor:
-        """Write values at their token indices, sum over context-parallel ranks, and return (U,), 0 elsewhere."""
+        """Put values at their token indices (0 elsewhere), sum over context-parallel ranks, and return (U,)."""
         numbers_N = torch.zeros(self.n_tokens, dtype=torch.float32, device=indices_T.device)
         numbers_N = self.attend.context.reduce_out(numbers_N.index_copy(0, indices_T, numbers_T))
         numbers_U, shared = self.packed.in_rows(numbers_N), self.packed.shared

@@ -1,8 +1,7 @@
-"""Activation recomputation: the choice of how many layers keep their activations for the backward pass.
+"""Chooses how many layers keep their activations for the backward pass. All other layers recompute them.
 
-As many layers keep activations as free memory allows, and all other layers recompute them. The free memory is only an
-estimate, because it may be fragmented. So a step that runs out of memory is repeated with fewer layers that keep
-activations.
+As many layers keep activations as free memory allows. The free memory is only an estimate, because it may be
+fragmented. So a step that runs out of memory is repeated with fewer layers that keep activations.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ logger = logging.getLogger("areno")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that can be allocated, less a reserve of 6 %. Idle memory of torch counts as free."""
+    """Return the bytes that can be allocated, including torch's unused cache, less a reserve of 6 %."""
     free, total = torch.cuda.mem_get_info(device)
     idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return max(0, free + idle - int(RESERVE * total))
@@ -30,8 +29,9 @@ def free_bytes(device: torch.device) -> int:
 class KeptLayers:
     """Chooses how many layers keep the outputs of their large matrix products for the backward pass.
 
-    All other layers recompute these outputs. `free` is None if all layers recompute. Only a rank that is `alone`,
-    without collectives with other ranks, can repeat a step by itself. `split` is sequence parallelism.
+    All other layers recompute these outputs. `free` returns the free bytes of the device. If it is None, all layers
+    recompute. Only a rank that is `alone`, without collectives with other ranks, can repeat a step by itself. `split`
+    is sequence parallelism.
     """
 
     def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):
@@ -47,7 +47,7 @@ class KeptLayers:
         return self._of_model if self.teacher is None else self._of_model.with_two_heads()
 
     def count(self, n_tokens: int, waits: bool = False) -> int:
-        """Return the number of layers that keep their products, 0 if other passes come before the backward pass."""
+        """Return how many layers keep their products: 0 if other passes run before the backward pass (`waits`)."""
         if self._free is None or not torch.is_grad_enabled():
             return 0
         if waits:
@@ -67,7 +67,7 @@ class KeptLayers:
         return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
 
     def keep_less(self) -> bool:
-        """Return whether the step can be repeated with fewer layers that keep products."""
+        """Lower the share of memory for kept products. Returns False if the step cannot be repeated with less."""
         if not self._last or not self._alone:
             return False
         self._share *= 0.75

@@ -1,4 +1,4 @@
-"""The difference between the log-probabilities of the rollout and of training."""
+"""Compares the log-probabilities of the rollout with those of training."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Rows = Sequence[np.ndarray]
 
 
 class UnitGroup(NamedTuple):
-    """Units of rows that share prefixes and are computed together."""
+    """Units (rows that stay together, see micro_batches.py) that share prefixes and are computed together."""
 
     units: list[int]
     size: int  # stands for memory: computed tokens, and a KEYS-th of the others, whose keys are copied
@@ -41,18 +41,18 @@ class UnitGroup(NamedTuple):
 
 
 def min_shared_tokens(rows: Rows) -> int:
-    """Return the number of tokens in which rows must agree to share them: half of a row, but at most LEAST."""
+    """Return how many equal tokens rows must begin with to share them: half the mean length, at most LEAST."""
     return min(LEAST, max(_LEAST_OF_SHORT, sum(map(len, rows)) // (2 * len(rows))))
 
 
 @dataclass(slots=True)
 class Forest:
-    """Rows laid out as segments, as arrays. Letters: N tokens of all segments, S segments, U tokens of all rows.
+    """Rows laid out as a forest of segments. Letters: N tokens of all segments, S segments, U tokens of all rows.
 
-    The first `n_before` tokens may have been computed by an earlier forward pass, see `divide_forest`. The S segments
-    are then those of the other tokens. `starts` (S + 1,) are indices of first tokens, less `n_before`. `keys_M` are,
-    for each segment, the indices of the tokens from the beginning of its rows to its end, and `key_starts` (S + 1,) the
-    indices of the first ones. `indices_U` is the index of each row's tokens among the N tokens.
+    An earlier forward pass may have computed the first `n_before` tokens, see `divide_forest`. The S segments then hold
+    only the other tokens. `starts` (S + 1,) holds the index of each segment's first token, minus `n_before`. `keys_M`
+    lists, segment by segment, the indices of the tokens that a segment attends to: from the start of its rows to its
+    own end. `key_starts` (S + 1,) says where each list begins. `indices_U` maps the tokens of all rows to the N tokens.
     """
 
     tokens_N: np.ndarray
@@ -70,7 +70,7 @@ class Forest:
 
 
 def build_forest(rows: Rows) -> Forest:
-    """Lay rows, none of them empty, out as a forest of segments."""
+    """Lay out rows as a forest of segments. No row may be empty."""
     tree = _SegmentTree(rows)
     # Segments in the order of the rows, so that rows without a shared prefix are laid out as without sharing.
     order = sorted(range(len(tree.begin)), key=lambda s: (tree.first_row[s], tree.begin[s]))
@@ -101,19 +101,19 @@ def build_forest(rows: Rows) -> Forest:
 
 
 def _first_occurrences(indices_U: np.ndarray, n_tokens: int) -> np.ndarray:
-    """Return the index among the U tokens of rows of the first occurrence of each token, (n_tokens,) int64."""
+    """Return, for each of the `n_tokens` tokens, the index of its first occurrence in `indices_U`, int64."""
     first_N = np.empty(n_tokens, dtype=np.int64)
     first_N[indices_U[::-1]] = np.arange(len(indices_U))[::-1]  # of several occurrences, the first is written last
     return first_N
 
 
 def divide_forest(forest: Forest, sizes: Sequence[int]) -> list[tuple[np.ndarray, Forest]]:
-    """Divide a forest into the segments that rows of several micro-batches contain, and the rest of each.
+    """Divide a forest into segments that several micro-batches share, and the remaining segments of each.
 
-    `sizes` are the tokens of the rows in each micro-batch. Returns pairs of (indices of tokens in the undivided forest,
-    forest of these tokens). The first pair has the segments in several micro-batches. It is followed by a pair for each
-    micro-batch, whose tokens begin with those of the first pair. The list is empty if no segment is in several
-    micro-batches, or if a micro-batch has no other segment.
+    `sizes` are the numbers of tokens of the rows in each micro-batch. Returns pairs of (indices of tokens in the
+    undivided forest, forest of these tokens). The first pair has the shared segments. It is followed by a pair for each
+    micro-batch, whose tokens begin with those of the first pair. The list is empty if no segment is shared, or if a
+    micro-batch has no other segment.
     """
     lengths = np.diff(forest.starts)
     segment_N = np.repeat(np.arange(len(lengths)), lengths)
@@ -140,9 +140,9 @@ def distinct_indices(places: np.ndarray, n: int) -> np.ndarray:
 def _sub_forest(
     forest: Forest, before: np.ndarray, own: np.ndarray, indices_U: np.ndarray, place: np.ndarray
 ) -> tuple[np.ndarray, Forest]:
-    """Return the indices of the tokens of segments `before` (computed earlier) and `own`, and the forest of these.
+    """Return (token indices, forest) of the segments `before`, which were computed earlier, and `own`.
 
-    `place` is memory for an index of each token of the forest.
+    `place` is scratch memory with one index for each token of the undivided forest.
     """
     kept = np.concatenate([_segment_ranges(forest.starts, before), _segment_ranges(forest.starts, own)])
     place[0], place[kept] = 0, np.arange(len(kept))  # the first tokens of rows have 0 as their previous token
@@ -168,7 +168,7 @@ def _segment_ranges(starts: np.ndarray, segments: np.ndarray) -> np.ndarray:
 class _SegmentTree:
     """Divides rows into segments, by adding one row after another to a tree of segments.
 
-    A segment is the positions [begin, end) of its rows. `first_row` is the first of the rows that contain it.
+    A segment covers the positions [begin, end) of its rows. `first_row` is the first row that contains it.
     """
 
     def __init__(self, rows: Rows):
@@ -212,15 +212,15 @@ class _SegmentTree:
         return first
 
     def _add_row_to(self, node: int, row: int) -> None:
-        """Record that a row contains a segment and those before it."""
+        """Record that a row contains a segment and its ancestors."""
         while node >= 0 and row < self.first_row[node]:
             self.first_row[node], node = row, self.parent[node]
 
 
 def sorted_rows(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Yield (row index, tokens in common with the row before), so that common prefixes are neighbours.
+    """Yield (row index, tokens in common with the previous row), sorted so that common prefixes are adjacent.
 
-    The number is 0 for less than `min_shared_tokens` tokens, unless both rows are equal.
+    The number is 0 if fewer than `min_shared_tokens` tokens are equal, unless both rows are equal.
     """
     least = min_shared_tokens(rows)
     alike: dict[bytes, list[int]] = {}
@@ -274,12 +274,12 @@ def _n_computed_by_unit(units: Sequence[Rows]) -> Iterator[int]:
 
 
 def pieces(units: Sequence[Rows], most: int) -> list[UnitGroup]:
-    """Divide units into pieces that share prefixes. The first row stands for a unit. `most` limits the size."""
+    """Group units that share prefixes, up to a size of `most`. Only the first row of each unit is compared."""
     return _group_units(_added_units(units), most)
 
 
 class _AddedUnit(NamedTuple):
-    """A unit, and what it adds to a piece that already has the unit before it."""
+    """A unit, and what it adds to a group that already has the previous unit."""
 
     unit: int
     common: int  # tokens in common with the unit before
@@ -299,20 +299,20 @@ def _group_units(additions: Iterable[_AddedUnit], most: int) -> list[UnitGroup]:
 
 
 def _added_units(units: Sequence[Rows], order: Iterable[tuple[int, int]] | None = None) -> Iterator[_AddedUnit]:
-    """Yield the units in an order in which units with a common prefix are neighbours."""
+    """Yield the units, sorted so that units with a common prefix are adjacent."""
     firsts = [unit[0] for unit in units]
     least, of_units = min_shared_tokens(firsts), list(_n_computed_by_unit(units))
     for index, common in sorted_rows(firsts) if order is None else order:
         computed = of_units[index]
         size = computed + (sum(map(len, units[index])) - computed) // KEYS
-        saved = max(0, common - least + 1)  # at least so many tokens are shared, see _Tree
+        saved = max(0, common - least + 1)  # at least so many tokens are shared, see _SegmentTree
         yield _AddedUnit(
             index, common, size - saved + -(-saved // KEYS), computed - saved, UnitGroup([index], size, computed)
         )
 
 
 class LinkedGroups(NamedTuple):
-    """Pieces whose common prefixes are computed in a pass of their own, or one piece."""
+    """Groups of units (`pieces`) whose common prefixes are computed in a separate pass, or a single group."""
 
     pieces: list[UnitGroup]
     passes: list[int]  # computed tokens of each pass: of the prefixes, if there are several pieces, then of each piece
@@ -323,9 +323,9 @@ def linked_groups(
 ) -> list[LinkedGroups]:
     """Divide units of rows into pieces as `pieces` does, and link pieces that have a prefix in common.
 
-    The common prefixes of linked pieces are computed in a forward pass of their own, before the pieces. Their keys,
-    values and activations stay in memory until the last piece is done, so linked pieces are smaller than others. Only
-    units of one row are linked. The first rows of larger units do not tell how many tokens the other rows share.
+    The common prefixes of linked pieces are computed in a separate forward pass, before the pieces. Their keys, values
+    and activations stay in memory until the last piece is done, so linked pieces are smaller than others. Only units of
+    one row are linked. In larger units, the first rows do not tell how many tokens the other rows share.
     """
     groups: list[list[_AddedUnit]] = []  # units with a common prefix
     for addition in _added_units(units, order):
@@ -346,10 +346,10 @@ def linked_groups(
 
 
 def _linked_groups(additions: Sequence[_AddedUnit], most: int) -> LinkedGroups | None:
-    """Return linked pieces of size `most` with their prefixes. None if one is empty or memory is too small."""
+    """Return linked pieces that fit into `most` with their prefixes. None if a piece is empty or does not fit."""
 
     def cut(room: int) -> LinkedGroups:
-        """Return pieces of at most a size. The first of the passes is that of the prefixes."""
+        """Cut the units into pieces of size at most `room`. The first of the passes computes the prefixes."""
         found = [additions[0].alone]
         moved = [0]  # tokens of each piece that the pass over the prefixes computes
         seen = 0  # tokens at the beginning of the unit that are counted in `moved`

@@ -1,4 +1,4 @@
-"""The retry of a pass over rows with smaller micro-batches, after memory has run out."""
+"""Repeats a pass over rows with smaller micro-batches after memory has run out."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def retry_with_smaller_pieces(attempt: Callable[[], T], divide: Callable[[], bool]) -> T:
-    """Return the result of the first attempt for which the memory suffices.
+    """Call `attempt` until the memory suffices, and return its result.
 
-    `divide` makes the next attempt need less, and returns False if that is impossible or forbidden. The error of the
-    last attempt is raised then.
+    After each failure, `divide` makes the next attempt need less memory. If it returns False, because that is
+    impossible or forbidden, the error of the last attempt is raised.
     """
     while True:
         try:

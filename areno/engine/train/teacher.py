@@ -27,8 +27,8 @@ class TeacherPasses:
     backward pass has ended. The head computes logits from them, chunk by chunk. Hidden states of a whole step would
     take more memory than those of one micro-batch.
 
-    `switch` returns a context in which the model of `run` is the teacher. It switches adapters off if the teacher is
-    the student without its adapters. `common` are the ids over which both models are compared.
+    `switch` returns a context in which the model of `run` is the teacher. If the teacher is the student without its
+    adapters, the context switches them off. `common` are the token ids over which both models are compared.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Teachers:
 
 
 def listed_teacher(packed: PackedTokens, pack: DataPack, indices_T: Tensor, divergence: Divergence) -> Teacher | None:
-    """Return a teacher made of the log-probabilities that rows bring (`TrainSequence.teacher_top`)."""
+    """Return a teacher made of the log-probabilities that rows list (`TrainSequence.teacher_top`), if any."""
     if pack.teacher_top_tokens is None or pack.teacher_top_logprobs is None:
         return None
     indices_U = indices_T

@@ -41,9 +41,9 @@ class Segment:
 class Bucket:
     """A range of the flat buffers that data-parallel ranks reduce and gather in one collective.
 
-    Slices count elements: `place` and `own` in `params`, `local` in `masters` and the moments. `grads` holds only the
-    owned elements if gradients are divided (ZeRO-2). The backward pass completes large stages, which are layer indices,
-    first.
+    All slices are ranges of elements. `place` (the whole bucket) and `own` (this rank's part) index `params`. `local`
+    indexes `masters` and the moments. `grads` holds only the owned elements if gradients are divided (ZeRO-2). `stage`
+    is a layer index. The backward pass completes large stages first.
     """
 
     place: slice
@@ -82,11 +82,11 @@ def flatten(named: Named) -> torch.Tensor:
 class FlatParameters:
     """Moves the trained parameters of a model into one buffer, and their gradients into another buffer.
 
-    `in_parts` maps a name to (range of elements, n): the gradient of such a range must be summed over n tensor-parallel
-    ranks. With `stage` (see Transformer.stage), masters and moments are divided over `dp` (ZeRO-1), and with
-    `divide_grads` the gradients of layers, too (ZeRO-2). Before they are reduced, these gradients lie in `workspace`,
-    which all divided buckets share. `fill` sets the weights once the parameters are views of `params`. So a model that
-    was built without memory never has its weights in memory twice.
+    `in_parts` returns pairs (range of elements, n) for a parameter name. The gradient of such a range must be summed
+    over n tensor-parallel ranks. With `stage` (see Transformer.stage), masters and moments are divided over `dp`
+    (ZeRO-1), and with `divide_grads` the gradients of layers, too (ZeRO-2). Before they are reduced, these gradients
+    lie in `workspace`, which all divided buckets share. `fill` sets the weights once the parameters are views of
+    `params`. So a model that was built without memory never has its weights in memory twice.
 
     `grads` is float32, and each `parameter.grad` is a view of it or of `workspace`. Clear it by `grads.zero_()`; never
     set a gradient to None. `masters` are the float32 values that the optimizer updates, for the owned elements. They
@@ -154,7 +154,7 @@ class FlatParameters:
                     master.copy_(param)
 
     def new_state(self, dtype: torch.dtype, n: int | None = None, *, per_block: bool = False) -> Buffer:
-        """Return zeros for masters or moments. `per_block`: an element belongs to BLOCK parameters."""
+        """Return zeros for masters or moments. With `per_block`, an element belongs to BLOCK parameters."""
         n = self.n_local if n is None else n
         if self.in_host:
             return HostBuffer(n, dtype, pinned=self.params.is_cuda, per_block=per_block)
@@ -189,7 +189,7 @@ class FlatParameters:
                 yield from _chunks(each, segment, segment.start, segment.stop, local)
 
     def copies(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[tuple[OwnedChunk, int]]:
-        """Yield chunks of owned elements, and the n tensor-parallel ranks that have a part of their gradient."""
+        """Yield (chunk of owned elements, n) where the gradient must be summed over n tensor-parallel ranks."""
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
                 for place, n in self._copied:
