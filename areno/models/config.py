@@ -54,7 +54,7 @@ class TransformerConfig:
 
     Attributes:
         family: The name of the model's Family.
-        rope: The rotary positions of layers that `kinds` does not list.
+        rope: The rotary positions. `kinds` may set others for some layers.
         max_position_embeddings: The context length: the largest number of tokens in a sequence.
         qk_norm: Whether each query and key head has a norm.
         qk_norm_whole: Whether all query heads of a token share one norm, and all key heads share another one.
@@ -66,7 +66,7 @@ class TransformerConfig:
         initializer_range: The standard deviation of random weights.
         delta: The layers with a recurrent state in place of attention.
         within: The class of the image-text model, if transformers builds one from this folder. peft then uses its
-            tensor names. Empty for a folder with only a text model.
+            tensor names. Otherwise empty.
         stored_vocab_size: Number of token ids in the checkpoint, if it differs from `vocab_size`, which is that of the
             actor. Rows of further ids are not loaded, and missing ids have no logits.
         has_head: Whether the checkpoint has the weights of the head. False for a critic or a reward model made from a
