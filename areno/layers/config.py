@@ -68,8 +68,7 @@ class Delta:
         return matrices + 2 * self.n_value_heads
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a sequence's states: fp32 matrices and, for the convolution, inputs of `itemsize` bytes.
-        """
+        """Return the bytes of a sequence's states: fp32 matrices, and convolution inputs of `itemsize` bytes each."""
         matrices = 4 * self.n_value_heads * self.key_dim * self.value_dim
         return len(self.layers) * (matrices + itemsize * (self.width - 1) * self.n_channels)
 
