@@ -94,7 +94,7 @@ class Routing:
             self.chosen[layer] = chosen_Nk
 
     def choose(self, layer: int, logits_NE: Tensor) -> Tensor:
-        """Choose the experts of each token, and record them: those in `given_NLk`, else the most probable ones."""
+        """Return and record the experts of each token: those in `given_NLk`, else the most probable, best first."""
         with torch.no_grad():
             own_Nk = logits_NE.topk(self.experts.top_k, dim=-1).indices
             chosen_Nk = own_Nk

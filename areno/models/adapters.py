@@ -210,7 +210,7 @@ def base_of(folder: str | Path) -> str:
 
 
 def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolder:
-    """Read adapter_config.json for a model. The names of the tensors in the weight file tell which modules are adapted.
+    """Read adapter_config.json for a model. The adapted modules are found by the tensor names in the weight file.
 
     Raises CheckpointError, which lists all fields that ask for something unsupported.
     """
@@ -242,7 +242,7 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
 
 
 def _target_modules(folder: Path, model: TransformerConfig, given: object) -> tuple[str, ...]:
-    """Return the adapted modules, such as q_proj, which the names of the tensors tell.
+    """Find the adapted modules, such as q_proj, by the names of the tensors.
 
     Raises CheckpointError unless the field target_modules (`given`), a list of names or a regex, matches all of them.
     """

@@ -73,7 +73,7 @@ def prompt_problem(prompt: Any) -> str | None:
 
 
 def check_token_rows(rows: Any, name: str, vocab_size: int | None = None, *, may_be_empty: bool = False) -> None:
-    """Raise DataError unless rows are lists of token ids. Ids are compared with `vocab_size` if it is given."""
+    """Raise DataError unless rows are lists of token ids. Without `vocab_size`, the engine checks the ids later."""
     if_empty = None if may_be_empty else "at least one row is expected"
     _check_list(name, rows, "a list of lists of token ids is expected", if_empty)
     if vocab_size is not None:

@@ -1,7 +1,7 @@
 """The progress of a run, and the triggers for saving, evaluating and writing training states.
 
 `RunProgress` provides the batches of a run and counts steps, epochs, rows and seconds. `Trigger` decides after which
-steps an action is due. Their state dicts are part of the training state from which a run resumes.
+steps an action is due. The training state from which a run resumes contains their state dicts.
 """
 
 from __future__ import annotations
