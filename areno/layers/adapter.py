@@ -3,11 +3,11 @@
 An adapter is sharded as its layer is. In a column-parallel layer each rank has all of A and its rows of B. In a
 row-parallel layer each rank has its columns of A and all of B, and the adapter's partial sums are reduced together with
 those of the layer. So the adapter needs no collective in the forward pass. In the backward pass, the gradient of the
-factor that every rank has in full is reduced over the ranks.
+matrix that every rank has in full (A or B) is reduced over the ranks.
 
-While sampling, a product with few rows costs little more with more columns. So `Adapter.stack` places a copy of A below
-the layer's weight, and one product gives both x W^T and x A^T. `refresh_stacked` updates the copy before sampling
-begins. The copy is used only within the context manager `sampling`.
+For sampling, `Adapter.stack` places a copy of A below the layer's weight, so that one product gives both x W^T and x
+A^T. This is faster, because a product with few rows costs little more with more columns. The copy is used only within
+the context manager `sampling`. `refresh_stacked` updates the copy before sampling begins.
 
 Shape letters: N tokens, I input features, O output features, R = rank times the number of A matrices; X columns of the
 stacked product, at least O + R.
@@ -34,7 +34,7 @@ _is_sampling = False
 
 @contextmanager
 def sampling() -> Iterator[None]:
-    """Let layers use the stacked copies of A. Call `Adapter.refresh_stacked` before: training does not update them."""
+    """Let layers use the stacked copies of A inside the `with` block. Call `Adapter.refresh_stacked` before."""
     global _is_sampling
     before, _is_sampling = _is_sampling, True
     try:
@@ -46,18 +46,18 @@ def sampling() -> Iterator[None]:
 class Adapter(nn.Module):
     """The LoRA adapters of some projections of one linear layer.
 
-    The projections in an inner sequence of `groups` share one A, because the checkpoint stores them as one matrix. They
-    must be neighbours in the layer.
+    `groups` lists indices of projections. Those in one group share one A, because the checkpoint stores them as one
+    matrix. They must be neighbours in the layer.
 
     Attributes:
-        a: the A matrices, stacked (R, I), so that one product serves all.
+        a: the A matrices, stacked (R, I), so that one product computes x A^T for all of them.
         b: the B matrices, stacked (sum of the output sizes, rank).
         layout: for "a" and "b", which rows or columns of which checkpoint tensors this rank has.
         slices: for each A, the columns of the layer's output and the rows of `b` that belong to it.
         on: if False, the layer computes as if it had no adapter.
-        in_order: whether products have a fixed order of sums, for `engine.exact`.
-        stacked: the layer's weight with a copy of A below, (X, I), and the bias padded with zeros, if any. None before
-            `stack`.
+        in_order: whether products sum in a fixed order, for `engine.exact`.
+        stacked: (the layer's weight with a copy of A below it, (X, I); the bias padded with zeros, or None). None
+            before `stack` is called.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Adapter(nn.Module):
         self._tiles_of_all: Tensor | None = None
 
     def forward(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """Add the adapter to the output of the layer, which may be changed in place."""
+        """Add the adapter's output to `y_NO`, the output of the layer, which may be changed in place."""
         a, b = self.a, self.b
         if self.row_parallel:
             b = self.tp.copy_in(b)
@@ -99,7 +99,7 @@ class Adapter(nn.Module):
         return add_lora(y_NO, self.project_a(x_NI, a), b, self.slices, self.tiles, self.scaling)
 
     def project_a(self, x_NI: Tensor, a_RI: Tensor | None = None) -> Tensor:
-        """Return x A^T, (N, R). `a_RI` is A with the autograd history that reduces its gradient over the ranks."""
+        """Return x A^T, (N, R). Pass `a_RI` = copy_in(A) if the backward pass must sum the gradient of A over ranks."""
         a_RI = self.a if a_RI is None else a_RI
         if self.in_order and not torch.is_grad_enabled():
             return fixed_order_matmul(x_NI, a_RI, x_NI.dtype)
@@ -109,9 +109,10 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def stack(self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None) -> None:
-        """Make the layer's weight (and column-parallel bias) a view of a larger tensor that has room for a copy of A.
+        """Move the layer's weight (and column-parallel bias) into a larger tensor that has room for a copy of A below.
 
-        Does nothing on a device without Triton kernels and on `meta`. Must not be called with `in_order`.
+        The parameters become views of it. Does nothing without Triton kernels or on `meta`. Must not be called with
+        `in_order`.
         """
         if not use_triton(weight_OI) or weight_OI.is_meta:
             return
@@ -129,29 +130,29 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def refresh_stacked(self) -> None:
-        """Copy A, after it has changed, into the stacked tensor, if any."""
+        """Copy A into the stacked tensor, if there is one."""
         if self.stacked is not None:
             self.stacked[0][self._n_out : self._n_out + len(self.a)] = self.a
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the layer must compute its output with `output` or `stacked_product`."""
+        """Whether the layer must now compute its output with `output` or `stacked_product`."""
         return self.stacked is not None and _is_sampling and self.on
 
     def stacked_product(self, x_NI: Tensor) -> Tensor:
-        """Return x W^T (with a column-parallel bias), x A^T and zeros up to X columns, side by side."""
+        """Return (N, X): the columns of x W^T (plus a column-parallel bias), of x A^T, and zeros as padding."""
         assert self.stacked is not None
         return F.linear(x_NI, *self.stacked)
 
     def output(self, x_NI: Tensor) -> Tensor:
-        """Return the layer's output with adapter and column-parallel bias, or its partial sum if row-parallel."""
+        """Return the layer's output with adapter and column-parallel bias. If row-parallel, it is a partial sum."""
         assert self._tiles_of_all is not None
         from areno.kernels.adapters.triton import add_lora_stacked
 
         return add_lora_stacked(self.stacked_product(x_NI), self.b, self._tiles_of_all, self.scaling, self._n_out)
 
     def swiglu_stacked(self, both_NX: Tensor, gelu: bool) -> Tensor:
-        """Return silu(gate) * up with adapters from `stacked_product`. `gelu` is the tanh form in place of SiLU."""
+        """Return silu(gate) * up from `both_NX`, a stacked product. `gelu`: tanh form of GELU in place of SiLU."""
         from areno.kernels.adapters.triton import swiglu_stacked
 
         return swiglu_stacked(both_NX, self.b, self.slices, self.scaling, self._n_out, gelu)
@@ -159,7 +160,7 @@ class Adapter(nn.Module):
     # Methods for fused layers, outside autograd.
 
     def add_input_gradient(self, grad_x_NI: Tensor, grad_NO: Tensor) -> Tensor:
-        """Add the adapter's part of the gradient with respect to x to that of the layer's weight, in place."""
+        """Add the adapter's gradient with respect to x to `grad_x_NI`, the gradient through W, in place."""
         return grad_x_NI.addmm_(self._grad_h(grad_NO), self.a)
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
@@ -185,7 +186,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def init(self, generator: torch.Generator) -> None:
-        """Draw A uniformly from +-1/sqrt(I), as peft does, and set B to zero, so that the model equals its base.
+        """Draw A uniformly from +-1/sqrt(I), as peft does, and set B to zero, so that the adapter changes nothing yet.
 
         The full tensors are drawn on the CPU, so the values do not depend on the number of ranks or the device.
         """
@@ -197,7 +198,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight_OI: Tensor) -> Tensor:
-        """Return the layer's weight with scaling * B A added in fp32, in its dtype."""
+        """Return weight + scaling * B A, which is computed in fp32, in the dtype of the weight."""
         out = weight_OI.detach().clone()
         for index, (column, row, size) in enumerate(self.slices):
             a = self.a[index * self.rank : (index + 1) * self.rank].float()

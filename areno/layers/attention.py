@@ -2,8 +2,8 @@
 
 A model is called with an `Attend`, so that the same model serves training and decoding. `PackedAttend` is for training
 and for computing log-probabilities. In decoding, the callable is attention over the KV cache, wrapped in a
-`CachedAttend` if the model has layers with a recurrent state. `layer` is the index among the layers with attention (or
-with a recurrent state, for `recur`), and queries and keys come after rotary embedding.
+`CachedAttend` if the model has layers with a recurrent state. `layer` counts only the layers with attention (in
+`recur`, only those with a recurrent state). Queries and keys are passed after rotary embedding.
 
 Shape letters: N tokens of this rank, R packed sequences (rows), H query heads, K key heads, D head dimension; others as
 in `areno.kernels.delta`.
@@ -35,7 +35,7 @@ window: the number of last tokens that a token attends to, itself included. None
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """The M keys of rows that begin with tokens of other rows: those of the shared prefix, then their own."""
+    """The M keys of all rows if rows share prefixes: for each row, the keys of its shared prefix and then its own."""
 
     tokens_M: Tensor  # int64, the token of each key, row by row
     cu_seqlens: Tensor  # (R + 1,) int32, cumulative numbers of keys
@@ -43,14 +43,14 @@ class SharedKeys:
     n_tokens: int  # N, own tokens of all rows, and tokens of an earlier pass
 
     def with_row(self, n_tokens: int) -> SharedKeys:
-        """Add a row that shares nothing."""
+        """Return a copy with one more row, of `n_tokens` tokens, that shares nothing."""
         total = self.n_tokens + n_tokens
         tokens_M = torch.cat([self.tokens_M, torch.arange(self.n_tokens, total, device=self.tokens_M.device)])
         cu_seqlens = F.pad(self.cu_seqlens, (0, 1), value=len(tokens_M))
         return SharedKeys(tokens_M, cu_seqlens, max(self.max_len, n_tokens), total)
 
     def gather(self, x_NKD: Tensor) -> Tensor:
-        """Return the keys or the values of all rows, (M, K, D), differentiable."""
+        """Copy the keys or values of the N tokens to all rows that use them, (M, K, D). Differentiable."""
         return copy_rows(x_NKD, self.tokens_M, lambda: self._order_of_copies)
 
     @cached_property
@@ -58,7 +58,7 @@ class SharedKeys:
         return order_of_copies(self.tokens_M, self.n_tokens)
 
     def sum(self, grad_MKD: Tensor) -> Tensor:
-        """Return the gradient with respect to the argument of `gather`."""
+        """Do the backward pass of `gather`: sum the gradients of all copies of a token, (N, K, D)."""
         return sum_copies(grad_MKD.contiguous().flatten(1), *self._order_of_copies).view(
             self.n_tokens, *grad_MKD.shape[1:]
         )
@@ -67,7 +67,7 @@ class SharedKeys:
 class PrefixKeys:
     """The keys and values of prefixes that the rows of several forward passes share, and their gradients.
 
-    An earlier forward pass, that of the prefixes, stores keys and values of each layer. The later passes read them, and
+    A first forward pass computes the prefixes and stores keys and values of each layer. Later passes read them, and
     their backward passes add the gradients. The backward pass of the prefixes comes last and takes the sums.
     """
 
@@ -77,18 +77,18 @@ class PrefixKeys:
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
     def store(self, layer: int, *keys_values: Tensor) -> tuple[Tensor, ...]:
-        """Store the keys and values of a layer, which may end with padding, and return views of them."""
+        """Store the keys and values of a layer without padding at the end, and return views of the arguments."""
         k_NKD, v_NKD = (x.detach()[: self.n_tokens].contiguous() for x in keys_values)
         self._of_layer[layer] = k_NKD, v_NKD
         return tuple(x.view_as(x) for x in keys_values)
 
     def join(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the prefixes followed by the given ones."""
+        """Return the keys and the values of a layer: those of the prefixes, followed by the arguments."""
         before_k, before_v = self._of_layer[layer]
         return torch.cat((before_k, k_NKD)), torch.cat((before_v, v_NKD))
 
     def add_gradients(self, layer: int, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the prefixes' part of the gradients of `join`, in at least float32, and return the rest."""
+        """Split the gradients of `join`. Add the part of the prefixes to sums in at least float32; return the rest."""
         (of_k, of_v), (own_k, own_v) = zip(*((x[: self.n_tokens], x[self.n_tokens :]) for x in gradients), strict=True)
         if (sums := self._gradients.get(layer)) is None:
             dtype = torch.promote_types(of_k.dtype, torch.float32)
@@ -99,7 +99,7 @@ class PrefixKeys:
         return own_k, own_v
 
     def with_gradients(self, layer: int, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients from the pass of the prefixes, with those from the later passes added."""
+        """Add the sums from the later passes to the gradients of the pass of the prefixes, and return the result."""
         joined = []
         for grad, later in zip((grad_k, grad_v), self._gradients.pop(layer), strict=True):
             total = later.add_(grad[: self.n_tokens]).to(grad.dtype)
@@ -108,7 +108,7 @@ class PrefixKeys:
 
 
 class _WithPrefix(torch.autograd.Function):
-    """Applies a method of `PrefixKeys` to keys and values, and another one to their gradients."""
+    """Applies one method of `PrefixKeys` to keys and values, and another one to their gradients."""
 
     @staticmethod
     def forward(ctx: Any, k_NKD: Tensor, v_NKD: Tensor, layer: int, forward: Any, backward: Any) -> Any:
@@ -133,7 +133,7 @@ class PackedAttend:
         backend: a key of `areno.kernels.attention.BACKENDS`.
         keys: the keys of rows that share prefixes. None: a row attends only to its own tokens.
         stores: receives the keys and values of this pass, if later passes need them.
-        prefix: keys and values of an earlier pass, which precede those of the N tokens. `keys` counts them.
+        prefix: keys and values from an earlier pass. They precede those of the N tokens, also in the indices of `keys`.
     """
 
     cu_seqlens: Tensor
@@ -150,7 +150,7 @@ class PackedAttend:
         return Borders(self.cu_seqlens, keys.cu_seqlens, self.max_len, keys.max_len)
 
     def _with_prefixes(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of all rows, with those of shared prefixes. Has no gradient of `prefix`."""
+        """Return the keys and values of all rows, including shared prefixes. Gives `prefix` no gradients."""
         if self.prefix is not None:
             k_NKD, v_NKD = self.prefix.join(layer, k_NKD, v_NKD)
         return (k_NKD, v_NKD) if self.keys is None else (self.keys.gather(k_NKD), self.keys.gather(v_NKD))
@@ -175,7 +175,7 @@ class PackedAttend:
         return RowChunks.from_starts(self.cu_seqlens.tolist(), self.cu_seqlens.device)
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        """Compute the gated delta rule of rows that begin with zero states, differentiable."""
+        """Compute the gated delta rule of rows whose states begin at zero. Differentiable."""
         assert self.context.size == 1, "context parallelism does not support layers with a recurrent state"
         assert self.keys is None, "layers with a recurrent state cannot share prefixes"
         return delta_rows(proj_NP, weights, self.chunks)[0]
@@ -183,13 +183,13 @@ class PackedAttend:
     def recur_backward(
         self, grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, of_weights: bool
     ) -> tuple[Tensor, DeltaGradients | None]:
-        """Return the gradients of projections and weights (None unless `of_weights`), outside autograd."""
+        """Return the gradients of the projections and (None unless `of_weights`) of the weights. Outside autograd."""
         return delta_rows_backward(grad_NI, proj_NP, weights, self.chunks, of_weights)
 
     def forward(
         self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the output and the tensors that `backward` takes as `saved`, outside autograd."""
+        """Compute attention outside autograd. Return the output and the tensors to pass to `backward` as `saved`."""
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         if self.stores is not None:
             self.stores.store(layer, k_NKD, v_NKD)
@@ -228,7 +228,7 @@ class PackedAttend:
 class CachedAttend:
     """Attention over a KV cache together with cached recurrent states, for models that have both kinds of layers.
 
-    `states` computes the gated delta rule from the cached states of a layer, and updates them.
+    `states` is the function behind `recur`: it reads and updates the cached states of a layer.
     """
 
     attend: Attend
@@ -243,9 +243,9 @@ class CachedAttend:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokensAttend:
-    """Attention of the first n tokens. The rest is padding, for which the output is zero.
+    """Attention over the first n tokens only. The rest is padding, and its output is zero.
 
-    With the setting `engine.exact`, matrix products need a multiple of some number of rows, so tokens are padded.
+    Tokens are padded with the setting `engine.exact`, whose matrix products need a multiple of some number of rows.
     """
 
     attend: Attend

@@ -45,12 +45,12 @@ class Delta:
 
     @property
     def inner_size(self) -> int:
-        """Size of the result for one token: all value heads, side by side."""
+        """Number of outputs of the delta rule for one token: all value heads, side by side."""
         return self.n_value_heads * self.value_dim
 
     @property
     def projections(self) -> tuple[int, ...]:
-        """Output sizes of the input projection: q, k and v, which are convolved, then z, b and a."""
+        """Output sizes of the input projection: q, k and v, which the convolution reads, then z, b and a."""
         of_keys = self.n_key_heads * self.key_dim
         return (of_keys, of_keys, self.inner_size, self.inner_size, self.n_value_heads, self.n_value_heads)
 
@@ -61,14 +61,14 @@ class Delta:
     def divided_parameters(self, hidden_size: int) -> int:
         """Return the number of parameters of one delta layer that tensor parallelism divides over the ranks.
 
-        The norm of the heads is not counted, because every rank has it. Nor are the MLP of the layer and the norms
-        around it.
+        The norm of the heads, which every rank has, is not counted, nor are the MLP of the layer and the norms around
+        it.
         """
         matrices = hidden_size * (self.projected + self.inner_size) + self.width * self.n_channels
         return matrices + 2 * self.n_value_heads
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of one sequence's states in all layers: float32 matrices, and inputs of `itemsize` bytes."""
+        """Return the bytes of a sequence's states: fp32 matrices, and convolution inputs of `itemsize` bytes each."""
         matrices = 4 * self.n_value_heads * self.key_dim * self.value_dim
         return len(self.layers) * (matrices + itemsize * (self.width - 1) * self.n_channels)
 
@@ -76,7 +76,7 @@ class Delta:
     def flops(self) -> float:
         """Forward FLOPs of the delta rule for one token, in all delta layers, without projections.
 
-        They count three operations: reading the state with the key, updating the state, and reading it with the query.
+        Three operations count: reading the state with the key, updating the state, and reading it with the query.
         """
         return 6.0 * len(self.layers) * self.n_value_heads * self.key_dim * self.value_dim
 
@@ -93,7 +93,6 @@ class Experts:
     field: str = "num_experts"  # of config.json, for error messages
 
     def layers(self, num_layers: int) -> list[int]:
-        """Return the indices of the layers that have experts."""
         return [index for index in range(num_layers) if index not in self.dense_layers]
 
     def parameters(self, hidden_size: int, n_experts: int) -> int:
@@ -101,12 +100,12 @@ class Experts:
         return hidden_size * (self.n_experts + 3 * self.inner_size * n_experts)
 
     def distinct(self, n_tokens: float) -> float:
-        """Return the expected number of distinct experts that tokens use if they choose uniformly and independently."""
+        """Return the expected number of distinct experts in use if each token chooses uniformly and independently."""
         return self.n_experts * (1.0 - (1.0 - self.top_k / self.n_experts) ** n_tokens)
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of an expert index, 1 or 2. The largest value of the integer type means "no expert"."""
+        """Bytes of a recorded expert index, 1 or 2. The largest value of the type means "no expert"."""
         return 1 if self.n_experts < 2**8 else 2
 
 
@@ -152,7 +151,7 @@ class Rope:
 
     @property
     def limit(self) -> str:
-        """The reason why the scaling limits the model's context, as " (...)", or "" if it sets no limit."""
+        """Why the scaling limits the context of the model, as text " (...)" for messages. "" if it sets no limit."""
         if self.kind == "longrope":
             return " (original_max_position_embeddings; longrope scaling beyond it is not supported)"
         if self.kind != "dynamic":

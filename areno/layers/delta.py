@@ -18,7 +18,7 @@ from areno.layers.shard import Layout, TensorPart, WeightSpec, stacked_parts
 
 
 class RowConvolution(nn.Module):
-    """The weight of the depthwise convolution over q, k and v, stacked: (X, 1, W), as in checkpoints."""
+    """The weight of the depthwise convolution over stacked q, k and v: (X, 1, W), as in checkpoints."""
 
     def __init__(self, out_sizes: tuple[int, ...], width: int, spec: WeightSpec):
         super().__init__()
@@ -29,9 +29,9 @@ class RowConvolution(nn.Module):
 
 
 class GatedDelta(nn.Module):
-    """A layer that computes out(norm(delta_rule(conv(q, k, v), b, a)) * silu(z)) from projections of one input.
+    """Computes out(norm(delta_rule(conv(q, k, v), b, a)) * silu(z)), where one layer projects x to q, k, v, z, b, a.
 
-    `index` is the index among the layers with a recurrent state.
+    `index` counts only the layers with a recurrent state.
     """
 
     def __init__(self, hidden_size: int, delta: Delta, index: int, eps: float, spec: WeightSpec):
@@ -49,12 +49,12 @@ class GatedDelta(nn.Module):
         self.out = RowParallelLinear(inner, hidden_size, spec, bias=False)
 
     def forward(self, x_ND: Tensor, attend: Any, split: bool = False) -> Tensor:
-        """Compute the layer, differentiable, with `recur` of `attend`. `split` is explained in `linear.py`."""
+        """Return the output, with autograd. `attend.recur` computes the delta rule. `split`: sequence parallelism."""
         norm_V = self.norm.tp.copy_in(self.norm.weight)
         return self.out(self.mixed(self.in_proj(x_ND, split), attend, self.weights(norm_V)), split)
 
     def weights(self, norm_V: Tensor) -> DeltaWeights:
-        """Return the weights for the kernels. `norm_V` has the autograd history that sums its gradient over ranks."""
+        """Return the weights for the kernels. `norm_V`: the norm's weight, after `copy_in` if autograd is used."""
         conv_XW = self.conv.weight.squeeze(1)
         return DeltaWeights(conv_XW, self.A_log, self.dt_bias, norm_V, self.norm.eps, self.n_key_heads)
 
@@ -63,7 +63,7 @@ class GatedDelta(nn.Module):
         return attend.recur(self.index, proj_NP, weights)
 
     def mixed_backward(self, grad_NI: Tensor, proj_NP: Tensor, attend: PackedAttend) -> Tensor:
-        """Return the gradient of the projections, and add those of the weights to `.grad`, outside autograd."""
+        """Return the gradient with respect to `proj_NP`, and add the weights' gradients to `.grad`."""
         own = [self.conv.weight, self.A_log, self.dt_bias, self.norm.weight]
         of_weights = any(weight.requires_grad for weight in own)
         grad_proj_NP, found = attend.recur_backward(grad_NI, proj_NP, self.weights(self.norm.weight), of_weights)

@@ -16,9 +16,9 @@ from areno.layers.shard import Layout, TensorPart, WeightSpec
 class VocabParallelEmbedding(nn.Module):
     """The embedding matrix (V, D), for token embedding or as the LM head. Each rank has a range of the vocabulary.
 
-    Every rank has equally many rows: the vocabulary is padded with zero rows to a multiple of the number of ranks. A
-    checkpoint may have more rows (`stored`) than there are token ids. The rank has `n_valid` ids from `first` on.
-    `fixed_order` is the product for `engine.exact`, if set.
+    The vocabulary is padded with zero rows to a multiple of the number of ranks, so that all ranks have equally many
+    rows. This rank has the token ids from `first` to `first + n_valid - 1`. `stored` is the number of rows in the
+    checkpoint, if it differs from the vocabulary size. `fixed_order` computes products for `engine.exact`, if set.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, spec: WeightSpec, stored: int | None = None):
@@ -35,11 +35,11 @@ class VocabParallelEmbedding(nn.Module):
         self.fixed_order: FixedOrderMatmul | None = None
 
     def clear_padding(self) -> None:
-        """Set the padding rows to zero, since loading a checkpoint does not write them."""
+        """Set the padding rows to zero. Loading a checkpoint does not write them."""
         self.weight.detach()[self.n_valid :].zero_()
 
     def forward(self, tokens_N: Tensor, split: bool = False) -> Tensor:
-        """Embed tokens, which are the same on every rank. If `split`, return only this rank's share of them."""
+        """Embed tokens. All ranks pass the same tokens; with `split`, each gets only its share of the result."""
         if self.tp.size == 1:
             return F.embedding(tokens_N, self.weight)
         local_N = tokens_N - self.first
@@ -49,7 +49,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.tp.scatter_rows(x_ND) if split else self.tp.reduce_out(x_ND)
 
     def product(self, hidden_KD: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, float32, zeros for padding rows.
+        """Return this rank's columns of the logits in float32. Columns of padding rows are zero.
 
         Outside of autograd on CUDA, logits are accumulated and returned in fp32. Logits rounded to bf16 would make the
         log-probabilities of rollout and training disagree.
@@ -62,9 +62,9 @@ class VocabParallelEmbedding(nn.Module):
 class ValueHead(nn.Module):
     """The head of critics and reward models, computed in fp32. bf16 would round a value of 20 by up to 0.06.
 
-    With one label, the value is the score: hidden w^T. With two labels, as in the token classification models of
-    transformers, the scores have biases, and the value is the log-odds of label 1: its score minus that of label 0. All
-    tensor-parallel ranks hold the whole weight and the same hidden states, so gradients need no collective.
+    With one label, the value is hidden w^T. With two labels, as in the token classification models of transformers,
+    scores have biases, and the value is the log-odds of label 1: its score minus that of label 0. All tensor-parallel
+    ranks hold the whole weight and the same hidden states, so gradients need no collective.
     """
 
     def __init__(self, hidden_size: int, spec: WeightSpec, n_labels: int = 1):

@@ -1,8 +1,8 @@
 """Linear layers sharded over the tensor-parallel ranks: by output (column-parallel) or by input (row-parallel).
 
 With the argument `split` (sequence parallelism), each rank has n of the N tokens outside of attention and MLP, and the
-layer gathers or scatters them. The fused layers of `models/fused.py` do not use autograd inside a layer. They call
-`input_gradient` and `accumulate` in their backward pass.
+layer gathers or scatters them. The layers in `models/fused.py` have backward passes without autograd, which call
+`input_gradient` and `accumulate`.
 
 Shape letters: N tokens, n = N / ranks tokens of one rank, I input features, O output features.
 """
@@ -24,8 +24,8 @@ from areno.layers.shard import Layout, TensorPart, WeightSpec, stacked_parts
 class Linear(nn.Module):
     """Base class of column-parallel and row-parallel layers and of `Router`. Sizes and weights are those of this rank.
 
-    `fixed_order` is the product for `engine.exact`, if set. `layout` lists, for "weight" and "bias", which rows or
-    columns of which checkpoint tensors this rank has.
+    `fixed_order` computes the product for `engine.exact`, if set. `layout` lists, for "weight" and "bias", which rows
+    or columns of which checkpoint tensors this rank has.
     """
 
     def __init__(self, out_size: int, in_size: int, spec: WeightSpec, *, bias: bool):
@@ -44,11 +44,11 @@ class Linear(nn.Module):
         return self.adapter
 
     def _adapted(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """Return the output y of the layer with its adapter added, if it is active."""
+        """Return `y_NO`, the output without adapter, plus the output of the adapter if there is one and it is on."""
         return self.adapter(y_NO, x_NI) if self.adapter is not None and self.adapter.on else y_NO
 
     def stacked_adapter(self) -> Adapter | None:
-        """Return the adapter if one product must compute both x W^T and x A^T at the moment, else None."""
+        """Return the adapter if the layer must now compute x W^T and x A^T in one product, else None."""
         return self.adapter if self.adapter is not None and self.adapter.is_stacked else None
 
     def merged_weight(self) -> Tensor:
@@ -73,7 +73,7 @@ class Linear(nn.Module):
             self.adapter.accumulate(grad_NO, x_NI)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """Return the gradient with respect to x from this rank's outputs only, or to its slice if row-parallel."""
+        """Return the gradient with respect to x. If column-parallel, only this rank's outputs contribute."""
         grad_NI = grad_NO @ self.weight
         if self.adapter is not None and self.adapter.on:
             self.adapter.add_input_gradient(grad_NI, grad_NO)
@@ -83,9 +83,9 @@ class Linear(nn.Module):
 class ColumnParallelLinear(Linear):
     """y = x W^T + b for one or several projections of the same input, computed as one matrix product.
 
-    Each rank holds a slice of the outputs of every projection, side by side. `copies` is, for each projection, the
-    number of neighbouring ranks that hold the same slice (empty: 1). Such a rank computes the slice's gradient from its
-    own heads only, so the gradients of all copies must be summed. `Transformer.partial_gradients` lists the copied
+    Each rank holds a slice of the outputs of every projection, side by side. `copies`: for each projection, the number
+    of neighbouring ranks that hold the same slice (empty: 1 each). Each such rank computes the slice's gradient from
+    its own heads only, so the gradients of all copies must be summed. `Transformer.partial_gradients` lists these
     slices.
     """
 
@@ -117,7 +117,7 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """y = x W^T + b where each rank holds a slice of the input features, the output of a column-parallel layer."""
+    """y = x W^T + b, where each rank holds a slice of the input features: the output of a column-parallel layer."""
 
     def __init__(self, in_size: int, out_size: int, spec: WeightSpec, *, bias: bool):
         local = spec.tp.shard(in_size, "input features")
@@ -128,7 +128,7 @@ class RowParallelLinear(Linear):
         }
 
     def forward(self, x_NI: Tensor, split: bool = False, whole: bool = True) -> Tensor:
-        """Return the output summed over the ranks, or this rank's partial product without the bias unless `whole`."""
+        """Return the output, summed over the ranks. If not `whole`, return this rank's partial sum without bias."""
         adapter = self.stacked_adapter()
         y_NO = self._adapted(self.product(x_NI), x_NI) if adapter is None else adapter.output(x_NI)
         if not whole:

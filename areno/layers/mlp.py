@@ -3,13 +3,13 @@
 In a mixture, a router gives each token a probability for each expert. The token goes through the most probable experts,
 and their outputs are summed with these probabilities as weights (Shazeer et al. 2017, arXiv 1701.06538; Fedus et al.
 2021, "Switch Transformers", arXiv 2101.03961). No token is dropped. Each rank computes its own experts for all tokens.
-So the ranks communicate as in a row-parallel layer: they sum their outputs once, unless `whole` is False. `split` is
-sequence parallelism, as in `linear.py`.
+So the ranks communicate as in a row-parallel layer: they sum their outputs once. If not `whole`, they return the
+partial sums. `split` is sequence parallelism, as in `linear.py`.
 
-Both kinds of MLP have `forward` for autograd. For the fused layers, outside autograd, `fused_forward` returns (output,
-kept, saved): `kept` are the outputs of gate and up, side by side, which `fused_backward` computes again if it gets
-None, and `saved` are the chosen experts, if any. `fused_backward` returns the gradient with respect to x, summed over
-the ranks, and adds those of the parameters to their `.grad`.
+Both kinds of MLP have `forward` for autograd. The fused layers call the two methods below, which do not use autograd: -
+`fused_forward` returns (output, kept, saved). `kept` holds the outputs of gate and up, side by side. `saved` holds the
+chosen experts, if any. - `fused_backward` computes `kept` again if it gets None. It returns the gradient with respect
+to x, summed over the ranks, and adds the gradients of the parameters to their `.grad`.
 
 Shape letters: N tokens, D hidden size, E experts (of all ranks for the router, of this rank elsewhere), k experts of a
 token, M = N k copies of tokens, sorted by expert, I inner size of this rank or of an expert, O output features.
@@ -42,7 +42,7 @@ from areno.layers.shard import Layout, TensorPart, WeightSpec
 
 
 class GatedMLP(nn.Module):
-    """The MLP down(silu(gate x) * up x), arXiv 2002.05202. `gelu` takes the tanh form of GELU instead of SiLU."""
+    """The MLP down(silu(gate x) * up x), arXiv 2002.05202. With `gelu`, the tanh form of GELU replaces SiLU."""
 
     def __init__(self, hidden_size: int, inner_size: int, spec: WeightSpec, *, bias: bool, gelu: bool = False):
         super().__init__()
@@ -55,7 +55,7 @@ class GatedMLP(nn.Module):
         return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up, split)
 
     def fused_forward(self, x_ND: Tensor, split: bool, whole: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return the result of `Adapter.stacked_product` as `kept` while sampling with a stacked LoRA adapter."""
+        """With a stacked LoRA adapter during sampling, `kept` is the result of `Adapter.stacked_product`."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         if (adapter := self.gate_up.stacked_adapter()) is not None:
@@ -94,8 +94,8 @@ class GatedMLP(nn.Module):
 class Router(Linear):
     """The linear layer that scores the experts. Every rank has the whole weight and computes the same gradient.
 
-    Outside of autograd on CUDA, logits are computed in fp32, because a rounded logit may choose another expert. The
-    softmax over all experts is always in fp32.
+    Outside of autograd on CUDA, logits are computed in fp32, because a rounding error may change the chosen experts.
+    The softmax over all experts is always in fp32.
     """
 
     def __init__(self, hidden_size: int, n_experts: int, spec: WeightSpec):
@@ -109,7 +109,7 @@ class Router(Linear):
 class ExpertMatrices(nn.Module):
     """One weight matrix of each expert of this rank, stacked by rows: `weight` is (E * O, I).
 
-    The matrix of an expert stacks checkpoint tensors of some output sizes, such as those of gate and up.
+    Each expert's matrix may itself stack several checkpoint tensors, such as gate and up. `sizes`: their output sizes.
     """
 
     def __init__(self, n_experts: int, sizes: tuple[int, ...], in_size: int, spec: WeightSpec):
@@ -140,8 +140,8 @@ class ExpertMatrices(nn.Module):
 class ExpertMLP(nn.Module):
     """The sum of down(silu(gate x) * up x) over a token's experts, weighted by the router.
 
-    `layer` is the index among the layers with experts. For `engine.exact`, `forward` pads each expert's rows to a
-    multiple of `row_multiple`.
+    `layer` counts only the layers with experts. With `engine.exact`, `forward` pads each expert's rows to a multiple of
+    `row_multiple`.
     """
 
     def __init__(self, hidden_size: int, experts: Experts, layer: int, routing: Routing, spec: WeightSpec):
@@ -237,9 +237,9 @@ class ExpertMLP(nn.Module):
 
 
 class _BalanceGradient(torch.autograd.Function):
-    """Add `balance_E` to the gradient of the router's probabilities, for each token, as often as it counts.
+    """Adds `balance_E` (times `counts_N`) to the gradient of each token's router probabilities.
 
-    This is the gradient of the load-balancing loss. Padding after `n_tokens` does not count.
+    This is the gradient of the load-balancing loss. Padding after `n_tokens` gets none.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (arXiv 1910.07467), whose weight every tensor-parallel rank has in full or in part.
+"""Root-mean-square normalisation (arXiv 1910.07467). Tensor-parallel ranks hold the whole weight or a slice of it.
 
 Shape letters: N tokens, D size of the norm, I this rank's slice of D.
 """
@@ -18,9 +18,9 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, with the mean in fp32.
 
     With `plus_one`, the factor is 1 + weight, in fp32. With `own_data`, each tensor-parallel rank normalises different
-    features with the same weight, such as its own heads, and this layer sums the gradient of the weight over the ranks.
-    Otherwise the ranks have the same x, or (with sequence parallelism) different tokens.
-    `Transformer.partial_gradients` then lists the weight among those whose gradients must still be summed.
+    features with the same weight, such as its own heads, and this layer sums the weight's gradient over the ranks.
+    Without `own_data`, the ranks have the same x, or with sequence parallelism different tokens. In the second case,
+    the weight's gradient must still be summed, and `Transformer.partial_gradients` lists it.
     """
 
     def __init__(self, size: int, eps: float, spec: WeightSpec, *, own_data: bool = False, plus_one: bool = False):
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.tp.copy_in(self.weight), self.eps)
 
     def joined(self, other: RMSNorm, x_NJD: Tensor, n_own: int) -> Tensor:
-        """Norm the first `n_own` float32 heads, and the others with `other`: few operations, same bits, no autograd."""
+        """Norm the first `n_own` heads, and the others with `other`, in few operations. float32, outside autograd."""
         size, n_other = len(self.weight), x_NJD.shape[1] - n_own
         factors_JD = torch.cat((self.weight.expand(n_own, size), other.weight.expand(n_other, size)))
         return F.rms_norm(x_NJD, (size,), None, self.eps).mul_(1.0 + factors_JD if self.plus_one else factors_JD)
@@ -45,23 +45,23 @@ class RMSNorm(nn.Module):
     # Methods for fused layers, outside autograd and with Triton.
 
     def add_and_norm(self, x_ND: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the sum of x and delta in the dtype of x, and its norm in the dtype of the weight.
+        """Return x + delta in the dtype of x, and the norm of this sum in the dtype of the weight.
 
-        `delta` is (N, D), or summands of it (parts, N, D). None normalises x itself.
+        `delta` is (N, D), or (parts, N, D) to be summed over the parts, or None for 0.
         """
         from areno.kernels.elementwise.triton_norm import add_rms_norm
 
         return add_rms_norm(x_ND, delta, self.weight, self.eps, self.plus_one)
 
     def add_parts_and_norm(self, x_ND: Tensor, part_ND: Tensor, memory: SymmetricMemory) -> tuple[Tensor, Tensor]:
-        """Do `add_and_norm` with the sum of `part_ND` over the ranks. All ranks must call this."""
+        """Do `add_and_norm`, where delta is the sum of `part_ND` over the ranks. All ranks must call this."""
         return memory.add_and_norm(x_ND, part_ND, self.weight, self.eps, self.plus_one)
 
     def sum_gradient(self, grad_ND: Tensor, grad_sum_ND: Tensor | None, sum_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient with respect to the input `sum_ND`, in its dtype and in that of `grad_ND`.
+        """Return the gradient with respect to the norm's input `sum_ND` twice: in its dtype and in that of `grad_ND`.
 
-        `grad_sum_ND` is the gradient that reaches the residual stream past the norm. The weight's is added to its
-        `.grad`.
+        `grad_sum_ND` is the gradient that reaches the residual stream past the norm. The gradient of the weight is
+        added to its `.grad`.
         """
         from areno.kernels.elementwise.triton_norm import rms_norm_backward
 
@@ -69,14 +69,14 @@ class RMSNorm(nn.Module):
         return rms_norm_backward(grad_ND, grad_sum_ND, sum_ND, self.weight, self.eps, weight_grad, self.plus_one)
 
     def accumulate(self, grad_D: Tensor) -> None:
-        """Add `grad_D` (with `own_data`, summed over the ranks) to the float32 `.grad` of the weight, unless frozen."""
+        """Add `grad_D` to the weight's float32 `.grad` unless it is frozen. With `own_data`, sum over ranks first."""
         if self.weight.requires_grad:
             assert self.weight.grad is not None
             self.weight.grad.add_(self.tp.all_reduce(grad_D))
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMS norm of a vector whose elements, like those of the weight, are divided over the tensor-parallel ranks."""
+    """RMS norm of a vector that is divided over the tensor-parallel ranks, as is the weight."""
 
     def __init__(self, size: int, eps: float, spec: WeightSpec):
         super().__init__()
@@ -94,7 +94,7 @@ class ShardedRMSNorm(nn.Module):
         return (x_NI.float() * torch.rsqrt(mean_N1 + self.eps) * self.weight.float()).to(x_NI.dtype)
 
     def backward(self, grad_NI: Tensor, x_NI: Tensor) -> Tensor:
-        """Return the gradient with respect to x, and add that of the weight to its `.grad`."""
+        """Return the gradient with respect to x, and add the gradient of the weight to its `.grad`."""
         with torch.enable_grad():
             x_NI = x_NI.detach().requires_grad_()
             wanted = [x_NI, self.weight] if self.weight.requires_grad else [x_NI]

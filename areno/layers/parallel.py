@@ -1,8 +1,8 @@
 """A process group and its collectives, for tensor, sequence, context and data parallelism.
 
 In a group of one rank, every collective returns its input, so model files need not check the number of devices. All
-ranks make the same calls, with tensors of the same shape and dtype. What returns a handle has only begun: pass the
-handle to `wait_for` before reading the result. On CUDA, this blocks the current stream, not the host.
+ranks make the same calls, with tensors of the same shape and dtype. A method that returns a handle has only started:
+pass the handle to `wait_for` before reading the result. On CUDA, this blocks the current stream, not the host.
 
 Shape letters: n rows (or tokens) of one rank, N = n * size rows of all ranks, in the order of the ranks.
 """
@@ -29,8 +29,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gat
 class ParallelGroup:
     """This process's rank in a process group, the group's size, and its collectives.
 
-    The ranks of a tensor-parallel group hold shards of one copy of the model, whose layers call `copy_in` and
-    `reduce_out`. The ranks of a data-parallel group hold the same shard in different copies of the model.
+    The ranks of a tensor-parallel group hold shards of one model replica, whose layers call `copy_in` and `reduce_out`.
+    The ranks of a data-parallel group hold the same shard in different replicas.
     """
 
     rank: int = 0
@@ -47,13 +47,13 @@ class ParallelGroup:
         return "shared memory" if self.symmetric_memory is not None else dist.get_backend(self.group)
 
     def shard(self, total: int, what: str) -> int:
-        """Return total / size, or raise ValueError about `what`."""
+        """Return total / size. Raises ValueError, which names `what`, if the division leaves a remainder."""
         if total % self.size:
             raise ValueError(f"{what} ({total}) is not divisible by the {self.size} ranks of the group")
         return total // self.size
 
     def all_reduce(self, x: Tensor, op: Any = None) -> Tensor:
-        """Reduce x (by a sum if `op` is None) in place, outside autograd."""
+        """Reduce x in place with `op` (None: sum), outside autograd."""
         if self.size > 2 and self.in_order and op is None:
             first, *others = self._all_shards(x)
             x.copy_(functools.reduce(torch.Tensor.add_, others, first))
@@ -62,22 +62,21 @@ class ParallelGroup:
         return x
 
     def reduce_scatter(self, x: Tensor) -> Any:
-        """Start to sum, in place, the n elements that each rank owns. Return a handle. Others become undefined."""
+        """Start to sum x in place into the n elements that this rank owns; others become undefined. Return a handle."""
         if self.size == 1:
             return _CompletedWork()
         return _reduce_scatter(self.own_rows(x), x, group=self.group, async_op=True)  # type: ignore[misc]
 
     def all_gather(self, x: Tensor) -> Any:
-        """Start to fill x in place with the n elements that each rank owns, and return a handle."""
+        """Start to fill x in place: each rank contributes the n elements that it owns. Return a handle."""
         if self.size == 1:
             return _CompletedWork()
         return _all_gather(x, self.own_rows(x), group=self.group, async_op=True)  # type: ignore[misc]
 
     def gather_copies(self, x: Tensor, n: int) -> Tensor:
-        """Gather vectors from the `n` neighbouring ranks that hold copies of the same weights, (n, x.numel()).
+        """Gather x from the `n` neighbouring ranks that hold copies of the same weights, (n, x.numel()).
 
-        All ranks of the group call this together, each for its own set of `n` ranks. Sets may have vectors of other
-        lengths.
+        All ranks of the group call this together. Different sets of `n` ranks may have x of different lengths.
         """
         counts = [x.numel() if rank // n == self.rank // n else 0 for rank in range(self.size)]
         out = x.new_empty((n, x.numel()))
@@ -85,7 +84,7 @@ class ParallelGroup:
         return out
 
     def sum_copies(self, x: Tensor, n: int) -> None:
-        """Sum x over the ranks of `gather_copies` in place, with the same bits on all of them."""
+        """Sum x in place over the ranks of `gather_copies`. The result is bit-identical on all of them."""
         if n == self.size:
             self.all_reduce(x)
         elif n > 1:
@@ -109,38 +108,37 @@ class ParallelGroup:
     # consecutive tokens. A reduce-scatter and an all-gather together move as many bytes as an all-reduce.
 
     def gather_rows(self, x: Tensor) -> Tensor:
-        """Concatenate the rows of all ranks. The backward pass returns this rank's rows of the summed gradient.
+        """Concatenate the rows of all ranks. The backward pass sums the gradients and returns this rank's rows.
 
         Replaces `copy_in` under sequence parallelism.
         """
         return x if self.size == 1 else _Exchange.apply(x, self.all_gather_rows, self.reduce_scatter_rows)  # type: ignore[return-value]
 
     def scatter_rows(self, x: Tensor) -> Tensor:
-        """Sum x and return this rank's rows of the sum. The backward pass gathers the rows of the gradient.
+        """Sum x over the ranks and return this rank's rows. The backward pass gathers the gradients of all ranks' rows.
 
         Replaces `reduce_out` under sequence parallelism.
         """
         return x if self.size == 1 else _Exchange.apply(x, self.reduce_scatter_rows, self.all_gather_rows)  # type: ignore[return-value]
 
     def gather_rows_equal(self, x: Tensor) -> Tensor:
-        """Concatenate the rows of all ranks. The result's gradient must be equal on all ranks, and is not summed."""
+        """Do `gather_rows` for a result whose gradient is equal on all ranks, so that it is not summed."""
         return x if self.size == 1 else _Exchange.apply(x, self.all_gather_rows, self.own_rows)  # type: ignore[return-value]
 
     def all_gather_rows(self, x: Tensor) -> Tensor:
-        """Concatenate the rows of all ranks, outside autograd."""
         out, work = self.begin_all_gather_rows(x)
         wait_for(work)
         return out
 
     def begin_all_gather_rows(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Start `all_gather_rows`, and return its result and a handle."""
+        """Start `all_gather_rows`. Return its result, which is not yet complete, and a handle."""
         if self.size == 1:
             return x, _CompletedWork()
         out = x.new_empty((self.size * len(x), *x.shape[1:]))
         return out, _all_gather(out, x.contiguous(), group=self.group, async_op=True)  # type: ignore[misc]
 
     def reduce_scatter_rows(self, x: Tensor) -> Tensor:
-        """Sum x and return this rank's rows of the sum, outside autograd."""
+        """Sum x over the ranks and return this rank's rows of the sum, outside autograd."""
         if self.size == 1:
             return x
         out = x.new_empty((len(x) // self.size, *x.shape[1:]))
@@ -148,7 +146,7 @@ class ParallelGroup:
         return out
 
     def own_rows(self, x: Tensor) -> Tensor:
-        """Return the view of this rank's rows, without communication."""
+        """Return a view of this rank's rows of x, without communication."""
         n = len(x) // self.size
         return x[self.rank * n : (self.rank + 1) * n]
 
@@ -165,13 +163,12 @@ class ParallelGroup:
         return torch.stack(self._all_shards(x)) if self.size > 1 else x.unsqueeze(0)
 
     def _all_shards(self, x: Tensor) -> list[Tensor]:
-        """Return the tensors x of all ranks."""
         pieces = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(pieces, x.contiguous(), group=self.group)
         return pieces
 
     def columns_to_rows(self, x: Tensor) -> Tensor:
-        """Exchange some columns of all rows (N, V, ...) for all columns of some rows (n, size * V, ...)."""
+        """Do an all-to-all from some columns of all rows (N, V, ...) to all columns of some rows (n, size * V, ...)."""
         return x if self.size == 1 else _Exchange.apply(x, self._columns_to_rows, self._rows_to_columns)  # type: ignore[return-value]
 
     def rows_to_columns(self, x: Tensor) -> Tensor:
@@ -190,7 +187,7 @@ class ParallelGroup:
         return out
 
     def gather_to(self, x: Tensor, rank: int) -> list[Tensor]:
-        """Return the tensors of all ranks on one rank, an empty list on the others."""
+        """Return the tensors of all ranks on the rank `rank`, and an empty list on the others."""
         if self.size == 1:
             return [x]
         pieces = [torch.empty_like(x) for _ in range(self.size)] if self.rank == rank else []
@@ -199,13 +196,13 @@ class ParallelGroup:
 
 
 class _CompletedWork:
-    """The handle of a collective in a group of one rank, where nothing is left to wait for."""
+    """The handle of a collective in a group of one rank, where there is nothing to wait for."""
 
     def wait(self) -> None: ...
 
 
 def wait_for(work: Any) -> None:
-    """Wait for an asynchronous collective. The stack trace of a hanging process shows this function."""
+    """Wait for an asynchronous collective. If it hangs, the process's stack trace shows this function's name."""
     work.wait()
 
 

@@ -15,7 +15,7 @@ from areno.layers.config import Rope
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the angle in radians from one position to the next for each pair of elements of a head, (F,) float32.
+    """Return the rotation per position, in radians, of each pair of elements of a head, (F,) float32.
 
     Pairs that are not rotated have frequency 0.
     """
@@ -26,11 +26,10 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def head_order(rope: Rope, head_dim: int) -> Tensor | None:
-    """Return the order in which the elements of a checkpoint's heads are stored in the model.
+    """Return for each element of a head in the model its index in the checkpoint, (D,), or None if they are equal.
 
-    `rotate` turns pairs of elements that are half a head apart. Attention gives the same result if the elements of
-    queries and keys are permuted alike, so a checkpoint with other pairs is reordered once, when weights are loaded.
-    The result has, for each element in the model, its index in the checkpoint, (D,). None if the orders are equal.
+    `rotate` turns pairs of elements half a head apart, but some checkpoints pair other elements. Their heads are
+    permuted when weights are loaded. Attention gives the same result if queries and keys are permuted alike.
     """
     dim = rope.rotary_dim(head_dim)
     if dim == head_dim and not rope.interleaved:
@@ -71,7 +70,7 @@ def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
     """Return how much of each frequency is kept, as in `_kept_by_llama3`."""
 
     def index_of(turns: float) -> float:
-        """Return the index (a float) of the frequency with this many turns within the original context length."""
+        """Return the fractional index of the frequency that turns so many times within the original context."""
         return head_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
@@ -84,7 +83,7 @@ def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Computes rotation angles from positions in each forward pass: as fast as a table, without a maximum length."""
+    """Computes cosines and sines from positions in each pass: as fast as a table, without a maximum length."""
 
     freqs_F: Tensor
     scale_F: Tensor | None  # factor of queries and keys for each pair of elements; None means 1
@@ -99,21 +98,21 @@ class Rotary(nn.Module):
 
     @torch.no_grad()
     def forward(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of the angles, times `scale_F`, (N, 1, F) float32 each."""
+        """Return cosines and sines of the angles, both multiplied by `scale_F`, (N, 1, F) float32 each."""
         angles_N1F = (positions_N.float().unsqueeze(-1) * self.freqs_F).unsqueeze(1)
         cos_N1F, sin_N1F = angles_N1F.cos(), angles_N1F.sin()
         return (cos_N1F, sin_N1F) if self.scale_F is None else (cos_N1F * self.scale_F, sin_N1F * self.scale_F)
 
 
 def rotate(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
-    """Rotate the pairs (x[f], x[f + F]) of each head by their angle, in fp32. Differentiable with respect to x."""
+    """Rotate each pair (x[f], x[f + F]) of each head by its angle, in fp32. Differentiable with respect to x."""
     if not torch.is_grad_enabled():
         return _rotate_heads(x_NHD, cos_N1F, sin_N1F)
     return _Rotate.apply(x_NHD, cos_N1F, sin_N1F)  # type: ignore[return-value]
 
 
 def _rotate_heads(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
-    """Use few operations on large parts, because small models spend much of their time here."""
+    """Use few operations on large tensors, because small models spend much of their time here."""
     x_NHD, dtype = x_NHD.float(), x_NHD.dtype
     a_NHF, b_NHF = x_NHD.chunk(2, dim=-1)
     turned_NHD = torch.empty(x_NHD.shape, dtype=torch.float32, device=x_NHD.device)
@@ -124,7 +123,7 @@ def _rotate_heads(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Saves the angles but not x, since the gradient is the inverse rotation, with the same scale."""
+    """Saves the angles but not x: the gradient is the inverse rotation, with the same scale."""
 
     @staticmethod
     def forward(ctx: Any, x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Settings and results of routing tokens to experts, shared by all expert layers of a model.
 
-Shape letters: N tokens of a pass, L expert layers, E experts, k experts of a token. `layer` is the index among the
-expert layers.
+Shape letters: N tokens of a pass, L expert layers, E experts, k experts of a token. `layer` counts only the expert
+layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from areno.layers.config import Experts
 
 @dataclass
 class LayerLoad:
-    """Statistics of the experts that the tokens of one pass used in one layer, summed over tokens, on the device."""
+    """Sums over the tokens of a pass about the experts that they used in one layer. Tensors on the device."""
 
     chosen_E: Tensor  # int64, number of times that a token used the expert
     probability_E: Tensor  # float32, of the router
@@ -32,16 +32,16 @@ class Routing:
 
     Attributes:
         given_NLk: recorded experts to use in place of the router's choice (routing replay), of any integer dtype. The
-            router chooses for tokens whose first entry is `none`, and for tokens after the end of this tensor.
-        balance_E: float32, the gradient of the load-balancing loss with respect to the router's probabilities, for
-            each token alike.
+            router chooses if the first index of a token is `none`, and for tokens after the end of this tensor.
+        balance_E: float32, the gradient of the load-balancing loss with respect to the router's probabilities, which is
+            the same for each token.
         n_tokens: the number of tokens before the padding, if any.
         counts_N: float32, how often each token before the padding counts in `loads` and in the balancing loss. None
             means once.
         records: whether to store the used experts in `chosen`.
         observes: whether to store statistics in `loads`.
-        chosen: for each layer, the experts that the last pass used, (N, k) int64.
-        loads: for each layer, the statistics of the last pass.
+        chosen: layer -> the experts that the last pass used, (N, k) int64.
+        loads: layer -> the statistics of the last pass.
     """
 
     experts: Experts
@@ -62,7 +62,7 @@ class Routing:
 
     @property
     def none(self) -> int:
-        """The value that means "not recorded" in place of an expert index, the largest value of `dtype`."""
+        """The largest value of `dtype`. In place of an expert index, it means "not recorded"."""
         return torch.iinfo(self.dtype).max
 
     def begin(
@@ -75,7 +75,7 @@ class Routing:
         records: bool = False,
         observes: bool = False,
     ) -> None:
-        """Set how the next passes are routed, and clear the results."""
+        """Set the settings of the next passes, and clear the results."""
         self.given_NLk, self.balance_E, self.n_tokens, self.counts_N = given_NLk, balance_E, n_tokens, counts_N
         self.records, self.observes = records, observes
         self.chosen, self.loads = {}, {}
@@ -94,7 +94,7 @@ class Routing:
             self.chosen[layer] = chosen_Nk
 
     def choose(self, layer: int, logits_NE: Tensor) -> Tensor:
-        """Return the given experts of each token, or the most probable ones in descending order, and record them."""
+        """Return and record the experts of each token: those in `given_NLk`, else the most probable, best first."""
         with torch.no_grad():
             own_Nk = logits_NE.topk(self.experts.top_k, dim=-1).indices
             chosen_Nk = own_Nk
@@ -109,7 +109,7 @@ class Routing:
         return chosen_Nk
 
     def _load(self, logits_NE: Tensor, own_Nk: Tensor, chosen_Nk: Tensor) -> LayerLoad:
-        """Compute statistics from the experts that the router would choose (own) and those that were used (chosen)."""
+        """Compute statistics. `own_Nk`: experts that the router would choose. `chosen_Nk`: experts that were used."""
         n = len(logits_NE) if self.n_tokens is None else self.n_tokens
         probs_NE, own_Nk, chosen_Nk = logits_NE[:n].softmax(-1), own_Nk[:n], chosen_Nk[:n]
         is_own_Nk = (chosen_Nk.unsqueeze(-1) == own_Nk.unsqueeze(-2)).any(-1)

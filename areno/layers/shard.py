@@ -1,6 +1,6 @@
 """Descriptions of where checkpoint tensors lie in this rank's parameters. Loading and saving use them.
 
-A parameter may hold several checkpoint tensors, stacked by rows (such as q, k and v), and only this rank's shard of
+A parameter may stack the rows of several checkpoint tensors, such as q, k and v. It holds only this rank's shard of
 each.
 """
 
@@ -23,7 +23,7 @@ GATHERED_ON_CPU = 2**20  # the limit on the CPU, where received shards and the r
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """Dtype, device and ranks with which the layers of a model create their weights on this rank."""
+    """Dtype, device and tensor-parallel group with which the layers of a model create their weights on this rank."""
 
     dtype: torch.dtype
     device: torch.device | str
@@ -46,8 +46,8 @@ class TensorPart:
         dim: the dimension that is divided over the tensor-parallel ranks, 0 or 1. None: every rank has all of it.
         start: the first index of this rank's shard along `dim`.
         size: the length of this rank's shard along `dim`. The last ranks may have less (a padded vocabulary).
-        holder: the only rank that has the tensor, and has it as a whole; for the matrices of an expert. `dim` is then
-            0, and `size` is 0 on the other ranks.
+        holder: for matrices of an expert, the only rank that has the tensor, and has it whole. `dim` is then 0, and
+            `size` is 0 on the other ranks. None for other tensors.
         copies: the number of neighbouring ranks that have the same shard. Above 1 if there are fewer key-value heads
             than ranks.
     """
@@ -61,23 +61,23 @@ class TensorPart:
     copies: int = 1
 
     def shard_of(self, full: Any) -> Tensor:
-        """Return this rank's shard of the checkpoint tensor, or of a safetensors slice of it."""
+        """Return this rank's shard of `full`, the checkpoint tensor or a safetensors slice of it."""
         if self.dim is None:
             return full[:]
         piece = slice(self.start, self.start + self.size)
         return full[piece] if self.dim == 0 else full[:, piece]
 
     def region(self, parameter: Tensor) -> Tensor:
-        """Return the view of a parameter that holds this rank's shard."""
+        """Return a view of the rows of a parameter that hold this rank's shard."""
         rows = self.size if self.dim == 0 else self.full_shape[0]
         return parameter.detach()[self.offset : self.offset + rows]
 
     def gather(self, parameter: Tensor, tp: ParallelGroup, owner: int, out: Tensor | None) -> None:
         """Copy the full checkpoint tensor to `out` on the rank `owner`. `out` is None on the other ranks.
 
-        All ranks must call this, unless `self.dim` is None. Each rank sends at most GATHERED_BYTES at a time
-        (GATHERED_ON_CPU on the CPU), which limits the memory that is needed in addition to the shards. A copy to pinned
-        memory may still be in progress on return.
+        All ranks must call this, unless `self.dim` is None. To limit additional memory, each rank sends at most
+        GATHERED_BYTES at a time (GATHERED_ON_CPU on the CPU). A copy to pinned memory may still be in progress on
+        return.
         """
         piece = self.region(parameter)
         if self.dim is None or tp.size == 1:
@@ -110,9 +110,9 @@ class TensorPart:
 def stacked_parts(
     shapes: Sequence[tuple[int, ...]], sizes: Sequence[int], tp: ParallelGroup, copies: Sequence[int]
 ) -> tuple[TensorPart, ...]:
-    """Return the parts of checkpoint tensors that are stacked, each with a slice of its rows on every rank.
+    """Describe checkpoint tensors that are stacked in one parameter. Each rank has a slice of the rows of each.
 
-    `sizes` are the numbers of rows in a slice, and `copies` as in `TensorPart`.
+    `sizes`: for each tensor, the number of rows in a slice. `copies`: as in `TensorPart`.
     """
     offsets = itertools.accumulate(sizes[:-1], initial=0)
     return tuple(

@@ -1,7 +1,7 @@
-"""The layers of a model that may have LoRA adapters, and the number of parameters of adapters. Does not import torch.
+"""The linear layers of a model that may have LoRA adapters, and the number of adapter parameters. Imports no torch.
 
 Module names are those of the checkpoint, such as "q_proj", unless a docstring says otherwise. `layout` says how the
-model is divided over devices; results are those of one rank.
+model is divided over devices; the results count the parameters of one rank.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 class _Linear(NamedTuple):
-    """The sizes of a linear layer, which may compute several projections."""
-
     outputs: tuple[int, ...]  # of each projection, over all ranks
     n_in: int  # over all ranks
     n_layers: int  # number of layers of the model that have this linear layer
@@ -36,7 +34,7 @@ class _Linear(NamedTuple):
 def _linears(config: TransformerConfig) -> dict[str, _Linear]:
     """Return the linear layers that may have adapters, by module name in `Layer`, such as "attention.qkv".
 
-    Experts cannot have adapters, and in models with experts neither can the plain MLPs.
+    Experts cannot have adapters. In a model with experts, plain MLPs cannot have adapters either.
     """
     size, inner, n_attend = config.hidden_size, config.intermediate_size, len(config.attention_layers)
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -58,7 +56,7 @@ def _linears(config: TransformerConfig) -> dict[str, _Linear]:
 def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     """Return the sizes of the linear layers that may have adapters: name -> (outputs, inputs).
 
-    Projections that the checkpoint stores as one matrix count as one layer, as in peft.
+    As in peft, projections count as one layer if the checkpoint stores them as one matrix.
     """
     return {
         name.rsplit(".", 1)[-1]: (sum(linear.outputs[index] for index in group), linear.n_in)
@@ -68,7 +66,7 @@ def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
 
 def fused_names(config: TransformerConfig) -> dict[str, str]:
-    """Return the projections that the checkpoint stores inside a fused matrix: name -> name of the fused matrix."""
+    """Map each projection that the checkpoint stores inside a fused matrix to the name of the fused matrix."""
     return {part.rsplit(".", 1)[-1]: whole.rsplit(".", 1)[-1] for part, whole in stored_names(config).items()}
 
 
@@ -82,7 +80,7 @@ def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout:
 
 
 def stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
-    """Return by how many elements `Adapter.stack` enlarges the weights: a padded copy of A below each."""
+    """Return how many elements `Adapter.stack` adds to the weights: below each weight, a copy of A and padding."""
     total = 0
     for linear, groups in _adapted(config, adapters):
         n_in, outputs = linear.on_rank(layout)
@@ -92,7 +90,7 @@ def stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout:
 
 
 def _adapted(config: TransformerConfig, adapters: AdapterSpec) -> Iterator[tuple[_Linear, list[list[int]]]]:
-    """Yield each linear layer with adapters, and the indices of its projections, grouped by the A that they share."""
+    """Yield (linear layer with adapters, groups of projection indices). Projections of a group share one A."""
     for module, linear in _linears(config).items():
         stored = stored_modules(module, config)
         if groups := [group for name, group in stored.items() if name.rsplit(".", 1)[-1] in adapters.targets]:

@@ -1,6 +1,6 @@
 """The LoRA adapters of a model: adding, initialising and disabling them, and reading and writing peft folders.
 
-A peft folder has adapter_config.json and adapter_model.safetensors. Tensors have peft's names.
+A peft folder has adapter_config.json and adapter_model.safetensors. Its tensors are named as peft names them.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
 
 
 def init_adapters(model: Transformer, seed: int) -> None:
-    """Initialise the adapters, independently of ranks and device, so that the model computes the same as its base."""
+    """Initialise the adapters so that the model computes the same as without them, for any ranks and device."""
     generator = torch.Generator().manual_seed(seed)
     for _, _, adapter in _adapted_modules(model):
         adapter.init(generator)
 
 
 def stack_adapters(model: Transformer) -> None:
-    """Make room for a copy of A below the weight of each adapted layer; see `Adapter.stack`. The weights move."""
+    """Move the weight of each adapted layer into a larger tensor with room for a copy of A (`Adapter.stack`)."""
     for _, module, adapter in _adapted_modules(model):
         adapter.stack(module.weight, module.bias)
 
 
 def refresh_adapters(model: Transformer) -> None:
-    """Copy each A below its layer's weight before sampling, because training may have changed A."""
+    """Copy each A below its layer's weight. Call this before sampling, because training changes A."""
     for _, _, adapter in _adapted_modules(model):
         adapter.refresh_stacked()
 
@@ -92,10 +92,10 @@ def set_adapter_weights(model: Transformer, weights: Sequence[torch.Tensor]) -> 
 
 
 def adapter_table(model: Transformer) -> list[TableEntry]:
-    """Return every tensor of the model's adapters under peft's name, in a fixed order. Empty without adapters.
+    """Return all adapter tensors with their names in peft, in a fixed order. Empty without adapters.
 
-    If the checkpoint stores several projections as one matrix, they share one A, listed under the name of the first
-    projection. Each projection has its own B in this list, although a peft folder stores their B matrices as one
+    Projections that the checkpoint stores as one matrix share one A, which has the name of the first projection. Each
+    projection has its own B in this list, although a peft folder stores the B matrices of such projections as one
     tensor.
     """
     found = []
@@ -109,7 +109,7 @@ def adapter_table(model: Transformer) -> list[TableEntry]:
 
 
 def stored_adapters(model: Transformer) -> dict[str, StoredTensor]:
-    """Return the adapter tensors as a peft folder stores them: name in the folder -> the tensors it consists of."""
+    """Return the tensors of a peft folder by name. Each lists the adapter tensors that are stacked in it."""
     config = model.config
     order, whole = head_order(config.rope, config.head_dim), stored_names(config)
     found: dict[str, StoredTensor] = {}
@@ -124,7 +124,7 @@ def stored_adapters(model: Transformer) -> dict[str, StoredTensor]:
 
 @contextmanager
 def without_adapters(model: Transformer) -> Iterator[None]:
-    """Disable all adapters within this context. CUDA graphs that were captured before keep using the adapters."""
+    """Disable all adapters inside the `with` block. CUDA graphs captured before the block still use them."""
     adapters = [adapter for _, _, adapter in _adapted_modules(model)]
     try:
         for adapter in adapters:
@@ -192,7 +192,7 @@ class PeftFolder(NamedTuple):
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Return whether a local folder, which may not exist, holds adapters and no model."""
+    """Return whether a folder holds adapters and no model. False if the folder does not exist."""
     folder = Path(folder).expanduser()
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
@@ -210,7 +210,7 @@ def base_of(folder: str | Path) -> str:
 
 
 def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolder:
-    """Read adapter_config.json for a model. The adapted modules are those of the tensors in the weight file.
+    """Read adapter_config.json for a model. The adapted modules are found by the tensor names in the weight file.
 
     Raises CheckpointError, which lists all fields that ask for something unsupported.
     """
@@ -242,9 +242,9 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
 
 
 def _target_modules(folder: Path, model: TransformerConfig, given: object) -> tuple[str, ...]:
-    """Return the adapted modules, such as q_proj, from the names of the tensors, which `given` must include.
+    """Find the adapted modules, such as q_proj, by the names of the tensors.
 
-    `given` is the field target_modules of adapter_config.json, a list of names or a regular expression.
+    Raises CheckpointError unless the field target_modules (`given`), a list of names or a regex, matches all of them.
     """
     with open_safetensors(_weights_file(folder)) as tensors:
         names = list(tensors.keys())
@@ -268,7 +268,7 @@ def _target_modules(folder: Path, model: TransformerConfig, given: object) -> tu
 
 
 def _is_named(module: str, given: object) -> bool:
-    """Return whether peft would adapt a module such as "model.layers.0.self_attn.q_proj"."""
+    """Return whether the field target_modules (`given`) matches a module such as "model.layers.0.self_attn.q_proj"."""
     if isinstance(given, str) and given != "all-linear":
         try:
             return re.fullmatch(given, module) is not None
@@ -317,9 +317,9 @@ def adapter_writes(
 ) -> Iterator[Callable[[], None]]:
     """Yield the functions that write this rank's files of a peft folder, for `weights.write_all`.
 
-    Taking a function from the iterator is a collective call over the ranks of a copy of the model. Of the copies in
-    `dp`, only the first is written. `base` is recorded in adapter_config.json. Tokenizer files come from the first
-    folder or hub id of `source` that has any.
+    Taking a function from the iterator is a collective call over the tensor-parallel ranks of a model replica. Only the
+    first of the replicas in `dp` is written. `base` is recorded in adapter_config.json. The tokenizer files come from
+    the first folder or hub id in `source` that has any.
     """
     if dp is not None and dp.rank > 0:
         return

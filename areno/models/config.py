@@ -50,27 +50,25 @@ class LayerKind:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The shape of a decoder-only transformer (transformer.py). Fields that are not listed have their usual names.
+    """The shape of a decoder-only transformer (transformer.py). Fields that are not listed mean what they are called.
 
     Attributes:
         family: The name of the model's Family.
-        rope: The rotary positions of most layers.
-        max_position_embeddings: The context length: the most tokens of a sequence.
+        rope: The rotary positions. `kinds` may set others for some layers.
+        max_position_embeddings: The context length: the largest number of tokens in a sequence.
         qk_norm: Whether each query and key head has a norm.
-        qk_norm_whole: Whether all query heads of a token share one norm, and all key heads another one.
-        attention_gate: Whether the output of attention is multiplied by the sigmoid of a gate, which the qkv projection
-            computes.
+        qk_norm_whole: Whether all query heads of a token share one norm, and all key heads share another one.
+        attention_gate: Whether the output of attention is multiplied by the sigmoid of a gate. The qkv projection
+            computes the gate.
         norms: Where the norms are: before attention and MLP, after them, or both.
         norm_plus_one: Whether norms multiply by 1 + weight.
         kinds: The properties of each layer. Empty if all layers have `rope` and no window. Unused for recurrent layers.
         initializer_range: The standard deviation of random weights.
-        hf: `config.json` as read, which is written again when the model is saved.
-        experts: The mixtures of experts that layers have in place of the plain MLP.
         delta: The layers with a recurrent state in place of attention.
-        within: The image-text architecture that transformers builds from this folder, and whose tensor names peft uses.
-            Empty for a folder with a text model only.
-        stored_vocab_size: Number of token ids in the checkpoint, if the model is divided over ranks like one of
-            `vocab_size` ids. Further rows are left out, and missing ones have no logits.
+        within: The class of the image-text model, if transformers builds one from this folder. peft then uses its
+            tensor names. Otherwise empty.
+        stored_vocab_size: Number of token ids in the checkpoint, if it differs from `vocab_size`, which is that of the
+            actor. Rows of further ids are not loaded, and missing ids have no logits.
         has_head: Whether the checkpoint has the weights of the head. False for a critic or a reward model made from a
             causal language model, whose head starts at 0.
     """
@@ -110,12 +108,12 @@ class TransformerConfig:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether rows that begin alike can share a pass. A recurrent state would be needed at each branch."""
+        """Whether rows can share the computation of a common prefix. Recurrent layers cannot."""
         return self.delta is None
 
     @property
     def divided(self) -> list[tuple[str, str, int]]:
-        """The sizes that tensor-parallel ranks divide, each as (name, field of config.json, number)."""
+        """The sizes that are divided over tensor-parallel ranks, as (name, field of config.json, size)."""
         sizes = [
             ("attention heads", "num_attention_heads", self.num_heads),
             ("key-value heads", "num_key_value_heads", self.num_kv_heads),
@@ -130,7 +128,7 @@ class TransformerConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The indices of the layers with attention, which have keys and values to cache."""
+        """The indices of the layers with attention, whose keys and values are cached."""
         recurrent = () if self.delta is None else self.delta.layers
         return tuple(index for index in range(self.num_layers) if index not in recurrent)
 
@@ -145,7 +143,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family. This record is the only place that declares the family; areno/models/families finds all records.
+    """A model family. Adding a family needs no more than this record, in a file of areno/models/families.
 
     The names of modules are those in checkpoints, such as "self_attn.q_proj".
 
@@ -155,15 +153,14 @@ class Family:
         value_architecture: The sequence classification class of transformers, whose head gives a value. "": the name of
             `architecture` with ForSequenceClassification.
         read: Function that reads the shape of a model from `config.json`. It calls `read_decoder` first.
-        has_step_class: Whether transformers has a token classification class for the family, whose head gives scores of
-            labels for each token.
+        has_step_class: Whether transformers has a token classification class for the family. The head of such a class
+            scores labels for each token.
         unused: Fields of `config.json` that do not change the computation of this family, in addition to UNUSED. A
             field that is neither read nor listed raises an error.
-        names: Name of a module in areno's `Layer` -> names of its modules in the checkpoint, where the family differs
-            from LAYER_NAMES.
+        names: Module of areno's `Layer` -> its modules in the checkpoint. Only those that differ from LAYER_NAMES.
         expert_names: As `names`, for the modules of a mixture of experts. `{}` stands for the index of an expert. If a
             checkpoint module holds several matrices of each expert, they are stacked, expert by expert.
-        stacked: Fused module in the weight files -> the separate modules that it stacks, from the first row.
+        stacked: Fused module in the weight files -> the separate modules that it holds, in the order of their rows.
         around: The image-text architecture whose `text_config` describes a model of this family; "" if there is none.
         assumed: Default values of fields that such a `text_config` may leave out.
         is_whole: Whether transformers builds the image-text model from an image-text folder even when asked for a
@@ -189,7 +186,7 @@ class Family:
 
     @property
     def classes(self) -> dict[HeadName, str]:
-        """Kind of head -> class of transformers."""
+        """Map each kind of head to the name of its transformers class."""
         value = self.value_architecture or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
         found: dict[HeadName, str] = {"lm": self.architecture, "value": value}
         if self.has_step_class:
@@ -210,21 +207,21 @@ def read_decoder(
     rope: Rope | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> TransformerConfig:
-    """Read the fields of `config.json` that all families share. The family replaces the other fields of the result.
+    """Read the fields of `config.json` that all families share. The family then replaces other fields of the result.
 
     Args:
         raw: The fields of `config.json`. The result is usable only if its `problems` are empty.
         family: The name of the family.
         default_head_dim: The head dimension if `head_dim` is absent. None: hidden size divided by the number of heads.
         partial_rotary: The share of a head that is rotated if `config.json` does not set it. None: the whole head must
-            be rotated, and another share is a problem.
-        interleaved: Whether neighbouring elements of a head are rotated together, rather than elements half a head
+            be rotated, and any other share in `config.json` is a problem.
+        interleaved: Whether element pairs (0, 1), (2, 3), ... of a head are rotated, rather than elements half a head
             apart.
-        may_slide: Whether the family supports layers with a window, see `with_windows`.
+        may_slide: Whether the family supports layers with a sliding window, see `with_windows`.
         may_recur: Whether the family supports layers with a recurrent state.
         may_bias: Whether `attention_bias` sets the biases of q, k, v and o.
-        rope: The rotary positions, if the family has read them.
-        activation: The field that names the activation, and its only supported value.
+        rope: The rotary positions. None: they are read here.
+        activation: The field that names the activation function, and its only supported value.
     """
     num_layers = raw.get("num_hidden_layers", int, ge=1, le=MAX_LAYERS)
     field, only = activation
@@ -264,7 +261,7 @@ def read_decoder(
 def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool) -> None:
     """Add problems for sizes that contradict each other.
 
-    `is_derived` says whether the head dimension is hidden_size divided by the number of heads.
+    `is_derived`: the head dimension is computed as hidden_size divided by the number of heads.
     """
     heads = f"num_attention_heads={config.num_heads}"
     if config.num_heads % config.num_kv_heads:
@@ -313,10 +310,10 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
 def with_windows(
     raw: RawConfig, config: TransformerConfig, slides: Callable[[int], bool], local_rope: Rope | None = None
 ) -> TransformerConfig:
-    """Return the shape with the window `sliding_window` in some layers, named by `layer_types` or else by `slides`.
+    """Return the shape with the window `sliding_window` in the layers that `layer_types` or else `slides` selects.
 
-    A window at least as long as the context has no effect and is dropped. `local_rope` are the rotary positions of
-    layers with a window, if they have their own.
+    A window at least as long as the context has no effect and is dropped. `local_rope`: the rotary positions of layers
+    with a window, if they differ.
     """
     types = raw.get("layer_types", list, [])
     raw.get("sliding_window", int, 0, ge=1)  # counts as read, since the field may be unused

@@ -1,8 +1,8 @@
 """The layers of a decoding step with at most 64 rows, as one chain of kernels with programmatic dependent launch (PDL).
 
-With few rows, each kernel takes a few microseconds, and a quarter of a layer's time passes between kernels. In the
-chain, a kernel begins before the previous one has ended (`kernels/jit.py`). The results are those of `models/fused.py`,
-except for rounding.
+With few rows, each kernel takes a few microseconds, and a quarter of a layer's time is lost between kernels. With PDL,
+a kernel begins before the previous one has ended (`kernels/jit.py`). The results are those of `models/fused.py`, except
+for rounding.
 
 This file imports Triton: import it only if `Transformer.runs_fused` returns True. Shape letters as in `transformer.py`.
 """
@@ -29,11 +29,11 @@ from areno.models.layer import Layer
 
 
 def runs_few_rows(layers: Sequence[Layer], n_tokens: int, attend: Attend) -> bool:
-    """Return whether `few_rows_layers` can compute a pass.
+    """Return whether `few_rows_layers` can compute a forward pass.
 
-    The pass must belong to a rollout, without gradients, and have at most `MOST_ROWS` tokens. The model must be on one
-    GPU, and `supports_few_rows` must accept its weights. Each layer must have attention and a gated MLP, with norms
-    only before them. Adapters must be inactive, and products must not need a fixed order (`engine.exact`).
+    The pass must be part of a rollout, without gradients, and have at most `MOST_ROWS` tokens. The model must be on one
+    GPU, and `supports_few_rows` must accept its weights. Each layer must have attention and a gated MLP, and its only
+    norms must be those before attention and MLP. Adapters must be inactive, and `engine.exact` must be off.
     """
     if torch.is_grad_enabled() or n_tokens > MOST_ROWS or isinstance(attend, PackedAttend | CachedAttend):
         return False
@@ -62,8 +62,8 @@ def few_rows_layers(
 ) -> Tensor:
     """Return the hidden states after all layers and the final norm, in the dtype of the weights.
 
-    The kernel that computes the embeddings is launched without PDL. So the weights are complete before the products
-    copy them (`kernels/jit.py`).
+    The kernel before this chain, which computes the embeddings, does not use PDL. So all weights have been written
+    before the first matrix product reads them (`kernels/jit.py`).
     """
     stream_ND, delta_SND = x_ND.float(), None
     for layer, of_layer in zip(layers, angles, strict=True):
@@ -74,9 +74,9 @@ def few_rows_layers(
 def _run_layer(
     layer: Layer, stream_ND: Tensor, delta_SND: Tensor | None, angles: Angles, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """Run a layer on the residual stream plus the previous MLP's output, given as summands.
+    """Run a layer on the sum of the residual stream and the previous MLP's output. `delta_SND` has S summands of it.
 
-    Return the stream without the output of this layer's MLP, and the summands of this output.
+    Return the stream, to which this layer's MLP output is not yet added, and the summands of that output.
     """
     attention, mlp = layer.attention, layer.mlp
     assert attention is not None

@@ -1,7 +1,7 @@
 """Model folders: finding or downloading them, reading config.json, and listing their weight and tokenizer files.
 
-Functions that read raise CheckpointError if a file or folder is missing or damaged. `what` is "model" or "adapter", for
-messages.
+Functions that read raise CheckpointError if a file or folder is missing or damaged. `what` is the word for the folder
+in messages: "model" or "adapter".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMEOUT_S = 5.0  # of the request before a download, so that a machine without n
 
 
 def resolve(path: str | Path, what: str = "model") -> Path:
-    """Return the local folder of a model: the path itself, or the downloaded or cached hub repository."""
+    """Return `path` if it is a local folder, else the cached folder of a hub repository, downloaded if needed."""
     folder = Path(os.path.expanduser(path))
     if os.path.isdir(folder):  # unlike Path.is_dir, no error for a name that is too long
         return folder
@@ -89,16 +89,16 @@ def write_json(file: Path, values: dict[str, Any]) -> Path:
 
 
 def listing(names: list[str]) -> str:
-    """Join names for an error message. Only the first few (SHOWN) are written out, and the rest are counted."""
+    """Join names for an error message. Names after the first few (SHOWN) are only counted."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
 class RawConfig:
-    """The fields of a JSON file, or of a section in it. `origin` is the file and section, for messages.
+    """The fields of a JSON file, or of a section in it. `origin` names the file and section in messages.
 
-    A failed look-up adds to `problems` and returns a value of the requested type, so that reading can continue. The
-    caller raises `error()` at the end if there are problems.
+    A failed look-up adds to `problems` and returns a value of the requested type, so that reading can continue. At the
+    end, the caller raises `error()` if there are problems.
     """
 
     def __init__(self, values: dict[str, Any], origin: str, problems: list[Problem] | None = None):
@@ -108,14 +108,14 @@ class RawConfig:
         self._assumed: dict[str, Any] = {}
 
     def assume(self, **values: Any) -> None:
-        """Set defaults of absent fields. They take precedence over the default that `get` is called with.
+        """Set default values of absent fields. They take precedence over the argument `default` of `get`.
 
         A family uses this for fields whose defaults in transformers differ from those of other families.
         """
         self._assumed.update(values)
 
     def section(self, name: str) -> RawConfig:
-        """Return the object in a field, empty if absent or null, as a RawConfig that shares `problems`."""
+        """Return the JSON object in a field, which shares `problems`. Empty if the field is absent or null."""
         return RawConfig(self.get(name, dict, {}), f"{self.origin}: {name}", self.problems)
 
     def get(
@@ -128,10 +128,10 @@ class RawConfig:
         gt: float | None = None,
         le: float | None = None,
     ) -> T:
-        """Return the value of a field, after checks of its type and bounds. A failed check adds a problem.
+        """Check type and bounds of a field, and return its value. A failed check adds a problem.
 
-        The default is for a field that is absent or null. Without one, the field is required. An int must be at most
-        MOST, and a float must be finite.
+        An absent or null field has the value `default`. Without a default, the field is required. An int must be at
+        most MOST, and a float must be finite.
         """
         self._read.add(name)
         value: Any = self.values.get(name, self._assumed.get(name))
@@ -152,19 +152,19 @@ class RawConfig:
         return cast(T, kind(1) if kind in (int, float) else kind())  # type: ignore[call-arg]
 
     def wrong(self, what: str) -> None:
-        """Add a problem. The message should name the field; file and section are put before it."""
+        """Add a problem. `what` should name the field; the message begins with file and section."""
         self.problems.append(Problem("", f"{self.origin}: {what}"))
 
     def refuse(self, name: str, supported: str, found: object = None) -> None:
-        """Add a problem: the field has a value other than the `supported` ones. `found` replaces the value shown."""
+        """Add a problem: a field has a value (in the message: `found`) other than the `supported` ones."""
         shown = reprlib.repr(self.values.get(name) if found is None else found)
         self.wrong(f"{name} is {shown}, which is not supported; expected {supported}")
 
     def refuse_unknown(self, harmless: Collection[str], where: str = "") -> None:
-        """Add a problem for each field that was never looked up, is set, and is not `harmless`.
+        """Add a problem for each field that is set, was never looked up, and is not `harmless`.
 
-        An empty value, 0 and false count as not set. Names with a leading underscore are ignored. `where` is put after
-        "a field that areno does not know".
+        An empty value, 0 and false count as not set. Names with a leading underscore are ignored. `where` continues the
+        phrase "a field that areno does not know".
         """
         for name, value in self.values.items():
             if name in self._read or name in harmless or name.startswith("_") or not value:
@@ -174,12 +174,11 @@ class RawConfig:
             self.wrong(f"{name} is {reprlib.repr(value)}, a field that areno does not know{where}; {advice}")
 
     def error(self) -> CheckpointError:
-        """Return an error with all problems, without duplicates."""
         return CheckpointError(dict.fromkeys(self.problems))
 
 
 def _has_type_and_bounds(value: Any, kind: type, ge: float | None, gt: float | None, le: float | None) -> bool:
-    """Return whether a value has the type `kind` and is within bounds. A bool is no int, and floats must be finite."""
+    """Return whether a value has the type `kind` and is within bounds. A bool is not an int. A float must be finite."""
     if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
         return False
     if kind not in (int, float):
@@ -192,7 +191,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Return the weight file of each tensor, by the tensor's name in the file. The error lists all bad files."""
+    """Map the name of each tensor to the weight file that holds it. The error lists all bad files."""
     if (folder / SINGLE).is_file():
         files = [folder / SINGLE]
     elif (folder / INDEX).is_file():
@@ -221,7 +220,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def same_weights(folder: Path, other: Path) -> bool:
-    """Return whether a model folder has the tensors of another one, rounded to its types."""
+    """Return whether the tensors of `folder` equal those of `other`, rounded to the dtypes of `folder`."""
     files, others = tensor_files(folder), tensor_files(other)
     for name, file in files.items():
         if name not in others:
@@ -246,13 +245,13 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name ends in .safetensors, has no folder in it, and is short enough for file systems."""
+    """Return whether a name is a valid file name that ends in .safetensors, without a folder in it."""
     return name.endswith(".safetensors") and not set(name) & set("/\\:\0") and len(os.fsencode(name)) <= 255
 
 
 @contextmanager
 def open_safetensors(file: Path) -> Iterator[Any]:
-    """Open a safetensors file for a `with` block, which gets the object of `safetensors.safe_open`."""
+    """Open a safetensors file in a `with` block, and yield the result of `safetensors.safe_open`."""
     try:
         with safe_open(file, framework="pt", device="cpu") as tensors:
             yield tensors
@@ -285,9 +284,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 def copy_tokenizer_files(
     sources: Sequence[Path], folder: Path, sets: Sequence[Sequence[str]] = (TOKENIZER, GENERATION)
 ) -> list[Path]:
-    """Copy tokenizer files, chat template and generation settings, and return the copies.
+    """Copy tokenizer files, chat template and generation settings, and return the paths of the copies.
 
-    Each set of file names comes from the first source that has any file of the set.
+    Each item of `sets` lists files that belong together. All of them come from the first source that has any of them.
     """
     copies = []
     for names in sets:
@@ -306,9 +305,9 @@ def copy_tokenizer_files(
 
 
 def add_end_tokens(folder: Path, listed: Collection[int], ends: Collection[int]) -> Path | None:
-    """List token ids as ends of completions in generation_config.json, so that other software stops at them, too.
+    """Add the token ids `ends` to eos_token_id in generation_config.json, so that other software stops at them.
 
-    Without such a file or ids in it, software takes the ids of config.json, `listed`. Returns the file if it changed.
+    `listed`: the ids in config.json, which are used if generation_config.json has none. Returns the file if it changed.
     """
     (name,) = GENERATION
     values = read_json(folder / name) if (folder / name).is_file() else {}

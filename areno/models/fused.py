@@ -1,13 +1,13 @@
 """A layer as one autograd function: fused kernels between the matrix products, and a handwritten backward pass.
 
-Compared with `Layer.forward` this saves three things. No elementwise result is kept for the backward pass, since the
-kernels compute it again. Under recompute, attention and the two products whose results the backward pass does not need
-(the output projection and the MLP's `down`) are not computed again. And the matrix products accumulate the weight
+Compared with `Layer.forward` this saves three things. Elementwise results are not kept for the backward pass: the
+kernels compute them again. Under recompute, attention and two products (the output projection and the MLP's `down`) are
+not computed again, since the backward pass does not need their results. And the matrix products accumulate the weight
 gradients in the fp32 gradient buffer themselves.
 
 The residual stream is float32 for any dtype of the weights. Rounding it to bf16 after each addition would be the
-largest source of error in log-probabilities, and of disagreement between rollout and training. Where `memory` (the
-ranks' symmetric memory) is given, a norm sums its input over the ranks, without gradients and sequence parallelism.
+largest source of error in log-probabilities, and of disagreement between rollout and training. If `memory` (the ranks'
+symmetric memory) is given, each norm first sums its input over the ranks. There is then no autograd and no `split`.
 
 This file imports Triton: import it only if `Transformer.runs_fused` returns True. Shape letters and the arguments
 `angles`, `split` and `attend` as in `layer.py`; X outputs of the qkv product, P outputs of the input projection of the
@@ -37,8 +37,8 @@ Angles = tuple[Tensor, Tensor]
 def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
     """Compute attention or the gated delta rule of a layer, outside autograd.
 
-    Return the output, or this rank's partial sum unless `whole`; the output of the input projection, which may be
-    dropped to save memory; and other tensors that the backward pass needs.
+    Return three results: the output (if not `whole`, only this rank's partial sum); the output of the input projection,
+    which the caller may drop to save memory; and other tensors that the backward pass needs.
     """
     if layer.attention is not None:
         return _attention(layer.attention, x_ND, angles, attend, split, whole)
@@ -58,9 +58,9 @@ def mix_tokens_backward(
     attend: PackedAttend,
     split: bool,
 ) -> Tensor:
-    """Return the gradient with respect to the normalised input, and add those of the parameters to `.grad`.
+    """Return the gradient with respect to the normalised input, and add the parameters' gradients to `.grad`.
 
-    `kept` and `needed` are results of `mix_tokens`. If `kept` is None, it is computed again.
+    `kept` and `needed` are the second and third result of `mix_tokens`. If `kept` is None, it is computed again.
     """
     module: Attention | GatedDelta | None = layer.attention or layer.delta
     assert module is not None
@@ -109,7 +109,7 @@ def _attention_backward(
     angles: Angles,
     attend: PackedAttend,
 ) -> Tensor:
-    """Return the gradient with respect to the output of the qkv projection, which `recompute` returns."""
+    """Return the gradient with respect to the output of the qkv projection. `recompute()` returns that output."""
     out_NHC, *saved = needed
     grad_gate_NQ = None
     if attention.gated:
@@ -137,7 +137,7 @@ def _attention_backward(
 
 
 def to_heads(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normalised and rotated queries and keys, and values, (N, heads, C) each."""
+    """Return queries and keys, both normalised and rotated, and values, (N, heads, C) each."""
     q_size, kv_size, _ = attention.sizes
     dim = attention.head_dim
     q_weight, k_weight, eps, plus_one = _head_norms(attention)
@@ -146,7 +146,7 @@ def to_heads(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tuple[Tens
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
-    """Return the weights of query and key norm (None unless each head has a norm), eps, and whether 1 is added."""
+    """Return (query norm weight, key norm weight, eps, whether norms multiply by 1 + weight). No head norms: None."""
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
         return None, None, 0.0, False
@@ -164,28 +164,28 @@ def fused_layer(
     split: bool,
     memory: SymmetricMemory | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run a layer on the residual stream plus the output of the previous MLP.
+    """Add `delta_ND`, the output of the previous MLP, to the residual stream, and run a layer on the sum.
 
-    The output of this layer's MLP is returned next to the stream, not added, because the next norm adds and normalises
-    in one pass. With `memory`, MLP outputs are partial sums. Unless `keep`, the backward pass computes the large
-    intermediate results of attention and MLP again.
+    Return the stream and the output of this layer's MLP. They are not added, because the next norm adds and normalises
+    in one pass. With `memory`, MLP outputs are this rank's partial sums. Unless `keep`, the large intermediate results
+    of attention and MLP are not kept, and the backward pass computes them again.
     """
     stream_ND = _with_gradient(stream_ND, layer)
     return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[return-value]
 
 
 def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: SymmetricMemory | None) -> Tensor:
-    """Return the norm of the residual stream plus the last MLP's output."""
+    """Return the norm of the sum of the residual stream and the last MLP's output."""
     if memory is not None:
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)[1]
     return _FusedNorm.apply(_with_gradient(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]
 
 
 def _with_gradient(stream_ND: Tensor, module: nn.Module) -> Tensor:
-    """Return the residual stream, which requires a gradient if `module` has parameters to train.
+    """Make the residual stream require a gradient if `module` has parameters to train, and return it.
 
     The autograd functions of this file do not take parameters as inputs. So autograd calls their backward pass only if
-    the stream requires a gradient. If the stream does not require a gradient yet, a new autograd leaf is returned.
+    the stream requires a gradient. If it does not yet, a new autograd leaf is returned.
     """
     if not torch.is_grad_enabled() or stream_ND.requires_grad:
         return stream_ND
@@ -200,7 +200,7 @@ def _add_norm(
     dtype: torch.dtype,
     memory: SymmetricMemory | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the stream plus `delta_ND`, and the norm of this sum, or the sum in `dtype` without a norm."""
+    """Return the sum of the stream and `delta_ND`, and the norm of this sum (without `norm`, the sum in `dtype`)."""
     if memory is not None and delta_ND is not None:
         assert norm is not None
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)
@@ -213,7 +213,7 @@ def _add_norm(
 def _add_norm_backward(
     norm: RMSNorm | None, grad_ND: Tensor, grad_sum_ND: Tensor, sum_ND: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient with respect to the sum of `_add_norm`, in the dtypes of the sum and of `grad_ND`."""
+    """Return the gradient with respect to the sum in `_add_norm` twice: in the sum's dtype and in that of `grad_ND`."""
     if norm is not None:
         return norm.sum_gradient(grad_ND, grad_sum_ND, sum_ND)
     grad_sum_ND = grad_sum_ND + grad_ND
@@ -229,7 +229,7 @@ def _post_norm_backward(norm: RMSNorm | None, grad_ND: Tensor, x_ND: Tensor | No
 
 
 class _FusedLayer(torch.autograd.Function):
-    """Parameters are not inputs: their gradients are added to `.grad`."""
+    """The autograd function of a layer. Its backward pass adds the parameters' gradients to `.grad`."""
 
     @staticmethod
     def forward(

@@ -126,7 +126,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 def known_shape(name: str) -> dict[str, Any] | None:
     """Return the content of `config.json` of a published model, or None if it is unknown.
 
-    The name is that of a shape such as "qwen3-4b", a size alone such as "4b" for Qwen3, or a hub id such as
+    `name` is a key of the table such as "qwen3-4b", only a size such as "4b" for Qwen3, or a hub id such as
     "Qwen/Qwen3-4B-Instruct-2507".
     """
     name = name.rpartition("/")[2].lower().replace("meta-llama", "llama")

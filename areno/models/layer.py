@@ -1,8 +1,8 @@
 """One layer of the transformer, its attention, and the choice of its MLP.
 
-`attend` computes attention over packed rows or over a KV cache. `cos` and `sin` (together `angles`) are those of the
-rotary embedding, (N, 1, C / 2) float32. With `split` (sequence parallelism), inputs and outputs are this rank's share
-of the N tokens.
+`attend` computes attention over packed rows or over a KV cache. `cos` and `sin` (together `angles`) come from the
+rotary embedding, (N, 1, C / 2) float32. If `split` is true (sequence parallelism), inputs and outputs hold only this
+rank's share of the N tokens.
 
 Shapes: N tokens, D hidden size, C head dimension. On one rank: H query heads, K key heads, Q = H * C the width of the
 queries, P = K * C the width of the keys, X the output width of the fused projection of queries, keys and values.
@@ -77,7 +77,7 @@ class Attention(nn.Module):
         return self.out(self.gate(out_NHC.flatten(-2), gate_NQ), split)
 
     def split_gate(self, qkv_NX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Split the output of the qkv projection into queries, keys and values, and the gate, None without gates."""
+        """Split the output of the qkv projection into (queries, keys and values) and the gate (None without gates)."""
         if not self.gated:
             return qkv_NX, None
         both_NQ2, keys_values = qkv_NX.tensor_split((2 * self.sizes[0],), dim=-1)
@@ -94,18 +94,17 @@ class Attention(nn.Module):
 
     @staticmethod
     def gate(out_NQ: Tensor, gate_NQ: Tensor | None) -> Tensor:
-        """Multiply the output of attention by the sigmoid of the gate, if any."""
         return out_NQ if gate_NQ is None else out_NQ * torch.sigmoid(gate_NQ)
 
     def norm_all_heads(self, qkv_NX: Tensor) -> Tensor:
-        """Normalise the queries of all heads together, and likewise the keys, for families with such norms."""
+        """Normalise the queries of all heads together, and the keys likewise, if the family has such norms."""
         if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
             return qkv_NX
         q_NQ, k_NP, v_NP = qkv_NX.split(self.sizes, dim=-1)
         return torch.cat((self.q_norm(q_NQ), self.k_norm(k_NP), v_NP), dim=-1)
 
     def norm_all_heads_backward(self, grad_NX: Tensor, qkv_NX: Tensor) -> Tensor:
-        """Return the gradient with respect to the input of `norm_all_heads`, and add those of the norms' weights."""
+        """Return the gradient with respect to the input of `norm_all_heads`. Adds the weights' gradients to `.grad`."""
         if not isinstance(self.q_norm, ShardedRMSNorm) or not isinstance(self.k_norm, ShardedRMSNorm):
             return grad_NX
         q_NQ, k_NP, _ = qkv_NX.split(self.sizes, dim=-1)
@@ -126,7 +125,7 @@ def make_mlp(config: TransformerConfig, index: int, spec: WeightSpec, routing: R
 class Layer(nn.Module):
     """A transformer layer: attention and an MLP, each followed by a residual addition.
 
-    Norms are before attention and MLP, after them, or both; the others are None. A layer with a recurrent state has
+    Norms are before attention and MLP, after them, or both; absent norms are None. A layer with a recurrent state has
     `delta` in place of `attention`. All layers with experts share one `routing`.
     """
 
@@ -151,7 +150,7 @@ class Layer(nn.Module):
         self.post_mlp_norm = norm("after", "both")
 
     def forward(self, x_ND: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False) -> Tensor:
-        """Compute the layer without fused kernels, differentiable, from and to the residual stream."""
+        """Return the residual stream after this layer. Uses autograd and no fused kernels."""
         y_ND = self._mix_tokens(x_ND if self.input_norm is None else self.input_norm(x_ND), cos, sin, attend, split)
         x_ND = x_ND + (y_ND if self.post_attention_norm is None else self.post_attention_norm(y_ND))
         y_ND = self.mlp(x_ND if self.pre_mlp_norm is None else self.pre_mlp_norm(x_ND), split)

@@ -1,4 +1,4 @@
-"""Numbers of parameters, heads and projected features of a model on one rank of a layout. Imports no torch."""
+"""Counts of parameters, heads and projected features of a model on one rank of a layout. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 
 
 def active_body_parameters(config: TransformerConfig) -> int:
-    """Return the number of body parameters that one token uses over all ranks: only its own experts count."""
+    """Return the number of body parameters that one token uses, over all ranks. Of the experts, only `top_k` count."""
     return _body_parameters(config, ALONE, 0 if config.experts is None else config.experts.top_k)
 
 
@@ -72,12 +72,12 @@ def _mlp_parameters(config: TransformerConfig, layout: Layout) -> int:
 
 
 def kv_heads(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of key-value heads. With fewer heads than ranks, several ranks hold the same head."""
+    """Return the number of key-value heads on one rank, at least 1: with fewer heads than ranks, ranks share heads."""
     return layout.share_up(config.num_kv_heads)
 
 
 def q_size(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    """Return the number of elements of one token's queries, in one layer."""
+    """Return the number of elements of one token's queries in one layer, on one rank."""
     return layout.share(config.num_heads) * config.head_dim
 
 

@@ -77,9 +77,9 @@ _HEAD_TEXTS: dict[HeadName, tuple[str, str, str, str]] = {
 def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = False) -> TransformerConfig:
     """Read `config.json` of a model, and the end-of-sequence ids of `generation_config.json`.
 
-    "lm" is a ...ForCausalLM. "value" is a critic or reward model, a ...ForSequenceClassification with one label. "step"
-    is a process reward model, a ...ForTokenClassification with two labels. Both may also be a ...ForCausalLM without
-    its head, unless `needs_head`.
+    `head` is the kind of head that the model must have. "lm": a ...ForCausalLM. "value": a critic or reward model, a
+    ...ForSequenceClassification with one label. "step": a process reward model, a ...ForTokenClassification with two
+    labels. Unless `needs_head`, a ...ForCausalLM is also accepted for "value" and "step"; its LM head is not used.
 
     Raises CheckpointError if the file is missing or has another head, or if fields are wrong, unknown or ask for a
     computation that is not implemented. The error lists all such fields.
@@ -135,10 +135,10 @@ def head_of(folder: Path) -> HeadName:
 def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the model") -> list[Problem]:
     """Return a problem about engine.tp_size or engine.cp_size if the ranks cannot divide the sizes of a model.
 
-    The tensor-parallel size must divide the numbers of heads and the other sizes. It may instead be a multiple of the
-    number of key-value heads, with several ranks holding the same head, unless one norm covers the keys of all heads.
-    The context-parallel size must divide the heads of each tensor-parallel rank. It must be 1 for a model with
-    recurrent layers.
+    The tensor-parallel size must divide the numbers of heads and the other sizes. With fewer key-value heads than
+    ranks, it may be a multiple of their number, unless one norm covers the keys of all heads: several ranks then hold
+    the same head. The context-parallel size must divide the heads of each tensor-parallel rank. It must be 1 for a
+    model with recurrent layers.
     """
     tp_size, cp_size, sizes = layout.tp_size, layout.cp_size, config.divided
     wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
@@ -171,7 +171,7 @@ def build_model(
     tp: ParallelGroup | None = None,
     placed: bool = True,
 ) -> Transformer:
-    """Build a model with uninitialised weights, the shards of this rank. `placed` is explained at WeightSpec."""
+    """Build this rank's shards of a model, with uninitialised weights. `placed`: see `WeightSpec.placed`."""
     # Here, because plans read shapes of models without torch.
     from areno.layers.parallel import ParallelGroup
     from areno.layers.shard import WeightSpec
@@ -184,7 +184,7 @@ def build_model(
 
 
 def _text_section(raw: RawConfig) -> RawConfig:
-    """Return the fields in `text_config` for an image-text model of a supported family, otherwise `raw`."""
+    """Return the fields in `text_config` if the model is an image-text model of a supported family, else `raw`."""
     for family in FAMILIES.values():
         if family.around and family.around in raw.get("architectures", list, []):
             text = raw.get("text_config", dict)
@@ -198,7 +198,7 @@ def _text_section(raw: RawConfig) -> RawConfig:
 
 
 def _find_family(raw: RawConfig) -> tuple[Family, HeadName]:
-    """Return the family, found by `architectures` or else `model_type`, and the kind of the model's head."""
+    """Return the family that `architectures` (if absent, `model_type`) names, and the kind of the model's head."""
     architectures = raw.get("architectures", list, [])
     model_type = raw.get("model_type", str, "")
     for family in FAMILIES.values():
@@ -221,7 +221,7 @@ def _find_family(raw: RawConfig) -> tuple[Family, HeadName]:
 
 
 def _check_scores(raw: RawConfig, family: Family, own: HeadName, head: HeadName) -> None:
-    """Raise CheckpointError unless the model's own head gives the scores that `head` stands for."""
+    """Raise CheckpointError unless the model's head, of the kind `own`, gives the scores that `head` asks for."""
     found = raw.values.get("architectures") or raw.values.get("model_type")
     if head not in family.classes:
         text = "{}: transformers has no ...ForTokenClassification for the model type {!r}, so it could not load a "
@@ -240,7 +240,7 @@ def _check_scores(raw: RawConfig, family: Family, own: HeadName, head: HeadName)
 
 
 def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
-    """Add a problem if the sizes give an impossible number of parameters, before memory runs out."""
+    """Add a problem if the sizes give an impossible number of parameters, which would exhaust the memory."""
     if (size := parameters(config)) > MAX_PARAMETERS:
         sizes = ", ".join(f"{name}={raw.values[name]}" for name in SIZES)
         limit = f"expected at most {MAX_PARAMETERS:.0e}"
@@ -250,7 +250,7 @@ def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
 def _eos_ids(raw: RawConfig, config: TransformerConfig) -> set[int]:
     """Return the token ids in the field `eos_token_id`, which is an int, a list of ints, or null.
 
-    Another type, or an id outside of the vocabulary, is a problem and gives an empty set.
+    If it has another type, or an id outside of the vocabulary, add a problem and return an empty set.
     """
     value = raw.values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]

@@ -1,7 +1,7 @@
 """Rotary positions read from `config.json`, with the defaults of transformers.
 
 Lengths are in tokens. `partial` is the share of a head that is rotated if the file does not set it. None: the whole
-head must be rotated, and another share is a problem. `unused` are fields that do not change the computation.
+head must be rotated, and any other share in the file is a problem. `unused`: fields that do not affect the computation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def read_rope(
 ) -> Rope:
     """Read rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (older).
 
-    If a file has both `rope_parameters` and `rope_scaling`, transformers uses `rope_scaling` alone. So it is a problem
+    If a file has both `rope_parameters` and `rope_scaling`, transformers uses `rope_scaling` alone. It is a problem
     here if the two contradict each other. If `interleaved`, neighbouring elements of a head are rotated together,
     rather than elements half a head apart.
     """
@@ -43,10 +43,10 @@ def read_rope(
 
 
 def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tuple[Rope, Rope]:
-    """Read the rotary positions of layers without a window, and of those with a window, which have their own.
+    """Read the rotary positions of layers without a window, and those of layers with a window.
 
-    `rope_parameters` has one section for each of them. Before transformers 5, `rope_theta` and `rope_scaling` described
-    the layers without a window, and the field `local_theta` held the base of the others.
+    In transformers 5, `rope_parameters` has one section for each of the two. Before, `rope_theta` and `rope_scaling`
+    described the layers without a window, and the field `local_theta` held the base of the layers with a window.
     """
     sections, scaling = raw.section("rope_parameters"), raw.section("rope_scaling")
     full, local = sections.section("full_attention"), sections.section("sliding_attention")
@@ -65,7 +65,7 @@ def _read_section(
     theta: float | None = None,
     unused: Collection[str] = (),
 ) -> Rope:
-    """Read the rotary positions that one section describes. `theta` is the base if it has no `rope_theta`."""
+    """Read the rotary positions in the section `params`. `theta` is the base if the section has no `rope_theta`."""
     theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
     kind = params.get("rope_type", str, params.get("type", str, "default"))
     if kind not in _KINDS:
@@ -87,7 +87,7 @@ def _read_section(
 
 
 def _linear_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return the arguments of `Rope` for a kind of scaling, as all functions of this signature.
+    """Return the arguments of `Rope` for this kind of scaling. The functions below do the same for other kinds.
 
     `original` and `max_positions` are the context lengths before and after scaling.
     """
@@ -102,9 +102,9 @@ def _llama3_scaling(params: RawConfig, original: int, max_positions: int) -> dic
 
 
 def _yarn_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """As in transformers, compute an absent `factor` as max_positions / original, which must be above 1.
+    """Compute an absent `factor` as max_positions / original, as transformers does. This must be above 1.
 
-    An absent `attention_factor` is computed from the factor.
+    An absent `attention_factor` is computed from `factor`.
     """
     factor = params.get("factor", float, max_positions / original if original < max_positions else None, ge=1)
     above, below = (params.get(name, float, 0.0, ge=0, le=1e3) for name in ("mscale", "mscale_all_dim"))
@@ -125,7 +125,7 @@ def _yarn_scaling(params: RawConfig, original: int, max_positions: int) -> dict[
 def _longrope_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
     """Use only `short_factor`, because the context is supported up to the length `original`.
 
-    A missing `long_factor` is a problem all the same, since transformers refuses it.
+    `long_factor` must be present anyway, since transformers requires it.
     """
     params.get("long_factor", list)
     factors = params.get("short_factor", list)

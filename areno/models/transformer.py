@@ -1,10 +1,10 @@
 """The decoder-only transformer of all families, with grouped-query attention and gated MLPs or experts.
 
 Sequences are packed end to end into one dimension of tokens. The argument `attend` decides which tokens attend to
-which, so the same model trains and decodes. Names of parameters are those of `named_parameters`.
+which, so the same model trains and decodes. Parameter names are those of `named_parameters`.
 
 Shape letters: N tokens, D hidden size, H query heads, K key heads, C head dimension, V vocabulary; H, K and V are this
-rank's share under tensor parallelism. In the shapes of logits and values, K is the number of positions instead.
+rank's share under tensor parallelism. For logits and values, K is the number of positions at which they are computed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Transformer(nn.Module):
 
     Attributes:
         row_multiple: the number of tokens of a pass is padded to a multiple of this, for `engine.exact`.
-        on_stage_backward: a function that the backward pass calls with the index of a stage, such as a layer (see
-            `stage`). At the call, the gradients of all parameters in this stage and in later stages are complete.
+        on_stage_backward: a function that the backward pass calls with the index of a stage (see `stage`), such as that
+            of a layer, once the gradients of all parameters in this stage and in later stages are complete.
     """
 
     def __init__(self, config: TransformerConfig, spec: WeightSpec):
@@ -75,9 +75,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the hidden states after the final norm, (N, D), the same on every rank.
 
-        With `recompute` (activation checkpointing), all but the last `n_kept` layers keep little for the backward pass.
-        With `split` (sequence parallelism), each rank has a share of the residual stream's tokens, whose number must be
-        a multiple of the number of ranks. Positions are those of tokens in their sequences.
+        `positions_N`: the position of each token in its sequence. With `recompute` (activation checkpointing), all but
+        the last `n_kept` layers keep little for the backward pass. With `split` (sequence parallelism), each rank has
+        an equal share of the tokens of the residual stream, so N must be a multiple of the number of ranks.
         """
         assert not split or len(tokens_N) % self.tp.size == 0 == self.row_multiple - 1, (
             "the ranks do not divide the tokens"
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
         return memory if config.norms == "before" and not config.o_bias and not config.mlp_bias else None
 
     def _hook_stage(self, x_ND: Tensor, stage: int) -> None:
-        """Make the backward pass call `on_stage_backward` when it has the gradient of `x_ND`, the input of a stage.
+        """Make the backward pass call `on_stage_backward(stage)` when it has the gradient of `x_ND`, the stage's input.
 
         All gradients of this and later stages are complete then, because autograd runs later nodes first.
         """
@@ -157,9 +157,9 @@ class Transformer(nn.Module):
     def runs_fused(self, attend: Attend) -> bool:
         """Return whether the layers run as the fused kernels of `models/fused.py`.
 
-        This requires Triton. With gradients, it also requires a float32 `grad` of every trained parameter, to
-        accumulate in, and a `PackedAttend`, which has a backward function. Results are those of `Layer.forward`, except
-        for rounding.
+        This requires Triton. If gradients are on, it also requires that `attend` is a `PackedAttend`, which has a
+        backward function, and that every trained parameter has a float32 `grad` in which to accumulate. Results equal
+        those of `Layer.forward`, except for rounding.
         """
         if not use_triton(self.embed.weight):
             return False
@@ -178,16 +178,16 @@ class Transformer(nn.Module):
 
     @property
     def output(self) -> VocabParallelEmbedding:
-        """This rank's rows of the LM head. For tied weights this is the embedding."""
+        """This rank's rows of the LM head, which is the embedding if the weights are tied."""
         assert self.score is None, "a value model has no vocabulary head"
         return self.embed if self.head is None else self.head
 
     def logits(self, hidden_KD: Tensor) -> Tensor:
-        """Return the logits of all token ids, (K, vocab_size) float32, without gradient if there are several ranks."""
+        """Return the logits of all token ids, (K, vocab_size) float32. Without gradient if there are several ranks."""
         return self.tp.gather(self.logit_columns(hidden_KD))[:, : self.config.vocab_size]
 
     def logit_columns(self, hidden_KD: Tensor) -> Tensor:
-        """Return this rank's columns of the logits, as many on all ranks. Padding columns are zero."""
+        """Return this rank's columns of the logits. All ranks return equally many; padding columns are zero."""
         return self.output.product(pad_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
 
     def local_logits(self, hidden_KD: Tensor) -> Tensor:
@@ -195,24 +195,23 @@ class Transformer(nn.Module):
         return self.logit_columns(hidden_KD)[:, : self.output.n_valid]
 
     def values(self, hidden_KD: Tensor) -> Tensor:
-        """Return the values (K,) float32. For a process reward model, a value is the log-odds of the label "right"."""
+        """Return the values, (K,) float32, which for a process reward model are the log-odds of "right"."""
         assert self.score is not None, "a language model has no value head"
         return self.score(hidden_KD)
 
     def layout(self, parameter: str) -> tuple[TensorPart, ...]:
-        """Return where each checkpoint tensor lies in a parameter, in order from the first row."""
+        """Return where each checkpoint tensor lies in a parameter, in the order of the rows."""
         layer, kind = parameter.rsplit(".", 1)
         return self.get_submodule(layer).layout[kind]  # type: ignore[return-value, index]
 
     def is_sharded(self, parameter: str) -> bool:
-        """Return whether the ranks hold different shards of a parameter, rather than copies of it."""
         return self.tp.size > 1 and self.layout(parameter)[0].dim is not None
 
     def partial_gradients(self, parameter: str, split: bool = False) -> list[tuple[slice, int]]:
-        """Return the elements of a parameter whose gradient must still be summed over ranks after a backward pass.
+        """Return the slices of a parameter whose gradient must still be summed over ranks after a backward pass.
 
-        Each range of the flattened parameter has the number of neighbouring ranks that hold copies of it, to sum over.
-        `split` says whether the pass was sequence-parallel.
+        Each item is (slice of the flattened parameter, n): groups of n neighbouring ranks hold copies of the slice and
+        must sum its gradient. `split`: the pass was sequence-parallel.
         """
         whole = self.get_parameter(parameter)
         module = self.get_submodule(parameter.rsplit(".", 1)[0])
@@ -226,9 +225,9 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Initialise the weights at random.
 
-        Matrices are normal with the config's `initializer_range`. Norm factors are 1, biases and the weights of a head
-        that gives scores are 0. Decay rates of recurrent states are uniform from 0.01 to 16. The full tensors depend on
-        the seed and the device type alone, not on the number of ranks.
+        Matrices are normal with the standard deviation `initializer_range` of the config. Norms multiply by 1. Biases
+        and the weights of a value head are 0. Decay rates of recurrent states are uniform from 0.01 to 16. The full
+        tensors depend only on the seed and the device type, not on the number of ranks.
         """
         for module in self.modules():
             if isinstance(module, RMSNorm):

@@ -1,7 +1,7 @@
 """Loading and saving the weights of Hugging Face folders, in safetensors files.
 
-`stored_tensors` is the table of tensor names, for both directions. Functions raise CheckpointError, which lists all
-tensors and files that are missing, damaged or do not fit.
+`stored_tensors` maps tensor names to parameters, for loading and for saving. Functions raise CheckpointError, which
+lists all tensors and files that are missing, damaged or do not fit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MAX_SHARD_BYTES = 2**32  # the most of a file with several tensors; pinned memor
 
 
 class TableEntry(NamedTuple):
-    """A checkpoint tensor, under the name in which no modules are fused, and where the model keeps it."""
+    """A tensor under its unfused name, such as that of q_proj, and where the model keeps it."""
 
     name: str
     parameter: Tensor
@@ -59,7 +59,7 @@ class TableEntry(NamedTuple):
 
 
 def checkpoint_table(model: Transformer) -> list[TableEntry]:
-    """Return every tensor of the model's checkpoint in a fixed order, without adapters. A tied head is listed once."""
+    """Return all tensors of the model's checkpoint in a fixed order, without adapters. A tied head is listed once."""
     return [
         TableEntry(name, parameter, part)
         for own_name, parameter in model.named_parameters()
@@ -69,7 +69,7 @@ def checkpoint_table(model: Transformer) -> list[TableEntry]:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in the weight files, in which the rows of several entries are stacked if the files fuse modules."""
+    """A tensor in the weight files. If the files fuse modules, it stacks the rows of several `TableEntry` tensors."""
 
     entries: list[TableEntry]
     orders: list[Tensor | None]  # for each entry, the result of `head_order`
@@ -81,7 +81,7 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(model: Transformer) -> dict[str, StoredTensor]:
-    """Return the tensors of the weight files by their names in the files, in the order of `checkpoint_table`."""
+    """Return the tensors in the weight files by name, in the order of `checkpoint_table`."""
     config = model.config
     order = head_order(config.rope, config.head_dim)
     stacked = stored_names(config)
@@ -97,7 +97,7 @@ def stored_tensors(model: Transformer) -> dict[str, StoredTensor]:
 
 
 def module_head_order(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
-    """Return `order`, a result of `head_order`, for the queries' and keys' projections and norms, else None."""
+    """Return the `head_order` of a checkpoint module. None unless it is a projection or head norm of q or k."""
     if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
         return None
     if inner.endswith("_norm"):
@@ -108,13 +108,13 @@ def module_head_order(inner: str, order: Tensor | None, config: TransformerConfi
 
 
 def _checkpoint_names(parameter: str, model: Transformer) -> tuple[str, ...]:
-    """Return the names of the checkpoint tensors in a parameter such as "layers.3.attention.qkv.weight", in order."""
+    """Return the names of the tensors stacked in a parameter such as "layers.3.attention.qkv.weight", in order."""
     module, kind = parameter.rsplit(".", 1)
     return tuple(f"{name}.{kind}" for name in module_names(module, model.config))
 
 
 class _MatchedTensors(NamedTuple):
-    """The tensors of weight files, matched with those of a model by the names that `stored_tensors` returns."""
+    """The tensors of a model and of its weight files. Keys are the names that `stored_tensors` returns."""
 
     table: dict[str, StoredTensor]
     stored_as: dict[str, str]  # other names in the files, whose prefixes differ in an image-text model
@@ -141,7 +141,7 @@ def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
 
 
 def check_weights(model: Transformer, folder: Path) -> str:
-    """Compare the headers of weight files with a model, which may be on the device `meta`. Reads no weights.
+    """Check that the headers of the weight files fit a model, which may be on the device `meta`. Reads no weights.
 
     Return a text such as "310 tensors in 1 file, 1,137.0 MiB".
     """
@@ -200,14 +200,14 @@ def file_writes(
 ) -> Iterator[Callable[[], None]]:
     """Yield the functions that write this rank's files of a folder that `transformers` loads, for `write_all`.
 
-    Adapters are merged into the weights. The ranks of `dp` have copies of the model and share the work. The folder is
+    Adapters are merged into the weights. The ranks of `dp` have replicas of the model and share the work. The folder is
     incomplete until all ranks have written, so a caller that needs atomic replacement must write to a temporary folder
-    and rename it. Tokenizer, chat template and generation settings come from the first folder or hub id of `source`
+    and rename it. Tokenizer, chat template and generation settings come from the first folder or hub id in `source`
     that has any.
 
     Taking a function from the iterator is a collective call, and copies the weights of one file to host memory. Calling
     the function writes the file and syncs it to disk. If all functions are taken before the next update of the weights,
-    they may be called later, in any thread. generation_config.json lists the token ids `ends` as ends of completions.
+    they may be called later, in any thread. `ends`: token ids to add to eos_token_id in generation_config.json.
     """
     folder, dp = Path(folder), dp or ParallelGroup()
     dtype = model.embed.weight.dtype
@@ -273,10 +273,10 @@ def _divide_files(sizes: dict[str, int], n: int) -> list[list[str]]:
 def gather_tensors(
     named: Mapping[str, StoredTensor], model: Transformer, owner: int, pin_memory: bool
 ) -> dict[str, Tensor]:
-    """Gather tensors into host memory of the tensor-parallel rank `owner`, others get none. A collective call.
+    """Gather tensors into host memory of the tensor-parallel rank `owner`. A collective call.
 
-    Adapters are merged. The rows of heads are in the model's order; `write_tensors` changes them to the file's order.
-    Copies to pinned memory may still be in progress on return.
+    Other ranks return an empty dict. Adapters are merged. The rows of heads are in the model's order; `write_tensors`
+    changes them to the file's order. Copies to pinned memory may still be in progress on return.
     """
     entries = [entry for stored in named.values() for entry in stored.entries]
     shapes = [entry.part.full_shape for entry in entries]
@@ -302,14 +302,14 @@ def gather_tensors(
 
 
 def copies_event(device: torch.device) -> Any:
-    """Record a CUDA event after all work queued on a device, for `write_tensors`. None for a CPU."""
+    """Record a CUDA event after all work queued on a device, for `write_tensors`. Returns None for a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, StoredTensor], file: Path, copied: Any) -> None:
     """Write the tensors that `gather_tensors` returned to a safetensors file, and sync the file to disk.
 
-    The function waits for the event `copied` first. The rows of heads are put into the file's order, in place.
+    First wait for the event `copied`, and permute the rows of heads in place into the file's order.
     """
     if copied is not None:
         copied.synchronize()
@@ -330,7 +330,7 @@ def _write_other_files(
 ) -> None:
     """Write config.json, tokenizer files and, for several weight files, the index. Sync them to disk.
 
-    `plan` is the division of the tensors into weight files, by huggingface_hub.
+    `plan`: the result of huggingface_hub, which tells the weight file of each tensor.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = copy_tokenizer_files([resolve(path) for path in source], folder)
@@ -344,7 +344,7 @@ def _write_other_files(
 
 
 def sync_written(folder: Path, written: Iterable[Path]) -> None:
-    """Sync files and folders, and the list of entries of the folder that they are in, to disk."""
+    """Sync written files and folders to disk, then the directory `folder`, which contains them."""
     for path in written:
         sync_tree(path) if path.is_dir() else sync(path)
     sync(folder)
@@ -363,7 +363,7 @@ def _layers_problem(names: Iterable[str], num_layers: int) -> str | None:
 def load_shard(name: str, target: StoredTensor, source: Any, file: Path, shaped_by: str = "config.json") -> bool:
     """Copy this rank's shard of a tensor from a safetensors slice, and return whether all values are finite.
 
-    `shaped_by` is the file that sets the expected shape, for messages.
+    `source`: the slice. `shaped_by`: the file that error messages name as the source of the expected shape.
     """
     if wrong := _header_problem(name, target, source, shaped_by):
         raise CheckpointError(f"{file}: {wrong}")
@@ -390,7 +390,7 @@ def _header_problem(name: str, target: StoredTensor, source: Any, shaped_by: str
 
 
 def _text_model_name(name: str, family: Family) -> str:
-    """Return the name that a tensor has in a text model. Files of an image-text model have other prefixes."""
+    """Return a tensor's name as a text model has it. Names in an image-text model have other prefixes."""
     for within, own in family.beginnings.items():
         if name.startswith(within):
             return own + name.removeprefix(within)
@@ -398,17 +398,17 @@ def _text_model_name(name: str, family: Family) -> str:
 
 
 def _is_harmless(name: str, model: Transformer) -> bool:
-    """Return whether a tensor that the model has no place for may be ignored.
+    """Return whether a tensor in the files may be ignored if the model has no parameter for it.
 
-    These are tables of rotary positions, the copy of a tied head, the LM head of a model that becomes a critic, and the
-    tensors that the family lists as `unread`.
+    This holds for tables of rotary positions, the copy of a tied head, the LM head of a model that becomes a critic,
+    and the tensors that the family lists as `unread`.
     """
     is_unread = name.startswith(FAMILIES[model.config.family].unread)
     return is_unread or name.endswith("rotary_emb.inv_freq") or (model.head is None and name == "lm_head.weight")
 
 
 def _saved_config(model: Transformer) -> dict[str, Any]:
-    """Return config.json as it was read, with the dtype of the weights and the architecture of the model's head."""
+    """Return config.json as it was read, but with the dtype of the weights and the architecture of the model's head."""
     family, values = FAMILIES[model.config.family], dict(model.config.hf)
     values["dtype" if "dtype" in values else "torch_dtype"] = DTYPE_NAMES[model.embed.weight.dtype]
     if model.score is None:

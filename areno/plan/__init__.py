@@ -1,1 +1,1 @@
-"""Makes the plan from which a Trainer starts, from the configuration of a run or the arguments of a script."""
+"""Makes the plan from which a Trainer starts. Its source is a run's configuration or a script's arguments."""

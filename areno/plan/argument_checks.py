@@ -1,6 +1,6 @@
 """Checks of the arguments that a script passes to a Trainer, before they reach the workers.
 
-An error names the argument and, in a list, the index of the wrong element.
+An error names the argument. If the argument is a list, the error also names the index of the wrong element.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from areno.types import SamplingParams, TrainSequence
 
 
 def check_sampling(n_samples: Any, params: Any, vocab_size: int | None = None) -> None:
-    """Check the sampling arguments of a rollout. The engine checks later whether they fit its memory."""
+    """Check the sampling arguments of a rollout. The engine checks later whether the samples fit into memory."""
     check_count("n_samples", n_samples)
     if not isinstance(params, SamplingParams):
         raise DataError(f"sampling_params is a {type(params).__name__}; an areno.SamplingParams is expected")
@@ -35,7 +35,7 @@ def check_sampling(n_samples: Any, params: Any, vocab_size: int | None = None) -
 
 
 def check_count(name: str, value: Any, least: int | None = 1) -> None:
-    """Raise ConfigError unless an argument is a whole number. Integers of numpy are accepted, bools are not."""
+    """Raise ConfigError unless an argument is a whole number of at least `least`. numpy integers pass, bools do not."""
     if not _is_int(value) or (least is not None and value < least):
         bound = "" if least is None else f" of at least {least}"
         raise ConfigError([Problem(name, f"is {value!r}; a whole number{bound} is expected")])
@@ -47,7 +47,7 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def check_folder(name: str, path: Any) -> None:
-    """Raise ConfigError unless an argument can be the path of a folder. The folder need not exist."""
+    """Raise ConfigError unless an argument is a possible path of a folder. The folder need not exist."""
     text = str(path) if isinstance(path, (str, Path)) else ""
     if is_no_folder(text) or text_problem(text):
         raise ConfigError([Problem(name, f"is {path!r}; the name of a folder is expected")])
@@ -73,7 +73,7 @@ def prompt_problem(prompt: Any) -> str | None:
 
 
 def check_token_rows(rows: Any, name: str, vocab_size: int | None = None, *, may_be_empty: bool = False) -> None:
-    """Raise DataError unless rows are a list of lists of token ids. Without `vocab_size` the engine checks each row."""
+    """Raise DataError unless rows are lists of token ids. Without `vocab_size`, the engine checks the ids later."""
     if_empty = None if may_be_empty else "at least one row is expected"
     _check_list(name, rows, "a list of lists of token ids is expected", if_empty)
     if vocab_size is not None:

@@ -19,7 +19,7 @@ def find_devices(
 ) -> list[str]:
     """Return a device of this machine for each worker, such as ["cuda:0", "cuda:1"], or "cpu" for each.
 
-    Raises ConfigError if there are fewer devices than `key` asks for.
+    Raises ConfigError, which names the setting `key`, if there are too few devices.
     """
     import torch
 
@@ -53,7 +53,7 @@ def find_devices(
 def devices_of(config: ExperimentConfig) -> list[str]:
     """Return the devices of a run, one for each worker, node by node.
 
-    The numbers of the devices start from 0 on each node, as in ["cuda:0", "cuda:1", "cuda:0", "cuda:1"] for two nodes.
+    Device numbers start from 0 on each node, such as ["cuda:0", "cuda:1", "cuda:0", "cuda:1"] for two nodes.
     """
     engine, n_each = config.engine, config.cluster.n_gpus_per_node
     if config.scheduler.type == "ray":
@@ -64,7 +64,7 @@ def devices_of(config: ExperimentConfig) -> list[str]:
 
 
 def _n_each_node(config: ExperimentConfig) -> int | None:
-    """Return how many devices of each node the settings ask for."""
+    """Return how many devices per node the settings ask for. None if they do not say."""
     size, cluster = config.engine.world_size, config.cluster
     return cluster.n_gpus_per_node or (size and size // cluster.n_nodes)
 

@@ -11,7 +11,7 @@ from areno.models.folder import resolve
 
 
 def model_folder(path: str, key: str) -> str:
-    """Return the local folder of a model, which is downloaded if `path` is a hub id. `key` is for messages."""
+    """Return the local folder of a model. A hub id is downloaded. Errors name the setting `key`."""
     with model_setting(key):
         return str(resolve(existing_path(path) or path))
 
@@ -28,7 +28,7 @@ def whole_model(path: str, key: str) -> str:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """Load a tokenizer of the transformers library, which accepts texts of any length without a warning."""
+    """Load a tokenizer with the transformers library. It accepts texts of any length without a warning."""
     from transformers import AutoConfig, AutoTokenizer
 
     try:

@@ -1,8 +1,8 @@
 """The memory and the time of each phase of a training step, computed from a configuration. Imports no torch.
 
 The memory of a phase is the sum of its terms: the models that are on the device, the KV cache, and the activations of
-the largest micro-batch. The same functions choose the sizes of micro-batches and of the KV cache in the engine. The
-time comes from `areno/cost/time.py`.
+the largest micro-batch. The engine calls the same functions to choose the sizes of micro-batches and of the KV cache.
+The time comes from `areno/cost/time.py`.
 """
 
 from __future__ import annotations
@@ -83,17 +83,16 @@ class Forecast:
 
     @property
     def n_rows(self) -> int:
-        """Number of rows that a step trains on."""
         return rows_of_step(self.config)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that offloaded models take, over all devices."""
+        """Bytes of host memory that offloaded models take, for all devices together."""
         return self.footprint.offloaded_bytes * self.n_devices
 
     @property
     def seconds(self) -> float:
-        """The time of a step, without evaluation, checkpoints, and rewards that take longer than the rollout."""
+        """The time of a step. Evaluation, checkpoints, and rewards that outlast the rollout are not included."""
         return sum(phase.seconds for phase in self.phases)
 
 
@@ -104,7 +103,7 @@ def forecast(
     prompt_tokens: int | None = None,
     answer_tokens: int | None = None,
 ) -> Forecast:
-    """Compute the memory and the time of each phase of a step. The answer's length is a mean, see `Lengths.of`."""
+    """Compute the memory and the time of each phase of a step. `answer_tokens` is a mean (default: `Lengths`)."""
     model = shape_of(config.actor.path, "actor.path", config.head)
     layout = config.engine.layout(n_devices)
     problems = [each.under("engine") for each in layout.problems()] or layout_problems(model, layout)
@@ -174,7 +173,7 @@ class _StepForecast:
         return self._wanted_cache(model, rollout)
 
     def _cache_of_judge(self, judge: ModelFootprint) -> WantedCache | None:
-        """Return the KV cache that a judge wants for its replies. None if no judge of the run writes replies."""
+        """Return the KV cache in which a judge writes its replies. None if no judge of the run writes replies."""
         config, context = self.config, judge.config.max_position_embeddings
         if not isinstance(config, PolicyExperimentConfig) or not self._judge_writes:
             return None
@@ -193,7 +192,7 @@ class _StepForecast:
         )
 
     def _resident_terms(self, visitor: str, trains: bool = False) -> dict[str, int]:
-        """Return the bytes of the models on a device, by term, while the model `visitor` works."""
+        """Return the bytes per device that all models take, by term, while the model `visitor` computes."""
         terms: dict[str, int] = {} if self.hardware.is_cuda else {"process": _PROCESS_BYTES}
         for model in self.footprint.models:
             found, here = self.footprint.model_bytes(model), model.name == visitor
@@ -229,7 +228,7 @@ class _StepForecast:
         return self.models.get(name) or self.models["actor"]
 
     def budget(self, name: str, phase: str) -> int:
-        """Return the number of tokens in a micro-batch: that of the settings, or the one that the engine chooses."""
+        """Return the number of tokens in a micro-batch, which the settings give or else the engine chooses."""
         mb_spec = self.config.trained_models()[name if phase == TRAIN else "actor"].mb_spec
         if mb_spec.max_tokens_per_mb is not None:
             return mb_spec.max_tokens_per_mb
@@ -268,7 +267,7 @@ class _StepForecast:
 
     @property
     def _judge_writes(self) -> bool:
-        """Whether a judge that is a model of the run writes replies, in place of scoring labels."""
+        """Whether the run loads a judge that writes replies. Other judges only score labels."""
         config = self.config
         writes = isinstance(config, PolicyExperimentConfig) and config.reward.judge.verdict == "json"
         return writes and "judge" in self.roles
@@ -323,10 +322,10 @@ class _StepForecast:
         n_logits: int,
         beside: int = 0,
     ) -> Phase:
-        """Return the phase `name` in which a model decodes. `work.n_running` may be more than the cache has room for.
+        """Return the phase `name` in which a model decodes. A full cache may allow fewer than `work.n_running` samples.
 
-        `room` is the free memory before the cache is made, `n_logits` the number of tokens whose logits take memory at
-        the same time, and `beside` the memory of the actor's cache while another model decodes.
+        `room`: the free memory before the cache is made. `n_logits`: the number of tokens whose logits are in memory at
+        the same time. `beside`: the memory of the actor's cache, if another model decodes.
         """
         config, copies = self.config, self.layout.dp_size
         assert isinstance(config, PolicyExperimentConfig)
@@ -402,7 +401,7 @@ class _StepForecast:
         )
 
     def _teacher_seconds(self, work: PassWork) -> float:
-        """Return the time of the teacher's passes in the training passes of the actor, for all of its rows."""
+        """Return the time of the teachers' forward passes while the actor trains on all of its rows."""
         teachers = [self._model(name) for name, role in self.roles.items() if role.in_training]
         scored, rates, seconds = (
             replace(work, trains=False, n_recomputed=0),
@@ -417,7 +416,7 @@ class _StepForecast:
         return seconds
 
     def _n_sharing(self, model: ModelFootprint, rows: Rows, n_rows: int, phase: str, budget: int) -> int:
-        """Return how many of a device's `n_rows` rows use the prompt that another row computes."""
+        """Return how many of a device's `n_rows` rows reuse a prompt that another row computes."""
         config, lengths, trains = self.config, rows.lengths, phase == TRAIN
         rule = PrefixSharing.from_setting(
             config.actor.share_prefixes,
@@ -438,12 +437,11 @@ class _StepForecast:
         return sharing if rule.saves_enough(saved, n_tokens) and rule.is_faster(shared, apart, n_rows) else 0
 
     def _n_updates(self, name: str) -> int:
-        """Return the number of optimizer steps of a model in a training step."""
         section = vars(self.config)[name]
         return int(vars(section).get("ppo_n_minibatches", 1))
 
     def _extra_scoring_factor(self, phase: str, name: str) -> float:
-        """Return by how much an extra scoring pass before several updates lengthens training."""
+        """Return the factor by which training takes longer if an extra scoring pass precedes several updates."""
         again = phase == TRAIN and name == "actor" and isinstance(self.config, PolicyExperimentConfig)
         return 1.0 + (0.3 if again and self._n_updates(name) > 1 else 0.0)
 

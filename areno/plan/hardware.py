@@ -27,17 +27,17 @@ class Hardware:
 
     @property
     def context_bytes(self) -> int:
-        """Bytes of a device that the CUDA context takes, which torch does not count. 0 for a CPU."""
+        """Bytes of a device that the CUDA context takes. torch does not count them. 0 for a CPU."""
         return _CONTEXT_BYTES if self.is_cuda else 0
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of a GPU that torch can use: without the CUDA context and the share RESERVE. All bytes of a CPU."""
+        """Bytes that torch can use. On a GPU, the CUDA context and the share RESERVE are left out."""
         return int((1 - RESERVE) * self.memory) - self.context_bytes if self.is_cuda else self.memory
 
 
 def _gpu_from_data_sheet(name: str, title: str, gib: float, bytes_s: float, flops_s: float, link: float) -> Hardware:
-    """Return a GPU with the rates expected from its data sheet: memory, dense FLOPs in bfloat16, link to other GPUs."""
+    """Return a GPU from data sheet values: memory, bandwidth, dense bfloat16 FLOP/s, bandwidth of the GPU link."""
     rates = Rates(copy_bytes_s=_COPY * bytes_s, matmul_flops_s=_PRODUCTS * flops_s, link_bytes_s=_LINK * link)
     return Hardware(name=name, title=title, memory=int(gib * GIB), rates=rates)
 
@@ -59,7 +59,7 @@ _GPUS = (
 
 
 def this_cpu() -> Hardware:
-    """Return the CPU of this machine, with a speed that is roughly estimated from the number of cores."""
+    """Return the CPU of this machine. Its speed is a rough estimate from the number of cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rates = Rates(copy_bytes_s=8e9 + 2e9 * cores, matmul_flops_s=4e10 * cores)
@@ -71,7 +71,7 @@ def names() -> list[str]:
 
 
 def hardware_of(name: str) -> Hardware:
-    """Return a device by its name, or by the beginning of a single name, such as "h100"."""
+    """Return a device by its name or by a prefix that no other name has, such as "h100"."""
     called = name.lower()
     if called == "cpu":
         return this_cpu()
@@ -83,7 +83,7 @@ def hardware_of(name: str) -> Hardware:
 
 
 def devices_here() -> list[Hardware]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, as `nvidia-smi` lists them, or the CPU if there is no GPU."""
+    """Return the GPUs in CUDA_VISIBLE_DEVICES, as `nvidia-smi` lists them. Without a GPU, return the CPU."""
     command = ["nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]) is None:
         return [this_cpu()]
@@ -97,7 +97,7 @@ def devices_here() -> list[Hardware]:
 
 
 def _visible_gpus(gpus: list[list[str]]) -> list[list[str]]:
-    """Return the GPUs, of which each begins with its UUID, that CUDA_VISIBLE_DEVICES leaves to a process."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES makes visible. The first value of each is its UUID."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return gpus
@@ -113,7 +113,7 @@ def _visible_gpus(gpus: list[list[str]]) -> list[list[str]]:
 def gpu_by_name(title: str, memory: int) -> Hardware:
     """Return a GPU by the name that its driver reports, such as "NVIDIA H100 80GB HBM3".
 
-    A GPU of an unknown kind has the rates of the known GPU nearest in memory.
+    An unknown GPU gets the rates of the known GPU whose memory size is nearest.
     """
     words = title.upper().replace("-", " ").split()
     alike = [gpu for gpu in _GPUS if gpu.title.split()[0] in words or gpu.title.upper() in title.upper()] or [*_GPUS]

@@ -29,7 +29,7 @@ Actor = TypeVar("Actor", bound=ModelConfig)
 def lora_spec(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     """Return the specification of the LoRA adapters that the settings ask for. None if actor.use_lora is false.
 
-    Raises ConfigError if they do not fit the base model, or differ from the adapters in actor.init_lora_from.
+    Raises ConfigError if they do not fit the base model, or if they differ from the adapters in actor.init_lora_from.
     """
     if not actor.use_lora:
         return None
@@ -54,7 +54,7 @@ def lora_spec(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
 
 
 def teacher_adapters(actor: ModelConfig, path: str, key: str) -> LoraSpec | None:
-    """Return the specification of a teacher that is the actor's base model with trained adapters.
+    """Return the adapters of a teacher that is the actor's base model with trained adapters.
 
     None if `path` holds a whole model, or does not exist. Errors name the setting `key`.
     """
@@ -97,7 +97,7 @@ def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Prob
 
 
 def _contradicting_settings(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
-    """Yield a problem for each adapter setting, not left at its default, that contradicts `adapters`."""
+    """Yield a problem for each adapter setting that the user has changed and that contradicts `adapters`."""
     theirs = dict(
         zip(FROM_FOLDER, (adapters.rank, adapters.alpha, list(adapters.targets), adapters.use_rslora), strict=True)
     )
@@ -110,7 +110,7 @@ def _contradicting_settings(adapters: AdapterSpec, actor: LoraConfig) -> Iterato
 
 
 def adapter_folder(path: str) -> Path | None:
-    """Return the local folder of adapters for a path or a hub id, which is downloaded. None for a whole model."""
+    """Return the local folder of adapters. A hub id is downloaded. None if `path` is a whole model."""
     from areno.models.adapters import is_adapter
 
     folder = existing_path(path)
@@ -123,7 +123,7 @@ def adapter_folder(path: str) -> Path | None:
 def with_model(actor: Actor, path: str) -> Actor:
     """Return a copy of the actor's settings with another model.
 
-    If `path` holds adapters, the copy has their base model as its path, and starts LoRA from these adapters.
+    If `path` holds adapters, the copy has their base model as its path, and LoRA starts from these adapters.
     """
     no_lora = vars(LoraConfig())
     folder = adapter_folder(path)
@@ -140,6 +140,6 @@ def with_model(actor: Actor, path: str) -> Actor:
 
 
 def folder_with_tokenizer(path: str) -> str | None:
-    """Return the local folder of adapters if the folder also has tokenizer files."""
+    """Return the local folder of adapters if it also has tokenizer files, else None."""
     folder = adapter_folder(path)
     return str(folder) if folder is not None and any((folder / name).is_file() for name in TOKENIZER) else None

@@ -1,4 +1,4 @@
-"""Fits learning-rate schedules to the length of a run, and warns of settings that do not fit it, or have no effect."""
+"""Fits learning-rate schedules to the length of a run, and warns of settings that do not fit it or have no effect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EARLY, _LATE = 0.9, 2.0  # lr_decay_steps outside of this range, relative to th
 def with_schedules(
     config: ExperimentConfig, plan: TrainerPlan, roles: dict[str, RoleSpec], n_steps: int
 ) -> tuple[TrainerPlan, dict[str, RoleSpec]]:
-    """Return copies in which each trained model's lr_decay_steps is its number of updates, unless it is set."""
+    """Set lr_decay_steps of each trained model to its number of updates, unless the user set it. Return copies."""
     updates = n_updates(config, n_steps)
 
     def fitted(name: str, role: RoleSpec) -> RoleSpec:
@@ -34,7 +34,7 @@ def with_schedules(
 
 
 def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
-    """Return role -> number of optimizer updates of each trained model in a run, if all batches are full."""
+    """Return the number of optimizer updates in a run by role, for trained models, if all batches are full."""
     actor = config.actor
     each, first = 1, 0
     found = {}
@@ -66,7 +66,7 @@ def device_warnings(config: ExperimentConfig, spec: EngineSpec) -> Iterator[str]
 
 
 def staleness_warnings(config: ExperimentConfig) -> Iterator[str]:
-    """Yield a warning if samples get stale and the loss treats all tokens as those of the current policy."""
+    """Yield a warning if samples may be off-policy and the loss does not correct for that."""
     if not isinstance(config, PolicyExperimentConfig) or not (limit := config.rollout.max_head_offpolicyness):
         return
     teacher = config.teacher

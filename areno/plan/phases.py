@@ -1,7 +1,7 @@
 """The phases of a training step in a forecast, and the lengths and numbers of rows on which they depend.
 
-`shared_decoder` returns the numbers of samples that are decoded at once. `compare` compares the phases with the times
-and the peaks of memory that a run has recorded. Imports no torch.
+`shared_decoder` returns the numbers of samples that are decoded at once. `compare` compares the forecast of the phases
+with the time and the peak memory that a run has recorded. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _MOST_EVALUATED = 512  # samples for each copy of the model: their logits still 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """The lengths of a prompt and, on average, of an answer that a forecast assumes, in tokens."""
+    """The lengths in tokens that a forecast assumes: of a prompt, and the mean of an answer."""
 
     prompt: int
     answer: int
 
     @staticmethod
     def from_settings(config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None) -> Lengths:
-        """Return the given lengths, or the limits that the settings give, at most 512 for prompts."""
+        """Return `prompt` and `answer`. If None, take the limits in the settings, for prompts at most 512 tokens."""
         limit = min(config.train_dataset.longest, context_len)
         if not isinstance(config, PolicyExperimentConfig):
             prompt = min(limit, 512) // 2 if prompt is None else prompt
@@ -57,8 +57,6 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One phase of a training step."""
-
     name: str  # such as "rollout" or "train actor"
     clock: str  # its name in the scalars time/* and memory/* of a run
     seconds: float
@@ -79,12 +77,12 @@ class Phase:
 def shared_decoder(
     config: PolicyExperimentConfig, model: TransformerConfig, layout: Layout, n_prompts: int | None = None
 ) -> SharedDecoder | None:
-    """Return how many samples training and evaluation decode at the same time. None if the numbers are the same.
+    """Return how many samples training and evaluation decode at the same time. None if the numbers are equal.
 
     An evaluation may decode more samples at once than a training step has. This changes its samples only by rounding,
-    and not at all with engine.exact. It does not decode more if agents continue during evaluations, or if recurrent
-    states take memory for each sample that may run. `n_prompts` are those of an evaluation. If it is None, the settings
-    give an upper limit.
+    and not at all with engine.exact. The numbers are equal if agents live across steps, or if recurrent states take
+    memory for each sample that may run. `n_prompts`: number of prompts in an evaluation. If None, the settings give an
+    upper limit.
     """
     are_live = config.agent.fn is not None and config.rollout.max_head_offpolicyness > 0
     if config.rollout.max_concurrent_rollouts is not None or model.delta is not None or are_live:
@@ -98,12 +96,11 @@ def shared_decoder(
 
 
 def rows_of_step(config: ExperimentConfig) -> int:
-    """Return the number of rows that a step trains on."""
     return config.units_per_step * config.rows_per_item()
 
 
 def rows_of_role(config: ExperimentConfig, lengths: Lengths, name: str, roles: Collection[str]) -> Rows:
-    """Return the rows that a model scores or trains in a step. A judge reads a row for each label of a question."""
+    """Return the rows that a model scores or trains in a step. A judge gets one row per label of each question."""
     n_rows = rows_of_step(config)
     if not isinstance(config, PolicyExperimentConfig):
         return Rows(n=n_rows, lengths=lengths, n_same=1)
@@ -118,14 +115,14 @@ def rows_of_role(config: ExperimentConfig, lengths: Lengths, name: str, roles: C
 
 
 def values_per_token(config: ExperimentConfig) -> int:
-    """Return how many numbers the host packs for each token of a row to train on, such as log-probabilities."""
+    """Return how many numbers, such as log-probabilities, the host packs per token of a row to train on."""
     if not isinstance(config, PolicyExperimentConfig):
         return 1
     return 6 if isinstance(config, CriticExperimentConfig) else 4
 
 
 def questions_of_step(config: PolicyExperimentConfig, lengths: Lengths) -> Rows:
-    """Return the questions to the judge in a step. The answer of a row is a label, or the longest reply in JSON."""
+    """Return the questions to the judge in a step as rows. The answer is one label, or the longest JSON reply."""
     judge = config.reward.judge
     question = len(judge.question) // _CHARS_PER_TOKEN + lengths.prompt + (1 + judge.compare) * lengths.answer
     n_questions = config.train_dataset.batch_size * judge.n_questions(config.gconfig.n_samples)
@@ -135,7 +132,7 @@ def questions_of_step(config: PolicyExperimentConfig, lengths: Lengths) -> Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPhase:
-    """The predicted and the measured time and memory of a phase, or of the whole "step"."""
+    """The predicted and the measured time and memory of a phase, or of the whole step (name "step")."""
 
     name: str
     seconds: tuple[float, float]  # (predicted, median of the measured)
@@ -149,8 +146,8 @@ class ComparedPhase:
 def measured_lengths(config: ExperimentConfig, metrics: Mapping[str, Sequence[float]]) -> tuple[int, int] | None:
     """Return the mean (tokens of a prompt, tokens of an answer) in the recorded steps, or None.
 
-    The rows of a run without a rollout have no recorded lengths. The number of trained tokens gives the length of a
-    row, half of which counts as the prompt.
+    A run without a rollout records no lengths. The number of trained tokens then gives the length of a row, and half of
+    it counts as the prompt.
     """
     if isinstance(config, PolicyExperimentConfig):
         names = ("rollout/seq_len_mean", "rollout/response_len_mean")
@@ -170,7 +167,7 @@ def measured_lengths(config: ExperimentConfig, metrics: Mapping[str, Sequence[fl
 def compare(phases: Sequence[Phase], metrics: Mapping[str, Sequence[float]]) -> list[ComparedPhase]:
     """Compare the phases of a forecast with the scalars that a run has recorded.
 
-    Returns an entry for each recorded phase, and one for the step, whose predicted time is the sum over these phases.
+    Returns the recorded phases and a last one for the step, whose predicted time is the sum over these phases.
     """
     found = [each for phase in phases for each in _compare_phase(phase, metrics)]
     if not found or not metrics.get("time/step"):

@@ -34,8 +34,7 @@ from areno.types import SamplingParams
 class TrainerPlan:
     """The engine that a Trainer starts, and how it samples.
 
-    If rollout.max_concurrent_rollouts is null, all samples of a rollout are decoded at the same time, as far as the
-    memory of the engine allows.
+    If rollout.max_concurrent_rollouts is null, a rollout decodes as many of its samples at once as fit into memory.
     """
 
     spec: EngineSpec
@@ -63,7 +62,7 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
 
 
 def with_ray_cluster(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan:
-    """Return a plan that runs its workers on a Ray cluster, whose nodes must all see the output folders."""
+    """Return a plan with workers on a Ray cluster. All nodes must see the same output folders."""
     folders = {"cluster.fileroot": config.cluster.fileroot, "saver.path": config.saver.path}
     shared = tuple((key, os.path.abspath(os.path.expanduser(path))) for key, path in folders.items() if path)
     spec = replace(
@@ -76,7 +75,7 @@ def with_ray_cluster(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan
 
 
 def open_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) -> TrainerPlan:
-    """Make the plan of a Trainer that trains one model. All problems are reported together."""
+    """Make the plan of a Trainer without roles other than the actor. All problems are reported together."""
     from areno.models.registry import layout_problems  # imports torch, which building a Trainer does not need
 
     devices, (path, model), tokenizer_folder = all_of(
@@ -122,7 +121,7 @@ def open_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) ->
 
 
 def engine_spec(config: ExperimentConfig, actor: RoleSpec, devices: list[str]) -> EngineSpec:
-    """Return the specification of an engine, without what the tokenizer and the folder of the actor add."""
+    """Return the specification of an engine. Fields from the tokenizer and the actor's folder are still unset."""
     return EngineSpec(
         actor=actor,
         devices=devices,
@@ -151,7 +150,7 @@ def _raise_if_any(problems: list[Problem]) -> None:
 
 
 def _open_config(path: str, head: HeadName) -> tuple[str, TransformerConfig]:
-    """Return the local folder of the actor's model and its shape. Raises ConfigError if it holds only adapters."""
+    """Return the local folder and the shape of the actor's model. Raises ConfigError if it holds only adapters."""
     from areno.models.adapters import is_adapter
 
     folder = model_folder(path, "actor.path")
@@ -163,7 +162,7 @@ def _open_config(path: str, head: HeadName) -> tuple[str, TransformerConfig]:
 
 
 def engine_problems(config: ExperimentConfig, model: TransformerConfig, device: str) -> Iterator[Problem]:
-    """Yield problems with settings that need another device or model, or that the model does not support."""
+    """Yield problems with settings that this device or model does not support."""
     actor, exact = config.actor, config.engine.exact
     if config.memory_profiler is not None and device == "cpu":
         yield Problem("memory_profiler", "takes snapshots of CUDA memory, but the run is on the CPU; leave it out")
@@ -203,10 +202,10 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterat
 
 
 def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
-    """Raise ConfigError if an optimizer step has fewer rows than there are copies of the model to train on them.
+    """Raise ConfigError if an optimizer step has fewer rows than there are data-parallel replicas.
 
-    Agents return any number of rows, and gradient_accumulation_steps counts micro-batches. In these two cases, training
-    itself raises an error.
+    Not checked here, but during training: runs with agents, which return any number of rows, and
+    gradient_accumulation_steps, which counts micro-batches.
     """
     updates = {"actor": 1}
     if isinstance(config, PolicyExperimentConfig):
@@ -230,7 +229,7 @@ def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
 
 
 def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
-    """Return the tokens of the longest prompt plus completion of training and evaluation, which share a KV cache."""
+    """Return the most tokens of prompt plus completion in training or evaluation, which share a KV cache."""
     uses = [(config.gconfig, config.train_dataset.longest)]
     if config.valid_dataset is not None:
         sampled = config.eval_gconfig or config.gconfig

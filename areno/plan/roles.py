@@ -1,4 +1,4 @@
-"""The specifications of models, as a configuration asks for them, or a script by Trainer.ensure_roles."""
+"""The specifications of models that a configuration asks for, or a script by Trainer.ensure_roles."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ _COPIED = ("optimizer", "gradient_checkpointing", "router_aux_loss_coef")  # set
 
 
 def actor_role(config: ExperimentConfig, path: str, model: TransformerConfig) -> RoleSpec:
-    """Return the specification of the trained model, without what its tokenizer adds."""
+    """Return the specification of the trained model. Fields from its tokenizer are still unset."""
     return replace(_role(config, "actor", path, lora_spec(config.actor, model)), head=config.head)
 
 
 def experiment_roles(
     config: ExperimentConfig, folder_of: Callable[[str, str], str] = whole_model
 ) -> dict[str, RoleSpec]:
-    """Return role -> specification of the models beside the actor that a configuration asks for.
+    """Return the specifications of the models other than the actor, by role, that a configuration asks for.
 
-    `folder_of` returns a model's folder from (path or hub id, name of the setting). In a specification, the path ""
-    stands for the folder of the actor.
+    `folder_of` returns a model's folder for (path or hub id, name of the setting). A path "" in a specification stands
+    for the folder of the actor.
     """
 
     def opened(name: str) -> RoleSpec:
@@ -57,7 +57,7 @@ def experiment_roles(
 
 
 def _sections(config: ExperimentConfig) -> dict[str, tuple[str, str | None, Section]]:
-    """Return role -> (name of the setting of its path, path, section) of each model of a run, the actor first."""
+    """Return for each role of a run, the actor first: (name of the setting of its path, path, its section)."""
     found: dict[str, tuple[str, str | None, Section]] = {"actor": ("actor.path", config.actor.path, config.actor)}
     if isinstance(config, ReferencedExperimentConfig) and config.ref.path not in (None, config.actor.path):
         found["ref"] = ("ref.path", config.ref.path, config.ref)
@@ -93,10 +93,10 @@ def _role(config: ExperimentConfig, name: str, folder: str, lora: LoraSpec | Non
 
 
 def _named_role(name: str, folder: str, key: str, trainable: bool = False) -> RoleSpec:
-    """Return what the name of a role and its folder decide. The setting `key` has the path.
+    """Return a specification with the fields that follow from a role's name and folder.
 
-    A reward model may also be a process reward model. A role of another name than those of `_HEADS` gets the head of
-    its folder, or a value head if it is trainable.
+    `key` is the setting of the path. A reward model may be a process reward model. A role that `_HEADS` does not name
+    gets the head of its folder, or a value head if it is trainable and its folder has none.
     """
     head = _HEADS.get(ROLE if is_teacher(name) else name)
     if head is None or name == "reward":
@@ -109,10 +109,10 @@ def _named_role(name: str, folder: str, key: str, trainable: bool = False) -> Ro
 
 
 def script_roles(roles: Any, actor: RoleSpec) -> dict[str, RoleSpec]:
-    """Return role -> specification of the models that a script requests by ModelRole. A RoleSpec is kept.
+    """Return the specifications, by role, of the models that a script requests by ModelRole or RoleSpec.
 
-    A trainable role gets the optimizer settings of the policy, with its own learning rate if it has one. If the policy
-    is offloaded, so are the roles.
+    A RoleSpec is not changed. A trainable role gets the policy's optimizer settings, with its own learning rate if it
+    has one. Roles are offloaded if the policy is.
     """
     if not isinstance(roles, Mapping):
         found = f"is a {type(roles).__name__}; a dictionary of role names to areno.ModelRole is expected"
@@ -169,7 +169,7 @@ def _script_role(role: ModelRole, actor: RoleSpec) -> RoleSpec:
 
 
 def _head_of(folder: str) -> HeadName:
-    """Return the kind of head in a folder. For an unsupported model "lm": `load_config` raises the error later."""
+    """Return the kind of head in a folder. "lm" if the model is unsupported; `load_config` then raises the error."""
     try:
         return head_of(Path(folder))
     except CheckpointError:

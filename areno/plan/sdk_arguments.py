@@ -1,8 +1,7 @@
 """The arguments of a script's Trainer (areno.ArenoConfig, areno.Areno): their checks, and the plan made from them.
 
-Errors of the engine name settings of a recipe, such as engine.tp_size. A script has arguments instead, so
-`argument_of` maps a setting to the argument that its errors must name (see areno.errors.keys_renamed). Imports no
-torch.
+Errors of the engine name settings of a recipe, such as engine.tp_size. A script has arguments instead, so `argument_of`
+returns the argument that an error must name (see areno.errors.keys_renamed). Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class ArenoConfig:
     Attributes:
         model_path: Folder or hub id of the weights, in place of the Trainer's model_path. The tokenizer is still read
             from the Trainer's model_path.
-        tp_size: Number of ranks that share one copy of the model (tensor parallel).
-        dp_size: Number of copies of the model. None is world_size // tp_size, the only valid value.
+        tp_size: Number of ranks that share one replica of the model (tensor parallel).
+        dp_size: Number of replicas of the model. None is world_size // tp_size, the only valid value.
         devices: CUDA device ids, one for each rank. None takes the first devices.
         dummy_load: Whether the policy and all other models get random weights, so that no folder needs weight files.
         optimizer: An areno.config.models.OptimizerConfig, or a dictionary of its fields. None takes the defaults.
@@ -144,7 +143,7 @@ class TrainerSettings(Section):
 
 
 class Areno:
-    """The local engine. A script may pass this class to a Trainer as `backend_type`. It is the only choice."""
+    """The local engine, which is the only value of a Trainer's `backend_type`. A script need not pass it."""
 
 
 def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
@@ -222,7 +221,7 @@ _OF_ANY_MODEL = {
 
 
 def argument_of(setting: str) -> str:
-    """Return the argument of a script that corresponds to a recipe's setting, or the setting if there is none."""
+    """Return the argument of a script that corresponds to a recipe's setting. Without one, return the setting."""
     if setting in _ARGUMENTS:
         return _ARGUMENTS[setting]
     section, _, name = setting.partition(".")

@@ -1,4 +1,4 @@
-"""Changes of settings with which a run fits the memory of its devices, each with its price."""
+"""Changes of settings that make a run fit into the memory of its devices, and the price of each change."""
 
 from __future__ import annotations
 
@@ -31,18 +31,16 @@ class FittingChange:
 
 @dataclass(frozen=True)
 class _MemoryOption:
-    """One change that lowers the need for memory."""
-
     changes: dict[str, Any]
     price: str = ""  # apart from time and host memory
     learns_otherwise: bool = False  # other changes come first
 
 
 def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Forecast]) -> list[FittingChange]:
-    """Return single changes and pairs of changes with which a run fits, the best ones first.
+    """Return changes, each of one or two settings, with which a run fits, the best ones first.
 
-    Changes on the same number of devices come first, then changes without influence on learning, then those with the
-    shortest step. A pair is left out if one of its changes is enough and about as fast.
+    Changes on the same number of devices come first, then those that do not affect what the model learns, then those
+    with the shortest step. A pair is left out if one of its two changes is enough and about as fast.
     """
     here, layouts = list(_memory_options(found)), list(_layout_options(found)) if found.hardware.is_cuda else []
     ways = _combinations_that_fit(found, [(option,) for option in [*here, *layouts]], predict)
@@ -86,13 +84,13 @@ def _combinations_that_fit(
 
 
 def _is_as_good(one: FittingChange, other: FittingChange) -> bool:
-    """Return whether `other` has all changes of `one` and more, and is hardly faster."""
+    """Return whether `one` makes `other` superfluous: `other` has further changes and is hardly faster."""
     more = one.changes.items() < other.changes.items()
     return more and other.forecast.seconds > _FASTER * one.forecast.seconds
 
 
 def _memory_options(found: Forecast) -> Iterator[_MemoryOption]:
-    """Yield single changes that lower the need for memory and are not in effect."""
+    """Yield single changes, not yet in effect, that lower the need for memory."""
     config, cuda = found.config, found.hardware.is_cuda
     smaller: dict[str, OptimizerType | None] = {
         name: OPTIMIZERS[model.optimizer.type].smaller for name, model in config.trained_models().items()
@@ -155,7 +153,7 @@ def set_values(config: ExperimentConfig, changes: Mapping[str, Any]) -> None:
 
 
 def command_line_of(changes: Mapping[str, Any]) -> str:
-    """Return changes as words of a command line, such as "actor.use_lora=true engine.world_size=2"."""
+    """Return changes as arguments of a command line, such as "actor.use_lora=true engine.world_size=2"."""
     words = []
     for key, value in changes.items():
         text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

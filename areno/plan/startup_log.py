@@ -23,7 +23,7 @@ _LOOKED_AT = 1000  # rows
 def startup_facts(
     config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec], loader: BatchLoader[Any]
 ) -> dict[str, str]:
-    """Describe the "model", the training "rows" and the "layout" over devices of a run in one line each."""
+    """Describe a run in one line each: its "model", training "rows", and "layout" over devices."""
     spec, n_devices = plan.spec, len(plan.spec.devices)
     others = [f"{name} ({'the same' if of.path == spec.actor.path else of.path})" for name, of in roles.items()]
     lora = f" (LoRA of rank {spec.actor.adapters.rank})" if spec.actor.adapters else ""
@@ -88,7 +88,7 @@ def _adapter_origin(lora: LoraSpec) -> str:
 
 
 def _log_memory(engine: Engine) -> None:
-    """Log the computed memory of the models on each device: one line, and a table that only logs/run.log shows."""
+    """Log one line with the computed memory of the models, and a table by device, which only logs/run.log shows."""
     short, table = engine.memory_table()
     logger.info("%s", short)
     for line in table.splitlines():
@@ -97,7 +97,7 @@ def _log_memory(engine: Engine) -> None:
 
 @contextmanager
 def log_memory_after(engine: Engine) -> Iterator[None]:
-    """Log the computed memory of an engine's models after a `with` block, if the block has changed it."""
+    """Log the computed memory of an engine's models after the `with` block, if the block has changed it."""
     before = engine.memory_table()
     yield
     if engine.memory_table() != before:
@@ -105,7 +105,7 @@ def log_memory_after(engine: Engine) -> Iterator[None]:
 
 
 def without_answers(loader: BatchLoader[Any]) -> str:
-    """Return a text such as "no row of train.jsonl" if the first 1000 training rows have no solutions, else ""."""
+    """Return "" if any of the first 1000 training rows has solutions, else a text as "no row of train.jsonl"."""
     count = min(len(loader.rows), _LOOKED_AT)
     if any(loader.rows[index].get("solutions") is not None for index in range(count)):
         return ""

@@ -1,7 +1,7 @@
 """Candidates for the settings of memory and speed of a run, from its forecast. `areno/run/tuning_trials.py` tries them.
 
 A candidate sets the number of samples that are decoded at once, the recomputation of activations, the size of
-micro-batches, and whether the KV cache stays while models are trained. Settings that the user gave are never changed.
+micro-batches, and whether the KV cache stays while models are trained. Settings that the user set are never changed.
 This module imports no torch.
 """
 
@@ -59,7 +59,7 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Expected peak of the memory of a device, in bytes, with the CUDA context."""
+        """Expected peak memory of a device in bytes, including the CUDA context."""
         return self.full.peak + self.full.hardware.context_bytes
 
     @property
@@ -68,17 +68,17 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The values of the settings apart from the size of micro-batches."""
+        """The values of all its settings but the size of micro-batches."""
         return tuple(self.settings.get(key) for key in CHOSEN if key != BUDGET)
 
     @property
     def sizes(self) -> list[tuple[str, int]]:
-        """The largest number of tokens in a micro-batch of each phase, at most the tokens of a step."""
+        """For each phase: (name, most tokens in a micro-batch). At most the tokens of a step."""
         phases = zip(self.usual.phases, self.full.phases, strict=True)
         return [(one.name, min(one.budget, int(other.n_tokens))) for one, other in phases if one.budget is not None]
 
     def price(self, step_seconds: float) -> float:
-        """Return the number by which candidates are compared: seconds per sample."""
+        """Return the number by which candidates are compared: weighted seconds per sample."""
         price = step_seconds / self.n_rows
         if self.settings.get(BUDGET) is not None:
             price *= _FIXED_BUDGET
@@ -99,13 +99,13 @@ class Candidate:
 
 
 def given_settings(keys: Collection[str]) -> set[str]:
-    """Return the settings of a candidate that a user gave, also as a part of a whole section."""
+    """Return the settings of a candidate that a user set, alone or with a whole section."""
     return {name for name in (*CHOSEN, _MINI_BS) if any(name == key or name.startswith(f"{key}.") for key in keys)}
 
 
 @dataclass(frozen=True)
 class LengthLimits:
-    """The largest lengths of prompts and answers that the settings of a run allow, in tokens."""
+    """The largest lengths in tokens of prompts and answers that the settings of a run allow."""
 
     prompt: int
     answer: int
@@ -120,18 +120,18 @@ class LengthLimits:
 
     @property
     def usual(self) -> Lengths:
-        """The means of lengths that are drawn uniformly from 1 to the limits."""
+        """The mean lengths if lengths are drawn uniformly from 1 to the limits."""
         return Lengths(prompt=(self.prompt + 1) // 2, answer=(self.answer + 1) // 2)
 
 
 def candidates(
     config: PolicyExperimentConfig, hardware: Hardware, n_devices: int, given: Collection[str]
 ) -> list[Candidate]:
-    """Return the candidates that fit the share tune.mem_frac of a device, the best first.
+    """Return the candidates that fit into the share tune.mem_frac of a device, the best first.
 
-    Among candidates with equally large steps, the fastest come first. If the batch size is chosen, too, the best
-    candidates are those with the largest steps whose time per sample is at most 10 % above the shortest one. With
-    engine.deterministic, and a batch size that is given, only candidates with bit-identical results are returned.
+    `given`: settings that the user set. If the batch size is not among them, the largest batches come first whose time
+    per sample is at most 10 % above the shortest. For equal batches, the fastest candidate comes first. With
+    engine.deterministic and the batch size in `given`, all returned candidates give bit-identical results.
     """
     limits = LengthLimits.from_config(config)
     keeps_bits = config.engine.deterministic and BATCH in given
@@ -161,7 +161,7 @@ def candidates(
 def shortlist(found: Sequence[Candidate]) -> list[Candidate]:
     """Return the candidates that are worth a trial, in the order of the trials.
 
-    These are the ones that are nearly as fast as the best one, and the best one with automatic micro-batches.
+    These are the candidates that are nearly as fast as the best one, and the best one with automatic micro-batches.
     Candidates with equal recomputation follow each other, because they can share an engine.
     """
     best = found[0].price(found[0].usual.seconds)
@@ -200,7 +200,10 @@ def _candidate(
 def _combinations(
     config: PolicyExperimentConfig, hardware: Hardware, given: Collection[str], limits: LengthLimits, keeps_bits: bool
 ) -> Iterator[dict[str, Any]]:
-    """Yield the settings of each candidate. Settings that are given, or not chosen, are left out."""
+    """Yield the settings of each candidate, without those in `given` and those that are not tuned here.
+
+    `keeps_bits`: yield only settings that do not change results by a bit.
+    """
     is_free = {key: key not in given for key in CHOSEN}
     at_once: list[int | None] = [None]
     if is_free[AT_ONCE] and (config.engine.exact or not keeps_bits):
@@ -223,7 +226,7 @@ def _combinations(
 
 
 def _numbers_at_once(config: PolicyExperimentConfig, chooses_batch: bool) -> Iterator[int]:
-    """Yield numbers of samples that are decoded at once, the largest first."""
+    """Yield possible numbers of samples that are decoded at once, the largest first."""
     n, most = config.gconfig.n_samples, config.tune.max_samples
     most = most // n * n if chooses_batch else min(most, config.rows_per_step)
     for halvings in range(_HALVINGS + 1):
@@ -234,7 +237,7 @@ def _numbers_at_once(config: PolicyExperimentConfig, chooses_batch: bool) -> Ite
 
 
 def _batch_size(config: PolicyExperimentConfig, at_once: int) -> int:
-    """Return the number of prompts of a step whose samples are decoded at once, with equally large updates."""
+    """Return the largest number of prompts whose samples fit into `at_once` and divide evenly into updates."""
     n, updates = config.gconfig.n_samples, [model.ppo_n_minibatches for model in config.trained_models().values()]
     most = max(1, min(at_once, config.tune.max_samples) // n)
     even = (size for size in range(most, 0, -1) if not any(size * n % update for update in updates))
@@ -248,7 +251,7 @@ def _token_budgets(found: Forecast) -> dict[str, int | None]:
 def nothing_fits_error(
     config: PolicyExperimentConfig, hardware: Hardware, n_devices: int, least: int | None
 ) -> ConfigError:
-    """Return the error that no candidate fits. `least` is the least memory of one that fits a whole device."""
+    """Return the error that no candidate fits. `least`: the smallest peak of those that fit a whole device."""
     limits = LengthLimits.from_config(config)
     smaller = replace(hardware, memory=int(config.tune.mem_frac * hardware.memory))
 

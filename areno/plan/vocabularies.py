@@ -1,4 +1,4 @@
-"""Compares the vocabularies of the models beside the actor with the actor's."""
+"""Compares the vocabularies of other models with that of the actor."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from areno.specs.shared_models import same_folder
 
 
 def complete_roles(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> dict[str, RoleSpec]:
-    """Return the roles with what they take from the actor.
+    """Fill the fields of roles that depend on the actor, and return the roles.
 
-    A role without a folder gets that of the actor, and a teacher with another vocabulary gets `common_ids`.
+    A role without a folder gets that of the actor. A teacher with another vocabulary gets `common_ids`.
     """
     roles = {name: replace(role, path=role.path or plan.spec.actor.path) for name, role in roles.items()}
     teachers = {name: partial(_with_common_ids, role, plan) for name, role in roles.items() if is_teacher(name)}
@@ -29,7 +29,7 @@ def complete_roles(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> dict[str
 
 
 def _with_common_ids(role: RoleSpec, plan: TrainerPlan) -> RoleSpec:
-    """Return one teacher. Raises ConfigError if tokens have different ids, or the teacher lacks ids of the actor."""
+    """Return a teacher with its `common_ids`. Raises ConfigError if it lacks ids of the actor, or ids differ."""
     if same_folder(role, plan.spec.actor):
         return role
     with model_setting(role.key):

@@ -1,10 +1,9 @@
 """Agents whose samples live across steps, with rollout.max_head_offpolicyness above 0.
 
 `LiveAgents` holds one rollout session, from the first step to the last. While models are trained, the session is
-suspended: requests in progress are interrupted, new requests wait, and the time limits of agents and requests are
-paused.
-Each batch of prompts has a server of its own in the session, with the seed of the batch. An evaluation has one, too,
-with its own sampling settings.
+suspended: requests in progress are interrupted, new requests wait, and the time limits of agents and requests pause. In
+the session, each batch of prompts has its own server, with the seed of the batch. An evaluation also has one, with its
+own sampling settings.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from areno.plan.plan import sampling_params
 class LiveAgents:
     """The rollout session of agents that live across steps, with its servers.
 
-    `finished` has the results of `read` (see `begin`) for ended agents that no rollout has taken yet, and `parked` the
-    number of tokens of each sample that the last suspension has interrupted. `resources` is closed when the steps end.
+    `finished` holds the results of ended agents until a rollout takes them (see `begin`). `parked` holds the number of
+    tokens of each sample that the last suspension interrupted. `resources` is closed when the steps end.
     """
 
     def __init__(self, config: PolicyExperimentConfig, trainer: Trainer, pool: AgentPool, resources: ExitStack):
@@ -47,7 +46,7 @@ class LiveAgents:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Continue agents and requests inside the `with` block. After an exception, agents and session end."""
+        """Let agents and requests run inside the `with` block. An exception ends the agents and the session."""
         if self._session is None:
             session = self._trainer.rollout_session(sampling_params=sampling_params(self._config.gconfig), proxy=False)
             self._session = self._resources.enter_context(session)
@@ -65,7 +64,7 @@ class LiveAgents:
             raise
 
     def _stop_agents(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Stop all agents, before the session ends. After an error that ends the run, no processes start again."""
+        """Stop all agents before the session ends. If the run fails, close their processes for good."""
         self._session = None
         self._servers.clear()
         self.finished.clear()
@@ -89,7 +88,7 @@ class LiveAgents:
 
     @contextmanager
     def serving(self, gconfig: GenerationConfig, seed: int) -> Iterator[SessionProxy]:
-        """Run a server beside those of the batches, for the time of a `with` block."""
+        """Run a server inside the `with` block, in addition to those of the batches."""
         server = self._start_server(gconfig, seed)
         try:
             yield server
@@ -98,19 +97,19 @@ class LiveAgents:
                 self._session.end_server(server)
 
     def server(self, batch: int, seed: int) -> SessionProxy:
-        """Return the server of a batch of prompts, which is started if it does not run."""
+        """Return the server of a batch of prompts. Start it if it is not running."""
         if batch not in self._servers:
             self._servers[batch] = self._start_server(self._config.gconfig, seed)
         return self._servers[batch]
 
     def begin(self, server: SessionProxy, items: Sequence[AgentItem], read: Callable[[int, AgentOutcome], Any]) -> None:
-        """Start agents. Results of `read`, called with the index of an item and its outcome, go to `finished`."""
+        """Start agents. At the end of each, the result of `read(index of its item, outcome)` goes to `finished`."""
         server.prefetch(items)
         context = AgentContext(server.base_url, server.api_key, server.session, self._config.agent.timeout_s)
         self._pool.begin(items, context, lambda place, outcome: self.finished.append(read(place, outcome)))
 
     def keep_servers(self, batches: Collection[int]) -> None:
-        """Stop the servers of all other batches."""
+        """Stop the servers of all batches but these."""
         assert self._session is not None
         for batch in self._servers.keys() - batches:
             self._session.end_server(self._servers.pop(batch))

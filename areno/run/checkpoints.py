@@ -57,7 +57,7 @@ class Ranking:
         self._warned = False
 
     def record(self, step: int, scalars: Mapping[str, float]) -> bool:
-        """Return whether the ranking changed: the step has a checkpoint, and the scalars contain saver.best_metric."""
+        """Record saver.best_metric if `scalars` has it. Return whether the value of a checkpoint was set."""
         self._names |= scalars.keys()
         metric = self.config.best_metric
         if metric is None or metric not in scalars:
@@ -86,13 +86,13 @@ class Ranking:
             logger.warning("saver.best_metric: no step has recorded %s, so no checkpoint is the best%s", metric, hint)
 
     def best(self, steps: Iterable[int]) -> list[int]:
-        """Return the steps that have a value, the best first. Among equal values, the earlier step is first."""
+        """Return the steps that have a value, the best first. Of equal values, the earlier step comes first."""
         sign = -1 if self.mode == "max" else 1
         valued = [(sign * value, step) for step in steps if (value := self.values.get(step)) is not None]
         return [step for _, step in sorted(valued)]
 
     def kept(self, steps: Iterable[int]) -> set[int]:
-        """Return the steps of the newest `saver.keep` and the best `saver.keep_best` checkpoints, which must be kept.
+        """Return the steps of the checkpoints to keep: the newest `saver.keep` and the best `saver.keep_best`.
 
         All are kept if saver.keep is null, or if saver.best_metric is set and no step has a value yet.
         """
@@ -118,8 +118,7 @@ class Ranking:
 class HubUpload:
     """Uploads checkpoints to the Hugging Face hub in a thread, one at a time.
 
-    While an upload is in progress, only the newest waiting checkpoint is kept in the queue. A failed upload causes a
-    warning.
+    During an upload, only the newest of the waiting checkpoints stays in the queue. A failed upload causes a warning.
     """
 
     def __init__(self, repo: str, private: bool):
@@ -142,7 +141,7 @@ class HubUpload:
         self._thread: threading.Thread | None = None  # None if no checkpoint waits
 
     def push(self, folder: Path) -> None:
-        """Start to upload a checkpoint, or queue it until the current upload ends. Returns at once."""
+        """Start to upload a checkpoint, or queue it until the current upload ends. Does not block."""
         with self._lock:
             if self._waiting is not None:
                 logger.warning("%s is not pushed to the hub: a newer checkpoint has overtaken it", self._waiting.name)
@@ -202,14 +201,14 @@ class HubUpload:
 
 
 class _CheckpointDropped(Exception):
-    """Raised inside the context manager that writes a checkpoint, to make it remove the unfinished folder."""
+    """Makes the context manager that writes a checkpoint remove the unfinished folder."""
 
 
 class Saver:
     """Writes the checkpoints of one run, and removes checkpoints that the settings do not keep.
 
-    `is_written` returns whether the files of the last `save` are complete, and raises CheckpointError if they cannot be
-    written.
+    `is_written` is a function that returns whether the files of the last `save` are complete. It raises CheckpointError
+    if they cannot be written.
     """
 
     def __init__(self, config: SaverConfig, default_dir: str | Path, is_written: Callable[[], bool] = lambda: True):
@@ -229,8 +228,8 @@ class Saver:
     def claim(self, run_dir: Path) -> None:
         """Make the folder of the checkpoints, and lock it for this run until `release`.
 
-        If an earlier process of the same run has crashed, its unfinished checkpoints are removed, and a checkpoint that
-        it was replacing is restored. Raises ConfigError if another process or run owns the folder.
+        If an earlier process of the same run has crashed, unfinished checkpoints are removed. If a checkpoint was being
+        replaced, the old one is restored. Raises ConfigError if another process or run owns the folder.
         """
         with as_checkpoint_error(self.folder, "be written", _KEY), ExitStack() as claim:
             claim.callback(remove_empty, make_folders(self.folder))
@@ -258,7 +257,7 @@ class Saver:
             self._claim = claim.pop_all()
 
     def refuse_checkpoints(self) -> None:
-        """Raise ConfigError if the folder has checkpoints. Those of a new run are from another run."""
+        """Raise ConfigError if the folder has checkpoints. A new run calls this: they are from another run."""
         if self._has_checkpoints():
             raise self._in_use_error("holds the checkpoints of {}; choose another folder, or move that one away")
 
@@ -270,9 +269,9 @@ class Saver:
     def save(self, write: Callable[[Path], object], step: int) -> Path:
         """Write the checkpoint of a step, and return its final path. Waits for the previous checkpoint first.
 
-        With saver.mode async or auto, `write` may return before the files are complete. A later `poll` or `finish` then
-        gives the folder its final name. A Ctrl-C or SIGTERM is raised either before that, or after the link `latest`
-        and `self.saved_step` name the new checkpoint. After a CheckpointError, no partial files remain.
+        With saver.mode async or auto, this may return before the files are complete. A later `poll` or `finish` then
+        gives the folder its final name. A Ctrl-C or SIGTERM is raised before that, or after the link `latest` and
+        `self.saved_step` name the new checkpoint. After a CheckpointError, no partial files remain.
         """
         self.finish()
         final = self._path(step)
@@ -287,7 +286,7 @@ class Saver:
         return final
 
     def poll(self) -> bool:
-        """Give an unfinished checkpoint its final name and return True, if its files are complete. Does not block."""
+        """Give the last checkpoint its final name if its files are complete; else return False. Does not block."""
         step, self._unfinished_step = self._unfinished_step, None
         if step is None:
             return True
@@ -307,7 +306,7 @@ class Saver:
             time.sleep(_POLL_S)
 
     def end(self) -> None:
-        """Block until the last checkpoint and all uploads of a finished run are complete."""
+        """Block until the last checkpoint and all uploads are complete. Called at the end of a run."""
         self.finish()
         self.ranking.warn_of_wrong_name()
         if self._hub is not None:
@@ -315,7 +314,7 @@ class Saver:
             self._tidy()
 
     def has(self, step: int) -> bool:
-        """Return whether the checkpoint of a step is the newest complete checkpoint or is being written."""
+        """Return whether the checkpoint of a step is the newest complete one, or is being written."""
         return step in (self.saved_step, self._unfinished_step)
 
     @property
@@ -323,12 +322,12 @@ class Saver:
         return None if self.saved_step is None else self._path(self.saved_step)
 
     def was_interrupted(self, step: int) -> bool:
-        """Return whether the previous process of this run ended while it wrote the checkpoint of this step."""
+        """Return whether the previous process of this run ended before it had written this step's checkpoint."""
         return step == self._interrupted_step and not self.has(step)
 
     @property
     def needs_evaluation(self) -> bool:
-        """Whether every checkpoint has to be evaluated, because saver.best_metric is an eval/* scalar."""
+        """Whether every checkpoint must be evaluated, because saver.best_metric is an eval/* scalar."""
         return self.config.best_metric is not None and self.config.best_metric.startswith("eval/")
 
     def record(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -344,7 +343,7 @@ class Saver:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, and remove a checkpoint that this process has not finished writing."""
+        """Restore what `state_dict` returned. A checkpoint that this process has not finished writing is removed."""
         self._drop_unfinished()
         self.saved_step, self._interrupted_step = state["saved_step"], state["under_way"]
         if (
@@ -370,7 +369,7 @@ class Saver:
         """Update the link `best` and the file metrics.json, and remove checkpoints that the settings do not keep.
 
         After a resume, the folder may have checkpoints of steps that the run will repeat. Such a checkpoint is kept
-        until the run has saved a checkpoint of a later step.
+        until the run has saved one of a later step.
         """
         newest = self.saved_step
         if newest is None or (self.config.keep is None and self.config.best_metric is None):

@@ -18,8 +18,8 @@ Measure = Callable[[str, BatchLoader[Any]], dict[str, float]]
 class Evaluator:
     """Computes the metrics of a run's validation sets, and decides on early stopping.
 
-    `loaders` maps the name of each validation set to its batches. The name of a single set may be "". Raises
-    ConfigError if evaluator.metric or saver.best_metric is not among the computed metrics.
+    `loaders`: name of each validation set -> its batches. A single set may have the name "". Raises ConfigError if
+    evaluator.metric or saver.best_metric is not one of the computed metrics.
     """
 
     def __init__(self, config: ExperimentConfig, loaders: Mapping[str, BatchLoader[Any]], measure: Measure):
@@ -35,9 +35,9 @@ class Evaluator:
         self.n_without = 0
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return <set>/<metric> for each validation set, and <metric> for the mean over the sets.
+        """Return the metrics <set>/<metric> of each validation set, and their means over the sets as <metric>.
 
-        A single set with the name "" has only <metric>.
+        If there is a single set with the name "", return only <metric>.
         """
         if not self._loaders:
             return {}
@@ -58,7 +58,7 @@ class Evaluator:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether evaluator.patience evaluations in a row brought no improvement, so that the run should end."""
+        """Whether the run should end, because evaluator.patience evaluations in a row brought no improvement."""
         return self.config.patience is not None and self.n_without >= self.config.patience
 
     def describe(self) -> str:
@@ -76,7 +76,7 @@ class Evaluator:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. Validation sets that were added or removed since then are ignored."""
+        """Restore what `state_dict` returned. Ignores validation sets that were added or removed since then."""
         self.trigger.load_state_dict(state["trigger"])
         self.evaluated_step, self.n_without = state["evaluated_step"], state["n_without"]
         self.best, self.best_step = state["best"], state["best_step"]
@@ -85,7 +85,7 @@ class Evaluator:
 
 
 def mean_over_sets(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return <set>/<metric> of each set, and <metric>, the mean over the sets that have it (num_sequences: the sum)."""
+    """Return <set>/<metric> of each set, and <metric>: the mean over the sets that have it (num_sequences: sum)."""
     scalars: dict[str, float] = {}
     for metric in dict.fromkeys(metric for metrics in found.values() for metric in metrics):
         values = [metrics[metric] for metrics in found.values() if metric in metrics]

@@ -1,8 +1,8 @@
 """Groups of samples, and the classes that choose the groups of a step.
 
 A group is the samples of one prompt. It is whole when all of them have finished. `FirstWholeGroups` trains on the
-groups that are whole first. `Admission` is for dynamic sampling: it drops groups, and begins other prompts in their
-place. Callers report finished samples to these classes, which sample nothing themselves.
+groups that are whole first. `Admission` implements dynamic sampling: it drops groups, and starts others in their place.
+The classes do not sample: their callers report finished samples.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ DECISION_STEPS = 16
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The samples of one prompt."""
-
     batch: int  # number of the prompt's batch, from 1
     place: int  # index of the prompt in its batch
     item: PromptItem
@@ -37,12 +35,12 @@ class Group:
 
     @property
     def outputs(self) -> list[Any]:
-        """The outputs of the finished samples, in the order of their numbers."""
+        """The outputs of the finished samples, ordered by sample number."""
         return [self.finished[sample] for sample in sorted(self.finished)]
 
     @property
     def unfinished(self) -> list[GenerationOutput]:
-        """The outputs of the unfinished samples so far, in the order of their numbers."""
+        """The partial outputs of the unfinished samples, ordered by sample number."""
         return [self.latest(sample) for sample in range(self.n_samples) if sample not in self.finished]
 
     def record(self, output: Any) -> None:
@@ -55,7 +53,7 @@ class Group:
 
 @dataclass(slots=True, eq=False)
 class AgentSample:
-    """The sample of an agent that has ended."""
+    """The result of an agent that has ended."""
 
     sample: int
     scored: ScoredSample  # has no reward yet
@@ -69,10 +67,10 @@ def _empty_output(sample: int) -> GenerationOutput:
 def n_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence[int]) -> int:
     """Return how many groups, the earliest first, a step must train so that every group meets its deadline.
 
-    The deadline of a group is `limit` steps after the step in which its sampling began, or the last step of the run.
-    Later steps have room for their own batch sizes only, so some groups must be trained before their own deadlines.
-    `sizes` has the number of groups that this step and each of the next `limit` steps train, fewer if the run ends.
-    `begun_at` is None for a group that begins in this step.
+    The deadline of a group is `limit` steps after the step that started to sample it, or the last step of the run. A
+    step can train only as many groups as its batch has prompts, so some groups must be trained before their own
+    deadlines. `sizes`: the number of groups that this step and each of the next `limit` steps train (shorter if the run
+    ends). `begun_at`: the starting step of each group, None if it is this step.
     """
     last = len(sizes) - 1
     deadlines = [min((step if begun is None else begun) + limit - step, last) for begun in begun_at]
@@ -83,9 +81,9 @@ def n_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence
 class FirstWholeGroups:
     """Decides during the rollout which groups a step trains on.
 
-    Groups that are due belong to the step: those at their deadline, or postponed ones that complete the batch. The rest
-    of the step's batch is filled with the groups that are whole first, in `taken`. `known` has the samples of earlier
-    steps that the step trains on, each with its group.
+    The step trains on all groups in `due` (at their deadline, or postponed and needed to fill the batch). Then it takes
+    the groups that are whole first, up to its batch size `size`. `taken` lists the whole groups of the step. `known`
+    lists (group, sample) for samples of earlier steps on which this step is sure to train.
     """
 
     def __init__(self, groups: Sequence[Group], due: Sequence[Group], size: int):
@@ -98,11 +96,11 @@ class FirstWholeGroups:
 
     @property
     def gone(self) -> Sequence[Group]:
-        """The groups that the step trains on, which are no longer in flight afterwards."""
+        """The groups that are not in flight after this step: those that it trains on."""
         return self.taken
 
     def _certain_samples(self, group: Group, finished: Sequence[Any]) -> list[tuple[Group, Any]]:
-        """Return the samples of a group of which it is certain since this call that the step trains on them."""
+        """Return the samples on which the step is now sure to train, and was not before this call."""
         if group in self._due:
             found = finished
         elif group.missing or not self._n_open:
@@ -116,9 +114,9 @@ class FirstWholeGroups:
         return [(group, output) for output in found]
 
     def add(self, outputs: Iterable[tuple[Group, Any]]) -> list[tuple[Group, Any]]:
-        """Record finished samples in their order, and return those that the step certainly trains on.
+        """Record finished samples in their order, and return those on which the step is now sure to train.
 
-        Each sample of the step is returned once, by this method or in `known`.
+        Each sample of the step is returned once. Those in `known` are not returned.
         """
         found = []
         for group, output in outputs:
@@ -128,23 +126,24 @@ class FirstWholeGroups:
 
     @property
     def missing(self) -> int:
-        """Smallest number of further samples after which all groups of the step can be whole. 0 if all are."""
+        """The least number of further samples that make all groups of the step whole."""
         due = sum(group.missing for group in self._due)
         return due + sum(sorted(group.missing for group in self._open)[: self._n_open])
 
 
 class Admission:
-    """Decides during a rollout with dynamic sampling (DAPO, arXiv 2503.14476) which groups begin and are trained.
+    """Decides which groups a rollout with dynamic sampling (DAPO, arXiv 2503.14476) starts and trains on.
 
-    A group whose rewards are all equal is dropped as soon as the rewards are known, and another prompt begins in its
-    place (the admission of AReaL, arXiv 2505.24298). Groups with different rewards are trained in the order in which
-    they became whole. Groups at their deadline, the first `n_due` of `begun`, have a place in the step, unless they are
-    dropped. At most `most` groups are begun and not dropped, and `at_once` samples are decoded at the same time.
+    A group whose rewards are all equal is dropped once the rewards are known, and another prompt starts in its place
+    (as in AReaL, arXiv 2505.24298). Other groups are trained in the order in which they became whole. The first `n_due`
+    groups of `begun`, which were started in earlier steps, are at their deadline: they have a place in the step unless
+    they are dropped. At most `most` groups are started and not dropped, and `at_once` samples are decoded at the same
+    time.
 
-    Decisions depend on the order of finished samples and on rewards, not on the time at which a reward is known. For
-    this, `to_judge` returns the groups whose rewards the caller must wait for. It returns a group only if the device
-    would have free places or the step may be complete, and not before the next decoding interval after the group became
-    whole.
+    Decisions depend on the order of finished samples and on rewards, but not on when a reward is known. To this end,
+    `to_judge` names the groups whose rewards the caller must wait for. It names a group only if the device would
+    otherwise decode fewer samples than it can, or if the step may be complete, and not before the next decoding
+    interval.
     """
 
     def __init__(
@@ -167,21 +166,20 @@ class Admission:
 
     @property
     def gone(self) -> Sequence[Group]:
-        """The groups that the step trains on or drops, which are no longer in flight afterwards."""
+        """The groups that are not in flight after this step: those that it trains on or drops."""
         return [*self.taken, *self.dropped]
 
     @property
     def is_over(self) -> bool:
-        """Whether the step has all its groups, or nothing more to sample."""
+        """Whether the step has all its groups, or nothing is left to sample."""
         return len(self.taken) == self.size or not (self._n_open or self._unknown)
 
     @property
     def n_open(self) -> int:
-        """Number of unfinished samples."""
         return self._n_open
 
     def begin(self) -> list[Group]:
-        """Begin groups as long as there is room, and return them. The first call begins the groups of earlier steps."""
+        """Start groups while there is room, and return them. The first call continues the groups of earlier steps."""
         if len(self.taken) == self.size:
             return []
         found, self._carried = self._carried, []
@@ -209,10 +207,10 @@ class Admission:
         on_begin: Callable[[list[Group]], None],
         is_uniform: Callable[[Group], bool],
     ) -> int:
-        """Make all decisions after a decoding interval, and return the number of unfinished samples.
+        """Make all decisions after a decoding interval. Return the number of unfinished samples, 0 if the step is over.
 
-        It is 0 if the step is over. `on_begin` is called with the groups that begin, before they are judged.
-        `is_uniform` waits for the rewards of a whole group, and returns whether all are equal.
+        `on_begin` is called with groups that start, before rewards are awaited. `is_uniform` waits for the rewards of a
+        whole group, and returns whether they are all equal.
         """
         self.add(outputs)
         on_begin(self.begin())
@@ -223,7 +221,7 @@ class Admission:
         return 0 if self.is_over else self._n_open
 
     def to_judge(self) -> Group | None:
-        """Return a group whose rewards must be known before the rollout continues. None if there is none."""
+        """Return a group whose rewards must be known before the rollout continues, or None."""
         if self.is_over or not self._unknown:
             return None
         if not self._n_open:  # nothing is left to decode meanwhile
@@ -233,7 +231,7 @@ class Admission:
         return self._unknown[0] if self._n_old and is_needed else None
 
     def judge(self, is_uniform: bool) -> None:
-        """Record whether all rewards of the group that `to_judge` returned are equal."""
+        """Drop or accept the group that `to_judge` returned. `is_uniform`: its rewards are all equal."""
         group = self._unknown.pop(0)
         self._n_old -= self._n_old > 0
         if is_uniform:
@@ -247,11 +245,11 @@ class Admission:
             self.taken.append(self._later.pop(0))
 
     def wait(self) -> None:
-        """End the decisions after a decoding interval. The rewards of whole groups may be waited for from now on."""
+        """End a decoding interval. From the next one on, `to_judge` may return the groups that are whole now."""
         self._n_old = len(self._unknown)
 
     def keep_dropped(self, has_reward: Callable[[Group], bool]) -> None:
-        """Fill the step with dropped groups that have a reward. For the end of a step that has dropped all groups."""
+        """Train on dropped groups that have a reward. Called at the end of a step that has dropped all groups."""
         self.taken = [group for group in self.dropped if has_reward(group)][: self.size]
         self.dropped = [group for group in self.dropped if group not in self.taken]
 

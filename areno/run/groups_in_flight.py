@@ -1,13 +1,13 @@
 """The prompts that are sampled across steps, with rollout.prompts_ahead.
 
 A group is the samples of one prompt, and is whole when all of them have finished. A step samples more prompts than it
-trains on, and ends its rollout when as many groups are whole as its batch has prompts. With
-rollout.max_head_offpolicyness above 0, unfinished samples are parked and continue in the rollout of the next step,
-under the new weights (partial rollout, arXiv 2509.18521). With 0, their tokens are thrown away, and their prompts are
-postponed to a step that samples postponed prompts alone (tail batching, arXiv 2509.21009).
+trains on. Its rollout ends when as many groups are whole as its batch has prompts. With rollout.max_head_offpolicyness
+above 0, unfinished samples are parked, and continue in the next step's rollout with the new weights (partial rollout,
+arXiv 2509.18521). With 0, their tokens are discarded. Their prompts are postponed to a later step, which samples only
+postponed prompts (tail batching, arXiv 2509.21009).
 
-`GroupsInFlight` keeps the groups, decides which of them belong to a step, and is part of the training state. It samples
-nothing itself.
+`GroupsInFlight` keeps the groups, decides which of them a step samples, and is part of the training state. It does no
+sampling itself.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ logger = logging.getLogger("areno")
 class GroupsInFlight:
     """The groups that are sampled across steps, the oldest first in `groups`.
 
-    `limit` is the largest number of steps between the first token of a group and the training on it. With 0, the step
-    that begins a group trains on it, or its tokens are thrown away. `sampled_with` are the settings of sampling. After
-    a change of them, samples cannot continue. `keeps_samples` is False with agents, whose processes end with the run: a
-    resumed run samples their prompts anew.
+    `limit` is the largest number of steps between the first token of a group and the training on it, which is the
+    largest staleness. With 0, a group is trained in the step that starts it, or its tokens are discarded.
+    `sampled_with` are the sampling settings. Samples cannot continue after a change of them. `keeps_samples` is False
+    with agents: their processes end with the run, so a resumed run samples their prompts anew.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class GroupsInFlight:
         upcoming: Callable[[int], Sequence[Sequence[PromptItem]]],
         number: int | None = None,
     ) -> FirstWholeGroups:
-        """Begin the rollout of a step: admit `n_ahead` prompts beyond its batch, and choose the groups to sample.
+        """Begin the rollout of a step: add `n_ahead` prompts beyond its batch, and choose the groups to sample.
 
-        `batch` is empty after the last batch of the run, if prompts are left in flight. `upcoming` returns the prompts
-        of the next n steps, fewer if the run ends before. `number` is that of the batch, None if each step before has
-        taken one.
+        `batch` is empty if the run has no batch left but prompts are in flight. `upcoming(n)` returns the prompts of
+        the next n steps, fewer if the run ends before. `number` is the number of the batch. None: every step so far has
+        taken one batch.
         """
         number = step if number is None else number
         size, limit = len(batch) or len(self.groups), self._limit
@@ -90,7 +90,7 @@ class GroupsInFlight:
         return FirstWholeGroups([*due, *groups[: size + n_ahead]], due, size)
 
     def admit(self, batch: int, items: Sequence[PromptItem], most: int | None = None) -> int:
-        """Add prompts of a batch that were not added before, at most `most`, and return their number."""
+        """Add the prompts of a batch that are not added yet, at most `most`. Return their number."""
         new = [place for place in range(len(items)) if (batch, place) > self._newest]
         new = new if most is None else new[: max(0, most)]
         if not new:
@@ -102,9 +102,9 @@ class GroupsInFlight:
     def begin_replacing(
         self, step: int, size: int, most: int, at_once: int, more: Callable[[], tuple[int, Sequence[PromptItem]] | None]
     ) -> Admission:
-        """Begin the rollout of a step with dynamic sampling, which admits prompts during the rollout; see Admission.
+        """Begin the rollout of a step with dynamic sampling, which adds prompts while it runs.
 
-        `more` returns (number, prompts) of the next batch, None if the step may take no further batch.
+        `size`, `most`, `at_once`: see Admission. `more` returns (number, prompts) of the next batch, or None.
         """
 
         def next_group() -> Group | None:
@@ -126,7 +126,7 @@ class GroupsInFlight:
     def end(
         self, step: int, choice: FirstWholeGroups | Admission, parked: Iterable[tuple[Group, GenerationOutput]]
     ) -> int:
-        """End the rollout of a step, and return the number of tokens that are thrown away, 0 with a limit above 0."""
+        """End the rollout of a step, and return the number of discarded tokens (0 if `limit` is above 0)."""
         for group, output in parked:
             if output.finish_reason is None:
                 group.parked[output.sample] = output
@@ -148,10 +148,10 @@ class GroupsInFlight:
         return n_thrown_away
 
     def begun_lengths(self, step: int, trained: Iterable[Group]) -> list[int]:
-        """Return the lengths in tokens of the trained samples whose groups were begun `limit` steps before a step.
+        """Return the lengths in tokens of trained samples whose groups were started `limit` steps before this step.
 
-        All these groups have been trained or dropped by now, whichever step trained them, so their lengths are not
-        biased towards short samples. Call it once for each step, after its rollout.
+        All groups of that step have been trained or dropped by now, so their lengths are not biased towards short
+        samples. Call this once per step, after its rollout. `trained`: the groups that this step trains on.
         """
         for group in trained:
             begun_at = step if group.begun_at is None else group.begun_at
@@ -171,7 +171,7 @@ class GroupsInFlight:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the groups. If the settings of sampling have changed, their tokens are thrown away."""
+        """Restore the groups. If the sampling settings have changed, their tokens are discarded."""
         batch, place = state["newest"]
         self._newest = batch, place
         items = self._items_at([group["row"] for group in state["groups"]])
@@ -206,7 +206,7 @@ def _group_to_json(group: Group, with_samples: bool) -> dict[str, Any]:
 
 
 def _sample_to_json(output: GenerationOutput) -> dict[str, Any]:
-    """Return a sample as plain values. Numbers of tokens are written as the bytes of arrays, in base64."""
+    """Return a sample as JSON values. Arrays, such as token ids, are written as bytes in base64."""
     given = vars(output)
     record: dict[str, Any] = {name: _to_base64(np.asarray(given[name], dtype)) for name, dtype in _ARRAYS.items()}
     if output.routes is not None:

@@ -1,7 +1,7 @@
 """The outputs of a run: its console, log file, trackers and warnings.
 
-The training loop passes the scalars of each step to `RunOutputs.log`. Checkpoints are written by checkpoints.py, and
-training states, from which a run resumes, by recovery.py.
+The training loop passes the scalars of each step to `RunOutputs.log`. checkpoints.py writes checkpoints, and
+recovery.py writes training states.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         return self._progress.seconds
 
     def announce(self, files: RunFiles) -> None:
-        """Print the facts and the settings of the run at its start, if there are facts."""
+        """Print facts and settings at the start of the run. Does nothing without facts."""
         if not self._texts.facts:
             return
         facts = {"run": os.path.relpath(self.folder), **self._texts.facts}
@@ -101,7 +101,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             self.display.start(facts | settings)
 
     def begin_step(self) -> None:
-        """Clear `scalars`, and make the file of metrics, because of which the folder stays if the run fails."""
+        """Clear `scalars`, and make the metrics file. If it exists, a failed run does not remove its folder."""
         self.scalars = {}
         (self.folder / METRICS).touch()
 
@@ -114,10 +114,10 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             logger.warning("step %d: %s", self._progress.step, text)
 
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
-        """Count consecutive steps whose updates were all skipped because loss or gradient norm was not finite.
+        """Count consecutive steps whose updates were skipped because loss or gradient norm was not finite.
 
-        The first such step of the run causes a warning, and so does the first step without a trained token. Raises
-        EngineError after actor.max_skipped_steps of them.
+        Warns of the first such step of the run, and of the first step without a trained token. Raises EngineError after
+        actor.max_skipped_steps consecutive skipped steps.
         """
         broken = [name for name in ("loss", "grad_norm") if not math.isfinite(stats[name])]
         self._n_applied += applied
@@ -140,7 +140,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             _raise_skipped(f"{self._n_skipped} steps in a row")
 
     def watch_rewards(self, outcomes: Sequence[RewardOutcome]) -> None:
-        """Warn of a step without any reward. Raises ArenoError after actor.max_skipped_steps consecutive ones."""
+        """Warn of a step without any reward. Raises ArenoError after actor.max_skipped_steps of them in a row."""
         unscored = [outcome for outcome in outcomes if outcome.value is None]
         n, n_samples, key = self._unscored
         self._unscored = n + len(unscored), n_samples + len(outcomes), unscored[-1].key if unscored else key
@@ -161,7 +161,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         raise ArenoError(Problem(key, text, steps, Key("actor.max_skipped_steps"), reason, self._scoring_command(key)))
 
     def _scoring_command(self, key: str) -> str:
-        """Name the command that shows where reward functions fail, if a setting has named them and not a script."""
+        """Return advice to run the command that tests reward functions. "" if a script passed the functions."""
         config = self.config
         if key != "reward.fn" or not isinstance(config, PolicyExperimentConfig) or not config.reward.functions:
             return ""
@@ -175,7 +175,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             logger.warning(text, n, n_samples, self._scoring_command(key))
 
     def closing_note(self, checkpoint: Path | None) -> str:
-        """Warn if the last checkpoint is the model that the run began with, and return a note on it. "" otherwise."""
+        """Return a note, and warn, if the last checkpoint has the same weights as the model at the start. Else ""."""
         if checkpoint is None or not self._texts.is_untrained(checkpoint):
             return ""
         config, lr = self.config, self.config.actor.optimizer.lr
@@ -188,7 +188,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         return f"no stored weight differs from the start ({why})"
 
     def check_learned(self) -> None:
-        """Raise an error if no step of the run had a reward, or if it skipped updates and has never applied one."""
+        """Raise an error if no step had a reward, or if updates were skipped and none was ever applied."""
         if self._unrewarded[0] >= self._progress.step > 0:
             self._raise_unrewarded("all steps")
         if self._n_skipped and not self._n_applied:

@@ -1,7 +1,7 @@
 """The progress of a run, and the triggers for saving, evaluating and writing training states.
 
 `RunProgress` provides the batches of a run and counts steps, epochs, rows and seconds. `Trigger` decides after which
-steps an action is due. Their state dicts are part of the training state from which a run resumes.
+steps an action is due. The training state from which a run resumes contains their state dicts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Trigger:
         return is_due
 
     def state_dict(self) -> dict[str, float]:
-        """Return the counters. The time between two processes of a run does not count in seconds_since_last."""
+        """Return the counters. Time between two processes of a run does not count."""
         return {"epochs_ended": self.epochs_ended, "seconds_since_last": self._clock() - self._last}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -64,9 +64,9 @@ class Trigger:
 class RunProgress:
     """The current step, epoch, rows and seconds of a run, its batches, and the history of its main metrics.
 
-    `step` counts from 1. `batches_taken` may grow by several in a step with dynamic sampling. `counts_right` says
-    whether a reward of at least 1 is a right answer: not with a reward model or a judge, and no more after a reward
-    above 1. `history` has one value per step or per evaluation, oldest first.
+    `step` counts from 1. With dynamic sampling, a step may add several to `batches_taken`. `counts_right`: whether a
+    reward of at least 1 means a right answer. It is False with a reward model or a judge, and after any reward above 1.
+    `history` has one value per step or per evaluation, oldest first.
     """
 
     def __init__(self, config: ExperimentConfig, loader: BatchLoader[Any]):
@@ -109,7 +109,7 @@ class RunProgress:
 
     @property
     def total_steps(self) -> int:
-        """The number of the last step of the run. It may decrease when rows are skipped as too long."""
+        """The number of the run's last step. It may decrease when rows are skipped because they are too long."""
         left = self.loader.n_batches(self.config.total_train_epochs) - self.batches_taken
         if self._rows_left is not None:
             left = min(left, -(-self._rows_left // (self.loader.batch_size * self._rows_per_item)))
@@ -120,7 +120,7 @@ class RunProgress:
 
     @property
     def ended_by(self) -> str:
-        """The setting that limits the run's length, and must be raised to train for more steps."""
+        """The setting that limits the length of the run. Raise it to train for more steps."""
         if self.step == self.config.total_train_steps:
             return "total_train_steps"
         return "total_train_epochs" if self._rows_left is None or self._rows_left > 0 else "total_train_n_seqs"
@@ -139,15 +139,15 @@ class RunProgress:
         return self.history["reward_mean"][-1] if "reward_mean" in self.history else None
 
     def open_batches(self) -> None:
-        """Start to read batches, from the position that the loader has. Call this before `next_step`."""
+        """Start to read batches from the loader's position. Call this before `next_step`."""
         self._upcoming.clear()
         self._batches = self.loader.epochs(self.config.total_train_epochs)
 
     def next_step(self) -> Batch[Any] | None:
-        """Begin the next step and return its batch, or None if the run has had all its steps, epochs or rows.
+        """Begin the next step and return its batch. None if the run has had all its steps, epochs or rows.
 
-        The batch is empty if all batches are taken, but with dynamic sampling across steps (see
-        `GroupsInFlight.begin_replacing`), prompts of them are left.
+        With dynamic sampling across steps, the batch is empty if no batch is left but prompts are in flight (see
+        `GroupsInFlight.begin_replacing`).
         """
         limit = self.config.total_train_steps
         if limit is not None and self.step >= limit:
@@ -162,7 +162,7 @@ class RunProgress:
         return batch
 
     def next_batch(self) -> Batch[Any] | None:
-        """Return the next batch without beginning a step, for steps that need several. None if no rows are left."""
+        """Return the next batch in the same step, for steps that need several. None if no rows are left."""
         if self._rows_left is not None and self._rows_left <= 0:
             return None
         if not self._upcoming and not self._read_ahead():
@@ -178,14 +178,14 @@ class RunProgress:
         return batch
 
     def _read_ahead(self) -> bool:
-        """Read a batch to be taken later. Return False if there is none."""
+        """Read a batch into the queue `_upcoming`. Return False if there is none."""
         batch = next(self._batches, None)
         if batch is not None:
             self._upcoming.append((batch, self.loader.state_dict()))
         return batch is not None
 
     def upcoming(self, n: int) -> list[Batch[Any]]:
-        """Return the batches of the next `n` steps without beginning a step. Fewer if the run ends before."""
+        """Return the batches of the next `n` steps without taking them. Fewer if the run ends before."""
         n = min(n, self.total_steps - self.step)
         while len(self._upcoming) < n and self._read_ahead():
             pass
@@ -196,7 +196,7 @@ class RunProgress:
             log_epoch(self._epoch, "end")
 
     def note_rewards(self, rewards: Iterable[float]) -> None:
-        """Count right answers no more, and forget the accuracy so far, if a reward is above 1."""
+        """If a reward is above 1, set `counts_right` to False and forget the accuracy so far."""
         if self.counts_right and exceed_one(rewards := list(rewards)):
             self.counts_right = False
             self.history.pop("eval_accuracy", None)
@@ -213,7 +213,7 @@ class RunProgress:
         return float(np.mean(self.history[name][-n:]))
 
     def result(self, evaluated: Name, trained: str, n: int = 1) -> float:
-        """Return the last value of `evaluated` or, without evaluation, the mean of the last `n` of `trained`."""
+        """Return the last value of `evaluated`. Without evaluation, return the mean of the last `n` of `trained`."""
         name = self._first_recorded(evaluated)
         return self.recent(name) if name in self.history else self.recent(trained, n)
 
@@ -222,7 +222,7 @@ class RunProgress:
         return next((one for one in names if one in self.history), names[-1])
 
     def describe_changes(self, names: Mapping[Name, int]) -> list[str]:
-        """Return texts that compare a first value with the mean of the last n, such as "loss 2.000 -> 1.000".
+        """Return texts that compare a metric's first value with the mean of its last n: "loss 2.000 -> 1.000".
 
         Metrics without values are left out, and so are evaluation metrics (eval_*) with a single value.
         """
@@ -246,7 +246,7 @@ class RunProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, so that the next step follows. Call this before `open_batches`."""
+        """Restore what `state_dict` returned. The next step follows. Call this before `open_batches`."""
         self.step, self._epoch = state["step"], state["epoch"]
         self.loader.load_state_dict(state["loader"])
         self._position = self.loader.state_dict()

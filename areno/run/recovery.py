@@ -1,9 +1,9 @@
 """Writes the training states of a run, and continues the run from the newest one.
 
-A training state consists of weights, optimizers and the run's state dict. After every step, `Recovery.remember`
-records the state dict in memory. A state is written to disk when recover.freq_* says so, at the end of the run, and
-when the run is interrupted. `StateWriter` starts to write at the end of a step, and finishes while the next step
-runs. Before a run is resumed, resume.py decides which run it is and which settings may change.
+A training state consists of weights, optimizers and the run's state dict. After every step, `Recovery.remember` records
+the state dict in memory. A state is written to disk when recover.freq_* says so, at the end of the run, and when the
+run is interrupted. `StateWriter` starts to write at the end of a step, and finishes while the next step runs. Before
+that, resume.py decides which run is resumed and which settings may change.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class RecoverableEngine(Protocol):
     """The methods of areno.engine.engine.Engine that write and load training states."""
 
     def save_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Start to write weights and optimizers into a folder, without waiting for the files."""
+        """Start to write weights and optimizers into a folder. Does not wait for the files."""
         ...
 
     def state_written(self, wait: bool = False) -> bool:
-        """Return whether all ranks have written their files."""
+        """Return whether all ranks have written their files. With `wait`, block until then."""
         ...
 
     def load_state(self, folder: str | Path, with_moments: bool = True) -> None:
-        """Load from a folder that `save_state` has filled. Without moments, those of the optimizers start at zero."""
+        """Load a folder that `save_state` has filled. Without `with_moments`, optimizer moments start at zero."""
         ...
 
     def restart(self) -> None: ...
 
     def phase_memory_gib(self) -> float:
-        """Return the largest peak memory of a worker in GiB since the last call."""
+        """Return the highest peak memory of any worker, in GiB, since the last call."""
         ...
 
     def begin_kernels(self) -> None: ...
@@ -68,8 +68,6 @@ class RecoverableEngine(Protocol):
 
 @dataclass
 class _OpenState:
-    """A training state that is being written."""
-
     step: int
     folder: Path
     record: Mapping[str, Any]  # for run.json
@@ -81,9 +79,9 @@ class _OpenState:
 class StateWriter:
     """Writes the training states of one run in the background, one at a time.
 
-    If a state cannot be written, a warning is logged, the run continues, and earlier states are kept. `engine` is
-    called each time a state is written, because the engine does not exist yet when the run is opened. `before` syncs
-    the other files of the run to disk. It is called in another thread, before a state becomes complete.
+    If a state cannot be written, a warning is logged, the run continues, and earlier states are kept. `engine` is a
+    function, because the engine does not exist yet when the run is opened. `before` syncs the other files of the run to
+    disk. It is called in another thread, before a state becomes complete.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class StateWriter:
         return True
 
     def poll(self, wait: bool = False) -> None:
-        """Complete the state that is being written, if the engine has written all its files or `wait` is true."""
+        """Complete the state that is being written, if its files are ready. With `wait`, block until they are."""
         write = self._write
         if write is None:
             return
@@ -170,7 +168,7 @@ class StateWriter:
         return timer
 
     def _complete_folder(self, write: _OpenState) -> None:
-        """Start a thread that completes the folder of a state after the engine has written its files."""
+        """Start a thread that completes the folder of a state. The engine has written its files before."""
 
         def finish() -> None:
             try:
@@ -190,7 +188,7 @@ class StateWriter:
         return self.written_step == step
 
     def drop(self) -> None:
-        """Stop writing the current state and remove its files. If the state has just become complete, it is kept."""
+        """Stop writing the current state and remove its files. A state that has just become complete is kept."""
         write, self._write = self._write, None
         if write is not None:
             write.alarm.cancel()
@@ -199,10 +197,10 @@ class StateWriter:
             remove(write.folder)
 
     def _make_room(self) -> None:
-        """Remove states but the newest, the oldest first, until the disk has room for another one.
+        """Remove states, the oldest first, until the disk has room for another one. The newest is never removed.
 
-        Raises CheckpointError if that does not suffice: a partly written state could fill the disk, and the other files
-        of the run would not fit.
+        Raises CheckpointError if that does not suffice. A partly written state would fill the disk, so that the other
+        files of the run could not be written.
         """
         needed, place = self.states.size(), self.states.folder
         for step in reversed(self.states.steps()[1:]):
@@ -225,10 +223,11 @@ class Recovery(AbstractContextManager["Recovery"]):
     """Writes and loads the training states of one run, and restarts lost workers.
 
     Inside the context, no other process can resume the same run. `inputs` are fingerprints of the model and data files,
-    keyed by the setting that names the files, such as "actor.path". Entering the context raises ConfigError if another
-    process runs the same run, if the current settings, models or data differ from those in the newest state and a
-    resumed run does not accept the change, or if recover.mode is "off" and the folder has states, or "resume" and it
-    has none.
+    keyed by the setting that names the files, such as "actor.path". Entering the context raises ConfigError if
+
+    - another process runs the same run,
+    - settings, models or data differ from those in the newest state, and a resumed run does not accept the change,
+    - recover.mode is "off" and the folder has states, or it is "resume" and the folder has none.
     """
 
     def __init__(
@@ -337,7 +336,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         return self.is_on and self._n_restarts < self.config.recover.retries
 
     def give_up(self, lost: WorkerLost) -> NoReturn:
-        """Raise the error of a lost worker. After earlier restarts, the message also names recover.retries."""
+        """Raise the error `lost`. If workers were restarted before, its message also names recover.retries."""
         if not self._n_restarts:
             raise lost
         text = "{}; the workers were started again {} before, and {} is {}, so the run ends"
@@ -352,14 +351,14 @@ class Recovery(AbstractContextManager["Recovery"]):
         )
 
     def restart(self, lost: WorkerLost) -> None:
-        """Restart all workers with the models that they loaded first. Call `load` next."""
+        """Restart all workers. They load the models of the start of the run, so call `load` next."""
         self._begun_at, self.resumes = self.files.sizes(), True
         self.count(lost)
         self._engine().restart()
         self.writer.poll(wait=True)  # by now it is known whether all ranks had written a state in progress
 
     def remember(self, run: Mapping[str, Any]) -> None:
-        """Record the state dict of the run in memory. The next training state that is written to disk contains it."""
+        """Record the run's state dict in memory. The next training state that is written to disk contains it."""
         self._last = {
             "areno": __version__,
             "versions": self._versions,
@@ -373,21 +372,21 @@ class Recovery(AbstractContextManager["Recovery"]):
     def write(self, step: int, due: bool) -> None:
         """Start to write a training state if it is due.
 
-        While the previous one is being written, wait for a later call.
+        If the previous one is still being written, a later call starts to write.
         """
         if self.is_on and (due or self._waiting):
             self._waiting = not self.writer.begin(step, self._last)
 
     def write_now(self, step: int) -> None:
-        """Write a training state with what `remember` received last, and block until it is complete."""
+        """Write a training state with the last state dict that `remember` received, and block until it is complete."""
         if self.is_on:
             self.writer.write(step, self._last)
 
     def write_at_interrupt(self, step: int) -> None:
         """Write a last training state when the run ends early.
 
-        If a model has been trained since the last call of `remember`, the weights do not fit its state dict. In this
-        case nothing is written, and the current step is lost.
+        If a model has been trained since the last call of `remember`, its weights do not fit the recorded state dict.
+        Then nothing is written, and the current step is lost.
         """
         last = self._last["run"]["step"] if self._last else 0
         if not self.is_on or not last:
@@ -402,14 +401,14 @@ class Recovery(AbstractContextManager["Recovery"]):
             logger.warning("the state of step %d could not be written: %s", last, error)
 
     def poll(self) -> None:
-        """Complete the state that is being written, if its files are ready. Call this often while a step runs."""
+        """Complete the state that is being written, if its files are ready. Call this often during a step."""
         now = time.monotonic()
         if self.is_on and now - self._polled_at > _POLL_EVERY_S:
             self._polled_at = now
             self.writer.poll()
 
     def check_last(self, step: int) -> None:
-        """Raise CheckpointError if the state of the last step could not be written. The run would begin it again."""
+        """Raise CheckpointError if the last step's state could not be written: a resumed run would train again."""
         if self.is_on and self.writer.written_step != step:
             again = self.writer.written_step or 0
             raise CheckpointError(
@@ -427,5 +426,5 @@ class Recovery(AbstractContextManager["Recovery"]):
 
     @property
     def written_step(self) -> int | None:
-        """Step of the newest complete state that this process wrote or loaded. None without one."""
+        """Step of the newest complete state that this process has written or loaded, or None."""
         return self.writer.written_step if self.is_on else None

@@ -36,7 +36,7 @@ STATE = "state"
 
 @dataclass(frozen=True)
 class Change:
-    """One setting whose value differs between an earlier process of a run and this process."""
+    """A setting with different values in an earlier process of a run and in this process."""
 
     key: str  # dotted name
     before: Any
@@ -56,7 +56,7 @@ class Change:
 def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Return the settings that differ between two processes of a run, in the order of the fields of `cls`.
 
-    `before` may have names that areno has since renamed. Missing settings have their defaults.
+    `before` may have old names of settings that areno has renamed. Missing settings have their defaults.
     """
     before = with_current_names(cls, before)
     pairs = _differences(with_defaults(cls, before), with_defaults(cls, now))
@@ -66,9 +66,9 @@ def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _on_resume(cls: type[Section], key: str, is_race: bool) -> OnResume:
-    """Return what a setting or the nearest section around it declares.
+    """Return how a resumed run treats a change of a setting, as the setting or the nearest section declares.
 
-    `is_race`: steps train on the prompts that are finished first.
+    `is_race`: the time at which prompts finish decides on which of them a step trains.
     """
     found, section = EXPLICIT, cls
     for name in key.split("."):
@@ -79,7 +79,7 @@ def _on_resume(cls: type[Section], key: str, is_race: bool) -> OnResume:
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, old value, new value). A section that is null on one side only is yielded as one setting."""
+    """Yield (dotted key, old value, new value). A section that is null on one side is yielded as one setting."""
     for name in {**new, **old}:
         one, other = old.get(name), new.get(name)
         if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -89,7 +89,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 class EarlierRun:
-    """A run that an earlier process has left in a folder, and that may be resumed."""
+    """A run that an earlier process has left in a folder. It may be possible to resume it."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -97,7 +97,7 @@ class EarlierRun:
 
     @classmethod
     def find(cls, folder: Path) -> EarlierRun | None:
-        """Return the run in a folder. None without config.yaml: no run, or one that ended before it was complete."""
+        """Return the run in a folder. None if the folder has no config.yaml, so that no run was fully set up."""
         return cls(folder) if run_folder.is_described(folder) else None
 
     @property
@@ -106,7 +106,7 @@ class EarlierRun:
 
     @property
     def can_resume(self) -> bool:
-        """Whether the run has a folder of training states, or has left no results, so that it can start again."""
+        """Whether the run has a folder of training states, or has left no results and can start again."""
         return self.states.has_begun or not run_folder.has_results(self.folder)
 
     @property
@@ -124,15 +124,15 @@ class EarlierRun:
             raise ConfigError(Problem("trial_name", "the run in {} is still running, in another process", self.folder))
 
     def refuse_recipe(self, recipe: str, key: str = "trial_name") -> None:
-        """Raise ConfigError if this run belongs to another algorithm."""
+        """Raise ConfigError if this run was started with another recipe. `key`: the setting in the error."""
         meant = recipe_of(self.folder)
         if meant not in ("", recipe):
             raise ConfigError(Problem(key, "{} is a run of {}, not of {}", self.folder, meant, recipe))
 
     def refuse_other(self, config: Section, recipe: str | None, explicit: bool = False) -> list[Change]:
-        """Raise ConfigError if the run cannot be resumed with a configuration, and return the settings that differ.
+        """Return the settings that differ. Raises ConfigError if the run cannot be resumed with this configuration.
 
-        `explicit` says that the user has named the run by --resume. Without a `recipe`, the algorithm is not checked.
+        `explicit`: the user has named the run by --resume. If `recipe` is None, the algorithm is not checked.
         """
         if recipe is not None:
             self.refuse_recipe(recipe)
@@ -157,7 +157,7 @@ def refuse_changes(found: Sequence[Change], folder: Path, explicit: bool) -> Non
 
 
 def folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path:
-    """Return `run_dir`, the folder of a trial_name that can be resumed, or a new folder."""
+    """Return `run_dir` if given, else the folder of the run `trial_name` if it can be resumed, else a new folder."""
     if run_dir is not None:
         return Path(run_dir)
     if config.trial_name is not None and (
@@ -171,13 +171,13 @@ def folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path:
 
 
 def run_to_resume(config: ExperimentConfig, folder: Path) -> EarlierRun | None:
-    """Return the earlier run in a folder if a new process resumes it, or None if a new run begins."""
+    """Return the earlier run in a folder if a new process resumes it. None if a new run begins."""
     earlier = EarlierRun.find(folder) if config.recover.mode != "off" else None
     return earlier if earlier is not None and earlier.can_resume else None
 
 
 def named_run(text: str, recipe: str) -> Path:
-    """Return the folder that the flag --resume names. Raises ConfigError if it holds no run that can be resumed."""
+    """Return the folder that --resume names (`text`). Raises ConfigError if it has no run that can be resumed."""
     folder = Path(os.path.abspath(os.path.expanduser(text)))
     problem = ""
     if not folder.is_dir():
@@ -197,7 +197,7 @@ def named_run(text: str, recipe: str) -> Path:
 
 
 def resumes(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> bool:
-    """Return whether a command resumes the run or sweep in a folder. `sweep` is None for a single run."""
+    """Return whether a command resumes what is in a folder. `sweep`: overrides of a sweep, None for a single run."""
     if sweep is None:
         return run_to_resume(config, folder) is not None
     if config.recover.mode == "off" or not run_folder.is_sweep(folder):
@@ -210,7 +210,7 @@ def resumes(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> 
 
 
 def _comparable(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
-    """Return the overrides of a sweep in a form that can be compared with the overrides of an earlier start.
+    """Return the overrides of a sweep in a form that can be compared with those of an earlier start.
 
     Renamed settings get their current names. trial_name is left out, because it may be the start time of the sweep.
     """
@@ -223,8 +223,8 @@ def accept_changes(
 ) -> list[Change]:
     """Check that a run can be resumed, write the changed settings into its folder, and return them.
 
-    If the user has named the run by --resume, the overrides are added to the recorded overrides. Otherwise they replace
-    them.
+    If the user has named the run by --resume (`explicit`), the recorded overrides are kept and `overrides` are added.
+    Otherwise `overrides` replace them.
     """
     earlier.refuse_running()
     changed = earlier.refuse_other(config, recipe, explicit)
@@ -235,7 +235,7 @@ def accept_changes(
 
 
 def existing_folder(folder: Path) -> NewFolder:
-    """Return a NewFolder whose present files count as older than the run, so that `discard` keeps them."""
+    """Return a NewFolder whose `discard` keeps the files that the folder has now."""
     return NewFolder(folder, frozenset([folder, *folder.parents, *folder.glob("*")]))
 
 
@@ -245,7 +245,7 @@ def existing_folder(folder: Path) -> NewFolder:
 def print_result(
     earlier: EarlierRun, config: ExperimentConfig, changed: Sequence[Change], command: str
 ) -> float | None:
-    """Print the result of a finished run and the command that trains it further, and return the result.
+    """Print and return the result of a finished run. Also print the command that trains it further.
 
     If the run has steps left, print nothing and return None.
     """
@@ -262,7 +262,7 @@ def print_result(
 
 
 def _doubled_limit(finished: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return the override with which a finished run trains for twice as long, such as "total_train_steps=200"."""
+    """Return the override that doubles the length of a finished run, such as "total_train_steps=200"."""
     ended_by = finished["ended_by"]
     limit: Any = value_at(settings, ended_by) or finished["step"]
     return f"{ended_by}={2 * limit}"
@@ -277,13 +277,13 @@ def _sweep_command(folder: Path) -> str:
 
 
 def print_resume_command(command: str, folder: Path) -> None:
-    """Print the command that resumes a run which has just ended early, if it has a training state."""
+    """Print the command that resumes a run which has just ended early. Nothing if it has no training state."""
     if EarlierRun(folder).states.steps():
         print(f"to resume it: {resume_command(command, folder)}", file=sys.stderr)
 
 
 def print_sweep_command(folder: Path) -> None:
-    """Print how to resume a sweep, if it has an unfinished run with a training state."""
+    """Print how to resume a sweep, if any of its runs is unfinished and has a training state."""
     if any(EarlierRun(path).states.are_unfinished for path in folder.iterdir()):
         print(f"to resume it: {_sweep_command(folder)}", file=sys.stderr)
 
@@ -310,7 +310,7 @@ def print_next_commands(command: str, folder: Path) -> None:
 
 
 def print_unfinished(command: str, experiment: Path) -> None:
-    """Print how to resume the newest run or sweep of an experiment, unless it has finished, runs, or has no state."""
+    """Print how to resume the newest run or sweep of an experiment, if it is unfinished, stopped and resumable."""
     if not os.path.isdir(experiment):  # returns False for a name that is too long, where Path raises
         return
     folders = [path for path in experiment.iterdir() if run_folder.is_described(path) or run_folder.is_sweep(path)]
@@ -325,5 +325,5 @@ def print_unfinished(command: str, experiment: Path) -> None:
 
 
 def shown_path(folder: Path) -> str:
-    """Return an absolute path as text for the user: relative if it lies inside the working directory."""
+    """Return an absolute path as text for users. It is relative if it is inside the working directory."""
     return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)

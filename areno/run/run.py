@@ -55,7 +55,7 @@ logger = logging.getLogger("areno")
 
 
 class RunModels(Protocol):
-    """Access to the models of a run, which may be loaded after the run is opened."""
+    """Access to the models of a run. They may be loaded after the run is opened."""
 
     def engine(self) -> RecoverableEngine: ...
 
@@ -68,7 +68,7 @@ class RunModels(Protocol):
         ...
 
     def forecast(self, prompt_tokens: int, answer_tokens: int) -> Forecast:
-        """Predict memory and time of a step, for mean lengths in tokens."""
+        """Predict memory and time of a step for these mean lengths."""
         ...
 
 
@@ -78,10 +78,10 @@ class Run:
     Opening a run makes its folder, with logs/, tensorboard/, rollouts/, state/ and checkpoints/.
 
     Args:
-        run_dir: Folder of the run. None takes the folder of trial_name if that run can be resumed, or makes a new
-            folder under cluster.fileroot.
-        texts: None prints nothing about the run at its start.
-        trackers: More trackers, which a script passes.
+        run_dir: Folder of the run. None: the folder of the run `trial_name` if it can be resumed, else a new folder
+            under cluster.fileroot.
+        texts: Names and texts for the console. None prints nothing about the run at its start.
+        trackers: Trackers that a script passes, in addition to those of the settings.
         inputs: Fingerprints of the model and data files, see Recovery.
 
     Attributes:
@@ -140,7 +140,7 @@ class Run:
     def steps(self) -> Iterator[Batch[Any]]:
         """Yield the batch of each step, until the run has had its epochs, steps or rows, or stops early.
 
-        A resumed run continues after the last step that its training state contains.
+        A resumed run continues with the step after its training state.
         """
         self.begin()
         if self.saver.was_interrupted(self.step):
@@ -165,7 +165,7 @@ class Run:
         self.progress.log_epoch_end()
 
     def begin(self) -> None:
-        """Begin the run, or continue from its newest training state. A second call has no effect."""
+        """Begin the run: load its newest training state, if any. A second call has no effect."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -194,9 +194,9 @@ class Run:
             self.log(ties)
 
     def end_step(self, stats: Mapping[str, float]) -> None:
-        """Log train/* and time/* of the step. Write a training state, save and evaluate, in this order, if due.
+        """Log train/* and time/* of the step. Then write a training state, save and evaluate, in this order, if due.
 
-        A Ctrl-C or SIGTERM that arrived during the step raises KeyboardInterrupt here, or before a phase of the next
+        If Ctrl-C or SIGTERM arrived during the step, KeyboardInterrupt is raised here, or before a phase of the next
         step.
         """
         self.saver.poll()
@@ -216,8 +216,7 @@ class Run:
     def _save_and_evaluate(self, state_is_due: bool = False) -> None:
         """Write a training state if it is due, then do the actions in `self._todo`.
 
-        Each finished action is removed from `self._todo` and recorded, so that a resumed run repeats only the
-        unfinished ones.
+        Each finished action is removed from `self._todo` and recorded, so that a resumed run does not repeat it.
         """
         self.recovery.remember(self.state_dict())
         with trace.span(trace.DRIVER, "state") if state_is_due else nullcontext():
@@ -246,10 +245,9 @@ class Run:
         return scalars
 
     def finish(self, numbers: Mapping[Name, int]) -> None:
-        """End the run, and log how its main metrics changed. `numbers`: name in the history -> last values to average.
+        """Save and evaluate, unless done after the last step. Then write a training state and end the run.
 
-        Before that, save a checkpoint if the last step has none, evaluate if there was no evaluation after the last
-        step, and write a training state.
+        Logs how the main metrics changed. `numbers`: name in the history -> how many of the last values to average.
         """
         self.during_steps.close()
         self.outputs.check_learned()
@@ -303,7 +301,7 @@ class Run:
     def pulse(self) -> None:
         """Complete a state that is being written, if its files are ready. Call this often while the engine works.
 
-        Raises KeyboardInterrupt if Ctrl-C or SIGTERM was received, and no model has been trained since the last step.
+        Raises KeyboardInterrupt after Ctrl-C or SIGTERM, unless a model has been trained since the last step.
         """
         self.recovery.poll()
         if self.recovery.models_recorded:
@@ -311,7 +309,7 @@ class Run:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Delay Ctrl-C and SIGTERM to points where nothing is lost. After an exception, write a training state."""
+        """Delay Ctrl-C and SIGTERM until nothing is lost. If the block raises, write a training state."""
         with self.stop, heartbeat.working("the run"):
             try:
                 yield
@@ -327,7 +325,7 @@ class Run:
         self._has_begun = False
 
     def close(self) -> None:
-        """Close trackers and log. A run that has not finished first logs its step, last checkpoint and last state."""
+        """Close trackers and log. If the run has not finished, first log its step, last checkpoint and last state."""
         if self.step and not self._has_ended:
             log_stopped(self.step, self.saver.saved_step, self.recovery.written_step, self.folder)
         self._resources.close()
@@ -344,7 +342,7 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, so that the next step follows. Call this before `steps`."""
+        """Restore what `state_dict` returned. The next step follows. Call this before `steps`."""
         self.progress.load_state_dict(state)
         self.outputs.load_state_dict(state)
         self._todo = list(state["todo"])
@@ -365,8 +363,7 @@ def fault_tolerant(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
     """Decorate the `fit` method of a training loop so that the run survives lost workers and can be resumed.
 
     If a worker is lost, all workers are restarted, up to recover.retries times, and `fit` is called again. If `fit`
-    ends with an exception, a training state is written. The number that `fit` returns is recorded as the result of the
-    run.
+    ends with an exception, a training state is written. The return value of `fit` is recorded as the result of the run.
     """
 
     @functools.wraps(fit)

@@ -69,7 +69,7 @@ Config = TypeVar("Config", bound=ExperimentConfig, covariant=True)
 
 
 class LoopKind(Protocol):
-    """The declarations of a training loop class that `Setup` reads; areno.trainers.loop describes them."""
+    """The class attributes of a training loop that `Setup` reads. areno.trainers.loop describes them."""
 
     needs: ClassVar[type[ExperimentConfig]]
     kind: ClassVar[RowKind]
@@ -81,9 +81,9 @@ class LoopKind(Protocol):
 
 
 class SavedModels:
-    """The models of a run for its writers of checkpoints and training states, as the protocol RunModels.
+    """Implements the protocol RunModels, with which a run writes checkpoints and training states.
 
-    The run is opened before the models are loaded, so set `trainer` after loading.
+    Set `trainer` after the models are loaded. The run is opened before that.
     """
 
     trainer: Trainer
@@ -116,14 +116,15 @@ class Setup(Generic[Config]):
 
     Opening a setup checks the configuration, starts the reward and agent processes, reads the data, makes the folder of
     the run and loads the models, in this order. All problems found before the data is read are raised together. The
-    arguments `train_dataset`, `valid_dataset` (rows, or name -> rows) and `reward_fn` replace the configured ones.
+    arguments `train_dataset`, `valid_dataset` (rows, or name -> rows) and `reward_fn` replace those in the
+    configuration.
 
     Attributes:
-        roles: Specification of each model beside the actor, such as "ref" or "critic".
+        roles: Specification of each model other than the actor, such as "ref" or "critic".
         loader: Training batches. In an evaluation, the batches of the first validation set.
         rewards: The reward processes. None if no function gives a reward.
-        judge: Answers the questions of a judge. None without a judge.
-        evaluated_at_once: Largest number of samples that an evaluation decodes at the same time. None: as in training.
+        judge: Asks the judge and reads its answers. None without a judge.
+        evaluated_at_once: Most samples that an evaluation decodes at the same time. None: as many as in training.
         steps: Encodes completions for the process reward model of reward.path. None without such a model.
         agents: The agent processes. None if samples are single completions.
     """
@@ -195,7 +196,7 @@ class Setup(Generic[Config]):
         return LiveAgents(config, self.trainer, self.agents, self.run.during_steps)
 
     def _open_valid_sets(self, plan: TrainerPlan, given: Any) -> TrainerPlan:
-        """Open the validation sets, and return the plan with the number of samples that their evaluation decodes."""
+        """Open the validation sets. Return the plan, with the number of samples that evaluations decode at once."""
         config = self.config
         self.valid_loaders = {
             valid.name: self._open_loader(plan, valid.config, valid.rows, valid.key)
@@ -212,7 +213,7 @@ class Setup(Generic[Config]):
         return replace(plan, shared=shared)
 
     def _check_sources(self, train: Any, valid: Any) -> None:
-        """Raise an error if rows that the settings name, and that no script passes instead, do not exist."""
+        """Raise an error if the data files in the settings do not exist. Rows from a script replace them."""
         train_source = partial(check_source, self.config.train_dataset, "train_dataset")
         valid_sources = partial(check_valid_sources, self.config.valid_dataset)
         is_read = (
@@ -252,7 +253,7 @@ class Setup(Generic[Config]):
         return row_loader(kind, rows, encode, section, context, seed=config.seed, key=key, n_processes=n_processes)
 
     def _open_run(self, plan: TrainerPlan, run_dir: str | Path | None, models: SavedModels) -> Run:
-        """Open the run, and log a warning for each setting that does not fit the length of the run."""
+        """Open the run, and warn of settings that do not fit its length or devices."""
         config, trains = self.config, self._loop.trains
 
         def token_text(token: int) -> str:
@@ -307,7 +308,7 @@ class Setup(Generic[Config]):
         return found | {"train_dataset": rows_fingerprint(self.loader.rows)}
 
     def _load_models(self, stack: ExitStack, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> Trainer:
-        """Load the models. If a node of a Ray cluster is lost meanwhile, load again, up to recover.retries times."""
+        """Load the models. If a Ray node is lost meanwhile, load them again, up to recover.retries times."""
         stack.callback(gc.unfreeze)
         gc.freeze()  # a garbage collection that scans all imported modules and rows would delay a step by 0.2 s
         while True:
@@ -337,7 +338,7 @@ def _check_config(config: ExperimentConfig, loop: LoopKind) -> None:
 
 
 def _has_initial_weights(spec: EngineSpec, checkpoint: Path) -> bool:
-    """Return whether a checkpoint has the weights of the model that the run began with. False if this is not known."""
+    """Return whether a checkpoint has the weights with which the run began. False if this is unknown."""
     if spec.actor.lora is not None or spec.actor.random_init:
         return False
     with contextlib.suppress(CheckpointError):  # such as weights that the user has moved away meanwhile
@@ -346,7 +347,7 @@ def _has_initial_weights(spec: EngineSpec, checkpoint: Path) -> bool:
 
 
 def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
-    """Add the loss of distillation if the run has a teacher and `loss_fn` is not that loss already."""
+    """Add the distillation loss to `loss_fn` if the run has a teacher, unless it is that loss already."""
     if not isinstance(config, PolicyExperimentConfig) or config.teacher is None:
         return loss_fn
     if isinstance(config, DistillExperimentConfig):
@@ -376,7 +377,7 @@ def _n_devices(config: ExperimentConfig) -> int:
 
 
 def _open_judge(config: ExperimentConfig, stack: ExitStack) -> JudgeReader | None:
-    """Open the endpoint that judges samples, or make the reader of a judge of the run. None if there is no judge."""
+    """Open the judge: an endpoint, or a reader for a judge that the run loads. None if there is no judge."""
     if not isinstance(config, PolicyExperimentConfig):
         return None
     judge = config.reward.judge
@@ -391,7 +392,7 @@ def _open_judge(config: ExperimentConfig, stack: ExitStack) -> JudgeReader | Non
 
 
 def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> StepReader | None:
-    """Return the reader of steps for the process reward model of reward.path. None if there is no such model."""
+    """Return the encoder of steps for the process reward model of reward.path. None without such a model."""
     if not isinstance(config, PolicyExperimentConfig) or "reward" not in roles:
         return None
     section, path, key = config.reward, roles["reward"].path, "reward.step_separator"
@@ -420,7 +421,7 @@ def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None
 
 
 def _n_encoder_processes(spec: EngineSpec) -> int:
-    """Return how many processes may encode rows: the CPU cores that driver and workers leave free, at most 4."""
+    """Return how many processes may encode rows: the CPU cores besides driver and workers, at most 4."""
     return max(0, min(_MOST_ENCODERS, usable_cores() - 1 - spec.n_ranks_on_machine(0)))
 
 

@@ -8,8 +8,7 @@ Each folder is either complete or absent.
 <run>/state/latest                     the name of the newest state
             finished.json              only if the run has finished: last step, result, and the setting that ended it
 
-This file also computes the fingerprints of models and data that a state records. recovery.py writes and loads
-states.
+This file also computes the fingerprints of models and data that a state records. recovery.py writes and loads states.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _SAMPLE = 1 << 16  # bytes at the start, the middle and the end of a file
 
 
 def folder_fingerprint(folder: str | Path) -> str:
-    """Return 16 hexadecimal digits, a hash of names, sizes and samples of the bytes of the model files in a folder."""
+    """Return a hash of 16 hexadecimal digits over names, sizes and parts of the model files in a folder."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
         if path.suffix in _SUFFIXES and path.is_file():
@@ -64,7 +63,7 @@ def rows_fingerprint(rows: Any) -> str:
 
 
 class State(NamedTuple):
-    """One complete training state, from which a run can resume."""
+    """A complete training state, from which a run can resume."""
 
     folder: Path
     step: int
@@ -76,7 +75,7 @@ class State(NamedTuple):
 
 
 class States:
-    """The folder <run>/state with the training states of one run, of which the newest `keep` are kept."""
+    """The folder <run>/state with the training states of one run. The newest `keep` states are kept."""
 
     def __init__(self, folder: Path, keep: int):
         self.folder, self.keep = folder, keep
@@ -99,9 +98,10 @@ class States:
             remove(unfinished)
 
     def newest(self) -> State | None:
-        """Return the newest complete state, if one was ever written. Damaged newer ones are renamed.
+        """Return the newest complete state. None if none was ever written. Damaged newer ones are renamed.
 
-        The checksums of weights and optimizers are not checked here; the engine checks them when it loads the state.
+        Raises CheckpointError if none is left. Checksums of weights and optimizers are checked later, when the engine
+        loads them.
         """
         for step in self.steps():
             if damage := find_damage(self._path(step)):
@@ -152,8 +152,8 @@ class States:
     def begin_again(self, step: int) -> Path | None:
         """Make a new folder for a step that already has a state, with hard links to its weights and optimizers.
 
-        So the caller can write a new run.json for the state without writing the weights again. Returns None if the file
-        system has no hard links.
+        The caller can then write a new run.json without writing the weights again. Returns None if the file system has
+        no hard links.
         """
         source, folder = self._path(step) / ENGINE, self.begin(step)
         try:
@@ -213,7 +213,7 @@ class States:
         return bool(self.steps()) and self.finished is None
 
     def set_finished(self, step: int | None, result: float | None = None, ended_by: str = "") -> None:
-        """Write finished.json, or remove it if `step` is None, for a run that trains further."""
+        """Write finished.json. If `step` is None, remove it, because the run trains further."""
         if step is None:
             (self.folder / "finished.json").unlink(missing_ok=True)
         else:
@@ -222,7 +222,7 @@ class States:
 
 
 def find_damage(folder: Path) -> str:
-    """Return the damage of a state's files by its manifest, or "". The checksums of weights are not checked."""
+    """Describe what in a state contradicts its manifest, or return "". Checksums of weights are not checked."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         for name, size in manifest["sizes"].items():

@@ -1,4 +1,4 @@
-"""The trace of a run: begins and ends recording, and collects what the driver knows of steps, samples and sessions.
+"""The trace of a run: starts and ends recording, and adds the steps, samples and sessions that the driver sees.
 
 areno/trace.py records events in each process, areno/engine/profiling.py profiles the devices, and
 areno/tracking/trace_file.py writes the files.
@@ -37,8 +37,8 @@ class ProfiledEngine(Protocol):
 class RunTracer(AbstractContextManager["RunTracer"]):
     """Traces a run as the settings perf_tracer and memory_profiler ask for. Does nothing without them.
 
-    `engine` is called in steps only, because the engine does not exist when the run is opened. `spec` says what the
-    workers record. None if they record nothing.
+    `engine` is a function, called only during steps, because the engine does not exist when the run is opened. `spec`
+    says what the workers record, or is None if they record nothing.
     """
 
     def __init__(self, config: ExperimentConfig, folder: Path, engine: Callable[[], ProfiledEngine]):
@@ -61,18 +61,18 @@ class RunTracer(AbstractContextManager["RunTracer"]):
             logger.info("the trace is in %s; open it at https://ui.perfetto.dev", os.path.relpath(folder))
 
     def before_step(self, step: int) -> None:
-        """Begin to record kernels if the settings ask for it, which takes seconds the first time."""
+        """Start to record kernels if the settings ask for it in this step. The first time takes seconds."""
         if step in self._kernel_steps:
             self._engine().begin_kernels()
 
     def begin_step(self, began: float) -> None:
-        """Begin to trace a step, after its batch was read. `began` is a reading of time.perf_counter."""
+        """Start the trace of a step, whose batch has been read. `began`: when reading began (time.perf_counter)."""
         if self._file is not None:
             self._began = trace.at(began)
             trace.add(trace.DRIVER, "data", self._began, trace.now())
 
     def end_step(self, step: int) -> None:
-        """End the trace of a step, and write profiles, snapshots and events that are due after it."""
+        """End the trace of a step, and write the profiles, snapshots and events that are due after it."""
         if self._file is not None:
             trace.add(trace.DRIVER, "step", self._began, trace.now(), step=step)
         name = f"step{step}"
@@ -87,7 +87,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
 
     @contextmanager
     def training(self, step: int, samples: Sequence[ScoredSample], keep: Sequence[bool]) -> Iterator[None]:
-        """Trace the samples of a step, which the `with` block trains on. `keep`: whether each sample is trained on."""
+        """Trace samples while the `with` block trains a step on them. `keep`: which of them are trained on."""
         start = trace.now()
         yield
         if self._file is not None:
@@ -97,7 +97,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
             self.add_samples(f"{step}", samples)
 
     def add_samples(self, name: str, samples: Sequence[ScoredSample]) -> None:
-        """Add a lane for each sample to the trace. `name` is the number of the step, or that of an evaluation."""
+        """Add a lane for each sample to the trace. `name`: the number of the step, or the name of an evaluation."""
         if self._file is None:
             return
         for sample, number in _with_sample_numbers(samples):
@@ -114,7 +114,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
                 trace.add(lane, phase, start, end, **more)
 
     def add_sessions(self, step: int, title: str, samples: Sequence[ScoredSample]) -> None:
-        """Add a line for each agent session to traces/sessions.jsonl, if perf_tracer.session_tracer is enabled."""
+        """Add a line per agent session to traces/sessions.jsonl, if perf_tracer.session_tracer is enabled."""
         if self._sessions is None:
             return
         for sample, number in _with_sample_numbers(samples):

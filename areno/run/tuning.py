@@ -1,8 +1,8 @@
-"""Chooses settings of memory and speed by a trial before a run, see the section `tune` of the settings.
+"""Chooses settings of memory and speed by trials before a run, as the section `tune` of the settings asks for.
 
 `areno/plan/tuning_candidates.py` lists candidates from a forecast, and `areno/run/tuning_trials.py` tries the best
-ones. The chosen settings are written to tuned.yaml in the folder of the run. A resumed run takes them from its folder,
-and is not tuned again.
+ones. The chosen settings are written to tuned.yaml in the folder of the run. A resumed run reads them from there, and
+is not tuned again.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ logger = logging.getLogger("areno")
 
 
 def tune(config: ExperimentConfig, given: Collection[str], reuse: str = "") -> str | None:
-    """Choose the settings of a new run that the user has not given, if tune.enabled is true, and set them in `config`.
+    """If tune.enabled is true, choose settings of a new run that the user has not set, and set them in `config`.
 
-    Returns the content of tuned.yaml, based on the task `reuse` so that it can be given as --config-name, or None if
-    nothing was chosen. `given` has dotted names of settings. Raises EngineError if each trial has failed.
+    `given`: dotted names of settings that the user has set. Returns the content of tuned.yaml, which extends the task
+    `reuse`, or None if nothing was chosen. Raises EngineError if each trial has failed.
     """
     if not isinstance(config, PolicyExperimentConfig) or not config.tune.enabled:
         return None
@@ -77,7 +77,7 @@ def _tuned_yaml(chosen: Mapping[str, Any], base: str) -> str:
 
 
 def restore(config: ExperimentConfig, folder: Path, given: Collection[str] = ()) -> None:
-    """Set the settings that were chosen before an earlier process of a run, unless the user gives others now.
+    """Set the settings that were tuned when the run first started, except those that the user sets now.
 
     They are set even if tune.enabled is now false, because the run continues with the settings that it began with.
     """
@@ -89,9 +89,9 @@ def restore(config: ExperimentConfig, folder: Path, given: Collection[str] = ())
 
 
 def tune_for_script(config: ExperimentConfig, run_dir: str | Path | None) -> str | None:
-    """Tune a run that a script starts, or restore the settings of the run that it resumes.
+    """Tune a run that a script starts. If the script resumes a run, restore its tuned settings.
 
-    Settings that differ from their defaults count as given. Does nothing if a command has tuned the run before.
+    Settings that differ from their defaults count as set by the user. Does nothing if a command has tuned the run.
     """
     if run_dir is not None and is_described(Path(run_dir)):
         return None
@@ -157,7 +157,7 @@ def _predicted_and_measured(candidate: Candidate, measured: MeasuredTrial) -> st
 
 
 def _hardware(spec: EngineSpec) -> Hardware:
-    """Return the device that each worker of an engine has. The memory of a CPU is divided by the number of workers."""
+    """Return the device of each worker of an engine. Workers on a CPU share its memory equally."""
     if spec.devices[0].startswith("cuda"):
         here = devices_here()[0]
         if not here.is_cuda:

@@ -39,16 +39,14 @@ _WARM_UP_TOKENS, _RANDOM_LOGPROB = 8, -10.0  # tokens of a prompt, and of an ans
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTrial:
-    """The result of a trial."""
-
     step_s: float  # of a whole step: the forecast times the ratio of measured to predicted time
     peak: int  # of a device's memory in bytes, with the CUDA context
 
 
 class Trials(AbstractContextManager["Trials"]):
-    """Tries candidates in an engine, which is started again if a candidate needs another one or has failed.
+    """Tries candidates in an engine. It restarts the engine if a candidate needs another one or has failed.
 
-    If `probes_rollout` is false, only the KV cache is made, and no samples are decoded.
+    If `probes_rollout` is false, trials only make the KV cache and decode no samples.
     """
 
     def __init__(self, plan: TrainerPlan, probes_rollout: bool = True):
@@ -77,7 +75,7 @@ class Trials(AbstractContextManager["Trials"]):
         return time.monotonic() - self._began + expected <= LIMIT_S
 
     def run(self, candidate: Candidate) -> MeasuredTrial:
-        """Run the phases of a step with a candidate's settings, on a part of its work. An error closes the engine."""
+        """Run the phases of a step with a candidate's settings on part of the work. An error closes the engine."""
         try:
             engine = self._engine_for(candidate.config)
             began = time.monotonic()
@@ -116,8 +114,8 @@ class Trials(AbstractContextManager["Trials"]):
 class _Trial:
     """The trial of one candidate.
 
-    `rollouts` holds measured / predicted time of earlier rollouts by their settings, and is extended. None decodes
-    nothing.
+    `rollouts`: ratios measured / predicted time of rollouts by their settings, to which this trial adds its own. None:
+    decode no samples.
     """
 
     def __init__(
@@ -145,7 +143,7 @@ class _Trial:
         return self.config.gconfig.n_samples
 
     def run(self, warm_up: bool) -> tuple[float, int]:
-        """Return (seconds of a whole step, peak of memory in bytes). With `warm_up`, each phase on a GPU runs twice."""
+        """Return (seconds of a whole step, peak memory in bytes). With `warm_up`, each phase on a GPU runs twice."""
         self.engine.peak_memory_gib()  # begins to record a new peak
         decodes = self._rollout()
         factors = {phase.name: decodes for phase in self.candidate.usual.phases if phase.decodes}
@@ -169,7 +167,7 @@ class _Trial:
         return step_s, int(self._peak * GIB) + self.candidate.usual.hardware.context_bytes
 
     def _predicted_phases(self, n_prompts: int, prompt: int | None = None, answer: int | None = None) -> Forecast:
-        """Return the forecast for a part of a step's work. Lengths that are None are the usual ones."""
+        """Return the forecast for part of a step's work. A length of None stands for the usual length."""
         usual, found = self._limits.usual, self.candidate.usual
         data = replace(self.config.train_dataset, batch_size=n_prompts)
         rollout = replace(self.config.rollout, max_concurrent_rollouts=self._n_at_once)
@@ -185,7 +183,7 @@ class _Trial:
     # -- rollout ---------------------------------------------------------------------------------------------------
 
     def _rollout(self) -> float:
-        """Make the KV cache and decode samples, and return measured / predicted time. 1 if no samples are decoded.
+        """Make the KV cache and decode samples. Return measured / predicted time, or 1 if no samples are decoded.
 
         Long prompts and answers are shortened, so that the rollout takes seconds.
         """
@@ -216,7 +214,7 @@ class _Trial:
         return known
 
     def _generate(self, prompt: int, answer: int) -> None:
-        """Decode samples. Their lengths are drawn, with the given means, and are the same in each call."""
+        """Decode samples of random lengths with these means. The lengths are the same in each call."""
         lengths = random.Random(self.config.seed)
         params = replace(
             sampling_params(self.config.gconfig), ignore_eos=True, stop=None, stop_token_ids=None, min_new_tokens=0
@@ -239,9 +237,9 @@ class _Trial:
     # -- training and scoring --------------------------------------------------------------------------------------
 
     def _random_rows(self) -> tuple[list[TrainSequence], int]:
-        """Return made-up rows of drawn lengths, one of them at the limits, and the number of their prompts.
+        """Return made-up rows of random lengths, one of them as long as allowed, and the number of their prompts.
 
-        There are as many as train in a few seconds, and at least as many as fill a micro-batch of each device.
+        There are as many as can be trained in a few seconds, and at least enough for a micro-batch on each device.
         """
         layout, usual = self.plan.spec.layout, self._limits.usual
 
@@ -295,7 +293,7 @@ class _Trial:
 
 
 def _loss_fn(divergence: Divergence | None) -> Any:
-    """Return a loss function of the actor whose passes compute what those of the run do."""
+    """Return a loss function that causes the same computation in passes of the actor as that of the run."""
     loss_fn = partial(gspo_loss_fn, clip_eps=3e-4)
     return loss_fn if divergence is None else partial(distillation_loss_fn, policy_loss_fn=loss_fn)
 
@@ -315,12 +313,12 @@ def _made_up_row(prompt: int, tokens: list[int], advantage: float) -> TrainSeque
 
 
 def _draw_length(draw: random.Random, mean: int) -> int:
-    """Draw a length uniformly, from 1 on."""
+    """Draw a length uniformly from 1 to 2 * mean - 1."""
     return draw.randint(1, 2 * mean - 1)
 
 
 def _largest_in_time(most: int, seconds: Callable[[int], float], limit_s: float) -> int:
-    """Return the largest of `most`, `most` / 2, `most` / 4, ... whose expected time is within a limit, at least 1."""
+    """Return the largest of `most`, `most` / 2, `most` / 4, ... that is expected to take at most `limit_s`."""
     while most > 1 and seconds(most) > limit_s:
         most //= 2
     return max(1, most)

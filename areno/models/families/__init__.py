@@ -36,8 +36,8 @@ LAYER_NAMES = {
 def module_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
     """Return the names of the checkpoint modules that one module of `Transformer` holds, such as q_proj and k_proj.
 
-    They are in the order in which they are stacked, from the first row. Modules that the weight files fuse into a
-    single module are still listed separately.
+    They are in the order in which their rows are stacked in the module. Modules that the weight files fuse into one are
+    still listed separately.
     """
     if module in NAMES:
         return NAMES[module]
@@ -46,7 +46,7 @@ def module_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def layer_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
-    """Return the `module_names` of a module inside a layer, such as "attention.qkv", without "model.layers.N"."""
+    """Do the same as `module_names` for a module inside a layer, such as "attention.qkv". Omits "model.layers.N"."""
     family = FAMILIES[config.family]
     if config.experts is not None and module in family.expert_names:
         names = family.expert_names[module]
@@ -57,14 +57,14 @@ def layer_names(module: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def stored_names(config: TransformerConfig) -> dict[str, str]:
-    """Return the modules that the weight files store fused: name of the separate module -> name of the fused module."""
+    """Map each module that the weight files store inside a fused module to the name of the fused module."""
     return {part: whole for whole, parts in FAMILIES[config.family].stacked.items() for part in parts}
 
 
 def stored_modules(module: str, config: TransformerConfig) -> dict[str, list[int]]:
-    """Return the modules of the weight files that are stacked in a module of a layer, such as "attention.qkv".
+    """Return the modules in the weight files that make up a module of a layer, such as "attention.qkv".
 
-    Each name has the indices of its projections in `layer_names`, several if the weight files fuse them.
+    Each name has the indices of its projections in `layer_names`. A module that fuses several projections has several.
     """
     whole, found = stored_names(config), {}
     for index, name in enumerate(layer_names(module, config)):

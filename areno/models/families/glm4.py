@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms before and after attention and MLP. Half of each head is rotated, in pairs of neighbours."""
+"""GLM-4 (0414): norms before and after attention and MLP. In half of each head, neighbouring elements are rotated."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def read_mistral(raw: RawConfig) -> TransformerConfig:
 
 
 def with_window(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
-    """Return the shape with the window `sliding_window`, if any, in all layers. `layer_types` may not contradict it."""
+    """Return the shape with `sliding_window` in all layers, if it is set. `layer_types` may not contradict it."""
     types = raw.get("layer_types", list, [])
     has_window = raw.get("sliding_window", int, 0, ge=1) > 0
     if any(kind != ("sliding_attention" if has_window else "full_attention") for kind in types):
@@ -81,7 +81,7 @@ def read_smollm3(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a SmolLM3 model.
 
     `no_rope_layers` has a 1 for each layer with rotary positions, and a 0 for each layer without. If the field is
-    absent, every `no_rope_layer_interval`-th layer has none (default: every fourth).
+    absent, every `no_rope_layer_interval`-th layer (default: every fourth) has no rotary positions.
     """
     raw.assume(rope_theta=2e6, tie_word_embeddings=True, num_key_value_heads=4)
     config = read_decoder(raw, "smollm3", may_slide=True, may_bias=True)

@@ -1,8 +1,8 @@
 """Qwen3-MoE and Mixtral: the MLP of a layer is a mixture of experts.
 
-Qwen3-MoE has the attention of Qwen3, and sets the inner size of experts separately. Some layers may have a plain MLP.
-Mixtral has the attention of Llama without biases, and experts in every layer. The weights of the chosen experts of
-Mixtral always add up to 1.
+Qwen3-MoE has the attention of Qwen3. A separate field sets the inner size of its experts, and some layers may have a
+plain MLP. Mixtral has the attention of Llama without biases, and experts in every layer. In Mixtral, the weights of a
+token's chosen experts always add up to 1.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_mixtral(raw: RawConfig) -> TransformerConfig:
 
 
 def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> Experts:
-    """Read the experts. `fields` are the two possible fields for their number, and `more` other fields of `Experts`."""
+    """Read the experts. `fields`: two names that the number of experts may have. `more`: other fields of `Experts`."""
     given = [field for field in fields if raw.values.get(field) is not None] or [fields[0]]
     n_experts = raw.get(given[0], int, ge=1, le=2**15 - 1)
     if len(given) == 2 and raw.get(given[1], int, ge=1) != n_experts:
@@ -67,7 +67,7 @@ def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> Exper
 
 
 def _layers(raw: RawConfig, field: str, num_layers: int) -> set[int]:
-    """Return the layer indices that a field lists. An index that does not exist is a problem and gives an empty set."""
+    """Return the layer indices in a field. If one of them does not exist, add a problem and return an empty set."""
     listed = raw.get(field, list, [])
     if not all(type(index) is int and 0 <= index < num_layers for index in listed):
         raw.refuse(field, f"numbers of layers, 0 to {num_layers - 1}")

@@ -16,7 +16,6 @@ _NORMS = {"post_attention_norm": ("post_attention_layernorm",), "post_mlp_norm":
 
 
 def read_olmo2(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of an OLMo 2 model. No layer has a window."""
     raw.assume(rms_norm_eps=1e-5)
     return replace(read_decoder(raw, "olmo2", may_bias=True), qk_norm_whole=True, norms="after")
 

@@ -21,7 +21,7 @@ from areno.models.rope import read_rope
 def read_qwen2(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a Qwen2 or Qwen2.5 model.
 
-    q, k and v always have biases: `config.json` has no field for them.
+    q, k and v always have biases, for which `config.json` has no field.
     """
     return with_late_windows(raw, replace(read_decoder(raw, "qwen2", may_slide=True), qkv_bias=True))
 
@@ -29,8 +29,8 @@ def read_qwen2(raw: RawConfig) -> TransformerConfig:
 def with_late_windows(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
     """Return the shape with the window `sliding_window` in the layers from the index `max_window_layers` on.
 
-    If the file has `layer_types`, this field names the layers instead. Without `use_sliding_window`, the shape is
-    unchanged, and a sliding layer in `layer_types` is a problem.
+    If the file has `layer_types`, that field names the layers in place of `max_window_layers`. If `use_sliding_window`
+    is not true, no layer has a window, and a sliding layer in `layer_types` is a problem.
     """
     raw.assume(sliding_window=4096)
     first = raw.get("max_window_layers", int, 28, ge=0)
