@@ -270,11 +270,7 @@ class EngineConfig(Section):
     )
 
     def layout(self, world_size: int) -> Layout:
-        """Return the layout of a run on a number of ranks.
-
-        Args:
-            world_size: Number of ranks, one for each device of the run.
-        """
+        """Return the layout of a run on `world_size` ranks, one for each device."""
         return Layout(world_size, self.tp_size, self.cp_size)
 
     def node_problems(self, n_devices: int) -> Iterator[Problem]:
