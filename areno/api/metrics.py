@@ -220,7 +220,8 @@ def _sample_stats(
 ) -> dict[str, float]:
     """Compute the rollout statistics that can be computed from scored samples and from training rows alike.
 
-    `lengths` has tokens of each sample by name. `rewards` and `advantages` are those of samples with a reward.
+    `lengths` has, by name, the number of tokens of each sample. `rewards` and `advantages` are those of samples with a
+    reward.
     """
     stats: dict[str, float] = {"num_sequences": len(logprobs)}
     if not logprobs:

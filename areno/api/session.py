@@ -326,7 +326,7 @@ class RolloutSession:
         """Start a server for agents, which runs until `end_server` or the end of the session.
 
         A session may have several servers, each with its own settings. `longest` is the length in tokens of the longest
-        conversation that any of them allows. 0: the limit of this server.
+        conversation that any server of the session allows. 0 takes the limit of this server.
         """
         from areno.agents.proxy import SessionProxy
 

@@ -141,11 +141,7 @@ class ExperimentConfig(Section):
         return self.train_dataset.batch_size
 
     def offloads(self, section: Any) -> bool:
-        """Return whether a model is offloaded, by its own setting or by enable_offload.
-
-        Args:
-            section: Section of the model, which has a setting `offload`.
-        """
+        """Return whether a model is offloaded, by the setting `offload` of its section or by enable_offload."""
         return self.enable_offload or section.offload
 
     def brings_rows(self) -> bool:

@@ -137,7 +137,7 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @property
     def actor_teaches(self) -> bool:
-        """Whether the actor is the teacher in its own training passes, with another prompt or without adapters."""
+        """Whether training passes use the actor as the teacher, with another prompt or without its adapters."""
         teacher = self.teacher
         if teacher is None or teacher.divergence is None:
             return False
@@ -278,7 +278,7 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @property
     def replaces_prompts(self) -> bool:
-        """Whether dynamic sampling samples other prompts in the place of those that it drops."""
+        """Whether dynamic sampling replaces the prompts that it drops by other prompts."""
         rollout = self.rollout
         return rollout.dynamic_sampling and rollout.max_sampling_rounds > 1 and not self.dynamic_bs
 
@@ -303,7 +303,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "or max_head_offpolicyness=0",
     )
     def replacements_by_late_rewards(self) -> bool:
-        """Return whether prompts would be replaced during the rollout by rewards that are known only after it."""
+        """Return whether prompts would be replaced during the rollout although rewards are known only after it."""
         return self.replaces_in_flight and (self.agent.fn is not None or self.reward.has_model)
 
     @forbid(

@@ -49,9 +49,7 @@ _LOGGED_FAILURES = 3
 
 
 Take = Callable[[Mapping[int, tuple[ScoredSample, RewardRecord | None]]], object]
-"""Receives samples, as {index of a sample in the rollout: (sample, record for reward functions, None if its agent
-failed)}.
-"""
+"""Receives {index of a sample in the rollout: (sample, record for reward functions)}. A failed agent has no record."""
 
 
 def sample_with_agents(

@@ -80,8 +80,7 @@ def score_missing(
     """Compute missing log-probabilities of trained tokens with the actor, and return the rows that were scored.
 
     A log-probability is missing unless the policy sampled the token at the temperature of training. The others are
-    kept, even if older weights sampled the token, because importance ratios divide by the probability under those
-    weights.
+    kept, since importance ratios divide by the probability under the weights that sampled the token.
     """
     places = [place for place, row in enumerate(sampled) if needs_scoring(row, sampling)]
     if not places:

@@ -17,9 +17,7 @@ from areno.trainers.update import measure_loss, update
 from areno.types import PairItem, TrainSequence
 
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
-"""Dataset index of a pair -> log-probabilities of all tokens of the chosen and of the rejected row, float32
-(n_tokens,).
-"""
+"""Dataset index of a pair -> log-probabilities of all tokens of the chosen and of the rejected row, as float32."""
 
 
 class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
@@ -72,8 +70,8 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
     def measure(self, name: str, loader: BatchLoader[PairItem]) -> dict[str, float]:
         """Return loss, accuracy and margin, as in training (see dpo_loss_fn), and ranking_accuracy.
 
-        ranking_accuracy is the share of pairs in which the actor, without the reference, gives the chosen answer a
-        higher probability than the rejected one. A tie counts half.
+        ranking_accuracy is the share of pairs in which the actor alone makes the chosen answer more likely than the
+        rejected one. A tie counts half.
         """
         rows: list[TrainSequence] = []
         logprobs: list[list[float]] = []

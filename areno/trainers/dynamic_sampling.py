@@ -29,8 +29,7 @@ logger = logging.getLogger("areno")
 def with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray, int]:
     """Choose the first `size` groups with different rewards. Return (their (B,) bool mask, number of other groups).
 
-    If no group has different rewards, choose groups with equal rewards, and warn. Groups without any reward are never
-    chosen.
+    If there are none, choose groups with equal rewards, and warn. Groups without any reward are never chosen.
     """
     keep = first_groups(samples, has_signal(samples), size)
     dropped = n_groups(samples) - n_groups(samples, keep)
@@ -147,10 +146,7 @@ class _RoundSteering:
         return sum(self._missing), more
 
     def _ready_to_judge(self, before: int) -> list[int]:
-        """Return the complete groups whose rewards to use now. The rewards of some may not be known yet.
-
-        `before` is the number of groups in `_unknown` that were complete at the previous call.
-        """
+        """Return the complete groups to judge now. The first `before` of `_unknown` were complete at the last call."""
         if len(self.batches) >= self._most:
             return []
         if not any(self._missing):  # nothing is left to decode meanwhile

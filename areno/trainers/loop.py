@@ -94,7 +94,7 @@ class RowLoop(Loop[Config]):
 
 
 class AnswerLoop(RowLoop[Config]):
-    """Base class of loops that train on given answers and measure the accuracy and the margin of each step."""
+    """Base class of loops that train on the answers of a dataset, and that measure accuracy and margin of each step."""
 
     headline = ("train/loss", "train/accuracy", "train/margin")
 

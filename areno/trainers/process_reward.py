@@ -32,8 +32,7 @@ class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
         """Return loss, accuracy, margin, confidence and first_error_accuracy, see process_reward_loss_fn.
 
-        rewards_mean is the mean score of a step. calibration_error is over all steps, see
-        `reward_model.calibration_error`.
+        rewards_mean is the mean score of a step, and calibration_error is that of `reward_model` over all steps.
         """
         rows = _scored_rows([item for batch in loader.batches() for item in batch.items])
         values = self.setup.trainer.score_values("actor", token_rows(rows))

@@ -102,10 +102,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         return self._prompts[number]
 
     def add(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
-        """Start to score samples. `found` has (sample, record) by index in the rollout.
-
-        A failed sample has no record, and is not scored.
-        """
+        """Start to score samples, {index in the rollout: (sample, record)}. A failed sample has no record."""
         self._found.update(found)
         records = {place: record for place, (_, record) in found.items() if record is not None}
         for record in records.values():
@@ -164,8 +161,7 @@ class Scorer(AbstractContextManager["Scorer"]):
     def _model_scores(self, samples: Sequence[ScoredSample]) -> list[float]:
         """Return the score of the reward model for each sample.
 
-        Equal rows are scored once. Otherwise they could get different scores, because rounding depends on the position
-        in a batch.
+        Equal rows are scored once, so that rounding, which depends on the position in a batch, cannot tell them apart.
         """
         trainer, steps = self._setup.trainer, self._setup.steps
         if steps is None:

@@ -78,10 +78,7 @@ def set_teachers(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence
 
 
 def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: TeacherConfig | None) -> None:
-    """If the loss is the sampled form of distillation, set `teacher_logprobs` of rows. Untrained tokens get 0.
-
-    A row with a `teacher_prompt` is scored after that prompt.
-    """
+    """If the loss is the sampled form of distillation, set `teacher_logprobs` of rows. Untrained tokens get 0."""
     if teacher is None or teacher.divergence is not None:
         return
     with setup.run.clock.phase("teacher"):
