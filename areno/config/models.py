@@ -121,7 +121,7 @@ class MicroBatchSpec(Section):
     def counted(self) -> MicroBatchSpec:
         """The sizes to use with gradient_accumulation_steps: those that are set, or else ROWS_COUNTED rows.
 
-        The engine must not choose the size then, because it decides the number of updates.
+        The engine must not choose a size then, because the size decides the number of updates.
         """
         return MicroBatchSpec(mini_bs=ROWS_COUNTED) if self.is_automatic else self
 

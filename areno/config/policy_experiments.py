@@ -322,7 +322,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "agents (agent.fn) have done cannot be taken back; leave it out, or set max_head_offpolicyness above 0",
     )
     def agents_postponed(self) -> bool:
-        """Return whether a step would stop agents and start them again later, which cannot undo what they did."""
+        """Return whether stopped agents would start again in a later step, although what they did cannot be undone."""
         return self.prompts_ahead > 0 and not self.rollout.max_head_offpolicyness and self.agent.fn is not None
 
     @forbid(
