@@ -67,8 +67,8 @@ def prefill_s(cost: TokenCost, work: Work, rates: Rates, copies: int = 1) -> flo
 def floors(cost: TokenCost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
     """Return the least seconds, the FLOPs and the most tokens per second of each phase in one kind of work.
 
-    In names with `_shared`, the samples of a prompt read its keys and values together, in those with `_ordinary`
-    separately. `train_needed_flops` counts the LM head only for sampled tokens.
+    With `_shared` in the name, the samples of a prompt read its keys and values together. With `_ordinary`, each sample
+    reads them for itself. `train_needed_flops` counts the LM head only for sampled tokens.
     """
     out: dict[str, float] = {}
     if kind in ("rollout", "step"):

@@ -138,7 +138,7 @@ class NewFolder:
     before: frozenset[Path]  # paths that existed: the folder, its parents or entries, which `discard` keeps
 
     def for_run(self, run_dir: Path) -> NewFolder:
-        """Make the folder of one run inside the folder of a sweep, unless Hydra has made it already."""
+        """Return the folder of one run, which is this folder or, in a sweep, lies in it. Make it if needed."""
         if run_dir == self.path:
             return self
         found = make_folder(run_dir)

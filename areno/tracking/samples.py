@@ -183,7 +183,7 @@ class _SampleEncoder:
     def encode(
         self, samples: Sequence[ScoredSample], first: Mapping[str, object], kept: Sequence[bool] | None = None
     ) -> Iterator[dict[str, object]]:
-        """Yield one dictionary for each sample, or each of those `kept`, beginning with the fields `first`."""
+        """Yield a dictionary for each sample, which begins with `first`. Samples with False in `kept` are skipped."""
         numbers: Counter[int] = Counter()  # group -> samples so far
         for index, sample in enumerate(samples):
             number = numbers[sample.group]

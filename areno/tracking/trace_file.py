@@ -123,7 +123,7 @@ class TraceFile:
     def _event_objects(
         self, group: str, track: str, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int
     ) -> list[str]:
-        """Return the begin and the end of each event of one object, in the order of time."""
+        """Return the JSON of a begin and of an end for each event of one object, in the order of time."""
         rest, origin = f'"cat":{_name(group)},"id":{_json(track)},"pid":{pid},"tid":{tid}', self._origin
         lines: list[str] = []
         ends: list[str] = []  # of the events that are running, the outermost first
