@@ -55,7 +55,7 @@ def _run(settings: Settings) -> None:
 
 
 def page(found: dict[str, Any]) -> str:
-    """Format figures as text. Dictionaries become rows of a table, without their lists, other figures a line each."""
+    """Format figures as text. Dictionaries become table rows, without their lists. Each other figure gets a line."""
     rows = {name: value for name, value in found.items() if isinstance(value, dict)}
     columns = list(dict.fromkeys(name for row in rows.values() for name in row if not isinstance(row[name], list)))
     width = max(map(len, found))

@@ -95,7 +95,7 @@ class Sessions:
         return self.open
 
     def require_none(self, what: str) -> None:
-        """Call `end_interrupted` or, if a session is open, raise EngineError, which quotes the method name `what`."""
+        """Raise EngineError, which quotes the method name `what`, if a session is open. Else call `end_interrupted`."""
         if self.open is not None and not self.open.is_suspended:
             hint = "which is for drawing samples only; leave its `with` block first"
             raise EngineError(f"{what} was called inside a rollout session, {hint}")

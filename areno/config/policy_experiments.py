@@ -312,7 +312,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "times max_head_offpolicyness if that is above 0); lower it",
     )
     def too_many_prompts_ahead(self) -> bool:
-        """Return whether more prompts are sampled ahead than can be trained before they are too old."""
+        """Return whether more prompts are sampled ahead than can be trained within max_head_offpolicyness steps."""
         most = max(1, self.rollout.max_head_offpolicyness) * self.train_dataset.batch_size
         return (self.rollout.prompts_ahead or 0) > most
 
@@ -364,7 +364,7 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @property
     def trained_per_prompt(self) -> int:
-        """Largest number of samples of a prompt that are trained. The others are only scored by the rewards."""
+        """Largest number of samples of a prompt that are trained. The others only get rewards."""
         return self.gconfig.n_samples
 
     @property

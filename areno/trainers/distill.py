@@ -90,7 +90,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         return run.progress.result(EVALUATED_REWARDS, "loss" if "loss" in run.progress.history else "distill_loss")
 
     def n_answered(self, n_rows: int) -> int:
-        """Return for how many of the `n_rows` prompts of the current batch the student writes the answers.
+        """Return how many of the current batch's `n_rows` prompts the student answers. The dataset answers the others.
 
         Over many steps, the share of these prompts is on_policy_share. The number depends only on the step, so a
         resumed run gets the same numbers.
