@@ -27,7 +27,6 @@ Phases = tuple[tuple[str, int], ...]
 """(name, start) of each phase of a sample in the decoder, in order. The last entry is ("end", time of the end)."""
 
 DRIVER = "driver/main"
-"""The lane of the driver."""
 
 active = False
 """Whether this process records events. Read it, but call `begin` and `end` to change it."""

@@ -149,7 +149,7 @@ class GenerationRequest:
         prompt: Token ids.
         n_samples: Number of completions to sample.
         params: Sampling settings.
-        seed: Seed of the samples. Any int is accepted, of which 64 bits are used. Requests should have different seeds.
+        seed: Seed of the samples. The low 64 bits of any int are used. Requests should have different seeds.
         stream: Whether to return tokens as they are sampled. The first tokens of a stop string may then be returned
             before the stop string is recognised.
         pieces: Whether to return the new tokens of each sample every 64 decoding steps, so that the caller can process
@@ -207,10 +207,9 @@ class GenerationRequest:
         return 1.0 if self.raw_logprobs else self.params.logprob_temperature
 
     def shares_prefill(self, other: GenerationRequest) -> bool:
-        """Return whether one prefill serves both requests: they differ only in seeds, numbers of samples and hints.
+        """Return whether one prefill serves both requests.
 
-        Args:
-            other: The other request.
+        It does if they differ only in seed, number of samples, first_sample, expected_tokens and draft_scope.
         """
         if self.prompt != other.prompt:
             return False
@@ -226,7 +225,7 @@ class GenerationRequest:
 
 
 RETURNED = -1
-"""The `sample` of an output that says: this copy of the model has not begun the request, and does not have it now."""
+"""The `sample` of an output by which a replica of the model returns a request that it has not started to sample."""
 
 
 @dataclass(kw_only=True)
@@ -235,11 +234,10 @@ class GenerationOutput:
 
     Attributes:
         request_id: Id of the request.
-        sample: Sample number within the request. RETURNED (-1) means that this copy of the model gives back the request
-            before beginning it.
-        tokens: Token ids of the completion, with the stop token if one was sampled. A finished output has the whole
-            completion, and so has the output of a parked sample. A partial output has only the tokens after the
-            previous partial output.
+        sample: Sample number within the request. RETURNED (-1): the replica returns a request that it has not started.
+        tokens: Token ids of the completion, with the stop token if one was sampled. A partial output has only the
+            tokens after the previous partial output. All other outputs have the whole completion so far, also that of
+            a parked sample, whose rollout was stopped.
         logprobs: Log-probability of each token.
         versions: For each token, version of the weights that sampled it.
         finish_reason: Why the sample ended. None for a partial output, and for a parked sample. "error" if the model
@@ -270,10 +268,10 @@ class GenerationOutput:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> GenerationOutput:
-        """Return an output from a dictionary of all its fields, in less time than the constructor takes.
+        """Make an output from a dictionary of all its fields, in less time than the constructor takes.
 
         Args:
-            fields: Name -> value of each field, without exception. The output takes over the dictionary.
+            fields: Name -> value of each field, defaults included. The dictionary becomes the `__dict__` of the output.
         """
         made = cls.__new__(cls)
         made.__dict__ = fields
@@ -287,8 +285,8 @@ class TrainSequence:
     Attributes:
         prompt_mask: True for tokens that are not trained (prompt, tool results). Losses train on all other tokens.
         tokens: Token ids.
-        logprobs: Log-probability of `tokens[t]` given `tokens[:t]` from the rollout, under the policy that sampled it.
-            0.0 on the prompt.
+        logprobs: Log-probability of `tokens[t]` given `tokens[:t]`, from the rollout, under the policy that sampled
+            the token. 0.0 on the prompt.
         old_logprobs: Log-probability of each token from the training pass, under the policy before its first update on
             this row. Importance ratios divide by these probabilities. `Trainer.train` sets the field for later calls.
             None, or NaN for a token, stands for the policy at the start of the call. Set it to None after changing
@@ -301,10 +299,10 @@ class TrainSequence:
             teacher reads the same tokens.
         response_start: Index of the first token after the prompt that `teacher_prompt` replaces. None stands for the
             first trained token.
-        teacher_top: (tokens, logprobs) of a teacher that runs elsewhere: for each token of the row, the ids of the J
-            most likely tokens in its place given the tokens before it, and their log-probabilities at the temperature
-            of training, each of shape (tokens of the row, J). So entry t is the distribution from which `tokens[t]`
-            comes, as for `logprobs`, and not the one of the token after it. Only entries of trained tokens are read.
+        teacher_top: (token ids, log-probabilities) of the J most likely tokens under a teacher that does not run in
+            areno, each of shape (tokens of the row, J). As in `logprobs`, index t has the distribution of `tokens[t]`
+            given `tokens[:t]`. Log-probabilities are at the temperature of training. Only indices of trained tokens
+            are read.
         reward: Reward of the whole row.
         eos_token_id: For scripts that pad rows themselves. areno packs rows and does not read it.
         weights: Factor on the policy loss of each token, such as the importance weight of a stale sample. None is 1.
@@ -333,10 +331,10 @@ class TrainSequence:
     teacher_top: tuple[Any, Any] | None = None
 
     def for_teacher(self) -> tuple[Any, int]:
-        """Return the tokens that a teacher reads, and the index in `tokens` of the first one that it shares.
+        """Return the tokens that a teacher reads, and the index from which they are the tokens of this row.
 
         Returns:
-            (tokens, first). Without a `teacher_prompt`, `first` is 0.
+            (tokens, first). The tokens end with `self.tokens[first:]`. Without a `teacher_prompt`, `first` is 0.
         """
         tokens = [] if self.tokens is None else self.tokens
         if self.teacher_prompt is None:

@@ -55,7 +55,7 @@ def _run(settings: Settings) -> None:
 
 
 def page(found: dict[str, Any]) -> str:
-    """Return figures as text: a table of those in dictionaries without lists, and a line for each of the others."""
+    """Format figures as text. Dictionaries become table rows, without their lists. Each other figure gets a line."""
     rows = {name: value for name, value in found.items() if isinstance(value, dict)}
     columns = list(dict.fromkeys(name for row in rows.values() for name in row if not isinstance(row[name], list)))
     width = max(map(len, found))

@@ -89,7 +89,7 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 class _Steps:
-    """Rollouts that wait for all samples or, with `n_ahead` prompts beyond the batch of a step, do not."""
+    """Rollouts. If `n_ahead`, the number of prompts beyond a step's batch, is 0, a step waits for all its samples."""
 
     decision_steps: int | None = None  # decoding steps between two decisions; None lets the engine choose
     choice: Any  # of the groups of a step: a Choice or an Admission
@@ -110,7 +110,7 @@ class _Steps:
         return self.n_batches, self.items
 
     def begin(self, number: int) -> list[Group]:
-        """Begin the step of a number, and return the groups to sample."""
+        """Begin the step with this number, and return the groups to sample."""
         _, items = self.batch()
         self.choice = self.in_flight.begin(number, self.n_ahead, items, lambda n: [items] * n)
         return list(self.choice.groups)
@@ -155,7 +155,7 @@ class _Steps:
         self.steps.append(_Step(sum(now) - sum(old for _, _, old in before), trained, sum(went_on)))
 
     def _request(self, group: Group, sample: int) -> GenerationRequest:
-        """Return the request of a sample, whose length depends on its prompt and number alone."""
+        """Return the request of a sample, whose length depends only on the prompt and the number of the sample."""
         draw = random.Random(f"{group.batch}.{group.place}.{sample}")
         length = draw.lognormvariate(math.log(self.settings.mean_tokens) - _SIGMA**2 / 2, _SIGMA)
         new_len = min(max(1, round(length)), max(self.settings.work.new_lens))

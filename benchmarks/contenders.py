@@ -81,7 +81,7 @@ class TransformersContender:
         self.start_s = time.perf_counter() - started
 
     def figures(self) -> dict[str, float]:
-        """Return the memory use, and how many prompts or rows were computed at once, in how many `parts`."""
+        """Return the peak memory, how many prompts or rows were computed at once, and the number of such `parts`."""
         settings, out = self._settings, {}
         if self.device.startswith("cuda"):
             out["peak_memory_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
@@ -140,7 +140,7 @@ class TransformersContender:
     def _backward(self, rows: Sequence[TrainSequence]) -> bool:
         """Compute the gradients of the loss over all rows.
 
-        Returns True, since `_try_in_memory` returns None for no memory.
+        Returns True, because `_try_in_memory` returns None if memory ran out.
         """
         self.model.zero_grad(set_to_none=True)
         n_tokens = sum(map(n_trained, rows))
@@ -173,7 +173,7 @@ def _padded(rows: Sequence[Any]) -> Tensor:
 
 
 def _try_in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None:
-    """Return the result of `body`, or None if device memory ran out with more than one row, and free the cache."""
+    """Return the result of `body`. If memory ran out, free the cache and return None, or raise if `at_once` is 1."""
     try:
         return body(*args)
     except torch.OutOfMemoryError as error:

@@ -114,7 +114,7 @@ def _config(settings: Settings, folder: str, random_init: bool) -> GRPOConfig:
 
 
 class _Bench:
-    """Measures steps. An engine is kept for the points that it can serve, and replaced after it has failed."""
+    """Measures steps. Points share an engine as long as it can serve them. An engine that has failed is replaced."""
 
     def __init__(self, settings: Settings, model: tuple[str, bool]):
         self._settings, self._model = settings, model
@@ -128,7 +128,7 @@ class _Bench:
             ours.engine.close()
 
     def measure(self, point: Point, seeds: Sequence[int]) -> dict[str, Any]:
-        """Run steps with lengths drawn with these seeds, the first of which is a warm-up."""
+        """Run a step for each seed, which draws its lengths. The first step is a warm-up."""
         try:
             ours = self._contender(point)
             ours.engine.peak_memory_gib()  # begins to record a new peak

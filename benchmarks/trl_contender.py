@@ -57,7 +57,7 @@ _LOSS_TYPES = {"seq_mean_token_mean": "grpo", "token_mean": "dapo", "seq_mean_to
 
 @dataclass
 class Training:
-    """A training that is done."""
+    """The results of a finished training."""
 
     model: str  # folder
     rewards: list[float] = field(default_factory=list)  # mean of the samples of each step
@@ -274,7 +274,7 @@ def _reward(config: PolicyExperimentConfig, items: Sequence[PromptItem], pool: R
 
 
 class _Stopwatch:
-    """A function with a count of the seconds that its calls take, until the device has finished."""
+    """Calls a function, and adds up the seconds of all calls, each until the device has finished."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function, self.seconds = function, 0.0

@@ -11,7 +11,7 @@ from typing import Any
 from areno.bench.timing import log_progress, repeat_name
 
 Way = Callable[[int], Callable[[], Any]]
-"""Prepares the repeat of a number, -1 for the warm-up, and returns the function to time."""
+"""A function of the number of a repeat (-1: warm-up). It prepares the repeat, and returns the function to time."""
 
 
 def in_turn(ways: Mapping[str, Way], repeats: int) -> dict[str, list[float]]:

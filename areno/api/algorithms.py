@@ -130,7 +130,7 @@ def register_algorithm(algorithm: Algorithm) -> Algorithm:
 def get_algorithm(name: str) -> Algorithm:
     """Return a registered algorithm, or import an installed one, such as "grpo".
 
-    Raises ConfigError for another name.
+    Raises ConfigError for an unknown name.
     """
     if name in registered:
         return registered[name]

@@ -28,8 +28,8 @@ class Stopwatch:
     """Measures the phases of a training step, such as "rollout" and "train", in seconds, for the time/* metrics.
 
     A phase inside another phase is not measured separately. Its time counts for the outer phase. `before_phase` and
-    `after_phase` are called with the name of each outer phase, the latter only without an exception. `began` is a
-    reading of time.perf_counter.
+    `after_phase` are called with the name of each outer phase, `after_phase` only if the phase raised no exception.
+    `began` is a reading of time.perf_counter.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ def rewards_by_group(samples: Sequence[ScoredSample]) -> dict[int, list[float]]:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Estimate, without bias, the probability that at least one of k samples passes (arXiv 2107.03374).
 
-    c of n drawn samples, at least k, have passed.
+    n samples were drawn, at least k. c of them have passed.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
@@ -179,7 +179,7 @@ def _reward_part_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
 
 
 def _agent_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return numbers of failed agents, mean turns, rows and tool calls. Empty without agents."""
+    """Return the number of failed agents and the mean numbers of turns, rows and tool calls. Empty without agents."""
     found = [sample.trajectory for sample in samples if sample.trajectory is not None]
     failed = Counter(sample.outcome.status for sample in samples if not sample.is_done)
     if not found and not failed:
@@ -220,7 +220,8 @@ def _sample_stats(
 ) -> dict[str, float]:
     """Compute the rollout statistics that can be computed from scored samples and from training rows alike.
 
-    `lengths` has tokens of each sample by name. `rewards` and `advantages` are those of samples with a reward.
+    `lengths` has, by name, the number of tokens of each sample. `rewards` and `advantages` are those of samples with a
+    reward.
     """
     stats: dict[str, float] = {"num_sequences": len(logprobs)}
     if not logprobs:

@@ -64,14 +64,14 @@ _MOST = 1024  # samples per data-parallel copy of the model: more samples hardly
 
 
 RolloutSteering = Callable[[list[GenerationOutput], list[RolloutStats]], tuple[int, Sequence[GenerationRequest]]]
-"""A function that decides how long a rollout goes on. It is called with (newly finished samples, statistics of each
-rank), and returns (n, further requests): the rollout cannot end before n further samples have finished. The next call
-comes after about n finished samples, or after a number of decoding steps. n = 0 ends the rollout.
+"""A function that decides when a rollout ends. It is called with (newly finished samples, statistics of each rank), and
+returns (n, further requests): the rollout cannot end before n further samples have finished. The next call comes after
+about n finished samples, or after a number of decoding steps. n = 0 ends the rollout.
 """
 
 
 def request_seed(seed: int, index: int) -> int:
-    """Return the seed of a request. Of its 64 bits, 32 are for the seed of the rollout; higher bits are mixed in."""
+    """Return the seed of request `index`, from the low 32 bits of a rollout's seed. Higher bits are mixed in."""
     return (seed << 32) + (seed >> 32) * 0x9E3779B97F4A7C15 + index
 
 
@@ -88,17 +88,14 @@ class Sessions:
         self.lengths = ExpectedLengths()
 
     def require_open(self, what: str) -> RolloutSession:
-        """Return the open session. The EngineError without one quotes the method name `what`."""
+        """Return the open session. If there is none, raise EngineError, which quotes the method name `what`."""
         if self.open is None:
             hint = "wrap it in `async with trainer.rollout_session(sampling_params=..., proxy=False):`"
             raise EngineError(f"{what} was called outside a rollout session; {hint}")
         return self.open
 
     def require_none(self, what: str) -> None:
-        """Raise EngineError, which quotes the method name `what`, if a session is open.
-
-        Otherwise call `end_interrupted`.
-        """
+        """Raise EngineError, which quotes the method name `what`, if a session is open. Else call `end_interrupted`."""
         if self.open is not None and not self.open.is_suspended:
             hint = "which is for drawing samples only; leave its `with` block first"
             raise EngineError(f"{what} was called inside a rollout session, {hint}")
@@ -281,8 +278,7 @@ class RolloutSession:
     ) -> list[GenerationOutput]:
         """Sample until `progress` says that enough samples have finished, see `Trainer.rollout_until`.
 
-        The moment of the stop is decided by decoding steps and not by the clock, so that two runs stop after the same
-        tokens.
+        The rollout stops after a number of decoding steps, not at a time, so that two runs stop after the same tokens.
         """
         engine = self._sessions.engine
         engine.check_runs()
@@ -330,7 +326,7 @@ class RolloutSession:
         """Start a server for agents, which runs until `end_server` or the end of the session.
 
         A session may have several servers, each with its own settings. `longest` is the length in tokens of the longest
-        conversation that any of them allows. 0: the limit of this server.
+        conversation that any server of the session allows. 0 takes the limit of this server.
         """
         from areno.agents.proxy import SessionProxy
 

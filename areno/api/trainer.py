@@ -100,7 +100,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def from_plan(cls, plan: TrainerPlan, clock: Stopwatch | None = None) -> Trainer:
         """Make a Trainer from a plan, such as from `plan_of_experiment`. Call `init()` next.
 
-        With the stopwatch of a training loop, the loop records the metrics of its steps itself.
+        `clock` is the stopwatch of a training loop, which then records the metrics of its steps itself.
         """
         trainer = cls.__new__(cls)
         trainer._set_attributes(lambda: plan, None, None, clock)
@@ -332,8 +332,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         Returns:
             The outputs of the stopped samples with their tokens so far. Their finish_reason is None, unless they
-                finished in
-            the last step. `areno.engine.requests.requests_of_rest` makes the requests that continue them.
+            finished in the last step. `areno.engine.requests.requests_of_rest` makes the requests that continue them.
         """
         session = self._sessions.require_open("rollout_until")
         with self._named(), self.clock.phase("rollout"):
@@ -448,10 +447,9 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return at_temperature(temperature) if temperature is not None else sampling or self.sampling
 
     def _micro_batches(self, mini_bs: int | None, mb_spec: MicroBatchSpec | None, accumulates: bool) -> MicroBatchSpec:
-        """Return `mb_spec`, `mini_bs` rows, or the engine's max_tokens_per_mb.
+        """Return `mb_spec` or, if it is None, the spec of `mini_bs` and the engine's max_tokens_per_mb.
 
-        Without any size the engine chooses one, but if `accumulates` is True, micro-batches are counted and have
-        ROWS_COUNTED rows.
+        If neither sets a size, the engine chooses it, except with `accumulates`, which takes ROWS_COUNTED rows.
         """
         if mb_spec is not None:
             return mb_spec

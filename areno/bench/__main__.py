@@ -80,7 +80,7 @@ def run(
 
 
 def checked_model(settings: Settings, folder: Path) -> Model:
-    """Return the model of the settings, in whose context the batch must have room.
+    """Return the model of the settings. Raises ConfigError if its context is too short for the batch.
 
     For the name of a shape, such as "qwen3-4b", the configuration of such a model is written to `folder`.
     """

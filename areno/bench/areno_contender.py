@@ -89,10 +89,10 @@ class ArenoContender:
         self.cache_tokens = 0
 
     def first_tokens(self) -> dict[str, float]:
-        """Run two short rollouts, and return the seconds since the beginning of the engine's start.
+        """Run two short rollouts. Return seconds, all measured from the moment at which the engine begins to start.
 
-        `start_s` ends with the start, `first_token_s` with one token for every sample, and `second_token_s` with two
-        tokens in the second rollout.
+        `start_s` is when the engine has started, `first_token_s` when every sample has one token, and `second_token_s`
+        when every sample of the second rollout has two tokens.
         """
         work, out = self._settings.work, {"start_s": self.start_s}
         for name, max_new in (("first_token_s", 1), ("second_token_s", 2)):
@@ -101,7 +101,7 @@ class ArenoContender:
         return out
 
     def begin_rollout(self, max_running: int, max_len: int, **decoder: Any) -> RequestLimits:
-        """Begin a rollout without speculation by default: drafts would know the samples of repetitions."""
+        """Begin a rollout. By default it does not speculate, because drafts would come from earlier repeats."""
         settings = DecoderConfig.of(self._settings, **{"speculation": "off", **decoder})
         max_len = min(max_len, self.engine.info.context_len)
         return self.engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=max_len, decoder=settings))
@@ -116,8 +116,8 @@ class ArenoContender:
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
         """Run GSPO updates on rows as if they had just been sampled: earlier `old_logprobs` are dropped.
 
-        With `--teacher`, the loss of distillation is added. Its sampled form sets the `teacher_logprobs` of the rows
-        first.
+        With `--teacher`, the loss of distillation is added. If it is the sampled form, the `teacher_logprobs` of the
+        rows are computed first.
         """
         for item in rows:
             item.old_logprobs = None
@@ -190,7 +190,7 @@ def run_areno(
 
 
 def _agreement(rows: Sequence[TrainSequence], scored: Sequence[np.ndarray]) -> dict[str, float]:
-    """Return mean and maximum of the distance of log-probabilities of rollout and scoring, without prompts."""
+    """Return mean and maximum of |logprob of the rollout - logprob of scoring| over the sampled tokens."""
     rescored = [scores[trained_mask(item)] for item, scores in zip(rows, scored, strict=True)]
     differences = np.abs(np.concatenate(trained(rows, "logprobs")) - np.concatenate(rescored))
     return {"logp_abs_diff_mean": float(differences.mean()), "logp_abs_diff_max": float(differences.max())}

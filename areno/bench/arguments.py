@@ -118,7 +118,7 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_phase_arguments(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
-    """Add the arguments of the kinds of work alone. `others` are the names that --against takes."""
+    """Add the arguments that only the kinds of work have. `others` are the names that --against takes."""
     add = parser.add_argument
     add("--world-size", type=positive, default=1, help="number of devices, starting at --device. They share the batch")
     add("--tp-size", type=positive, default=1, help="as engine.tp_size")

@@ -65,10 +65,10 @@ def prefill_s(cost: TokenCost, work: Work, rates: Rates, copies: int = 1) -> flo
 
 
 def floors(cost: TokenCost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
-    """Return the least seconds, FLOPs, and most tokens per second, of each phase in one kind of work.
+    """Return the least seconds, the FLOPs and the most tokens per second of each phase in one kind of work.
 
-    `_ordinary` or `_shared` say whether the samples of a prompt read its keys and values together. `train_needed_flops`
-    counts the LM head only for sampled tokens.
+    With `_shared` in the name, the samples of a prompt read its keys and values together. With `_ordinary`, each sample
+    reads them for itself. `train_needed_flops` counts the LM head only for sampled tokens.
     """
     out: dict[str, float] = {}
     if kind in ("rollout", "step"):
@@ -107,7 +107,7 @@ def device_name(device: str) -> str:
 
 
 def measured_rates(device: str, dtype: torch.dtype) -> Rates:
-    """Return the best speed of several copies of a buffer larger than any cache, and of several matmuls."""
+    """Measure the best speed of several matmuls, and of several copies of a buffer larger than any cache."""
     cuda = device.startswith("cuda")
     times, size = (20, 8192) if cuda else (2, 512)  # in bfloat16, some CPUs need a second for a size of 1024
     source = torch.zeros(_GIB if cuda else 2**26, dtype=torch.uint8, device=device)

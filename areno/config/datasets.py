@@ -147,10 +147,9 @@ class DatasetConfig(Section):
 
     @check
     def check_loader_arguments(self) -> Iterator[Problem]:
-        """Report dataset_kwargs that are set without a source of rows.
+        """Report dataset_kwargs without a source of rows, or with the keys path, name or split.
 
-        Also report the keys path, name and split in dataset_kwargs, because the settings path and split determine
-        them.
+        The settings path and split determine these keys.
         """
         if self.dataset_kwargs and not self.is_given:
             text = "is set, but {} and {} are null, so nothing is loaded"

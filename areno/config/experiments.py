@@ -137,15 +137,11 @@ class ExperimentConfig(Section):
 
     @property
     def units_per_step(self) -> int:
-        """Largest number of units that a step trains. A unit is a row, or a pair of rows (`rows_per_item`)."""
+        """Largest number of units in a step. A unit is the `rows_per_item` rows that stay together, such as a pair."""
         return self.train_dataset.batch_size
 
     def offloads(self, section: Any) -> bool:
-        """Return whether a model is offloaded, by its own setting or by enable_offload.
-
-        Args:
-            section: Section of the model, which has a setting `offload`.
-        """
+        """Return whether a model is offloaded, by the setting `offload` of its section or by enable_offload."""
         return self.enable_offload or section.offload
 
     def brings_rows(self) -> bool:
@@ -216,7 +212,7 @@ class ExperimentConfig(Section):
         "engine.workers", "is inline, which runs in this process, but scheduler.type=ray starts processes; leave it out"
     )
     def inline_on_a_cluster(self) -> bool:
-        """Return whether workers are to run inside of the driver process although Ray starts them."""
+        """Return whether workers=inline, inside the driver process, is set although Ray starts the workers."""
         return self.engine.workers == "inline" and self.scheduler.type == "ray"
 
     @check
@@ -249,10 +245,7 @@ class ExperimentConfig(Section):
                 yield Problem(key, f"has {size} bytes; a folder name has at most {MAX_NAME_BYTES}")
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures.
-
-        The first name is the default of evaluator.metric.
-        """
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         return ()
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
@@ -281,11 +274,7 @@ class ExperimentConfig(Section):
 
 
 def pass_at_k_values(n_samples: int) -> list[int]:
-    """Return the values of k for which pass@k is measured: 1, 2, 4, ... below n_samples, and n_samples itself.
-
-    Args:
-        n_samples: Number of samples per prompt.
-    """
+    """Return the values of k for which pass@k is measured: 1, 2, 4, ... below n_samples, and n_samples itself."""
     return [*(1 << i for i in range((n_samples - 1).bit_length())), n_samples]
 
 
@@ -317,10 +306,7 @@ class SupervisedExperimentConfig(RowExperimentConfig):
     trains_conversations: ClassVar[bool] = True
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures.
-
-        The first name is the default of evaluator.metric.
-        """
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         return ("loss",)
 
 
@@ -343,10 +329,7 @@ class UnpairedExperimentConfig(ReferencedExperimentConfig):
     """Settings of training on single answers that are labelled as desirable or undesirable, such as KTO."""
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures.
-
-        The first name is the default of evaluator.metric.
-        """
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         return ("loss", "accuracy", "margin", "kl")
 
 
@@ -360,10 +343,7 @@ class RewardModelExperimentConfig(RowExperimentConfig):
         return 2
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures.
-
-        The first name is the default of evaluator.metric.
-        """
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         return ("loss", "accuracy", "margin", "confidence", "calibration_error", "rewards_mean")
 
 
@@ -384,7 +364,7 @@ class ProcessRewardActorConfig(models.ModelConfig):
         "is true, but adapters leave the head as it is, which a process reward model must learn; set it to false",
     )
     def adapters_without_a_head(self) -> bool:
-        """Return whether adapters would be trained, which do not include the head."""
+        """Return whether LoRA is set, whose adapters do not train the head."""
         return self.use_lora
 
 
@@ -397,10 +377,7 @@ class ProcessRewardExperimentConfig(RowExperimentConfig):
     head: ClassVar[HeadName] = "step"
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures.
-
-        The first name is the default of evaluator.metric.
-        """
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         measured = ("loss", "accuracy", "margin", "confidence")
         return (*measured, "first_error_accuracy", "calibration_error", "rewards_mean")
 
@@ -413,8 +390,5 @@ class PreferenceExperimentConfig(ReferencedExperimentConfig):
         return 2
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures.
-
-        The first name is the default of evaluator.metric.
-        """
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         return ("loss", "accuracy", "margin", "ranking_accuracy")

@@ -16,10 +16,10 @@ from areno.schema.fields import Needs, Section, check, forbid, setting
 CHOICES = ("A", "B")
 """The labels of a comparison of two answers."""
 ANSWERS = ("completion", "first", "second")
-"""Fields of a template that stand for answers: of a question about one answer, and of one about two."""
+"""Template fields for answers: "completion" in a question about one answer, "first" and "second" in one about two."""
 
 REASON, VERDICT = "reason", "verdict"
-"""Fields of a reply in JSON, in order."""
+"""Fields of the judge's JSON reply, in this order."""
 
 _EMPTY = '""'  # an empty reason, in JSON
 _LEAST_REASON = 16  # tokens
@@ -40,20 +40,12 @@ _ASKED = {
 
 
 def json_reply(reason: str, label: str) -> str:
-    """Return the reply in JSON that a judge writes with verdict=json.
-
-    Args:
-        reason: The reasoning of the judge.
-        label: The verdict.
-    """
+    """Return the reply in JSON that a judge writes with verdict=json. `label` is the verdict."""
     return json.dumps({REASON: reason, VERDICT: label}, ensure_ascii=False)
 
 
 def fields_of(template: str) -> set[str]:
-    """Return the names in braces of a template.
-
-    Args:
-        template: A text in the syntax of str.format.
+    """Return the names in braces of a template, a text in the syntax of str.format.
 
     Raises:
         ValueError: The braces are not balanced, or enclose something other than a name.
@@ -187,7 +179,7 @@ class JudgeConfig(Section):
 
     @property
     def names(self) -> list[str]:
-        """The labels from worst to best, or of the first and second answer of a comparison."""
+        """The labels from worst to best or, with `compare`, those of the first and the second answer, A and B."""
         if self.compare:
             return [*CHOICES]
         if self.labels is not None:
@@ -195,11 +187,7 @@ class JudgeConfig(Section):
         return ["no", "yes"] if self.template is not None or self.rubric == "correct" else [*"12345"]
 
     def n_questions(self, n_samples: int) -> int:
-        """Return the number of questions about the samples of a prompt.
-
-        Args:
-            n_samples: Number of samples of a prompt.
-        """
+        """Return the number of questions about the `n_samples` samples of a prompt."""
         if not self.compare:
             return n_samples
         n_pairs = n_samples * (n_samples - 1) // 2
@@ -207,15 +195,15 @@ class JudgeConfig(Section):
 
     @property
     def reply_ends(self) -> tuple[str, list[str]]:
-        """A reply in JSON without its reason: the text before the reason, and for each label the text after it."""
+        """The fixed text of a JSON reply: (text before the reason, for each label the text after the reason)."""
         before = json_reply("", "").partition(_EMPTY)[0]
         return f'{before}"', [f'"{json_reply("", name).partition(_EMPTY)[2]}' for name in self.names]
 
     @property
     def n_verdict_tokens(self) -> int:
-        """Largest number of tokens of a reply in JSON without its reason, with an end token.
+        """Upper bound of the number of tokens of a JSON reply with an empty reason, with an end token.
 
-        A token has at least one byte, so that this number holds for each tokenizer.
+        It counts bytes. A token has at least one byte, so the bound holds for each tokenizer.
         """
         before, after = self.reply_ends
         return len(before.encode()) + max((len(text.encode()) for text in after), default=0) + 1
@@ -248,19 +236,19 @@ class JudgeConfig(Section):
 
     @check
     def check_unused_settings(self) -> Iterator[Problem]:
-        """Report settings of a judge that is not there."""
+        """Report settings of the judge if neither path nor base_url is set, so that there is no judge."""
         if not self.is_set:
             text = "is set, but neither path nor base_url is, so there is no judge; set one of them, or leave this out"
             yield from (Problem(name, text) for name in _OF_ANY if not self.is_default(name))
 
     @forbid("model", "is null; name the model of the endpoint {self.base_url}")
     def endpoint_without_model(self) -> bool:
-        """Return whether an endpoint has no name of a model."""
+        """Return whether base_url is set without the name of the endpoint's model."""
         return self.base_url is not None and not self.model
 
     @check
     def check_endpoint_address(self) -> Iterator[Problem]:
-        """Report an address that is none of the protocol HTTP, or that holds a password."""
+        """Report a base_url that is not an HTTP address, or that contains a user name or a password."""
         if self.base_url is None:
             return
         try:
@@ -276,7 +264,7 @@ class JudgeConfig(Section):
 
     @forbid("api_key_env", "is no name of an environment variable; set it to the name, and not to the key itself")
     def key_in_place_of_its_name(self) -> bool:
-        """Return whether the name of the variable is none, such as the key itself, which no message may show."""
+        """Return whether api_key_env is no valid variable name. It may be the key itself, so no message shows it."""
         name = self.api_key_env
         return name is not None and not (name.isascii() and name.isidentifier())
 
@@ -286,7 +274,7 @@ class JudgeConfig(Section):
         "{self.fewest_tokens}, so that there is room for a reason",
     )
     def max_tokens_without_a_reason(self) -> bool:
-        """Return whether a model of the run could have no room for a reason beside its verdict."""
+        """Return whether max_tokens is so small that a verdict of a model of the run may leave no room for a reason."""
         return self.verdict == "json" and self.path is not None and self.max_tokens < self.fewest_tokens
 
     @forbid("labels", "is {self.labels}; at least two different labels that are not blank are expected")
@@ -297,7 +285,7 @@ class JudgeConfig(Section):
 
     @forbid("labels", "is {self.labels}, where a label begins another one; choose others, or set verdict=json")
     def labels_within_labels(self) -> bool:
-        """Return whether the first token of a reply could begin two labels, of which one is the start of the other."""
+        """Return whether one label is the beginning of another, so that the first token of a reply may fit both."""
         labels = [label.casefold() for label in self.names]
         pairs = [(one, other) for one in labels for other in labels if one is not other]
         return self.verdict == "labels" and any(other.startswith(one) for one, other in pairs)
@@ -308,7 +296,7 @@ class JudgeConfig(Section):
         "distinguish them; choose others, or set verdict=json",
     )
     def labels_of_one_letter(self) -> bool:
-        """Return whether the first token of a reply by an unknown tokenizer could begin several labels."""
+        """Return whether two labels begin with the same letter, so that the first token of a reply may fit both."""
         letters = {label.strip().casefold()[:1] for label in self.names}
         is_read = self.verdict == "labels" and self.base_url is not None
         return is_read and len(letters) < len(self.names) and not self.labels_within_labels()

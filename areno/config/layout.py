@@ -1,4 +1,4 @@
-"""How the ranks of a run share the copies of a model. Imports no torch."""
+"""The layout of a run: which rank holds which shard of which copy of the model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,7 @@ class Layout:
         return cls(n_ranks, n_ranks)
 
     def of_copy(self, n_samples: int) -> int:
-        """Return the number of samples that each copy of the model decodes, if all copies decode `n_samples`.
-
-        Args:
-            n_samples: Number of samples over all copies.
-        """
+        """Return the largest number of samples that one copy of the model decodes of `n_samples` over all copies."""
         return max(1, -(-n_samples // self.dp_size))
 
     @property
@@ -59,36 +55,20 @@ class Layout:
         return range(0, self.world_size, self.tp_size)
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Return (index of the copy, index of the shard) that a rank holds.
-
-        Args:
-            rank: Any rank.
-        """
+        """Return (index of the copy, index of the shard) that a rank holds."""
         return divmod(rank, self.tp_size)
 
     def copy_of(self, rank: int) -> range:
-        """Return all ranks that hold the same copy of the model as a rank, including that rank.
-
-        Args:
-            rank: Any rank.
-        """
+        """Return all ranks that hold the same copy of the model as a rank, including that rank."""
         leader = rank - rank % self.tp_size
         return range(leader, leader + self.tp_size)
 
     def share(self, total: int) -> int:
-        """Return one rank's share of a number that is divided among the ranks of a copy, rounded down.
-
-        Args:
-            total: Number of heads, rows or bytes.
-        """
+        """Return one rank's share of heads, rows or bytes that the ranks of a copy divide among them, rounded down."""
         return total // self.tp_size
 
     def share_up(self, total: int) -> int:
-        """Return the largest share of a number that is divided among the ranks of a copy: the quotient, rounded up.
-
-        Args:
-            total: Number of heads, rows or bytes, which `tp_size` need not divide.
-        """
+        """Return one rank's largest share of `total` heads, rows or bytes. `tp_size` need not divide `total`."""
         return -(-total // self.tp_size)
 
     def problems(self) -> Iterator[Problem]:

@@ -67,5 +67,5 @@ class LoraConfig(Section):
 
     @forbid("target_modules", "has all-linear beside others; all-linear alone stands for all of them")
     def all_and_some(self) -> bool:
-        """Return whether target_modules has all-linear beside names of layers."""
+        """Return whether target_modules has both all-linear and names of layers."""
         return ALL_LINEAR in self.target_modules and len(self.target_modules) > 1

@@ -85,7 +85,7 @@ class OptimizerConfig(Section):
 
 
 ROWS_COUNTED = 16
-"""Rows of a micro-batch if micro-batches are counted (gradient_accumulation_steps) and no size is set."""
+"""Rows in a micro-batch if gradient_accumulation_steps is set, but no size of micro-batches."""
 
 
 @dataclass(kw_only=True)
@@ -119,9 +119,9 @@ class MicroBatchSpec(Section):
 
     @property
     def counted(self) -> MicroBatchSpec:
-        """The sizes of micro-batches that are counted, as with gradient_accumulation_steps.
+        """The sizes to use with gradient_accumulation_steps: those that are set, or else ROWS_COUNTED rows.
 
-        If no size is set, a micro-batch has ROWS_COUNTED rows, because its size decides the number of updates.
+        The engine must not choose a size then, because the size decides the number of updates.
         """
         return MicroBatchSpec(mini_bs=ROWS_COUNTED) if self.is_automatic else self
 

@@ -1,4 +1,4 @@
-"""The optimizers: what each keeps for a trained parameter, and what an update costs. Imports no torch.
+"""The optimizers: the memory of their state, and the cost of an update. Imports no torch.
 
 The update of each is in engine/train/optimizer_updates.py.
 """
@@ -15,7 +15,7 @@ MOMENT_BLOCK = 256
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKind:
-    """What an optimizer keeps for a trained parameter, and what an update costs."""
+    """The memory that an optimizer needs for each trained parameter, and the cost of an update."""
 
     help: str
     moment_bytes: float  # of all moments with their scales, for a trained parameter

@@ -70,10 +70,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         return self.reward.problems_of_none(self.agent.fn is not None) if self.needs_rewards else iter(())
 
     def eval_metrics(self) -> tuple[str, ...]:
-        """Return the names of the metrics that an evaluation measures.
-
-        The first name is the default of evaluator.metric.
-        """
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         n_samples = (self.eval_gconfig or self.gconfig).n_samples
         of_groups = [*(f"pass@{k}" for k in pass_at_k_values(n_samples)), f"avg@{n_samples}"] if n_samples > 1 else []
         right = [] if self.reward.has_model else ["accuracy"]  # no score of a model is that of a right answer
@@ -140,7 +137,7 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @property
     def actor_teaches(self) -> bool:
-        """Whether the actor is the teacher in its own training passes, with another prompt or without adapters."""
+        """Whether training passes use the actor as the teacher, with another prompt or without its adapters."""
         teacher = self.teacher
         if teacher is None or teacher.divergence is None:
             return False
@@ -149,7 +146,7 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @check
     def check_teacher_is_not_random(self) -> Iterator[Problem]:
-        """Report a teacher that would get the random weights of the actor although its folder is named."""
+        """Report a teacher whose path is the folder of the actor, although the actor starts with random weights."""
         for role, path in ({} if self.teacher is None else self.teacher.paths).items():
             if path is not None and path == self.actor.path and self.actor.init_from_scratch:
                 assert self.teacher is not None
@@ -163,7 +160,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "prompt would replace; leave it out",
     )
     def teacher_prompts_of_agents(self) -> bool:
-        """Return whether the teacher would read a prompt in place of the turns of an agent."""
+        """Return whether teacher.prompt_key is set in a run with agents, whose earlier turns it would replace."""
         return self.teacher is not None and self.teacher.prompt_key is not None and self.agent.fn is not None
 
     @forbid(
@@ -173,7 +170,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "to 1, or teacher.loss_type=sampled_reverse_kl",
     )
     def split_teacher_prompts(self) -> bool:
-        """Return whether ranks would share a micro-batch whose rows a teacher reads after other prompts."""
+        """Return whether cp_size is above 1 with a teacher.prompt_key and a loss over the whole vocabulary."""
         teacher = self.teacher
         prompts = teacher is not None and teacher.prompt_key is not None and teacher.divergence is not None
         return prompts and self.engine.cp_size > 1
@@ -192,10 +189,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "is true, but the turns of agents (agent.fn) do not bring the experts of their tokens; set it to false",
     )
     def routes_of_agents(self) -> bool:
-        """Return True if routing replay is set in a run with agents, which is not supported.
-
-        The samples of agents do not record the experts of each token.
-        """
+        """Return whether routing replay is set in a run with agents, whose samples do not record the experts."""
         return self.actor.routing_replay and (self.agent.fn is not None or self.agent.is_environment)
 
     @forbid(
@@ -213,12 +207,12 @@ class PolicyExperimentConfig(ExperimentConfig):
         "several",
     )
     def comparisons_of_one(self) -> bool:
-        """Return whether a judge would compare a sample with nothing."""
+        """Return whether a judge compares samples although rollout or evaluation draws one sample per prompt."""
         return self.reward.judge.compare and self.single_samples != ""
 
     @property
     def single_samples(self) -> str:
-        """Which part of the run samples a single completion of a prompt, in words. "" if there is none."""
+        """The part of the run (rollout or evaluation) that draws one sample per prompt, in words. "" if none does."""
         evaluates = self.valid_dataset is not None
         if self.gconfig.n_samples == 1:
             return "rollout (gconfig.n_samples)"
@@ -284,7 +278,7 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @property
     def replaces_prompts(self) -> bool:
-        """Whether dynamic sampling samples other prompts in the place of those that it drops."""
+        """Whether dynamic sampling replaces the prompts that it drops by other prompts."""
         rollout = self.rollout
         return rollout.dynamic_sampling and rollout.max_sampling_rounds > 1 and not self.dynamic_bs
 
@@ -309,7 +303,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "or max_head_offpolicyness=0",
     )
     def replacements_by_late_rewards(self) -> bool:
-        """Return whether prompts would be replaced during the rollout by rewards that are known only after it."""
+        """Return whether prompts would be replaced during the rollout although rewards are known only after it."""
         return self.replaces_in_flight and (self.agent.fn is not None or self.reward.has_model)
 
     @forbid(
@@ -318,7 +312,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "times max_head_offpolicyness if that is above 0); lower it",
     )
     def too_many_prompts_ahead(self) -> bool:
-        """Return whether more prompts are sampled ahead than can be trained before they are too old."""
+        """Return whether more prompts are sampled ahead than can be trained within max_head_offpolicyness steps."""
         most = max(1, self.rollout.max_head_offpolicyness) * self.train_dataset.batch_size
         return (self.rollout.prompts_ahead or 0) > most
 
@@ -328,7 +322,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "agents (agent.fn) have done cannot be taken back; leave it out, or set max_head_offpolicyness above 0",
     )
     def agents_postponed(self) -> bool:
-        """Return whether agents would be stopped, to start again in a later step."""
+        """Return whether stopped agents would start again in a later step, although what they did cannot be undone."""
         return self.prompts_ahead > 0 and not self.rollout.max_head_offpolicyness and self.agent.fn is not None
 
     @forbid(
@@ -337,7 +331,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "run, so the KV cache stays; set it to false",
     )
     def kept_for_agents(self) -> bool:
-        """Return whether the KV cache would be freed while requests of agents are under way."""
+        """Return whether the KV cache would be freed while requests of agents are in progress."""
         return self.rollout.drop_rollout_state and self.rollout.max_head_offpolicyness > 0 and self.agent.fn is not None
 
     @forbid(
@@ -346,7 +340,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "to false",
     )
     def batches_in_flight(self) -> bool:
-        """Return whether agents would get whole batches in a run whose steps do not wait for all agents."""
+        """Return whether agent.whole_batch is set in a run whose steps do not wait for all agents."""
         return self.agent.whole_batch and self.rollout.max_head_offpolicyness > 0
 
     @forbid(
@@ -355,7 +349,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "to false",
     )
     def batches_of_environments(self) -> bool:
-        """Return whether an environment would get whole batches, whose samples it does not run at once."""
+        """Return whether agent.whole_batch is set for an environment, which runs its samples one after the other."""
         return self.agent.whole_batch and self.agent.is_environment
 
     @property
@@ -370,12 +364,12 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @property
     def trained_per_prompt(self) -> int:
-        """Largest number of samples of a prompt that are trained. The others are only scored by the rewards."""
+        """Largest number of samples of a prompt that are trained. The others only get rewards."""
         return self.gconfig.n_samples
 
     @property
     def units_per_step(self) -> int:
-        """Largest number of units that a step trains. A unit is a row, or a pair of rows (`rows_per_item`)."""
+        """Largest number of units in a step. A unit is the `rows_per_item` rows that stay together, such as a pair."""
         return self.train_dataset.batch_size * self.trained_per_prompt // self.rows_per_item()
 
     @forbid(
@@ -390,7 +384,7 @@ class PolicyExperimentConfig(ExperimentConfig):
 
 @dataclass(kw_only=True)
 class DistillExperimentConfig(PolicyExperimentConfig):
-    """Settings of training on a teacher alone."""
+    """Settings of distillation, which trains on a teacher and not on rewards."""
 
     trains_conversations: ClassVar[bool] = True
     needs_rewards: ClassVar[bool] = False

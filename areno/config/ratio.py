@@ -133,8 +133,7 @@ class RatioConfig(PolicyConfig):
     def loglinear_decides_late(self) -> bool:
         """Return whether prox_logp_method=loglinear is set together with rejection_sampling or m2_threshold.
 
-        The latter two need proximal log-probabilities before the update, but loglinear computes such log-probabilities
-        only during the update.
+        These two need proximal log-probabilities before the update, but loglinear computes them only during the update.
         """
         needed = self.rejection_sampling is not None or self.m2_threshold is not None
         return self.prox_logp_method == "loglinear" and needed

@@ -1,4 +1,4 @@
-"""Settings of sampling, of agents, and of the reward. Imports no torch."""
+"""Settings of sampling, of the decoder, of tuning and of agents. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ _DRAWING = Needs("greedy", False, so="the most likely token is taken", in_build=
 
 
 def _edit(default: float, **declared: Any) -> Any:
-    """Declare a sampling setting that changes logits in a way that the sampling kernel does not compute.
-
-    The sampler computes the change with `LogitEdits` instead.
+    """Declare a sampling setting whose changes of the logits `LogitEdits` computes, not the sampling kernel.
 
     Args:
         default: The default value, with which no logit changes.
@@ -168,13 +166,10 @@ def _edits() -> list[tuple[str, Any]]:
 
 
 def at_temperature(value: Any) -> SamplingConfig:
-    """Return sampling settings with a given temperature, for rows that were sampled elsewhere.
+    """Return sampling settings with this temperature and, for the rest, the defaults.
 
     Args:
         value: The temperature that the logits were divided by.
-
-    Returns:
-        The settings. All other settings have their defaults.
 
     Raises:
         ConfigError: `value` is not a number from MIN_TEMPERATURE to MAX_TEMPERATURE.
@@ -205,10 +200,8 @@ class GenerationConfig(SamplingConfig):
     def unused_in_evaluation(self, section: str) -> Iterator[Problem]:
         """Yield a problem if a temperature is set although evaluation is greedy and does not use a temperature.
 
-        In training, the temperature of greedy samples has an effect, because it still scales the logits.
-
-        Args:
-            section: Name of the section, "gconfig" or "eval_gconfig".
+        In training, the temperature of greedy samples still scales the logits. `section` is "gconfig" or
+        "eval_gconfig".
         """
         if self.greedy and not self.is_default("temperature"):
             text = f"is {self.temperature}, but {section}.greedy takes the most likely token; "

@@ -1,7 +1,4 @@
-"""Settings beside the models and the data: decoding, saving, evaluation, resuming, devices and machines.
-
-Imports no torch.
-"""
+"""Settings of saving, evaluation, resuming, devices, machines and logs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -270,26 +267,18 @@ class EngineConfig(Section):
     )
 
     def layout(self, world_size: int) -> Layout:
-        """Return the layout of a run on a number of ranks.
-
-        Args:
-            world_size: Number of ranks, one for each device of the run.
-        """
+        """Return the layout of a run on `world_size` ranks, one for each device."""
         return Layout(world_size, self.tp_size, self.cp_size)
 
     def node_problems(self, n_devices: int) -> Iterator[Problem]:
-        """Yield a problem if `tp_size` does not divide the devices of a node.
-
-        Args:
-            n_devices: Number of devices that the run uses on each node.
-        """
+        """Yield a problem if `tp_size` does not divide `n_devices`, the devices that the run uses on each node."""
         if n_devices % self.tp_size:
             text = "is {}, but a node has {} devices of the run; tensor parallel stays inside a node"
             yield Problem("tp_size", text, self.tp_size, n_devices)
 
     @forbid("attn_backend", "is flash, but exact=true has an attention of its own; leave one of the two out")
     def flash_with_exact(self) -> bool:
-        """Return whether flash attention is set together with exact, which has its own attention."""
+        """Return whether flash attention is set together with `exact`, which computes attention by other kernels."""
         return self.exact and self.attn_backend == "flash"
 
     @forbid(
@@ -297,12 +286,12 @@ class EngineConfig(Section):
         "is true, which changes the order of sums, but exact=true keeps one order; leave one of them out",
     )
     def sums_of_shares_are_not_exact(self) -> bool:
-        """Return whether sequence parallel is set together with exact."""
+        """Return whether sequence parallelism is set together with `exact`."""
         return self.exact and self.sequence_parallel is True
 
     @forbid("sequence_parallel", "is true, but tp_size=1 has no ranks that share tokens; leave one of them out")
     def sequence_parallel_alone(self) -> bool:
-        """Return whether sequence parallel is set without tensor parallel."""
+        """Return whether sequence parallelism is set without tensor parallelism."""
         return self.sequence_parallel is True and self.tp_size == 1
 
     @check
@@ -433,10 +422,7 @@ class StatsLoggerConfig(Section):
         return found | {f"trackers.{name}": self._installed(name) for name in self.trackers}
 
     def _installed(self, name: str) -> Service:
-        """Construct a tracker that another package declares.
-
-        Args:
-            name: Name of the tracker, a key of `trackers`.
+        """Construct a tracker that another package declares. `name` is a key of `trackers`.
 
         Raises:
             ConfigError: The tracker is not installed, cannot be imported, or its settings are wrong. The keys of the

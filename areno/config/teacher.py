@@ -17,23 +17,19 @@ ROLE = "teacher"
 
 
 def is_teacher(role: str) -> bool:
-    """Return whether the name of a role is that of a teacher.
-
-    Args:
-        role: Name of the role, such as "teacher" or "teacher.math".
-    """
+    """Return whether a role, such as "teacher" or "teacher.math", is that of a teacher."""
     return role.partition(".")[0] == ROLE
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A divergence between the trained model and a teacher, which a training pass computes beside log-probabilities.
+    """A divergence between the trained model and a teacher. Training passes compute it together with log-probabilities.
 
     Attributes:
         kind: "forward_kl", "reverse_kl" or "jsd", see areno/kernels/logprobs/divergence.py.
-        beta: For "jsd", the weight of the teacher in the mixture of both, between 0 and 1.
-        role: Role of the teacher of rows without a `TrainSequence.teacher`. Ignored for rows that list the teacher's
-            log-probabilities.
+        beta: For "jsd", the weight of the teacher in the mixture of teacher and trained model, between 0 and 1.
+        role: Role of the teacher for rows that do not set `TrainSequence.teacher`. Ignored for rows that list the
+            teacher's log-probabilities (`TrainSequence.teacher_top`).
 
     Raises:
         ValueError: The kind is unknown, or beta is no float between 0 and 1.
@@ -139,19 +135,11 @@ class TeacherConfig(Section):
 
     @staticmethod
     def role_of(name: str) -> str:
-        """Return the role of one of several teachers.
-
-        Args:
-            name: A name in `models`.
-        """
+        """Return the role of one of several teachers, whose name is a key of `models`."""
         return f"{ROLE}.{name}"
 
     def key_of(self, role: str) -> str:
-        """Return the setting with the path of a teacher.
-
-        Args:
-            role: Role of the teacher.
-        """
+        """Return the name of the setting that holds the path of the teacher with this role."""
         return f"{ROLE}.path" if self.models is None else f"{ROLE}.models.{role.partition('.')[2]}"
 
     @check

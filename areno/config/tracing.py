@@ -65,7 +65,7 @@ class PerfTracerConfig(Section):
 
     @check
     def check_profiled_steps(self) -> Iterator[Problem]:
-        """Report a step in profile_steps that no run has."""
+        """Report a number below 1 in profile_steps, which is no step."""
         yield from _not_steps("profile_steps", self.profile_steps)
 
 
@@ -86,5 +86,5 @@ class MemoryProfilerConfig(Section):
 
     @check
     def check_snapshot_steps(self) -> Iterator[Problem]:
-        """Report a step in profile_steps that no run has."""
+        """Report a number below 1 in profile_steps, which is no step."""
         yield from _not_steps("profile_steps", self.profile_steps)

@@ -92,7 +92,7 @@ class DistillConfig(DistillExperimentConfig):
 
     @build_check
     def check_teacher_differs(self) -> Iterator[Problem]:
-        """Report a teacher that is the student before training, with the same prompt."""
+        """Report a teacher that is the same model as the student before training, and reads the same prompt."""
         teacher = self.teacher
         if teacher.prompt_key is not None or self.actor.init_lora_from:
             return

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class OnlineDPOActorConfig(PreferenceLossConfig, PolicyConfig):
-    """The policy and its loss. It lacks the settings of rewards that do not change the order of samples."""
+    """The policy and its loss. Settings of rewards that do not change the order of samples are left out."""
 
     gradient_accumulation_steps: ClassVar[int | None] = None  # type: ignore[misc]  # the number of pairs varies
     reward_bias: ClassVar[float] = 0.0  # type: ignore[misc]

@@ -1,6 +1,6 @@
 """Metrics that count a reward of at least 1 as a right answer: accuracy, pass@k and avg@n.
 
-They say nothing if the score of a model is part of the reward, or if rewards exceed 1. Then they are not measured.
+They are not measured if they have no meaning: the score of a model is part of the reward, or a reward exceeds 1.
 """
 
 from __future__ import annotations

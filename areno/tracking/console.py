@@ -149,7 +149,7 @@ def log_stage(stage: str, role: str = "policy") -> None:
 
 
 class Console(Tracker):
-    """Logs the scalars of a run as lines of `name=value`, with those in `headline` in the summary line of a step."""
+    """Logs the scalars of a run as lines of `name=value`. Those in `headline` are in the summary line of a step."""
 
     def __init__(self, headline: Sequence[str] = (), total_steps: Callable[[], int] | None = None):
         self._headline = headline

@@ -82,7 +82,7 @@ class MetricsFile:
 
     @contextmanager
     def _mapped_content(self) -> Iterator[mmap | bytes]:
-        """Map the file, so that a large one does not fill the memory."""
+        """Yield the content of the file as a memory map, so that a large file does not fill the memory."""
         with open_if_exists(self.path) as file:
             if file is None or not os.fstat(file.fileno()).st_size:
                 yield b""

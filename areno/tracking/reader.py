@@ -90,10 +90,10 @@ class RunReader:
         return found
 
     def curves(self) -> dict[str, Series]:
-        """Return the values of every scalar as people look at them, thinned as in `Curves`.
+        """Return the values of every scalar for plots, thinned as in `Curves`.
 
-        If a reward was above 1, the metrics that count right answers are left out, because a reward of 1 is not that of
-        a right answer then.
+        If a reward was above 1, metrics that count right answers are left out, because a reward of 1 then does not mean
+        a right answer.
         """
         found = Curves()
         for record in self.file.records():
@@ -262,7 +262,7 @@ NAMES: Names = {
 
 
 NAMES_OF_TRAINING: Names = {"train/accuracy": ("accuracy", max), "train/loss": ("loss", min)}
-"""For runs without rewards and evaluation."""
+"""The names for runs without rewards and evaluation."""
 
 
 class Headline(NamedTuple):
@@ -276,9 +276,9 @@ class Headline(NamedTuple):
 
 
 def headlines(metrics: Mapping[str, Series], names: Names = NAMES) -> dict[str, Headline]:
-    """Return the first, the best and the last value of the most important scalars, without those that have no values.
+    """Return the first, the best and the last value of each scalar in `names` that has finite values.
 
-    `names` are scalar -> (title, `max` or `min`, which chooses the best value, or None).
+    `names` has scalar -> (title, function that chooses the best value: `max` or `min`, or None).
     """
     names = {name: how for name, how in names.items() if name != "train/loss" or loss_is_meaningful(metrics)}
     found = {name: headline(metrics.get(name, NOTHING), *how) for name, how in names.items()}

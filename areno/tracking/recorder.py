@@ -33,7 +33,7 @@ logger = logging.getLogger("areno")
 
 FILE = "trackers.json"  # in the run's folder, with the id that each service has given to the run
 RESUMED = "run/resumed_after"
-"""The scalar that marks where a run resumed. Its value is the last step of the earlier session that is kept."""
+"""The scalar that marks where a run resumed. Its value is the last step that is kept of the earlier session."""
 _END_S = 60.0  # how long the end of a run waits for scalars that are still being sent
 
 
@@ -55,7 +55,7 @@ class ServiceTracker(Tracker):
     """Sends the scalars of a run to a service from a thread. The thread starts at the first complete step.
 
     If the service raises an exception, it is logged as a warning. After that the service receives nothing more. `name`
-    is that of the settings, as in stats_logger.<name>.
+    is the section of the service in the settings, as in stats_logger.<name>.
     """
 
     def __init__(self, name: str, service: Service, run: RunInfo):
@@ -116,7 +116,7 @@ class ServiceTracker(Tracker):
             logger.warning("stats_logger.%s: %s; the run goes on without it", self._name, text)
 
     def _start(self) -> None:
-        """Start the service with the run id in trackers.json, if any, and write the one that it returns."""
+        """Start the service with the run id in trackers.json, if any, and store the id that it returns in that file."""
         file = self._run.folder / FILE
         ids: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         found = self._service.start(self._run, ids.get(self._name))
@@ -138,10 +138,10 @@ def open_trackers(
     token_text: Callable[[int], str] = str,
     given: Sequence[Tracker] = (),
 ) -> Trackers:
-    """Open the trackers that the settings of a run ask for, and those `given` by a script, as one tracker.
+    """Open the trackers of a run's settings, and return one tracker that passes calls to them and to those `given`.
 
-    `headline` names the scalars in the summary line of a step, and `total_steps` returns the number of steps of the run
-    as currently known. `token_text` returns the text for a token id.
+    `given` are the trackers of a script. `headline` names the scalars in the summary line of a step. `total_steps`
+    returns the number of steps of the run as currently known. `token_text` returns the text for a token id.
     """
     files, run = RunFiles(run_dir, config.stats_logger.tensorboard.path), _run_info(config, run_dir)
     trackers: list[Tracker] = [

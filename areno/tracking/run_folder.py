@@ -82,7 +82,7 @@ def script_of(folder: Path) -> str:
 
 
 def algorithm_shown(folder: Path) -> str:
-    """Return a run's algorithm for people, or that of its settings if a script started the run."""
+    """Return the name of a run's algorithm or, if a script started the run, of its configuration class."""
     lines = read_start(folder / SETTINGS).decode("utf-8", "replace").splitlines()[:2]
     return recipe_of(folder) or next((line.removeprefix(CLASS) for line in lines if line.startswith(CLASS)), "")
 
@@ -138,7 +138,7 @@ class NewFolder:
     before: frozenset[Path]  # paths that existed: the folder, its parents or entries, which `discard` keeps
 
     def for_run(self, run_dir: Path) -> NewFolder:
-        """Return the folder of one run, which lies in that of a sweep. Hydra may have made it already."""
+        """Return the folder of one run, which is this folder or, in a sweep, lies in it. Make it if needed."""
         if run_dir == self.path:
             return self
         found = make_folder(run_dir)
@@ -228,7 +228,7 @@ def folder_of(config: ExperimentConfig, name: str) -> Path:
 
 
 def is_described(folder: Path) -> bool:
-    """Return whether a folder holds a run: config.yaml, which `NewFolder.describe` writes last, exists."""
+    """Return whether a folder holds a run. It does if it has a config.yaml, which `NewFolder.describe` writes last."""
     return os.path.exists(folder / SETTINGS)  # unlike Path.exists, no error for a name that is too long
 
 
@@ -328,9 +328,9 @@ class RunFiles:
     def cut_back(self, step: int, sizes: Mapping[str, int], until: Mapping[str, int]) -> None:
         """Remove everything that was written after a step, so that the run can repeat the later steps.
 
-        `sizes` are the file sizes at the end of this step, `until` those at the start of the current session, which
-        begins when the process starts or restarts lost workers. Log lines in between move to logs/dropped.log, and
-        those of the current session stay.
+        `sizes` are the file sizes at the end of this step. `until` are those at the start of the current session, which
+        begins when the process starts or restarts lost workers. Log lines between the two move to logs/dropped.log. Log
+        lines of the current session stay.
         """
         for name, path in list(self._growing_files()):
             size = sizes.get(name, 0)

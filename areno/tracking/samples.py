@@ -98,7 +98,7 @@ class EvalFiles(Tracker):
 
 
 def select_samples(groups: Sequence[int], most: int, step: int) -> list[bool]:
-    """Return for each sample whether it is chosen. Whole groups (all samples of a prompt) are chosen at random.
+    """Choose at random whole groups (all samples of a prompt) with at most `most` samples. Return a flag per sample.
 
     If the first group that is drawn is larger than `most`, only its first samples are chosen. `step` is the seed, so
     that a step always has the same samples.
@@ -119,7 +119,7 @@ def select_samples(groups: Sequence[int], most: int, step: int) -> list[bool]:
 
 
 def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: str) -> None:
-    """Write JSON lines to a temporary file and rename it. Errors name the setting `key` with an advice."""
+    """Write JSON lines to a temporary file and rename it. Errors name the setting `key` and give `advice`."""
     unfinished = path.with_suffix(".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ class _SampleEncoder:
     def encode(
         self, samples: Sequence[ScoredSample], first: Mapping[str, object], kept: Sequence[bool] | None = None
     ) -> Iterator[dict[str, object]]:
-        """Yield one dictionary for each sample, or each of those `kept`, beginning with the fields `first`."""
+        """Yield a dictionary for each sample, which begins with `first`. Samples with False in `kept` are skipped."""
         numbers: Counter[int] = Counter()  # group -> samples so far
         for index, sample in enumerate(samples):
             number = numbers[sample.group]

@@ -92,8 +92,8 @@ class Jsonl(_ScalarFile):
 class TensorBoard(_ScalarFile):
     """Writes scalars and some samples to an event file for TensorBoard. `log` returns after the scalars are written.
 
-    `suffix` ends the file's name and tells apart runs that share a folder. `settings` by dotted name are for the tab
-    HPARAMS.
+    `suffix` ends the file's name and tells apart runs that share a folder. The tab HPARAMS shows `settings`, which has
+    values by dotted name.
     """
 
     def __init__(self, folder: str | Path, suffix: str = "", settings: Mapping[str, Any] = MappingProxyType({})):

@@ -39,7 +39,7 @@ class Curves:
         self._widths: dict[str, int] = {}  # points of an interval
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add a line of logs/metrics.jsonl. Lines come in the order of their steps."""
+        """Add a line of logs/metrics.jsonl. Add lines in the order of their steps."""
         self._records.setdefault(tuple(record), []).append(record)
         self._n_records += 1
         if self._n_records % _AT_ONCE == 0:
@@ -101,9 +101,9 @@ def _thinned(series: Series, width: int) -> Series:
 
 
 def right_answers_are_meaningful(read: Callable[[str], Series]) -> bool:
-    """Return whether the metrics that count right answers say anything: no reward was above 1.
+    """Return whether the metrics that count right answers have a meaning. They have none if a reward was above 1.
 
-    A run that has seen such a reward records them no more. `read` returns the values of a scalar, if any.
+    A run that has seen such a reward no longer records them. `read` returns the values of a scalar, if any.
     """
     for space in ("rollout", "eval"):
         rewards, right = read(f"{space}/rewards_mean").steps, read(f"{space}/accuracy").steps
@@ -113,6 +113,6 @@ def right_answers_are_meaningful(read: Callable[[str], Series]) -> bool:
 
 
 def drop_meaningless_right_answers(metrics: Mapping[str, Series]) -> dict[str, Series]:
-    """Leave out the metrics that count right answers if they say nothing."""
+    """Leave out the metrics that count right answers if they have no meaning."""
     are_meaningful = right_answers_are_meaningful(lambda name: metrics.get(name, NOTHING))
     return dict(metrics) if are_meaningful else without_right(metrics)

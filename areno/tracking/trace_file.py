@@ -76,7 +76,7 @@ class TraceFile:
         self._size = _write(self._file, ("[\n" + ",\n".join(lines)).encode() + _END)
 
     def write(self, events: Sequence[trace.Event]) -> None:
-        """Write events in the background, of all lanes in any order. Overlapping events of a lane go in one call."""
+        """Write events in the background, in any order. Pass overlapping events of the same lane in one call."""
         if events and self._file is not None:
             self._writer.submit(self._append, events)
 
@@ -123,7 +123,7 @@ class TraceFile:
     def _event_objects(
         self, group: str, track: str, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int
     ) -> list[str]:
-        """Return the begin and the end of each event of one object, in the order of time."""
+        """Return the JSON of a begin and of an end for each event of one object, in the order of time."""
         rest, origin = f'"cat":{_name(group)},"id":{_json(track)},"pid":{pid},"tid":{tid}', self._origin
         lines: list[str] = []
         ends: list[str] = []  # of the events that are running, the outermost first
@@ -154,7 +154,7 @@ class TraceFile:
 
 
 class SessionFile:
-    """One line of JSON for each agent session, in traces/sessions.jsonl. They are written `threshold` at a time."""
+    """Writes a line of JSON for each agent session to traces/sessions.jsonl, `threshold` lines at a time."""
 
     def __init__(self, folder: Path, threshold: int):
         self.path, self._threshold = folder / "sessions.jsonl", threshold
@@ -182,7 +182,7 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Return the events (Chrome trace event format) of a timeline, also if its process was killed meanwhile."""
+    """Return the events (Chrome trace event format) of a timeline. The process that wrote it may have been killed."""
     events = []
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines):
@@ -202,7 +202,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def _write(file: BinaryIO, content: bytes) -> int:
-    """Return the number of bytes. A call of `file.write` may write a part of them."""
+    """Write all of `content`, which may need several calls of `file.write`. Return its number of bytes."""
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) :]
@@ -221,7 +221,7 @@ def _ids(group: str, track: str) -> tuple[int, int]:
 
 
 def _nested_events(events: list[trace.Event]) -> list[tuple[trace.Event, int]]:
-    """Sort the events of a lane, and cut each at the end of the event that it lies in. Return (event, depth)."""
+    """Sort the events of a lane, and end none after the event that encloses it. Return (event, depth) of each."""
     found: list[tuple[trace.Event, int]] = []
     around: list[int] = []  # ends of the events that have not ended
     for event in sorted(events, key=lambda event: (event[2], -event[3])):
@@ -242,7 +242,7 @@ def _metadata(name: str, pid: int, track: int, arguments: Mapping[str, Any]) -> 
 
 
 def _args(arguments: Mapping[str, Any]) -> str:
-    """Return the end of an event's JSON, with its arguments."""
+    """Return the arguments as the last field of an event's JSON, with a comma before it. "" without arguments."""
     return f',"args":{_json(arguments)}' if arguments else ""
 
 

@@ -53,7 +53,7 @@ def entropy_collapsed(entropy: History, accuracy: History) -> str:
 
 
 def nothing_to_learn(flat: History, reward: float) -> str:
-    """Warn if the last N_FLAT steps were flat. `flat` has 1.0 for a step of which `is_flat` is true."""
+    """Warn if the last N_FLAT steps were flat. `flat` has 1.0 for each step for which `is_flat` is true."""
     if len(flat.last) < N_FLAT or min(flat.last[-N_FLAT:]) < 1:
         return ""
     return (
@@ -107,7 +107,7 @@ def rounding_clips(apart: float, clip: float | None, remedy: str) -> str:
 
     Clipping then removes the gradient of some tokens or sequences even before the first update of the weights. `apart`
     is the mean absolute difference in nats, per token, or per sequence for sequence-level ratios. `clip` is None if the
-    ratio does not use the log-probabilities from the rollout. `remedy` is the setting with which it does not.
+    ratio does not use the log-probabilities from the rollout. `remedy` is a setting that makes the ratio not use them.
     """
     if clip is None or not apart > clip / 4:
         return ""
@@ -131,8 +131,8 @@ def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
 class TrainingWarnings:
     """Checks the scalars of a run after each step, and returns each kind of warning only once.
 
-    `reward` names the reward functions or the reward model. `unanswered` is the `rows` of `answers_missing`. `ratio` is
-    (clip range, "token" or "sequence", setting), as `rounding_clips` needs them.
+    `reward` names the reward functions or the reward model. `unanswered` is the argument `rows` of `answers_missing`.
+    `ratio` is (clip range, "token" or "sequence", setting), as `rounding_clips` needs them.
     """
 
     def __init__(self, reward: str = "", unanswered: str = "", needs_rewards: bool = True):
@@ -186,7 +186,7 @@ class TrainingWarnings:
 
 
 def is_flat(scalars: Mapping[str, float]) -> bool:
-    """Return whether the rewards prefer no sample: all are equal, or those of each prompt are (advantages of 0)."""
+    """Return whether rewards prefer no sample: all are equal, or those of each prompt are, so that advantages are 0."""
     advantages = scalars.get("rollout/advantages_mean", math.nan), scalars.get("rollout/advantages_std", math.nan)
     return rewards_are_equal(scalars) or advantages == (0, 0)
 

@@ -49,10 +49,7 @@ _LOGGED_FAILURES = 3
 
 
 Take = Callable[[Mapping[int, tuple[ScoredSample, RewardRecord | None]]], object]
-"""A function that is called with {index of a sample in the rollout: (sample, record for reward functions)}.
-
-The record is None if the agent failed.
-"""
+"""Receives {index of a sample in the rollout: (sample, record for reward functions)}. A failed agent has no record."""
 
 
 def sample_with_agents(
@@ -63,10 +60,10 @@ def sample_with_agents(
     at_once: int | None,
     max_running: int | None,
 ) -> None:
-    """Run the agents of the scorer's prompts, `at_once` prompts at a time, and score each sample when its agent ends.
+    """Run agents for the prompts of `scorer`, and score each sample when its agent ends.
 
-    `on_progress` is called with ([], rollout statistics). At most `max_running` samples are decoded at the same time.
-    None: as in training.
+    `at_once` prompts are in progress at the same time (None: all), and at most `max_running` samples are decoded (None:
+    as in training). Progress is reported by `on_progress([], rollout statistics)`.
     """
     agents, items, gconfig = setup.agents, scorer.items, scorer.gconfig
     assert agents is not None
@@ -103,7 +100,7 @@ def _log_begin(setup: PolicySetup, n_prompts: int, n_samples: int) -> None:
 
 
 class _AgentWatch:
-    """Reports the progress of agents, and looks for lost workers, when it is called."""
+    """When called, reports the progress of agents and raises EngineError if a worker is lost."""
 
     def __init__(self, engine: Engine, on_progress: OnProgress):
         self._engine, self._on_progress, self._polled = engine, on_progress, 0.0
@@ -119,7 +116,7 @@ class _AgentWatch:
 def _policy_served(
     setup: PolicySetup, gconfig: GenerationConfig, seed: int, max_running: int | None
 ) -> Iterator[SessionProxy]:
-    """Serve the policy inside the `with` block. If agents live across steps, they continue meanwhile."""
+    """Serve the policy inside the `with` block. Live agents (those that may run across steps) continue meanwhile."""
     if setup.live_agents is not None and setup.live_agents.is_open:
         with setup.live_agents.running(), setup.live_agents.serving(gconfig, seed) as server:
             yield server
@@ -144,9 +141,9 @@ def _row_builder(setup: PolicySetup, server: SessionProxy) -> RowBuilder:
 
 
 def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstWholeGroups, take: Take) -> None:
-    """Run agents until the groups that a step trains on are whole. The other agents stay in progress.
+    """Run agents until the groups that a step trains on are complete. The other agents stay in progress.
 
-    `take` receives samples of the groups that the step trains on, as soon as they are certain.
+    `take` receives finished samples as soon as it is certain that the step trains on their groups.
     """
     run, agents, n_samples = setup.run, setup.agents, setup.config.gconfig.n_samples
     assert agents is not None
@@ -169,7 +166,7 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstWholeG
             take(found)
 
         def poll() -> None:
-            """Add the samples of agents that have ended to the choice, and report the progress."""
+            """Add the samples of finished agents to `choice`, and report the progress."""
             arrived, live.finished = live.finished, deque()
             pass_on(choice.add(arrived))
             watch()
@@ -212,7 +209,7 @@ def _agent_sample(
     place: int,
     outcome: AgentOutcome,
 ) -> tuple[Group, AgentSample]:
-    """Return the sample of the ended agent of `items[place]`, with its group."""
+    """Return (group, sample) of the agent of `items[place]`, which has ended."""
     item, group = items[place], groups[place]
     sample, record = _scored_agent_sample(setup, group.item, item, outcome, rows, 0)
     sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
@@ -227,7 +224,7 @@ def _scored_agent_sample(
     rows: RowBuilder,
     group: int,
 ) -> tuple[ScoredSample, RewardRecord | None]:
-    """Convert the outcome of an agent to (sample, record for reward functions). The record is None if it failed."""
+    """Convert an agent's outcome to (sample, record for reward functions). The record is None if the agent failed."""
 
     def failed(status: Any, message: str) -> tuple[ScoredSample, None]:
         nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])

@@ -1,4 +1,4 @@
-"""Training rows of the trajectories of agents: for scripts, and the log-probabilities that rows lack.
+"""Functions that make training rows from agents' trajectories, and that compute log-probabilities which rows lack.
 
 A trajectory is the list of model calls and messages that an agent returns.
 """
@@ -52,10 +52,10 @@ def trajectory_rows(
 ) -> list[TrainSequence]:
     """Return the training rows of trajectories, for `trainer.train`. Call this outside of a session.
 
-    A trajectory has several rows if a turn does not continue the tokens of the previous turn. The actor computes
-    log-probabilities by a forward pass where the rollout gives no usable ones: for trained tokens that the policy did
-    not sample, and for all tokens of a row if the temperature of the rollout differs from that of training.
-    `loss_mask_policy` None is that of the last session, and `rewards` None is 0 for all.
+    A trajectory has several rows if the prompt of a turn does not begin with the tokens of the previous turn. A forward
+    pass of the actor computes log-probabilities for trained tokens that the policy did not sample. If the temperature
+    of the rollout differs from that of training, it computes them for all trained tokens. `loss_mask_policy` None takes
+    the policy of the last session. `rewards` None sets all rewards to 0.
     """
     read = _parse(trainer, trajectories, loss_mask_policy)
     given = {"advantages": advantages} | ({} if rewards is None else {"rewards": rewards})
@@ -77,10 +77,10 @@ def trajectory_rows(
 def score_missing(
     trainer: Trainer, sampled: Sequence[TokenRow], rows: Sequence[TrainSequence], sampling: SamplingConfig
 ) -> list[TokenRow]:
-    """Set the log-probabilities of trained tokens that have no usable one, and return the rows that were scored.
+    """Compute missing log-probabilities of trained tokens with the actor, and return the rows that were scored.
 
-    A log-probability is usable only if the policy sampled the token with the settings that training assumes. Usable
-    ones are kept: older weights may have sampled the token, and importance ratios need their probability.
+    A log-probability is missing unless the policy sampled the token at the temperature of training. The others are
+    kept, since importance ratios divide by the probability under the weights that sampled the token.
     """
     places = [place for place, row in enumerate(sampled) if needs_scoring(row, sampling)]
     if not places:

@@ -90,10 +90,10 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         return run.progress.result(EVALUATED_REWARDS, "loss" if "loss" in run.progress.history else "distill_loss")
 
     def n_answered(self, n_rows: int) -> int:
-        """Return how many rows of the current batch, which has `n_rows`, the student answers.
+        """Return how many of the current batch's `n_rows` prompts the student answers. The dataset answers the others.
 
-        Over many steps, this is the share on_policy_share of all rows. The number depends on the step alone, so a
-        resumed run has the same numbers.
+        Over many steps, the share of these prompts is on_policy_share. The number depends only on the step, so a
+        resumed run gets the same numbers.
         """
         share, step = self.setup.config.on_policy_share, self.run.step
         size = self.setup.config.train_dataset.batch_size
@@ -101,7 +101,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         return min(n_rows, after - before) if share < 1 else n_rows
 
     def given_rows(self, items: Sequence[PromptItem]) -> list[TrainSequence]:
-        """Return rows of the dataset's responses, cut to the model's context, also after the teacher's prompt."""
+        """Make rows of the dataset's responses. They are cut to fit the context, also with the teacher's prompt."""
         setup, rows, of_rows = self.setup, [], list[PromptItem]()
         thinking, changed = setup.config.rollout.enable_thinking, setup.config.train_dataset.changed_turns
         if setup.config.teacher.prompt_key is not None and changed == "split":
@@ -124,7 +124,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
 
 
 def _advantages(row: TrainSequence) -> np.ndarray:
-    """Return log(teacher / student) of each trained token, for the log. 0 without teacher_logprobs."""
+    """Return log(teacher / student) of each trained token, which is only logged. All are 0 without teacher_logprobs."""
     if row.teacher_logprobs is None:
         return np.zeros(len(row.tokens))  # type: ignore[arg-type]
     apart = np.asarray(row.teacher_logprobs) - np.asarray(row.logprobs)
@@ -132,5 +132,5 @@ def _advantages(row: TrainSequence) -> np.ndarray:
 
 
 def _without_rollout_fields(row: TrainSequence) -> TrainSequence:
-    """Return a copy of a row without the fields that rows with given answers lack."""
+    """Return a copy of a row without `logprobs` and `advantages`, which rows of the dataset's responses lack."""
     return replace(row, logprobs=None, advantages=None)

@@ -17,7 +17,7 @@ from areno.trainers.update import measure_loss, update
 from areno.types import PairItem, TrainSequence
 
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
-"""Number of a pair -> log-probabilities of all tokens of its chosen and its rejected row, (n_tokens,) float32 each."""
+"""Dataset index of a pair -> log-probabilities of all tokens of the chosen and of the rejected row, as float32."""
 
 
 class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
@@ -41,7 +41,7 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
         return f"{len(self.ref_scores) + sum(map(len, self.valid_ref_scores.values()))} pairs"
 
     def _pairs_to_train(self) -> Iterator[list[PairItem]]:
-        """Yield the pairs that this run trains on, each once, in batches. The loader is set back to its position."""
+        """Yield the pairs that this run trains on, each once, in batches. Then reset the loader to its old position."""
         config, loader = self.setup.config, self.setup.loader
         before, seen = loader.state_dict(), set()
         for batch in itertools.islice(loader.batches(), self.n_batches()):
@@ -70,8 +70,8 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
     def measure(self, name: str, loader: BatchLoader[PairItem]) -> dict[str, float]:
         """Return loss, accuracy and margin, as in training (see dpo_loss_fn), and ranking_accuracy.
 
-        The latter is the share of pairs whose chosen answer is more likely than the rejected one under the actor alone.
-        A tie counts half.
+        ranking_accuracy is the share of pairs in which the actor alone makes the chosen answer more likely than the
+        rejected one. A tie counts half.
         """
         rows: list[TrainSequence] = []
         logprobs: list[list[float]] = []
@@ -93,6 +93,5 @@ def _batched(items: Iterator[PairItem], size: int) -> Iterator[list[PairItem]]:
 
 
 def _rows_with_reference(item: PairItem, scores: tuple[np.ndarray, np.ndarray] | None) -> list[TrainSequence]:
-    """Return the chosen and the rejected row of a pair, as copies with ref_logprobs set."""
     pair = zip((item.chosen, item.rejected), scores or (None, None), strict=True)
     return [replace(row, ref_logprobs=of_row) for row, of_row in pair]

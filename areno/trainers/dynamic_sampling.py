@@ -27,7 +27,7 @@ logger = logging.getLogger("areno")
 
 
 def with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray, int]:
-    """Return a (B,) bool mask of the first `size` groups with different rewards, and the number of other groups.
+    """Choose the first `size` groups with different rewards. Return (their (B,) bool mask, number of other groups).
 
     If there are none, choose groups with equal rewards, and warn. Groups without any reward are never chosen.
     """
@@ -41,7 +41,7 @@ def with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray,
 
 
 def n_groups(samples: Sequence[ScoredSample], among: np.ndarray | None = None) -> int:
-    """Return the number of groups that have a sample in `among`, a (B,) bool mask, or of all."""
+    """Count the groups that have a sample in the (B,) bool mask `among`. None counts all groups."""
     groups = np.array([sample.group for sample in samples])
     return len(np.unique(groups if among is None else groups[among]))
 
@@ -76,9 +76,9 @@ def sample_rounds(
 ) -> tuple[list[ScoredSample], list[Batch[PromptItem]]]:
     """Sample up to `most` rounds of prompts until enough groups have different rewards, and score all samples.
 
-    With `engine.deterministic`, a decision for a further round waits for the rewards of the groups that became whole
-    before the last interval, so that it does not depend on the clock. Returns (samples in the order of their prompts,
-    batch of each round).
+    Returns (samples in the order of their prompts, batch of each round). With `engine.deterministic`, the decision for
+    a further round does not depend on the clock: it waits for the rewards of all groups that were complete at the
+    previous decision, and ignores groups completed since.
     """
     config, run = setup.config, setup.run
     with Scorer(setup, [], config.gconfig, 0) as scorer:
@@ -96,7 +96,7 @@ def sample_rounds(
 
 
 class _RoundSteering:
-    """Decides which rounds a step needs, see RolloutSteering."""
+    """A RolloutSteering that decides which rounds a step needs."""
 
     def __init__(self, setup: PolicySetup, scorer: Scorer, batch: Batch[PromptItem], most: int):
         self._setup, self._scorer, self._size, self._most = setup, scorer, len(batch), most
@@ -146,7 +146,7 @@ class _RoundSteering:
         return sum(self._missing), more
 
     def _ready_to_judge(self, before: int) -> list[int]:
-        """Return the whole groups whose rewards are known or worth waiting for. `before` of them are older."""
+        """Return the complete groups to judge now. The first `before` of `_unknown` were complete at the last call."""
         if len(self.batches) >= self._most:
             return []
         if not any(self._missing):  # nothing is left to decode meanwhile

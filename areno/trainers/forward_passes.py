@@ -1,7 +1,7 @@
-"""Forward passes over the rows of a step that need no rewards: log-probabilities of the reference, values, old policy.
+"""Forward passes of a step that need no rewards: log-probabilities of the reference and of the old policy, and values.
 
-These passes can run while reward functions still score the last samples. If the samples turn out to be the rows to
-train on, which they are unless one has no reward, the results are used.
+They can run early, while reward functions still score the last samples. The results are used if the step trains on the
+same rows. It trains on other rows if a sample gets no reward, and the passes then run again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PHASES: dict[ScoreName, str] = {"ref": "ref", "values": "values", "proximal": "
 
 
 class StepScores:
-    """The scores of a step's rows: "ref" (reference), "values" (critic) and "proximal" (actor before the update)."""
+    """Scores the rows of a step: "ref" (reference), "values" (critic) and "proximal" (actor before the update)."""
 
     def __init__(self, setup: PolicySetup):
         self._setup = setup
@@ -28,7 +28,7 @@ class StepScores:
         self._early: dict[ScoreName, list[Any]] = {}  # their scores
 
     def compute_early(self, samples: Sequence[ScoredSample]) -> None:
-        """Compute all scores that the settings need, for samples without rewards and trajectories."""
+        """Compute all scores that the settings need. The samples have no rewards yet, and are not those of agents."""
         config = self._setup.config
         needed: dict[ScoreName, bool] = {
             # In online DPO, rewards decide which samples are in pairs. So not all rows need log-probabilities.
@@ -43,7 +43,7 @@ class StepScores:
             self._early = {name: self._compute(name, rows) for name in names}
 
     def scores_of_rows(self, name: ScoreName, rows: Sequence[TrainSequence]) -> list[Any]:
-        """Return a number per token of each row."""
+        """Return the score `name` of each token of each row. Early results are used if they are of the same rows."""
         # A row shares its token array with its sample.
         is_same = len(rows) == len(self._rows) and all(
             row.tokens is known for row, known in zip(rows, self._rows, strict=True)

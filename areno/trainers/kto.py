@@ -20,7 +20,7 @@ from areno.types import AnswersItem, TrainSequence
 
 @dataclass
 class _ReferenceScores:
-    """Scores of the reference model for one set."""
+    """Log-probabilities under the reference model, for the training set or for one validation set."""
 
     rows: dict[int, np.ndarray] = field(default_factory=dict)  # by dataset index: logprobs, (n_tokens,) float32
     mismatched: dict[tuple[int, int], float] = field(default_factory=dict)  # by (index of prompt, index of answer)
@@ -43,10 +43,10 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         return stats
 
     def reference_point(self, items: Sequence[AnswersItem], scores: _ReferenceScores) -> float:
-        """Return the reference point z0 of a step under the current policy in nats, 0 for a single row.
+        """Estimate the reference point z0 of a step under the current policy, in nats. It is 0 for a single row.
 
-        The estimate is the mean of log(policy / reference) over the mismatched answers of the step, or 0 if it is
-        negative. It does not depend on how the rows are divided into micro-batches and over devices.
+        The estimate is the mean of log(policy / reference) over the mismatched answers of the step, or 0 if the mean is
+        negative. It does not depend on micro-batches or on the number of devices.
         """
         if len(items) < 2:
             return 0.0
@@ -56,9 +56,9 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         return max(0.0, float((ours - theirs).mean()))
 
     def _mismatched(self, items: Sequence[AnswersItem]) -> tuple[list[TrainSequence], list[tuple[int, int]]]:
-        """Return a row for each prompt with the answer of the row before it, and (prompt, answer) indices as keys.
+        """Join each prompt with the answer to the previous prompt. Return (rows, (prompt index, answer index) of each).
 
-        The first prompt gets the last answer. Answers are cut off at the context length of the model.
+        The first prompt gets the last answer. Answers are truncated at the context length of the model.
         """
         most, rows, keys = self.setup.trainer.info.context_len, [], []
         for own, other in zip(items, [items[-1], *items[:-1]], strict=True):
@@ -73,7 +73,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         return self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0, prompt_masks=prompt_masks(rows))
 
     def _answer_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> np.ndarray:
-        """Return the log-probability of each row's trained tokens under a role's model, float64 (rows,)."""
+        """Return the summed log-probability of each row's trained tokens under a role's model, float64 (rows,)."""
         scored = self._trained_logprobs(role, rows)
         pairs = zip(rows, scored, strict=True)
         return np.array([np.asarray(values)[~np.asarray(row.prompt_mask)].sum() for row, values in pairs])
@@ -91,7 +91,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         return f"{n_rows} rows and {n_mismatched} mismatched answers"
 
     def _batches_to_train(self) -> Iterator[list[AnswersItem]]:
-        """Yield the batches of the whole run. The loader is set back to its position."""
+        """Yield the batches of the whole run. Then reset the loader to its old position."""
         config, loader = self.setup.config, self.setup.loader
         before = loader.state_dict()
         for batch in itertools.islice(loader.epochs(config.total_train_epochs), self.n_batches()):
@@ -115,7 +115,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
                 progress.update(len(out.rows), n_tokens)
 
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
-        """Return loss, accuracy, margin (with both labels; see kto_loss_fn) and kl, the mean reference point."""
+        """Return loss, accuracy, kl (the mean reference point) and, if both labels occur, margin (see kto_loss_fn)."""
         scores, rows, points, weights = self._valid_scores[name], [], [], []
         for items in _batches_in_dataset_order(loader):
             points.append(self.reference_point(items, scores))
@@ -136,7 +136,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
 
 
 def _batches_in_dataset_order(loader: BatchLoader[AnswersItem]) -> Iterator[list[AnswersItem]]:
-    """Yield a validation set in batches, always in the order of the dataset, which decides what is mismatched."""
+    """Yield a validation set in batches in the order of the dataset, so that the mismatched answers stay the same."""
     items = loader.items()
     while batch := list(itertools.islice(items, loader.batch_size)):
         yield batch

@@ -94,7 +94,7 @@ class RowLoop(Loop[Config]):
 
 
 class AnswerLoop(RowLoop[Config]):
-    """Base class of loops that train on given answers and measure the accuracy and the margin of each step."""
+    """Base class of loops that train on the answers of a dataset, and that measure accuracy and margin of each step."""
 
     headline = ("train/loss", "train/accuracy", "train/margin")
 
@@ -134,8 +134,8 @@ class ReferencedLoop(AnswerLoop[ReferencedConfig]):
     def score_reference(self) -> None:
         """Compute the reference log-probabilities of everything that the run trains on. A second call does nothing.
 
-        Call this before the first update. If ref.path is not set, no second model is loaded, and the actor in its
-        current state serves as the reference model. If the loss uses no reference model, nothing is computed.
+        Call this before the first update. If ref.path is not set, the actor in its current state serves as the
+        reference model, and no second model is loaded. If the loss uses no reference model, nothing is computed.
         """
         if self._has_reference:
             return
@@ -154,15 +154,15 @@ class ReferencedLoop(AnswerLoop[ReferencedConfig]):
         self._has_reference = True  # not earlier: scoring begins again after the loss of a worker
 
     def clear_scores(self) -> None:
-        """Forget the scores of the reference model, for the training rows and for each validation set."""
+        """Discard the scores of the reference model, for the training rows and for each validation set."""
         raise NotImplementedError
 
     def score_all(self, role: str) -> str:
-        """Fill the tables of scores with the model of a role, and return what was scored, such as "12 pairs"."""
+        """Compute the scores with the model of a role, and return what was scored, such as "12 pairs"."""
         raise NotImplementedError
 
     def n_batches(self) -> int | None:
-        """Return the largest number of batches that the run trains on. None: as many as its epochs have."""
+        """Return the largest number of batches that the run trains on. None if only the number of epochs limits it."""
         config = self.setup.config
         limits = [config.total_train_steps]
         if config.total_train_n_seqs is not None:

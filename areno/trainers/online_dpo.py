@@ -66,8 +66,8 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         """Train for all steps of the run.
 
         Returns:
-            The accuracy of the last evaluation, or its mean reward if rewards do not tell right answers. Without
-            evaluation, the mean reward of the last 5 steps.
+            The accuracy of the last evaluation, or its mean reward if it measures no accuracy. Without evaluation, the
+            mean reward of the last 5 steps.
         """
         setup, run = self.setup, self.run
         for sampled in rollouts(setup):  # sample a group for each prompt, and score it
@@ -83,10 +83,10 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         return run.progress.result(EVALUATED_REWARDS, "reward_mean", 5)
 
     def pair(self, rollout: Rollout) -> tuple[Rollout, list[Pair]]:
-        """Choose the pairs of a step.
+        """Choose the pairs of a step. Return (rollout, pairs).
 
-        Returns (rollout, pairs). The rollout keeps only the samples of pairs and has the metrics of pairs. The pairs
-        have indices into its `kept` samples, each of which has one training row.
+        The returned rollout keeps only samples that are in a pair, and its metrics include those of the pairs. A pair
+        has indices into the `kept` samples of this rollout, each of which has one training row.
         """
         config, samples = self.setup.config, rollout.samples
         if n_apart := sum(n_rows > 1 for n_rows in rollout.sizes):
@@ -111,12 +111,12 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         return replace(rollout, keep=keep, scalars={**rollout.scalars, **scalars}), pairs
 
     def _is_comparable(self, sample: ScoredSample) -> bool:
-        """Return whether a sample has tokens, one row and, with actor.mask_no_eos_with_zero, is not cut off."""
+        """Return whether a sample can be in a pair: it has tokens, one row and, with mask_no_eos_with_zero, an end."""
         cut_off = sample.sequence.finish_reason == "length" and self.setup.config.actor.mask_no_eos_with_zero
         return not cut_off and sample.sequence.n_tokens > 0 and rows_per_sample([sample]) == [1]
 
     def train_pairs(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
-        """Take the optimizer steps of the actor on rows that are chosen and rejected in turn."""
+        """Take the optimizer steps of the actor on rows in the order chosen, rejected, chosen, rejected, ..."""
         if not rows:
             return skip_updates(self.setup)
         config, n_copies = self.setup.config, self.setup.trainer.engine.spec.layout.data_size

@@ -1,8 +1,8 @@
 """The rollout of a step that does not wait for its longest samples (rollout.prompts_ahead).
 
-The step samples more prompts than it trains on. When enough groups are whole, it stops the other samples. They continue
-in the rollout of the next step, or their prompts are sampled again later (`areno.run.groups_in_flight`). A group is the
-samples of one prompt. With dynamic sampling, groups without a difference in their rewards are replaced meanwhile
+A group is the samples of one prompt. The step samples more prompts than it trains on. When enough groups are complete,
+it stops the other samples. They continue in the rollout of the next step, or their prompts are sampled again later
+(`areno.run.groups_in_flight`). With dynamic sampling, groups with equal rewards are replaced during the rollout
 (`areno.run.group_selection.Admission`).
 """
 
@@ -31,9 +31,9 @@ from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, 
 def sample_ahead(
     setup: PolicySetup, batch: Batch[PromptItem], scores: StepScores
 ) -> tuple[list[ScoredSample], np.ndarray, dict[str, float]]:
-    """Sample until as many groups as the batch has prompts are whole, and score these groups.
+    """Sample until as many groups are complete as the batch has prompts, and score these groups.
 
-    Returns (samples of the whole groups, (B,) bool mask of the groups to train on, rollout/* metrics). The step may
+    Returns (samples of the complete groups, (B,) bool mask of the groups to train on, rollout/* metrics). The step may
     train on prompts of other batches. With rollout.dynamic_sampling, groups whose rewards are all equal are not
     trained. Without it, `scores` are computed while rewards are computed.
     """
@@ -73,7 +73,7 @@ def sample_ahead(
 def _sample_and_score(
     setup: PolicySetup, choice: FirstWholeGroups, scorer: Scorer
 ) -> list[tuple[Group, GenerationOutput]]:
-    """Sample and score until the groups of the step are whole, and return each stopped sample with its group."""
+    """Sample and score until the groups of the step are complete. Return (group, output) of each stopped sample."""
     trainer, run, config = setup.trainer, setup.run, setup.config
     params, places = sampling_params(config.gconfig), {group: index for index, group in enumerate(choice.groups)}
     requests, group_of = _remaining_requests(setup, choice.groups, itertools.count())
@@ -100,7 +100,7 @@ def _sample_and_score(
 def sample_replacing(
     setup: PolicySetup, batch: Batch[PromptItem]
 ) -> tuple[list[ScoredSample], np.ndarray, dict[str, float], list[Batch[PromptItem]]]:
-    """Sample until enough groups have different rewards, and replace groups with equal rewards meanwhile (DAPO).
+    """Sample until enough groups have different rewards. Groups with equal rewards are dropped and replaced (DAPO).
 
     Prompts begin in the order of the data. A group with different rewards is trained in this step, or in a later one if
     the step is full. If the step may take no further batch (rollout.max_sampling_rounds, or the end of the data), it
@@ -149,9 +149,9 @@ def sample_replacing(
 
 
 class _ReplacingSteering:
-    """Begins prompts and scores groups during a rollout, as an Admission decides. It is a RolloutSteering.
+    """A RolloutSteering that starts prompts and scores groups during a rollout, as its Admission decides.
 
-    `before` has each sample that continues, with its group and its output before this step.
+    `before` has (group, output before this step) of each sample that continues from an earlier step.
     """
 
     def __init__(self, setup: PolicySetup, scorer: Scorer, admission: Admission):
@@ -165,7 +165,7 @@ class _ReplacingSteering:
     def __call__(
         self, outputs: list[GenerationOutput], stats: list[RolloutStats]
     ) -> tuple[int, Sequence[GenerationRequest]]:
-        """Score finished samples, and return (number of unfinished samples, 0 to end the rollout; new requests)."""
+        """Score finished samples. Return (number of unfinished samples, or 0 to end the rollout; new requests)."""
         found = [(self.group_of[output.request_id], output) for output in outputs]
         self._take(found)
         self.display([with_request_id(output, self._places[group]) for group, output in found], stats)
@@ -182,7 +182,7 @@ class _ReplacingSteering:
         return bool(self._scorer.rewards_of(self._places[group]))
 
     def _begin(self, groups: Sequence[Group]) -> list[GenerationRequest]:
-        """Prepare the scoring of groups that begin, and return their requests."""
+        """Prepare the scoring of groups that start now, and return their requests."""
         self._scorer.extend([group.item for group in groups])
         for group in groups:
             self._places[group] = len(self._places)
@@ -199,7 +199,7 @@ class _ReplacingSteering:
 def _remaining_requests(
     setup: PolicySetup, groups: Sequence[Group], ids: Iterator[int]
 ) -> tuple[list[GenerationRequest], dict[int, Group]]:
-    """Return the requests of the unfinished samples of groups, and the group of each request id."""
+    """Return (requests for the unfinished samples of groups, group of each request id)."""
     params, requests, group_of = sampling_params(setup.config.gconfig), [], {}
     for group in groups:
         seed = request_seed(setup.run.progress.seed_of(group.batch), group.place)
@@ -211,14 +211,13 @@ def _remaining_requests(
 
 
 def with_request_id(output: GenerationOutput, request_id: int) -> GenerationOutput:
-    """Return a shallow copy of an output with another request id."""
     output = copy.copy(output)
     output.request_id = request_id
     return output
 
 
 def _n_recomputed(before: Iterable[tuple[Group, GenerationOutput]]) -> int:
-    """Return the number of tokens, before this rollout, of samples that continued and whose KV was computed again."""
+    """Count the tokens of earlier rollouts whose KV was computed again because their samples continued."""
     return sum(n_tokens(part) for group, part in before if n_tokens(group.latest(part.sample)) > n_tokens(part))
 
 
@@ -230,7 +229,7 @@ def _staleness_metrics(
     n_recomputed: int,
     n_thrown_away: int,
 ) -> dict[str, float]:
-    """Return the metrics of the step's staleness, or of its postponed prompts."""
+    """Return the metrics of staleness or, with max_head_offpolicyness=0, those of postponed prompts."""
     samples = [sample for sample, is_kept in zip(samples, keep, strict=True) if is_kept]
     version, in_flight = setup.trainer.engine.weights_version, setup.run.progress.in_flight
     versions = [np.asarray(vars(sample.sequence)["resp_versions"]) for sample in samples]

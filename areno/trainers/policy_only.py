@@ -23,8 +23,8 @@ class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
         """Train for all steps of the run.
 
         Returns:
-            The accuracy of the last evaluation, or its mean reward if rewards do not tell right answers. Without
-            evaluation, the mean reward of the last 5 steps.
+            The accuracy of the last evaluation, or its mean reward if it measures no accuracy. Without evaluation, the
+            mean reward of the last 5 steps.
         """
         setup, run = self.setup, self.run
         for rollout in rollouts(setup):  # sample a group for each prompt, and score it

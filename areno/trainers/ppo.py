@@ -34,8 +34,8 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
         """Train for all steps of the run.
 
         Returns:
-            The accuracy of the last evaluation, or its mean reward if rewards do not tell right answers. Without
-            evaluation, the mean reward of the last 5 steps.
+            The accuracy of the last evaluation, or its mean reward if it measures no accuracy. Without evaluation, the
+            mean reward of the last 5 steps.
         """
         setup, run, config = self.setup, self.run, self.setup.config
         warmup, total = config.critic.warmup_steps, run.progress.total_steps

@@ -32,8 +32,7 @@ class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
         """Return loss, accuracy, margin, confidence and first_error_accuracy, see process_reward_loss_fn.
 
-        rewards_mean is the mean score of a step, and calibration_error that of the steps, see
-        `reward_model.calibration_error`.
+        rewards_mean is the mean score of a step, and calibration_error is that of `reward_model` over all steps.
         """
         rows = _scored_rows([item for batch in loader.batches() for item in batch.items])
         values = self.setup.trainer.score_values("actor", token_rows(rows))
@@ -53,9 +52,10 @@ class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
 
 
 def first_error_accuracy(solutions: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Return the share of solutions with a wrong step whose first step with log-odds below 0 is the first wrong step.
+    """Return the share of solutions with a wrong step in which the scores find the first wrong step.
 
-    `solutions` has (labels, log-odds of being right) of the steps of each solution. A label below 0.5 is wrong.
+    They find it if it is the first step with log-odds below 0. `solutions` has (labels, log-odds of being right) of the
+    steps of each solution. A label below 0.5 is wrong.
     """
     found = [
         int(np.argmin(labels >= 0.5)) == (int(np.argmax(logits < 0)) if (logits < 0).any() else -1)
@@ -66,10 +66,9 @@ def first_error_accuracy(solutions: Sequence[tuple[np.ndarray, np.ndarray]]) -> 
 
 
 def _scored_rows(items: Sequence[AnswersItem]) -> list[TrainSequence]:
-    """Return the rows whose marked tokens are trained.
+    """Return training rows in which the value at index t is the model's output at token t - 1.
 
-    The value of a row at place t is the output at token t - 1. So mask and labels move by one place, and a token is
-    added at the end of each row.
+    For this, masks and labels are shifted by one index, and a token is appended to each row.
     """
     rows = []
     for item in items:

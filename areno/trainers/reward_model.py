@@ -76,7 +76,7 @@ def calibration_error(margins: Sequence[float]) -> float:
 
 
 def _score_margins(rows: Sequence[TrainSequence], scores: Sequence[float], n_answers: int) -> list[float]:
-    """Return the score of the preferred answer minus that of the other, for each comparison of `n_answers` rows."""
+    """Return score(better) - score(worse) for each two of the `n_answers` rows of an item with different ratings."""
     found = []
     for start in range(0, len(rows), n_answers):
         of_unit = [index for index in range(start, start + n_answers) if not np.all(rows[index].prompt_mask)]
@@ -88,10 +88,10 @@ def _score_margins(rows: Sequence[TrainSequence], scores: Sequence[float], n_ans
 
 
 def _scored_row(row: TrainSequence, pad: int | None) -> TrainSequence:
-    """Return the row whose score is trained.
+    """Return a row in which only the score of the answer is trained.
 
-    The row ends with the last token of the answer, as a row of a rollout does, and without padding tokens. One token is
-    added: the value before it is the output at the last token of the answer, which is the score.
+    The answer ends at its last trained token, without padding. One token is appended, because the value at an index is
+    the model's output at the token before it.
     """
     tokens, trained = np.asarray(row.tokens), ~np.asarray(row.prompt_mask)
     tokens = tokens[: int(np.flatnonzero(trained)[-1]) + 1]

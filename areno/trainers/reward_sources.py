@@ -46,14 +46,14 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.items += items
 
     def rewards_of(self, number: int) -> list[float]:
-        """Wait for the rewards, from functions alone, of all samples of a prompt. Samples without one are left out."""
+        """Wait until functions have scored all samples of a prompt. Return the rewards, which failed samples lack."""
         assert self._scoring is not None, "no reward function scores the samples"
         with self._setup.run.stop.interruptible():
             outcomes = self._scoring.known(self._samples_of(number))
         return [outcome.value for outcome in outcomes if outcome.value is not None]
 
     def has_rewards_of(self, number: int) -> bool:
-        """Return whether the rewards, from functions alone, of all samples of a prompt are known."""
+        """Return whether functions have scored all samples of a prompt."""
         assert self._scoring is not None, "no reward function scores the samples"
         return self._scoring.has(self._samples_of(number))
 
@@ -102,7 +102,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         return self._prompts[number]
 
     def add(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
-        """Start to score samples, by index in the rollout. A failed sample has no record, and is not scored."""
+        """Start to score samples, {index in the rollout: (sample, record)}. A failed sample has no record."""
         self._found.update(found)
         records = {place: record for place, (_, record) in found.items() if record is not None}
         for record in records.values():
@@ -114,7 +114,7 @@ class Scorer(AbstractContextManager["Scorer"]):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a reward function or a judge elsewhere has yet to score some of the samples."""
+        """Whether some samples still wait for a reward function or for an answer of the judge's endpoint."""
         if self._judging is not None and self._judging.n_open:
             return True
         return self._scoring is not None and self._scoring.n_known < len(self._found)
@@ -127,8 +127,8 @@ class Scorer(AbstractContextManager["Scorer"]):
     def finish(self) -> list[ScoredSample]:
         """Wait for the rewards, and return the samples in the order of the rollout, with `outcome` set.
 
-        The reward of a sample is the sum of its sources: the reward function, the agent itself, the reward model and
-        the judge, as far as they are set. A failed sample keeps the outcome, without a reward, of `add`.
+        The reward of a sample is the sum over the sources that are set: reward function, agent, reward model and judge.
+        A failed sample keeps the outcome that `add` received, which has no reward.
         """
         setup, found = self._setup, dict(sorted(self._found.items()))
         asked = {place: (sample, record) for place, (sample, record) in found.items() if record is not None}
@@ -161,7 +161,7 @@ class Scorer(AbstractContextManager["Scorer"]):
     def _model_scores(self, samples: Sequence[ScoredSample]) -> list[float]:
         """Return the score of the reward model for each sample.
 
-        Equal rows are scored once: rounding depends on the position in a batch, and would give them other scores.
+        Equal rows are scored once, so that rounding, which depends on the position in a batch, cannot tell them apart.
         """
         trainer, steps = self._setup.trainer, self._setup.steps
         if steps is None:
@@ -213,7 +213,7 @@ def _tokens_to_score(sample: ScoredSample) -> list[int]:
 
 
 def _prompt_and_answer(sample: ScoredSample) -> tuple[list[int], list[int]]:
-    """Return the tokens of a sample before and from the first sampled token, in the last row of a trajectory."""
+    """Split a sample's tokens before the first sampled token. For an agent, split the last row of its trajectory."""
     if sample.trajectory is None:
         return sample.item.tokens, np.asarray(vars(sample.sequence)["resp_tokens"]).tolist()
     row = sample.trajectory.rows[-1]
@@ -226,7 +226,7 @@ def add_agent_rewards(
     outcomes: Sequence[RewardOutcome] | None,
     own: Sequence[tuple[float, dict[str, float]] | None],
 ) -> list[RewardOutcome]:
-    """Add the (reward, named parts) that agents returned for themselves to the outcomes of the reward function.
+    """Add the rewards of agents, (reward, its parts by name) or None in `own`, to the outcomes of the reward function.
 
     If there is no reward function, a sample whose agent returned no reward is a reward error. An error of the reward
     function stays an error.

@@ -61,7 +61,7 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
 
 
 def reference_kl(actor: PolicyConfig, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Return rollout/ref_kl, the mean over trained tokens of the KL to the reference that the reward pays for."""
+    """Return rollout/ref_kl, the mean KL to the reference over trained tokens, if the KL is subtracted from rewards."""
     if not (isinstance(actor, KLConfig) and actor.kl_in_reward and rows):
         return {}
     new, ref = (np.concatenate(trained(rows, name)) for name in ("logprobs", "ref_logprobs"))

@@ -258,7 +258,7 @@ def joined(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSeq
 def set_advantages(
     rows: Sequence[TrainSequence], sizes: Sequence[int], found: Sequence[np.ndarray], name: str = "advantages"
 ) -> None:
-    """Set a per-token field of the rows from values at the trained tokens of each sample, its rows concatenated."""
+    """Set a per-token field of rows. `found` has, for each sample, the values at the trained tokens of all its rows."""
     samples = joined(rows, sizes)
     set_trained(samples, name, found)  # checks the shapes
     if all(size == 1 for size in sizes):
@@ -273,7 +273,7 @@ def set_advantages(
 def without_truncated(
     rows: Sequence[TrainSequence], samples: Sequence[ScoredSample], sizes: Sequence[int]
 ) -> list[TrainSequence]:
-    """Return the rows; those of samples that were cut off at the length limit are copies without trained tokens."""
+    """Return the rows. If a sample was cut off at the length limit, its rows are copies without trained tokens."""
     truncated = np.repeat([sample.sequence.finish_reason == "length" for sample in samples], sizes)
     return [
         replace(row, prompt_mask=np.ones_like(np.asarray(row.prompt_mask, dtype=bool))) if masked else row

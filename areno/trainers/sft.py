@@ -55,7 +55,7 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
 
 @dataclass
 class _SplitRowCounter:
-    """Counts the rows that became several sequences, and logs their number after the first of them and each epoch."""
+    """Counts dataset rows that became several training rows. Logs the counts at the first, and after each epoch."""
 
     n_rows: int = 0
     n_split: int = 0

@@ -31,7 +31,7 @@ from areno.types import PromptItem, TrainSequence
 def measure_loss(
     loss_fn: LossFn, rows: Sequence[TrainSequence], logprobs: Sequence[Sequence[float]], *, rows_per_unit: int = 1
 ) -> dict[str, float]:
-    """Return "loss" and the 0-dim statistics of all rows as one step, without an update."""
+    """Compute the loss over all rows as one step, without an update. Return "loss" and the scalar statistics."""
     loss, stats = loss_fn(
         pack_of(rows, rows_per_unit), torch.cat([torch.tensor(row, dtype=torch.float32) for row in logprobs])
     )
@@ -78,10 +78,7 @@ def set_teachers(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence
 
 
 def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: TeacherConfig | None) -> None:
-    """Set `teacher_logprobs` of rows, after their `teacher_prompt`, if the loss is the sampled form.
-
-    Untrained tokens get 0.
-    """
+    """If the loss is the sampled form of distillation, set `teacher_logprobs` of rows. Untrained tokens get 0."""
     if teacher is None or teacher.divergence is not None:
         return
     with setup.run.clock.phase("teacher"):
@@ -115,8 +112,8 @@ def update(
     """Take `n_minibatches` optimizer steps of the actor, and return train/* statistics without the prefix.
 
     Log-probabilities are computed at the temperature of `sampling`. `rows_per_unit` adjacent rows stay in one
-    micro-batch, such as 2 for DPO. `old_logprobs` is described at `areno.Trainer.train`. `loss_fn` None is that of the
-    run.
+    micro-batch, such as 2 for DPO. `old_logprobs` is described at `areno.Trainer.train`. `loss_fn` None takes the loss
+    of the run.
     """
     run, actor, version = setup.run, setup.config.actor, setup.trainer.engine.weights_version
     with run.clock.phase("train"):
