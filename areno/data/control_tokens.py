@@ -122,7 +122,8 @@ class ControlTokens:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle, without what contains a break, since each process has breaks of its own."""
-        return {name: value for name, value in vars(self).items() if name not in ("_borders", "_plain")}
+        cached = {name for name, value in vars(type(self)).items() if isinstance(value, cached_property)}
+        return {name: value for name, value in vars(self).items() if name not in cached}
 
     @cached_property
     def adds_no_space(self) -> bool:

@@ -38,6 +38,7 @@ from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, rollout, s
 # Fewer samples at once than a step has, of different lengths: what runs together changes all the time.
 SETTINGS = [
     "engine.deterministic=true",
+    "recover.mode=auto",
     "actor.init_from_scratch=true",
     "train_dataset.batch_size=8",
     "gconfig.max_new_tokens=16",

@@ -172,7 +172,7 @@ def test_linked_micro_batches_fit_beside_their_prefixes(seed: int, monkeypatch: 
         for linked in row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=most), sharing=ON)[0]:
             packs = pack_group([[rows[i] for i in batch] for batch in linked], torch.device("cpu"), share=True)
             for batch, one in zip(linked, packs, strict=True):
-                assert shared_prefixes.KEPT * one.n_before + one.n_computed <= most or len(batch) == 1
+                assert shared_prefixes.KEPT * one.n_prefix_tokens + one.n_computed <= most or len(batch) == 1
             found += packs[0].prefix is not None
     assert found
 
