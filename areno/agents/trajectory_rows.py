@@ -258,9 +258,10 @@ def needs_scoring(row: TokenRow, sampling: SamplingConfig) -> bool:
 
 
 def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, waits: bool = True) -> None:
-    """Warn if rows were sampled at other temperatures than training uses. None stands for several temperatures.
+    """Warn if rows were sampled at other temperatures than training uses.
 
-    `waits` means that the current weights sampled all rows (rollout.max_head_offpolicyness=0).
+    A row's temperature is None if its tokens were sampled at several. `waits` means that the current weights sampled
+    all rows (rollout.max_head_offpolicyness=0).
     """
     own = sampling.logprob_temperature
     if others := {row.temperature for row in rows} - {own}:

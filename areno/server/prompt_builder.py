@@ -254,7 +254,7 @@ class PromptBuilder:
         return prompt
 
     def _cache_prompt(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
-        """Return a prompt. Cache it before that if it is for a first turn and not too long."""
+        """Cache a prompt and return it. It is only cached if it is for a first turn and not too long."""
         limit = self._max_prompt_tokens
         if is_first_turn(messages) and (limit is None or len(prompt.tokens) <= limit):
             self.cache.put((prompt.inputs_key, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)

@@ -197,7 +197,7 @@ class JsonRules:
     # Strings ---------------------------------------------------------------------------------------------------------
 
     def text_words(self, alternative: Alternative) -> tuple[list[str], list[str]]:
-        """Return the patterns and known formats of a string. Those not enforceable go to `Document.leave_out`."""
+        """Return the patterns and formats of a string that can be enforced. Others go to `Document.leave_out`."""
         patterns, formats = list[str](), list[str]()
         for schema in schemas_of(alternative):
             if (name := schema.get("format")) in FORMATS:
