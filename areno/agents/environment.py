@@ -121,7 +121,8 @@ async def run_episode(
 ) -> Episode:
     """Alternate between the model and an environment until the task is over or an answer of the model is truncated.
 
-    The environment is closed at the end. Exceptions of the environment and the client are passed on.
+    It also stops after `max_turns` requests. The environment is closed at the end. Exceptions of the environment and
+    the client are raised.
 
     Args:
         environment: The environment of the task.
@@ -224,11 +225,7 @@ def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[f
 
 
 async def _answer_assistant(environment: Environment, message: Message, episode: Episode) -> bool:
-    """Pass an assistant message to the environment, and return whether the task is over.
-
-    The messages and the reward that the method returns are appended to `episode`, and an error message for each invalid
-    call.
-    """
+    """Pass an assistant message to the environment, and its result to `episode`. Return whether the task is over."""
     written = message.get("tool_calls") or []
     if not written:
         method, result = "answer", await _call_method(environment.answer, message.get("content") or "")

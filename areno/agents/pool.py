@@ -51,7 +51,7 @@ OnDone = Callable[[int, AgentOutcome], object]
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of the agent function without an outcome, for one item or all of a batch (`agent.whole_batch`)."""
+    """A call of the agent function that has no outcome yet. It has one item, or with `agent.whole_batch` a batch."""
 
     items: Sequence[AgentItem]
     context: AgentContext
@@ -91,7 +91,7 @@ class AgentPool(WorkerPool[AgentConfig]):
         on_wait: Callable[[int], object] = lambda n: None,
         on_done: OnDone = lambda index, outcome: None,
     ) -> list[AgentOutcome]:
-        """Run the agent for all items, and return their outcomes in order. Items of `begin` continue meanwhile.
+        """Run the agent for all items, and return their outcomes in order. Items that `begin` queued also run.
 
         `on_wait` gets the number of finished items, at least every half second. If `on_done` raises an exception, all
         unfinished items are stopped.
@@ -107,7 +107,7 @@ class AgentPool(WorkerPool[AgentConfig]):
         return [found[index] for index in range(len(items))]
 
     def begin(self, items: Sequence[AgentItem], context: AgentContext, on_done: OnDone) -> None:
-        """Queue items. Their agents start and end in calls of `run_until` and `run`."""
+        """Queue items. They are sent to processes, and `on_done` is called, only during `run_until` and `run`."""
         calls = [items] if self.config.whole_batch and items else [[item] for item in items]
         self._running.add(calls, context, on_done)
 
@@ -158,7 +158,7 @@ class AgentPool(WorkerPool[AgentConfig]):
 
 
 class _PendingCalls:
-    """The calls that are queued or run. All calls of one of `groups` are sent to the same process."""
+    """The queued and the running calls. `groups` are queued. All calls of a group are sent to the same process."""
 
     def __init__(self, n_workers: int):
         self._n_workers, self._next = n_workers, 0
@@ -166,7 +166,7 @@ class _PendingCalls:
         self.groups: deque[list[int]] = deque()
 
     def add(self, calls: Sequence[Sequence[AgentItem]], context: AgentContext, on_done: OnDone) -> None:
-        """Queue calls, with the items of each, in a group for each process."""
+        """Queue calls, each given as its list of items. They are divided into one group for each process."""
         if not self._calls:
             self._next = 0
         first, index = self._next, 0
@@ -177,10 +177,10 @@ class _PendingCalls:
         self.groups += [share for share in shares if share]
 
     def take_next(self, workers: Sequence[Worker]) -> tuple[Worker, list[int]] | None:
-        """Remove a group that can be sent now, and return it with its process. None if all have to wait.
+        """Remove a group that can be sent now, and return it with its process. None if all groups have to wait.
 
-        Items of a lost process only run in a process without other items, so that the item that ends its process is
-        found. Other items are sent to the process that has the fewest, which may be busy.
+        A group of calls that were in a process that died or hung is only sent to an idle process, so that the call at
+        fault is found. Other groups are sent to the process with the fewest calls, which may be busy.
         """
         idle = [worker for worker in workers if worker.is_idle]
         suspects = next((group for group in self.groups if self._was_in_lost_process(group)), None)
@@ -198,7 +198,7 @@ class _PendingCalls:
         return worker, fresh
 
     def _was_in_lost_process(self, numbers: Iterable[int]) -> bool:
-        """Return whether one of the items was in a process that was lost."""
+        """Return whether one of the calls was in a process that died or hung."""
         return any(self._calls[number].n_losses for number in numbers)
 
     def payloads(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
@@ -223,7 +223,7 @@ class _PendingCalls:
         self._finish_call(position, [AgentOutcome(*each, span=span) for each in answers])
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Send the unfinished items of a process that left, died or hung again, or record that they failed."""
+        """Requeue the unfinished items of a process that exited by itself, died or hung, or record that they failed."""
         if worker.chunk and worker.has_left:
             self.groups.appendleft(list(worker.chunk))
         elif worker.chunk:

@@ -2,16 +2,18 @@
 
 The pool in the driver (areno/agents/pool.py) exchanges pickled messages with this process over one socket. The process
 first receives (agent function as "file:function", name of its setting, time limit in seconds). Then it receives chunks,
-which are lists of tuples (position, pickled (context, items)). Each is a call of the agent function, for one item or,
-with agent.whole_batch, for all items of a batch. `position` is the number of the call in the driver. The process sends
-("ready", True) or ("failed", problems) once, and then (position, answer) for each call as soon as it is finished: an
-answer for each item, or one for all. A process that ends by itself, with no agent in it, first sends ("left", None).
+which are lists of (position, pickled (context, items)). Each element is a call of the agent function, for one item or,
+with agent.whole_batch, for all items of a batch. `position` is the number of the call in the driver.
 
-From the message (SUSPEND, time) to the message (RESUME, time), the driver trains: agents continue, but their time
-limits are paused. Both times are those of time.monotonic in the driver. Threads read and send the messages, so that an
-agent that blocks the event loop, or a driver that does not read, delays neither. The supervisor
-(areno.user_processes.supervisor) ends this process together with all processes that the agent started. Nothing large is
-imported here, so that the process starts quickly.
+The process sends ("ready", True) or ("failed", problems) once. Then it sends (position, answer) for each call as soon
+as the call is finished. The answer is a list with an element for each item, or a tuple that is for all of them. If the
+process exits by itself, while none of its agents runs, it first sends ("left", None).
+
+Between the messages (SUSPEND, time) and (RESUME, time), the driver trains. Agents continue, but their time limits are
+paused. Both times are those of time.monotonic in the driver. Threads read and send the messages, so that an agent that
+blocks the event loop, or a driver that does not read, delays neither. The supervisor (areno.user_processes.supervisor)
+ends this process together with all processes that the agent started. Nothing large is imported here, so that the
+process starts quickly.
 """
 
 from __future__ import annotations
@@ -132,8 +134,8 @@ class _Runner:
     def serve(self) -> None:
         """Run the agents of all chunks that the driver sends.
 
-        If an agent still runs in a thread after its time limit, the process ends as soon as no other agent runs,
-        because this thread would be missing for later items. Chunks that it has not begun run in another process.
+        If an agent still runs in a thread after its time limit, it keeps a thread that later items need. So the process
+        exits as soon as no other agent runs. Another process runs the chunks that this process has not started.
         """
         while True:
             self._loop.run_until_complete(self._until_idle(self._inbox.get()))
@@ -168,7 +170,7 @@ class _Runner:
         self._loop.call_soon_threadsafe(self._start_arrived_chunks)
 
     def _send_answers(self) -> None:
-        """Send the answers. Runs in a thread, which waits while the driver trains and does not read."""
+        """Send the answers. This runs in a thread, which blocks while the driver trains and does not read."""
         with contextlib.suppress(OSError):  # the driver has closed the connection
             while (answer := self._outbox.get()) is not None:
                 self._connection.send_bytes(answer)
@@ -213,7 +215,7 @@ class _Runner:
                 await asyncio.sleep(0)
 
     async def _run_call(self, position: int, payload: bytes, ends_at: float) -> None:
-        """Run a call and send its answer: a timeout if it is not finished at `ends_at`, a time of the clock."""
+        """Run a call and send its answer: a timeout if it has not finished by `ends_at`, a time of `self._clock`."""
         _position.set(position)
         try:
             task = asyncio.ensure_future(self._call_agent(payload))
@@ -234,7 +236,7 @@ class _Runner:
         self._wake_if_idle()
 
     async def _call_agent(self, payload: bytes) -> Answers:
-        """Call the agent, and return the answers (status, turns, message)."""
+        """Call the agent, and return an answer (status, turns, message) for each item, or one for all."""
         try:
             context, items = pickle.loads(payload)
             batch = AgentBatch.of_items(items)
@@ -258,7 +260,7 @@ class _Runner:
             return self._answer_of_exception(error)
 
     def _call_in_thread(self, *given: Any) -> Any:
-        """Call a function that is not async. `self._thread_of` has the id of its thread meanwhile."""
+        """Call a function that is not async. During the call, `self._thread_of` has the id of its thread."""
         position = _position.get()
         assert position is not None
         self._thread_of[position] = threading.get_ident()
@@ -268,7 +270,7 @@ class _Runner:
             del self._thread_of[position]
 
     def _line_of_wait(self, task: asyncio.Task[Any], position: int) -> str:
-        """Return the line in the user's file at which an agent waits, such as "; it waits at agent.py:12", if any."""
+        """Return the line in the user's file at which an agent waits, such as "; it waits at agent.py:12", or ""."""
         lines = []
         at: Any = task.get_coro()
         while at is not None:  # from the coroutine of the task to the one that it waits for
@@ -287,7 +289,7 @@ class _Runner:
         return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
 
     def _send_answer(self, position: int, answer: Answers) -> None:
-        """Send the answer to a call, unless it has one."""
+        """Send the answer to a call, unless one was sent already."""
         with self._answering:
             if position in self._open:
                 self._open.discard(position)
@@ -296,7 +298,7 @@ class _Runner:
     # -- detection of an agent that blocks the event loop -----------------------------------------------------------
 
     def _task_factory(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        """Record the call whose agent started a task. This is the task factory of the event loop."""
+        """Create a task, and record for which call. This is the task factory of the event loop."""
         task = asyncio.Task(coroutine, loop=loop, **options)
         self._positions[task] = _position.get()
         return task

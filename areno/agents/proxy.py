@@ -23,16 +23,16 @@ from areno.server.threads import ServerThread
 from areno.types import Message, SamplingParams
 
 POLICY = "policy"
-"""The name of the model in requests to a session. The name and the path of its folder are also accepted."""
+"""The model name in requests to a session. The name and the path of the model's folder are also accepted."""
 _MAX_SAMPLES = 65_536
 _MAX_PREFETCHED = 64  # prompts; with more, the first agents would wait until all are tokenized
 
 
 class SessionProxy:
-    """The server of one rollout session, until `stop`. The engine is in a rollout phase.
+    """Serves one rollout session until `stop`. The engine must be in a rollout phase.
 
-    `session` is a random name, which each response contains. `base_url` ends in /v1. `thinking` None keeps the default
-    of the chat template.
+    `session` is a random name, which each response contains. `base_url` ends in /v1. If `thinking` is None, the default
+    of the chat template applies.
     """
 
     def __init__(

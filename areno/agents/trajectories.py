@@ -182,10 +182,10 @@ response. If a trajectory has a reward, its last turn also has the key `reward`,
 
 
 def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainTurn] | BadTrajectory]:
-    """Check the return value of an agent function, and return the plain turns, or the error, of each item in order.
+    """Check the return value of an agent function. Returns the plain turns, or the error, of each item in order.
 
-    An item is in error if its trajectory cannot be trained on, or if it has none, or several. Raises BadTrajectory if
-    `returned` has a wrong type, or a turn belongs to no item.
+    An item has an error if it has no trajectory, several trajectories, or one that cannot be trained on. Raises
+    BadTrajectory if `returned` has a wrong type, or a turn belongs to no item.
     """
     parts_of: dict[tuple[int, int], list[Any]] = {item.key: [] for item in items}
     for part in _trajectories_and_turns(returned):
@@ -200,7 +200,7 @@ def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainT
 
 
 def _plain_result(parts: Sequence[Any], item: AgentItem) -> list[PlainTurn] | BadTrajectory:
-    """Return the plain turns of an item, or its error, from the trajectories and turns returned for it."""
+    """Return the plain turns of an item, or its error. `parts` are the trajectories and turns returned for it."""
     whole = [part for part in parts if isinstance(part, AgentTrajectory)]
     try:
         if not parts:
@@ -257,7 +257,6 @@ def _turns_of(part: AgentTrajectory | AgentTrajectoryTurn) -> Sequence[Any]:
 
 
 def _item_key(turn: Any) -> tuple[int, int]:
-    """Return the key of a turn's item."""
     if not isinstance(turn, AgentTrajectoryTurn):
         raise BadTrajectory(f"a trajectory has {_type_name(turn)} among its turns; AgentTrajectoryTurn is expected")
     if not isinstance(turn.item, AgentItem):
@@ -266,12 +265,11 @@ def _item_key(turn: Any) -> tuple[int, int]:
 
 
 def _type_name(value: Any) -> str:
-    """Return the type of a value as words for an error message."""
     return "nothing" if value is None else f"a {type(value).__name__}"
 
 
 def plain_turn(turn: AgentTrajectoryTurn) -> PlainTurn:
-    """Convert a turn to JSON values. Raises BadTrajectory for a response that is not of the session's endpoint."""
+    """Convert a turn to JSON values. Raises BadTrajectory if the response does not come from the session's endpoint."""
     try:
         request = {
             "messages": to_plain(turn.messages),

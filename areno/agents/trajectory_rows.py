@@ -42,7 +42,7 @@ _SHOWN = 60  # characters on either side of a difference
 class RowBuilder:
     """Builds trajectories, with their training rows, from the turns of agents.
 
-    `policy` selects the tokens that are trained. Responses must come from `session`, if it is given. `context` is the
+    `policy` selects the tokens that are trained. If `session` is given, responses must come from it. `context` is the
     largest number of tokens in a row. `prompts` renders messages again, to compare them with the prompts that the model
     read.
     """
@@ -147,7 +147,7 @@ class RowBuilder:
         return np.repeat([text, policy.assistant_tool_calls], [start, len(tokens) - start])
 
     def _first_tool_call(self, tokens: list[int]) -> int:
-        """Return the index of the first token of a tool call, len(tokens) without one."""
+        """Return the index of the first token of a tool call, or len(tokens) if there is no tool call."""
         stream, ends, text = TextStream(self._prompts.tokenizer, frozenset()), [], ""
         for token in tokens:
             text += stream.feed([token])
@@ -181,7 +181,7 @@ class _OpenRow:
     def to_token_row(self, trained_sources: list[int]) -> TokenRow:
         """Return the row as arrays.
 
-        A sampled token is trained if `extend` received True for it, any other token if its `Source` is in
+        A sampled token is trained if `extend` received True for it. Any other token is trained if its `Source` is in
         `trained_sources`. The first token is never trained.
         """
         n_tokens, sources = len(self.tokens), expand_runs(self._sources)
@@ -251,16 +251,17 @@ def train_sequences(
 def needs_scoring(row: TokenRow, sampling: SamplingConfig) -> bool:
     """Return whether trained tokens of a row have no usable log-probability.
 
-    That is so if it was sampled at another temperature than training uses, or if tokens are trained that the model did
-    not sample.
+    That is so if the row was sampled at another temperature than training uses, or if some trained tokens were not
+    sampled.
     """
     return row.temperature != sampling.logprob_temperature or bool((row.trained & ~row.sampled).any())
 
 
 def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, waits: bool = True) -> None:
-    """Warn if rows were sampled at other temperatures (None: several) than training uses.
+    """Warn if rows were sampled at other temperatures than training uses.
 
-    `waits` means that the current weights sampled all rows (rollout.max_head_offpolicyness=0).
+    A row's temperature is None if its tokens were sampled at several. `waits` means that the current weights sampled
+    all rows (rollout.max_head_offpolicyness=0).
     """
     own = sampling.logprob_temperature
     if others := {row.temperature for row in rows} - {own}:
@@ -270,7 +271,7 @@ def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, wai
 
 
 def call_start(parser: ToolCallParser, text: str) -> int:
-    """Return the character index at which the first tool call begins, len(text) without one."""
+    """Return the index of the character at which the first tool call begins, or len(text) if there is none."""
     for index in range(len(text)):
         if not text.startswith(parser.tags, index):
             continue
@@ -280,7 +281,7 @@ def call_start(parser: ToolCallParser, text: str) -> int:
 
 
 def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solutions: Any = None) -> RewardRecord:
-    """Return what reward functions receive. `solutions` None takes those of the item's row."""
+    """Return the record that reward functions receive. If `solutions` is None, those of the item's row are used."""
     written = [
         row.tokens[int(start) : int(end)] for row in trajectory.rows for start, end in _spans_of_true(row.sampled)
     ]

@@ -64,8 +64,8 @@ def _rollout_input(environment: Any, item: AgentItem) -> dict[str, Any]:
 async def _trajectory_of_state(environment: Any, item: AgentItem, state: Mapping[str, Any]) -> AgentTrajectory:
     """Convert the final state of a rollout to a trajectory, with the reward that the environment's rubric computes.
 
-    An exception that ended the rollout early is raised. Raises BadTrajectory if it has no turns, if the rubric has no
-    reward function, or if a reward function compares several samples.
+    If an exception ended the rollout early, it is raised here. Raises BadTrajectory if the rollout has no turns, if the
+    rubric has no reward function, or if a reward function compares several samples.
     """
     error = state["error"]
     if error is not None:

@@ -62,7 +62,7 @@ areno post-trains language models with reinforcement learning.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line of `areno`, without the word `areno`, and return the exit code."""
+    """Run the command `areno` with these arguments, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     known = dict(_names())
     if "_ARGCOMPLETE" in os.environ:
@@ -142,7 +142,7 @@ def _top() -> argparse.ArgumentParser:
 
 
 def _complete() -> None:
-    """Print completions for the command line in COMP_LINE, with which the shell calls through argcomplete, and exit."""
+    """Print completions for the command line that the shell has put into COMP_LINE, and exit. argcomplete does this."""
     import argcomplete
 
     parser = _top()

@@ -66,7 +66,7 @@ def extras() -> dict[str, list[str]]:
 
 
 def required(extra: str = "") -> dict[str, str]:
-    """Return requirement -> installed version, or "" if it does not satisfy, of an extra or of areno itself."""
+    """Return requirement -> installed version, or "" if it is not satisfied, of an extra or of areno itself."""
     from packaging.requirements import Requirement
 
     found = {}

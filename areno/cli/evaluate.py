@@ -193,7 +193,7 @@ def _quoted(text: str) -> str:
 def _evaluation_config(
     of_run: Path | None, model: str, arguments: argparse.Namespace, settings: list[str]
 ) -> tuple[Any, str]:
-    """Compose the settings of the evaluation from those of the run or, if it has no rewards, of the default task."""
+    """Compose the settings of the run or, if it has no rewards, of the default task. Returns (config, algorithm)."""
     from areno.api.algorithms import algorithm_of, get_algorithm
     from areno.config.policy_experiments import PolicyExperimentConfig
     from areno.launch.compose import load, mention_version

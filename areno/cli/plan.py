@@ -305,7 +305,7 @@ def _thousands(n: float) -> str:
 
 
 def _memory_picture(console: Console, found: Forecast) -> None:
-    """Draw the memory of each phase as a bar whose parts are letters, and the memory of the device as a line."""
+    """Draw a bar of letters for the memory of each phase, and a line at the memory of the device."""
     from rich.text import Text
 
     scale = max(found.peak, found.hardware.memory) / _WIDTH

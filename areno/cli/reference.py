@@ -97,7 +97,7 @@ def _recipes(by_recipe: dict[str, Row]) -> str:
 
 
 def _classes(of_recipes: Mapping[str, Any]) -> str:
-    """Return a line with the class of a section, by which a script gives its settings."""
+    """Return a line that names the Python class of a section. If recipes have different classes, it names each."""
     recipes: dict[str, list[str]] = {}
     for recipe, cls in of_recipes.items():
         recipes.setdefault(f"`{cls.__module__}.{cls.__qualname__}`", []).append(recipe)

@@ -1,8 +1,8 @@
-"""The command `areno reproduce`, which makes a base model and its reinforcement learning from nothing, and judges both.
+"""The command `areno reproduce`, which trains a base model from scratch, trains it further by RL, and judges both.
 
-Each reproduction is two runs of files in conf/, and the bands in which their results are expected. A size (`cpu` or
-`gpu`) differs from the other one only in these files: `countdown_base_cpu` and `countdown_cpu` instead of
-`countdown_base` and `countdown`.
+Each reproduction consists of two runs with files in conf/, and of bands for their expected results. The sizes `cpu` and
+`gpu` differ only in these files. `cpu` uses `countdown_base_cpu` and `countdown_cpu` instead of `countdown_base` and
+`countdown`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SOLVED, REWARD = "eval/accuracy", "rollout/rewards_mean"
 
 @dataclass(frozen=True)
 class Bands:
-    """The results that are expected of a reproduction, as (least, most) shares of solved test problems."""
+    """The expected results of a reproduction. Each is a range (least, most) of the share of solved test problems."""
 
     base: tuple[float, float]
     trained: tuple[float, float]
@@ -144,7 +144,7 @@ _FIXED = {
     "experiment_name": "; use --output",
     "cluster.fileroot": "; use --output",
 }
-"""Settings that the user cannot give -> what to do instead."""
+"""Settings that the user cannot set -> what to do instead."""
 
 
 def _setting_problems(settings: Sequence[str]) -> Iterator[Problem]:

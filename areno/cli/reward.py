@@ -118,7 +118,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _with_judge_scores(
     judge: JudgeConfig, records: Sequence[RewardRecord], outcomes: list[RewardOutcome] | None
 ) -> tuple[list[RewardOutcome], float]:
-    """Return the rewards with the scores of a judge at an endpoint, and its seconds. Equal prompts are a group."""
+    """Add a judge's scores to the rewards, if there are any. Return (rewards, seconds). Equal prompts form a group."""
     from areno.scoring.judge import JudgeTask, Judging, add_judged
     from areno.scoring.judge_readers import EndpointReader
 

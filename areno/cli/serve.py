@@ -255,7 +255,7 @@ def _server_limits(arguments: argparse.Namespace) -> ServerLimits:
 
 
 def _page_guard(arguments: argparse.Namespace) -> PageGuard | None:
-    """Return the protection from web pages of a server without a key, which is reachable from this machine alone."""
+    """Return the guard against requests of web pages. It is None for a server with an API key, which needs no guard."""
     from areno.server.access import PageGuard
 
     if arguments.api_key:

@@ -125,7 +125,7 @@ def _algorithm(arguments: argparse.Namespace) -> Algorithm:
 
 
 def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]:
-    """Return setting -> flag, by which errors name it. Those given as key=value are named by key."""
+    """Return setting -> flag, by which errors name a setting. Settings given as key=value are left out."""
     names = {row.key: row.flag.name for row in rows(algorithm.config) if row.flag.name}
     for setting in settings:
         names.pop(setting.lstrip("+~").partition("=")[0], None)

@@ -133,9 +133,9 @@ def overrides(
 ) -> tuple[list[str], list[Problem]]:
     """Translate the flags of a command line into settings. Flags of other algorithms are ignored with a warning.
 
-    `given` has the value of each flag as text, or a bool for a switch. `own_task` says that the user named a task file
-    or a run to resume. A setting without a flag may then have another value than its default, because this function
-    does not read that file or run.
+    `given` has the value of each flag as text, or a bool for a switch. `own_task` means that the user named a task file
+    or a run to resume. This function does not read it, so it cannot assume that settings without a flag have their
+    defaults.
     """
     of_algorithm: dict[str, list[Row]] = {}
     for row in rows(cls):

@@ -21,19 +21,19 @@ REPLACED = ".old-"
 
 
 def atomic_write_folder(final: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder, and rename it to `final`, see `atomic_folder`."""
+    """Call `write` with a temporary folder, then rename the folder to `final`. `atomic_folder` has the details."""
     with atomic_folder(final) as folder:
         write(folder)
 
 
 @contextmanager
 def atomic_folder(final: Path, then: Callable[[], object] = lambda: None) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to `final` at the end. After an error it is removed.
+    """Yield a temporary folder. At the end of the block, rename it to `final`, or remove it after an error.
 
     An existing folder `final` is kept until the new one is in place. If `final` is a link, the folder that it points to
     is replaced. All files in the folder that this process can see are synced to the disk. A process on another machine
-    that writes into the folder must sync its files itself. `then` is called right after the rename. Ctrl-C, SIGTERM and
-    SIGUSR1 are delayed until it has returned. Raises OSError also if another process writes to `final`.
+    that writes into the folder must sync its files itself. `then` is called right after the rename, and Ctrl-C, SIGTERM
+    and SIGUSR1 are delayed until it has returned. Raises OSError if another process is writing to `final`.
     """
     if final.is_symlink():
         final = Path(os.path.realpath(final))
@@ -63,7 +63,7 @@ def atomic_folder(final: Path, then: Callable[[], object] = lambda: None) -> Ite
 
 
 def atomic_remove(folder: Path) -> None:
-    """Remove a folder: after a crash, either the complete folder or nothing has its name."""
+    """Remove a folder. After a crash, the folder is either complete or absent."""
     removed = folder.with_name(f"{UNFINISHED}{folder.name}")
     remove(removed)
     folder.rename(removed)
@@ -72,7 +72,7 @@ def atomic_remove(folder: Path) -> None:
 
 
 def atomic_write_text(path: Path, text: str) -> None:
-    """Write a small text file in UTF-8: after a crash, it has either the new or the old text."""
+    """Write a small text file in UTF-8. After a crash, it has either the old or the new text."""
     unfinished = path.with_name(f"{UNFINISHED}{path.name}")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -106,7 +106,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Delay Ctrl-C, SIGTERM and SIGUSR1 until the end of the block, in the main thread, which alone gets signals."""
+    """Delay Ctrl-C, SIGTERM and SIGUSR1 until the end of the block. Does nothing outside the main thread."""
     received: list[int] = []
     try:
         with signal_handlers(lambda number, _: received.append(number), *SIGNALS):
@@ -117,7 +117,7 @@ def delay_interrupts() -> Iterator[None]:
 
 
 def make_folders(folder: Path, exist_ok: bool = True) -> list[Path]:
-    """Make a folder and its parents, and return the new ones, innermost first. After an error they are removed."""
+    """Make a folder and its missing parents. Returns those made, innermost first. An error removes them again."""
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
@@ -130,7 +130,6 @@ def make_folders(folder: Path, exist_ok: bool = True) -> list[Path]:
 
 
 def remove_empty(folders: list[Path]) -> None:
-    """Remove each folder that is empty, in order."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
@@ -164,7 +163,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the list of entries of a folder, is written to the disk (fsync)."""
+    """Wait until a file is written to the disk (fsync). For a folder, this means the list of names in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -181,7 +180,7 @@ def remove(path: Path) -> None:
 
 
 class BackgroundCall:
-    """Runs one function call at a time in a background thread. Its error is raised once, by the next method."""
+    """Runs one function call at a time in a background thread. If it fails, the next method called raises its error."""
 
     def __init__(self, name: str):
         self._thread = ThreadPoolExecutor(1, name)
@@ -198,7 +197,6 @@ class BackgroundCall:
             work.result()
 
     def close(self) -> None:
-        """Wait for the previous call, and end the thread."""
         try:
             self.wait()
         finally:

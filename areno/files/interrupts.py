@@ -23,14 +23,14 @@ _WITH_VALUE = ("-W", "-X")  # options of Python
 
 
 def begin() -> None:
-    """Let Ctrl-C end this process at once, if it was started as a command of areno, and collect no garbage."""
+    """If this process is a command of areno, let Ctrl-C end it at once, and switch garbage collection off."""
     if is_command(sys.orig_argv[1:]) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_interrupted)
         gc.disable()  # a command would search what it imports, which is no garbage, for a twentieth of its start
 
 
 def end() -> None:
-    """Let Ctrl-C raise a KeyboardInterrupt again, and collect garbage. Commands call this after their imports."""
+    """Undo `begin`: Ctrl-C raises KeyboardInterrupt, garbage is collected. Commands call this after their imports."""
     if signal.getsignal(signal.SIGINT) is _exit_interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.freeze()
@@ -46,7 +46,7 @@ def _exit_interrupted(number: int, frame: object) -> None:
 def is_command(words: list[str]) -> bool:
     """Return whether Python was started with a command module of areno or the script `areno`.
 
-    `words` are sys.orig_argv, since a process that multiprocessing starts has the sys.argv of its parent.
+    `words` are sys.orig_argv[1:], since a process that multiprocessing starts has the sys.argv of its parent.
     """
     while words and words[0].startswith("-"):
         if words[0] == "-m":
@@ -87,7 +87,7 @@ def signal_handlers(handler: Callable[[int, FrameType | None], object], *numbers
 
 @contextmanager
 def reraise_interrupts() -> Iterator[None]:
-    """Raise an interrupt during a block at its end, around a library that may replace it by an error of its own."""
+    """Raise an interrupt again at the end of the block, in case a library replaced it by an error of its own."""
     received: list[int] = []
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: found for number, found in before.items() if callable(found)}
@@ -111,9 +111,9 @@ class Stop:
 
     A second signal interrupts at once, and a delayed signal interrupts after LIMIT_S seconds.
 
-    Signals are delayed only if their handler raises KeyboardInterrupt: Python's handler for Ctrl-C, and `terminate`. So
-    in a script without these handlers SIGTERM still ends the process. Outside the main thread nothing is delayed.
-    `report` gets a message (UTF-8) in the signal handler, where it must not take a lock. None writes it to stderr.
+    A signal is delayed only if its handler raises KeyboardInterrupt, as Python's handler for Ctrl-C and `terminate` do.
+    So in a script without these handlers SIGTERM still ends the process. Outside the main thread nothing is delayed.
+    `report` is called in the signal handler with a message in UTF-8, and must not take a lock. None writes to stderr.
     """
 
     def __init__(self, report: Callable[[bytes], object] | None = None) -> None:

@@ -20,7 +20,7 @@ def root() -> Path:
 
 
 def existing_path(path: str | Path) -> Path | None:
-    """Look a path up in the working directory, then in `root()`. `~` is expanded."""
+    """Return the absolute path in the working directory, else in `root()`, else None. `~` is expanded."""
     path = Path(os.path.expanduser(path))
     for base in (Path.cwd(), root()):
         if os.path.exists(base / path):  # unlike Path.exists, False for a name that is too long
@@ -29,13 +29,13 @@ def existing_path(path: str | Path) -> Path | None:
 
 
 def absolute(folder: str | Path | None) -> Path | None:
-    """Return a folder as an absolute path with `~` expanded. None for None or ""."""
+    """Return a folder as an absolute path with `~` expanded, or None for None or ""."""
     return Path(os.path.expanduser(folder)).absolute() if folder else None
 
 
 @contextmanager
 def model_setting(key: str) -> Iterator[None]:
-    """Make a CheckpointError in the block name the setting `key`.
+    """Make a CheckpointError that is raised in the block name the setting `key`.
 
     The code that reads models raises errors about the setting actor.path. Use this function where the model comes from
     another setting. It replaces actor.path by `key`, and adds `key` to problems that name no setting.
@@ -49,7 +49,7 @@ def model_setting(key: str) -> Iterator[None]:
 
 
 def find_file(path: str | Path, key: str = "") -> Path:
-    """Return `existing_path`. Raises ConfigError, which quotes the setting `key`, if there is no such path."""
+    """Return `existing_path(path)`. Raises a ConfigError about the setting `key` if there is no such path."""
     found = existing_path(path)
     if found is None:
         places = "" if os.path.isabs(os.path.expanduser(path)) else f", neither in {Path.cwd()} nor in {root()}"
@@ -58,12 +58,12 @@ def find_file(path: str | Path, key: str = "") -> Path:
 
 
 def read_if_exists(path: Path) -> bytes | None:
-    """Return the bytes of a file, None if it does not exist. Raises ArenoError if it is not regular or readable."""
+    """Return the bytes of a file, or None if it does not exist. Raises ArenoError if it is not regular or readable."""
     return _read_bytes(path, -1)
 
 
 def read_start(path: Path, n_bytes: int = 4096) -> bytes:
-    """Return the first bytes of a file, none if it does not exist. Raises the errors of `read_if_exists`."""
+    """Return the first bytes of a file, or b"" if it does not exist. Raises the errors of `read_if_exists`."""
     return _read_bytes(path, n_bytes) or b""
 
 
@@ -74,7 +74,7 @@ def _read_bytes(path: Path, n_bytes: int) -> bytes | None:
 
 @contextmanager
 def open_if_exists(path: Path) -> Iterator[BinaryIO | None]:
-    """Open a file for reading, None if it does not exist. Raises ArenoError if it is not a regular, readable file."""
+    """Open a file for reading. Yields None if it does not exist. Raises ArenoError if it is not regular or readable."""
     with ExitStack() as stack:
         try:
             if not stat.S_ISREG(mode := path.stat().st_mode) and not stat.S_ISDIR(mode):
@@ -91,7 +91,7 @@ def open_if_exists(path: Path) -> Iterator[BinaryIO | None]:
 
 
 def list_folder(folder: Path) -> list[str]:
-    """Return the names in a folder, none if it does not exist. Raises ArenoError if it cannot be read."""
+    """Return the names in a folder, or [] if it does not exist. Raises ArenoError if it cannot be read."""
     try:
         return os.listdir(folder)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Read YAML files of users and of other machines, after a check that they are small.
 
-A few lines of YAML can stand for billions of values, since an alias repeats a part of the file. The check counts the
-values with all aliases expanded, but constructs none of them, so its time is linear in the length of the text.
+A few lines of YAML can stand for billions of values, because each alias repeats a value of the file. The check counts
+the values with all aliases expanded, but constructs none of them, so its time is linear in the length of the text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class YamlFault(ValueError):
 
 
 def plain_yaml(path: Path) -> Any:
-    """Read a YAML file as dictionaries, lists and scalars, None if it does not exist or is empty.
+    """Read a YAML file as dictionaries, lists and scalars. Returns None if it does not exist or is empty.
 
     Numbers are read as Hydra reads them, so 1e-6 is a float. Interpolations (`${...}`) are not resolved and stay text.
     """
@@ -72,7 +72,7 @@ def describe_error(error: BaseException) -> str:
 
 @dataclass
 class _NodeSize:
-    """The size of a scalar, a collection or the whole file, with aliases expanded."""
+    """The size of a value with its aliases expanded."""
 
     anchor: str | None
     values: int = 1
@@ -80,7 +80,7 @@ class _NodeSize:
 
 
 def _check_events(text: str, loader: Any) -> None:
-    """Raise YamlFault for too many values, too deep nesting, or a wrong alias."""
+    """Raise YamlFault if a text has too many values, too deep nesting, or a wrong alias."""
     named: dict[str, _NodeSize] = {}
     outer = [_NodeSize(None)]  # the file, and the collections that are open
     total = 0
@@ -109,7 +109,7 @@ def _check_events(text: str, loader: Any) -> None:
 
 
 def _aliased_size(event: Any, named: Mapping[str, _NodeSize], outer: Sequence[_NodeSize]) -> _NodeSize:
-    """Return the part that an alias repeats. It must be complete before. `outer` contain the alias."""
+    """Return the size of the value that an alias repeats. The value must be complete, so not in `outer`."""
     if event.anchor in named:
         return named[event.anchor]
     within = any(part.anchor == event.anchor for part in outer)
@@ -126,7 +126,7 @@ def _check_size(event: Any, total: int, levels: int) -> None:
 
 
 def _check_scalar(event: Any) -> None:
-    """Raise YamlFault for text that is not valid Unicode or too long for the readers of numbers and ${...}."""
+    """Raise YamlFault if a scalar is not valid Unicode, or is too long to be parsed as a number or ${...}."""
     size, line = len(event.value), event.start_mark.line + 1
     try:
         event.value.encode()

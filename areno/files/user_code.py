@@ -40,7 +40,7 @@ def resolve_spec(spec: str, default: str, key: str) -> str:
 
 
 def load_function(file: str, name: str, key: str) -> Callable[..., Any]:
-    """Return a function of a file, see `load_module` and `function_of`."""
+    """Import a file, and return its function `name`. Raises ConfigError if the import fails or `function_of` does."""
     return function_of(load_module(file, key), name, file, key)
 
 
@@ -66,7 +66,7 @@ def load_module(file: str, key: str) -> ModuleType:
 
 
 def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[..., Any]:
-    """Return a function. Raises ConfigError if the module lacks it, or imports it beside functions of its own."""
+    """Return a function. Raises ConfigError if the file lacks it, or imports it from a package but defines others."""
     function, own = getattr(module, name, None), _own_functions(module)
     if callable(function) and own and _is_imported(module, name):
         text = f"{name} in {file} is imported from {function.__module__}, and {file} defines {', '.join(own)}"
@@ -80,7 +80,7 @@ def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[
 
 
 def own_name(module: ModuleType, name: str) -> str:
-    """Return `name`, or the only function that the file defines, if the file imports `name` from a package."""
+    """Return `name`. If `name` is imported from a package and the file defines one function, return that one's name."""
     own = _own_functions(module)
     return own[0] if len(own) == 1 and _is_imported(module, name) else name
 
@@ -91,7 +91,7 @@ def _own_functions(module: ModuleType) -> list[str]:
 
 
 def _is_imported(module: ModuleType, name: str) -> bool:
-    """Return whether a file imports a function from an installed package, under its own name, and so as a tool."""
+    """Return whether `name` comes from an installed package and was not renamed, so that it is probably a helper."""
     function = getattr(module, name, None)
     home = getattr(function, "__module__", None) or ""
     source = getattr(sys.modules.get(home), "__file__", None) or ""
@@ -101,7 +101,7 @@ def _is_imported(module: ModuleType, name: str) -> bool:
 
 
 def _check_file(path: Path, shown: str, key: str) -> None:
-    """Raise ConfigError, which shows the path as `shown`, unless it is a file with valid Python."""
+    """Raise ConfigError unless `path` is a file with valid Python. The message calls the file `shown`."""
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
         raise ConfigError(Problem(key, f"there is no file {shown} (looked for {path})"))
     try:
@@ -118,7 +118,7 @@ def _check_file(path: Path, shown: str, key: str) -> None:
 def describe_error(error: BaseException, path: Path | None = None) -> str:
     """Describe an error in one printable line, such as `ValueError: text (reward.py:12)`.
 
-    The line is that in the file `path` if it is in the traceback, else the innermost one.
+    The line number is that of the innermost call in the file `path`, or of the innermost call if there is none.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if path is not None:

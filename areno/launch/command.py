@@ -3,8 +3,8 @@
 compose.py makes a configuration from the arguments, help.py writes the help text, and this module starts the runs.
 
 Exit codes: 0 done, 1 a run failed, 2 the command line or the configuration is wrong, 130 interrupted, 143 terminated
-(SIGTERM, SIGUSR1). When a run of a sweep fails, the other runs still go ahead, and the exit code is 1 at the end.
-The first combination of a sweep is checked before anything is written.
+(SIGTERM, SIGUSR1). When a run of a sweep fails, the other runs still go ahead, and the exit code is 1 at the end. The
+first combination of a sweep is checked before anything is written.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run_recipe(module: str) -> NoReturn:
 
 
 def run_algorithm(algorithm: Algorithm) -> NoReturn:
-    """Run an algorithm with the arguments of this process, and end it: the last line of a script that defines one."""
+    """Run an algorithm with this process's arguments, then end the process: the last call of a script with one."""
     algorithm = replace(algorithm, file=Path(sys.argv[0]).absolute())
     sys.exit(run(algorithm, f"python {sys.argv[0]}", sys.argv[1:]))
 
@@ -66,10 +66,11 @@ def run(
     greet: bool = True,
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Print help or a configuration, or start or resume runs, as the arguments say, and return the exit code.
+    """Do what the arguments say: print help or a configuration, or start or resume runs. Returns the exit code.
 
     With `greet`, a line is printed at once if stderr is a terminal, because imports take seconds. `names` maps settings
-    to flags, which errors quote. SystemExit is raised after a single run has failed or the options are wrong.
+    to the flags that errors name instead. SystemExit is raised after a single run has failed or if the options are
+    wrong.
     """
     args = _parse(command, arguments)
     try:
@@ -323,7 +324,7 @@ def _run_side_by_side(
 
 
 def _run_job(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) -> tuple[float | None, str]:
-    """Return (objective, ""), or (None, reason) if the job fails. SystemExit would end the whole sweep."""
+    """Run a job. Return (objective, ""), or (None, reason) in place of SystemExit, which would end the whole sweep."""
     try:
         return _run(algorithm, command, job, folder), ""
     except SystemExit as error:
@@ -336,8 +337,8 @@ def _run_job(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) ->
 def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explicit: bool = False) -> float:
     """Run one job and return its objective.
 
-    If the job fails, its error is printed, and SystemExit is raised, which Hydra does not print again. For a job of a
-    sweep, `folder` is that of the sweep. `explicit` says that the user named the run with --resume.
+    If the job fails, print its error and raise SystemExit, which Hydra does not print again. For a job of a sweep,
+    `folder` is the sweep's folder. `explicit` means that the user named the run with --resume.
     """
     from areno.run import resume
     from areno.tracking.run_log import RunLog
@@ -383,9 +384,9 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
 
 
 def _choose_tuned_settings(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextlib.ExitStack) -> None:
-    """Choose settings of a new run by a trial if `tune.enabled` is set, and write them into its folder.
+    """If `tune.enabled` is set, choose settings of a new run by trials, and write them into its folder.
 
-    `logs` receives the log of the trials, which stays open until the log of the run has its lines.
+    The log of the trials is entered into `logs`, so that it stays open until the log of the run is.
     """
     if not (isinstance(config, PolicyExperimentConfig) and config.tune.enabled):
         return
@@ -432,7 +433,7 @@ def _print_debug_traceback(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def mention_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iterator[None]:
-    """Extend a ConfigError in the `with` block by a note if the task file is meant for other recipes."""
+    """Add a note to a ConfigError in the `with` block if the task file is meant for other recipes."""
     try:
         yield
     except ConfigError as error:

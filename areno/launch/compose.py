@@ -3,9 +3,9 @@
 The result is a plain dictionary and a list of all problems that were found. Modules outside of areno/launch do not use
 Hydra.
 
-Hydra's ConfigStore holds the defaults of the recipe's dataclass under the name `recipe`, without types, so that
-Hydra does not stop at the first wrong key or value. For the same reason, values of the command line are added by
-force (`++key=value`). `areno.schema.build` then checks all values at once.
+Hydra's ConfigStore holds the defaults of the recipe's dataclass under the name `recipe`, without types, so that Hydra
+does not stop at the first wrong key or value. For the same reason, values of the command line are added by force
+(`++key=value`). `areno.schema.build` then checks all values at once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Composition:
     def build(self, cls: type[T], sources: bool = True) -> T:
         """Check all values and construct the configuration. The ConfigError lists all problems.
 
-        With `sources`, the settings must name rows and a reward. Without, a script may pass them to a trainer.
+        With `sources`, the settings must name a dataset and a reward. Otherwise a script may pass them to a trainer.
         """
 
         def hint_of(key: str) -> str:
@@ -146,7 +146,7 @@ def load(
     config_dir: Path | None = None,
     sources: bool = False,
 ) -> T:
-    """Compose and check the configuration of a task. See `Composition.build` for `sources`."""
+    """Compose and check the configuration of a task. With `sources`, it must name a dataset and a reward."""
     with HydraSession(cls, config_name, overrides or [], config_dir=config_dir) as session:
         composition = session.compose()
     return composition.build(cls, sources)
@@ -154,7 +154,7 @@ def load(
 
 @contextmanager
 def mention_version(folder: Path) -> Iterator[None]:
-    """Extend a ConfigError by the version of areno with which a run was written, if it is another one."""
+    """Add a note to a ConfigError in the block if another version of areno has written the run."""
     try:
         yield
     except ConfigError as error:
@@ -167,7 +167,7 @@ def mention_version(folder: Path) -> Iterator[None]:
 
 
 def to_yaml(data: dict[Any, Any]) -> str:
-    """Convert values, with interpolations such as "${seed}", to YAML text that Hydra reads as the same values."""
+    """Convert values to YAML text that Hydra reads as the same values. Interpolations such as "${seed}" are kept."""
     # OmegaConf.to_yaml needs a DictConfig, which takes longer to construct than the text.
     dumper = get_omega_conf_dumper()
     return yaml.dump(data, default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=dumper)
@@ -176,8 +176,8 @@ def to_yaml(data: dict[Any, Any]) -> str:
 class HydraSession(AbstractContextManager["HydraSession"]):
     """Hydra, set up for one configuration class and one command line. Composes configurations, starts runs and sweeps.
 
-    The override `hydra.mode=MULTIRUN` starts a sweep, as `multirun` does. `names` maps settings to flags, which errors
-    quote.
+    The override `hydra.mode=MULTIRUN` starts a sweep, as `multirun` does. `names` maps settings to the flags that
+    errors name instead.
     """
 
     def __init__(
@@ -287,10 +287,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             raise ConfigError(describe_error(error)) from error
 
     def _take_n_jobs(self, config: DictConfig) -> Iterator[Problem]:
-        """Copy hydra.launcher.n_jobs to `self.n_jobs`, the number of runs at the same time.
-
-        Yield what is wrong with it.
-        """
+        """Copy hydra.launcher.n_jobs, the number of runs at the same time, to `self.n_jobs`. Yield problems with it."""
         launcher = config.hydra.launcher
         if not isinstance(launcher, DictConfig):
             yield Problem("hydra.launcher", f"is {launcher!r}; a section is expected")
@@ -345,7 +342,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                 )
 
     def _run_dir(self, fileroot: str, experiment: str, trial: str | None) -> str:
-        """Return <fileroot>/<experiment>/<trial>, or the start time as trial, the same for all runs of a sweep."""
+        """Return <fileroot>/<experiment>/<trial>.
+
+        If `trial` is None, take the start time, equal for all runs of a sweep.
+        """
         folder = Path(os.path.expanduser(fileroot)) / str(experiment)
         if trial is not None:
             return str(folder / str(trial))
@@ -353,7 +353,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return str(folder / self._time_name)
 
     def rename(self, run_dir: Path) -> Path:
-        """Choose another name for a folder that is named by the start time, because the name is taken."""
+        """Return another name for a folder that is named after the start time, because its name is taken."""
         self._time_name = f"{self._started}-{next(self._counts)}"
         self.named_by_time.add(renamed := run_dir.with_name(self._time_name))
         return renamed
@@ -445,7 +445,10 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             line.add(forced, sample)
 
     def _to_composition(self, config: DictConfig, problems: list[Problem]) -> Composition:
-        """Convert the configuration that Hydra composed. The result has `problems` and those of the conversion."""
+        """Convert the configuration that Hydra composed.
+
+        The conversion's problems are added to `problems` in the result.
+        """
         found = list(problems)
         raw = OmegaConf.to_container(config)
         assert isinstance(raw, dict)
@@ -473,7 +476,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return Composition(data, raw, found, variant, given=given, files=files)
 
     def _overrides_without_effect(self, group: str) -> Iterator[Problem]:
-        """Yield a problem for each override in a section that is null, or that is used only together with it."""
+        """Yield a problem for each override in the null section `group`, or in a section that is only used with it."""
         line, choices = self._command_line, HydraConfig.get().runtime.choices
         sections = {group, *dependents(self.cls, group)}
         chosen = [name for name in line.chosen if name in sections and choices[name] != "null"]

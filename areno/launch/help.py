@@ -89,7 +89,7 @@ def files(title: str, files: dict[str, Path]) -> str:
 
 
 def columns(title: str, lines: dict[str, str]) -> str:
-    """Return a title and a line for each name with its description. Long descriptions go on in further lines."""
+    """Return a title, and a line for each name with its description. Long descriptions are wrapped."""
     if not lines:
         return ""
     width = max(map(len, lines))

@@ -144,7 +144,7 @@ NOT_HERE = {
     **_texts_by_key((*_MODELS, "rollout", "saver", "evaluator", "recover", "stats_logger", "perf_tracer"), _OF_FILES),
     **_OF_SERVICES,
 }
-"""Dotted key -> the end of the message. `key=value` stands for a value that the setting does not take."""
+"""Dotted key -> hint. The key may be `key=value`, for a value that the setting does not accept."""
 
 
 def hint(
@@ -153,10 +153,11 @@ def hint(
     cls: type[Section] | None = None,
     value_of: Callable[[str], Any] = lambda key: None,
 ) -> str:
-    """Return a hint, beginning with "; ", that an error about an unknown setting ends with. "" if there is none.
+    """Return a hint to append to an error about an unknown setting. It begins with "; ", or is "" if there is none.
 
-    `key` is `key=value` for a known setting that does not accept this value. `variant` is (name, file) of the choice
-    `variant=name`. A hint names settings of the algorithm `cls`, or of any.
+    `key` may be `key=value`, for a known setting that does not accept this value. `variant` is (name, file) of the
+    choice `variant=name`. If `cls` is given, the hint names only settings of this algorithm. `value_of` returns a
+    setting's value.
     """
     here = _keys(cls) if cls is not None else all_keys()
     section, _, name = key.partition(".")
@@ -186,7 +187,7 @@ def hint(
 
 
 def counterparts(key: str) -> tuple[str, ...]:
-    """Return the settings that have the meaning of a name in another tool. Empty for an unknown name."""
+    """Return our settings that correspond to a name in another tool. Empty for an unknown name."""
     name = key.removeprefix("actor_rollout_ref.")
     section, _, inner = name.partition(".")
     plain = inner if section in ("actor", f"{section}.optimizer") else name.removeprefix("actor.optimizer.")
@@ -194,7 +195,7 @@ def counterparts(key: str) -> tuple[str, ...]:
 
 
 def _areal_layout(backend: Any) -> str:
-    """Return the settings of devices for a backend of AReaL, such as fsdp:d4t2. "" if there are none."""
+    """Return our settings that correspond to a backend string of AReaL, such as fsdp:d4t2, or ""."""
     runs = ["".join(run) for _, run in itertools.groupby(str(backend).partition(":")[2], str.isdigit)]
     if not runs or len(runs) % 2 or not all(size.isdigit() for size in runs[1::2]):
         return ""
@@ -207,7 +208,7 @@ def _areal_layout(backend: Any) -> str:
 
 
 def _applies_to_algorithm(text: str, here: frozenset[str]) -> bool:
-    """Return whether an algorithm has a setting that a hint names, or the hint names none."""
+    """Return whether a hint names no setting, or at least one of `here`, the settings of an algorithm."""
     words = "".join(letter if letter.isalnum() or letter in "._" else " " for letter in text).split()
     named = [key for key in words if key in all_keys()]
     return not named or any(key in here for key in named)
@@ -220,7 +221,6 @@ def _keys(cls: type[Section]) -> frozenset[str]:
 
 @cache
 def _keys_of(algorithm: str) -> frozenset[str]:
-    """Return the settings of an algorithm. Empty for one that cannot be imported."""
     with suppress(Exception):  # the message is about the user's key, and not about a package that is broken
         return _keys(get_algorithm(algorithm).config)
     return frozenset()

@@ -138,7 +138,7 @@ def checked_files(cls: type[Section], name: str, problems: list[Problem], keys: 
 
 
 def renamed_keys(cls: type[Section], config: DictConfig, section: str, problems: list[Problem]) -> DictConfig:
-    """Give renamed settings of a file their current names. Without any, this is the object `config` itself.
+    """Return the settings of a file under their current names. Without renamed settings, this is `config` itself.
 
     `section` is the dotted key of the section that the file fills. `problems` receives settings given under both names.
     """

@@ -1,7 +1,7 @@
 """The names that TRL, transformers, verl and AReaL have for our settings. The pages of docs/coming_from say the same.
 
 A name is written as in the other tool: plain for the arguments of TRL and transformers, dotted for the files of verl
-and AReaL. Of several settings, those that the algorithm has are named.
+and AReaL. If a name has several settings, hints show those that the algorithm has.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ EQUAL = {
     },
     "critic.dtype": "actor.dtype",
 }
-"""A name in another tool -> our setting. Where both have the same value, the name asks for nothing more."""
+"""Name in another tool -> our setting. If both have the same value, the name can be ignored."""
 
 HOLDS: dict[str, tuple[object, ...]] = {
     **{
@@ -280,7 +280,7 @@ HOLDS: dict[str, tuple[object, ...]] = {
     "sglang.skip_tokenizer_init": (True,),
     "vllm.skip_tokenizer_init": (True,),
 }
-"""Name in another tool -> values that always hold here."""
+"""Name in another tool -> values that are always true of areno, so that the name can be ignored."""
 
 PARTS = {
     *(f"{section}.{name}" for section in _SECTIONS[:4] for name in ("scheduling_spec", "scheduling_strategy")),
@@ -292,4 +292,4 @@ PARTS = {
     *("rollout.request_retries", "rollout.pause_grace_period", "rollout.lora_name", "gconfig.lora_name"),
     *("eval_gconfig.lora_name", "train_dataset.num_dataset_workers", "valid_dataset.num_dataset_workers"),
 }
-"""Names of servers, processes and loaders that areno has not, and that change no result. They are left out."""
+"""Settings of servers, processes and loaders that areno does not have. They change no result and are ignored."""

@@ -146,7 +146,7 @@ class SideBySide:
         self._is_stopping = False
 
     def start(self, number: int, work: Work, began: Callable[[], None], ended: Callable[..., None]) -> Future[float]:
-        """Wait until another run may be in progress, then start the picklable `work` in a new process.
+        """Wait until a share of devices and threads is free, then start the picklable `work` in a new process.
 
         `began` is called after the wait. `ended` is called with (objective or None, reason of a failure) when the run
         ends, from any thread, but not from two threads at once. The Future raises JobFailed if the run fails.
@@ -271,7 +271,6 @@ def _terminate_after(parent: Any) -> None:
 
 
 def _output_lines(output: Any, sentinel: Any) -> Iterator[str]:
-    """Yield the lines that a run writes until its process ends."""
     rest = b""
     # What the run has started may hold its output open when it has ended.
     while output in connection.wait([output, sentinel]) and (chunk := os.read(output.fileno(), _MAX_LINE_BYTES)):

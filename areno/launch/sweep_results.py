@@ -22,8 +22,6 @@ _MAX_NAME_CHARS = 200  # characters of a folder's name
 
 @dataclass
 class Outcome:
-    """The result of one run."""
-
     number: int
     overrides: dict[str, str]
     objective: float | None  # None if the run failed
@@ -49,11 +47,11 @@ def title_of_overrides(overrides: Mapping[str, str]) -> str:
 
 
 Result = tuple[str, float, float | None]
-"""Title of a setting, its result, and the standard deviation over seeds. None for a single run."""
+"""(title of a setting, result, standard deviation over seeds or None for a single run)."""
 
 
 def describe_lead(first: Result, second: Result) -> tuple[str, bool]:
-    """Describe how the best setting leads the second best. True if the lead is inside the spread over seeds."""
+    """Describe the lead of the best setting over the second best. True if it is within the spread over seeds."""
     lead = abs(first[1] - second[1])
     if lead == 0:
         return f"Equal to {second[0]}.", True
@@ -207,10 +205,7 @@ class Sweep:
         return text.getvalue()
 
     def _link_events(self) -> None:
-        """Link `tensorboard/<number overrides>` to the event files of each run.
-
-        TensorBoard shows the name of the link.
-        """
+        """Link `tensorboard/<number overrides>` to each run's event files. TensorBoard shows the link's name."""
         folder = self.folder / "tensorboard"
         links = {self._link_name(one): one.folder / "tensorboard" for one in self.outcomes}
         links = {name: events for name, events in links.items() if events.is_dir()}

@@ -1,7 +1,7 @@
-"""Settings that ask for nothing. They are left out, so that the configuration is the one without them.
+"""Removal of settings that have no effect, so that files written for other tools can be used.
 
-Files of other tools name what is off: when to write states that are not written, the estimator of a KL that is 0, the
-name of the run in each section. A contradiction is still an error, unless the file itself says that the feature is off.
+Such files set options of features that are off: when to write states that are not written, the estimator of a KL whose
+weight is 0. A contradiction is still an error, unless the file itself says that the feature is off.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ _AS_DEFAULT: dict[str, tuple[object, ...]] = {
     "scheduler.type": (None,),
     "tokenizer_path": ("",),
 }
-"""Setting -> values that other tools have for our default."""
+"""Setting -> values in other tools that mean our default."""
 
 
 def remove_unused(
     cls: type[Section], data: dict[str, Any], *copies: dict[Any, Any], asked: Collection[str] = ()
 ) -> list[Problem]:
-    """Remove the settings that ask for nothing, and log the parts of another tool that areno does not have.
+    """Remove the settings that have no effect from `data`, and log the features of other tools that areno lacks.
 
-    `copies` are the same settings in other forms. Sections in `asked`, by the command line, stay if areno has no such
-    section here. Returns a problem for each setting in a section of another tool that has another name here.
+    The settings are also removed from `copies`, other forms of `data`. Unknown sections in `asked` are kept, because
+    the command line chose them. Returns a problem for each setting in a section of another tool that has another name
+    here.
     """
     known, whole = {row.key for row in rows(cls)} | earlier_names(cls).keys(), with_defaults(cls, data)
     parts, problems = list[str](), list[Problem]()
@@ -76,7 +77,7 @@ def _warn_of_parts(names: str) -> None:
 
 
 def _unknown(data: Mapping[str, Any], known: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of each unknown setting, those inside of an unknown section first."""
+    """Yield (key, value) of each unknown setting. The settings in an unknown section come first."""
     for name, value in data.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key not in PARTS:
@@ -86,7 +87,7 @@ def _unknown(data: Mapping[str, Any], known: Collection[str], prefix: str = "") 
 
 
 def _has_no_effect(key: str, value: Any, whole: Mapping[str, Any]) -> bool:
-    """Return whether a name of another tool has a value that is off here, or is that of our setting."""
+    """Return whether another tool's setting is off, or has the value that areno uses anyway."""
     section, _, name = key.partition(".")
     ours = EQUAL.get(key) or (f"actor.{name}" if section in ("ref", "critic") else "")
     if any(_equal_with_type(value, each) for each in HOLDS.get(key, ())) or (
@@ -118,7 +119,7 @@ def _drop_key(key: str, *forms: dict[str, Any]) -> None:
 
 
 def is_idle(problem: Unused, data: Mapping[str, Any], files: Collection[Collection[str]]) -> bool:
-    """Return whether a setting without effect is off, or the same file says that the other setting is off."""
+    """Return whether a setting without effect is off, or the file that sets it also turns off the feature it is for."""
     if _is_off(value_at(data, problem.key)):
         return True
     own = [keys for keys in files if problem.other in keys]

@@ -49,7 +49,7 @@ _COUNTS = ("tokens/s", "tokens", "samples", "prompts", "updates")
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of a scalar, such as "tokens". For an unknown one, the last part of its name in words."""
+    """Return the unit of a scalar, such as "tokens". If it is unknown, return the last part of the scalar's name."""
     for unit, patterns in _UNITS.items():
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             return unit
@@ -57,7 +57,7 @@ def unit_of(name: str) -> str:
 
 
 def is_count(unit: str) -> bool:
-    """Return whether values in a unit are counts, which are shown as 15k, for example."""
+    """Return whether values in a unit are counts, such as tokens. Counts are shown in a short form, such as 15k."""
     return unit in _COUNTS
 
 
@@ -118,7 +118,7 @@ _PEAKS, _WHOLE_PEAK = "memory/", "train/memory_gib"
 
 
 def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
-    """Group recorded scalars into charts, and charts under headings, in the order of the page.
+    """Group recorded scalars into charts. Returns heading -> charts, in the order of the page.
 
     Each scalar without a predefined chart gets its own chart under the heading "More". For one run, one chart stacks
     the durations of the phases of a step, and one chart has the peak of memory in each phase. For several runs, these

@@ -34,9 +34,9 @@ _INDEX = ("reward", "advantage", "response_tokens", "finish_reason", "status")
 def page_contents(runs: Sequence[RunReader]) -> dict[str, Any]:
     """Collect all data that the page shows.
 
-    The compressed samples of all runs take at most SAMPLE_BYTES. "headlines" has for each main scalar and run [first
-    value, best value, last value, step of the best value], or None. "constant" has the scalars that never change in any
-    run and have no chart. "differences" has the settings, algorithms and scripts that differ.
+    The compressed samples of all runs take at most SAMPLE_BYTES. "headlines" has, for each main scalar and each run,
+    [first value, best value, last value, step of the best value] or None. "constant" has the scalars that have no chart
+    because they never change in any run. "differences" has the settings, algorithms and scripts that differ.
     """
     names = run_names(runs)
     metrics = [run.curves() for run in runs]
@@ -82,9 +82,10 @@ def _title(runs: Sequence[RunReader]) -> str:
 
 
 def _charts_and_constants(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
-    """Return heading -> charts, and the scalars with the same value in all steps of all runs, which get no chart.
+    """Return heading -> charts, and the constant scalars without a chart: name -> value.
 
-    A constant scalar stays in a predefined chart. The loss of a policy is constant, too, if it is 0 up to rounding.
+    A scalar is constant if it has the same value in all steps of all runs. A predefined chart shows it nevertheless.
+    The loss of a policy also counts as constant if it is 0 up to rounding.
     """
     values: dict[str, list[float]] = {}
     for of_run in metrics:
@@ -102,7 +103,7 @@ def _charts_and_constants(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict
 
 
 def _headlines(metrics: Sequence[Mapping[str, Series]]) -> list[dict[str, Any]]:
-    """Return a dictionary for each main scalar that a run has recorded, see `page_contents`."""
+    """Return the "headlines" of `page_contents`, for each main scalar that a run has recorded."""
     found = [headlines(of_run) for of_run in metrics]
     rows = []
     for name, (title, _) in NAMES.items():
@@ -121,10 +122,9 @@ def _json_series(steps: Sequence[int], values: Sequence[float]) -> list[list[Any
 def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
     """Return the samples of a run as gzipped JSON in base64, in at most `most_bytes`.
 
-    Of a long run, about MAX_STEPS steps at equal distances are read. If their samples do not fit, the per-token values
-    are left out first. Then whole steps are left out at equal distances. The first and the last step always stay.
-    "index" has a row for each sample, as the table of samples shows it, and "left_out" says in a sentence what did not
-    fit.
+    For a long run, about MAX_STEPS evenly spaced steps are read. If their samples do not fit, the per-token values are
+    left out first, then whole steps at even distances. The first and the last step always stay. "index" has a row for
+    each sample, for the table of samples. "left_out" is a sentence about what did not fit.
     """
     all_steps = run.sampled_steps()
     if not all_steps:
@@ -159,7 +159,7 @@ def _total(sizes: Mapping[int, int], steps: Sequence[int]) -> int:
 
 
 def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> list[int]:
-    """Choose as many steps as fit, at equal distances, always with the first and the last step, or none."""
+    """Choose as many evenly spaced steps as fit, always with the first and the last step. [] if not even these fit."""
     for stride in range(1, len(steps) + 1):
         kept = [*steps[:-1:stride], steps[-1]]
         if _total(sizes, kept) <= most_bytes:
@@ -170,8 +170,7 @@ def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> 
 def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
     """Return the values that the table of samples shows for one sample.
 
-    For a sample without a task, the end of the prompt takes its place, because few-shot examples come before the
-    question.
+    If the sample has no task, the end of its prompt is shown, because few-shot examples come before the question.
     """
     task = task_of(sample)
     return [
@@ -224,7 +223,7 @@ _SCRIPTS = ("elements", "summary", "curves", "samples", "settings", "printing", 
 
 
 def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
-    """Write the report of runs to an HTML file, which is replaced, and return its path."""
+    """Write the report of runs to an HTML file, and return its path. An existing file is replaced."""
     if not runs:
         raise ArenoError("a report needs the folder of at least one run")
     page = render(page_contents([RunReader(run) for run in dict.fromkeys(map(str, runs))]))

@@ -10,7 +10,7 @@ _LEFT, _TOP, _WIDTH, _HEIGHT = 50, 40, 700, 300
 
 
 def svg(title: str, steps: Sequence[int], curves: Mapping[str, Sequence[float]]) -> str:
-    """Return an SVG picture of up to four curves by name, each with its mean over nine steps as a thick line."""
+    """Return an SVG picture of up to four curves by name. A thick line shows each curve's mean over nine steps."""
     most_x, most_y = max(steps), max(0.1, *(value for values in curves.values() for value in values))
 
     def points(values: Sequence[float]) -> str:
@@ -50,6 +50,6 @@ def _axes(most_x: float, most_y: float) -> list[str]:
 
 
 def smoothed(values: Sequence[float], reach: int = 4) -> list[float]:
-    """Return the mean of each value and its `reach` neighbours on each side."""
+    """Return the mean of each value with up to `reach` neighbours on each side."""
     windows = (values[max(0, index - reach) : index + reach + 1] for index in range(len(values)))
     return [sum(window) / len(window) for window in windows]

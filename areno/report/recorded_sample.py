@@ -20,7 +20,7 @@ _MOST = 2**31  # limit of token ids, weight versions and lengths
 
 
 def check_sample(sample: Mapping[str, Any], number: int) -> None:
-    """Raise ArenoError if a field of a recorded sample that areno reads has another type or length than expected."""
+    """Raise ArenoError if a field that areno reads from a recorded sample has a wrong type or length."""
     _check_fields(sample, _FIELD_TYPES, f"sample {number}")
     trajectory = sample.get("trajectory")
     if trajectory is None:
@@ -110,7 +110,7 @@ class RecordedRow:
 
 
 def recorded_row(sample: Mapping[str, Any], tokenizer: Any, number: int = 0) -> RecordedRow:
-    """Return the row of tokens of a checked sample. `number` is the index of the row in an agent's trajectory."""
+    """Return the row of tokens of a checked sample. `number` is the index of a row in an agent's trajectory."""
     if sample.get("trajectory") is not None:
         return _row_of_agent(sample, number)
     if number:
@@ -191,9 +191,9 @@ def _note_length(missing: list[str], what: str, found: int, recorded: int | None
 
 
 def _fill_at(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[float | None] | None) -> None:
-    """Write values, one for each True in the mask `places`, into the array `name` of a row, None as NaN.
+    """Write values into the array `name` of a row, one at each True in the mask `places`. None becomes NaN.
 
-    If their number differs, add a description to `row.missing` instead.
+    If the number of values differs, add a description to `row.missing` instead.
     """
     if values is None:
         return
@@ -204,7 +204,7 @@ def _fill_at(row: RecordedRow, places: np.ndarray, name: str, values: Sequence[f
 
 
 def _version_bounds(versions: Any) -> tuple[int, int] | None:
-    """Return the oldest and the newest of one version for each token, or of [version, number of tokens] pairs."""
+    """Return (oldest, newest) of the versions. They are one for each token, or pairs [version, number of tokens]."""
     if not versions:
         return None
     plain = [version[0] if isinstance(version, list) else version for version in versions]

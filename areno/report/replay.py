@@ -39,9 +39,9 @@ def attribute_loss(
 
     A policy loss is linear in the token weights (`DataPack.weights`). So the contribution of a token is the derivative
     of the loss with respect to its weight, times the weight. The contributions, float32 (n,), add up to the policy term
-    of the loss. They are None if the loss does not use token weights. The gradient of the loss with respect to each
-    log-probability, float32 (n,), is negative if training makes the token more likely, and 0 if the token is clipped or
-    not trained.
+    of the loss. They are None if the loss does not use token weights. The gradient with respect to the
+    log-probabilities, float32 (n,), is negative for tokens that training makes more likely, and 0 for tokens that are
+    clipped or not trained.
     """
     pack, given = pack_of([row]), torch.tensor(logprobs, dtype=torch.float32, requires_grad=True)
     weights = torch.ones_like(given) if pack.weights is None else pack.weights.clone()
@@ -88,7 +88,7 @@ class Replay:
 def replay(
     run: RunReader, step: int, number: int, *, checkpoint: str | None = None, row: int = 0, device: str = "auto"
 ) -> Replay:
-    """Recompute sample `number` of a training step under a checkpoint, see `choose_checkpoint`.
+    """Recompute sample `number` of a training step under the checkpoint that `choose_checkpoint` returns.
 
     `row` is the index of the training row of an agent's sample.
     """
@@ -130,10 +130,10 @@ def replay(
 
 
 def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Path, int | None]:
-    """Return (folder, step) of `wanted`: a step of the run, `latest`, `best`, or a folder.
+    """Return (folder, step) of the checkpoint `wanted`: a step of the run, `latest`, `best`, or a folder.
 
-    None takes the checkpoint whose step is nearest to `step` - 1, because the weights after that step sampled the
-    sample. The step is 0 for the model that the run began with, and None for a folder outside of the run.
+    If `wanted` is None, choose the checkpoint whose step is nearest to `step` - 1, because the weights after that step
+    sampled the sample. The returned step is 0 for the initial model, and None for a folder outside of the run.
     """
     there = run.checkpoints()
     if wanted is None:
@@ -159,10 +159,10 @@ def choose_checkpoint(run: RunReader, step: int, wanted: str | None) -> tuple[Pa
 def _replay_config(
     run: RunReader, folder: Path, device: str, missing: list[str], named: str | None
 ) -> tuple[Any, Algorithm, dict[str, RoleSpec]]:
-    """Load the run's configuration, changed so that the checkpoint is the actor and the engine runs on this machine.
+    """Load the run's configuration, with the checkpoint as the actor and the engine on this machine.
 
-    Returns also the algorithm, and the reference model and the teacher that can score the row. `named` is the role of
-    the sample's teacher, in a run with several.
+    Returns (configuration, algorithm, roles). `roles` are the reference model and the teacher, if they can score the
+    row. `named` is the role of the sample's teacher, in a run with several teachers.
     """
     from areno.launch.compose import load, mention_version
 
@@ -283,7 +283,7 @@ def _add_loss(
     config: PolicyExperimentConfig,
     algorithm: Algorithm,
 ) -> None:
-    """Set the loss of a step with this row alone, and the contribution and the gradient of each trained token."""
+    """Set the loss of a step with only this row, and the contribution and the gradient of each trained token."""
     if config.teacher is not None and (teacher is None or config.teacher.divergence is not None):
         return  # `missing` says why
     loss_fn = with_teacher(config, algorithm.make_loss(config))

@@ -51,11 +51,11 @@ def _run_row(run: RunReader) -> list[str]:
 
 
 def best_of(run: RunReader) -> Headline | None:
-    """Return the first, best and last value of the scalar that a run is compared by.
+    """Return the first, best and last value of the main scalar of a run.
 
-    The scalar is the first of these that the run has recorded: accuracy, reward or loss of the evaluation, or the
-    reward of the rollouts. A run that has recorded none of these scalars, such as SFT or DPO without evaluation, is
-    compared by its training accuracy or training loss.
+    The main scalar is the first of these that the run has recorded: accuracy, reward or loss of the evaluation, reward
+    of the rollouts. If it has recorded none of them, as SFT or DPO without evaluation, it is the training accuracy or
+    loss.
     """
     for name, how in [*NAMES.items(), *NAMES_OF_TRAINING.items()]:
         found = headline(run.file.series(name), *how) if how[1] else None

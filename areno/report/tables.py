@@ -17,7 +17,7 @@ from areno.tracking.reader import RunReader, headlines
 
 
 def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
-    """Return tables of the settings and package versions that differ, and of the results."""
+    """Return tables of the settings that differ, of the package versions that differ, and of the results."""
     runs = [RunReader(path) for path in paths]
     names = run_names(runs)
     tables: list[Table | Text] = []
@@ -89,7 +89,7 @@ def summary_table(outcomes: Sequence[Any]) -> table.Table:
 
 
 def count_lines(rows: Sequence[Any], outcomes: Sequence[Any]) -> Iterator[str]:
-    """Yield how many rewards are at least 1, and how many differ from the recorded ones, in sentences."""
+    """Yield sentences: how many rewards are at least 1, and how many differ from the recorded ones."""
     right = sum(each.value is not None and each.value >= 1.0 - 1e-6 for each in outcomes)
     yield f"{right} of {len(outcomes)} rewards are at least 1 (accuracy)"
     pairs = [(_recorded_reward(row), each.value) for row, each in zip(rows, outcomes, strict=True)]

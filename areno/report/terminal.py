@@ -1,4 +1,4 @@
-"""How tables are printed to a terminal."""
+"""Printing of tables to a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def right(title: str) -> Column:
 
 
 def print_tables(*tables: Any) -> None:
-    """Print tables of rich in the width of the terminal, or 250 columns wide if the output is not a terminal."""
+    """Print rich tables in the width of the terminal, or 250 columns wide if the output is not a terminal."""
     from rich.console import Console
 
     console = Console()

@@ -27,7 +27,7 @@ _SHOWN_PARTS = 12
 
 
 class Bar(NamedTuple):
-    """An event of a track of the trace. Times are in nanoseconds since the beginning of its file."""
+    """An event with a duration in the trace. Times are in nanoseconds since the beginning of its file."""
 
     process: str  # such as "rank 0"
     track: str  # such as "device"; "" for events of an object, such as a sample
@@ -38,7 +38,7 @@ class Bar(NamedTuple):
 
 @dataclass(kw_only=True)
 class SampleTimes:
-    """How long one sample took until it was sampled."""
+    """How long it took to sample one sample."""
 
     step: int
     prompt: int  # its index in the step
@@ -61,7 +61,7 @@ class StepTimes:
 
 @dataclass(kw_only=True)
 class TraceSummary:
-    """The summary of the trace of a run. Of a step that was repeated after a resume, the last time counts."""
+    """The summary of the trace of a run. If a step was repeated after a resume, only the last repetition counts."""
 
     steps: list[StepTimes]
     samples: list[SampleTimes]  # those that took longest, the slowest first
@@ -95,7 +95,7 @@ def _is_step(event: dict[str, Any]) -> bool:
 
 
 def _duration_bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Return the events with a duration: those of tracks, and calls of processes that run several calls at once."""
+    """Return the events with a duration, and the calls of processes that run several calls at once."""
     processes, tracks = {}, {}
     for event in events:
         if event["ph"] == "M" and event["name"] == "process_name":
@@ -118,7 +118,7 @@ def _duration_bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
 
 
 def _begin_end_pairs(events: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield (begin, end) of each event of an object. An event whose end is missing is left out."""
+    """Yield (begin, end) for each pair of begin and end events. An event whose end is missing is left out."""
     running: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "b":
@@ -128,7 +128,7 @@ def _begin_end_pairs(events: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[st
 
 
 def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
-    """Summarise each step of a file. `numbers` has the number of the step that begins at a time."""
+    """Summarise each step of a file. `numbers` maps the start time of a step to its number."""
     by_lane: dict[tuple[str, str], list[Bar]] = defaultdict(list)
     for bar in sorted(bars, key=lambda bar: bar.start):
         by_lane[bar.process, bar.track].append(bar)
@@ -154,10 +154,7 @@ def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
 
 
 class _LaneBars:
-    """The bars of one lane, sorted by start.
-
-    It finds the bars of a step without a look at the others, maybe millions.
-    """
+    """The bars of one lane (a track of a process), sorted by start. A step's bars are found by binary search."""
 
     def __init__(self, bars: Sequence[Bar]):
         self._bars = bars
@@ -165,7 +162,7 @@ class _LaneBars:
         self._reached = list(accumulate((bar.end for bar in bars), max))  # latest end of a bar and all before it
 
     def within(self, step: Bar) -> list[Bar]:
-        """Return the bars that overlap with a step, cut to its time."""
+        """Return the bars that overlap with a step, clipped to its time."""
         first, stop = bisect_right(self._reached, step.start), bisect_left(self._starts, step.end)
         return [
             bar._replace(start=max(bar.start, step.start), end=min(bar.end, step.end))
@@ -175,7 +172,7 @@ class _LaneBars:
 
 
 def _phases(step: Bar, inside: Sequence[Bar]) -> dict[str, float]:
-    """Return the seconds of each outermost phase of the driver in a step, and of the rest of the step."""
+    """Return the seconds of each outermost phase of the driver in a step. "other" is the rest of the step."""
     phases: dict[str, float] = defaultdict(float)
     reached = step.start
     for bar in sorted(inside, key=lambda bar: (bar.start, -bar.end)):
@@ -196,11 +193,11 @@ def _busy_ns(bars: Sequence[Bar]) -> int:
 
 
 def _critical_path(step: Bar, inside: dict[tuple[str, str], list[Bar]]) -> dict[str, float]:
-    """Return the seconds of the work that a step waited for, followed backwards from its end, the longest first.
+    """Return the seconds of each kind of work on the critical path of a step, the longest first.
 
-    At each moment, the path is on work of a device if there is any. Otherwise it is on a command of a rank, on a call
-    of a reward or agent process, or on the driver alone. Of several pieces of equal kind, the path takes the one that
-    ran last, and then the one that began first.
+    The path is followed backwards from the end of the step. At each moment it takes work of a device if there is any,
+    else a command of a rank, else a call of a reward or agent process, else the driver alone. Among several bars of the
+    same kind it takes the one that ends last, and then the one that starts first.
     """
     kinds: list[list[Bar]] = [[], [], [], []]
     for (process, track), bars in inside.items():
@@ -216,7 +213,7 @@ def _critical_path(step: Bar, inside: dict[tuple[str, str], list[Bar]]) -> dict[
 
 
 def _walk_back(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, float]) -> list[tuple[int, int]]:
-    """Walk backwards through gaps of the path along bars, and add the seconds of each bar to `path`.
+    """Walk backwards through `gaps`, times that the path does not cover yet, and add the seconds of bars to `path`.
 
     Returns the parts of the gaps in which no bar runs, the last one first.
     """
@@ -242,7 +239,7 @@ def _walk_back(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, flo
 
 
 def _samples(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
-    """Return the times of the samples of all training steps. If a step was repeated, its last repetition counts."""
+    """Return the times of the samples of all training steps. If a step was repeated, only the last one counts."""
     found: dict[str, SampleTimes] = {}
     running: dict[str, dict[str, float]] = defaultdict(dict)  # phases of samples whose end has not been reached
     for begin, end in _begin_end_pairs(events):

@@ -25,7 +25,7 @@ RUN_NAMES = ("trial_name", "experiment_name")  # these differ between runs of eq
 
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return dotted key -> its value in each configuration, for settings that differ, except the names of runs."""
+    """Return dotted key -> its value in each configuration, for settings that differ. Names of runs are left out."""
     settings = [flat(config) for config in configs]
     keys = dict.fromkeys(key for one in settings for key in one if key not in RUN_NAMES)
     values = {key: [one.get(key) for one in settings] for key in keys}
@@ -33,19 +33,19 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[A
 
 
 def settings_today(run: RunReader) -> Mapping[str, Any]:
-    """Return the settings of a run under the names that areno uses now. Recorded names may be older."""
+    """Return the settings of a run under their current names. The recorded names may be older."""
     recipe = recipe_of(run.path)
     return with_current_names(get_algorithm(recipe).config, run.config) if recipe in algorithm_names() else run.config
 
 
 def differences(runs: Sequence[RunReader]) -> dict[str, list[Any]]:
-    """Return what differs between runs: algorithm and script first, then the settings, see `differing_settings`."""
+    """Return what differs between runs, as `differing_settings` does: algorithm and script, then the settings."""
     told = [{"algorithm": algorithm_shown(run.path), "script": script_of(run.path)} for run in runs]
     return differing_settings([{**first, **settings_today(run)} for first, run in zip(told, runs, strict=True)])
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
-    """Shorten each path to its last components, as few as suffice to make all names different."""
+    """Shorten each path to its last components, as few as are needed to make all names different."""
     parts = [path.absolute().parts for path in paths]
     names = [str(path) for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
@@ -69,7 +69,7 @@ def run_names(runs: Sequence[RunReader]) -> list[str]:
 
 
 def _short_override(override: str) -> str:
-    """Shorten an override to the last part of its key and of a path, such as `a.path=/b/c.jsonl` to `path=c.jsonl`."""
+    """Shorten an override: keep the end of its key and of a path. `a.path=/b/c.jsonl` becomes `path=c.jsonl`."""
     key, equals, value = override.partition("=")
     return key.rpartition(".")[2] + equals + value.rstrip("/").rpartition("/")[2]
 
@@ -81,9 +81,10 @@ _FALLBACK = ("train/loss", min)  # for runs with neither evaluation nor reward
 def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[Mapping[str, Series]]) -> dict[str, Any]:
     """Compare runs, and return the result for the top of a report as plain data.
 
-    "title" and "value" are those of the best setting, "std" the sample standard deviation over its seeds, and "spread"
-    the meaning of both in words. "places" ranks the settings, best first. "best" is the index of the best run. A single
-    run has its main "scalar" instead. Unknown values are None.
+    "title" and "value" are the name and the mean of the best setting. "std" is the sample standard deviation over its
+    seeds, and "spread" says in words what "value" and "std" are. "places" ranks the settings, best first. "best" is the
+    index of the best run. For a single run, "value" is the last value of its main scalar, whose name is "scalar".
+    Unknown values are None.
     """
     if len(runs) == 1:
         return _single_run_verdict(runs[0], names[0], metrics[0])
@@ -121,7 +122,7 @@ def _single_run_verdict(run: RunReader, name: str, metrics: Mapping[str, Series]
 
 
 def _common_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
-    """Return the results of the sweep that all runs belong to, or None, and sentences about runs without a result."""
+    """Return the sweep that all runs belong to, or None, and sentences about its runs without a result."""
     folders = {run.sweep and run.sweep.absolute() for run in runs}
     folder = folders.pop()
     if folder is None or folders or (content := read_if_exists(folder / "sweep.json")) is None:
@@ -139,7 +140,7 @@ def _common_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
 
 
 def _sweep_from_json(read: Any, folder: Path, index: Mapping[str, int]) -> tuple[Sweep, list[str]]:
-    """Return a Sweep of the compared runs (name -> index), and the names of runs in sweep.json without a result."""
+    """Return a Sweep of the compared runs (name -> index), and the names of runs without a result in sweep.json."""
     sweep = Sweep(folder, str(read["objective"]), "min" if read["mode"] == "min" else "max")
     missing = []
     for one in read["runs"]:
@@ -181,7 +182,7 @@ def _last_value(metrics: Mapping[str, Series], scalar: str) -> float | None:
 
 
 def _comparison_verdict(sweep: Sweep, names: Sequence[str], notes: list[str], kind: str) -> dict[str, Any]:
-    """Return the result of `verdict` for several runs. `kind` begins "about", such as "a sweep of"."""
+    """Return the result of `verdict` for several runs. "about" begins with `kind`, such as "a sweep of"."""
     better = "more" if sweep.mode == "max" else "less"
     places = _ranking(sweep, names)
     found: dict[str, Any] = {
@@ -214,7 +215,7 @@ def _comparison_verdict(sweep: Sweep, names: Sequence[str], notes: list[str], ki
 
 
 def _ranking(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Rank the settings by their mean over seeds or, if no setting has several seeds, the single runs."""
+    """Rank the settings by their mean over seeds. If no setting has several seeds, rank the single runs."""
     values = {one.number: one.objective for one in sweep.outcomes}
     found = [(one.overrides, one.mean, one.std, one.runs) for one in sweep.averages()]
     if not found:

@@ -1,1 +1,1 @@
-"""A box for commands that nobody has read, such as programs of a model: their files, signals, limits and network."""
+"""A sandbox for untrusted commands, such as programs of a model: it limits files, signals, resources and network."""

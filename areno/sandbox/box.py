@@ -1,14 +1,14 @@
-"""What a command in a box may do, and `run`, which runs one. Linux only.
+"""Run a command in a sandbox, here called a box. Linux only. These are its limits.
 
 - **Files.** It reads the system's folders, Python's and those of `Box.read`, and writes in `Box.folder` (Landlock).
-- **Signals.** It reaches only processes that it has started (Landlock). Before Linux 6.12 it also reaches other
-  commands that the same process runs at that time (a PID namespace).
+- **Signals.** It reaches only processes that it has started (Landlock). Before Linux 6.12 it can also reach other
+  commands that this process runs at the same time (a PID namespace limits it instead).
 - **Limits.** Time, CPU time, memory, file size and open files. It has no privileges, even if the user is root.
 - **Network.** None: it cannot open a socket (seccomp).
-- **Others.** It leaves nothing for later commands outside its folder: no System V or POSIX IPC, keys, or attributes of
-  files (seccomp). Permissions and times of the user's files remain.
+- **Others.** Outside its folder, it leaves nothing that a later command could find: no System V or POSIX IPC, keys, or
+  attributes of files (seccomp). It can still change permissions and times of the user's files.
 
-No process of the command outlives it, or the process that runs it.
+When the command ends, or the process that called `run`, all processes of the command are killed.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ SYSTEM = [
     *("/proc/filesystems", "/proc/sys", "/sys/devices/system/cpu", "/sys/devices/system/node", "/sys/fs/cgroup"),
     "/sys/kernel/mm/transparent_hugepage",
 ]
-"""What every command may read and execute. A name with * stands for all that match."""
+"""Paths that every command may read and execute. * is a wildcard."""
 DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
-"""What every command may read and write."""
+"""Paths that every command may read and write."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """What a command may use."""
+    """The folder and the limits of a command."""
 
     folder: str | Path  # the working and home directory, which the command may change
     seconds: float = 20.0  # limit of time
@@ -76,8 +76,8 @@ def run(
 def try_box() -> tuple[str, list[str]]:
     """Run a command in a box, to see what this machine can limit.
 
-    Returns (problem, unlimited). The problem is the reason why no command can run in a box, or "". `unlimited` has what
-    the machine does not limit: "files" of the user, "signals" to processes of the user.
+    Returns (problem, unlimited). The problem is the reason why no command can run in a box, or "". `unlimited` lists
+    what this machine cannot limit: "files" (of the user), "signals" (to the user's processes).
     """
     if sys.platform != "linux" or platform.machine() not in kernel.AUDIT:
         return f"needs Linux on {' or '.join(kernel.AUDIT)}, for a process without a network", []
@@ -94,7 +94,7 @@ def try_box() -> tuple[str, list[str]]:
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str) -> Iterator[str]:
-    """Make a folder for a command, and remove it at the end, however deep it is and whoever may read its folders."""
+    """Make a folder for a command, and remove it at the end, even if it is deeply nested or partly unreadable."""
     path = mkdtemp(prefix=prefix)
     try:
         yield path
@@ -111,7 +111,7 @@ def temporary_folder(prefix: str) -> Iterator[str]:
 
 
 def _remove(name: str, parent: int) -> None:
-    """Remove a file, or a folder whose folders are moved to its parent, so that no path grows long."""
+    """Remove a file or folder. Subfolders are first moved to `parent`, so that no path grows too long."""
     with contextlib.suppress(IsADirectoryError):
         return os.unlink(name, dir_fd=parent)
     os.chmod(name, 0o700, dir_fd=parent)
@@ -137,9 +137,10 @@ def shorten(text: str, max_output: int = MAX_OUTPUT) -> str:
 
 
 class _Starter:
-    """The process that starts commands (server.py). It begins with the first command.
+    """The server process that starts commands (server.py). It is started with the first command.
 
-    This process does not fork itself: it may be large, which makes a fork slow, and other threads may hold locks.
+    The calling process does not fork itself: it may be large, which makes a fork slow, and other threads may hold
+    locks.
     """
 
     def __init__(self) -> None:
@@ -148,7 +149,7 @@ class _Starter:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, command: Sequence[str], box: Box, stdin: str = "", stderr: bool = True) -> tuple[dict[str, Any], str]:
-        """Return (the answer of the process, the output of the command)."""
+        """Run a command. Return (answer of the server process, output of the command)."""
         request = json.dumps(_request(command, box, stderr)).encode()
         given = stdin.encode("utf-8", "replace")
         # In memory. Processes of the command could keep a pipe open, or not read it, and could not open /dev/stdin.
@@ -196,7 +197,6 @@ class _Starter:
         return self._socket
 
     def close(self) -> None:
-        """End the process, and the commands in progress with it."""
         if self._socket is not None and self._process is not None:
             self._socket.close()
             self._process.wait()
@@ -208,7 +208,6 @@ atexit.register(_starter.close)
 
 
 def _memory_file(content: bytes) -> BinaryIO:
-    """Return a file in memory, at its beginning."""
     file = os.fdopen(os.memfd_create("box"), "r+b")
     file.write(content)
     file.seek(0)

@@ -12,7 +12,7 @@ import stat
 import struct
 
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Machine -> its name in seccomp filters."""
+"""Machine -> its number (AUDIT_ARCH_...) in seccomp filters."""
 _CALLS = {  # name -> its number on the machines of AUDIT
     "socket": (41, 198),
     "socketpair": (53, 199),
@@ -112,7 +112,7 @@ def _checked(result: int, name: str) -> int:
 
 
 def adopt_orphans() -> None:
-    """Let descendants whose parent ends become children of this process."""
+    """If a descendant's parent ends, let the descendant become a child of this process."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -130,7 +130,7 @@ def landlock_abi() -> int:
 
 
 def enter_pid_namespace() -> bool:
-    """Let the children of this process see only each other, if the machine allows it. The first one is their init."""
+    """Put the children of this process into a PID namespace, the first as its init. Returns whether that worked."""
     trial = os.fork()  # half-way into a namespace a process could make no files
     if trial == 0:
         try:
@@ -165,7 +165,7 @@ def limit(seconds: int, megabytes: int) -> None:
 
 
 def drop_privileges() -> None:
-    """Give up what root may do, except for access to files of other users, for good."""
+    """Give up all privileges of root for good, except for access to files of other users."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)  # without it, a program of root gets all privileges again
     header, kept = struct.pack("Ii", _CAPABILITIES_V3, 0), 1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH
     sets = ctypes.create_string_buffer(
@@ -177,15 +177,15 @@ def drop_privileges() -> None:
 
 
 def path_rule(path: str, rights: int) -> tuple[int, int]:
-    """Open a file or a folder for `limit_files`: (file descriptor, the rights that its kind can have)."""
+    """Open a path as a rule (file descriptor, rights) for `ruleset`. A file gets only rights that files can have."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     return fd, rights if stat.S_ISDIR(os.stat(fd).st_mode) else rights & _OF_NO_FOLDER
 
 
 def ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
-    """Make a file descriptor for `limit_files`.
+    """Return the file descriptor of a Landlock ruleset for `limit_files`.
 
-    It allows only the access to files that the rules give and, from ABI 6 on, no signals to processes outside.
+    It allows only the access to files that `rules` give. From ABI 6 on, it also forbids signals to processes outside.
     """
     all_rights = (1 << _N_RIGHTS[min(abi, len(_N_RIGHTS) - 1)]) - 1
     scopes = _ABSTRACT_SOCKETS_AND_SIGNALS if abi >= ABI_OF_SIGNALS else 0
@@ -196,14 +196,15 @@ def ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
 
 
 def limit_files(fd: int) -> None:
-    """Limit files, and signals, as a `ruleset` says."""
+    """Apply a Landlock ruleset to this process."""
     system_call("landlock_restrict_self", fd, 0)
 
 
 def call_filter(abi: int) -> bytes:
-    """Make a program for `filter_calls`: no calls of the tables above, no limits of other processes.
+    """Return a seccomp program for `filter_calls`.
 
-    Connected pairs of Unix sockets remain. `abi` is the version of Landlock.
+    It refuses the calls in the tables above, and calls that change the limits of other processes. Connected pairs of
+    Unix sockets are allowed. `abi` is the version of Landlock.
     """
     numbers = {name: each[list(AUDIT).index(platform.machine())] for name, each in _CALLS.items()}
     load, equal, at_least, common, give = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF: load a word, compare, "and", return
@@ -243,6 +244,6 @@ def call_filter(abi: int) -> bytes:
 
 
 def filter_calls(program: bytes) -> None:
-    """Refuse system calls with "permission denied", or "not supported"."""
+    """Apply a seccomp program to this process. Refused calls fail with "permission denied" or "not supported"."""
     address = ctypes.cast(ctypes.c_char_p(program), ctypes.c_void_p).value
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, struct.pack("HxxxxxxP", len(program) // 8, address))

@@ -1,7 +1,7 @@
-"""The process that starts commands in boxes for one other process (box.py), watches their time and ends them.
+"""The server process that starts commands in boxes for one client (box.py), watches their time and ends them.
 
-It has one thread and little memory, so that a fork takes a millisecond or two. A command leads a process group, which
-nothing can leave, so that the group is all that it has started. If the kernel cannot limit signals otherwise, the
+It has one thread and little memory, so that a fork takes a millisecond or two. Each command leads a process group that
+none of its processes can leave, so killing the group ends them all. If the kernel cannot limit signals otherwise, the
 server and all commands are in a PID namespace of their own.
 """
 
@@ -26,7 +26,7 @@ _END_S = 5.0  # a process that waits for a dead disk cannot be killed
 
 
 def main(fd: int, abi: int, read: list[str], write: list[str]) -> None:
-    """Answer requests until the process that asks has ended. Names of files in `read` and `write` may have a *."""
+    """Answer requests until the client has ended. `read` and `write` are paths for all commands, with * as wildcard."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     limited = ["files"] if abi else []
     if abi >= kernel.ABI_OF_SIGNALS:
@@ -82,7 +82,7 @@ class _Server:
             self._end_command(command, timed_out=True)
 
     def _accept(self) -> None:
-        """Start the next command, or close the socket for requests if the process that asks has ended."""
+        """Start the next command, or close the socket for requests if the client has ended."""
         _, fds, _, _ = recv_fds(self._requests, 1, _N_FDS, MSG_CMSG_CLOEXEC)
         if not fds:
             return self._requests.close()
@@ -105,7 +105,7 @@ class _Server:
         self._commands[command.pid] = command
 
     def _limits_of_files(self, request: dict[str, Any], opened: contextlib.ExitStack) -> int:
-        """Make them here, and not after the fork, which would copy each page that this writes."""
+        """Return a Landlock ruleset. It is made before the fork, after which each page written here would be copied."""
         rules = [kernel.path_rule(path, kernel.READ) for path in request["read"]]
         rules.append(kernel.path_rule(request["folder"], kernel.WRITE))
         limits = kernel.ruleset(self._abi, [*self._rules, *rules])
@@ -114,7 +114,7 @@ class _Server:
         return limits
 
     def _collect(self) -> None:
-        """End the commands whose first process has ended, and take the exit codes of adopted processes."""
+        """End the commands whose first process has ended, and reap adopted processes."""
         with contextlib.suppress(ChildProcessError):
             # The process remains until its group is killed: its number would be free for another one.
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
@@ -124,7 +124,7 @@ class _Server:
                     os.waitpid(ended.si_pid, 0)
 
     def _end_command(self, command: _Command, timed_out: bool = False) -> None:
-        """Kill all processes of a command, and answer. Nothing happens the second time."""
+        """Kill all processes of a command, and send its answer. A second call does nothing."""
         if self._commands.pop(command.pid, None) is None:
             return
         status, give_up = None, time.monotonic() + _END_S
@@ -148,7 +148,7 @@ class _Server:
 
 
 def _execute_limited(request: dict[str, Any], limits: int | None, calls: bytes, given: int, output: int) -> NoReturn:
-    """Limit this process, which was forked for it, and execute the command in it."""
+    """Limit this process, which was forked for the command, and execute the command. `given` is its standard input."""
     try:
         os.setsid()
         kernel.end_with_parent()
@@ -174,7 +174,7 @@ def _execute_limited(request: dict[str, Any], limits: int | None, calls: bytes, 
 
 
 def _end_first_without_memory() -> None:
-    """If the machine runs out of memory, the kernel ends this process, not the training."""
+    """Let the kernel kill this process, and not the training, if the machine runs out of memory."""
     with contextlib.suppress(OSError):
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         os.write(fd, b"1000")

@@ -1,7 +1,7 @@
 """Protection of a server without API keys from the web pages that its user visits.
 
 A page of any site can send requests to the loopback address of its visitor. With DNS rebinding it can also read the
-answers. The headers Host and Origin tell, because the browser sets them.
+answers. The headers Host and Origin reveal such requests, because the browser sets them.
 """
 
 from __future__ import annotations

@@ -58,7 +58,10 @@ class Server:
         self._is_shutting_down = self._is_over = False  # of the application that was made last
 
     def application(self) -> web.Application:
-        """Run it with `AppRunner(..., handler_cancellation=True)`, so that a client that leaves ends its request."""
+        """Return the application.
+
+        With `AppRunner(..., handler_cancellation=True)`, a request ends when its client leaves.
+        """
         app = web.Application(client_max_size=self.sampler.limits.max_body, middlewares=[self._answer_errors])
         app.on_shutdown.append(self._end_reading)
         app.on_response_prepare.append(self._add_headers)
@@ -134,7 +137,7 @@ class Server:
             response.headers.update(self.guard.headers(request))
 
     async def _read_body(self, request: web.Request) -> bytes:
-        """Raise ApiError 503 if the server shuts down before the body is complete."""
+        """Return a decompressed body. Raises ApiError 503 if the server shuts down before the body is complete."""
         task = asyncio.current_task()
         assert task is not None
         self._reading.add(task)
@@ -154,7 +157,6 @@ class Server:
         return await self.threads.run(lambda: decompress(body, encoding, self.sampler.limits.max_body))
 
     async def _end_reading(self, app: web.Application) -> None:
-        """Cancel the handlers whose request bodies are still arriving."""
         self._is_shutting_down = True
         for task in self._reading:
             task.cancel()
@@ -175,7 +177,7 @@ class Server:
             raise ApiError(503, "the server shuts down, and this answer did not end in time") from None
 
     async def _read_and_parse(self, request: web.Request, read: Callable[[bytes], T]) -> T:
-        """Receive a body and parse it, a large one in a thread."""
+        """Receive and parse a body. A large one is parsed in a thread."""
         body = await self._read_body(request)
         return read(body) if len(body) <= SMALL_BODY else await self.threads.run(lambda: read(body))
 

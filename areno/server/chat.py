@@ -34,10 +34,10 @@ Json = dict[str, Any]
 
 
 class ChatCompletions:
-    """Each response has `session` in its field `areno`, so that a session rejects trajectories sampled elsewhere.
+    """Answers chat requests. `session` is in each response, so that a session rejects trajectories sampled elsewhere.
 
-    A grammar forces the calls that `tool_choice` asks for, but not in a training session: tokens forced by a grammar
-    are not sampled by the policy, and the model shall learn to call tools.
+    A grammar enforces the calls that `tool_choice` asks for, but not in a training session: the policy does not sample
+    the tokens that a grammar forces, and the model must learn to call tools.
     """
 
     def __init__(self, prompts: PromptBuilder, sampler: Sampler, *, session: str | None = None):
@@ -49,7 +49,7 @@ class ChatCompletions:
         self._special = special_ids(tokenizer, keep={*prompts.parser.tags, THINK, END_THINK})
 
     async def open(self, request: ChatRequest) -> _OpenChat:
-        """Return the request in progress. Raises ApiError 400 for a request that cannot be served."""
+        """Prepare a request for sampling. Raises ApiError 400 if it cannot be served."""
         try:
             # The server caches checked requests, because the samples of a prompt begin with the same one.
             if (prompt := request.prompt()) is None:
@@ -85,7 +85,7 @@ class ChatCompletions:
         return _OpenChat(self, request, prompt, sampled, hidden)
 
     def _template(self, request: ChatRequest) -> Json:
-        """Return the extra variables of the chat template, with those that `reasoning_effort` stands for."""
+        """Return the extra variables of the chat template, with the one that `reasoning_effort` sets."""
         effort = request.reasoning_effort
         if effort is None:
             return request.template
@@ -102,7 +102,7 @@ class ChatCompletions:
         return {**request.template, name: value}
 
     def _grammar(self, request: ChatRequest, prompt: Prompt) -> str | None:
-        """Return the grammar that enforces `response_format` and `tool_choice`, None if neither constrains."""
+        """Return the grammar that enforces `response_format` and `tool_choice`, or None if neither constrains."""
         from areno.server.output_grammars import Constraint, compile_grammar, reasoning_after
 
         requires_call, tokenizer = request.requires_call and self._enforces_calls, self.prompts.tokenizer
@@ -124,7 +124,7 @@ class ChatCompletions:
 
 
 def task_hash(messages: Sequence[Message], prompt: Prompt) -> int:
-    """Return a 60-bit hash of the messages before the first answer, which all turns of a conversation share."""
+    """Return a 60-bit hash of the messages before the first answer. It is the same for all turns of a conversation."""
     n_before = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return int(prompt.keys[max(0, n_before - 1)][:15], 16)
 
@@ -178,7 +178,7 @@ class _OpenChat:
         return response_bodies.with_token_field(body, prompt, tokens)
 
     def _choice(self, index: int, output: GenerationOutput, choice: _Choice) -> Json:
-        """Return the JSON of a choice. The event loop caches its turn later."""
+        """Return the JSON of a choice, and schedule the caching of its turn."""
         message: Json = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
         message |= {name: value for name, value in choice.message().items() if value is not None}
         # Runs after the answers that are ready have been sent, and before a client can send the next turn.
@@ -216,7 +216,7 @@ class _OpenChat:
         return {"areno": response_bodies.token_field(self._prompt_field(), outputs, digests)}
 
     def _prompt_field(self) -> Json:
-        """Return the fields of `areno` about the prompt."""
+        """Return the part of the field `areno` that is about the prompt."""
         return {
             "session": self.endpoint._session,
             "conversation": self.prompt.keys[-1],

@@ -44,7 +44,7 @@ class Completions:
         self._special = special_ids(tokenizer)
 
     async def open(self, request: CompletionRequest) -> _OpenCompletion:
-        """Return the request in progress. Raises ApiError 400 for a prompt that cannot be served."""
+        """Encode the prompts of a request. Raises ApiError 400 if one cannot be served."""
         scores_prompt = request.echo and request.options.n_top is not None
         is_large = sum(map(len, request.prompts)) > _LONG
         sampled = []
@@ -81,12 +81,12 @@ class _OpenCompletion:
         return response_bodies.SampleDecoder(stream, token_texts)
 
     def _n_partial(self, number: int) -> int:
-        """Return how many tokens at the end of a prompt of token ids begin a character that the completion ends."""
+        """Return how many tokens at the end of a tokenized prompt form an incomplete character, 0 for a text prompt."""
         is_text = isinstance(self._request.prompts[number], str) or not self._request.wants_new
         return 0 if is_text else n_partial(self._endpoint._tokenizer, self._sampled[number].prompt)
 
     def _echoed_texts(self, number: int) -> tuple[str, list[TokenText]]:
-        """Return the text of the prompt, and of each of its tokens if log-probabilities are requested."""
+        """Return the text of a prompt. If log-probabilities are requested, also the text of each of its tokens."""
         given, tokens, endpoint = self._request.prompts[number], self._sampled[number].prompt, self._endpoint
         whole = tokens[: len(tokens) - self._n_partial(number)]
         text = given if isinstance(given, str) else endpoint._tokenizer.decode(whole, skip_special_tokens=False)
@@ -149,7 +149,6 @@ class _OpenCompletion:
         return {"areno": response_bodies.token_field(prompt, [output for outputs in found for output in outputs])}
 
     async def chunks(self) -> AsyncIterator[Json]:
-        """Sample the prompts one after the other."""
         options = self._request.options
         base = {**self._head, "system_fingerprint": None} | ({"usage": None} if options.include_usage else {})
         found: list[list[GenerationOutput]] = []
@@ -168,8 +167,6 @@ class _OpenCompletion:
 
 
 class _StreamedChoice:
-    """Incremental decoder of one streamed choice."""
-
     def __init__(self, completion: _OpenCompletion, number: int):
         self._completion, self._number = completion, number
         self._decoder, self._offset = completion._decoder(number), 0

@@ -24,9 +24,9 @@ _CONTEXT = 8  # tokens that are decoded together with new ones
 class TextStream:
     """Incremental detokenizer of one completion. Its text does not depend on how the tokens are split into calls.
 
-    `hidden` tokens have no text. The text ends before the first stop string, and `stopped` is then True. `before`
-    are tokens of the prompt as context, whose text is not returned. `partial` are the prompt's last tokens if they
-    form an incomplete character, which is returned.
+    `hidden` tokens have no text. The text ends before the first stop string, and `stopped` is then True. `before` are
+    prompt tokens for context, whose text is not returned. `partial` are the last prompt tokens if they form an
+    incomplete character. The completion's text then begins with that character.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class TextStream:
         self.stopped = False
 
     def feed(self, tokens: Sequence[int], final: bool = False) -> str:
-        """Return the new text that later tokens cannot change, or all of it if these are the last."""
+        """Return the new text that later tokens cannot change. If `final`, there are none, so return all of it."""
         has_hidden = not self._hidden.isdisjoint(tokens)
         self._tokens += [token for token in tokens if token not in self._hidden] if has_hidden else tokens
         return self._up_to_stop_string(self._new_text(final), final)
@@ -61,7 +61,7 @@ class TextStream:
         return self._n_returned == len(self._tokens)
 
     def _last_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last tokens, 8 or more without hidden ones, beginning at the start of a character."""
+        """Return the last 8 or more tokens that are not hidden. They begin at the start of a character."""
         last: list[int] = []
         for token in reversed(tokens):
             if len(last) >= _CONTEXT and not is_byte(self._tokenizer, last[-1]):
@@ -90,7 +90,7 @@ class TextStream:
         return decode(self._tokenizer, tokens) if tokens else ""
 
     def _up_to_stop_string(self, new: str, final: bool) -> str:
-        """Return the text up to the first stop string, and hold back what may begin one, unless `final`."""
+        """Return the text up to the first stop string. Unless `final`, hold back text that may begin a stop string."""
         if self.stopped:
             return ""
         text = self._held + new
@@ -119,7 +119,7 @@ def is_byte(tokenizer: Any, token: int) -> bool:
 
 
 def special_ids(tokenizer: Any, keep: Collection[str] = ()) -> frozenset[int]:
-    """Return the ids of all special tokens but those in `keep`."""
+    """Return the ids of all special tokens except those in `keep`."""
     added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = {*added, *tokenizer.all_special_ids}
     return frozenset(number for number in ids if number not in added or str(added[number]) not in keep)
@@ -129,7 +129,7 @@ _KEPT = 64  # tokens of context before those whose text is not certain
 
 
 class TokenText(NamedTuple):
-    """The text that a token adds, "" if its character ends in a later token. `data` may be part of a character."""
+    """The text that a token adds, or "" if its character ends in a later token. `data` may be part of a character."""
 
     text: str
     data: bytes
@@ -149,7 +149,7 @@ _BYTES = _byte_of_character()
 class TokenTextCache:
     """LRU cache: `lookup(token, is_first)` returns (text, bytes).
 
-    `is_first` means that no text precedes the token. SentencePiece then drops its space.
+    `is_first` means that no text precedes the token. SentencePiece then drops the token's space.
     """
 
     def __init__(self, tokenizer: Any):
@@ -169,9 +169,9 @@ class TokenTextCache:
         return text, bytes(_BYTES[character] for character in name) if is_spelled else text.encode()
 
     def key(self, token: int, is_first: bool, taken: Sequence[str] | dict[str, Any]) -> str:
-        r"""Return the name of a token among alternatives whose names are `taken`, in vLLM's notation.
+        r"""Return a name for a token that is not in `taken`, in vLLM's notation.
 
-        It is the text, "bytes:\xNN..." for a part of a character, or "token_id:N" if that is empty or taken.
+        It is the text, or "bytes:\xNN..." for a part of a character. If that is empty or taken, it is "token_id:N".
         """
         text, data = self.lookup(token, is_first)
         if PART_OF_A_CHARACTER in text:
@@ -180,10 +180,9 @@ class TokenTextCache:
 
 
 class TokenTextStream:
-    """Incremental decoder of the text of each token. `before` and `partial` are those of `TextStream`.
+    """Incremental decoder of the text of each token. `before` and `partial` mean the same as for `TextStream`.
 
-    If a character takes several tokens, the last token gets the character, and the text of the others is empty, as
-    is that of hidden tokens.
+    If a character takes several tokens, the last of them gets it. The others, and hidden tokens, have no text.
     """
 
     def __init__(
@@ -203,7 +202,7 @@ class TokenTextStream:
             self._settle(text)
 
     def take(self, n_characters: int) -> list[TokenText]:
-        """Return the next tokens whose text lies within the first `n_characters` of the completion."""
+        """Return the next tokens whose text is completely within the first `n_characters` of the completion."""
         end, n = self._n_taken, 0
         while n < len(self._known) and end + len(self._known[n].text) <= n_characters:
             end, n = end + len(self._known[n].text), n + 1
@@ -211,7 +210,7 @@ class TokenTextStream:
         return taken
 
     def finish(self, n_characters: int) -> list[TokenText]:
-        """Return the remaining tokens, cut to `n_characters`, because a stop string may end the text in a token."""
+        """Return the remaining tokens. Cut the text to `n_characters`, as a stop string may begin inside a token."""
         self._settle(self._stream.finish())
         taken = self.take(n_characters)
         for token_text in self._known:
@@ -221,7 +220,7 @@ class TokenTextStream:
         return taken
 
     def _settle(self, text: str) -> None:
-        """Split the decoded text of all waiting tokens into theirs."""
+        """Split `text`, the decoded text of all waiting tokens, into the text of each."""
         if self._waiting:
             found = self._split_by_bytes(self._waiting)
             self._known += found if _join_texts(found) == text else self._split_into_groups()
@@ -229,7 +228,7 @@ class TokenTextStream:
             self._waiting = []
 
     def _split_by_bytes(self, tokens: Sequence[int]) -> list[TokenText]:
-        """Decode each token from its bytes. Wrong if the tokenizer inserts text, so callers compare."""
+        """Decode each token from its bytes. Wrong if the tokenizer inserts text, so callers check the result."""
         found, is_first = list[TokenText](), self._hidden.issuperset(self._before)
         data = list[bytes]()
         for token in tokens:
@@ -249,8 +248,8 @@ class TokenTextStream:
     def _split_into_groups(self) -> list[TokenText]:
         """Split the waiting tokens into the smallest groups that can be decoded.
 
-        Each token gets the text of its bytes. If that differs from the text of the group, the last token gets
-        the whole text.
+        Each token gets the text of its bytes. If that differs from the text of the group, the last token gets the whole
+        text.
         """
         stream = TextStream(self._texts.tokenizer, self._hidden, before=self._before, partial=self._partial)
         known, group = list[TokenText](), list[int]()
@@ -295,7 +294,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def prompt_token_texts(tokenizer: Any, prompt: str) -> list[TokenText]:
-    """Return the text of each token in a prompt. They add up to it. Needs a fast tokenizer, which reports offsets."""
+    """Return the text of each token in a prompt. The texts add up to it. Needs a fast tokenizer, for its offsets."""
     places = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
     ends, end = list[int](), 0
     for number, place in enumerate(places):

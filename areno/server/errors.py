@@ -101,8 +101,8 @@ def check_prompt_length(tokenizer: Any, prompt: str | Sequence[int], max_tokens:
 def has_more_tokens(tokenizer: Any, text: str, max_tokens: int) -> bool:
     """Return whether a text certainly has more than `max_tokens` tokens. Only the beginning of a huge text is encoded.
 
-    Cutting a text into pieces can add tokens, so 1/8 of the count is subtracted. The result is therefore False for
-    a text with slightly more than `max_tokens` tokens.
+    Cutting a text into pieces can add tokens, so 1/8 of the count is subtracted. The result is therefore False for a
+    text with slightly more than `max_tokens` tokens.
     """
     if len(text) <= max_tokens:
         return False

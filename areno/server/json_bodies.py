@@ -1,4 +1,4 @@
-"""Reading of JSON request bodies, within bounds on size and depth, and of their fields."""
+"""Reading of JSON request bodies, with limits on size and depth, and of their fields."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ MAX_OBJECTS = 200_000  # lists and objects, all of which Python's garbage collec
 
 
 def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Raise ApiError 415 for an unknown encoding, 400 for damaged data and 413 for a result that is too large."""
+    """Decompress a body. Raises ApiError 415 for an unknown encoding, 400 for damaged data, 413 for too much data."""
     if encoding not in ("gzip", "deflate"):
         raise ApiError(415, f"Content-Encoding is {encoding[:80]!r}; gzip, deflate or none is expected")
     # Some clients send deflate without the zlib header that the standard requires.
@@ -150,7 +150,7 @@ def read_json(body: bytes) -> Any:
 
 
 class _InterruptibleDecoder(json.JSONDecoder):
-    """A JSON decoder written in Python. It is ten times as slow as that in C, but other threads can run."""
+    """A JSON decoder in Python. It is ten times as slow as the one in C, but lets other threads run."""
 
     def __init__(self, **options: Any):
         super().__init__(**options)

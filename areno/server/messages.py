@@ -30,11 +30,11 @@ TOO_LARGE = f"has more than {MAX_SCHEMA:,} characters"
 
 
 Tool = dict[str, Any]
-"""A definition in OpenAI's form, for the chat template."""
+"""A tool definition in OpenAI's form, for the chat template."""
 
 
 def read_messages(given: list[Any] | None) -> list[Message]:
-    """Return messages for the chat template: contents are text or text parts, arguments of tool calls are objects."""
+    """Check messages, and convert them for the chat template: contents to text or text parts, arguments to objects."""
     if not given:
         raise bad_field("messages", "is missing or empty; a list of messages is expected")
     return [_read_message(message, f"messages[{number}]") for number, message in enumerate(given)]
@@ -231,7 +231,7 @@ def conversation_keys(messages: Sequence[Message]) -> list[str]:
 
 
 def template_inputs_key(tools: Any, template: Any) -> str:
-    """Return a hash of the tools and the template variables of a prompt, "" if there are none."""
+    """Return a hash of the tools and the template variables of a prompt, or "" if there are none."""
     return extended_key("", [tools or None, template or None]) if tools or template else ""
 
 
@@ -239,7 +239,7 @@ _as_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).
 
 
 def extended_key(key: str, value: Any) -> str:
-    """Return the hash of a conversation with one more message."""
+    """Return the hash of a conversation with hash `key` and one more message, `value`."""
     long: dict[str, str] = {}
     if isinstance(value, dict):  # long texts are hashed without JSON, whose encoder blocks other threads
         long = {name: text for name, text in value.items() if isinstance(text, str) and len(text) > _LONG_TEXT}

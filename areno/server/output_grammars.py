@@ -33,8 +33,8 @@ _compilers: weakref.WeakKeyDictionary[Any, dict[Any, GrammarCompiler]] = weakref
 class Constraint:
     """The required form of a completion, from the checked fields of a request.
 
-    Properties that a schema does not list are forbidden unless it sets `additionalProperties`. A keyword that
-    cannot be enforced is an error if the schema is strict. Otherwise it is left out, with a warning.
+    Properties that a schema does not list are forbidden unless it sets `additionalProperties`. A keyword that cannot be
+    enforced is an error if the schema is strict. Otherwise it is left out, with a warning.
     """
 
     response_format: Mapping[str, Any] | None = None
@@ -45,7 +45,7 @@ class Constraint:
     reasoning: Reasoning = "none"  # before the answer: none, the rest of what the prompt opened, or optional
 
     def grammar(self, special_tokens: Mapping[str, int]) -> str | None:
-        """Return the text of the grammar, None if nothing is constrained. Raises GrammarError naming a wrong field."""
+        """Return the text of the grammar, or None if nothing is constrained. A GrammarError names the wrong field."""
         lark = Lark(special_tokens)
         return None if (answer := self.rules(lark)) is None else lark.text(answer)
 
@@ -54,7 +54,7 @@ class Constraint:
         return json.dumps([self.response_format, self.tools, how], default=repr)
 
     def rules(self, lark: Lark) -> str | None:
-        """Add the rules of the answer to a grammar and return its expression, None for any text."""
+        """Add the rules of the answer to a grammar and return their expression, or None if any text is allowed."""
         try:
             return self._rules(lark)
         except RecursionError as error:
@@ -106,7 +106,7 @@ def _warn_of_relaxed_schema(where: str, relaxed: tuple[str, ...], schema: str) -
 
 
 def reasoning_after(prompt: str, chat_template: str | None) -> Reasoning:
-    """Return whether reasoning follows a prompt. It is "open" if the prompt ends with `<think>`."""
+    """Return whether reasoning follows a prompt: "open" if the prompt ends with `<think>`, "optional" or "none"."""
     if opens_reasoning(prompt):
         return "open"
     return "optional" if THINK in (chat_template or "") and not prompt.rstrip().endswith(END_THINK) else "none"
@@ -123,10 +123,9 @@ def compiler_for(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]
 def compile_grammar(
     constraint: Constraint, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int] = ()
 ) -> Grammar | None:
-    """Compile a constraint. None if nothing is constrained.
+    """Compile a constraint. Returns None if nothing is constrained.
 
-    A server calls this before it submits a request, so that a wrong grammar is an error of the client
-    (GrammarError).
+    A server calls this before it submits a request, so that the client gets the GrammarError for a wrong schema.
     """
     compiler = compiler_for(tokenizer, vocab_size, eos_token_ids)
     # Agents send the same schemas with every request.

@@ -80,8 +80,8 @@ _LARGE = 20_000  # characters of messages and tools: rendering them takes about 
 class Prompt:
     """A rendered and encoded prompt.
 
-    If a message contains the text of a special token, such as <|im_end|>, `text` has the random marker `BREAK` in
-    it, so that it is not encoded as the special token. `keys` are those of `conversation_keys`, `inputs_key` is that of
+    If a message contains the text of a special token, such as <|im_end|>, `text` has the random marker `BREAK` in it,
+    so that it is not encoded as the special token. `keys` is the result of `conversation_keys`, and `inputs_key` of
     `template_inputs_key`.
     """
 
@@ -116,8 +116,6 @@ class _DraftPrompt:
 
 @dataclass
 class _Turn:
-    """A sampled turn."""
-
     tokenizer: Any
     prompt: Prompt
     tokens: list[int]
@@ -133,7 +131,7 @@ class _Turn:
 
     @cached_property
     def end(self) -> str:
-        """Text of the token that ended the turn, "" if it was cut off."""
+        """Text of the token that ended the turn, or "" if the turn was cut off."""
         return self.tokenizer.decode(self.tokens[-1:], skip_special_tokens=False) if self.ended else ""
 
 
@@ -148,9 +146,9 @@ class _PendingPrompt:
 class PromptBuilder:
     """Builder of prompts for one tokenizer. `prompt` is for any thread, the async methods are for one event loop.
 
-    `cache` maps a conversation (a hash of its messages, tools and template variables) to the sampled turn with
-    which it ends. A conversation without assistant messages maps to its prompt, which all samples share. `thinking`
-    None keeps the template's default.
+    `cache` maps a conversation (a hash of its messages, tools and template variables) to the sampled turn with which it
+    ends. A conversation without assistant messages maps to its prompt, which all samples share. `thinking` None keeps
+    the template's default.
     """
 
     def __init__(
@@ -179,7 +177,8 @@ class PromptBuilder:
     ) -> Prompt:
         """Build the prompt for the assistant's next turn after messages from `read_messages`.
 
-        Raises DataError if there is no chat template or it refuses the messages, and PromptTooLong.
+        Raises DataError if there is no chat template or it refuses the messages, PromptTooLong if the prompt is too
+        long.
         """
         inputs_key, keys = template_inputs_key(tools, template), conversation_keys(messages)
         if isinstance(known := self.cache.get((inputs_key, keys[-1])), Prompt):  # a cached turn is no prompt
@@ -193,8 +192,8 @@ class PromptBuilder:
     ) -> Prompt:
         """Build the prompt as in `prompt`, without blocking the event loop.
 
-        Long prompts are built in threads. Concurrent calls for the same prompt share the work, which is
-        cancelled when all of these calls are cancelled.
+        Long prompts are built in threads. Concurrent calls for the same prompt share the work, which is cancelled when
+        all of these calls are cancelled.
         """
         is_large = is_larger([list(messages), tools, template], _LARGE)
 
@@ -226,8 +225,8 @@ class PromptBuilder:
     async def prefetch(self, conversations: Sequence[Sequence[Message]]) -> None:
         """Build and cache prompts that are likely to be requested soon. One that cannot be built is skipped.
 
-        Building stops once a client requests a first turn that is not in `conversations`, because clients may
-        then not request the rest either.
+        Building stops once a client requests a first turn that is not in `conversations`, because clients may then not
+        request the rest either.
         """
 
         async def prefetch_one(messages: Sequence[Message]) -> None:
@@ -245,17 +244,17 @@ class PromptBuilder:
         await asyncio.gather(*tasks)
 
     async def _build_in_thread(self, work: Callable[[], Prompt], messages: Sequence[Message]) -> Prompt:
-        """Call `work` in a thread, and cache its prompt if it is for a first turn."""
+        """Call `work` in a thread. If its prompt is for a first turn, cache it."""
         return self._cache_prompt(await self._threads.run(work), messages)
 
     def _build(self, draft: _DraftPrompt | None, *arguments: Any) -> Prompt:
-        """Encode a draft, which is made from `arguments` if it is None, and hash its tokens. Runs in a thread."""
+        """Encode a draft and hash its tokens. If `draft` is None, make it from `arguments`. Runs in a thread."""
         prompt = self._encode_draft(draft or self._draft(*arguments))
         _ = prompt.digest  # computed here, since it would block the event loop
         return prompt
 
     def _cache_prompt(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
-        """Cache the prompt of a first turn if it is not too long, and return it."""
+        """Cache a prompt and return it. It is only cached if it is for a first turn and not too long."""
         limit = self._max_prompt_tokens
         if is_first_turn(messages) and (limit is None or len(prompt.tokens) <= limit):
             self.cache.put((prompt.inputs_key, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
@@ -297,7 +296,7 @@ class PromptBuilder:
     def _draft_after_turn(
         self, text: str, messages: Sequence[Message], inputs_key: str, keys: list[str]
     ) -> _DraftPrompt | None:
-        """Return a draft after the last cached turn that the template rendered as sampled, if any."""
+        """Return a draft that continues the last cached turn that the template rendered as sampled, or None."""
         for number in range(len(messages) - 1, 0, -1):
             key = inputs_key, keys[number - 1]
             if messages[number - 1]["role"] == "assistant" and (turn := self.cache.get(key)):
@@ -321,13 +320,16 @@ class PromptBuilder:
         message: Message,
         hidden: frozenset[int] = frozenset(),
     ) -> None:
-        """Cache a sampled turn. `message` is what a client will send back for it, as read by `read_messages`."""
+        """Cache a sampled turn. `message` is the turn as a later request will send it, after `read_messages`.
+
+        `end_ids` are tokens that can end a turn. `hidden` tokens have no text in `message`.
+        """
         key = prompt.inputs_key, extended_key(prompt.keys[-1], message)
         turn = _Turn(self.tokenizer, prompt, tokens, bool(tokens) and tokens[-1] in end_ids, hidden)
         self.cache.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
 
     def _end_of_turn(self, turn: _Turn, text: str) -> int | None:
-        """Return the index in a rendered conversation at which a cached turn ends, None if it differs."""
+        """Return the index in a rendered conversation at which a cached turn ends, or None if it differs there."""
         start = len(turn.prompt.text)
         if not text.startswith(turn.prompt.text):
             return None
@@ -369,10 +371,10 @@ class PromptBuilder:
         return tokens[n_known:], source_runs(spans, len(tokens) - n_known, lambda at: span_of(at + n_known), start)
 
     def _content_spans(self, text: str, messages: Sequence[Message], tools: Any, template: Any) -> list[_Span]:
-        """Return the spans of the messages' contents in the rendered text, without those of the assistant.
+        """Return the spans of the messages' contents in the rendered text, except the assistant's messages.
 
-        They are found by rendering a second time with random marks around each content. The list is empty if
-        the marks change the rest of the text.
+        They are found by rendering a second time with random marks around each content. The list is empty if the marks
+        change the rest of the text.
         """
         others = [message for message in messages if message["role"] in SOURCE_OF_ROLE and message["content"].strip()]
         if not others:
@@ -433,6 +435,6 @@ def _mark_content(content: str, opening: str, closing: str) -> str:
 
 
 def _comparable(message: ParsedMessage) -> tuple[Any, ...]:
-    """Return what two renderings of a turn must share."""
+    """Return the parts of a turn that must be equal in two renderings of it."""
     calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
     return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls

@@ -80,7 +80,7 @@ class SampleOptions:
 class ChatRequest:
     """A checked request to /v1/chat/completions.
 
-    `prompt` returns the prompt of an earlier request with the same body while it is cached, for first turns only.
+    If an earlier request had the same body and its prompt is still cached, `prompt()` returns it. Only for first turns.
     """
 
     model: str
@@ -162,7 +162,7 @@ def _model_name(fields: Fields) -> str:
 
 
 def _sample_options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
-    """Read the fields that both endpoints share. `max_new` None keeps the default."""
+    """Read the fields that both endpoints share. If `max_new` is None, the default stays."""
     params = replace_params(
         defaults,
         **{name: fields.number(name, *bounds) for name, bounds in _NUMBERS.items()},
@@ -252,7 +252,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _response_format(value: Any) -> dict[str, Any] | None:
-    """Return the format, None for text. A `json_object` with a schema becomes a `json_schema`."""
+    """Return the format, or None for text. A `json_object` with a schema becomes a `json_schema`."""
     if value is None:
         return None
     fields = Fields(value, "response_format")

@@ -27,7 +27,7 @@ def token_scores(output: GenerationOutput) -> list[TokenScore]:
 
 
 class SampleDecoder:
-    """Incremental decoder of one sample into text and, with `token_texts`, its tokens with their log-probabilities."""
+    """Decodes one sample incrementally into text and, with `token_texts`, tokens with text and log-probabilities."""
 
     def __init__(self, stream: TextStream, token_texts: TokenTextStream | None):
         self._stream, self._token_texts = stream, token_texts
@@ -35,7 +35,7 @@ class SampleDecoder:
         self._scores: list[TokenScore] = []  # of tokens whose text is not certain yet
 
     def decode(self, output: GenerationOutput) -> tuple[str, list[ScoredText]]:
-        """Return the text that later tokens cannot change, and the tokens whose text lies in what was returned."""
+        """Return the new text that later tokens cannot change, and the tokens whose text is completely returned."""
         is_last = output.finish_reason is not None
         start = self._n_taken if is_last else 0  # the last one has the whole completion
         tokens = values_from(output, "tokens", start)
@@ -90,8 +90,8 @@ def chat_logprobs(texts: TokenTextCache, scores: Iterable[ScoredText]) -> dict[s
 def text_logprobs(texts: TokenTextCache, scores: Sequence[ScoredText], n_top: int, offset: int = 0) -> dict[str, Any]:
     """Return the `logprobs` object of a choice of /v1/completions, whose lists have one element for each token.
 
-    Alternatives are keys of a JSON object, so two tokens with the same text get distinct names. `offset` is the
-    number of characters of the choice before the first token of `scores`.
+    Alternatives are keys of a JSON object, so two tokens with the same text get distinct names. `offset` is the number
+    of characters of the choice before the first token of `scores`.
     """
     offsets, tops = list[int](), list[dict[str, float] | None]()
     for (token, logprob, top), token_text in scores:
@@ -158,12 +158,12 @@ class TokenFieldWriter:
 
 
 def with_token_field(body: dict[str, Any], prompt: bytes, choices: Sequence[bytes]) -> bytes:
-    """Return the JSON of a response with `areno` as its last field. `prompt` and `choices` are JSON objects."""
+    """Append the field `areno` to a response, and return its JSON. `prompt` and `choices` are JSON objects."""
     return b'%b,"areno":%b,"choices":[%b]}}' % (to_json(body)[:-1], prompt[:-1], b",".join(choices))
 
 
 def values_from(output: GenerationOutput, field: str, start: int) -> list[Any]:
-    """Return the values of a per-token field from index `start` on. No earlier one becomes a Python object."""
+    """Return the values of a per-token field from index `start` on, without making Python objects of earlier ones."""
     numbers = vars(output)[field][start:]
     return numbers if isinstance(numbers, list) else numbers.tolist()
 
@@ -172,8 +172,5 @@ END = b"data: [DONE]\n\n"  # the last event of a stream
 
 
 def event(data: dict[str, Any]) -> bytes:
-    """Encode one server-sent event.
-
-    pydantic_core encodes lists of numbers seven times as fast as `json`.
-    """
+    """Encode one server-sent event. pydantic_core encodes lists of numbers seven times as fast as `json`."""
     return b"data: %b\n\n" % to_json(data)

@@ -40,7 +40,7 @@ class TurnTokens:
 
     @classmethod
     def read(cls, values: Mapping[str, Any], vocab_size: int) -> TurnTokens:
-        """Check the field `areno` of a response, reduced to one choice."""
+        """Check the field `areno` of a response with one choice, and read the turn from it."""
         choices = values.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, Mapping):
@@ -59,7 +59,7 @@ class TurnTokens:
 
 
 def _number_list(values: Mapping[str, Any], name: str, kinds: set[type], n: int | None) -> list[Any]:
-    """Return a list of `n` numbers. None allows any length but 0."""
+    """Return the field `name`, a list of `n` numbers. If `n` is None, any length except 0 is allowed."""
     numbers = values.get(name)
     if not isinstance(numbers, list) or not numbers:
         raise BadTrajectory(f"{name} is {show(numbers)}; a list of numbers is expected")
@@ -101,7 +101,7 @@ def _token_sources(runs: Any, n: int) -> Runs:
 
 
 def message_digest(message: Mapping[str, Any]) -> dict[str, str]:
-    """Return a hash of each part of an assistant message. An absent, null and empty part have the same hash."""
+    """Return a hash of each part of an assistant message. Absent, null and empty parts have the same hash."""
     parts = {
         "content": message.get("content") or "",
         _REASONING: message.get(_REASONING) or message.get("reasoning") or "",
@@ -127,7 +127,7 @@ def _comparable_call(call: Any) -> Any:
 
 
 def changed_parts(message: Mapping[str, Any], sampled: Mapping[str, str]) -> list[str]:
-    """Return the names of the parts that differ from the sampled message. Reasoning may be absent."""
+    """Return the names of the parts that differ from the sampled message. Reasoning may be left out."""
     digest = message_digest(message)
     changed = [name for name in digest if digest[name] != sampled[name]]
     return [name for name in changed if name != _REASONING or digest[name] != _EMPTY[name]]
@@ -141,7 +141,7 @@ def _checked_digest(choice: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sampled_with(params: SamplingParams) -> dict[str, float]:
-    """Return the sampling parameters that the field `areno` records, where `TurnTokens.read` reads them."""
+    """Return the sampling parameters that the field `areno` records, for `TurnTokens.read`."""
     return {"temperature": params.logprob_temperature}
 
 
@@ -154,9 +154,9 @@ def _temperature(value: Any) -> float:
 def read_response(response: Any) -> dict[str, Any]:
     """Return `message`, `finish_reason`, `tokens` (the field `areno` with this choice alone) and `choice` (id, index).
 
-    `response` is one of OpenAI's client, or the list of chunks of a streamed one, or dictionaries with the same
-    fields. Raises BadTrajectory if the field `areno` is missing or there is not exactly one choice, and TypeError,
-    KeyError, AttributeError or another error for a value that is no response.
+    `response` is a response object of OpenAI's client, the list of chunks of a streamed response, or dictionaries with
+    the same fields. Raises BadTrajectory if the field `areno` is missing or there is not exactly one choice, and
+    TypeError, KeyError, AttributeError or another error for a value that is no response.
     """
     response = (
         _join_chunks([to_plain(chunk) for chunk in response]) if isinstance(response, list) else to_plain(response)

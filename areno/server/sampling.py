@@ -23,8 +23,6 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 
 
 class Histogram:
-    """A Prometheus histogram of seconds."""
-
     def __init__(self) -> None:
         self._counts, self._sum = [0] * (len(_SECONDS) + 1), 0.0
 
@@ -44,9 +42,9 @@ class Histogram:
 class ServerMetrics:
     """Counters since the server's start.
 
-    Prompt tokens are counted at a request's first output, sampled tokens at the end of each sample. `requests`
-    counts HTTP requests by (path, status). `aborted` counts engine requests without a complete answer.
-    `first_token` (of streamed requests) and `whole` are in seconds.
+    Prompt tokens are counted at a request's first output, sampled tokens at the end of each sample. `requests` counts
+    HTTP requests by (path, status). `aborted` counts engine requests without a complete answer. `first_token` (of
+    streamed requests) and `whole` are in seconds.
     """
 
     def __init__(self) -> None:
@@ -56,7 +54,7 @@ class ServerMetrics:
         self.first_token, self.whole = Histogram(), Histogram()
 
     def text(self, gauges: Iterable[tuple[str, str, float]]) -> str:
-        """Return the page /metrics. `gauges` are (name, help text, value)."""
+        """Return the text of the page /metrics, in Prometheus's format. `gauges` are (name, help text, value)."""
         lines = []
 
         def metric(name: str, kind: str, about: str, samples: Iterable[str]) -> None:
@@ -108,8 +106,9 @@ class ServerLimits:
 class Sampler:
     """Sends requests to an engine in a rollout phase.
 
-    Seeds of requests without a seed derive from `seed`. The n-th of them for a given prompt gets the same seed in
-    each run. `raw_logprobs` are computed without the temperature. The field `areno` always has those of training.
+    A request without a seed gets one that derives from `seed`. The n-th of these requests for the same prompt gets the
+    same seed in each run. If `raw_logprobs`, clients get log-probabilities at temperature 1. The field `areno` is not
+    affected.
     """
 
     def __init__(
@@ -134,8 +133,7 @@ class Sampler:
     ) -> GenerationRequest:
         """Build the engine's request. Raises ApiError 400 if the engine cannot serve it.
 
-        `digest` is `token_digest(prompt)`, computed if a seed needs it and it is None. `more` are fields of
-        `GenerationRequest`.
+        `digest` is `token_digest(prompt)`, computed if it is None but needed. `more` are fields of `GenerationRequest`.
         """
         request = GenerationRequest(
             request_id=next(_ids),
@@ -166,7 +164,7 @@ class Sampler:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The maximum with which at least one token can be sampled."""
+        """The largest number of prompt tokens that leaves room to sample one token."""
         return min(self.request_limits.context_len - 1, self.request_limits.kv_tokens)
 
     @contextmanager
@@ -225,7 +223,7 @@ class Sampler:
         return sorted(found, key=lambda output: output.sample)
 
     def gauges(self) -> list[tuple[str, str, float]]:
-        """Return (name, help text, value) for each gauge. Those of the engine are sums over its decoders."""
+        """Return (name, help text, value) for each gauge. Gauges of the engine are sums over its decoders."""
         stats, drafts = self.engine.rollout_stats(), self.engine.draft_counts()
         return [
             ("areno_samples_running", "Samples in the batch.", sum(one.running for one in stats)),

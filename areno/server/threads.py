@@ -28,8 +28,7 @@ _running: set[threading.Thread] = set()
 class Threads:
     """A pool of threads for an event loop. A thread ends when no work is queued.
 
-    Unlike the threads of `concurrent.futures`, these are daemon threads, so the process can exit while a thread
-    hangs.
+    Unlike the threads of `concurrent.futures`, these are daemon threads, so the process can exit while a thread hangs.
     """
 
     def __init__(self, max_threads: int, name: str):
@@ -39,7 +38,10 @@ class Threads:
         self._n_threads = 0
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`. It is not called if the caller is cancelled before a thread is free."""
+        """Call `work` in a thread and return its result.
+
+        If the caller is cancelled before a thread is free, do nothing.
+        """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
             self._waiting.append((future, work))
@@ -107,7 +109,7 @@ def _is_server_log(record: logging.LogRecord) -> bool:
 
 _logger.addFilter(_is_server_log)  # the tracebacks would fill the log
 END_ANSWERS: web.AppKey[Callable[[], object]] = web.AppKey("end_answers")
-"""The function of an application that ends requests in progress with an error, after the time for a shutdown."""
+"""An application's function that ends requests in progress with an error, once the time for a shutdown is over."""
 _MIN_GRACE_S = 0.01  # aiohttp takes 0 for no limit at all
 _ERROR_S = 1.0  # for requests that are ended to send their error
 _SHUTDOWN_S = 5.0  # for the shutdown itself, in addition to the requests in progress
@@ -116,8 +118,7 @@ _SHUTDOWN_S = 5.0  # for the shutdown itself, in addition to the requests in pro
 class ServerThread:
     """A web application served in a thread from `start` until `stop`.
 
-    `make` is called in this thread. Port 0 picks a free port. After `stop`, requests in progress get `grace_s`
-    seconds.
+    `make` is called in this thread. Port 0 picks a free port. After `stop`, requests in progress get `grace_s` seconds.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class ServerThread:
         self.url = ""
 
     def start(self) -> str:
-        """Return the address once requests are accepted. Raises EngineError if it is in use."""
+        """Start serving, and return the address once requests are accepted. Raises EngineError if it is in use."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="areno-server")
         self._thread.start()
         self._ready.wait()

@@ -34,10 +34,10 @@ def token_digest(tokens: list[int]) -> int:
 def source_runs(
     places: Iterable[tuple[int, int, int]], n_tokens: int, span_of: Callable[[int], tuple[int, int]], start: int = 0
 ) -> Runs:
-    """Return the sources of the `n_tokens` tokens from character `start` on. `span_of` counts characters from `start`.
+    """Return the sources of the `n_tokens` tokens from character `start` on.
 
-    `places` are (start, end, source) of the messages' contents in order, in characters. All other tokens are
-    TEMPLATE.
+    `span_of` returns the first and last character of a token, counted from `start`. `places` are (start, end, source)
+    of the messages' contents in order, in characters. All other tokens are TEMPLATE.
     """
     runs: list[tuple[int, int]] = []
     at = 0

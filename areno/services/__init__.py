@@ -27,7 +27,7 @@ SERVICES: dict[str, type[Service]] = {
     for service in vars(import_module(f"{__name__}.{found.name}")).values()
     if isinstance(service, type) and issubclass(service, Service) and service is not Service
 }
-"""The services of this folder, by the name of their file."""
+"""The services of this folder, by file name."""
 
 
 @cache

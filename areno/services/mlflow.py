@@ -89,7 +89,7 @@ class Mlflow(Service):
 
 
 def allowed(name: str) -> str:
-    """Return a scalar's name in the characters that MLflow accepts, such as pass_at_4 for pass@4."""
+    """Replace the characters of a scalar's name that MLflow refuses. For example, pass@4 becomes pass_at_4."""
     plain = name.replace("@", "_at_")
     return "".join(
         letter if letter.isascii() and (letter.isalnum() or letter in _PUNCTUATION) else "_" for letter in plain

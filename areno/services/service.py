@@ -30,9 +30,9 @@ class RunInfo:
 class Service:
     """Connection of one run to one experiment tracker, such as Weights & Biases.
 
-    To add a service, derive a class in a file of its own, see areno/services/__init__.py. All calls of an instance come
-    from one thread. If a call raises an exception, the exception is logged, the service is not called again, and the
-    run continues.
+    To add a service, derive a class in a file of its own, as areno/services/__init__.py explains. All calls of an
+    instance come from one thread. If a call raises an exception, the exception is logged, the service is not called
+    again, and the run continues.
 
     A service in areno/services has the setting `mode`, whose value "disabled" turns it off. A service of another
     package is on if `stats_logger.trackers` names it.

@@ -1,1 +1,1 @@
-"""The parts that are common to the processes for reward functions and for agents, which run the user's code."""
+"""Pools and processes that run the user's code: reward functions and agents."""

@@ -28,7 +28,7 @@ With two processes, a process that hangs does not block all calls. More processe
 
 
 def default_workers(n_devices: int = 0, cgroup: Path = _CGROUP) -> int:
-    """Return the usable CPU cores, without one for the driver and each device's worker, in the limits above.
+    """Return the number of usable CPU cores, minus one for the driver and one for each device, within the limits above.
 
     `cgroup` is the folder of the Linux control group, whose files hold the container's CPU limit.
     """
@@ -36,7 +36,7 @@ def default_workers(n_devices: int = 0, cgroup: Path = _CGROUP) -> int:
 
 
 def usable_cores(cgroup: Path = _CGROUP) -> int:
-    """Return the CPU cores that this process is bound to, or less if the container limits the CPU time."""
+    """Return the number of CPU cores that this process may run on. A container's limit on CPU time lowers it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.floor(min(cores, _quota(cgroup))))
 
@@ -70,7 +70,7 @@ class Work(Protocol):
         ...
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Handle the unanswered calls `worker.chunk` of a process that died or did not answer in time ("timeout")."""
+        """Handle the unanswered calls `worker.chunk` of a process that died ("error") or was too slow ("timeout")."""
         ...
 
 
@@ -78,15 +78,15 @@ class Calls(Work, Protocol):
     """The calls of user code that the driver requests. A pool distributes them over its processes."""
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Return (index, pickled arguments) of the next calls for an idle process, none if no call is left."""
+        """Return (index, pickled arguments) of the next calls for an idle process. Empty if no call is left."""
         ...
 
 
 class WorkerPool(Generic[Config]):
     """Base class for a pool of processes that call user code. Use it in a `with` block.
 
-    Start the pool early, so that the processes import the user code while the driver does other work. `name` is that of
-    the user's function or functions, such as "file.py:function". A process that ended is replaced in `workers`.
+    Start the pool early, so that the processes import the user code while the driver does other work. `name` names the
+    user's functions in logs and errors, such as "file.py:function". A process that ended is replaced in `workers`.
     """
 
     section: ClassVar[str]  # "reward" or "agent"
@@ -106,8 +106,8 @@ class WorkerPool(Generic[Config]):
     def start(self) -> None:
         """Start the processes, without waiting until they have imported the user code.
 
-        Raises ConfigError if it is missing or cannot be sent, EngineError if the system refuses to start so many
-        processes.
+        Raises ConfigError if the user code is missing or cannot be sent to them, EngineError if the system refuses to
+        start so many processes.
         """
         self._first_message = self._build_first_message()
         try:
@@ -120,7 +120,7 @@ class WorkerPool(Generic[Config]):
             raise EngineError(text, self.section, n_started + 1, self.n_workers, error, limit) from error
 
     def wait_ready(self) -> None:
-        """Wait until every process has imported the user code. Raises ConfigError naming the setting."""
+        """Wait until every process has imported the user code. Raises ConfigError if one cannot."""
         slow = SlowTimer()
         while starting := [worker for worker in self.workers if worker.is_starting]:
             self._wait(starting, None)
@@ -143,14 +143,14 @@ class WorkerPool(Generic[Config]):
         self.close()
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return the user code and its options. Raises ConfigError if it cannot be found or sent."""
+        """Return the user code and its options, for a new process. Raises ConfigError if it cannot be found or sent."""
         raise NotImplementedError
 
     def _start_worker(self) -> Worker:
         return Worker(self._first_message, IMPORT_LIMIT_S, self.module, self.output)
 
     def send_calls(self, work: Calls) -> None:
-        """Send a chunk of calls to each idle process, as long as calls are left."""
+        """Send a chunk of calls to each idle process while there are calls left."""
         for worker in self.workers:
             if worker.is_idle:
                 worker.send(work.next_chunk(len(self.workers), worker.is_async), self.config.timeout_s)
@@ -158,7 +158,7 @@ class WorkerPool(Generic[Config]):
     def wait(self, work: Work, wake: Connection | None = None, max_s: float = _POLL_S) -> None:
         """Wait until a busy process answers, dies or exceeds its time limit, and report this to `work`.
 
-        A message on the connection `wake` also ends the wait, and is dropped.
+        A message on the connection `wake` also ends the wait. It is read and ignored.
         """
         self._wait([worker for worker in self.workers if not worker.is_idle], work, wake, max_s)
 
@@ -175,7 +175,7 @@ class WorkerPool(Generic[Config]):
     def _wait(
         self, workers: list[Worker], work: Work | None, wake: Connection | None = None, max_s: float = _POLL_S
     ) -> None:
-        """Wait for some of the processes, as in `wait`. `work` is None while they start."""
+        """Do the work of `wait` for the given processes. `work` is None while they import the user code."""
         timeout_s = min([max_s, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
         connections = [worker.connection for worker in workers]
         ready = readable_connections(connections if wake is None else [*connections, wake], timeout_s)
@@ -190,7 +190,7 @@ class WorkerPool(Generic[Config]):
     def _receive(self, worker: Worker, work: Work | None) -> None:
         """Pass the answers of a process to `work`. Replace the process if it has died.
 
-        Raises ConfigError if it cannot import the user code, or dies meanwhile.
+        Raises ConfigError if it cannot import the user code, or dies while importing it.
         """
         while worker.messages or readable_connections([worker.connection]):
             try:
@@ -212,7 +212,7 @@ class WorkerPool(Generic[Config]):
                 work.answered(kind_or_position, value, span)
 
     def _trace_call(self, worker: Worker, position: int, span: tuple[int, int]) -> None:
-        """Record a call in the trace of the run. Concurrent calls of an async function get a lane each."""
+        """Record a call in the trace of the run. Each concurrent call of an async function gets its own lane."""
         if trace.active:
             number, name = self.workers.index(worker), self.section
             lane = f"{name} calls#{number}.{position}" if worker.is_async else f"{name}/process {number}"
@@ -243,7 +243,7 @@ def readable_connections(connections: Iterable[Connection], timeout_s: float = 0
 
 
 class SlowTimer:
-    """Says when to log a long wait: after SLOW_S seconds, then each time that it has doubled since the last line."""
+    """Decides when to log a long wait: after SLOW_S seconds, then whenever it has doubled since the last log."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()

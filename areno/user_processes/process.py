@@ -52,7 +52,7 @@ def is_async(function: Any) -> bool:
 
 
 def unpickle(data: bytes, key: str) -> Callable[..., Any]:
-    """Load a function of a script. Raises ConfigError, which names the setting `key`."""
+    """Unpickle a function that a script has passed. Raises a ConfigError about the setting `key` if that fails."""
     try:
         return pickle.loads(data)
     except (Exception, SystemExit) as error:  # it imports the module of the function, which may raise anything
@@ -61,10 +61,11 @@ def unpickle(data: bytes, key: str) -> Callable[..., Any]:
 
 
 def event_loop(end_copy: Callable[[], object]) -> Any:
-    """Return an event loop that stops working in forked copies of this process.
+    """Return an event loop that stops working in child processes that user code forks.
 
-    A forked copy shares the loop's connections and, on Linux, its epoll list. If the copy ran the loop or closed a
-    connection, this process would no longer receive answers. `end_copy` must end a copy that tries to run the loop.
+    A forked child shares the loop's connections and, on Linux, its epoll list. If the child ran the loop or closed a
+    connection, this process would no longer receive answers. A child that tries to run the loop calls `end_copy`
+    instead, which must end the child.
     """
     from asyncio import SelectorEventLoop
     from selectors import DefaultSelector
@@ -84,16 +85,16 @@ def event_loop(end_copy: Callable[[], object]) -> Any:
 
 
 class ForkReturned(Exception):
-    """User code called os.fork, and the forked copy also returned from the user code."""
+    """User code called os.fork, and the forked child also returned from the user code."""
 
 
 class ForkedCopies:
-    """Ends forked copies of this process that return from the user code.
+    """Ends forked children of this process that return from the user code.
 
-    A copy that returned from the user code would answer the driver on the connection that it shares with this process.
-    If `reports` is True, the call of user code in progress then fails, because the copy writes to a pipe that this
-    process reads. If False, the copy prints a message. Use False if several calls are in progress at once, because the
-    call that made the copy is then unknown.
+    Such a child would answer the driver on the connection that it shares with this process. If `reports` is True, the
+    call of user code in progress fails, because the child writes to a pipe that this process reads. If False, the child
+    only prints a message. Use False if several calls are in progress at once, because it is then unknown which one
+    forked.
     """
 
     def __init__(self, connection: Connection, reports: bool = True):
@@ -102,15 +103,15 @@ class ForkedCopies:
         os.register_at_fork(before=self._open if reports else lambda: None, after_in_child=connection.close)
 
     def _open(self) -> None:
-        """Open the pipe through which a copy reports to this process. This is called before each fork."""
+        """Before a fork, open the pipe through which the child can report to this process."""
         if self._pipe is None:
             self._pipe = os.pipe()
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
-        """Return a context manager for a block that calls user code. If a forked copy leaves the block, it is ended.
+        """Return a context manager for a block that calls user code. A forked child that leaves the block is ended.
 
-        ForkReturned is raised in the original process after a copy left the block, if `reports`.
+        If `reports`, ForkReturned is then raised in the original process.
         """
         self.end_copy()
         try:
@@ -125,7 +126,7 @@ class ForkedCopies:
                 raise ForkReturned("forked, and the forked process returned too; end it with os._exit()")
 
     def end_copy(self) -> None:
-        """End this process if it is a forked copy, after reporting it."""
+        """If this process is a forked child, report that to the original process and end."""
         if os.getpid() != self._original:
             if not self._reports:
                 print(_ENDED, flush=True)
@@ -135,9 +136,9 @@ class ForkedCopies:
             os._exit(0)
 
     def _copy_left(self) -> bool:
-        """Return whether a copy has left the block of user code since the pipe was opened, and close the pipe.
+        """Return whether a forked child has left the block of user code, and close the pipe on which it reports that.
 
-        This waits until a copy reports or all copies have ended, at most _COPY_LIMIT_S seconds.
+        This waits until a child reports or all children have ended, at most _COPY_LIMIT_S seconds.
         """
         assert self._pipe is not None
         reader, writer = self._pipe

@@ -29,7 +29,7 @@ _SIGNALLED = 128  # the exit code of a process that was killed by signal n is 12
 def main(fd: int, driver_pid: int, module: str) -> None:
     """Run `serve` of a module in a process until it ends, SIGTERM arrives or the driver ends. Then kill all children.
 
-    The supervisor exits with the exit code of the process, or with 128 + n if signal n killed it.
+    `fd` is the process's socket to the driver. The exit code is that of the process, or 128 + n if signal n killed it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     # Block the signals, and wait for them with sigtimedwait. A handler could run just before a call that then blocks.
@@ -48,7 +48,7 @@ def main(fd: int, driver_pid: int, module: str) -> None:
 
 
 def exit_text(code: int) -> str:
-    """Return how a process ended, such as "exit code 3", from the supervisor's exit code (-n: signal n killed it)."""
+    """Describe how a process ended, such as "exit code 3". `code` is the supervisor's exit code, -n after signal n."""
     number = -code if code < 0 else code - _SIGNALLED
     if number in set(signal.Signals):
         return f"signal {signal.Signals(number).name}"
@@ -56,7 +56,6 @@ def exit_text(code: int) -> str:
 
 
 def _become_worker(fd: int, module: str) -> None:
-    """Run `serve` of the module in this forked process, and exit."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.setsid()
@@ -76,7 +75,7 @@ def _was_stopped() -> bool:
 
 
 def _reap_children(worker: int) -> int | None:
-    """Collect the exit codes of ended children. Return that of `worker`, -n for signal n, None while it runs."""
+    """Collect the exit codes of ended children. Return that of `worker` (-n after signal n), or None while it runs."""
     code = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:

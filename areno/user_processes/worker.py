@@ -36,7 +36,7 @@ class Output:
             self._left = _MAX_BYTES
 
     def log(self, printed: IO[bytes]) -> None:
-        """Log the output of a process, until it and all processes that it started have ended. The rest is dropped."""
+        """Log what a process and its descendants print, until all have ended. Output beyond the limit is dropped."""
         logger = logging.getLogger(f"areno.{self._name}s")
         with printed:
             while line := printed.readline(_LINE_BYTES):
@@ -63,9 +63,9 @@ class Worker:
     """One process of user code. It is starting, idle, or busy with the calls in `chunk` until `deadline`.
 
     `process` is the supervisor, which ends the process. `chunk` has the indices of unanswered calls, `sent` is the
-    number of calls in the last chunk. `has_left` means that the process ends without beginning those in `chunk`.
-    `deadline` is the time (time.monotonic) for the next message, infinity while idle. `messages` are pickled, and the
-    pool removes them.
+    number of calls in the last chunk. `has_left` means that the process exits by itself, without starting the calls in
+    `chunk`. The next message must arrive by `deadline` (time.monotonic; infinity while idle). `messages` are received
+    and still pickled. The pool removes them.
     """
 
     def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, module: str, output: Output):
@@ -103,10 +103,9 @@ class Worker:
         return not self.is_starting and not self.chunk
 
     def send(self, chunk: list[tuple[int, bytes]], timeout_s: float) -> None:
-        """Send (index of the call, pickled arguments) of calls, and set the deadline of the first answer.
+        """Send calls, each (index, pickled arguments), and set the deadline of the first answer.
 
-        A process that is busy may only get calls if the user's function is async. The time limit is then that of all
-        answers.
+        If the user's function is async, the process may be busy, and the time limit applies to each of the calls.
         """
         if not chunk:
             return
@@ -120,7 +119,7 @@ class Worker:
         self.sent, self.deadline = len(chunk), min(self.deadline, deadline)
 
     def postpone(self, seconds: float) -> None:
-        """Move the deadlines of all calls. The time limit for importing the user code stays."""
+        """Extend the deadlines of all calls. The time limit for importing the user code does not change."""
         if not self.is_starting:
             self.deadline += seconds
         self._ends_at = {position: ends_at + seconds for position, ends_at in self._ends_at.items()}
@@ -129,7 +128,8 @@ class Worker:
         """Send a message after all earlier ones.
 
         A message that may not fit the buffer is sent in a thread, so that the driver is not blocked by a process that
-        hangs and does not read. This may be any message while calls are unanswered, because the buffer may hold them.
+        hangs and does not read. While calls are unanswered this is every message, because the calls may fill the
+        buffer.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         before = self._sender if self._sender is not None and self._sender.is_alive() else None
@@ -146,10 +146,10 @@ class Worker:
         self._sender.start()
 
     def read(self) -> None:
-        """Read once, and append all messages that are complete to `messages`. Blocks if the connection is not readable.
+        """Read once, and append all complete messages to `messages`. Blocks until the connection is readable.
 
-        One read takes many short messages, for each of which Connection.recv would need two system calls. Raises
-        EOFError if the process has closed the connection, OSError if it is broken.
+        One read can take many short messages. Connection.recv needs two system calls for each. Raises EOFError if the
+        process has closed the connection, OSError if the connection is broken.
         """
         data = os.read(self.connection.fileno(), _READ_BYTES)
         if not data:
@@ -172,8 +172,8 @@ class Worker:
     def answered(self, position: int, timeout_s: float) -> tuple[int, int]:
         """Remove an answered call, set the next deadline, and return (start, end) of the call as times of areno.trace.
 
-        Each call of an async function has its own deadline, which began when the call was sent. Those that were sent
-        together start together.
+        Each call of an async function has its own deadline, counted from the time at which it was sent. Its start is
+        that time, too.
         """
         self.chunk.remove(position)
         span = self.elapsed(position)

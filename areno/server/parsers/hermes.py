@@ -40,7 +40,7 @@ class HermesParser(ToolCallParser):
 
 
 def in_tags(lark: Lark, call: str, many: bool) -> str:
-    """Return the rule of calls between `<tool_call>` and `</tool_call>`, where `call` is one without its tags."""
+    """Return the rule of calls between `<tool_call>` and `</tool_call>`. `call` is the rule of what is between them."""
     opening, closing, newline = map(lark.literal, (f"{OPEN}\n", f"\n{CLOSE}", "\n"))
     call = lark.rule(f"{opening} {call} {closing}")
     return lark.rule(f"{call} ({newline} {call})*") if many else call
@@ -55,9 +55,9 @@ def call_object(lark: Lark, functions: dict[str, Document], arguments_key: str) 
 
 
 def parse_call(text: str, argument_keys: tuple[str, ...]) -> RawCall | None:
-    """Parse the JSON object of a tool call. None if it is none.
+    """Parse the JSON object of a tool call. Returns None if the text is no call.
 
-    The first of `argument_keys` that is there holds the arguments, as an object or its JSON text.
+    The arguments, an object or its JSON text, are the value of the first of `argument_keys` that the object has.
     """
     try:
         value = load_json(text)
@@ -77,13 +77,13 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class LlamaJsonParser(ToolCallParser):
-    """Without the tag, a JSON object is a call only first or after a call, and only if it names an offered tool."""
+    """A JSON object without the tag is a call only at the start or after a call, and only if the tool is offered."""
 
     name = "llama3_json"
     tags = (PYTHON_TAG,)
 
     def find_opening(self, text: str, at: int, at_boundary: bool, after_call: bool) -> tuple[int, int | None]:
-        """Accept the brace of a JSON object in place of a tag, and a `;` before it after a call."""
+        """Accept the brace of a JSON object in place of a tag. After a call, accept a `;` before the brace."""
         if at_boundary:
             start = after_space(text, at)
             brace = after_space(text, start + 1) if after_call and text.startswith(";", start) else start

@@ -58,7 +58,7 @@ class Style:
 
 
 class JsonRules:
-    """Rules for the values of one document, which are added to a grammar."""
+    """Adds rules for the values of one JSON schema to a grammar. Most methods return expressions or names of rules."""
 
     def __init__(self, lark: Lark, document: Document, style: Style):
         self._lark, self._document, self._style = lark, document, style
@@ -74,7 +74,7 @@ class JsonRules:
         self._finite: set[_Key] = set()
 
     def root(self) -> str:
-        """Return the rule of the document. Raises GrammarError if no value can have its form."""
+        """Return the rule of the whole schema. Raises GrammarError if no finite value satisfies it."""
         return self.require(self.value([self._document.root]))
 
     def require(self, rule: str | None) -> str:
@@ -83,7 +83,7 @@ class JsonRules:
         return rule
 
     def value(self, places: Iterable[Place]) -> str | None:
-        """Return the rule of the values that match all of these schemas, None if there is no such value."""
+        """Return the rule of the values that match all of these schemas, or None if there is no such value."""
         places, key = _distinct_schemas(places)
         if key in self._open:
             self._used.add(key)
@@ -103,7 +103,7 @@ class JsonRules:
         return self._values[key]
 
     def _is_finite(self, places: Sequence[Place]) -> bool:
-        """Return whether some value of these schemas is finite: it need not contain another such value for ever."""
+        """Return whether a value of finite length matches these schemas. Recursive schemas may allow none."""
         while True:
             n_known = len(self._finite)
             found = self._has_finite_value(places, set())
@@ -158,7 +158,7 @@ class JsonRules:
         return found + ([self._lark.terminal(" | ".join(terms))] if terms else [])
 
     def may_be(self, value: Any, alternative: Alternative) -> bool:
-        """Return whether a value that is not rejected also has the patterns and formats of the alternative."""
+        """Return whether a value that `Document.rejects` lets pass also fits the alternative's patterns and formats."""
         if not isinstance(value, str):
             return True
         patterns, formats = self.text_words(alternative)
@@ -184,7 +184,7 @@ class JsonRules:
         return [self._multiples(found, step), self._lark.terminal_of(fractions)]
 
     def _multiples(self, range_: Range, step: int) -> str | None:
-        """Return the expression of the integers that are multiples of `step`."""
+        """Return the expression of the integers in a range that are multiples of `step`, or None if there are none."""
         if step == 1:
             return self._lark.terminal_of(range_.terms(integer=True))
         found = range_.at_least(-_MAX_MULTIPLE, False).at_most(_MAX_MULTIPLE, False)
@@ -197,7 +197,7 @@ class JsonRules:
     # Strings ---------------------------------------------------------------------------------------------------------
 
     def text_words(self, alternative: Alternative) -> tuple[list[str], list[str]]:
-        """Return the patterns and the known formats of a string. What cannot be enforced is left out, or an error."""
+        """Return the patterns and formats of a string that can be enforced. Others go to `Document.leave_out`."""
         patterns, formats = list[str](), list[str]()
         for schema in schemas_of(alternative):
             if (name := schema.get("format")) in FORMATS:
@@ -241,7 +241,7 @@ class JsonRules:
         return self._lark.terminal(" | ".join(self._spellings(value)))
 
     def _spellings(self, value: str | float) -> list[str]:
-        """Return the terms of a string or a number."""
+        """Return terms that match each way to write a string or number."""
         if not isinstance(value, str):
             forms = [json.dumps(value)]
             forms += [str(int(value))] if isinstance(value, float) and value.is_integer() else []
@@ -261,13 +261,13 @@ class JsonRules:
         return self._lark.terminal(f"{term} {lark_literal(self._colon)}")
 
     def _text_spellings(self, text: str) -> str:
-        """Return the regex of all spellings of a text inside of quotes."""
+        """Return the regex of all ways to write a text inside quotes."""
         return "".join(_character_spellings(char, self._style.is_python) for char in text)
 
     # Arrays and objects ----------------------------------------------------------------------------------------------
 
     def _brackets(self, brackets: str, content: str, may_be_empty: bool) -> str:
-        """Return the expression of brackets around a content, which may match the empty text if `may_be_empty`."""
+        """Return the expression of `content` in brackets. If `may_be_empty`, the brackets may also be empty."""
         self._lark.literals |= dict.fromkeys(brackets)
         opening, closing = map(json.dumps, brackets)
         if self._space:
@@ -310,10 +310,10 @@ class JsonRules:
     def fields(
         self, form: ObjectForm, write: Callable[[str, str], str], comma: str, other: str | None = None
     ) -> tuple[str, bool] | None:
-        """Return (expression of at least one property, whether there may be none), or None if neither is possible.
+        """Return (expression of one or more properties, whether there may be none), or None if neither is possible.
 
-        `write` returns the expression of a property from its name and the expression of its value. `other` is the
-        expression of a property that is not listed.
+        `write` makes the expression of a property from its name and the expression of its value. `comma` separates
+        properties, and `other` is the expression of a property that is not listed.
         """
         listed: list[tuple[str, bool]] = []
         for name, places in form.properties.items():
@@ -325,11 +325,11 @@ class JsonRules:
         return self._sequence(listed, other, comma, (form.low, form.high))
 
     def property_value(self, name: str, places: Sequence[Place]) -> str | None:
-        """Return the expression of the value of a property, None if there is no such value."""
+        """Return the expression of the value of a property, or None if there is no such value."""
         return self.value(places)
 
     def _unlisted_property(self, form: ObjectForm) -> str | None:
-        """Return the rule of one property that is not listed."""
+        """Return the rule of one property that is not listed, or None if there can be none."""
         taken = f" & ~{lark_literal('|'.join(map(self._text_spellings, form.properties)))}" if form.properties else ""
         found, terms = (
             list[tuple[str, tuple[Place, ...]]](),
@@ -359,7 +359,7 @@ class JsonRules:
     def _sequence(
         self, items: Sequence[tuple[str, bool]], other: str | None, comma: str, limits: tuple[int, int | None]
     ) -> tuple[str, bool] | None:
-        """Return what `fields` does, for items with whether each is required, and then any number of others."""
+        """Do the work of `fields`. `items` are (expression, whether required). Any number of `other` may follow."""
         low, high = limits
         n_needed = sum(required for _, required in items)
         if len(items) - n_needed > _MAX_OPTIONAL:
@@ -390,7 +390,7 @@ class JsonRules:
     def _counted_sequence(
         self, items: Sequence[tuple[str, bool]], other: str | None, comma: str, low: int, high: int | None
     ) -> tuple[str, bool] | None:
-        """Return what `_sequence` does, with the number of items counted up to the last one that matters."""
+        """Do the work of `_sequence` if the number of items is limited, with rules that count the written items."""
         is_limited = high is not None and (other is not None or high < len(items))
         most = min(max(low, high) if high is not None and is_limited else max(low, 1), len(items))
 
@@ -414,7 +414,7 @@ class JsonRules:
     def _ends_of_sequence(
         self, other: str | None, comma: str, low: int, high: int | None, most: int
     ) -> dict[int, str | None]:
-        """Return what may follow the listed items if n are written, by n, with None if nothing can."""
+        """Return n -> what may follow the listed items if n of them are written, or None if n cannot be enough."""
         found: dict[int, str | None] = {}
         for n in range(most + 1):
             least, limit = max(low - n, 0), None if high is None else high - n
@@ -429,7 +429,7 @@ class JsonRules:
 
 
 def _distinct_schemas(places: Iterable[Place]) -> tuple[list[Place], _Key]:
-    """Return the schemas that say something, each once, and a key of them."""
+    """Return the schemas that constrain anything, without duplicates, and a key that identifies them."""
     found = {id(place[0]): place for place in places if place[0] is not True and place[0] != {}}
     return list(found.values()), tuple(found)
 

@@ -19,8 +19,9 @@ _HEADER = '%llguidance {"ignore_once": true}'
 class Lark:
     """A grammar under construction, in llguidance's variant of Lark.
 
-    Methods return expressions, which match one after the other when joined by spaces. Only `literal` and `until`
-    can match special tokens. An answer may have to contain the texts in `literals` as they are.
+    Methods return expressions, which match one after the other when joined by spaces. Only `literal` and `until` can
+    match special tokens. `literals` are texts that the tokenizer must be able to write, because an answer may have to
+    contain them.
     """
 
     def __init__(self, special: Mapping[str, int]):
@@ -37,7 +38,7 @@ class Lark:
         return f"{initial}{self._n_names - 1}"
 
     def define(self, name: str, body: str) -> None:
-        """Raise GrammarError if the grammar gets too large or too deep."""
+        """Define a rule or terminal. Raises GrammarError if the grammar gets too large or too deep."""
         self._size += len(body)
         if self._size > MAX_CHARACTERS:
             raise GrammarError("the grammar has more than {:,} characters; use smaller schemas", MAX_CHARACTERS)
@@ -52,11 +53,11 @@ class Lark:
         self._depths[name.partition("[")[0]] = depth
 
     def rule(self, body: str, option: str = "") -> str:
-        """Return the name of a new rule. `option` is such as "[lazy]"."""
+        """Return the name of a rule with this body. `option` is such as "[lazy]"."""
         return self._define_once("r", body, option)
 
     def terminal(self, body: str) -> str:
-        """Return the name of a new terminal, whose body may have regular expressions, "&" and "~"."""
+        """Return the name of a terminal with this body, which may contain regular expressions, "&" and "~"."""
         return self._define_once("T", body, "")
 
     def _define_once(self, initial: str, body: str, option: str) -> str:
@@ -92,17 +93,17 @@ class Lark:
         return self.rule(f"/(?s:.*){escaped}/", "[lazy]")
 
     def term_before_tag(self, term: str, tag: str) -> str:
-        """Match a text of a terminal's `term` and then a tag, with which no such text ends.
+        """Match a text that `term` matches, and then a tag. No such text may end with the tag.
 
-        Both are one terminal, so that the lexer, which takes the longest text, does not take the tag as a part
-        of it.
+        Both are one terminal. Otherwise the lexer, which takes the longest match, could take the tag as a part of the
+        text.
         """
         special = min((tag.find(each) for each in self._special if each in tag), default=len(tag))
         start = self.terminal(f"{term} {json.dumps(tag[:special])}" if special else term)
         return f"{start} {self.literal(tag[special:])}" if tag[special:] else start
 
     def terminal_of(self, terms: Iterable[str]) -> str | None:
-        """Return the terminal that matches what one of some terms matches, None if they match nothing."""
+        """Return a terminal that matches what any of the terms matches, or None if they match nothing."""
         body = " | ".join(terms)
         return None if not body or ("&" in body and matches_nothing(body)) else self.terminal(body)
 

@@ -1,4 +1,4 @@
-"""Parsing of the text that a model wrote into reasoning, content and tool calls, whole or in pieces."""
+"""Parsing of a model's text, whole or streamed, into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ParsedMessage:
 
 @dataclass(frozen=True, slots=True)
 class MessageDelta:
-    """The next piece of a message. Exactly one attribute is set, a tool call when it is complete."""
+    """An increment of a streamed message. Exactly one attribute is set. A tool call is sent once it is complete."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -47,13 +47,13 @@ class ToolCallParser:
     """Base class of the tool-call parsers. The base class itself finds reasoning, but no calls.
 
     The parsed text has its special tokens, but not the stop token. Reasoning is the text between `<think>` and
-    `</think>` at the start. A call that is malformed or cut off counts as text. Whitespace next to a call is
-    content only if there is text before and after it. Parsing never raises an exception because of the text, and
-    never executes code in it.
+    `</think>` at the start. A call that is malformed or cut off counts as text. Whitespace next to a call is content
+    only if there is text before and after it. Parsing never raises an exception because of the text, and never executes
+    code in it.
 
-    `tools` are those offered to the model, in OpenAI's form: [] treats calls as text, None accepts any function
-    name. `in_reasoning` means that the prompt ended with `<think>`. Ids of calls are call_MESSAGE_ID_NUMBER, where
-    None takes a random text for `message_id`.
+    `tools` are those offered to the model, in OpenAI's form. If it is [], calls count as text. If it is None, any
+    function name is accepted. `in_reasoning` means that the prompt ended with `<think>`. Ids of calls are
+    call_<message_id>_<number>. If `message_id` is None, it is random.
     """
 
     name = "text"
@@ -67,7 +67,6 @@ class ToolCallParser:
         in_reasoning: bool = False,
         message_id: str | None = None,
     ) -> ParsedMessage:
-        """Parse a finished text."""
         stream = self.stream(tools, in_reasoning=in_reasoning, message_id=message_id)
         return join_deltas(stream.feed(text) + stream.finish())
 
@@ -78,7 +77,7 @@ class ToolCallParser:
         return MessageStream(self, schemas_by_name(tools), in_reasoning, message_id or uuid.uuid4().hex)
 
     def find_opening(self, text: str, at: int, at_boundary: bool, after_call: bool) -> tuple[int, int | None]:
-        """Return (index of the next opening tag, index after this tag), searching from `at`.
+        """Search from `at`, and return (index of the next opening tag, index after this tag).
 
         Without a complete tag, return (index, None), where the text from this index on may be the beginning of a tag.
         `at_boundary` means that `at` is the start of the content or directly after a call.
@@ -92,15 +91,16 @@ class ToolCallParser:
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
         """Read the calls after an opening tag, which may be "", and move the cursor past them.
 
-        `tools` are function name -> JSON schema, and None accepts any name. Return None if the text is no call.
+        `tools` are function name -> JSON schema. If it is None, any name is accepted. Return None if the text is no
+        call.
         """
         raise NotImplementedError("the family has tags but does not read calls")
 
     def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
         """Add rules for calls to a grammar and return the name of the rule that matches them.
 
-        `functions` are function name -> schema of the arguments, and `many` allows several calls. Raises
-        GrammarError if the format cannot express a call.
+        `functions` are function name -> schema of the arguments, and `many` allows several calls. Raises GrammarError
+        if the format cannot express a call.
         """
         raise GrammarError("models of this family have no format for tool calls, so none can be required")
 
@@ -183,7 +183,7 @@ class MessageStream:
             at_boundary = yield from self._calls(start - words_end, after_tag - words_end)
 
     def _calls(self, start: int, after_tag: int) -> Reading[bool]:
-        """Read the calls after the tag from `start` to `after_tag`. Without one, the tag becomes content."""
+        """Read the calls after the tag, which is text[start:after_tag]. If there are none, the tag becomes content."""
         source = self._source
         source.at = after_tag
         tag = source.text[start:after_tag]
@@ -201,7 +201,7 @@ class MessageStream:
         return True
 
     def _emit_to(self, end: int, reasoning: bool = False) -> None:
-        """Append the text from the cursor to index `end` as a delta, and drop it."""
+        """Append the text from the cursor to index `end` as a delta, and remove it from the cursor's text."""
         source = self._source
         if text := source.text[source.at : end]:
             if not reasoning:
@@ -213,7 +213,6 @@ class MessageStream:
 
 
 def join_deltas(deltas: Iterable[MessageDelta]) -> ParsedMessage:
-    """Join all deltas of a message."""
     deltas = list(deltas)
     content = "".join(delta.content or "" for delta in deltas)
     reasoning = "".join(delta.reasoning_content or "" for delta in deltas)

@@ -1,7 +1,7 @@
 """Regular expressions of JSON numbers in a range.
 
-Only numbers that are finite as doubles are matched. A bound holds for the number that a reader gets from the text. So
-the bounds of fractions are inclusive and doubles: rounding a text to the next double cannot leave such a range.
+Only numbers that are finite as doubles are matched. A bound is for the double that a reader makes of the text. So the
+bounds of fractions are doubles and inclusive, and rounding a text to a double cannot cross them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGEST = math.nextafter(math.inf, 0)
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from `low` to `high`: bounds of the integers, and of all others. None is no bound."""
+    """A range. `low` and `high` are for integers (None: no bound), `low_float` and `high_float` for other numbers."""
 
     low: int | None = None
     high: int | None = None
@@ -58,7 +58,7 @@ class Range:
 
     @lru_cache(1024)  # noqa: B019 - the ranges of schemas are few and small
     def terms(self, integer: bool) -> list[str]:
-        """Return terms of a terminal in llguidance's Lark, one of which matches a number of this range."""
+        """Return terms of a Lark terminal (llguidance). Each number of this range matches one of them."""
         found = self._positive(integer)
         if self.low is None or self.low < 0 or (self.low_float < 0 and not integer):
             found += [f'"-" {term}' for term in self.mirrored()._positive(integer)]
@@ -74,7 +74,7 @@ class Range:
         return found + _fractions(start, end) + _with_exponent(start, end)
 
     def steps(self, n: int) -> list[str]:
-        """Return terms of the fractions of this range that are multiples of 1 / n, where n has the factors 2 and 5."""
+        """Return terms for fractions in the range that are multiples of 1 / n. n has no prime factors but 2 and 5."""
         places = next(places for places in range(1, n + 1) if 10**places % n == 0)
         step = 10**places // n
         ends = [f"{digits:0{places}}".rstrip("0") for digits in range(step, 10**places, step)]
@@ -99,7 +99,7 @@ def _alternation(parts: list[str]) -> str:
 
 
 def _digits_between(low: str, high: str) -> str:
-    """Return the regex of the digits from `low` to `high`, which are equally long. It is not nested."""
+    """Return a regex of the digit strings from `low` to `high`, which have equal lengths."""
     n = len(low)
     same = next((at for at in range(n) if low[at] != high[at]), n)
     if same == n:
@@ -141,7 +141,7 @@ def _natural_range(low: int, high: int | None) -> str:
 
 
 def _at_least(digits: str) -> str:
-    """Return the regex of the digits after a point that are at least `digits`, without zeros at their end."""
+    """Return a regex of the decimal places that are at least `digits`. `digits` does not end in 0."""
     parts = [f"{digits[:at]}[{int(each) + 1}-9][0-9]*" for at, each in enumerate(digits) if each != "9"]
     return _alternation([*parts, f"{digits}[0-9]*" if digits else "[0-9]+"])
 
@@ -153,7 +153,7 @@ def _at_most(digits: str) -> str:
 
 
 def _fractions(low: float, high: float, digits: str = "[0-9]+") -> list[str]:
-    """Return a term of the numbers with a point and without an exponent, of which those below 1e-17 are left out.
+    """Return a term for numbers with a decimal point and no exponent, [] if there are none. Omits those below 1e-17.
 
     `digits` is the regex of the digits after the point.
     """
@@ -178,7 +178,7 @@ def _positional_digits(value: float) -> tuple[int, str]:
 
 
 def _with_exponent(low: float, high: float) -> list[str]:
-    """Return terms of the numbers with one digit before the point and an exponent."""
+    """Return terms for numbers with one digit before the point and an exponent."""
     if high == 0:
         return []
     first, least, parts = (-324, None, []) if low == 0 else (*_scientific(low), [])

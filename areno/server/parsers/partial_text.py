@@ -60,7 +60,6 @@ class Cursor:
             self.at += 1
 
     def looks_at(self, word: str) -> Reading[bool]:
-        """Return whether `word` comes next."""
         while not self.ended and len(self.text) - self.at < len(word) and word.startswith(self.text[self.at :]):
             yield
         return self.text.startswith(word, self.at)
@@ -73,7 +72,7 @@ class Cursor:
         return found
 
     def until_one_of(self, marks: tuple[str, ...]) -> Reading[str | None]:
-        """Move past the next of some marks and return it. Without one, return None and stay."""
+        """Move past the next of `marks` and return it. If there is none, return None and do not move."""
         searched = self.at
         while not (found := [(at, mark) for mark in marks if (at := self.text.find(mark, searched)) >= 0]):
             if self.ended:
@@ -85,7 +84,7 @@ class Cursor:
         return mark
 
     def json_object(self) -> Reading[str | None]:
-        """Read a JSON object, None if there is none. Only brackets and strings are checked, so it may be invalid."""
+        """Read a JSON object, or return None if there is none. Only brackets and strings are checked."""
         start, brackets = self.at, []
         while True:
             char = yield from self.peek()
@@ -104,7 +103,7 @@ class Cursor:
                 return self.text[start : self.at] if char == "}" else None
 
     def _json_string(self) -> Reading[bool]:
-        """Move past a JSON string whose opening quote has been read. Return whether it is valid."""
+        """Move past a JSON string whose opening quote was already read. Return whether it is valid."""
         while (char := (yield from self.peek())) != '"':
             if char < " ":  # the end, or a control character, which JSON does not allow in a string
                 return False
@@ -124,7 +123,7 @@ _ALIASES = {"str": "string", "int": "integer", "float": "number", "bool": "boole
 
 
 def load_json(text: str) -> Any:
-    """Parse one JSON value. Raises ValueError also for NaN, infinity and values nested too deeply."""
+    """Parse one JSON value. NaN, infinity and deep nesting are ValueErrors, too."""
     try:
         return json.loads(text, parse_constant=_reject_constant)
     except RecursionError as error:
@@ -132,7 +131,7 @@ def load_json(text: str) -> Any:
 
 
 def dump_json(value: Any) -> str:
-    """Raise ValueError if JSON cannot express the value, such as infinity."""
+    """Return a value as JSON text. Raises ValueError if JSON cannot express it, such as infinity."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()

@@ -39,7 +39,7 @@ FORMATS = {
     rf"((/{_PATH})?)|{_PATH})(\?(\?|{_PATH})*)?(#(\?|{_PATH})*)?",
     "uuid": f"{_HEX}{{8}}-({_HEX}{{4}}-){{3}}{_HEX}{{12}}",
 }
-"""Format of a string -> regex of the whole string, which needs no escapes in JSON."""
+"""Format of a string -> regex of the whole string. Such a string needs no escapes in JSON."""
 
 _NO_SIGN_ALONE = "^(?!^[-+.]*$)"  # pydantic's Decimal begins with it
 _SYNTAX = frozenset("\\.*+?()[]{}|^$-&~#")
@@ -52,7 +52,6 @@ def escaped(text: str) -> str:
 
 
 def lark_literal(regex: str) -> str:
-    """Return a regex as a literal of Lark."""
     pieces, at = list[str](), 0
     while at < len(regex):
         piece = regex[at : at + 2] if regex[at] == "\\" else regex[at]
@@ -62,22 +61,22 @@ def lark_literal(regex: str) -> str:
 
 
 def text_fault(words: dict[str, Any]) -> str:
-    """Return why keywords of a string cannot be enforced, "" if they can, even if no string has them."""
+    """Return why the keywords of a string cannot be enforced, or "". Keywords that no string satisfies can be."""
     return grammar_error(_or_null(words))
 
 
 def _or_null(words: dict[str, Any]) -> str:
-    """Return a grammar that can be compiled even if no string has the keywords."""
+    """Return a grammar of strings with these keywords, or null, so that it compiles even if there is no such string."""
     return f"start: {json_expression({'anyOf': [{'type': 'string', **words}, {'type': 'null'}]})}"
 
 
 def json_expression(schema: dict[str, Any]) -> str:
-    """Return the expression of a value in JSON whose schema llguidance enforces."""
+    """Return the expression of a JSON value, with a schema that llguidance itself enforces."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})}"
 
 
 def pattern_fault(pattern: str) -> str:
-    """Return why a pattern cannot be enforced, "" if it can."""
+    """Return why a pattern cannot be enforced, or ""."""
     return "" if decimal_term(pattern) else text_fault({"pattern": pattern})
 
 
@@ -94,7 +93,7 @@ def is_found(pattern: str, text: str) -> bool:
 
 
 def decimal_term(pattern: str) -> str | None:
-    """Return the term of a pattern with look-aheads that pydantic writes for `Decimal`, None for other patterns."""
+    """Return the term of a pattern that pydantic writes for `Decimal`, with look-aheads, or None for other patterns."""
     if not pattern.startswith(_NO_SIGN_ALONE) or "|" in pattern[: pattern.find("(?:")]:
         return None
     head, choice, tail = pattern[len(_NO_SIGN_ALONE) :].partition("(?:")
@@ -111,7 +110,7 @@ def decimal_term(pattern: str) -> str | None:
 def whole_text_term(pattern: str) -> str | None:
     """Return a term that matches exactly the texts in which a pattern is found.
 
-    None if the pattern has an anchor inside, which a term cannot have, or a negated class beside other characters.
+    Returns None if the pattern has an anchor other than at its start or end, or a negated class within brackets.
     """
     parts, body, in_class, depth, at = list[str](), "", False, 0, 0
     while at < len(pattern):

@@ -62,7 +62,7 @@ class PythonicParser(ToolCallParser):
 
 
 def _call_grammar(lark: Lark, name: str, document: Document) -> str:
-    """Return the rule of a call name(key=value, ...), with the keys that the schema lists, in its order."""
+    """Return the rule of a call name(key=value, ...). The keys are in the order of the schema."""
     rules = JsonRules(lark, document, Style(is_python=True))
 
     def argument(key: str, value: str) -> str:
@@ -130,7 +130,7 @@ class _LiteralParser:
             raise Malformed from error
 
     def _read_name(self) -> Reading[str]:
-        """Read a name, which may contain `_.-` as those of tools."""
+        """Read a name, which may contain `_.-`, because names of tools may."""
         yield from self._source.skip_space()
         start = self._source.at
         while (char := (yield from self._source.peek())) and (char.isalnum() or char in "_.-"):
@@ -147,7 +147,10 @@ class _LiteralParser:
             raise Malformed
 
     def _skip_end_or_comma(self, closing: str, items: Any) -> Reading[bool]:
-        """Skip the closing bracket (True), or the comma before the next item. A comma may precede the bracket."""
+        """Skip the closing bracket and return True, or skip the comma before the next item.
+
+        A trailing comma is allowed.
+        """
         if items:
             yield from self._source.skip_space()
             if (yield from self._source.accept(closing)):
@@ -225,7 +228,7 @@ class _LiteralParser:
         return "".join(chars)
 
     def _escape(self) -> Reading[str]:
-        r"""Read an escape after its backslash. Unknown ones, and octal ones but \0, keep their backslash."""
+        r"""Read an escape sequence after its backslash. Unknown ones, and octal ones but \0, keep their backslash."""
         source = self._source
         char = yield from source.peek()
         source.at += 1

@@ -53,8 +53,8 @@ _UNLISTED = "\n"  # no parameter has this name
 class Qwen3CoderParser(ToolCallParser):
     """Parser for Qwen3-Coder, Qwen 3.5 and Nemotron 3.
 
-    The tag `<tool_call>` around the function is optional, because these models sometimes omit it. A value that
-    should not be a string, but is not valid JSON, is passed on as a string. The tool will then refuse it.
+    The tag `<tool_call>` around the function is optional, because these models sometimes omit it. A value that should
+    not be a string, but is not valid JSON, is passed on as a string. The tool will then refuse it.
     """
 
     name = "qwen3_coder"
@@ -108,11 +108,11 @@ class Qwen3CoderParser(ToolCallParser):
         return source.text[start : source.at - 1].strip() or None
 
     def _value(self, source: Cursor, names: set[str] | None) -> Reading[str | None]:
-        """Read a parameter's value and its closing tag, None without one.
+        """Read a parameter's value and its closing tag. Returns None if the value has no end.
 
-        A closing tag ends the value only if the next parameter or the end of the function follows. If it is
-        missing, the value ends before a line with the opening tag of a parameter in `names`, where None is any
-        name.
+        A closing tag ends the value only if the next parameter or the end of the function follows. If it is missing,
+        the value ends before a line with the opening tag of a parameter in `names`. If `names` is None, any name
+        counts.
         """
         start = source.at
         while (tag := (yield from source.until_one_of((END_PARAMETER, PARAMETER)))) is not None:
@@ -158,9 +158,9 @@ class _Parameters:
     def convert_value(self, key: str, text: str) -> Any:
         """Convert the text of a parameter's value to the type that the schema names.
 
-        A value in `enum` or `const` whose JSON is the text comes first. Without a type, or with one that allows
-        a string, the text stays as it is, but for "null" where null is allowed. Otherwise it is read as JSON,
-        and a list or an object also as a Python literal.
+        If the text is a value in `enum` or `const`, as a string or as JSON, return that value. If the schema allows a
+        string or names no type, return the text, but None for "null" if null is allowed. Otherwise parse the text as
+        JSON. A list or an object may also be a Python literal.
         """
         try:
             kinds, values = self.types(key)
@@ -181,7 +181,7 @@ class _Parameters:
 
 
 def _named_kinds(document: Document, alternative: Alternative) -> frozenset[str]:
-    """Return the types that the schema names, none if it allows all."""
+    """Return the types that the schema names. Empty if it allows all types."""
     if (values := document.literals(alternative)) is not None:
         return frozenset(map(kind_of, values))
     kinds = document.kinds(alternative)
@@ -255,7 +255,7 @@ class _ParameterRules(JsonRules):
         return f"({' | '.join(dict.fromkeys(terms))})" if terms else None
 
     def _string_rule(self, alternative: Alternative, others: list[str]) -> str | None:
-        """Return the expression of a string that is no literal and not in `others`, and its closing tag."""
+        """Return the expression of a string, which matches no term in `others`, and of its closing tag."""
         patterns, formats = self.text_words(alternative)
         terms = [f"({lark_literal(FORMATS[each])})" for each in formats]
         for pattern in patterns:

@@ -12,7 +12,7 @@ from areno.schema.values import show
 from areno.server.parsers.partial_text import json_type
 
 Place = tuple[Any, str]
-"""A schema, and the URI against which its references are resolved."""
+"""(schema, URI against which its references are resolved)."""
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -39,7 +39,7 @@ class References:
         return self._bases.get(id(schema), default)
 
     def _find(self, schema: Any, base: str) -> None:
-        """Note the base URI of a schema and of all schemas in it, and where `$id` and `$anchor` lead."""
+        """Record the base URI of a schema and of all schemas in it, and the targets of `$id` and `$anchor`."""
         if not isinstance(schema, dict) or id(schema) in self._bases:
             return
         _check_keywords(schema)
@@ -81,7 +81,6 @@ class References:
 
 
 def _direct_subschemas(schema: dict[str, Any]) -> Iterator[Any]:
-    """Return the schemas directly in a schema."""
     for word, value in schema.items():
         if word in _MAPS and isinstance(value, dict):
             yield from value.values()
@@ -92,8 +91,6 @@ def _direct_subschemas(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def _check_keywords(schema: dict[str, Any]) -> None:
-    """Raise GrammarError if a keyword has a value of a wrong type."""
-
     def wrong(word: str, expected: str) -> GrammarError:
         return GrammarError(
             "the schema cannot be compiled: {} is {}; {} is expected", word, show(schema[word]), expected

@@ -1,7 +1,7 @@
-"""JSON schemas as sets of values: alternatives without `$ref`, `allOf`, `anyOf` and `oneOf`.
+"""Resolution of JSON schemas into alternatives, which are free of `$ref`, `allOf`, `anyOf` and `oneOf`.
 
-A `Document` reads one schema. `alternatives` resolves the combining keywords, and the other methods say what the parts
-of an alternative mean together. Grammars are written from them, and parsers of calls look up the types of arguments.
+An alternative is a tuple of plain schemas, and a value matches it if it matches all of them. A `Document` reads one
+schema. `alternatives` resolves the combining keywords, and most other methods combine the schemas of an alternative.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _UNENFORCED = {
 
 @dataclass(eq=False)
 class Siblings:
-    """The branches before or after the one that an alternative took. They may supply properties, too."""
+    """Other branches, such as of `anyOf`, before or after the alternative's own. They may supply properties, too."""
 
     branches: list[list[Alternative]]
 
@@ -56,7 +56,7 @@ Alternative = tuple["Place | Siblings", ...]
 
 @dataclass
 class ObjectForm:
-    """What objects may hold: listed properties in order, and others whose names match a pattern or nothing listed."""
+    """The properties that objects may have: listed ones in order, ones whose names match a pattern, and others."""
 
     properties: dict[str, tuple[Place, ...]]
     required: set[str]
@@ -92,7 +92,7 @@ class Document:
         self.relaxed.setdefault(what)
 
     def alternatives(self, places: Iterable[Place]) -> list[Alternative]:
-        """Return the alternatives of the values that match all of these schemas."""
+        """Combine schemas into alternatives. A value matches all the schemas if it matches one of the alternatives."""
         found: list[Alternative] = [()]
         for place in places:
             found = _combinations(found, self._expand(*place))
@@ -145,7 +145,7 @@ class Document:
         return found
 
     def _are_tagged(self, branches: list[list[Alternative]]) -> bool:
-        """Return whether a property that all branches require tells them apart, so that no pairs are compared."""
+        """Return whether all branches require a property whose values differ, so that no pairs need to be compared."""
         found = [each for branch in branches for each in branch]
         if any(self.kinds(each) != {"object"} for each in found):
             return False
@@ -156,7 +156,7 @@ class Document:
         return len(found) <= 1
 
     def _tags(self, name: str, alternative: Alternative) -> frozenset[Any]:
-        """Return the values of a property that is required and has few values, none otherwise."""
+        """Return the values that `const` and `enum` leave for a property. Empty if it has neither or is optional."""
         found = self.alternatives(self.places_of(name, alternative)) if name in self.required(alternative) else []
         values = [self.literals(each) for each in found]
         if None in values:
@@ -167,7 +167,7 @@ class Document:
         return all(self.are_apart(a, b, depth) for a in one for b in other)
 
     def are_apart(self, one: Alternative, other: Alternative, depth: int = 0) -> bool:
-        """Return whether certainly no value matches both alternatives."""
+        """Return True only if it is certain that no value matches both alternatives."""
         for a, b in ((one, other), (other, one)):
             if (values := self.literals(a)) is not None:
                 return all(self.rejects(value, b) for value in values)
@@ -204,7 +204,7 @@ class Document:
         return found
 
     def literals(self, alternative: Alternative) -> list[Any] | None:
-        """Return the values that `const` and `enum` leave, or None if there is neither."""
+        """Return the values that `const` and `enum` leave, or None if there is no such keyword."""
         lists = [[schema["const"]] for schema in schemas_of(alternative) if "const" in schema]
         lists += [schema["enum"] for schema in schemas_of(alternative) if "enum" in schema]
         if not lists:
@@ -237,7 +237,7 @@ class Document:
         return tuple(found)
 
     def rejects(self, value: Any, alternative: Alternative) -> bool:
-        """Return whether a value certainly does not match an alternative. Patterns and formats are not checked."""
+        """Return True only if a value certainly does not match an alternative. Patterns and formats are not checked."""
         if kind_of(value) not in self.kinds(alternative):
             return True
         if any(
@@ -284,10 +284,10 @@ class Document:
         return tuple(found)
 
     def object_form(self, alternative: Alternative) -> ObjectForm:
-        """Return the form of the objects.
+        """Return which properties the objects of an alternative may have.
 
-        If properties are listed and nothing is said of others, only these others are allowed: those that are required,
-        that match a pattern, or that a branch beside the alternative lists.
+        If `properties` is set and `additionalProperties` is not, an unlisted property is only allowed if it is
+        required, if it matches a pattern, or if a sibling branch lists it.
         """
         is_closed = any("properties" in schema for schema in schemas_of(alternative))
         is_closed &= not any("additionalProperties" in schema for schema in schemas_of(alternative))
@@ -319,7 +319,7 @@ class Document:
         return form
 
     def _schemas_of_pattern(self, pattern: str, alternative: Alternative) -> tuple[Place, ...]:
-        """Return the schemas of properties whose names match this pattern and no other one."""
+        """Return the schemas of a property whose name matches this pattern and no other one."""
         found: list[Place] = []
         for schema, base in _schema_places(alternative):
             if pattern in schema.get("patternProperties", {}):
@@ -329,7 +329,7 @@ class Document:
         return tuple(found)
 
     def _properties_of_siblings(self, siblings: Siblings, alternative: Alternative) -> dict[str, tuple[Place, ...]]:
-        """Return the properties that other branches list, which may hold beside this alternative."""
+        """Return the properties of those sibling branches that a value may match together with this alternative."""
         found: dict[str, tuple[list[Any], str]] = {}
         for other in (each for branch in siblings.branches for each in branch if _list_properties([[each]])):
             if not self.are_apart(other, alternative):
@@ -339,7 +339,7 @@ class Document:
         return {name: ((self._any_of(schemas), base),) for name, (schemas, base) in found.items()}
 
     def _any_of(self, schemas: list[Any]) -> Any:
-        """Return a schema that allows what any of the schemas allows: the same object for the same schemas."""
+        """Return a schema that allows what any of the schemas allows. The same schemas always give the same object."""
         key = tuple(map(id, schemas))
         if key not in self._made:
             self._made[key] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -363,7 +363,7 @@ class Document:
         return ((self._constants.setdefault(id(value), {"const": value}), ""),)
 
     def argument(self, name: str) -> list[Alternative]:
-        """Return the alternatives of a property of the root, whichever form the object has."""
+        """Return the alternatives of a property of the root, for all alternatives of the root together."""
         found: list[Alternative] = []
         for alternative in self.alternatives([self.root]):
             values = self.literals(alternative)
@@ -376,9 +376,9 @@ class Document:
 
 
 def arguments_of(parameters: dict[str, Any], strict: bool) -> Document:
-    """Return the schema of a tool's arguments, which are an object.
+    """Return the schema of a tool's arguments, which is the schema of an object.
 
-    `parameters` may have Python's type names, or consist of the properties alone.
+    `parameters` may use Python's type names, and may consist of only the properties.
     """
     words = ("properties", "additionalProperties", *_COMBINING)
     is_bare = all(isinstance(each, dict) for each in parameters.values()) and not any(map(parameters.get, words))
@@ -405,7 +405,7 @@ def _combinations(one: list[Alternative], other: list[Alternative]) -> list[Alte
 
 
 def size_bounds(alternative: Alternative, word: str) -> tuple[int, int | None]:
-    """Return the lowest and highest "Length", or number of "Items" or "Properties"."""
+    """Return (lowest, highest) allowed "Length", number of "Items" or number of "Properties", as `word` says."""
     low = [math.ceil(schema[f"min{word}"]) for schema in schemas_of(alternative) if f"min{word}" in schema]
     high = [math.floor(schema[f"max{word}"]) for schema in schemas_of(alternative) if f"max{word}" in schema]
     return max(low, default=0), min((each for each in high if each <= MAX_SIZE), default=None)
@@ -431,7 +431,7 @@ def _is_fixed(schema: dict[str, Any]) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal in JSON, where 1 is 1.0 and not true."""
+    """Return whether two values are equal in JSON, where 1 equals 1.0 but not true."""
     return _comparison_key(one) == _comparison_key(other)
 
 
@@ -463,7 +463,7 @@ def _has_effect(word: str, schema: dict[str, Any]) -> bool:
 
 
 def _applied_subschemas(word: str, schema: dict[str, Any]) -> list[Any]:
-    """Return the schemas of an unenforced keyword that apply to the object itself, so that they may list properties."""
+    """Return the schemas in an unenforced keyword that are about the object itself. They may list properties."""
     if word == "if":
         return [schema[each] for each in ("then", "else") if each in schema]
     if word in ("dependentSchemas", "dependencies"):
