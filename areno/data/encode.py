@@ -41,10 +41,7 @@ class RenderedRow(Generic[Item]):
 def encode_rows(
     tokenizer: Any, rows: Sequence[Any], indices: Sequence[int], draft: Callable[[Any, int], RenderedRow[Item]]
 ) -> list[Item | Exception]:
-    """Encode many rows with a few calls of the tokenizer. Returns the item of each row, or its exception.
-
-    The items are the same as if each row were encoded by itself. `draft` renders a row, given the row and its index.
-    """
+    """Encode many rows with few calls of the tokenizer. Returns the item of each row, or its exception."""
     drafts = [_result_or_exception(draft, row, index) for row, index in zip(rows, indices, strict=True)]
     texts = [text for each in drafts if isinstance(each, RenderedRow) for text in each.texts]
     try:

@@ -359,10 +359,7 @@ def load_environment(spec: str, key: str) -> Any:
 
 
 def environment_rows(spec: str, split: str, key: str) -> list[dict[str, Any]]:
-    """Return the training rows of an environment if `split` is "train", otherwise its evaluation rows.
-
-    Their column `answer` becomes `solutions`.
-    """
+    """Return an environment's training rows for "train", else its evaluation rows. `answer` becomes `solutions`."""
     environment = load_environment(spec, key)
     try:
         found = environment.get_dataset() if split == "train" else environment.get_eval_dataset()

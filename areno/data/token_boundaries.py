@@ -1,9 +1,9 @@
 """Encode a text of which some parts are trained.
 
 The tokens before a trained part are those of the preceding text alone, which is the prompt of a rollout. So a token
-always ends where a trained part begins. If this is also the case when the whole text is encoded, those tokens are used.
-Otherwise, the part is encoded as a continuation of the prompt. Texts between control tokens are encoded independently,
-so no prompt is encoded twice.
+ends where a trained part begins. If the tokens of the whole text also end there, the part gets these tokens. Otherwise
+it is encoded as a continuation of the prompt. Texts between control tokens are encoded independently, so no prompt is
+encoded twice.
 """
 
 from __future__ import annotations

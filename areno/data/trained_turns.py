@@ -149,11 +149,7 @@ class _Conversation:
             yield other
 
     def _turn_variants(self, at: int, message: Any) -> Iterator[tuple[Turn, str | None]]:
-        """Yield the turn of messages[at] in several variants, each with the name of a part that it lacks, or None.
-
-        The first variant is as the template renders it. If the template ignores reasoning, others have it in think
-        tags.
-        """
+        """Yield (turn, part that it lacks or None) for messages[at]: as rendered, then with reasoning in think tags."""
         if (found := self._turn_after_prompt(at, message)) is None:
             return
         yield found, self._omitted_part(at, message, found)

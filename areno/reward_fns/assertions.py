@@ -36,10 +36,7 @@ _UNITTEST_OF_ONE = {"assertTrue": "", "assertFalse": "not", "assertIsNone": "Non
 _BUILT_IN = frozenset(dir(builtins))
 
 Names = dict[str, Any]
-"""Names in tests that are not the program's, with what is known of their values.
-
-None: a result of the program. An expression: the value of another variable. ...: an import or a built-in.
-"""
+"""Names that are not the program's -> expression of a variable, None for a result of the program, or ... for others."""
 Steps = list[dict[str, str]]
 """Each is {where: code}: "test" (process of the tests, calls `_ask`), "inside" (the program's process) or "both"."""
 
@@ -182,10 +179,7 @@ def _import(statement: ast.Import | ast.ImportFrom, known: Names) -> str:
 
 
 class _Splitter(ast.NodeTransformer):
-    """Replaces each expression that the program must evaluate by a call `_ask(code, variables)`.
-
-    `code` is the source of the expression, and `variables` are the values of the test's variables in it.
-    """
+    """Replaces each expression that the program must evaluate by `_ask(its source, variables that it uses)`."""
 
     def __init__(self, known: Names):
         self._known, self._bound = known, set[str]()

@@ -182,9 +182,8 @@ class Judging(AbstractContextManager["Judging"]):
     def _outcome_by_comparison(self, number: int) -> RewardOutcome:
         """Return the share of comparisons that a sample wins.
 
-        Each pair is judged in both orders, and the mean of the two scores counts, so that a preference for the first or
-        second answer cancels out. A sample has no score if there is nothing to compare it with, or if all its
-        comparisons by the judge failed.
+        Each pair is judged in both orders, and the mean score counts, so that a preference for a position cancels out.
+        A sample has no score if there is nothing to compare it with, or if all its comparisons by the judge failed.
         """
         own, shares, failed, is_read = self._answers[number], [], Verdict(), False
         parts: dict[str, list[float]] = {}

@@ -120,10 +120,9 @@ class RoleReader:
 class _LabelVerdicts:
     """Reads verdicts from the probabilities of the labels after the question.
 
-    The model scores one row of tokens for each label: the question, the tokens with which all labels begin (in some
+    The model scores a row of tokens for each label: the question, the tokens with which all labels begin (in some
     vocabularies a space), and the first token in which this label differs. The rows of a question share all tokens but
-    the last, and the engine computes shared tokens once. `n_more` is the number of tokens after a question. `more` says
-    it in words.
+    the last, and the engine computes shared tokens once. `n_more` is the number of tokens after a question.
     """
 
     def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):

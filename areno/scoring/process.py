@@ -47,10 +47,7 @@ class RewardFunction:
 
 
 def serve(connection: Connection) -> None:
-    """Load the functions, and score records until the driver closes the connection. Then EOFError is raised.
-
-    Raises ArenoError if a function cannot be loaded.
-    """
+    """Load the functions (or raise ArenoError), and score records until the driver closes the connection (EOFError)."""
     functions, key, timeout_s, tracebacks = connection.recv()
     copies = ForkedCopies(connection)
     try:
