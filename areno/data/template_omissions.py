@@ -1,8 +1,8 @@
 """Find the messages, and the parts of trained messages, that a chat template leaves out.
 
 A conversation is rendered with random marks in place of its texts and numbers. A part is left out if its mark is not in
-the output. The text itself would not do, because it may also occur elsewhere. Conversations of the same shape are
-rendered only once. `missing_text` compares the texts themselves, for templates that change some texts.
+the output. Searching for the text itself would prove nothing, because it may also occur elsewhere. Conversations of the
+same shape are rendered only once. `missing_text` compares the texts themselves, for templates that change texts.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class _Marks:
         return marked
 
     def missing(self, text: str) -> str | None:
-        """Return the name of a part whose mark is missing in a rendered text, None if no mark is."""
+        """Return the name of a part whose mark is missing in a rendered text, None if there is no such part."""
         absent = [name for mark, name in self._names.items() if mark not in text]
         of_calls = [name for name in self._names.values() if name.startswith("tool_calls")]
         if absent and absent[0] in of_calls:

@@ -56,7 +56,7 @@ def _encode_parts_apart(tokenizer: Any, text: str, spans: Spans, plain: bool) ->
 
 
 def _encode_parts_with_prefix(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
-    """Do the same for tokenizers that add a space at the start of a text: encode each part after the text before it.
+    """Like `_encode_parts_apart`, for tokenizers that add a space at the start: encode a part with the text before it.
 
     The text before a part begins with the control token that ends the last part, which is encoded twice.
     """
