@@ -1,7 +1,7 @@
-"""Rows of Arrow tables: without the nulls that Arrow adds, and in a memory-mapped file if they are many.
+"""Remove the nulls that Arrow adds to rows, and keep large Arrow tables in memory-mapped files.
 
-Arrow gives all objects of a column the same keys, and fills those that an object lacks with null. So a key whose value
-is null is left out of objects, at any depth. The columns of a row and the entries of lists keep their nulls.
+Arrow gives all objects of a column the same keys, and sets the keys that an object lacks to null. So null keys are
+removed from objects, at any depth. Nulls remain as values of columns and as items of lists.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Transform = Callable[[dict[str, list[Any]]], dict[str, list[Any]]]
 
 
 def without_nulls(rows: Any) -> Any:
-    """Return rows whose objects lack the keys that are null: for a stream of the datasets library, a list of its rows.
+    """Return rows whose objects have no null keys. Rows that are neither a Dataset nor a stream are unchanged.
 
-    Rows that are neither a Dataset nor a stream are unchanged.
+    A Dataset removes the keys when a row is read. A stream (IterableDataset) becomes a list of its rows.
     """
     if hasattr(rows, "column_names") and not hasattr(rows, "__len__"):
         return [{name: _drop_nulls(value) for name, value in row.items()} for row in rows]
@@ -36,7 +36,7 @@ def without_nulls(rows: Any) -> Any:
 def _without_nested_nulls(
     nested: Sequence[str], then: Transform | None, columns: dict[str, list[Any]]
 ) -> dict[str, list[Any]]:
-    """Leave nulls out of the objects in the columns `nested`, before the transform that the user has set."""
+    """Remove null keys from the objects in the columns `nested`, then apply `then`, the user's own transform."""
     out = {name: _drop_nulls(values) if name in nested else values for name, values in columns.items()}
     return out if then is None else then(out)
 

@@ -25,10 +25,10 @@ def opens_reasoning(rendered: str) -> bool:
 def render_generation_prompt(
     tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None, tools: list[Any] | None = None
 ) -> str:
-    """Render a prompt as text, up to the start of the assistant's next turn, for `ControlTokens.encode`.
+    """Render a prompt, up to the start of the assistant's next turn. `ControlTokens.encode` encodes the result.
 
-    Control tokens inside messages get a break, see control_tokens.py. If the tokenizer has a chat template, a text
-    becomes one user message.
+    If the tokenizer has a chat template, a plain text becomes one user message. Control tokens inside messages are
+    escaped, see control_tokens.py.
     """
     if tokenizer.chat_template is None:
         if isinstance(prompt, str):
@@ -49,7 +49,7 @@ def render(
     /,
     **variables: Any,
 ) -> str:
-    """Render messages with the chat template. `opened` is add_generation_prompt."""
+    """Render messages with the chat template. `thinking` is enable_thinking, `opened` is add_generation_prompt."""
     options = {"tools": tools, "tokenize": False, "add_generation_prompt": opened, **variables}
     apply = partial(tokenizer.apply_chat_template, with_content_parts(tokenizer, messages), **options)
     try:
@@ -64,7 +64,7 @@ def render(
 
 
 def with_content_parts(tokenizer: Any, messages: list[Any]) -> list[Any]:
-    """Write contents that are texts as lists of parts, for templates that read nothing else."""
+    """If the chat template reads only lists of text parts, convert plain text contents to such lists."""
     cached = vars(tokenizer).get(_CACHED)
     if cached is None or cached[0] != tokenizer.chat_template:
         cached = vars(tokenizer)[_CACHED] = tokenizer.chat_template, _reads_only_parts(tokenizer)
@@ -78,7 +78,7 @@ def _as_content_parts(content: Any) -> Any:
 
 
 def _reads_only_parts(tokenizer: Any) -> bool:
-    """Return whether the template writes the text of a part, but not a content that is text."""
+    """Return whether the template renders a content that is a list of text parts, but not one that is plain text."""
     written = []
     for content in (BREAK, _as_content_parts(BREAK)):
         text = ""

@@ -25,7 +25,7 @@ _ROLES = (("system", "user", "assistant", "user"), ("user", "assistant"), ("user
 
 
 def added_tokens(tokenizer: Any) -> Mapping[int, Any]:
-    """Return token id -> added token, which the tokenizer finds in any text."""
+    """Return {token id: added token}. The tokenizer recognises added tokens anywhere in a text."""
     return getattr(tokenizer, "added_tokens_decoder", {})
 
 
@@ -63,7 +63,7 @@ def _template_text(tokenizer: Any) -> str:
 
 
 def first_characters_pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a regular expression for the first character of each name in a text.
+    """Return a regular expression that matches the first character of each name in a text.
 
     It also matches the first character of an incomplete name at the end of the text.
     """
@@ -77,7 +77,7 @@ def whole_names_pattern(names: Iterable[str]) -> re.Pattern[str]:
 
 
 def _prefix_tree_pattern(names: set[str]) -> str:
-    """Return the source of a regular expression that matches any of the names, or their beginnings at the text's end.
+    """Return the source of a regular expression that matches any name, or the start of a name at the end of the text.
 
     It is a prefix tree, which is fast for many names.
     """
@@ -112,7 +112,7 @@ Offsets = list[tuple[int, int]]
 class ControlTokens:
     """The control tokens of a tokenizer and its chat template, cached by `control_tokens`.
 
-    `names` are their texts, none after a call of `allow_control_tokens`. If `made_of` has changed, the cache is stale.
+    `names` are their texts. There are none after `allow_control_tokens`. `made_of` is the key of the cache.
     """
 
     def __init__(self, tokenizer: Any):
@@ -121,21 +121,21 @@ class ControlTokens:
         self._found = first_characters_pattern(self.names) if self.names else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, without what contains a break, since each process has breaks of its own."""
+        """Leave out of the pickled state what contains BREAK, because each process has another BREAK."""
         cached = {name for name, value in vars(type(self)).items() if isinstance(value, cached_property)}
         return {name: value for name, value in vars(self).items() if name not in cached}
 
     @cached_property
     def adds_no_space(self) -> bool:
-        """Whether a text has the same tokens at the start of a text and inside of one.
+        """Whether a string gets the same tokens at the start of a text as in its middle.
 
-        Tokenizers made by SentencePiece often add a space at the start.
+        It is False for tokenizers that add a space at the start of a text, as many SentencePiece tokenizers do.
         """
         alone, inside = (self._tokenizer.encode(text, add_special_tokens=False) for text in ("a1", "\na1"))
         return bool(alone) and inside[-len(alone) :] == alone
 
     def escape(self, value: Any) -> Any:
-        """Return a copy of a JSON value with a break in each control token of its texts, at any depth.
+        """Return a copy of a JSON value in which each control token is split by a break, at any depth.
 
         An incomplete control token at the end of a text gets a break, too, because the template may write the rest of
         the token after it.
@@ -156,7 +156,7 @@ class ControlTokens:
         return "".join([self._found.sub(rf"\g<0>{BREAK}", each) for each in slices])
 
     def escape_messages(self, messages: Sequence[Any]) -> list[Any]:
-        """Return escaped copies of messages. The text and the reasoning of the assistant get no breaks."""
+        """Return escaped copies of messages. Only the content and the reasoning of the assistant are not escaped."""
         escaped = []
         for message in messages:
             own = _OF_ASSISTANT if message["role"] == "assistant" else frozenset()
@@ -170,9 +170,10 @@ class ControlTokens:
         return self._encode_with_breaks(text)[0] if self._tokenizer.is_fast else self._encode_slowly(text)
 
     def encode_with_spans(self, text: str) -> tuple[list[int], Callable[[int], tuple[int, int]]]:
-        """Encode like `encode` with a fast tokenizer, and return a function from a token's index to its characters.
+        """Return the token ids of a rendered text, and a function: index of a token -> its (start, end) in `text`.
 
-        Computing the offsets of all tokens would block other threads: 50 ms for 200,000 tokens.
+        The tokenizer must be a fast one. Offsets are looked up one by one, because computing all at once would block
+        other threads: 50 ms for 200,000 tokens.
         """
         if BREAK in text:
             tokens, offsets = self._encode_with_breaks(text)
@@ -210,7 +211,7 @@ class ControlTokens:
         return tokens, offsets
 
     def _encode_slowly(self, text: str) -> list[int]:
-        """Encode a text that contains breaks, if the tokenizer is a slow one, which is written in Python."""
+        """Encode a text that contains breaks with a slow tokenizer, which is written in Python."""
         ids = {str(token): number for number, token in added_tokens(self._tokenizer).items()}
         tokens, words = list[int](), ""
         for piece, _ in self._split_at_breaks(text):
@@ -222,10 +223,10 @@ class ControlTokens:
         return tokens
 
     def _split_at_breaks(self, text: str) -> Iterator[tuple[str, int]]:
-        """Split a text at the breaks, which are left out, and at the tokens that must be encoded apart.
+        """Split a text at its breaks and at the tokens that must be encoded apart. Yield (substring, start in `text`).
 
-        These tokens are the control tokens or, for a slow tokenizer, all added tokens. Yields (substring, start in
-        `text`). Each such token is a substring of its own. The last substring is empty.
+        These tokens are the control tokens or, for a slow tokenizer, all added tokens. Each is a substring by itself.
+        Breaks are left out. The last substring is empty.
         """
         at = 0
         for match in self._split_pattern.finditer(text):
@@ -248,11 +249,11 @@ class ControlTokens:
         """Make a second tokenizer that encodes the texts of control tokens as ordinary text.
 
         It shares the vocabulary of the original tokenizer, so it takes little memory. Returns (second tokenizer,
-        aliases, ids). `aliases` maps the text of each control token to an alias, which stands for the token in the text
-        to encode. `ids` maps a token id of the second tokenizer to (text, ids in the original tokenizer), for ids that
-        must be replaced. The text is "" for aliases and other added tokens. If the vocabulary contains the text of a
-        control token as an ordinary word, `ids` maps the id of that word to (text of the control token, ids of its
-        letters).
+        aliases, ids):
+        aliases: text of a control token -> alias, a text that the second tokenizer encodes as this token
+        ids: id in the second tokenizer -> (text, ids in the original one), for ids that must be replaced. text is ""
+            for aliases and other added tokens. If the vocabulary also has the text of a control token as a word, the
+            id of the word maps to (that text, ids of its letters).
         """
         from tokenizers import AddedToken, Tokenizer
 
@@ -276,7 +277,7 @@ class ControlTokens:
 
 
 def warn_of_unknown_tokens(tokenizer: Any, text: str, tokens: Sequence[int]) -> None:
-    """Log a warning, once for a tokenizer, if the tokens of a text have the token for what the vocabulary lacks."""
+    """Log a warning if `tokens`, those of `text`, contain the unknown token. A tokenizer gets only one warning."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or unknown not in tokens or getattr(tokenizer, "told_of_unknown", False):
         return
@@ -289,7 +290,7 @@ def warn_of_unknown_tokens(tokenizer: Any, text: str, tokens: Sequence[int]) -> 
 
 
 def control_tokens(tokenizer: Any) -> ControlTokens:
-    """Return the control tokens of a tokenizer, cached in it until its chat template or vocabulary changes."""
+    """Return the control tokens of a tokenizer. The tokenizer caches them until its template or vocabulary changes."""
     cached = vars(tokenizer).get(_CACHED)
     if cached is None or cached.made_of != _cache_key(tokenizer):
         cached = vars(tokenizer)[_CACHED] = ControlTokens(tokenizer)

@@ -57,7 +57,7 @@ _CALLS = {"function_call", "tool_call"}
 
 @dataclass(frozen=True)
 class DatasetFormat:
-    """A form of rows that another tool uses. `convert` returns areno's fields to add to a row."""
+    """A form of rows that another tool uses. `convert` returns the fields of areno's form, to be added to a row."""
 
     name: str
     description: str
@@ -65,7 +65,7 @@ class DatasetFormat:
 
 
 class Converted:
-    """A dataset whose rows are converted and, with `kind`, checked when they are read. Other fields stay."""
+    """A dataset that converts each row when it is read. With `kind`, it also checks the row. Other fields stay."""
 
     def __init__(self, rows: Rows, convert: Callable[[Row], Mapping[str, Any]], kind: RowKind | None = None):
         self.rows, self.convert = rows, convert
@@ -88,7 +88,7 @@ class Converted:
 
 
 def rename_columns(rows: Rows, columns: Mapping[str, str]) -> Converted:
-    """Add areno's fields to the rows, with the values of columns that have other names (field -> column)."""
+    """Return the rows with areno's fields added. `columns` maps each field to the column that holds its value."""
     there = column_names(rows)
     if missing := [name for name in columns.values() if name not in there]:
         has = join_names(there) or "none"
@@ -106,7 +106,7 @@ def column_names(rows: Rows) -> list[str]:
 
 
 def recognise_format(rows: Rows, kind: RowKind) -> DatasetFormat | None:
-    """Recognise the form by the fields of the first row. None if it is areno's or unknown."""
+    """Return the form of the rows, recognised by the fields of the first row. None if it is areno's own or unknown."""
     first: Any = rows[0]
     if not isinstance(first, Mapping):
         return None
@@ -141,7 +141,7 @@ def _prompt_format(there: set[str]) -> DatasetFormat | None:
 
 
 def _question_format(there: set[str], question: str) -> DatasetFormat | None:
-    """Return the form of a question and possibly its answer. None if a prompt alone needs no conversion."""
+    """Return the form of rows with a question and, if `there` has one, an answer field. None for a prompt alone."""
     answer = next((name for name in _ANSWERS if name in there), None)
     if answer is None and question == "prompt":
         return None
@@ -209,9 +209,9 @@ def _convert_verl(row: Row) -> dict[str, Any]:
 
 
 def _alpaca_converter(answer: str) -> Callable[[Row], dict[str, Any]]:
-    """Return the function that converts Alpaca rows to a prompt and the field `answer`.
+    """Return a function that converts an Alpaca row. The field named `answer` gets the output.
 
-    The prompt is one text of instruction and input, or messages if the row has a system text or a history.
+    The prompt is instruction and input as one text, or messages if the row has a system text or a history.
     """
 
     def convert(row: Row) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def _alpaca_converter(answer: str) -> Callable[[Row], dict[str, Any]]:
 
 
 def _convert_trl_completion(row: Row) -> dict[str, Any]:
-    """Convert a row of TRL to {response} if the completion is a text, and otherwise to {messages}."""
+    """Convert a row of TRL to {response} if its completion is a text, and otherwise to {messages}."""
     prompt, completion = row.get("prompt"), row.get("completion")
     if isinstance(completion, str):
         return {"response": completion}
@@ -266,7 +266,7 @@ def _convert_math_shepherd(row: Row) -> dict[str, Any]:
 
 
 def _split_off_answer(messages: list[Any]) -> dict[str, Any]:
-    """Split a conversation into {prompt, solutions} if the last message is the assistant's."""
+    """Split a conversation into {prompt, solutions} if the last message is the assistant's, else return {prompt}."""
     if not messages or not isinstance(messages[-1], Mapping) or messages[-1].get("role") != "assistant":
         return {"prompt": messages}
     return {"prompt": messages[:-1], "solutions": messages[-1].get("content")}
@@ -281,7 +281,7 @@ def _sharegpt_pair(row: Row) -> dict[str, Any]:
 
 
 def sharegpt_messages(row: Row) -> list[dict[str, Any]]:
-    """Return the messages {role, content} of a ShareGPT row, its field system first."""
+    """Return the messages {role, content} of a ShareGPT row. Its field system becomes the first message."""
     turns = _list_field(row, "conversations")
     messages = [_sharegpt_message(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
     system = row.get("system")
@@ -289,9 +289,9 @@ def sharegpt_messages(row: Row) -> list[dict[str, Any]]:
 
 
 def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
-    """Convert one turn {from, value} to a message {role, content}. Errors call it `where`.
+    """Convert one turn {from, value} to a message {role, content}. Errors call the turn `where`.
 
-    A turn that calls tools becomes a message with empty content and tool_calls. A turn with a role is only copied.
+    A turn that calls tools becomes a message with empty content and tool_calls. A turn that has a role is only copied.
     """
     if isinstance(turn, Mapping) and "role" in turn:  # some sets mix the two forms
         return dict(turn)
@@ -345,10 +345,10 @@ MAX_CHECKED = 1_000_000  # rows that are checked before the run, in some seconds
 def prepare_rows(
     rows: Rows, kind: RowKind, setting: str, name: str | Key, *, columns: Mapping[str, str] | None = None, key: str = ""
 ) -> Rows:
-    """Convert rows to areno's form, and check them: all of them, or of very many rows an even sample.
+    """Convert rows to areno's form and check them. Of more than a million rows, only an even sample is checked.
 
-    Rows in another form are converted each time that they are read. Rows that are not in the sample are checked then.
-    Errors quote `setting` and `name`, and suggest the settings `columns` and `loader` of the section `key`.
+    Rows in another form are converted each time that they are read. Rows outside the sample are checked at that time.
+    Errors quote `setting` and `name`. They suggest the settings `columns` and `loader` of the section `key`.
     """
     rows = without_nulls(rows)
     if len(rows) == 0:
@@ -382,7 +382,7 @@ def prepare_rows(
 
 
 def _row_problems(rows: Rows, kind: RowKind, places: range) -> Iterator[tuple[int, str]]:
-    """Yield (index of the row, reason) for each faulty row among those at `places`."""
+    """Yield (index, reason) for each faulty row among the rows with the indices `places`."""
     convert: Callable[[Row], Any] = rows.converted if isinstance(rows, Converted) else lambda row: row
     plain = rows.rows if isinstance(rows, Converted) else rows
     fields = None if isinstance(rows, Converted) else (*FIELDS[kind], VARIABLES)
@@ -396,7 +396,7 @@ def _row_problems(rows: Rows, kind: RowKind, places: range) -> Iterator[tuple[in
 
 
 def _iter_fields(rows: Rows, fields: Sequence[str] | None, places: range) -> Iterator[Row]:
-    """Yield the rows at `places` as mappings, from an Arrow table only the columns `fields`. None stands for all."""
+    """Yield the rows with the indices `places`. From an Arrow table, read only the columns `fields` (None: all)."""
     columns = getattr(rows, "column_names", None)
     present = [name for name in columns or () if fields is None or name in fields]
     if columns is None:
@@ -420,7 +420,7 @@ def _fault_problems(
     faults: Sequence[tuple[int, str]],
     counts: tuple[int, int],
 ) -> list[Problem]:
-    """Return a Problem for each of `faults`, and one with the `counts` of faulty and checked rows."""
+    """Return a Problem for each of `faults` (row index, reason), and one with `counts` (faulty rows, checked rows)."""
     number, problem = faults[0]
     first = f"row {number}: {problem}; expected {EXPECTED[kind]}"
     if not isinstance(rows, Converted) and isinstance(rows[number], Mapping):

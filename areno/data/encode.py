@@ -27,7 +27,8 @@ Text = tuple[str, bool]
 class RenderedRow(Generic[Item]):
     """A rendered row whose texts are not encoded yet. `finish` makes the item from the token ids of each text.
 
-    It raises DataError if there is no valid item, such as a pair with an answer that has no token to train on.
+    `finish` raises DataError if the row makes no valid item, such as a pair with an answer that has no token to train
+    on.
     """
 
     texts: list[Text]
@@ -40,7 +41,7 @@ class RenderedRow(Generic[Item]):
 def encode_rows(
     tokenizer: Any, rows: Sequence[Any], indices: Sequence[int], draft: Callable[[Any, int], RenderedRow[Item]]
 ) -> list[Item | Exception]:
-    """Encode many rows by a few calls of the tokenizer. The items are those of rows that are encoded one by one."""
+    """Encode many rows with few calls of the tokenizer. Returns the item of each row, or its exception."""
     drafts = [_result_or_exception(draft, row, index) for row, index in zip(rows, indices, strict=True)]
     texts = [text for each in drafts if isinstance(each, RenderedRow) for text in each.texts]
     try:
@@ -56,7 +57,6 @@ def encode_rows(
 
 
 def _result_or_exception(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function returns, or the exception that the function raises."""
     try:
         return function(*args)
     except Exception as error:
@@ -133,7 +133,7 @@ def _encodes_by_backend(kind: type) -> bool:
 
 
 def encode_generation_prompt(tokenizer: Any, prompt: Prompt, enable_thinking: bool | None = None) -> list[int]:
-    """Encode a prompt, up to the start of the assistant's next turn, see `render_generation_prompt`."""
+    """Encode a prompt as `render_generation_prompt` renders it."""
     text = render_generation_prompt(tokenizer, prompt, enable_thinking)
     return encode_text(tokenizer, (text, tokenizer.chat_template is None))
 

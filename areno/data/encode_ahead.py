@@ -1,6 +1,6 @@
-"""Encode rows beside the run, before they are used.
+"""Encode rows in the background, before the training loop needs them.
 
-The data loader names the rows of the next batches with `EncodedAhead.encode_next`, and gets their items with
+The data loader gives the rows of the next batches to `EncodedAhead.encode_next`, and gets their items from
 `EncodedAhead.take`. A thread encodes the rows. If that takes a large share of the time, several processes replace the
 thread, because Python code in a thread delays the training loop.
 """
@@ -34,12 +34,12 @@ _SLOW_SHARE = 0.1
 
 
 class EncodedAhead(Generic[Item]):
-    """The encoded rows of the next batches, which are encoded in the order of their use.
+    """Encodes the rows of the next batches in the background, in the order of their use.
 
-    A row with an error is no special case: its error is stored in the place of the item, and the caller raises it when
-    the row is used. `read` returns rows by index, and is called by one thread at a time. `encode` returns an item or an
-    exception for each row. An exception that it raises itself concerns the first row. `size` returns an item's number
-    of tokens. Processes can replace the thread only for instances of AnswersItem and PairItem.
+    If a row cannot be encoded, its exception takes the place of the item, and the caller raises it when it uses the
+    row. `read` returns rows by index, and only one thread at a time calls it. `encode` returns an item or an exception
+    for each row. If `encode` itself raises, its rows are encoded one by one, up to the first that raises. `size`
+    returns an item's number of tokens. Processes can only encode items of the types AnswersItem and PairItem.
     """
 
     def __init__(
@@ -87,9 +87,10 @@ class EncodedAhead(Generic[Item]):
             self._changed.notify_all()
 
     def take(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
-        """Return rows, and encode those that are not encoded yet. Then the thread stops until the next `encode_next`.
+        """Return the items of rows, after encoding those that are not ready.
 
-        If the rows themselves cannot be read from some row on, that row has the exception, and later rows are missing.
+        Then the thread stops until the next `encode_next`. If a row cannot be read, it has the exception in place of an
+        item, and the rows after it are missing.
         """
         with self._changed:
             self._wait_for(indices)
@@ -119,7 +120,7 @@ class EncodedAhead(Generic[Item]):
         atexit.unregister(self.close)
 
     def _wait_for(self, indices: Sequence[int]) -> None:
-        """Wait until the processes have encoded rows or, without processes, until the thread has stopped."""
+        """Wait until the processes have encoded the rows. If there are none, wait until the thread has stopped."""
         if missing := dict.fromkeys(index for index in indices if index not in self._ready):
             if self.processes:
                 later = [index for index in self._wanted if index not in missing]
@@ -145,7 +146,7 @@ class EncodedAhead(Generic[Item]):
         return sum(self._size(item) for item in encoded.values() if not isinstance(item, Exception))
 
     def _encode_here(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
-        """Encode rows in the driver, and count the seconds."""
+        """Encode rows in the driver, and measure how long it takes."""
         with self._in_driver:
             started = time.monotonic()
             found = self._encode_one_by_one_if_needed(indices)
@@ -153,7 +154,7 @@ class EncodedAhead(Generic[Item]):
             return found
 
     def _encode_one_by_one_if_needed(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
-        """Encode rows. If that fails as a whole, encode them one by one up to the first row that fails."""
+        """Encode rows together. If that raises, encode them one by one, up to the first row that raises."""
         try:
             return dict(zip(indices, self._encode(self._read(indices), indices), strict=True))
         except Exception as error:
@@ -167,7 +168,7 @@ class EncodedAhead(Generic[Item]):
         return found
 
     def _encode_in_thread(self) -> None:
-        """Encode wanted rows in a thread, until there are none, enough tokens are encoded, or processes take over."""
+        """Run the thread: encode wanted rows until none are left, enough tokens are encoded, or processes take over."""
         while True:
             with self._changed:
                 chunk = [] if self.processes else self._next_chunk()
@@ -178,7 +179,7 @@ class EncodedAhead(Generic[Item]):
             self._finish_chunk(chunk, self._encode_here(chunk))
 
     def _next_chunk(self) -> list[int]:
-        """Move the next rows to encode from the wanted rows to the busy ones. Empty if enough rows are encoded."""
+        """Move the next rows from `_wanted` to `_busy`, and return them. Returns nothing if enough rows are encoded."""
         if len(self._ready) + len(self._busy) >= self._at_least and self._n_tokens >= _TOKENS_AHEAD:
             return []
         size = CHUNK
@@ -189,7 +190,7 @@ class EncodedAhead(Generic[Item]):
         return chunk
 
     def _finish_chunk(self, chunk: Sequence[int], encoded: dict[int, Item | Exception]) -> None:
-        """Make the encoded rows of a chunk ready, and put the others back."""
+        """Store the encoded rows of a chunk in `_ready`. With processes, put the other rows back into `_wanted`."""
         with self._changed:
             self._add_ready(encoded)
             self._busy -= set(chunk)
@@ -206,7 +207,7 @@ class EncodedAhead(Generic[Item]):
         return self._seconds > _SLOW_SHARE * (time.monotonic() - self._began)
 
     def _start_processes(self, n_processes: int) -> None:
-        """Start processes, each with a thread that gives it rows. Runs in a thread of its own."""
+        """Start processes, and for each a thread that sends it rows. This method runs in yet another thread."""
         atexit.register(self.close)  # before multiprocessing waits for the processes, which ignore its signal
         try:
             with self._in_driver:
@@ -224,7 +225,7 @@ class EncodedAhead(Generic[Item]):
             threading.Thread(target=self._feed_process, args=(process,), daemon=True, name="areno-rows").start()
 
     def _feed_process(self, process: EncoderProcess) -> None:
-        """Give wanted rows to a process, until it ends or is closed."""
+        """Send wanted rows to a process, until it ends or is closed."""
         chunk: list[int] = []
         try:
             process.wait_ready()
@@ -243,7 +244,7 @@ class EncodedAhead(Generic[Item]):
             process.close()
 
     def _is_ready(self, process: EncoderProcess) -> None:
-        """Let a process that has started encode rows, in place of the thread."""
+        """Add a process that has started to `processes`. Processes encode in place of the thread."""
         with self._changed:
             if not self._closed:
                 self._starting.remove(process)
@@ -261,7 +262,7 @@ class EncodedAhead(Generic[Item]):
                     logger.warning(text, type(error).__name__, n_left)
 
     def _encode_in_process(self, process: EncoderProcess, indices: Sequence[int]) -> dict[int, Item | Exception]:
-        """Encode rows in a process. The driver encodes those that the process cannot, and so gets their errors.
+        """Encode rows in a process. If a row fails there, the driver encodes it again, to get its exception.
 
         Raises OSError or EOFError if the process has ended.
         """

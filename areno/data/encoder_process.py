@@ -1,7 +1,6 @@
-"""A process that encodes the rows of a dataset beside the run.
+"""Encode the rows of a dataset in a process, while the run goes on.
 
-`EncoderProcess` starts the process and asks it for rows. Items come back as a few large arrays, since the driver would
-take longer to unpickle an array for each row.
+Items come back as a few large arrays, since the driver would take longer to unpickle an array for each row.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from areno.engine.processes.child import follow_parent, without_main_module
 from areno.types import AnswersItem, PairItem, TrainSequence
 
 Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Any]]
-"""(rows, index of each row) -> for each row its item, or the exception of a row that cannot be encoded."""
+"""(rows, index of each row) -> the item of each row, or the exception if the row cannot be encoded."""
 
 
 class EncoderProcess:
     """A process that encodes rows. It ends when `close` is called, or when the driver ends.
 
-    `message` is the pickled encoder, whose items are instances of AnswersItem or PairItem.
-    Call `wait_ready` before the first `encode`. Both raise OSError or EOFError if the process has ended, for example
-    because it cannot import the code of the tokenizer.
+    `message` is a pickled `Encode`, whose items are instances of AnswersItem or PairItem. Call `wait_ready` before the
+    first `encode`. `wait_ready` and `encode` raise OSError or EOFError if the process has ended, for example because it
+    cannot import the code of the tokenizer.
     """
 
     def __init__(self, message: bytes):
@@ -55,7 +54,7 @@ class EncoderProcess:
         return pickle.dumps((rows, indices), pickle.HIGHEST_PROTOCOL)
 
     def encode(self, message: bytes, indices: Sequence[int]) -> list[Any]:
-        """Encode the rows of a `message`. Other threads run meanwhile. None stands for a row that cannot be encoded."""
+        """Encode the rows pickled by `message`, while other threads run. A row that cannot be encoded gives None."""
         self._pipe.send_bytes(message)
         flat: _FlatItems | None = pickle.loads(self._pipe.recv_bytes())
         return [None] * len(indices) if flat is None else flat.items(indices)
@@ -68,7 +67,7 @@ class EncoderProcess:
 
 @dataclass(slots=True)
 class _FlatItems:
-    """The items of several rows, whose arrays are concatenated."""
+    """The items of several rows as a few concatenated arrays."""
 
     sizes: list[int]  # sequences of each row, 0 if it could not be encoded
     are_pairs: bool  # of two sequences each
@@ -80,7 +79,7 @@ class _FlatItems:
 
     @classmethod
     def from_items(cls, found: Sequence[Any]) -> _FlatItems:
-        """Concatenate the arrays of items. Exceptions among them are left out."""
+        """Concatenate the arrays of items. An exception counts as a row without sequences."""
         items = [[] if isinstance(item, Exception) else _rows_of(item) for item in found]
         rows = [row for item in items for row in item]
         returns = [row.returns for row in rows if row.returns is not None]
@@ -127,7 +126,7 @@ def _rows_of(item: PairItem | AnswersItem) -> list[Any]:
 
 
 def _process_main(pipe: Connection) -> None:
-    """Run the process: read the encoder, then encode rows until the driver closes the pipe or ends."""
+    """Run the process: unpickle the encoder, then encode rows until the driver closes the pipe or ends."""
     follow_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are several processes, and the training loop needs a core
     try:

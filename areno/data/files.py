@@ -1,7 +1,7 @@
 """Read data files: JSON, JSON lines, CSV, Parquet and Arrow, also with gzip compression.
 
-`format_of` derives the format from the name of a file. The readers raise a DataError that names the faulty line or row
-of the file, which messages call `shown`. They do not check rows.
+`format_of` derives the format from the name of a file. The readers do not check rows. They raise a DataError that names
+the faulty line or row. `shown` is the name of the file in messages.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from areno.errors import DataError, printable
 FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
 COMPRESSED = (".json", ".jsonl", ".csv", ".tsv")  # may be followed by .gz; the other formats compress their contents
 LARGE_BYTES = 2**25
-"""Size from which the rows of a file stay on disk. As Python objects, they would take ten times as much memory."""
+"""The rows of larger files stay on disk. As Python objects, they would take ten times as much memory."""
 _MANY_ROWS = 1_000_000  # parquet may store many equal values in a few bytes
 _COMPRESSION = 4  # about the size of text by its size in a .gz file
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def format_of(path: str | Path) -> str | None:
-    """Return the data format that a name indicates, such as ".jsonl" for DATA.JSONL.gz. None if it is not supported."""
+    """Return the data format of a file name, such as ".jsonl" for DATA.JSONL.gz. None if it is not supported."""
     name = Path(path).name.lower()
     suffix = Path(name.removesuffix(".gz")).suffix
     return suffix if suffix in (COMPRESSED if name.endswith(".gz") else FORMATS) else None
 
 
 def open_bytes(file: Path, shown: str) -> IO[bytes]:
-    """Open a file to read its decompressed bytes. UTF-16, which spreadsheets and PowerShell write, is an error."""
+    """Open a file to read its decompressed bytes. Raises DataError for UTF-16, as written by spreadsheets."""
     source = GzipFile(file) if file.name.lower().endswith(".gz") else file.open("rb")
     if source.peek(2)[:2] in _UTF_16:
         source.close()
@@ -60,7 +60,7 @@ def open_text(file: Path, shown: str) -> IO[str]:
 
 
 def surrogate_index(text: str) -> int | None:
-    """Return the index of the first surrogate character in a text of `open_text`."""
+    """Return the index of the first surrogate character in a text from `open_text`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -69,7 +69,7 @@ def surrogate_index(text: str) -> int | None:
 
 
 def utf8_error(text: str, place: int) -> str:
-    """Describe the byte of a surrogate character at index `place`, for an error message."""
+    """Return a message about the byte that has become the surrogate character at index `place`."""
     column = place - text.rfind("\n", 0, place)
     return f"byte 0x{ord(text[place]) - 0xDC00:02x} at character {column} is not UTF-8; save the file as UTF-8"
 
@@ -104,7 +104,7 @@ def read_json(file: Path, shown: str, split: str) -> Sequence[Row]:
 
 
 def read_jsonl(file: Path, shown: str) -> Sequence[Row]:
-    """Read one JSON value from each line that is not empty. The lines of a large file are read when they are used."""
+    """Read one JSON value from each line that is not empty. Lines of a large file are parsed when they are used."""
     if _is_large(file):
         with _uncompressed(file, shown) as source:
             return JsonLines(source, shown, json_line_error)
@@ -125,19 +125,19 @@ def read_jsonl(file: Path, shown: str) -> Sequence[Row]:
 
 
 def json_line_error(line: str, error: ValueError | RecursionError) -> str:
-    """Describe why a line of `open_text` is not JSON in UTF-8."""
+    """Describe why a line from `open_text` is not UTF-8 or not JSON."""
     raw = surrogate_index(line)
     return _json_error(line, error)[1] if raw is None else utf8_error(line, raw)
 
 
 def _is_large(file: Path) -> bool:
-    """Return whether a file has so many rows that they stay on disk."""
+    """Return whether a file is so large that its rows stay on disk."""
     return file.stat().st_size * (_COMPRESSION if file.name.lower().endswith(".gz") else 1) > LARGE_BYTES
 
 
 @contextlib.contextmanager
 def _uncompressed(file: Path, shown: str) -> Iterator[IO[bytes]]:
-    """Open a file for reading at any place. A compressed file is unpacked into a temporary file."""
+    """Open a file for random access. A compressed file is unpacked into a temporary file."""
     with open_bytes(file, shown) as source:
         if not isinstance(source, GzipFile):
             yield source
@@ -212,7 +212,7 @@ def _check_columns(names: list[str], shown: str) -> None:
 
 
 def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
-    """Read a CSV file as a table of text, so that a solution "10" does not become the number 10."""
+    """Read a CSV file with all cells as text, so that a solution "10" does not become the number 10."""
     import pyarrow as pa
     from pyarrow import csv
 
@@ -235,8 +235,8 @@ def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
 def _csv_error(error: Exception, file: Path, shown: str, parse: Any, convert: Any) -> str:
     """Describe why a CSV file could not be read.
 
-    A single thread reads the file again, in order to find the number of the faulty line or row. `parse` is changed. If
-    it finds none, `error` of the first reading is described.
+    The file is read again, in one thread, to find the number of the faulty line or row. If none is found, `error` is
+    described, which the first reading raised. `parse` is modified.
     """
     import pyarrow as pa
     from pyarrow import csv

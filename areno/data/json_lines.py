@@ -1,7 +1,4 @@
-"""Rows of a large file of JSON lines, which stay on disk: only the place of each line is in memory.
-
-A row is what `json.loads` makes of its line, each time that it is read.
-"""
+"""Read rows of a large file of JSON lines when they are used. Only the offset of each line is in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +18,10 @@ _CR, _LF, _SPACE, _ASCII = 13, 10, 32, 128
 
 
 class JsonLines(Sequence[Any]):
-    """The rows of an open file of UTF-8 text, which has to stay unchanged. It may be closed afterwards."""
+    """The rows of a JSON lines file in UTF-8. `file` may be closed afterwards, but the file must stay unchanged.
+
+    A line is parsed each time that its row is read. `shown` names the file in errors, and `fault` describes a bad line.
+    """
 
     def __init__(self, file: IO[bytes], shown: str, fault: Callable[[str, ValueError | RecursionError], str]):
         self._file, self._shown, self._fault = os.dup(file.fileno()), shown, fault
@@ -69,7 +69,7 @@ def _blocks(file: int, end: int | None = None) -> Iterator[tuple[int, np.ndarray
 
 
 def _lines(file: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (offset, number of bytes) of each line that is not empty. Lines end as Python's text files divide them."""
+    """Return (offset, number of bytes) of each line that is not blank. LF, CR or both end a line."""
     start = len(_BOM) if os.pread(file, len(_BOM), 0) == _BOM else 0
     size = os.fstat(file).st_size
     starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.uint32)]
@@ -91,7 +91,7 @@ def _lines(file: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _maybe_blank_lines(file: int, offsets: np.ndarray) -> Iterator[int]:
-    """Yield the indices of lines that begin with a character that may be white space."""
+    """Yield the indices of lines whose first character may be white space."""
     for at, block in _blocks(file):
         first, last = np.searchsorted(offsets, [at, at + len(block)])
         begins = block[offsets[first:last] - at]

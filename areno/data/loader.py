@@ -1,8 +1,8 @@
 """Make batches of encoded rows.
 
-`BatchLoader` yields the rows of each epoch in a seeded order, skips rows that are too long, and can save and load
-its position. `row_loader` makes the loaders of the training loops, from a `row_encoder`. `given_prompt_loader` makes
-the loader for `Trainer.load_prompt_batches`.
+`BatchLoader` yields the rows of each epoch in a seeded order, skips rows that are too long, and can save and load its
+position. `row_loader` makes the loaders of the training loops, and `row_encoder` the function with which they encode
+rows. `given_prompt_loader` makes the loader for `Trainer.load_prompt_batches`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _ROWS = 32  # of a batch, if a validation set has no batch_size
 _BATCHES_AHEAD = 4  # batches that a thread encodes before they are used, if they are not long
 
 Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Item | Exception]]
-"""(rows, index of each row) -> for each row its item, or the exception of a row that cannot be encoded."""
+"""(rows, index of each row) -> the item of each row, or the exception if the row cannot be encoded."""
 
 
 class TokenLimit(NamedTuple):
-    """The most tokens of a row, and the setting that messages quote for it."""
+    """The maximum number of tokens of a row, and the setting that messages name for it."""
 
     n: int
     key: str
@@ -51,8 +51,8 @@ class BatchLoader(Generic[Item]):
     """Iterates over a dataset in batches of encoded rows, epoch after epoch.
 
     The order of rows in an epoch depends only on the seed and the number of the epoch. Items have the attribute
-    `tokens`. Those with more tokens than `limit` are skipped and counted in `total_skipped_long`, rows in which no
-    answer is preferred in `total_skipped_ties`. Messages quote the setting `key`.
+    `tokens`. Items with more tokens than `limit` are skipped and counted in `total_skipped_long`. Rows in which no
+    answer is preferred are skipped and counted in `total_skipped_ties`. Messages name the setting `key`.
     """
 
     rows: Rows
@@ -123,7 +123,7 @@ class BatchLoader(Generic[Item]):
         self.total_skipped_ties += ties
 
     def _encode_next_batches(self, order: np.ndarray, start: int) -> None:
-        """Let a thread encode the rows of the next batches, also those of the next epoch if the run has one."""
+        """Start to encode the rows of the next batches, also those of the next epoch if the run has one."""
         n_rows = _BATCHES_AHEAD * self.batch_size
         indices = order[start : start + n_rows]
         if len(indices) < n_rows and self.epoch + 1 < self._n_epochs:
@@ -137,25 +137,25 @@ class BatchLoader(Generic[Item]):
 
     @property
     def encoder_pids(self) -> list[int]:
-        """Ids of the processes that encode rows. Empty while a thread of the run encodes them."""
+        """Process ids of the processes that encode rows. Empty while a thread encodes them."""
         return [process.pid for process in self._ahead.processes]
 
     def close(self) -> None:
         self._ahead.close()
 
     def epochs(self, n: int) -> Iterator[Batch[Item]]:
-        """Iterate over the batches from the current position to the end of epoch `n`, counted from the run's start."""
+        """Iterate over the batches from the current position to the end of the `n`-th epoch of the run."""
         self._n_epochs = n
         while self.epoch < n:
             yield from self.batches()
 
     def n_batches(self, n_epochs: int) -> int:
-        """Return an upper bound of the batches in whole epochs: rows not encoded yet may turn out to be skipped."""
+        """Return the number of batches in whole epochs, at most: rows that are not encoded yet may still be skipped."""
         usable, size = len(self.rows) - len(self._too_long) - len(self._ties), self.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
     def _fill_batch(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int, int]:
-        """Return (items, rows skipped as too long, ties, end in `order`) of the batch at `start` in `order`."""
+        """Make the batch from `order[start:]`. Returns (items, rows that are too long, ties, end in `order`)."""
         items: list[Item] = []
         place = start
         while place < len(order) and len(items) < self.batch_size:
@@ -187,7 +187,7 @@ class BatchLoader(Generic[Item]):
         yield from (self._item_or_none(index, found) for index in indices)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position of the loader, right after the last batch that it yielded."""
+        """Return the position of the loader after the last batch that it has yielded."""
         skipped = {"total_skipped_long": self.total_skipped_long, "total_skipped_ties": self.total_skipped_ties}
         return {"epoch": self.epoch, "next": self._next, **skipped}
 
@@ -204,7 +204,7 @@ class BatchLoader(Generic[Item]):
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
 
     def _item_or_none(self, index: int, found: Mapping[int, Item | Exception]) -> Item | None:
-        """Return the encoded row, or None if the row is skipped. `found` has the row unless it is known already."""
+        """Return the item of a row, or None if the row is skipped. `found` has all rows that are not known already."""
         if (item := self._cache.get(index)) is not None or index in self._too_long or index in self._ties:
             return item
         item = found[index]
@@ -241,7 +241,7 @@ class BatchLoader(Generic[Item]):
         return DataError("{} row {}: " + text, Key(self.key), index, *args)
 
     def _no_batch_error(self, usable: int) -> DataError:
-        """Return the error for an epoch without a batch, given the number of rows that are not too long."""
+        """Return the error for an epoch without a batch. `usable` is the number of rows that are not skipped."""
         if usable:
             return self._too_few_rows_error(usable)
         limit = Key(self.limit.key)
@@ -256,7 +256,6 @@ class BatchLoader(Generic[Item]):
         return DataError(Problem(self._setting, text, self.name, self.limit.n, limit, shortest))
 
     def _too_few_rows_error(self, usable: int) -> DataError:
-        """Return the error for fewer usable rows than batch_size."""
         found = [(len(self._too_long), "are too long"), (len(self._ties), "have no preferred answer")]
         why = ", ".join(f"{count} {reason}" for count, reason in found if count)
         text = "is {}, but {} has only {} usable rows{}; lower it or set {}=false"
@@ -281,9 +280,9 @@ def row_loader(
 ) -> BatchLoader[Any]:
     """Make the batch loader of a training loop.
 
-    A row has at most config.max_length and, if it is given, `context` tokens. A prompt must be shorter by one token, to
-    leave room for a completion, and so must a row for a reward model, to leave room for its score. For a pair, the
-    longer of its two rows counts. Messages quote `key`. Prompts need no encoding processes.
+    Rows with more than config.max_length or `context` tokens are skipped. For `context`, a prompt must be one token
+    shorter, to leave room for a completion, and so must a row for a reward model, to leave room for its score. For a
+    pair, the longer of its two sequences counts. Messages name the section `key`. Processes never encode prompts.
     """
     limit = TokenLimit(config.longest, f"{key}.max_length")
     room = kind in ("prompt", "rw", "prm")
@@ -302,7 +301,7 @@ def row_encoder(
     separator: str = "",
     teacher: TeacherRows | None = None,
 ) -> Encode[Any]:
-    """Return the function that encodes the rows of a training loop. `separator` is for the kind "prm" alone."""
+    """Return the function that encodes the rows of a training loop. Only the kind "prm" uses `separator`."""
     drafts: dict[RowKind, Callable[..., RenderedRow[Any]]] = {
         "prompt": partial(render_prompt, enable_thinking=thinking),
         "sft": partial(render_sft, changed=changed),
@@ -318,7 +317,7 @@ def row_encoder(
 def _with_variables_of_row(
     draft: Callable[..., RenderedRow[Any]], tokenizer: Any, row: Mapping[str, Any], index: int
 ) -> RenderedRow[Any]:
-    """Render a row of a training loop. A function of the module, so that it can be pickled."""
+    """Render a row with its variables of the chat template. A function of the module, so that it can be pickled."""
     return draft(with_variables(tokenizer, template_variables(row)), row, index)
 
 

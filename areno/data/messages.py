@@ -1,7 +1,7 @@
-"""Messages in the form that a chat template reads, for training and serving alike.
+"""Convert messages to the form that a chat template reads, for training and serving alike.
 
 Templates differ in what they accept. `template_messages` finds out by rendering a few short conversations, once for
-each template, and then writes all messages in that form.
+each template, and then converts all messages to that form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MARK = str(secrets.randbits(80) + 10**25)  # digits, which templates neither tr
 
 
 def with_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
-    """Return a tokenizer whose chat template has the variables' values, `tokenizer` itself if there are none."""
+    """Return a copy of a tokenizer whose chat template sets `variables`, or the tokenizer itself if there are none."""
     if not variables:
         return tokenizer
     if tokenizer.chat_template is None:
@@ -47,12 +47,12 @@ _variants: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDicti
 
 
 def template_messages(tokenizer: Any, messages: Sequence[Any]) -> list[Message]:
-    """Return copies of messages in OpenAI's form, in the form that the chat template reads.
+    """Convert messages from OpenAI's form to the form that the chat template reads.
 
-    A list of text parts becomes one text, joined as the template joins parts, or by a line break if it takes no parts.
-    The arguments of tool calls become objects, or JSON text if the template takes no objects. Reasoning gets the name
-    that the template reads. The role developer becomes system, and function becomes tool, where the template does not
-    render them.
+    A list of text parts becomes one text, joined as the template joins parts. If the template takes no parts, they are
+    joined by line breaks. The arguments of tool calls become objects, or JSON text if the template takes no objects.
+    Reasoning gets the key that the template reads. Roles that the template does not render are replaced: developer by
+    system, and function by tool.
     """
     form = template_traits(tokenizer)
     return [_template_message(tokenizer, form, message) for message in messages]
@@ -73,7 +73,7 @@ def _template_message(tokenizer: Any, form: _TemplateTraits, given: Mapping[str,
 
 
 def _template_call(given: Any, as_text: bool) -> Any:
-    """Write a tool call as {type, function: {name, arguments}}. Other values are returned unchanged."""
+    """Convert a tool call to {type, function: {name, arguments}}. Values that are no tool call are unchanged."""
     if not isinstance(given, Mapping) or not isinstance(function := given.get("function", given), Mapping):
         return given
     arguments = decoded_arguments(function.get("arguments"))
@@ -87,8 +87,7 @@ def _template_call(given: Any, as_text: bool) -> Any:
 def decoded_arguments(arguments: Any) -> Any:
     """Return the arguments of a tool call as an object, parsed if they are JSON text. None becomes {}.
 
-    A text is returned unchanged if no template could write it as an object: other text, nesting that is too deep, or
-    half of a surrogate pair.
+    A text is not parsed if it is no JSON object, is nested too deeply, or contains half of a surrogate pair.
     """
     if arguments is None:
         return {}
@@ -102,7 +101,7 @@ def decoded_arguments(arguments: Any) -> Any:
 
 
 def rendered_or_none(tokenizer: Any, messages: Sequence[Message], /, *how: Any, **variables: Any) -> str | None:
-    """Call `render`. None if the template refuses the messages."""
+    """Call `render`. Returns None if the template refuses the messages."""
     try:
         return render(tokenizer, list(messages), *how, **variables)
     except DataError:
@@ -110,7 +109,7 @@ def rendered_or_none(tokenizer: Any, messages: Sequence[Message], /, *how: Any, 
 
 
 class _TemplateTraits:
-    """What a chat template accepts, found by rendering short conversations with marks."""
+    """What a chat template accepts. Short conversations with marks are rendered to find out."""
 
     def __init__(self, tokenizer: Any):
         self.template = tokenizer.chat_template
@@ -131,7 +130,7 @@ class _TemplateTraits:
         self.calls_are_text = not self._renders_calls(tokenizer, False) and self._renders_calls(tokenizer, True)
 
     def _renders_calls(self, tokenizer: Any, as_text: bool) -> bool:
-        """Return whether the template renders tool calls whose arguments are objects, or JSON text."""
+        """Return whether the template renders tool calls whose arguments are objects or, if `as_text`, JSON text."""
         arguments: Any = {"c": _MARK}
         function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
         call = {"type": "function", "id": "call00000", "function": function}
@@ -140,7 +139,7 @@ class _TemplateTraits:
         return _MARK in text and f'\\"{_MARK}' not in text  # a text that is encoded once more has its quotes escaped
 
     def rendered_role(self, tokenizer: Any, role: str) -> str:
-        """Return the role by which the template renders a role."""
+        """Return `role`, or the role that replaces it if the template does not render it."""
         if role not in _ALIASES or self.template is None:
             return _ALIASES.get(role, role)
         if role not in self._roles:
@@ -149,7 +148,7 @@ class _TemplateTraits:
         return self._roles[role]
 
     def join_parts(self, tokenizer: Any, role: str, parts: Sequence[str]) -> str:
-        """Join the parts of a content to the text that the template writes for them."""
+        """Join the text parts of a content to one text, as the template does."""
         if role not in self._separators:
             self._separators[role] = _part_separator(tokenizer, role) if self.template is not None else ("\n", False)
         separator, trims = self._separators[role]
@@ -157,7 +156,7 @@ class _TemplateTraits:
 
 
 def _conversation_around(role: str, content: Any) -> list[Message]:
-    """Return a short conversation with a message of a role."""
+    """Return a short conversation that contains a message of this role."""
     message, question = {"role": role, "content": content}, {"role": "user", "content": "a"}
     if role in ("system", "developer"):
         return [message, question]
@@ -171,7 +170,7 @@ def _conversation_around(role: str, content: Any) -> list[Message]:
 
 
 def _part_separator(tokenizer: Any, role: str) -> tuple[str, bool]:
-    """Return (text that the template writes between two parts of a content, whether it trims parts)."""
+    """Return (text that the template writes between two parts of a content, whether it strips each part)."""
     first, second = f"{_MARK}1", f"{_MARK}2"
     parts = [{"type": "text", "text": f"\t{mark}\t"} for mark in (first, second)]
     text = rendered_or_none(tokenizer, _conversation_around(role, parts)) or ""

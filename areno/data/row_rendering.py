@@ -1,8 +1,9 @@
-"""Render rows as drafts: a prompt, a supervised row, a preference pair or ranked answers.
+"""Render rows, as `RenderedRow`: prompts, supervised rows, preference pairs or ranked answers.
 
-Messages always go through the chat template. A plain text becomes one user message if the tokenizer has a template, and
-its answer one message of the assistant. Without a template, the text itself is encoded, with the special tokens that
-the tokenizer adds (such as BOS). Control tokens inside messages are encoded as ordinary text, see control_tokens.py.
+Messages always go through the chat template. If the tokenizer has a template, a plain text becomes one user message,
+and its answer one message of the assistant. Without a template, the text itself is encoded, with the special tokens
+that the tokenizer adds (such as BOS). Control tokens inside messages are encoded as ordinary text, see
+control_tokens.py.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def render_sft(
 ) -> RenderedRow[AnswersItem]:
     """Render a row for supervised fine-tuning, which trains the response or every assistant turn of the messages.
 
-    The item has a row for each turn if the template renders turns differently once more messages follow, see `changed`.
+    If the template renders turns differently once more messages follow, `changed` "split" makes a sequence of each
+    turn.
     """
     prompt, answer = (row["prompt"], row["response"]) if row.get("response") is not None else ([], row["messages"])
     drafts = _render_answer(tokenizer, prompt, answer, enable_thinking, tools_of(row), changed)
@@ -100,10 +102,10 @@ def render_labelled(tokenizer: Any, row: Mapping[str, Any], index: int) -> Rende
 
 
 def render_ranked(tokenizer: Any, row: Mapping[str, Any], index: int) -> RenderedRow[AnswersItem]:
-    """Render a row with ranked answers, for a reward model: a row for each answer, the best first.
+    """Render a row with ranked answers, for a reward model. The item has a sequence for each answer, the best first.
 
-    The reward of a row is the rating of the answer. The `returns` of its tokens are the answer's level: the difference
-    between the levels of two answers is the margin of their comparison.
+    The reward of a sequence is the rating of its answer. The `returns` of its tokens are the level of the answer. The
+    margin of a comparison is the difference between the levels of the two answers.
     """
     found = ranked_answers(row)
     draft = _render_answers(tokenizer, found.prompt, found.answers, tools_of(row), found.ratings, index)
@@ -140,7 +142,7 @@ def _render_answers(
 
 
 def _join_rendered(drafts: Sequence[RenderedRow[Any]], make: Callable[[list[Any]], Item]) -> RenderedRow[Item]:
-    """Return the draft of an item that is made from the items of several drafts."""
+    """Join several rendered rows to one. `make` makes its item from their items."""
     ends = list(itertools.accumulate(len(draft.texts) for draft in drafts))
 
     def finish(tokens: list[list[int]]) -> Item:
@@ -151,7 +153,7 @@ def _join_rendered(drafts: Sequence[RenderedRow[Any]], make: Callable[[list[Any]
 
 
 def rendered_prompt(tokenizer: Any, prompt: Prompt, thinking: bool | None, tools: Any) -> str:
-    """Render a prompt as `render_generation_prompt` does, and check that each of its messages is rendered."""
+    """Check that the chat template renders each message of a prompt, and return `render_generation_prompt` of it."""
     if not isinstance(prompt, str):
         prompt = template_messages(tokenizer, prompt)
         check_rendered(tokenizer, prompt, tools, thinking, True)

@@ -8,7 +8,8 @@ dpo     {prompt: text or messages, chosen, rejected}                          pr
 kto     {prompt: text or messages, response, label: true or false}            labelled answers
         response is text, or messages that follow the prompt
 rw      a row of the kind dpo, optionally with margin: a number               ranked answers
-        or {prompt: text or messages, answers: [...], ratings?: [numbers]}, the best answer first without ratings
+        or {prompt: text or messages, answers: [...], ratings?: [numbers]}; without ratings, the best answer first
+prm     {prompt: text or messages, completions: [steps], labels: [0 to 1]}    labelled steps
 
 `row_problem` checks one row. The other functions check or describe parts of rows for error messages.
 """
@@ -28,11 +29,11 @@ Row = Mapping[str, Any]
 
 
 class Tie(DataError):
-    """A row in which no answer is preferred to a different answer. Such rows are skipped and counted."""
+    """Raised for a row in which no answer is preferred to a different answer. Such rows are skipped and counted."""
 
 
 class TooLong(DataError):
-    """A row that is skipped and counted as too long. `n_tokens` is the number of its tokens."""
+    """Raised for a row that is too long. Such rows are skipped and counted. `n_tokens` is the length of the row."""
 
     def __init__(self, n_tokens: int, what: Any, *args: Any):
         super().__init__(what, *args)
@@ -50,7 +51,7 @@ class Rows(Protocol):
 
 
 def rows_at(rows: Rows, indices: Sequence[int]) -> list[Any]:
-    """Return several rows. `datasets.Dataset` reads them by one call of `__getitems__`, in a fraction of the time."""
+    """Return several rows. For `datasets.Dataset`, one call of `__getitems__` takes a fraction of the time."""
     read_all = getattr(rows, "__getitems__", None) if len(indices) > 1 else None
     return [rows[index] for index in indices] if read_all is None else read_all(list(indices))
 
@@ -91,7 +92,7 @@ NOT_VARIABLES = {
     "return_assistant_tokens_mask",
     "tokenizer_kwargs",
 }
-"""Arguments of `apply_chat_template` that are no variables of the template, so rows and requests may not set them."""
+"""Arguments of `apply_chat_template` that rows and requests may not set, because they are no template variables."""
 MAX_DEPTH = 100  # levels of lists and objects in a field, since copying, pickling and printing a value recurse
 
 
@@ -103,7 +104,7 @@ def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | No
 
 
 def template_variables(row: Row) -> Mapping[str, Any]:
-    """Return the row's field chat_template_kwargs, an object or JSON text: variables of the chat template."""
+    """Return the variables of the chat template in a row's field chat_template_kwargs, an object or JSON text."""
     found = row.get(VARIABLES)
     if isinstance(found, str):
         try:
@@ -126,7 +127,7 @@ def _variables_problem(row: Row) -> str | None:
 
 
 def name_problem(row: Any, field: str, names: Collection[str]) -> str | None:
-    """Return an error message unless a field of a row contains one of several names."""
+    """Return an error message unless the value of the row's field is one of `names`."""
     value = row.get(field) if isinstance(row, Mapping) else None
     if isinstance(value, str) and value in names:
         return None
@@ -135,7 +136,7 @@ def name_problem(row: Any, field: str, names: Collection[str]) -> str | None:
 
 
 def json_text_problem(value: Any, levels: int = MAX_DEPTH) -> str | None:
-    """Return why a text in a JSON value is invalid, or the value has too many levels. None if it is valid."""
+    """Return what is wrong with a JSON value: an invalid text in it, or too many levels. None if it is valid."""
     if isinstance(value, str):
         return text_problem(value)
     if isinstance(value, Mapping):
@@ -224,15 +225,15 @@ def _weight_problem(message: Row) -> str | None:
 
 
 def is_trained(message: Row) -> bool:
-    """Return whether a message is one of the assistant that its weight does not exclude."""
+    """Return whether a message is to be trained: it is the assistant's, and its weight is not 0."""
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def with_joined_text(messages: Sequence[Any], rendered: Sequence[Any] = ()) -> list[dict[str, Any]]:
-    """Return copies of messages in which lists of text parts are one text.
+    """Return copies of messages in which each list of text parts is joined to one text.
 
-    The text is that of the same message in `rendered`, as the chat template joins parts, or else has a line break
-    between two parts.
+    The text is taken from the same message in `rendered`, where the parts are joined as the chat template does it.
+    Without `rendered`, line breaks join the parts.
     """
     copies = [dict(message) for message in messages]
     for at, message in enumerate(copies):
@@ -243,7 +244,7 @@ def with_joined_text(messages: Sequence[Any], rendered: Sequence[Any] = ()) -> l
 
 
 def preference_pair(row: Row) -> tuple[Any, Any, Any]:
-    """Split a row for DPO into (prompt, chosen, rejected): three lists of messages unless the answers are text.
+    """Split a row for DPO into (prompt, chosen, rejected): lists of messages, unless the answers are text.
 
     The prompt may be absent if chosen and rejected are conversations that begin with it. Raises Tie if the answers are
     the same.
@@ -287,7 +288,7 @@ def labelled_answer(row: Row) -> tuple[Any, Any, bool]:
 
 @dataclass(frozen=True)
 class RankedAnswers:
-    """The prompt of a row for a reward model, with its answers."""
+    """The prompt and the answers of a row for a reward model."""
 
     prompt: Any  # text or messages
     answers: list[Any]  # texts, or lists of messages, the best first
@@ -298,7 +299,7 @@ class RankedAnswers:
 def ranked_answers(row: Row) -> RankedAnswers:
     """Split a row for a reward model. Raises Tie if no answer is preferred to another.
 
-    Without ratings, the answers are in their order, and all margins are 0.
+    Without ratings, each answer is preferred to the later ones, and all margins are 0.
     """
     if row.get("answers") is None:
         prompt, chosen, rejected = preference_pair(row)
@@ -328,7 +329,7 @@ def ranked_answers(row: Row) -> RankedAnswers:
 
 
 def labelled_steps(row: Row) -> tuple[Any, list[str], list[float]]:
-    """Split a row for a process reward model into (prompt, steps, labels from 0, wrong, to 1, right)."""
+    """Split a row for a process reward model into (prompt, steps, labels). Labels go from 0 (wrong) to 1 (right)."""
     steps, labels = row.get("completions"), row.get("labels")
     problems = [_prompt_problem(row)]
     for name, values in (("completions", steps), ("labels", labels)):
@@ -359,7 +360,7 @@ _PARSERS: dict[RowKind, Callable[[Row], Any]] = {
     "rw": ranked_answers,
     "prm": labelled_steps,
 }
-"""Kind of training -> function that takes a row apart, and raises DataError if the row has another form."""
+"""Kind of training -> function that splits a row into its fields, and raises DataError if the row is not valid."""
 
 
 def _is_number(value: Any) -> bool:
@@ -367,7 +368,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_answer(answer: Any, name: str, present: bool) -> None:
-    """Raise DataError if an answer is neither text nor messages that begin with the assistant's."""
+    """Raise DataError unless an answer is a text, or messages of which the first is the assistant's."""
     if isinstance(answer, str):
         return
     if not isinstance(answer, Sequence):
@@ -381,7 +382,8 @@ def _check_answer(answer: Any, name: str, present: bool) -> None:
 def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Split a preference pair into (prompt, chosen, rejected), each a list of messages.
 
-    If both answers begin with the prompt, it is removed from both. If it is None, it is what both answers begin with.
+    If both answers begin with the prompt, it is removed from both. If `prompt` is None, their common prefix is the
+    prompt.
     """
     if prompt is None:
         if n := shared_length(with_joined_text(chosen), with_joined_text(rejected)):
@@ -418,7 +420,7 @@ def _not_text_problem(field: str, value: Any, present: bool) -> str:
 
 
 def describe_value(value: Any, present: bool = True) -> str:
-    """Describe a value that is not the expected one. None is "null" or, if the field is not present, "missing"."""
+    """Describe an unexpected value, for an error message. None is "null" or, if the field is not present, "missing"."""
     if value is None:
         return "null" if present else "missing"
     try:

@@ -1,7 +1,7 @@
-"""Steps of solutions for process reward models: encoding, marks, and the division of answers into steps.
+"""Split solutions into steps and encode them, for process reward models.
 
-Each step is encoded by itself and followed by the separator, whose last token is marked, as in TRL: the score at this
-token is the score of the step. Solutions of a dataset and answers of a policy are encoded in the same way.
+As in TRL, each step is encoded by itself and followed by the separator. The score at the last token of the separator is
+the score of the step. Solutions of a dataset and answers of a policy are encoded in the same way.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _REDUCE: dict[StepScore, Callable[[Sequence[float]], float]] = {
 
 
 def step_separator(actor: ModelConfig, model: TransformerConfig) -> str | None:
-    """Return the text after each step in the training of a process reward model. None for other models.
+    """Return the text that a process reward model is trained to read after each step. None for other models.
 
-    If step_separator is None, config.json of the model may record the text. Otherwise the text is a line break.
+    It is actor.step_separator, else the text that config.json of the model records, else a line break.
     """
     if not isinstance(actor, ProcessRewardActorConfig):
         return None
@@ -54,7 +54,7 @@ def separator_problem(tokenizer: Any, separator: str) -> str | None:
 
 
 def check_separator(tokenizer: Any, separator: str, rows: Rows, key: str) -> None:
-    """Raise DataError if the tokenizer cannot encode the separator, or steps contain it elsewhere than at the end."""
+    """Raise DataError if the tokenizer cannot encode the separator, or a step contains it before its end."""
     setting, problems = "actor.step_separator", []
     if problem := separator_problem(tokenizer, separator):
         problems.append(Problem(setting, problem))
@@ -74,10 +74,7 @@ def check_separator(tokenizer: Any, separator: str, rows: Rows, key: str) -> Non
 
 
 def split_steps(answer: str, separator: str) -> list[str]:
-    """Cut an answer into its steps, without separators. Pieces of white space alone are no steps.
-
-    An answer without any other piece is one step.
-    """
+    """Split an answer at the separators, and drop steps of white space. An answer without others is one step."""
     pieces = answer.split(separator)
     return [piece for piece in pieces if piece.strip()] or ["".join(pieces)]
 
@@ -85,7 +82,7 @@ def split_steps(answer: str, separator: str) -> list[str]:
 def _join_steps(
     prompt: Sequence[int], steps: Sequence[Sequence[int]], separator: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return (tokens of prompt, steps and separators, index of the last token of each step's separator)."""
+    """Put the separator after each step. Return (all tokens, index of the last token of each separator)."""
     tokens, ends = list(prompt), []
     for step in steps:
         tokens += [*step, *separator]
@@ -96,8 +93,8 @@ def _join_steps(
 def render_steps(tokenizer: Any, row: Mapping[str, Any], index: int, separator: str) -> RenderedRow[AnswersItem]:
     """Render a row with labelled steps, for a process reward model.
 
-    prompt_mask is False at the marked tokens, whose `returns` are the labels of the steps. A step that ends with the
-    separator already gets no second one.
+    prompt_mask is False only at the last token of each separator, where `returns` has the label of the step. A step
+    that already ends with the separator gets no second one.
     """
     prompt, steps, labels = labelled_steps(row)
     rendered = rendered_prompt(tokenizer, prompt, None, tools_of(row))
@@ -130,9 +127,9 @@ class StepReader:
     def encode(
         self, prompts: Sequence[Sequence[int]], answers: Sequence[str]
     ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Return (token ids, index of the last token of each step) for each answer, a text without special tokens.
+        """Encode answers, which are texts without special tokens. Returns (token ids, index of each step's last token).
 
-        The last step of an answer also gets a separator. A row that is too long is cut off: the step at the limit is
+        The last step of an answer also gets a separator. A row that is too long is cut: the step at the limit is
         shortened, so that its separator fits, and later steps are left out. If the prompt alone reaches the limit, its
         last token stands for the answer.
         """
@@ -153,5 +150,5 @@ class StepReader:
         return found
 
     def reduce(self, scores: Sequence[float]) -> float:
-        """Return the reward of an answer from the probability that each step is right."""
+        """Return the reward of an answer. `scores` are the probabilities that its steps are right."""
         return _REDUCE[self.score](scores)

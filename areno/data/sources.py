@@ -68,9 +68,9 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
 
 
 def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tuple[Rows, DatasetConfig]:
-    """Return checked rows, and the configuration section to make a BatchLoader with.
+    """Return checked rows, and the configuration section with which to make a BatchLoader.
 
-    If a script passes in rows (`given`), the section has no path and no loader.
+    `given` are rows that a script passes in, or None. If they are given, the section has no path and no loader.
     """
     if given is None:
         rows = load_rows(config, kind, key)
@@ -82,20 +82,18 @@ def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tup
 
 
 class ValidSet(NamedTuple):
-    """One validation set."""
-
     name: str  # "" if the run has only one set, without a name
     config: ValidSetConfig
     rows: Any  # that a script passes in; None: the configured dataset is read
 
     @property
     def key(self) -> str:
-        """The name of the set's configuration section, which messages quote."""
+        """The configuration section of the set, for messages."""
         return f"valid_dataset.sets.{self.name}" if self.name else "valid_dataset"
 
 
 def valid_sets(config: ExperimentConfig, given: Any) -> list[ValidSet]:
-    """Return the validation sets of a run. `given` are rows of one set, or a mapping of set names to rows."""
+    """Return the validation sets of a run. A script may pass in `given`: rows of one set, or {name: rows}."""
     train, section = config.train_dataset, config.valid_dataset
     if given is None:
         return [ValidSet(name, of, None) for name, of in (section.by_name() if section else {}).items()]
@@ -191,7 +189,7 @@ def _find_local(path: str, key: str) -> Path | None:
 
 
 def _check_split(config: DatasetConfig, path: str, key: str) -> None:
-    """Raise DataError if `split` has no effect: files other than .json have no splits, hub references may name one."""
+    """Raise DataError if `split` is set without effect: the file has no splits, or the hub reference names one."""
     file = existing_path(path)
     own = file is None and path.count(":") == 2
     if not config.is_default("split") and (own or (file is not None and file.is_file() and format_of(file) != ".json")):
@@ -248,8 +246,8 @@ def _takes_path(loader: Any) -> bool:
 def _rows_from_result(found: Any, split: str) -> Any:
     """Return the result of a loader as rows, or None if it cannot be rows.
 
-    From a mapping that has the key `split`, such as a DatasetDict, the rows of this split are returned. Other iterables
-    become lists unless they are datasets.
+    If it is a mapping that has the key `split`, such as a DatasetDict, only the rows of this split are returned. Other
+    iterables become lists unless they are datasets.
     """
     if isinstance(found, Mapping) and split in found:  # such as a DatasetDict
         found = found[split]
@@ -336,7 +334,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def load_environment(spec: str, key: str) -> Any:
-    """Load an environment of the verifiers package, `verifiers:NAME`, which must use chat messages."""
+    """Load the environment of a `verifiers:NAME` from the verifiers package. It must use chat messages."""
     name = spec.removeprefix(VERIFIERS)
     try:
         import verifiers
@@ -361,7 +359,7 @@ def load_environment(spec: str, key: str) -> Any:
 
 
 def environment_rows(spec: str, split: str, key: str) -> list[dict[str, Any]]:
-    """Return an environment's training rows for "train", else its evaluation rows. `solutions` is their `answer`."""
+    """Return an environment's training rows for "train", else its evaluation rows. `answer` becomes `solutions`."""
     environment = load_environment(spec, key)
     try:
         found = environment.get_dataset() if split == "train" else environment.get_eval_dataset()

@@ -1,4 +1,4 @@
-"""What the rows of a run with a teacher need beside a prompt: a prompt of the teacher's own, its name, an answer."""
+"""Check and encode the rows of a run with a teacher, which may need its own prompt, its name and an answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TeacherRows:
     max_new_tokens: int
 
     def check(self, row: Any) -> None:
-        """Raise DataError if a row lacks something."""
+        """Raise DataError if a row lacks a field that the run needs for its teacher."""
         if self.names and (problem := name_problem(row, self.by, self.names)):
             raise DataError("{} ({})", problem, Key("teacher.by"))
         if self.prompt_key is not None and (problem := row_problem(row, "prompt", self.prompt_key)):
@@ -39,7 +39,7 @@ class TeacherRows:
             raise DataError(text, problem, Key("on_policy_share"))
 
     def check_all(self, rows: Rows) -> None:
-        """Check all rows, or of very many rows an even sample. The others are checked when they are used."""
+        """Check all rows. Of more than a million, only an even sample is checked, and the others when they are used."""
         if self.prompt_key is None and not self.needs_answer:
             # A dataset of Hugging Face reads a column faster than its rows. Other rows, and columns of lists, raise.
             with contextlib.suppress(AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
@@ -55,7 +55,7 @@ class TeacherRows:
     def draft(
         self, tokenizer: Any, row: Mapping[str, Any], index: int, thinking: bool | None
     ) -> RenderedRow[PromptItem]:
-        """Render a row with the prompt of the teacher. `finish` raises TooLong if it leaves too little room."""
+        """Render a row with the teacher's prompt. `finish` raises TooLong if it leaves no room for an answer."""
         self.check(row)
         own, key = render_prompt(tokenizer, row, index, thinking), self.prompt_key
         if key is None:
@@ -77,7 +77,7 @@ class TeacherRows:
 
 
 def teacher_rows(config: Any, context_len: int) -> TeacherRows | None:
-    """Return what the training rows of a run need for its teacher. None if they need nothing."""
+    """Return the `TeacherRows` of a run. None if its rows need no further fields."""
     teacher = config.teacher if isinstance(config, PolicyExperimentConfig) else None
     if teacher is None:
         return None

@@ -1,8 +1,8 @@
 """Find the messages, and the parts of trained messages, that a chat template leaves out.
 
-A conversation is rendered with marks in place of its texts and numbers, once for each shape of a conversation. Marks
-are random, so a part does not count as rendered because its text occurs elsewhere. `missing_text` compares the texts
-themselves, for templates that change some texts.
+A conversation is rendered with random marks in place of its texts and numbers. A part is left out if its mark is not in
+the output. Searching for the text itself would prove nothing, because it may also occur elsewhere. Conversations of the
+same shape are rendered only once. `missing_text` compares the texts themselves, for templates that change texts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FLOAT_MARK = str(secrets.randbelow(9 * 10**7) + 10**7)  # few digits, which flo
 
 
 class Omissions(NamedTuple):
-    """Parts of trained messages that a template leaves out: index of the message -> name of the first such part."""
+    """Parts of trained messages that a template leaves out: index of the message -> name of its first missing part."""
 
     as_last: dict[int, str]  # although the message is the last
     in_talk: dict[int, str]  # of the whole conversation
@@ -40,10 +40,11 @@ def check_rendered(
     /,
     **variables: Any,
 ) -> Omissions:
-    """Check that the template renders every message, and find the parts of trained messages that it leaves out.
+    """Check that the template renders every message. Return the parts of trained messages that it leaves out.
 
-    A message of the assistant that the template only drops once more messages follow is no fault. Text beside tool
-    calls may be dropped from messages that are not trained.
+    The template may drop an assistant message once more messages follow, and text beside tool calls in messages that
+    are not trained. If another message is missing, DataError is raised. `trained` are indices of messages, and `opened`
+    is add_generation_prompt.
     """
     form = template_traits(tokenizer)
     if form.template is None:
@@ -89,7 +90,7 @@ def _find_omissions(
     /,
     **variables: Any,
 ) -> tuple[int | None, Omissions]:
-    """Return (the first message that is not rendered, the result of `check_rendered`). Nothing if marks are refused."""
+    """Return (index of the first message that is not rendered, omissions), (None, empty) if marks are refused."""
     marks = [_Marks(at) for at in range(len(messages))]
     marked = [own.message(each, own.at in trained) for own, each in zip(marks, messages, strict=True)]
     text, found = rendered_or_none(tokenizer, marked, tools, thinking, opened, **variables), Omissions({}, {})
@@ -114,7 +115,7 @@ def _find_omissions(
 def _not_rendered_error(
     tokenizer: Any, messages: Sequence[Message], at: int, /, *how: Any, **variables: Any
 ) -> DataError:
-    """Return the error for messages[at], with the roles by which the template would render it."""
+    """Return the error for messages[at]. It names the roles with which the template would render the message."""
     known = []
     for role in ROLES:
         changed = [*messages[:at], {**messages[at], "role": role, "content": _MARK}, *messages[at + 1 :]]
@@ -126,14 +127,14 @@ def _not_rendered_error(
 
 
 class _Marks:
-    """The marks in place of the parts of messages[at], and the names of the parts."""
+    """Replaces parts of messages[at] by marks, and finds the marks that are missing in the rendered text."""
 
     def __init__(self, at: int):
         self.at = at
         self._names: dict[str, str] = {}  # mark -> name of its part
 
     def message(self, message: Message, trained: bool) -> Message:
-        """Return a message with marks: in place of all its parts if it is trained, or else of its text."""
+        """Return the message with marks. If `trained`, they replace all its parts, otherwise only its text."""
         if not trained:
             is_marked = message["content"].strip() and not message.get("tool_calls")
             return {**message, "content": self._value("the text", _MARK)} if is_marked else message
@@ -148,7 +149,7 @@ class _Marks:
         return marked
 
     def missing(self, text: str) -> str | None:
-        """Return the name of a part whose mark is not in a rendered text, None if all are."""
+        """Return the name of a part whose mark is missing in a rendered text, None if there is no such part."""
         absent = [name for mark, name in self._names.items() if mark not in text]
         of_calls = [name for name in self._names.values() if name.startswith("tool_calls")]
         if absent and absent[0] in of_calls:
@@ -167,7 +168,7 @@ class _Marks:
         return {**call, "function": function}
 
     def _value(self, name: str, value: Any) -> Any:
-        """Put marks into a JSON value: in place of texts, keys and numbers. Blank texts stay."""
+        """Replace texts, keys and numbers in a JSON value by marks of the part `name`. Blank texts stay."""
         if isinstance(value, Mapping):
             return {self._value(name, key): self._value(name, each) for key, each in value.items()}
         if isinstance(value, list | tuple):
@@ -182,24 +183,24 @@ class _Marks:
 
 
 def _split_at_think_tags(content: str) -> list[str]:
-    """Divide a content at its think tags: text, tag, text, and so on."""
+    """Split a content into text, think tag, text, and so on."""
     for tag in (THINK, END_THINK):
         content = content.replace(tag, f"{_MARK}{tag}{_MARK}")
     return content.split(_MARK)
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str:
-    """Return the reasoning that a message has beside its content."""
+    """Return the reasoning that a message has in a field of its own, "" without one."""
     return next((message[name] for name in REASONING if isinstance(message.get(name), str)), "")
 
 
 def content_and_reasoning(message: Mapping[str, Any]) -> list[str]:
-    """Return the parts of the content between think tags, and the reasoning."""
+    """Return the texts around the think tags in the content, and then the reasoning."""
     return [part.strip() for part in (*_split_at_think_tags(message["content"])[::2], reasoning_of(message))]
 
 
 def missing_text(message: Mapping[str, Any], answer: str, at: int) -> str | None:
-    """Return the name of a part of an assistant's message whose text is not in the trained text, None if all are.
+    """Return the name of a part of messages[at] whose text is not in `answer`, the trained text. None if all are in it.
 
     White space and think tags do not count.
     """

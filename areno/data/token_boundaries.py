@@ -1,8 +1,9 @@
-"""Encode a text with trained parts.
+"""Encode a text of which some parts are trained.
 
-The tokens before a part are those of the text before it, which is the prompt of a rollout. A part begins at a token
-edge: where the whole text has an edge there, the part has the tokens of the whole text; elsewhere it continues the
-prompt. Between control tokens, texts are encoded independently, so no prompt is encoded twice.
+The tokens before a trained part are those of the preceding text alone, which is the prompt of a rollout. So a token
+ends where a trained part begins. If the tokens of the whole text also end there, the part gets these tokens. Otherwise
+it is encoded as a continuation of the prompt. Texts between control tokens are encoded independently, so no prompt is
+encoded twice.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Spans = Sequence[tuple[int, int]]
 
 
 def render_sequence(tokenizer: Any, text: str, spans: Spans, *, plain: bool = False) -> RenderedRow[TrainSequence]:
-    """Return the draft of a training sequence, of which the spans (start, end) of `text` are trained.
+    """Render a training sequence. The spans (start, end) of `text` are trained.
 
     `plain` is for a text without a chat template: the tokenizer adds its special tokens, and eos ends the sequence.
     """
@@ -44,7 +45,7 @@ def render_sequence(tokenizer: Any, text: str, spans: Spans, *, plain: bool = Fa
 
 
 def _encode_parts_apart(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
-    """Encode the parts and the texts between them apart, which gives the tokens of the whole text."""
+    """Return the texts to encode, each trained part by itself, and a function that joins their tokens."""
     pieces, at = list[tuple[str, bool]](), 0
     for start, end in spans:
         pieces += [(text[at:start], False), (text[start:end], True)]
@@ -55,7 +56,7 @@ def _encode_parts_apart(tokenizer: Any, text: str, spans: Spans, plain: bool) ->
 
 
 def _encode_parts_with_prefix(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
-    """Encode each part together with the text before it, for tokenizers that add a space at the start of a text.
+    """Like `_encode_parts_apart`, for tokenizers that add a space at the start: encode a part with the text before it.
 
     The text before a part begins with the control token that ends the last part, which is encoded twice.
     """

@@ -1,8 +1,8 @@
-"""Divide conversations into prompts and the assistant's turns that are trained on.
+"""Find the assistant's turns to train in conversations.
 
-A turn is trained as the model writes it: after the prompt that the server sends for the messages before it. A
-conversation whose rendering has every turn in this form is one sequence. Some templates render a turn differently once
-more messages follow (Qwen3 drops its reasoning). The setting `changed_turns` says what happens then.
+A turn is trained in the form in which the model writes it: after the prompt that the server sends for the messages
+before it. If the rendered conversation has every turn in this form, it is one sequence. Some templates render a turn
+differently once more messages follow (Qwen3 drops its reasoning). The setting `changed_turns` says what happens then.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _AS_PAIRS = "give the rows as {prompt, response}"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An assistant's turn as the last of its conversation."""
+    """An assistant's turn, rendered as the last of its conversation."""
 
     prompt: str  # what the server sends for the messages before the turn
     answer: str  # what the model writes, with the token that ends the turn
@@ -57,10 +57,10 @@ def training_texts(
     tools: Any = None,
     changed: ChangedTurns | None = "split",
 ) -> list[tuple[str, Spans]]:
-    """Render a conversation as the texts of its training sequences, with the spans to train in each.
+    """Render a conversation as training sequences. Returns (text, spans to train) for each.
 
-    The assistant's turns from message index `first` on are trained. `changed` None is for answers that are compared: a
-    single text, in which no trained turn may lose words.
+    The assistant's turns from message index `first` on are trained. `changed` is the setting changed_turns, or None for
+    answers that are compared: a single text, in which no trained turn may lose words.
     """
     if tokenizer.chat_template is None:
         text = "messages need a tokenizer with a chat template; set {} to one that has it"
@@ -101,7 +101,7 @@ def training_texts(
 
 
 class _Conversation:
-    """The messages of a row, with breaks in the control tokens of their contents, and the template's renderings."""
+    """The messages of a row, with escaped control tokens, and methods that render them and find turns in the result."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Conversation:
         raise DataError(f"{_omission_error(first)}; leave it out, or use a template that has it")
 
     def rendered_turn(self, at: int, message: Any) -> Turn:
-        """Return the turn of messages[at] as the template writes it."""
+        """Return the turn of messages[at] as the template writes it, even if words are missing."""
         if (
             found := next(
                 filter(None, (talk._turn_after_prompt(at, message) for talk in self._in_thinking_modes())), None
@@ -141,7 +141,7 @@ class _Conversation:
         return found
 
     def _in_thinking_modes(self) -> Iterator[_Conversation]:
-        """Yield the conversation in the thinking modes of its prompts: the one that is set, or else all of them."""
+        """Yield the conversation in the thinking mode that is set. If none is set, yield it in all of them."""
         yield self
         for thinking in (True, False) if self._thinking is None else ():
             other = copy.copy(self)
@@ -149,7 +149,7 @@ class _Conversation:
             yield other
 
     def _turn_variants(self, at: int, message: Any) -> Iterator[tuple[Turn, str | None]]:
-        """Yield the turn of messages[at] with the name of a part that it lacks, as rendered and with think tags."""
+        """Yield (turn, part that it lacks or None) for messages[at]: as rendered, then with reasoning in think tags."""
         if (found := self._turn_after_prompt(at, message)) is None:
             return
         yield found, self._omitted_part(at, message, found)
@@ -212,7 +212,7 @@ class _Conversation:
         return DataError(f"{text}; {advice}, or leave the reasoning out")
 
     def _reasoning_switch(self, at: int, message: Any) -> str | None:
-        """Return the name of a variable of the template that lets the model reason, None without one."""
+        """Return the name of a template variable that turns on reasoning in messages[at]. None without one."""
         from jinja2 import Environment
 
         mode = {} if self._thinking is None else {"enable_thinking": self._thinking}
@@ -227,7 +227,7 @@ class _Conversation:
         return None
 
     def _find_turn_end(self, text: str, at: int, message: Any) -> tuple[int, str, str]:
-        """Return (index in `text` after the words of messages[at], the last; the end of the turn; the rest)."""
+        """Find the end of `text`, whose last turn is messages[at]. Returns (end of its words, end tokens, rest)."""
         ends, is_call = self._ends, bool(message.get("tool_calls"))
         words = message["content"].rpartition(END_THINK)[2].strip()
         for closing, end in ((ends.call_closing, ends.call_end), (ends.closing, ends.end))[not is_call :]:
@@ -241,7 +241,7 @@ class _Conversation:
         return stop, text[stop : stop + n_end], text[stop + n_end :] if n_end else ""
 
     def _substitute_end_token(self, at: int, message: Any, text: str) -> str:
-        """Return the token that ends a turn, after `text`, if the template writes none: the next one, or eos."""
+        """Return the token with which to end a turn, since the template writes none: the next control token, or eos."""
         is_last = at + 1 == len(self.messages)
         role = self.messages[at + 1]["role"] if not is_last else "tool" if message.get("tool_calls") else "user"
         token = self._ends.following(role)
@@ -257,7 +257,7 @@ class _Conversation:
     # -- the conversation as rendered ------------------------------------------------------------------------------
 
     def spans(self, text: str) -> dict[int, tuple[int, int]]:
-        """Find the assistant's turns in the rendered conversation. A turn that cannot be found for certain is an error.
+        """Find the assistant's turns in the rendered conversation. Raises DataError if one is not found for certain.
 
         Returns:
             Index of the message -> (start, end) as character indices in `text`, with the token that ends the turn.
@@ -302,7 +302,7 @@ class _Conversation:
         return content_end + shared if after.startswith(history) and shared > len(history) else None
 
     def _content_ends(self, text: str, messages: list[Any], numbers: list[int]) -> dict[int, int]:
-        """Return index of a message -> index in `text` after its content, for the messages in `numbers`.
+        """Return {index of a message: index in `text` after its content}, for the messages in `numbers`.
 
         If not all of them can be found, those of the assistant are tried alone. Raises DataError if that fails, too.
         """
@@ -315,7 +315,7 @@ class _Conversation:
         raise DataError(f"{why}; {_AS_PAIRS}")
 
     def _split_after(self, messages: list[Any], numbers: list[int], *how: Any) -> list[str]:
-        """Render messages, and split the text after the content of each message in `numbers`."""
+        """Call `render` with `how`, and split the result after the content of each message in `numbers`."""
         marked = list(messages)
         for at in numbers:
             content = messages[at]["content"]
@@ -324,9 +324,9 @@ class _Conversation:
         return render(self.tokenizer, marked, self._tools, *how).split(_MARK)
 
     def generation_spans(self, n_messages: int, text: str, spans: dict[int, tuple[int, int]]) -> Spans:
-        """Return the parts of turns that the template marks with {% generation %}, whole turns without such marks.
+        """Reduce spans of turns to what the template marks with {% generation %}. Without marks, return whole turns.
 
-        The end of a turn is trained with its last words, marked or not.
+        If the last words of a turn are marked, the token that ends it is trained, too.
         """
         if not self._ends.marks:
             return list(spans.values())
@@ -357,7 +357,7 @@ class _Conversation:
 
 
 def _split_answer_opening(prompt: str) -> tuple[str, str]:
-    """Divide a prompt into (head, what it begins the answer with): spaces, <think>, or an empty block of reasoning."""
+    """Split a prompt into (head, start of the answer): white space, <think>, or an empty block of reasoning."""
     head = prompt.rstrip()
     if head.endswith(END_THINK) and head.removesuffix(END_THINK).rstrip().endswith(THINK):
         head = head.removesuffix(END_THINK).rstrip()
@@ -366,9 +366,9 @@ def _split_answer_opening(prompt: str) -> tuple[str, str]:
 
 
 def _continuation_of_prompt(prompt: str, text: str) -> str | None:
-    """Return what the model writes after a prompt for the turn at the end of `text`. None if the two do not fit.
+    """Return what follows a prompt in `text`, which ends with a turn. None if `text` does not begin with the prompt.
 
-    The prompt may begin the answer in another way than the rendered turn: with `<think>`, or with an empty block.
+    The prompt may start the answer in another way than the turn in `text`: with <think>, or with an empty block.
     """
     if text.startswith(prompt):
         return text[len(prompt) :]

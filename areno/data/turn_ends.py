@@ -26,9 +26,9 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "f", "para
 class TurnEnds:
     """What a chat template writes after an assistant's turn, found by rendering example conversations.
 
-    `end` is the beginning of `closing` up to the end of its first control tokens. `follows` maps "user" or "tool" to
-    the control token with which the template begins that message. It ends the turn before, if the template has no token
-    for that.
+    `end` is the start of `closing`, up to the end of its first control tokens. If the template has no token that ends a
+    turn, the first control token of the next message ends it. `follows` maps "user" or "tool", the role of that
+    message, to this token.
     """
 
     closing: str = ""  # after an answer that ends a conversation, such as "<|im_end|>" and a line break
@@ -40,17 +40,17 @@ class TurnEnds:
     follows: dict[str, str] | None = None
 
     def following(self, role: str) -> str:
-        """Return the token that ends a turn before a message of this role, "" if none is known."""
+        """Return the token of the next message, of this role, that ends the turn before it. "" if none is known."""
         return (self.follows or {}).get("tool" if role == "tool" else "user", "")
 
 
 def set_model_ends(tokenizer: Any, ids: Iterable[int]) -> None:
-    """Store the end tokens that config.json and generation_config.json of a model list with its tokenizer."""
+    """Store in the tokenizer the end tokens that a model's config.json and generation_config.json list."""
     tokenizer.model_end_ids = frozenset(ids)
 
 
 def is_model_end(tokenizer: Any, token: str) -> bool:
-    """Return whether the files of the model list a token as an end."""
+    """Return whether the files of the model list a token as an end token."""
     return tokenizer.convert_tokens_to_ids(token) in vars(tokenizer).get("model_end_ids", ())
 
 
@@ -111,7 +111,7 @@ def _find_turn_ends(tokenizer: Any) -> TurnEnds:
 
 
 def _text_after_mark(tokenizer: Any, answer: dict[str, Any], *later: dict[str, Any]) -> str:
-    """Return the text that the template writes after the mark in an answer, "" if it refuses the messages."""
+    """Render a conversation, and return the text after the mark in `answer`. "" if the template refuses it."""
     for tools in (None, [_TOOL]):
         try:
             _, mark, after = render(tokenizer, [_QUESTION, answer, *later], tools).partition(_MARK)
@@ -123,10 +123,9 @@ def _text_after_mark(tokenizer: Any, answer: dict[str, Any], *later: dict[str, A
 
 
 def end_of_control_tokens(text: str, names: Collection[str], n_shared: int) -> int:
-    """Return the index after the first control token of a text, and after those that follow it directly.
+    """Return the index after the first control token of a text and those directly after it. 0 if there is none.
 
-    Further tokens count only within the first `n_shared` characters, which the template writes after every turn. 0 if
-    the text has no control token.
+    Further tokens count only within the first `n_shared` characters, which the template writes after every turn.
     """
     places = [(at, name) for name in names if (at := text.find(name)) >= 0]
     if not places:

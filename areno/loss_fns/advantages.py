@@ -1,8 +1,8 @@
-"""Rewards and advantages, in numpy float64.
+"""Compute rewards and advantages, in numpy float64.
 
-Rewards are shaped first: penalty for long completions, bias, scale and clip. Advantages are then the rewards
-normalised within groups or over the batch, or GAE estimates from the values of a critic. Algorithms that train on pairs
-of samples have no advantages: rewards choose the pairs.
+Rewards are shaped first: penalty for long completions, bias, scale and clip. Advantages are then the rewards normalised
+within groups or over the batch, or GAE estimates from the values of a critic. Algorithms that train on pairs of samples
+have no advantages: rewards choose the pairs.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def gae(
 
     delta_t = r_t + discount V_(t+1) - V_t, and A_t = delta_t + discount gae_lambda A_(t+1). V_t is the value before
     token t, and the value after the last token is 0. Tokens that are not trained, such as a tool's answer, are not in
-    the arrays: the next entry after a trained token is the next trained token. With lambda 0, these are one-step errors
-    of the critic, with 1 the discounted rewards minus the value.
+    the arrays, so t + 1 is the next trained token. With lambda 0, the advantages are the one-step errors of the critic.
+    With lambda 1, they are the discounted sum of rewards minus the value.
 
     Returns:
         (advantages, returns), (T,) float64 each. The returns A + V are the critic's targets.
@@ -145,7 +145,7 @@ def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[f
 
 
 def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np.ndarray]:
-    """Return the sets of entries that are normalised together, as indices of entries with a known value.
+    """Return the samples that are normalised together, as index arrays. Samples without a known value are left out.
 
     The arrays have the shape (n_sets, size). Sets of the same size are in the same array.
     """
@@ -184,10 +184,10 @@ def shape_rewards(
 
 
 def choose_pairs(rewards: Sequence[float], groups: Sequence[int], most: int) -> tuple[list[Pair], int]:
-    """Pair the best samples of each group with the worst ones, the second best with the second worst, and so on.
+    """In each group, pair the best sample with the worst, the second best with the second worst, and so on.
 
-    Samples with equal rewards are ordered as they are given. Two samples with equal rewards are no pair, nor is a
-    sample with NaN, an unknown reward.
+    Samples with equal rewards are ordered as they are given. Two samples with equal rewards are no pair. Samples whose
+    reward is unknown, NaN, are left out.
 
     Args:
         most: Largest number of pairs of a group. A group of n samples has at most n // 2.

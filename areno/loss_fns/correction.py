@@ -84,9 +84,9 @@ def behave_weights(
 def m2_keep(prox: Rows, behave: Rows, advantages: Rows, threshold: float) -> list[np.ndarray]:
     """Choose the tokens that M2PO trains on (arXiv 2510.01161, Algorithm 1), as a (T_i,) bool array for each row.
 
-    A token is a candidate for masking if its update would move r further away from 1, because its advantage A > 0 with
-    r > 1, or A < 0 with r < 1. The candidates with the largest (log r)^2 are masked until the mean of (log r)^2 over
-    the remaining candidates is at most `threshold` (0.04 in the paper). All other tokens are kept. The mean is over the
+    A token with advantage A is a candidate for masking if its update would move r further away from 1: if A > 0 and r >
+    1, or A < 0 and r < 1. The candidates with the largest (log r)^2 are masked until the mean of (log r)^2 over the
+    remaining candidates is at most `threshold` (0.04 in the paper). All other tokens are kept. The mean is over the
     whole batch, so give all rows of an optimizer step at once. The paper's loss still divides by all tokens, so give
     masked tokens weight 0, and leave them in the training mask.
     """
@@ -124,7 +124,7 @@ def _log_ratios(prox: Rows, behave: Rows) -> list[np.ndarray]:
 
 
 def _weights(log_r_T: np.ndarray, by_row: bool) -> np.ndarray:
-    """Return the ratio of each token or, if `by_row`, the geometric mean of its row."""
+    """Return r of each token or, if `by_row`, the geometric mean of r over the row."""
     log_weights_T = np.full_like(log_r_T, log_r_T.mean()) if by_row and log_r_T.size else log_r_T
     return np.exp(np.clip(log_weights_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 

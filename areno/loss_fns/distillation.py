@@ -49,19 +49,18 @@ def distillation_loss_fn(
     """Compute the loss of distillation, alone or together with the loss of a policy algorithm.
 
     Args:
-        pack: The micro-batch. `sampled` needs teacher_logprobs and old_logprobs. Without `sampled`, the `divergence` is
-            needed, which the training pass computes.
+        pack: The micro-batch. If `sampled`, it has teacher_logprobs and old_logprobs. Otherwise it has `divergence`,
+            which the training pass computes.
         logprobs: (N,) log-probabilities under the trained model, differentiable.
         policy_loss_fn: Loss function of the policy algorithm. None: the loss is that of distillation alone.
         rl_loss_weight: Factor on the loss of the policy algorithm. With 0, policy_loss_fn is not called.
         sampled: Whether to use the sampled reverse KL instead of a divergence over the whole vocabulary.
         kl_discount: Discount of later tokens in the sampled reverse KL.
-        prox_logp_method: Source of the denominator of the ratios of `sampled`, see `surrogates.token_log_ratio`.
+        prox_logp_method: If `sampled`, source of the denominator of r_t, see `surrogates.token_log_ratio`.
 
     Returns:
-        (loss, statistics). distill_loss is the mean over tokens without its factor. teacher_kl is the mean of
-            log(student /
-        teacher) of the trained tokens, if the rows have teacher_logprobs.
+        (loss, statistics). distill_loss is the mean over tokens without its factor. If the rows have teacher_logprobs,
+        teacher_kl is the mean of log(student / teacher) over trained tokens.
     """
     stats: dict[str, Tensor] = {}
     if sampled:
@@ -87,8 +86,9 @@ def sampled_reverse_kl(
 ) -> Tensor:
     """Compute -r_t A_t at each trained token, see the docstring of the module. Rows must be sampled from the student.
 
-    The result, (T,), is differentiable with respect to `logprobs`. It is exactly 0, with a gradient of 0, where the
-    student and the teacher agree on a token and, with a discount above 0, on all later tokens of its row.
+    The result, (T,), is differentiable with respect to `logprobs`. It is exactly 0, with a gradient of 0, where student
+    and teacher give the token the same probability. With a discount above 0, this must hold for all later tokens of the
+    row, too.
     """
     logprobs_T, theirs_T = pack.trained(logprobs), pack.trained(pack.need("teacher_logprobs"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
@@ -100,9 +100,9 @@ def sampled_reverse_kl(
 
 
 def discounted_sums(values_T: Tensor, rows_T: Tensor, discount: float) -> Tensor:
-    """Return sum over u >= t in the row of t of discount^(u - t) values_u, for each t.
+    """Return for each t the sum of discount^(u - t) values_u over all u >= t in the same row.
 
-    `values_T` are row after row, and `rows_T` has the row of each. Sums are computed in float64.
+    `values_T` has the rows one after another. `rows_T` is the row of each value. Sums are computed in float64.
     """
     sums_T, step = values_T.double(), 1
     while step < len(sums_T):  # after each turn, sums_T has the next 2 * step values of the row

@@ -2,9 +2,9 @@
 
     loss = reduce_t( w_t surrogate(r_t, A_t) ) + kl_coef reduce_t( kl_t )
 
-r_t is the importance ratio of the token or of its row, and A_t is the token's advantage. w_t is `pack.weights`: it
-multiplies the policy term and never the KL. docs/algorithms.md says which paper chose which surrogate, ratio and
-reduction.
+r_t is the importance ratio of the token or of its row, and A_t is the token's advantage. w_t is `pack.weights`, which
+multiplies the policy term but not the KL. reduce_t averages over tokens and rows. docs/algorithms.md says which paper
+chose which surrogate, ratio and reduction.
 """
 
 from __future__ import annotations

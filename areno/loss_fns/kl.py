@@ -52,7 +52,7 @@ def kl_array(
 
 
 def _estimate(log_r: Any, exp: Callable[[Any], Any], estimator: str) -> Any:
-    """Compute the KL estimator from clamped log ratios, log(reference / policy), tensors or arrays."""
+    """Compute the KL estimator. `log_r` is a tensor or an array of clamped log ratios, log(reference / policy)."""
     if estimator == "k1":
         return -log_r
     if estimator == "k2":

@@ -1,8 +1,8 @@
-"""The input of every loss, a micro-batch whose rows are packed end to end without padding, and the check of its result.
+"""The input of every loss: a micro-batch whose rows are packed end to end without padding.
 
-Shape letters: N tokens in the micro-batch, T trained tokens (those in `loss_mask`), R rows. Every per-token tensor
-is aligned with `tokens`: entry t belongs to token t, given the earlier tokens of its row. The first token of a row
-has no earlier token, so `loss_mask` is False there.
+Shape letters: N tokens in the micro-batch, T trained tokens (those in `loss_mask`), R rows. Every per-token tensor is
+aligned with `tokens`: entry t belongs to token t, given the earlier tokens of its row. The first token of a row has no
+earlier token, so `loss_mask` is False there.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class DataPack:
             self.trained_T = self.loss_mask.nonzero().squeeze(-1)
 
     def need(self, name: str) -> Tensor:
-        """Return the tensor called `name`, or raise DataError if it is None, because the training rows lack it."""
+        """Return the tensor called `name`. Raises DataError if it is None, because the training rows lack it."""
         value = vars(self)[name]
         if value is None:
             if name == "divergence":
@@ -130,7 +130,7 @@ class DataPack:
         return values_R.index_select(0, self.row_of_token.index_select(0, self.trained_T))
 
     def of_trained_rows(self, values_R: Tensor) -> Tensor:
-        """Return those of (R,) values whose rows have trained tokens, in order."""
+        """From (R,) values of rows, return those of rows with trained tokens, in order."""
         if self.trained_rows is None:
             return values_R[self.row_lengths() > 0]
         return values_R.index_select(0, self.trained_rows)
@@ -141,7 +141,7 @@ class DataPack:
 
 
 def checked_result(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and the statistics that a loss function returned, or raise EngineError for anything else."""
+    """Return (loss, statistics) as a loss function has returned it. Raises EngineError for any other result."""
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise EngineError(
             f"loss_fn returned {_described(returned)}; (loss, stats) is expected, stats a dict, such as {{}}"

@@ -2,10 +2,10 @@
 
 The reduction changes the objective, so each reduction has a name. With rows i and their T_i trained tokens t:
 
-    seq_mean_token_mean      mean_i 1/T_i sum_t    GRPO (arXiv 2402.03300 eq. 3): every row weighs the same
-    token_mean               sum_it / sum_i T_i    DAPO (arXiv 2503.14476 eq. 8): every token weighs the same
-    seq_mean_token_sum_norm  mean_i 1/L sum_t      Dr.GRPO (arXiv 2503.20783 sec. 3.2): L is a constant, so the length
-                                                   of a row has no pull
+    seq_mean_token_mean      mean_i 1/T_i sum_t    GRPO (arXiv 2402.03300 eq. 3): every row has the same weight
+    token_mean               sum_it / sum_i T_i    DAPO (arXiv 2503.14476 eq. 8): every token has the same weight
+    seq_mean_token_sum_norm  mean_i 1/L sum_t      Dr.GRPO (arXiv 2503.20783 sec. 3.2): L is a constant, so the weight
+                                                   of a token does not depend on the length of its row
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def entropy_stats(pack: DataPack) -> dict[str, Tensor]:
 
 
 def surrogate_stats(how: dict[str, Tensor], policy_loss: Tensor, ratio: Tensor) -> dict[str, Tensor]:
-    """Return a surrogate's own statistics, the policy loss, the ratios as observations and, with a clip, clip_frac.
+    """Return a surrogate's own statistics, policy_loss, ratio (as observations) and, for a clip, clip_frac.
 
     clip_frac is the sum of clip_frac_low and clip_frac_high.
     """
@@ -77,9 +77,9 @@ def add_kl(
     reduction: Reduction,
     norm_length: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Add kl_coef times the KL to the reference model to a policy loss, and kl_loss, the reduced KL, to its statistics.
+    """Add kl_coef times the KL to the reference model to a policy loss. Returns (loss, statistics).
 
-    A kl_coef of 0 changes nothing, and needs no ref_logprobs.
+    The reduced KL becomes the statistic kl_loss. If kl_coef is 0, nothing changes, and ref_logprobs are not needed.
     """
     if not kl_coef:
         return policy_loss, stats

@@ -54,7 +54,7 @@ class PreferenceLoss(Section):
         raise NotImplementedError
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems of settings with which the loss makes no sense. Called if the loss is chosen."""
+        """Yield a problem for each setting with which the loss makes no sense. Called only for the chosen loss."""
         yield from ()
 
 
@@ -63,7 +63,7 @@ PREFERENCE_LOSSES: Choices[PreferenceLoss] = Choices("loss_type")
 
 @dataclass(kw_only=True)
 class SmoothedLoss(PreferenceLoss):
-    """Base class of losses for pairs of which a share label_smoothing, s in the formulas, is assumed to be swapped."""
+    """Base class of losses that assume that a share of the pairs is swapped: label_smoothing, s in the formulas."""
 
     label_smoothing: float = setting(
         0.0,
@@ -118,10 +118,10 @@ class Robust(SmoothedLoss):
     help="the loss of IPO (arXiv 2310.12036, eq. 17), with log-probabilities averaged over the tokens of an answer",
 )
 class IPO(PreferenceLoss):
-    """IPO (arXiv 2310.12036 eq. 17, beta for tau): (d - 1 / (2 beta))^2 with d = h_chosen / L - h_rejected / L.
+    """IPO (arXiv 2310.12036 eq. 17): (d - 1 / (2 beta))^2 with d = h_chosen / L - h_rejected / L.
 
-    L is the number of tokens of each answer. The paper has h in place of h / L. The mean over tokens, as in TRL, keeps
-    the square from growing with the length of the answers.
+    L is the number of tokens of each answer. The paper writes tau for beta, and has h in place of h / L. The mean over
+    tokens, as in TRL, keeps the square from growing with the length of the answers.
     """
 
     per_token: ClassVar[bool] = True

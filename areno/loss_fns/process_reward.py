@@ -21,11 +21,10 @@ def process_reward_loss_fn(pack: DataPack, values: Tensor) -> tuple[Tensor, dict
     app. F). The label y, in `pack.returns`, is 1 for a right step and 0 for a wrong one. A number between them is the
     estimated probability that the step leads to a right answer (soft labels, arXiv 2312.08935 eq. 2).
 
-    Statistics are means over steps: accuracy (share of steps whose p is on the side of 0.5 that their label is on; p =
-    0.5 counts half), margin (the log-odds of the side of the label) and confidence (the probability that the model
-    gives to its own choice). The confidence of a calibrated model is its accuracy. `rewards` are p of all steps.
-    `first_error` has an entry for each row with a wrong step: 1 if the first step with p < 0.5 is the first wrong one,
-    otherwise 0.
+    Statistics are means over steps: accuracy (share of steps whose p and label are on the same side of 0.5; p = 0.5
+    counts half), margin (the log-odds of the label's side) and confidence (the probability that the model gives to its
+    own choice). The confidence of a calibrated model is its accuracy. `rewards` are p of all steps. `first_error` has
+    an entry for each row with a wrong step: 1 if the first step with p < 0.5 is the first wrong one, otherwise 0.
     """
     labels_T, logits_T = pack.trained(pack.need("returns")), pack.trained(values)
     loss = pack.token_mean(softplus(logits_T) - labels_T * logits_T)
@@ -43,7 +42,7 @@ def process_reward_loss_fn(pack: DataPack, values: Tensor) -> tuple[Tensor, dict
 
 
 def _first_of_rows(pack: DataPack, holds_T: Tensor) -> Tensor:
-    """Return the index, among the T steps, of the first step of each row for which `holds_T` is True. T without any."""
+    """Return for each row the index, among all T steps, of its first step where `holds_T` is True. T without any."""
     n_steps = len(holds_T)
     places_T = torch.arange(n_steps, device=holds_T.device).where(holds_T, n_steps)
     rows_T = pack.row_of_token.index_select(0, pack.trained_T)

@@ -23,13 +23,13 @@ def reward_model_loss_fn(
 
     r_i is the score of the preferred answer and r_j that of the other. The first term is the Bradley-Terry likelihood
     (arXiv 2203.02155 eq. 1). m_ij is the margin (arXiv 2307.09288 eq. 2): the difference between the two answers'
-    `returns`, or 0 without `returns`. The second term keeps the scores around 0 (arXiv 2312.09244 sec. 2), which the
-    first term leaves open.
+    `returns`, or 0 without `returns`. The second term keeps the scores around 0 (arXiv 2312.09244 sec. 2), because the
+    first term depends only on their differences.
 
-    The comparisons of a unit are averaged, then the units, each weighed by its number of answers. So the weight of a
-    prompt grows with the number of its answers, and not with the number of pairs, as in arXiv 2203.02155.
+    The loss averages the comparisons of each unit, and then the units, weighed by their number of answers. So the
+    weight of a prompt grows with the number of its answers, and not with the number of pairs, as in arXiv 2203.02155.
 
-    Statistics are means in the same way: accuracy (share of comparisons in which the preferred answer has the higher
+    Statistics are averaged in the same way: accuracy (share of comparisons in which the preferred answer has the higher
     score; a tie counts half), margin (r_i - r_j) and confidence (the probability that the model gives to its own
     choice, sigmoid(|r_i - r_j|)). The confidence of a calibrated model is its accuracy. `rewards` are the scores of all
     answers.

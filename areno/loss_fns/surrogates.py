@@ -227,7 +227,7 @@ _SWITCHES = {"use_cispo_loss": "cispo", "use_sapo_loss": "sapo"}  # setting -> t
 class SurrogateConfig(*SURROGATES.bases):
     """The choice of a surrogate, with the settings of all of them. The actors of GRPO and PPO inherit from it.
 
-    Read `surrogate`, not the switches: `canonical` applies them.
+    Read only `surrogate`. use_cispo_loss and use_sapo_loss are shorthands, which `canonical` applies to it.
     """
 
     surrogate: Literal[tuple(SURROGATES)] = setting(  # type: ignore[valid-type]
@@ -246,11 +246,11 @@ class SurrogateConfig(*SURROGATES.bases):
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of settings with the switches use_cispo_loss and use_sapo_loss applied to `surrogate`.
+        """Return a copy of settings with the shorthands use_cispo_loss and use_sapo_loss applied to `surrogate`.
 
-        A switch that is True is not applied if `surrogate` already names the other of "cispo" and "sapo", which is a
-        contradiction. A switch that was applied becomes None, so that a copy with another `surrogate` has no
-        contradiction. In a subclass that gives the switch a default other than None, the switch keeps its value.
+        A shorthand that is True is not applied if `surrogate` already names the other of "cispo" and "sapo", which is a
+        contradiction. A shorthand that was applied becomes None, so that a copy with another `surrogate` has no
+        contradiction. In a subclass that gives the shorthand a default other than None, it keeps its value.
         """
         found = dict(values)
         for switch, name in _SWITCHES.items():
@@ -266,7 +266,7 @@ class SurrogateConfig(*SURROGATES.bases):
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute. If it is a switch, apply it to `surrogate`."""
+        """Set an attribute. Setting use_cispo_loss or use_sapo_loss also changes `surrogate`."""
         super().__setattr__(name, value)
         is_constructed = vars(self).keys() >= {"surrogate", *_SWITCHES}
         if is_constructed and name in _SWITCHES:

@@ -13,7 +13,7 @@ _FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$",
 
 
 def after_reasoning(text: str) -> str:
-    """Return what follows the last </think>. A text without </think> is returned whole.
+    """Return the text after the last </think>, or the whole text if it has no </think>.
 
     Args:
         text: A completion or a reference answer.
@@ -72,7 +72,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def block(text: str, *languages: str) -> str:
-    """Return the content of the last fenced block (```) after the reasoning, which ends at </think>.
+    """Return the content of the last fenced block (```) after the last </think>.
 
     Args:
         text: A completion.
@@ -89,7 +89,7 @@ def block(text: str, *languages: str) -> str:
 
 
 def accepted(record: Any) -> list[Any]:
-    """Return the reference answers of a record, each of which is a right answer.
+    """Return the reference answers of a record. Each of them is a right answer.
 
     Args:
         record: A RewardRecord. Its `solutions` are one answer or a list of answers.

@@ -1,8 +1,8 @@
-"""Split tests of a program into what the program computes and what is compared with it.
+"""Split each test into expressions that the tested program evaluates and a comparison of their values.
 
-The program may be hostile, so the process that runs it must neither decide whether a test passes nor know the expected
-values. In `assert add(1, 2) == 3` it evaluates `add(1, 2)`, and the process of the tests (test_runner.py) compares the
-value. A test that cannot be split so runs in the program's process.
+The program may be hostile, so its process must not decide whether a test passes, nor know the expected values. In
+`assert add(1, 2) == 3` it evaluates `add(1, 2)`, and the process of the tests (test_runner.py) compares the value. A
+test that cannot be split like this runs in the program's process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HELPERS = {
 }
 """Modules with which a test may make or compare values."""
 _OF_OBJECTS = {"format", "getattr", "hasattr", "repr", "str", "vars", "dir", "id", "hash"}
-"""Functions that tell of an object what its value does not."""
+"""Built-in functions whose result depends on more than the value of their argument, such as its class or address."""
 _UNITTEST = {
     **dict.fromkeys(("assertEqual", "assertListEqual", "assertDictEqual", "assertSetEqual", "assertTupleEqual"), "=="),
     "assertNotEqual": "!=",
@@ -32,13 +32,13 @@ _UNITTEST = {
 }
 """Method of unittest -> the operator between its two arguments."""
 _UNITTEST_OF_ONE = {"assertTrue": "", "assertFalse": "not", "assertIsNone": "None is", "assertIsNotNone": "None is not"}
-"""Method of unittest -> the operator before its argument."""
+"""Method of unittest -> the operator to put before its argument."""
 _BUILT_IN = frozenset(dir(builtins))
 
 Names = dict[str, Any]
-"""Names that are not the program's: None for a result of the program, the expression of another variable, or ..."""
+"""Names that are not the program's -> expression of a variable, None for a result of the program, or ... for others."""
 Steps = list[dict[str, str]]
-"""Each is {"test": code} with calls of `_ask`, or {"both": code} or {"inside": code} for the program's process."""
+"""Each is {where: code}: "test" (process of the tests, calls `_ask`), "inside" (the program's process) or "both"."""
 
 
 class _CannotSplit(Exception):
@@ -49,14 +49,14 @@ _ERRORS = (_CannotSplit, SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 def split_tests(tests: str | list[str]) -> dict[str, Any]:
-    """Return what test_runner.py does for tests.
+    """Return the plan with which test_runner.py runs tests.
 
     Args:
         tests: Python code, or a list of texts, each of which is one test.
 
     Returns:
-        {"first": steps, "cases": a list of steps for each test}, or {"inside": the code} for a text that runs in the
-        program's process as a whole.
+        {"first": steps, "cases": a list of steps for each test}. If Python code cannot be split, {"inside": the code},
+        which runs in the program's process as a whole.
     """
     known: Names = dict.fromkeys(dir(builtins), ...)
     if isinstance(tests, list):
@@ -78,7 +78,7 @@ def _one_of_many(text: str, known: Names) -> Steps:
 
 
 def _split_code(body: list[ast.stmt], known: Names) -> dict[str, Any]:
-    """Split code with functions test_..., unittest classes, or HumanEval's check(candidate), or assertions alone."""
+    """Split code with functions test_..., unittest classes, a call of HumanEval's check, or only assertions."""
     checks = {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
     first, cases = [], []
     for statement in body:
@@ -109,7 +109,7 @@ def _split_code(body: list[ast.stmt], known: Names) -> dict[str, Any]:
 
 
 def _test_method_bodies(statement: ast.ClassDef) -> list[list[ast.stmt]]:
-    """Return the bodies of the methods of a unittest class, with assertions in place of its methods."""
+    """Return the bodies of the test methods of a unittest class. Calls such as self.assertEqual become assertions."""
     bodies = []
     for each in statement.body:
         match each:
@@ -145,7 +145,7 @@ class _Renamed(ast.NodeTransformer):
 
 
 def _split_statements(body: list[ast.stmt], known: Names) -> Steps:
-    """Split statements, and add their imports and variables to the known names."""
+    """Split statements into steps, and add the names that they import or assign to `known`."""
     steps = []
     for statement in body:
         code = ast.unparse(statement)
@@ -179,7 +179,7 @@ def _import(statement: ast.Import | ast.ImportFrom, known: Names) -> str:
 
 
 class _Splitter(ast.NodeTransformer):
-    """Replaces what the program computes by calls of `_ask`, with the code, and the variables that it uses."""
+    """Replaces each expression that the program must evaluate by `_ask(its source, variables that it uses)`."""
 
     def __init__(self, known: Names):
         self._known, self._bound = known, set[str]()
@@ -208,7 +208,7 @@ class _Splitter(ast.NodeTransformer):
         return name not in self._known and name not in self._bound
 
     def _is_program(self, node: ast.expr) -> bool:
-        """Return whether the program alone computes an expression: a call, or what is done with its result alone."""
+        """Return whether the program must evaluate an expression: it calls the program, or uses only such results."""
         match node:
             case ast.Call(ast.Name(name), arguments, keywords):
                 alone = len(arguments) == 1 and not keywords and name in _BUILT_IN and name != "type"
@@ -237,7 +237,7 @@ class _Splitter(ast.NodeTransformer):
                 return self._is_program(inner)
 
     def _is_hidden(self, node: ast.AST) -> bool:
-        """Return whether an expression needs more of what the program computes than a value."""
+        """Return whether an expression needs more of the program's result than its value, for example its class."""
         match node:
             case ast.Compare(left, _, others):
                 return sum(map(self._has_program, (left, *others))) > 1  # perhaps objects of its own classes

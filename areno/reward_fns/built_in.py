@@ -79,8 +79,7 @@ class Reward(Section):
             record: The sample.
 
         Returns:
-            The reward alone, or a dictionary with the reward as the entry "reward" and further numbers, the named parts
-            of the reward.
+            The reward, or a dictionary whose entry "reward" is the reward. Its other entries are logged as parts of it.
 
         Raises:
             ValueError: The row of the dataset lacks a field that the reward needs. The sample then has no reward.
@@ -110,8 +109,8 @@ class ExactMatchReward(Reward):
     r"""Gives 1 if the completion's answer is the same text as one of the row's `solutions`, else 0.
 
     The answer is the content of the last <answer>...</answer>, else of the last \boxed{...}, else the text after the
-    last ####, else the whole completion. Upper and lower case differ. Consecutive white space counts as one space,
-    and white space at the ends does not count.
+    last ####, else the whole completion. Upper and lower case differ. White space at the ends is ignored. Other
+    consecutive white space counts as one space.
     """
 
     name = "exact_match"
@@ -249,7 +248,7 @@ class FormatReward(Reward):
 
 @dataclass(kw_only=True)
 class LengthReward(Reward):
-    """Gives 1 if the completion's length is between two limits, and less the farther it is outside of them.
+    """Gives 1 if the completion's length is between two limits. Outside of them, the reward falls with the distance.
 
     Attributes:
         min_tokens: The lower limit. None means 0.
@@ -316,8 +315,8 @@ class JsonReward(Reward):
 
     The answer is the last fenced block after </think>, preferably one marked as json. Without a block, it is all text
     after </think>. The schema is the row's field `schema` (an object, or its JSON text). If the row has no such field,
-    it is in the file that the setting `reward.json.schema` names. Without a schema, any JSON fits. The part `parses` of
-    the result is 1 for any valid JSON, else 0.
+    it is in the file that the setting `reward.json.schema` names. Without a schema, any JSON fits. The result also has
+    the part `parses`: 1 for any valid JSON, else 0.
 
     Attributes:
         schema: The file with the JSON schema for rows that have no field `schema`. None means no schema.
@@ -435,7 +434,7 @@ class CodeReward(Reward):
     )
 
     def unusable(self, limit_s: float) -> Iterator[Problem]:
-        """Report a problem if the time limit for the tests, `timeout_s`, is not below the limit for scoring a sample.
+        """Report a problem unless `timeout_s`, the time limit for the tests, is below the limit for scoring a sample.
 
         Args:
             limit_s: The time limit for scoring one sample, in seconds.

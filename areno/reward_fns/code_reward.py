@@ -9,9 +9,9 @@ these forms:
 - {"inputs": [...], "outputs": [...]}: each input of the program with its expected output. White space at the ends of
   lines and of the output is ignored
 
-Programs run in a box (areno/sandbox). The process of the program does not decide whether a test passes, but for tests
-that cannot be split (assertions.py): a program that takes over its interpreter can pass these. The part `passed` of the
-result is the fraction of tests that pass.
+Programs run in a box (areno/sandbox). Most tests are decided outside of the program's process. Tests that cannot be
+split (assertions.py) run in it, so a program that takes over its interpreter can pass these. The result also has the
+part `passed`, the fraction of tests that pass.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _text(lines: Any) -> str:
 
 
 def _prints_expected(box: Box, given: str, expected: str) -> bool:
-    """Return whether program.py exits with status 0 and prints the expected output. It reads `given`."""
+    """Run program.py with the input `given`. Return whether it exits with status 0 and prints the expected output."""
     if box.seconds <= 0:
         return False
     command = [sys.executable, "-I", "program.py"]

@@ -88,8 +88,7 @@ def reward_fn(record: Any) -> float:
 
     Raises:
         ValueError: The row has no usable solution.
-        TimeoutError: math-verify took too long. There is no time limit outside of the main thread; reward processes
-            score in the main thread.
+        TimeoutError: math-verify took too long. Only the main thread, in which reward processes score, has a limit.
         Exception: Any exception that math-verify raises.
     """
     accepted = record.solutions if isinstance(record.solutions, list | tuple) else [record.solutions]
@@ -149,7 +148,7 @@ def _solution_parts(solution: Any) -> tuple[str, ...]:
 
     Returns:
         The contents of the solution's boxes, or a single answer if it has no box. Empty if the solution cannot be used,
-        because it is NaN or too long, for example.
+        for example because it is NaN or too long.
     """
     if not isinstance(solution, str | Number) or solution != solution:  # NaN is not equal to itself
         return ()
@@ -227,7 +226,7 @@ def _is_answer(solution: _Solution, completion: str) -> bool:
 
 
 def _is_box(text: str, box: str) -> bool:
-    """Return whether `box`, the content of a box, equals `text`, one answer of a solution."""
+    """Return whether `box`, the content of a box in a completion, equals `text`, one answer of a solution."""
     return _is_same(read_solution(text), box, _read_formula)
 
 
@@ -252,7 +251,7 @@ def _is_equal(solution: _Solution, text: str, read: Callable[[str], list[Any]]) 
 def _first_true(equal: Callable[[Any, Any], bool], golds: list[Any], found: list[Any]) -> bool:
     """Return whether `equal` is True for any pair of a value in `golds` and a value in `found`.
 
-    If no pair is equal, but `equal` raised an exception for a pair, the first such exception is raised.
+    If no pair is equal, and `equal` raised exceptions, the first of them is raised.
     """
     failure = None
     for gold, value in product(golds, found):
@@ -293,7 +292,7 @@ def _last_line(text: str) -> str:
 
 
 def _parse_math(text: str) -> list[Any]:
-    """Return what math-verify parses from a text: a sympy expression, its text, both, or an empty list."""
+    """Return what math-verify parses from a text: [], or a list with a sympy expression, its text, or both."""
     found = parse(text, parsing_timeout=0, raise_on_error=True)
     if "\\%" in text:  # math-verify drops the sign
         found = found + parse(text.replace("\\%", "%"), parsing_timeout=0, raise_on_error=True)

@@ -1,11 +1,11 @@
 """Script that runs the tests for the reward `code` on a program. code_reward.py starts it in a box.
 
-The script reads {"program", "plan"} as JSON from standard input. The plan is that of assertions.py. It writes
+The script reads {"program", "plan"} as JSON from standard input. The plan comes from assertions.py. The script writes
 "total <number of tests>", then "passed" for each test that passes. All other output is dropped.
 
-The program runs in a child process, which has neither standard input nor output, nor access to those of its parent. The
-parent has the tests, asks the child for values, and compares them. Steps that run "inside" are executed by the child
-and believed, so a program that takes over its interpreter can pass them.
+The program runs in a child process that has no standard input or output, and no access to its parent's. The parent has
+the tests, asks the child for values, and compares them. The child itself executes steps of the kind "inside" and
+reports whether they pass, so a program that takes over its interpreter can pass them.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _passes(case: Callable[[], Any]) -> bool:
 
 
 class _Channel:
-    """Sends and receives values of JSON through pipes."""
+    """Sends and receives JSON values through pipes."""
 
     def __init__(self, read: int, write: int):
         self._read, self._write = os.fdopen(read), os.fdopen(write, "w")
@@ -115,12 +115,12 @@ class _Program:
         return self.request(kind, *arguments) is True
 
     def ask(self, code: str, **names: Any) -> Any:
-        """Return the value of an expression of the program. Raises an exception if it raises one."""
+        """Let the program evaluate an expression, and return the value. Raises an exception if the program does."""
         return _decoded(*self.request("ask", code, {name: _encoded(value) for name, value in names.items()}))
 
 
 class _Object:
-    """An object of the program without a value. It equals nothing that a test can have."""
+    """Stands for an object of the program whose value cannot be sent. It equals no value in a test."""
 
     def __init__(self, is_true: Any):
         self._is_true = is_true is True
@@ -130,7 +130,7 @@ class _Object:
 
 
 def _encoded(value: Any) -> Any:
-    """Return a value as JSON. Subclasses of the built-in types become these types."""
+    """Convert a value to JSON. A value of a subclass of a built-in type is sent as that type."""
     kind = type(value)
     if kind.__module__ in ("numpy", "torch") and not value.shape:
         return _encoded(value.item())
@@ -166,7 +166,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _decoded(value: Any) -> Any:
-    """Return the value of some JSON. Raises an exception if it is not of `_encoded`."""
+    """Convert JSON from `_encoded` back to the value. Raises an exception for other JSON."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -216,7 +216,7 @@ def _library_value(kind: str, content: Any) -> Any:
 
 
 def _serve(channel: _Channel) -> None:
-    """Answer requests in the process of the program, until there are no more."""
+    """Run the program's process: answer the requests of the tests until there are no more."""
     module = types.ModuleType("program")
     sys.modules["program"] = sys.modules["__main__"] = module
     cases: list[Callable[[], Any]] = []
@@ -260,8 +260,8 @@ def _serve(channel: _Channel) -> None:
 def _cases(code: str, module: types.ModuleType, execute: Callable[[str], bool]) -> list[Callable[[], Any]]:
     """Run Python code with tests in a module, and return the tests as functions.
 
-    These are the methods of its unittest classes and its test_... functions. If there are none, or if the code raises
-    an exception, the code as a whole is one test.
+    The tests are the methods of unittest classes and the functions test_... in the code. If there are none, or if the
+    code raises an exception, the code as a whole is one test.
     """
     import unittest  # takes long, and most tests do without
 

@@ -1,1 +1,1 @@
-"""How settings are declared: sections and their fields, types and values, and sections built from mappings."""
+"""How settings are declared (sections, fields, types, values), and how sections are built from mappings."""

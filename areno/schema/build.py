@@ -1,7 +1,7 @@
-"""Builds configuration dataclasses from plain dictionaries.
+"""Build configuration dataclasses from plain dictionaries.
 
 `build` reports all problems at once. `with_defaults` fills a dictionary with the defaults of a dataclass.
-`with_current_names` replaces earlier names of settings (`setting(renamed_from=...)`) by current names.
+`with_current_names` replaces earlier names of renamed settings (`setting(renamed_from=...)`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def build(
     """Build a configuration from nested mappings, lists and scalars. Absent keys take their defaults.
 
     Args:
-        data: Nested values by the names of the settings. Earlier names of settings are read too.
-        found: Problems that the caller has found before. Their keys are not examined again.
-        hint: Returns a text to append to the message about an unknown `key`, or about a refused `key=value`.
+        data: Nested values by the names of the settings. Earlier names of renamed settings are accepted.
+        found: Problems that the caller has already found. Their keys are not checked again.
+        hint: Called with an unknown `key` or a refused `key=value`. Returns a text to append to the message about it.
         sources: Whether the settings must name rows and a reward. False: a script may pass them to a trainer.
 
     Raises:
@@ -58,15 +58,15 @@ def build(
 
 
 class Consequence(Problem):
-    """A problem that another problem has caused. `build` reports it only if there is no other problem."""
+    """A problem that is caused by another problem. `build` reports it only if there is no problem of another kind."""
 
 
 @cache
 def earlier_names(cls: type[Section]) -> dict[str, str]:
-    """Return earlier key -> current key for each setting that has been renamed, relative to the section.
+    """Return {earlier key: current key} for each renamed setting, relative to the section.
 
-    A `*` stands for the name of a named section, as in "sets.*.max_rows". Renamed sections come before the settings in
-    them.
+    A `*` in a key stands for the name of a named section, as in "sets.*.max_rows". Renamed sections come before the
+    settings in them.
     """
     found: dict[str, str] = {}
     for row in rows(cls):
@@ -82,10 +82,11 @@ def earlier_names(cls: type[Section]) -> dict[str, str]:
 def with_current_names(
     cls: type[Section], data: Mapping[Any, Any], problems: list[Problem] | None = None, section: str = ""
 ) -> Mapping[Any, Any]:
-    """Replace earlier names of settings by their current names, in `data` itself if it has none. Logs each name once.
+    """Return `data` with earlier names of settings replaced by current ones. Logs each replaced name once.
 
-    `data` holds the section at the dotted key `section` of the configuration `cls`. `problems` receives each setting
-    that is given under both names. Without it, the value under the current name is used.
+    `data` holds the section at the dotted key `section` of the configuration `cls`. If there are no earlier names,
+    `data` itself is returned. Settings that have both names are added to `problems`. Without it, the value under the
+    current name is used.
     """
     start = f"{section}." if section else ""
     for old, new in earlier_names(cls).items():
@@ -108,7 +109,7 @@ def with_current_names(
 
 
 def current_key(cls: type[Section], key: str) -> str:
-    """Return the current name of a setting, and log a warning if the given name is an earlier one."""
+    """Return the current name of the setting `key`. Logs a warning if `key` is an earlier name."""
     nested: Any = None
     for name in reversed(key.split(".")):
         nested = {name: nested}
@@ -117,7 +118,7 @@ def current_key(cls: type[Section], key: str) -> str:
 
 
 def both_names(old: str, new: str) -> Problem:
-    """Return the problem of a setting that is given under both its earlier and its current name."""
+    """Return the problem that a setting is set under both its earlier and its current name."""
     return Problem(old, "is the earlier name of {}, and both are given; leave {} out", Key(new), Key(old))
 
 
@@ -127,7 +128,7 @@ def _warn_of_name(old: str, new: str) -> None:
 
 
 def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
-    """Return the paths in nested mappings that match the names of a dotted key, of which `*` matches any."""
+    """Return the paths in nested mappings that match `parts`, those of a dotted key. `*` matches any name."""
     if not parts:
         return [[]]
     if not isinstance(data, Mapping):
@@ -159,11 +160,10 @@ def _section_at(data: Any, names: list[str]) -> Any:
 def with_defaults(
     cls: type[Section], data: Mapping[Any, Any], section: Section | None = None, required: Any = "???"
 ) -> dict[Any, Any]:
-    """Fill in the defaults of the settings that `data` leaves out, in the order of the fields. Unknown keys come last.
+    """Return `data` with defaults for settings that it leaves out, in the order of the fields. Unknown keys come last.
 
-    If a named section (Setting.sections) leaves out a setting, the value in its enclosing section is filled in.
-    `section` is an object whose values are the defaults. `required` stands for a required setting that `data` leaves
-    out.
+    If a named section (Setting.sections) leaves out a setting, it gets the value of its enclosing section. If `section`
+    is given, its values are the defaults. A required setting that `data` leaves out gets the value `required`.
     """
     values: dict[Any, Any] = {}
     for name, setting in settings(cls).items():
@@ -191,9 +191,10 @@ def _build_section(
     explain: Callable[..., str],
     sources: bool,
 ) -> T:
-    """Construct a section, or a partial section (`partial_section`) of the valid values if something is wrong.
+    """Construct a section. If something is wrong, return a `partial_section` of its valid values.
 
-    `explain` is called with (unknown key or refused `key=value`, prefix, names in the same section).
+    `explain` returns a text about an unknown key or a refused `key=value`. It is called with this key, `prefix`, and
+    the names in the section.
     """
     known: dict[str, Any] = {}
     fields = settings(cls)
@@ -236,8 +237,8 @@ def _build_section(
 def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mapping[Any, Any]) -> None:
     """Remove problems of named sections that only repeat problems of the enclosing section.
 
-    A problem is a repetition if the enclosing section has a problem with the same setting, and both sections have the
-    same value of this setting, which the named section has then inherited.
+    A problem is a repetition if the enclosing section has a problem with the same setting, and the named section has
+    the same value of it, which means that it has inherited the value.
     """
     reported = {problem.key for problem in problems}
     for inner, given in data[name].items():
@@ -263,7 +264,7 @@ def _section_expected(value: Any, cls: type[Section]) -> str:
 
 
 def _suggest(key: str, prefix: str, siblings: Iterable[str], all_keys: list[str]) -> str:
-    """Return a "did you mean" text with similar names, of the same section first. "" if no name is similar."""
+    """Return a "did you mean" text with similar names, of the same section if possible. "" if no name is similar."""
     import difflib
 
     close = [prefix + name for name in difflib.get_close_matches(key, list(siblings), n=2)]

@@ -1,8 +1,8 @@
-"""Choices: a setting that names one of several classes, each a section with its own formula and settings.
+"""Settings that choose one of several classes. Each class is a section with its own formula and settings.
 
-The configuration inherits from all classes, so that it has the settings of each of them. A choice in the setting
-`surrogate` of a policy loss, or `loss_type` of a preference loss, says which class computes. A setting that belongs
-only to classes that are not chosen has no effect, which is an error.
+The configuration inherits from all classes, so it has the settings of each of them. The setting with the choice, such
+as `surrogate` of a policy loss or `loss_type` of a preference loss, says which class computes the loss. It is an error
+to change a setting that only other classes have, because it would have no effect.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Class = TypeVar("Class", bound=type[Section])
 class Choices(dict[str, type[T]]):
     """The classes that the setting `key` can choose, by name. `register` adds a class.
 
-    The configuration inherits from `bases`, and its setting `key` has the type `Literal[tuple(choices)]`. `keywords`
-    maps settings to the keyword arguments of a loss, where these have other names.
+    The configuration inherits from `bases`, and its setting `key` has the type `Literal[tuple(choices)]`. If a setting
+    has another name as a keyword argument of the loss, `keywords` maps the setting to it.
     """
 
     def __init__(self, key: str, **keywords: str):
@@ -31,7 +31,7 @@ class Choices(dict[str, type[T]]):
         self._help: list[str] = []
 
     def register(self, name: str, help: str) -> Callable[[Class], Class]:
-        """Add a class under a name. A decorator. `help` describes the choice in the help of the setting."""
+        """Return a decorator that adds a class under a name. `help` describes the choice in the help of the setting."""
 
         def add(cls: Class) -> Class:
             self[name] = cls  # type: ignore[assignment]  # a subclass of T, whose own type the decorator keeps
@@ -47,7 +47,7 @@ class Choices(dict[str, type[T]]):
 
     @property
     def bases(self) -> list[type[T]]:
-        """All classes, the last one first, so that each comes before the classes that it derives from."""
+        """All classes, the last one first, so that a class comes before the classes from which it is derived."""
         return list(reversed(self.values()))
 
     def all_settings(self) -> list[str]:
@@ -55,7 +55,7 @@ class Choices(dict[str, type[T]]):
         return list(dict.fromkeys(name for cls in self.values() for name in settings(cls)))
 
     def unused_settings(self, section: Section) -> Iterator[Problem]:
-        """Yield a problem for each changed setting of classes alone that the setting `key` has not chosen."""
+        """Yield a problem for each changed setting that the chosen class does not have."""
         chosen = value_of(section, self.key)
         for name in self.all_settings():
             owners = [choice for choice, cls in self.items() if name in settings(cls)]
@@ -63,17 +63,16 @@ class Choices(dict[str, type[T]]):
                 yield Needs(self.key, *owners).problem(name, value_of(section, name), chosen)
 
     def arguments(self, section: Section) -> dict[str, Any]:
-        """Return the choice of a configuration and its settings as keyword arguments of a loss."""
+        """Return the choice of a configuration, and the chosen class's settings, as keyword arguments of a loss."""
         chosen = value_of(section, self.key)
         own = {self._keywords.get(name, name): value_of(section, name) for name in settings(self[chosen])}
         return {self.key: chosen} | own
 
     def make(self, name: str, given: Mapping[str, Any]) -> T:
-        """Make a section from the keyword arguments of a loss.
+        """Make a section of the class `name` from `given`, the keyword arguments of a loss.
 
-        Settings of other classes are ignored, so that a loss may give them defaults. Values are taken as they are,
-        because a loss accepts more than a configuration does: an infinite clip range, which clips nothing, or a value
-        that is a tensor.
+        Settings of other classes are ignored, so that a loss may give them defaults. Values are not checked, because a
+        loss accepts more than a configuration does, such as tensors, or an infinite clip range, which clips nothing.
         """
         if name not in self:
             *names, last = self

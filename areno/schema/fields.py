@@ -19,7 +19,7 @@ from areno.errors import ConfigError, Key, Problem
 from areno.schema.values import InvalidValue, convert, show, spelling
 
 REQUIRED: Any = dataclasses.MISSING
-"""Stands for the default of a required setting."""
+"""The default of a setting that has no default, so that a value is required."""
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "ge": ("at least", operator.ge),
     "gt": ("more than", operator.gt),
@@ -56,18 +56,18 @@ def setting(
         gt: More than.
         le: At most.
         lt: Less than.
-        required_in_build: Whether `build` requires a value although the dataclass does not. A run that is described by
-            files must name its data, for example, while a script may pass the rows themselves.
-        only_with: States of other settings without which this setting has no effect. A value that is set and has no
-            effect is an error. If the setting is a section, `only_with` applies to each setting in the section.
-        renamed_from: Earlier names of the setting, which are still read: a name in the same section, or a dotted key of
-            the whole configuration for a setting that has moved.
+        required_in_build: Whether `build` requires a value although the dataclass does not. For example, a run that is
+            described by files must name its data, while a script may pass the rows themselves.
+        only_with: States of other settings without which this setting has no effect. It is an error to change a setting
+            that has no effect. If the setting is a section, `only_with` applies to each setting in the section.
+        renamed_from: Earlier names of the setting, which are still accepted: a name in the same section, or a dotted
+            key of the whole configuration if the setting has moved.
         aliases: Other words for the choices of a `Literal`: word -> choice.
         flag: Flag of the setting in `areno train`, or its name.
         flags: Flags of the settings inside a section, by name. They replace the flags that these settings declare.
         may_be_blank: Whether a text may consist of white space alone, such as a line break.
-        on_resume: Whether the setting may change when a run is resumed. None: as its section, or, outside of such a
-            section, only if the user names the run by --resume.
+        on_resume: Whether the setting may change when a run is resumed. None: what its section declares. Without such a
+            section, the setting may change only if the user names the run by --resume.
     """
     bounds = {name: bound for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if bound is not None}
     declared = {
@@ -89,9 +89,9 @@ class Flag(NamedTuple):
     """A flag of `areno train`, for `setting(flag=...)`.
 
     Attributes:
-        name: Its name, with dashes. The flag takes a value. For a bool, it is a switch, and if the default is true,
-            --no-name is added. "" if there is no flag.
-        value: The value that the flag sets, which makes it a switch.
+        name: Its name, with dashes, or "" for no flag. The flag takes a value, except for a bool, which is set to true.
+            If the default of the bool is true, --no-name is added.
+        value: If given, the flag takes no value and sets this one.
         help: Help of the flag, if the help of the setting is unclear without its section, or describes a value.
         heading: Heading of the flag in the help of `areno train`. "": that of the section (`Section.heading`).
     """
@@ -111,11 +111,11 @@ class OnResume(NamedTuple):
 
     Attributes:
         kind: harmless: samples and updates stay the same, except for a learning rate that follows the length of the
-            run. explicit: the run changes from here on, so the user must name it by --resume. never: the state of the
-            run would not fit.
+            run. explicit: the run changes from this point on, so the user must name it by --resume. never: the saved
+            state of the run would not fit.
         effect: What a change does to the run, in words.
-        decides_order: Whether a change alters which samples are finished first. It is then explicit if steps train on
-            the prompts that are finished first.
+        decides_order: Whether a change alters which samples are finished first. If steps train on the prompts that are
+            finished first, it is then explicit.
     """
 
     kind: Literal["harmless", "explicit", "never"]
@@ -124,7 +124,7 @@ class OnResume(NamedTuple):
 
 
 def with_sections(found: Mapping[str, tuple[type[Section], str]]) -> Callable[[type[T]], type[T]]:
-    """Add a nested section for each entry name -> (its dataclass, its help text). A decorator below `@dataclass`."""
+    """Return a decorator that adds nested sections: name -> (dataclass, help text). Use it below `@dataclass`."""
 
     def add(cls: type[T]) -> type[T]:
         for name, (section, text) in found.items():
@@ -143,7 +143,7 @@ class Needs:
             enclosing section ("actor.use_lora").
         *values: Values of the other setting with which the setting has an effect. Empty: any value except null, false,
             0 and empty values.
-        so: End of a sentence that begins with ", so", such as "nothing is uploaded". It says why there is no effect.
+        so: Says in the message why there is no effect. It follows ", so", for example "nothing is uploaded".
         do: What to do instead of "set <key>", such as "set valid_dataset.path". Empty: derived from `values`.
         in_build: Whether only `build` reports an unused setting, while the dataclass accepts it. Use it for states that
             a script can reach without a configuration file.
@@ -157,11 +157,11 @@ class Needs:
         self.in_build, self.is_source = in_build or is_source, is_source
 
     def met_by(self, value: Any) -> bool:
-        """Return whether the setting has an effect with a value of the other setting."""
+        """Return whether the setting has an effect if the other setting has this value."""
         return value in self.values if self.values else bool(value)
 
     def problem(self, key: str, value: Any, other: Any) -> Problem:
-        """Make the message about a setting without effect: "is 5, but <key> is null, so ...; set <key>, or ..."."""
+        """Return the problem of a setting without effect: "is 5, but <key> is null, so ...; set <key>, or ..."."""
         values = self.values or ((True,) if isinstance(other, bool) else ())
         to = f" to {' or '.join(map(_plain, values))}" if values else ""
         so = f", so {self.so}" if self.so else ""
@@ -172,9 +172,9 @@ class Needs:
 
 
 class Unused(Problem):
-    """A setting that has no effect because of another one.
+    """The problem of a setting that has no effect because of another setting.
 
-    Both keys, `key` and `other`, are relative to one section.
+    Both keys, `key` and `other`, are relative to the same section.
     """
 
     @property
@@ -183,13 +183,13 @@ class Unused(Problem):
         return next(arg.name for arg in self.args if isinstance(arg, Key))
 
     def under(self, prefix: str) -> Problem:
-        """Return a copy in which both settings are inside of a section, such as "n" -> "rollout.n"."""
+        """Return a copy for the enclosing section: `prefix` is put before both keys, as in "n" -> "rollout.n"."""
         args = (Key(f"{prefix}.{arg.name}") if isinstance(arg, Key) else arg for arg in self.args)
         return type(self)(f"{prefix}.{self.key}", self.template, *args)
 
 
 def _plain(value: Any) -> str:
-    """Return a value as error messages show it: text without quotes, 5.0 as "5", a whole section as "set"."""
+    """Return a value in the form for messages: text without quotes, 5.0 as "5", a whole section as "set"."""
     value = int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
     return "set" if isinstance(value, Section) else value if isinstance(value, str) else show(value)
 
@@ -197,7 +197,7 @@ def _plain(value: Any) -> str:
 def as_in(
     section: type[Section], name: str, default: Any = REQUIRED, on_resume: OnResume | None = None, **bounds: float
 ) -> Any:
-    """Declare a setting as in another section, with the same help text, bounds and flag unless given."""
+    """Declare a setting as another section declares it: with its help text, bounds and flag, if none are given here."""
     there = next(field for field in dataclasses.fields(section) if field.name == name)
     declared = there.metadata["declared"]
     declared = {**declared, "bounds": {**declared["bounds"], **bounds}, "on_resume": on_resume or declared["on_resume"]}
@@ -206,7 +206,7 @@ def as_in(
 
 
 def with_settings_of(section: type[Section], *names: str) -> Callable[[type[T]], type[T]]:
-    """Add settings as they are declared in another section, before the own ones. A decorator below `@dataclass`."""
+    """Return a decorator that adds settings of another section, before the own ones. Use it below `@dataclass`."""
 
     def add(cls: type[T]) -> type[T]:
         cls.__annotations__ = {name: settings(section)[name].hint for name in names} | cls.__annotations__
@@ -244,7 +244,7 @@ class source_check(build_check):
 
 
 def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
-    """Turn a method that returns whether values are in a forbidden state into a check with a problem about `key`.
+    """Return a decorator for a method that tells whether a state is forbidden. The check reports a problem about `key`.
 
     In `text`, `{self.name}` stands for the value of a field.
     """
@@ -290,7 +290,7 @@ class Setting:
         return spelling(self.hint, ", ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()))
 
     def default_in(self, section: Section | None) -> Any:
-        """Return the default in the default of the enclosing section, or of the field. REQUIRED if there is none."""
+        """Return the value in `section`, if given, otherwise the field's default. REQUIRED if there is none."""
         value = self._default if section is None else vars(section)[self.name]
         if isinstance(value, (list, dict)):
             value = value.copy()
@@ -360,8 +360,8 @@ def rows(
 ) -> Iterator[Row]:
     """Yield a row for every setting in a section and its nested sections, in the order of declaration.
 
-    `prefix` is the dotted key of the section, with a dot at its end. `section` has the defaults to show, and `flags`
-    replaces declared flags. `heading` is that of the enclosing section.
+    `prefix` is the dotted key of the section, with a dot at its end. Defaults are the values of `section`, if given.
+    `flags` replaces declared flags. `heading` is that of the enclosing section.
     """
     heading = cls.heading or heading
     for name, setting in settings(cls).items():
@@ -377,7 +377,7 @@ def rows(
 
 
 def changed(section: Section, prefix: str = "", default: Section | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of each setting that differs from its default, or from `default`."""
+    """Yield (dotted key, value) of each setting that differs from `default` or, without it, from its own default."""
     for name, field in settings(type(section)).items():
         value, usual = value_of(section, name), field.default_in(default)
         if isinstance(value, Section):
@@ -390,11 +390,11 @@ def changed(section: Section, prefix: str = "", default: Section | None = None) 
 class Section:
     """Base class of every configuration dataclass. Its values are checked whenever an object is constructed.
 
-    All problems, wrong types, bounds and checks, are reported in one ConfigError.
+    One ConfigError reports all problems: wrong types, violated bounds and failed checks.
     """
 
     heading: ClassVar[str] = ""
-    """Heading of its flags in the help of `areno train`. "": that of the enclosing section."""
+    """Heading of the section's flags in the help of `areno train`. "": that of the enclosing section."""
 
     def __post_init__(self) -> None:
         vars(self).update(self.canonical(vars(self)))
@@ -411,15 +411,15 @@ class Section:
 
     @classmethod
     def of(cls: type[T], record: Any, **more: Any) -> T:
-        """Make the section from another record, such as parsed arguments, that has some settings under the same names.
+        """Make the section from another object, such as parsed arguments, whose attributes have the names of settings.
 
-        Other fields of the record are ignored. `more` takes precedence over the record.
+        Other attributes are ignored. `more` are further settings, which take precedence.
         """
         return cls(**{**{name: value for name, value in vars(record).items() if name in settings(cls)}, **more})
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Rewrite settings that only choose a value of another setting, such as use_sapo_loss for surrogate=sapo.
+        """Replace settings that stand for a value of another setting, such as use_sapo_loss for surrogate=sapo.
 
         The base class changes nothing. A subclass with such settings overrides this method. It is applied to
         constructor arguments, to files and to the settings of earlier runs. Values that contradict each other are
@@ -437,7 +437,7 @@ class _UnknownValue(Exception):
 
 
 def value_of(section: Section, name: str) -> Any:
-    """Return a setting. In a check of a section whose value is unknown, the check ends."""
+    """Return a setting. If its value is unknown, raise _UnknownValue, which ends the check that reads it."""
     if name not in vars(section):
         raise _UnknownValue(name)
     return vars(section)[name]
@@ -448,7 +448,7 @@ def _unknown(section: Section) -> Any:
 
 
 def partial_section(cls: type[T], known: dict[str, Any]) -> T:
-    """Make a section of which only some values, unchecked, are known, because the others are missing or wrong.
+    """Make a section with only some values, which are not checked, because the others are missing or wrong.
 
     The checks of the section can still run. A check that reads an unknown value is skipped.
     """
@@ -459,9 +459,9 @@ def partial_section(cls: type[T], known: dict[str, Any]) -> T:
 
 
 def problems_between(section: Section, in_build: bool = False, sources: bool = True) -> list[Problem]:
-    """Run the checks of a section, which may be partial, but not those of nested sections.
+    """Run the checks of a section, but not those of nested sections. Some values of the section may be unknown.
 
-    `in_build` adds the rules that apply only in `build`, and `sources` those about rows and rewards (`source_check`).
+    `in_build` adds the rules that apply only in `build`. `sources` adds those about rows and rewards (`source_check`).
     """
     found, attributes, skipped = [], {}, build_check if not in_build else () if sources else source_check
     # Checks of base classes come first. An overridden check keeps the place of the original.
@@ -475,7 +475,7 @@ def problems_between(section: Section, in_build: bool = False, sources: bool = T
 
 
 def unused(section: Section, in_build: bool = False, sources: bool = True) -> list[Problem]:
-    """Report the settings that are set but have no effect because of another setting (`only_with`).
+    """Report the settings that are changed but have no effect because of another setting (`only_with`).
 
     Settings in nested sections count too, and keys are relative to `section`. A setting with its default value is never
     reported. `in_build` adds the needs that apply only in `build`, and `sources` those that a script may pass.
@@ -499,7 +499,7 @@ def dependents(cls: type[Section], name: str) -> list[str]:
 
 @cache
 def _needs_of(cls: type[Section]) -> list[tuple[str, Setting, Needs]]:
-    """Return (dotted key, its declaration, need) for each need (`only_with`) of another setting of the section."""
+    """Return (dotted key, declaration, need) for each setting that needs (`only_with`) a setting of this section."""
     found = []
 
     def visit(inner: type[Section], prefix: str, nearer: frozenset[str]) -> None:
@@ -525,7 +525,7 @@ def _value_at(section: Any, key: str) -> Any:
 
 
 def _changed_settings(section: Section, key: str, field: Setting, besides: str) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of a setting, or of each inside a section except `besides`, that differs from its default."""
+    """Yield (key, value) if a setting is changed. In a section, check each setting except `besides`."""
     value, default = _value_at(section, key), field.default()
     if isinstance(value, Section) and isinstance(default, Section):
         yield from (pair for pair in changed(value, f"{key}.", default) if pair[0] != besides)

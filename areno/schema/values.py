@@ -1,4 +1,4 @@
-"""Converts values of a configuration to the types of their fields, formats them, and reads them by dotted keys."""
+"""Convert values of a configuration to the types of their fields, format them, and read them by dotted keys."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SHOWN = 80  # characters of a value
 
 
 class InvalidValue(Exception):
-    """A value has a wrong type or is out of bounds. The message begins with "is ..." and is appended to the key."""
+    """Raised if a value has a wrong type or is out of bounds. The message begins with "is ..." and follows the key."""
 
 
 def convert(value: Any, hint: Any) -> Any:
     """Convert a value to the type of a field, or raise InvalidValue.
 
-    An int becomes a float or a str if the field has this type, and text that reads as a number becomes a float (YAML
-    reads 1e-6 as text). All other values must have the type already.
+    If the field is a float or a str, an int is converted. Text that reads as a number becomes a float (YAML reads 1e-6
+    as text). All other values must already have the type.
     """
     origin, arms = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -104,7 +104,7 @@ def text_problem(text: str) -> str | None:
 
 
 def _truncated_value(value: Any, left: list[int]) -> Any:
-    """Return as much of a value as a message can show. `left` holds how many more elements may be shown."""
+    """Return as much of a value as a message can show. left[0] counts how many more elements it may have."""
     left[0] -= 1
     if isinstance(value, str):
         return value[: _SHOWN + 1]

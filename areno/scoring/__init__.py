@@ -1,1 +1,1 @@
-"""Scoring of samples: the reward functions of a run, and the processes that call these functions."""
+"""Score samples: find the reward functions of a run, and call them in separate processes."""

@@ -1,4 +1,4 @@
-"""The reward functions of a run, from the setting reward.fn or from a script, with their names and weights."""
+"""Find the reward functions of a run, which the setting reward.fn names or a script passes in."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Given = Callable[..., Any] | Sequence[Callable[..., Any]]
 
 
 def reward_functions(config: RewardConfig, given: Given | None = None) -> list[RewardFunction]:
-    """Return the reward functions `given` by a script or named by reward.fn, as they are sent to the reward processes.
+    """Return the reward functions in the form in which they are sent to the reward processes.
 
-    A ConfigError lists all problems: functions that cannot be found or pickled, and files, packages or features that
-    this machine lacks.
+    `given` are functions of a script. Without it, reward.fn names them. Raises a ConfigError with all problems:
+    functions that cannot be found or pickled, and files, packages or features that this machine lacks.
     """
     if given is None:
         return _from_settings(config)
@@ -68,7 +68,7 @@ def _from_settings(config: RewardConfig) -> list[RewardFunction]:
 
 
 def _resolve_spec(config: RewardConfig, spec: str) -> str | Reward:
-    """Return the built-in reward with its settings, or `absolute path:function`, for an entry of reward.fn."""
+    """Return an entry of reward.fn as the built-in reward with its settings, or as `absolute path:function`."""
     if spec in BUILT_IN_REWARDS:
         # A reward without settings has no section.
         return vars(config).get(spec, BUILT_IN_REWARDS[spec]()).prepare()
@@ -79,10 +79,10 @@ def _resolve_spec(config: RewardConfig, spec: str) -> str | Reward:
 
 
 def part_names(specs: Sequence[str]) -> list[str]:
-    """Return the name of each function's part of the reward, for logging.
+    """Return a name for each function's part of the reward, for logging.
 
-    The part for `a.py` is called a, and the part for `a.py:format` is called format. If two entries would share a name,
-    the name of the file comes first, as in a.format. Raises ConfigError if the same function is named twice.
+    The part for `a.py` is called a, and the part for `a.py:format` is called format. If two functions would get the
+    same name, the name of the file comes first, as in a.format. Raises ConfigError if the same function is named twice.
     """
     pairs = [split_spec(spec, "") for spec in specs]
     short = [function or Path(file).stem for file, function in pairs]

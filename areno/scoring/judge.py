@@ -1,7 +1,7 @@
-"""Rewards of a judge: a language model that reads completions, scores them, or compares those of a prompt in pairs.
+"""Rewards of a judge, a language model. It scores each completion, or compares the completions of a prompt in pairs.
 
-`Judging` turns the samples of a rollout into questions, and the verdicts on them into rewards. The questions are
-answered by the readers in judge_readers.py. The number of a sample is its index in the rollout.
+`Judging` turns the samples of a rollout into questions, and the verdicts on them into rewards. judge_readers.py answers
+the questions. The number of a sample is its index in the rollout.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from areno.user_processes.pool import SlowTimer
 logger = logging.getLogger("areno.scoring")
 
 PART = "judge"
-"""The judge's part of a reward, and beginning of the names of other parts."""
+"""Name of the judge's part of a reward. Names of its further parts begin with it."""
 _LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
 class _JudgedAnswer:
-    """An answer to judge, without reasoning, with the other fields of its question."""
+    """An answer without its reasoning, and the other values to fill into the judge's question."""
 
     text: str
     fields: Mapping[str, str]
@@ -62,7 +62,7 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class JudgeTask:
-    """A prompt and its samples, as a judge needs it."""
+    """A prompt, and the numbers of its samples."""
 
     numbers: Sequence[int]
     prompt: Prompt
@@ -70,7 +70,7 @@ class JudgeTask:
 
 
 def check_fields(config: JudgeConfig, row: Mapping[str, Any]) -> None:
-    """Raise DataError if a row lacks a field that the question of the judge names."""
+    """Raise DataError if a row lacks a field that the judge's question uses."""
     named = fields_of(config.question) - set(ANSWERS)
     if missing := [name for name in sorted(named) if row.get(name) is None]:
         text = "a row has no field {}, which the question of the judge names; add it to the dataset, or set {}"
@@ -80,7 +80,7 @@ def check_fields(config: JudgeConfig, row: Mapping[str, Any]) -> None:
 class Judging(AbstractContextManager["Judging"]):
     """Judges the samples of a rollout as they arrive. Use it as a context manager.
 
-    The samples of one task are compared with each other.
+    Only samples of the same task are compared with each other.
     """
 
     def __init__(self, config: JudgeConfig, reader: JudgeReader, task_of: Callable[[int], JudgeTask]):
@@ -93,7 +93,7 @@ class Judging(AbstractContextManager["Judging"]):
         self._verdicts: dict[tuple[int, ...], Future[Verdict]] = {}  # (number) or (first, second) -> verdict
 
     def add(self, records: Mapping[int, Record]) -> None:
-        """Begin to judge samples, by their numbers."""
+        """Ask the judge about samples, which are given by number. This does not wait for the answers."""
         for number, record in records.items():
             answer = self._answers[number] = self._answer_fields(record, self._task_of(number))
             if not self._config.compare:
@@ -109,7 +109,7 @@ class Judging(AbstractContextManager["Judging"]):
         return self._config.refuse_blank and answer.is_blank
 
     def _opponents(self, number: int) -> list[tuple[int, _JudgedAnswer]]:
-        """Return (number, answer) of the samples so far with which a sample is compared."""
+        """Return (number, answer) of the samples with which a sample is compared, as far as they have arrived."""
         group, most, found = self._task_of(number).numbers, self._config.opponents, []
         own, n = group.index(number), len(group)
         for index, other in enumerate(group):
@@ -119,7 +119,7 @@ class Judging(AbstractContextManager["Judging"]):
         return found
 
     def _score_by_rule(self, first: _JudgedAnswer, second: _JudgedAnswer) -> float | None:
-        """Return the score of the first of two answers if the judge need not read them."""
+        """Return the score of the first of two answers if it is known without the judge, otherwise None."""
         if self._is_refused(first):
             return self._worst
         if self._is_refused(second):
@@ -146,11 +146,11 @@ class Judging(AbstractContextManager["Judging"]):
 
     @property
     def n_open(self) -> int:
-        """Number of questions without a verdict that have begun to be answered."""
+        """Number of questions that are in progress, without a verdict yet."""
         return sum(not future.done() for future in self._asked.values()) if self._reader.is_early else 0
 
     def complete(self, score: Score, write: WriteReplies) -> None:
-        """Answer the questions that wait for the judge of the run. An endpoint uses no argument."""
+        """Let a judge that is a model of the run answer the questions. An endpoint ignores the arguments."""
         self._reader.complete(score, write)
 
     def outcomes(self) -> dict[int, RewardOutcome]:
@@ -164,7 +164,7 @@ class Judging(AbstractContextManager["Judging"]):
         return {number: outcome(number) for number in self._answers}
 
     def _blank_part(self, number: int) -> dict[str, float]:
-        """Return the part that tells whether an answer is blank, if blank answers get the lowest reward."""
+        """Return {"blank": 1 for a blank answer, else 0} if blank answers get the lowest reward, otherwise {}."""
         answer = self._answers[number]
         return {"blank": float(answer.is_blank)} if self._config.refuse_blank else {}
 
@@ -182,8 +182,8 @@ class Judging(AbstractContextManager["Judging"]):
     def _outcome_by_comparison(self, number: int) -> RewardOutcome:
         """Return the share of comparisons that a sample wins.
 
-        The score of a comparison is the mean of both orders, so that a preference for a position cancels out. A sample
-        has no score if there is nothing to compare it with, or if all its comparisons by the judge failed.
+        Each pair is judged in both orders, and the mean score counts, so that a preference for a position cancels out.
+        A sample has no score if there is nothing to compare it with, or if all its comparisons by the judge failed.
         """
         own, shares, failed, is_read = self._answers[number], [], Verdict(), False
         parts: dict[str, list[float]] = {}
@@ -230,9 +230,9 @@ def add_judged(
     weight: float,
     source: str = "fn",
 ) -> list[RewardOutcome]:
-    """Add the scores of a judge, times `weight`, to the outcomes of all other sources, if there are any.
+    """Add the scores of a judge, times `weight`, to the outcomes of the other reward sources, if there are any.
 
-    `source` names their part of the reward if it has no named parts. A sample without a verdict is a reward error.
+    If an outcome has no named parts, its value becomes the part `source`. A sample without a verdict is a reward error.
     """
     before = [RewardOutcome(0.0)] * len(records) if outcomes is None else list(outcomes)
     found = []

@@ -38,11 +38,11 @@ _NO_THOUGHTS = "\n</think>\n\n"  # after a template that opens reasoning; templa
 _REASON = r"/[^\"\\\x00-\x1F\x7F]*/"
 
 Score = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
-"""Computes the log-probability of each token of rows of token ids."""
+"""Rows of token ids -> the log-probability of each token."""
 
 
 class WriteReplies(Protocol):
-    """Completes rows of token ids with the judge of the run, under a grammar."""
+    """Lets the judge, a model of the run, complete rows of token ids under a grammar."""
 
     def __call__(
         self, token_rows: Sequence[Sequence[int]], sampling_params: SamplingParams, *, grammar: str | None
@@ -51,9 +51,9 @@ class WriteReplies(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer of a judge to one question: a probability of each label, with a sum of 1, or none.
+    """The answer of a judge to one question: the probabilities of the labels, with a sum of 1, or none.
 
-    Without a verdict the status is "error" (the reply has no label, or the endpoint failed) or "timeout". `parts`
+    If there are none, the status is "error" (the reply has no label, or the endpoint failed) or "timeout". `parts`
     become parts of the reward.
     """
 
@@ -64,19 +64,19 @@ class Verdict:
 
 
 class JudgeReader(Protocol):
-    """Answers the questions of a judge: as soon as they are asked if `is_early`, else in `complete`."""
+    """Answers the questions of a judge: at once if `is_early`, otherwise only when `complete` is called."""
 
     is_early: bool
 
     def ask(self, question: str) -> Future[Verdict]: ...
 
     def complete(self, score: Score, write: WriteReplies) -> None:
-        """Answer the questions that `ask` has collected, with the judge of the run."""
+        """Answer all questions asked so far with the judge of the run. `score` and `write` are calls of that model."""
         ...
 
 
 class RoleReader:
-    """Answers questions with a model of the run, by the probabilities of labels or by replies in JSON."""
+    """Lets a model of the run answer questions, by the probabilities of the labels or by replies in JSON."""
 
     is_early = False
 
@@ -97,7 +97,7 @@ class RoleReader:
         return future
 
     def complete(self, score: Score, write: WriteReplies) -> None:
-        """Answer the waiting questions that are not cancelled."""
+        """Answer the waiting questions, except those that are cancelled."""
         waiting, self._waiting = self._waiting, []
         futures, questions = [], []
         for question, future in waiting:
@@ -118,12 +118,11 @@ class RoleReader:
 
 
 class _LabelVerdicts:
-    """Verdicts by the probabilities of the labels after the question.
+    """Reads verdicts from the probabilities of the labels after the question.
 
-    A row is a question, the tokens with which all labels begin (in some vocabularies a space), and the next token of a
-    label. The model computes the log-probability of the tokens after the question. The rows of a question share all
-    tokens but one, and the engine computes shared tokens once. `n_more` is the number of tokens after a question,
-    `more` says it in words.
+    The model scores a row of tokens for each label: the question, the tokens with which all labels begin (in some
+    vocabularies a space), and the first token in which this label differs. The rows of a question share all tokens but
+    the last, and the engine computes shared tokens once. `n_more` is the number of tokens after a question.
     """
 
     def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
@@ -139,7 +138,7 @@ class _LabelVerdicts:
 
 
 class _JsonVerdicts:
-    """Verdicts by JSON that the model decodes greedily under a grammar, which ends with a verdict in time."""
+    """Reads verdicts from JSON replies. The grammar makes each reply contain a verdict before the token limit."""
 
     def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
         self._config, self._tokenizer, self._grammar = config, vocabulary.tokenizer, json_grammar(config)
@@ -171,9 +170,9 @@ class _JsonVerdicts:
 
 
 def json_grammar(config: JudgeConfig) -> str:
-    """Return the grammar of a reply in JSON that takes at most reward.judge.max_tokens tokens, with an end token.
+    """Return the grammar of a JSON reply of at most reward.judge.max_tokens tokens, including an end token.
 
-    The reason has no quotation marks and no escapes, since its limit of tokens could otherwise cut an escape in two.
+    The reason has no quotation marks and no escapes, because its token limit could cut an escape in two.
     """
     before, after = config.reply_ends
     ends = " | ".join(map(json.dumps, after))
@@ -182,7 +181,7 @@ def json_grammar(config: JudgeConfig) -> str:
 
 
 def _label_tokens(names: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Return tokens that tell labels apart: those with which all begin, and the next one."""
+    """Return for each label the tokens with which all labels begin, and the first token in which it differs."""
     found = []
     # Without a chat template the question is continued as text, with a space if the vocabulary has such tokens.
     for space in ("",) if tokenizer.chat_template is not None else (" ", ""):
@@ -199,16 +198,17 @@ def _label_tokens(names: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _label_shares(logprobs: np.ndarray) -> tuple[float, ...]:
-    """Return the share of each label in the probability of all. One has a finite log-probability."""
+    """Divide the probability of each label by their sum. At least one log-probability must be finite."""
     shares = np.exp(logprobs - logprobs.max())
     return tuple((shares / shares.sum()).tolist())
 
 
 class EndpointReader(AbstractContextManager["EndpointReader"]):
-    """Answers questions with requests to an OpenAI-compatible endpoint, many at the same time.
+    """Sends questions to an OpenAI-compatible endpoint, many at the same time.
 
     Use it as a context manager, or call `close`. The requests run in the event loop of a daemon thread, which does not
-    keep the process alive. Raises ConfigError without a key, or if the endpoint does not answer a first question.
+    keep the process alive. Raises ConfigError if the key is missing, or if the endpoint does not answer a first
+    question.
     """
 
     is_early = True
@@ -255,7 +255,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         return self._submit(self._verdict(question))
 
     def complete(self, score: Score, write: WriteReplies) -> None:
-        """Do nothing: all questions have begun."""
+        """Do nothing, because `ask` has already sent each question."""
 
     def close(self) -> None:
         """Drop the questions that are not answered, and close the connections."""
@@ -280,7 +280,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         self.close()
 
     async def _verdict(self, question: str) -> Verdict:
-        """Ask a question when fewer than `concurrency` are in progress. Raises nothing."""
+        """Ask a question as soon as fewer than `concurrency` are in progress. Exceptions become verdicts."""
         async with self._room:
             started = time.perf_counter()
             try:
@@ -291,7 +291,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
             return replace(found, parts={**found.parts, "seconds": time.perf_counter() - started})
 
     async def _ask_with_timeout(self, question: str, attempts: int = 2) -> Verdict:
-        """Ask once more if the reply has no label."""
+        """Ask a question up to `attempts` times, until the reply has a label."""
         return await asyncio.wait_for(self._ask_endpoint(question, attempts), self._config.timeout_s)
 
     async def _ask_endpoint(self, question: str, attempts: int) -> Verdict:
@@ -310,7 +310,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     async def _request_reply(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[str, float]]]:
         """Return (text without reasoning, log-probabilities of the most likely first tokens) of the endpoint's reply.
 
-        A request that the endpoint refuses is sent again in a simpler way, which is kept for later requests.
+        If the endpoint refuses a request, a simpler form of it is sent, and also used for later requests.
         """
         is_json, refused, ways = self._config.verdict == "json", None, self._request_variants()
         fixed: dict[str, Any] = {
@@ -339,7 +339,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         raise AssertionError("there is a way without conditions")
 
     def _request_variants(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return (name, fields) of the forms of a request, from the most exact one to a plain one."""
+        """Return (name, further fields) for each form of a request, the simplest one last."""
         if self._config.verdict == "labels":
             asked = [(f"top_logprobs={n}", {"logprobs": True, "top_logprobs": n}) for n in _TOP]
         else:
@@ -355,8 +355,8 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     def _parse_reply(self, said: str, top: Sequence[tuple[str, float]]) -> Verdict:
         """Return the verdict of a reply.
 
-        The log-probabilities `top` count if the labels have enough of the probability. Otherwise the model would begin
-        with something else, such as reasoning, and the label at the beginning of the reply counts.
+        If the labels have enough of the probability in `top`, the verdict is read from there. Otherwise the model tends
+        to begin with something else, such as reasoning, and the label at the start of the text counts.
         """
         if self._config.verdict == "json":
             return _read_json(said, self._labels)
@@ -372,14 +372,14 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         return _verdict_of_label(said, self._labels, parts)
 
     def _label_of(self, token: str) -> int | None:
-        """Return the index of the label that begins with a token, or with which the token begins."""
+        """Return the index of the label of which a token is the start, or that is the start of the token."""
         start = token.strip().casefold()
         # At most one, since the labels differ in their first letter.
         begun = [index for index, label in enumerate(self._labels) if start and label.startswith(start)]
         return begun[0] if begun else _first_label(start, self._labels)
 
     def _error_line(self, error: Exception) -> str:
-        """Return an error of the client as one line without the key: its text, and the cause of a lost connection."""
+        """Return the message of an error as one line, with its cause and without the API key."""
         if isinstance(error, asyncio.TimeoutError | self._openai.APITimeoutError):
             return f"no verdict within {self._config.timeout_s:g} s ({KEY}.timeout_s)"
         cause = f" ({error.__cause__})" if error.__cause__ is not None and str(error.__cause__) else ""
@@ -389,7 +389,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
 
 
 def _parse_body(body: str) -> tuple[str, list[tuple[str, float]]]:
-    """Return (text without reasoning, log-probabilities of the most likely first tokens) of a response body."""
+    """Return what `_request_reply` returns, from the body of a response."""
     try:
         choice = json.loads(body)["choices"][0]
         text = choice["message"].get("content") or ""
@@ -413,7 +413,7 @@ def _read_json(said: str, labels: Sequence[str]) -> Verdict:
 
 
 def _no_verdict(found: Verdict, said: str, config: JudgeConfig) -> Verdict:
-    """Return a verdict whose message quotes a reply without a label."""
+    """Return a verdict with an error that quotes the reply, in which there is no label."""
     text = f"judge: the reply names none of {', '.join(config.names)}: {printable(said)[:_SHOWN_CHARS]!r}"
     if config.verdict == "labels":
         text += f"; a model that reasons first needs {KEY}.enable_thinking=false or {KEY}.verdict=json"
@@ -428,7 +428,7 @@ def _verdict_of_label(text: str, labels: Sequence[str], parts: Mapping[str, floa
 
 
 def _first_label(text: str, labels: Sequence[str]) -> int | None:
-    """Return the label with which a text begins, after quotes and asterisks."""
+    """Return the index of the label with which a text begins. Quotes and asterisks before it are skipped."""
     labels = [label.strip() for label in labels]
     for marks in ("", "*\"'`(["):  # a label may itself begin with a mark
         start = text.lstrip(f" \t\r\n{marks}").casefold()
@@ -440,5 +440,5 @@ def _first_label(text: str, labels: Sequence[str]) -> int | None:
 
 
 def strip_reasoning(text: str) -> str:
-    """Return a text without its reasoning between <think> and </think>, which may be unclosed."""
+    """Remove the reasoning between <think> and </think> from a text, also if one of the tags is missing."""
     return text.rpartition(END_THINK)[2].partition(THINK)[0].strip()

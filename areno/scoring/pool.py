@@ -45,9 +45,9 @@ _LOGGED_CHARS = 300
 class RewardPool(WorkerPool[RewardConfig]):
     """A pool of processes that call the reward functions of a run. Use it in a `with` block.
 
-    `function` is a function of a script or a list of them, which are pickled. None takes those of the settings. With
-    `tracebacks`, the message of an error is the traceback.
-    `call_s` is that of the last `Scoring`. Each of `n_devices` device workers needs a CPU core.
+    `function` is a function or a list of functions that a script passes in. They are pickled. None uses the functions
+    in the settings. With `tracebacks`, error messages are tracebacks. `call_s` is that of the last `Scoring`. One CPU
+    core is left for each of the `n_devices` device workers.
     """
 
     section, module = "reward", "areno.scoring.process"
@@ -63,7 +63,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         self.call_s = math.inf  # the mean of the last step
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return (functions, setting to name in errors, time limit in seconds, tracebacks)."""
+        """Return (functions, setting to name in errors, time limit in seconds, tracebacks) for a new process."""
         return reward_functions(self.config, self._given), KEY, self.config.timeout_s, self._tracebacks
 
     def score(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
@@ -81,14 +81,14 @@ class RewardPool(WorkerPool[RewardConfig]):
             return [scoring.outcomes()[position] for position in range(len(records))]
 
     def scoring(self) -> Scoring:
-        """Return a context manager that scores samples in a thread, while the rollout goes on. One may be open."""
+        """Return a context manager that scores samples in a thread, during the rollout. Only one may be open."""
         if not self.workers:
             raise EngineError("the reward processes are not running; call start() first")
         self.output.begin_step()
         return Scoring(self)
 
     def check_progress(self, calls: _ScoringCalls) -> None:
-        """Record a timeout for all samples without an outcome if the processes no longer answer."""
+        """If the processes no longer answer, record a timeout for all samples without an outcome."""
         self._has_answered = self._has_answered or calls.n_answers > 0
         quiet_s = time.monotonic() - calls.answered_at
         if calls.n_unanswered >= _MAX_TIMEOUTS * len(self.workers) and (quiet_s >= QUIET_S or not self._has_answered):
@@ -105,7 +105,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         )
 
     def _give_up(self, calls: _ScoringCalls, quiet_s: float) -> None:
-        """Record a timeout for every sample without an outcome. The last answer is `quiet_s` seconds ago."""
+        """Record a timeout for every sample without an outcome. The last answer came `quiet_s` seconds ago."""
         text = "not scored: the {} calls before it had no answer within {:g} s (reward.timeout_s)"
         text = text.format(calls.n_unanswered, self.config.timeout_s)
         logger.warning("rewards: no answer for %s; giving up %d samples", _duration_text(quiet_s), calls.n_open)
@@ -114,10 +114,10 @@ class RewardPool(WorkerPool[RewardConfig]):
 
 
 class Scoring(AbstractContextManager["Scoring"]):
-    """Scores samples in a thread as they arrive, each under a number that the caller chooses.
+    """Scores samples in a thread as they arrive. The caller chooses a number for each sample.
 
-    Use it as a context manager. If it ends before `outcomes` has returned, the samples that are not scored yet are
-    dropped. Methods raise ArenoError if scoring has failed, for example because a function cannot be loaded.
+    Use it as a context manager. If it ends before `outcomes` has returned, the remaining samples are not scored.
+    Methods raise ArenoError if scoring has failed, for example because a function cannot be loaded.
     """
 
     def __init__(self, pool: RewardPool):
@@ -160,17 +160,17 @@ class Scoring(AbstractContextManager["Scoring"]):
         return len(self._calls.outcomes)
 
     def known(self, numbers: Sequence[int]) -> list[RewardOutcome]:
-        """Wait for the outcomes of some samples, while others may still be added."""
+        """Wait for the outcomes of some samples and return them. Other samples may still be added."""
         self._watch(lambda: self.has(numbers), lambda: time.sleep(_BATCH_WAIT_S))
         self._raise_error()
         return [self._calls.outcomes[number] for number in numbers]
 
     def has(self, numbers: Iterable[int]) -> bool:
-        """Return whether all of some samples have been scored."""
+        """Return whether all samples with these numbers have been scored."""
         return all(number in self._calls.outcomes for number in numbers)
 
     def span_of(self, number: int) -> tuple[int, int] | None:
-        """Return (start, end) of the scoring, as times of areno.trace. None if no process has answered."""
+        """Return (start, end) of a sample's scoring, as times of areno.trace. None if no process has answered."""
         return self._calls.spans.get(number)
 
     def _raise_error(self) -> None:
@@ -189,7 +189,7 @@ class Scoring(AbstractContextManager["Scoring"]):
         self._woken.close()
 
     def _score_in_thread(self) -> None:
-        """Send samples and receive outcomes until all are scored. This runs in the thread."""
+        """Run the thread: send samples and receive outcomes until all are scored."""
         pool, calls = self._pool, self._calls
         try:
             while not (self._is_dropped or (self._is_last and not self._added and not calls.n_open)):
@@ -210,11 +210,11 @@ class Scoring(AbstractContextManager["Scoring"]):
 
 
 class _ScoringCalls:
-    """The samples of one `Scoring` by number, with their outcomes and the (start, end) of answered calls.
+    """The samples of one `Scoring` by number, their outcomes, and the times (start, end) of their calls.
 
-    `alone` are samples that are sent one at a time, because one of them may crash its process. `waiting` are all others
-    that are still to be sent. `n_answers` counts outcomes that are no timeouts, `n_unanswered` the timeouts since the
-    last of these, at `answered_at` (time.monotonic).
+    `waiting` are samples still to be sent. `alone`, too, but one at a time, because one of them may crash its process.
+    `n_answers` counts outcomes other than timeouts. `n_unanswered` counts timeouts since the last of these, which came
+    at `answered_at` (time.monotonic).
     """
 
     def __init__(self, call_s: float) -> None:
@@ -243,14 +243,14 @@ class _ScoringCalls:
             self.waiting.append(position)
 
     def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
-        """Record (status, reward, message, parts of the reward)."""
+        """Record the answer (status, reward, message, parts of the reward) of a process, and the time that it took."""
         self.spans[position] = span
         self._busy_ns += span[1] - span[0]
         status, value, text, parts = answer
         self.settle(position, RewardOutcome(value, status, text, parts))
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Record the failure of the sample that crashed or blocked a process, and send its other samples again.
+        """Record a failure for the sample that crashed or blocked a process. Send the other samples of its chunk again.
 
         If a process with an async function dies, it is unknown which of its samples crashed it. All of them are then
         sent again, one at a time.
@@ -266,8 +266,8 @@ class _ScoringCalls:
         """Choose the samples to send to an idle process.
 
         The chunks get smaller towards the end, so that all processes finish at about the same time. If calls are fast,
-        a chunk has as many as take _CHUNK_S seconds, but at most an equal share of the waiting samples, because each
-        chunk also waits for the driver.
+        a chunk is large enough to take _CHUNK_S seconds, because the driver delays each chunk. But it has at most an
+        equal share of the waiting samples.
         """
         if self.alone:
             position = self.alone.popleft()
@@ -283,7 +283,7 @@ class _ScoringCalls:
 
     @property
     def call_s(self) -> float:
-        """The mean seconds of the answered calls, with the wait for the driver. Those expected before the first."""
+        """Mean seconds of a call, with the wait for the driver. Before the first answer, the expected seconds."""
         return 1e-9 * self._busy_ns / len(self.spans) if self.spans else self._expected_call_s
 
     def give_up(self, outcome: RewardOutcome) -> None:
@@ -321,7 +321,7 @@ def report_failures(records: Sequence[Record], outcomes: Sequence[RewardOutcome]
 
 
 def no_reward_error(outcomes: Sequence[RewardOutcome]) -> ArenoError:
-    """Return the error of samples of which none has a reward, with the last failure."""
+    """Return the error to raise if no sample has a reward. It quotes the last failure."""
     text = "no reward could be computed for any of the {} samples; the last: {}: {}"
     last = outcomes[-1]
     return ArenoError(Problem(last.key, text, len(outcomes), last.status, last.message))

@@ -1,10 +1,10 @@
 """The code of a reward process, which imports the reward functions and calls them for each record.
 
-areno/scoring/pool.py exchanges pickled messages with this process over one socket. The process receives (functions,
-key, timeout_s, tracebacks) once, then chunks [(position, pickled record), ...]. It sends ("ready", is_async) or
-("failed", Problems) once, then (position, tuple(answer)) for each record as soon as it is scored. The supervisor of the
-process (areno/user_processes/supervisor.py) ends it together with all processes that the functions started. To start
-quickly, this module imports little, and imports asyncio only if a function needs it.
+pool.py exchanges pickled messages with this process over one socket. The process receives (functions, key, timeout_s,
+tracebacks) once, then chunks [(position, pickled record), ...]. It sends ("ready", is_async) or ("failed", Problems)
+once, then (position, tuple(answer)) as soon as a record is scored. Its supervisor (areno/user_processes/supervisor.py)
+kills it together with all processes that the functions started. To start quickly, this module imports little, and
+imports asyncio only if a function needs it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MAX_TRACEBACK_CHARS = 4000  # characters of a message
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function as the driver sends it. A name marks its part of the reward if there are several functions."""
+    """A reward function as the driver sends it. If there are several, `name` is the name of its part of the reward."""
 
     code: str | bytes | Reward  # `file:function`, pickled function, or built-in reward
     name: str = ""
@@ -47,7 +47,7 @@ class RewardFunction:
 
 
 def serve(connection: Connection) -> None:
-    """Score records until the driver closes the connection (EOFError). Raises ArenoError if a function is missing."""
+    """Load the functions (or raise ArenoError), and score records until the driver closes the connection (EOFError)."""
     functions, key, timeout_s, tracebacks = connection.recv()
     copies = ForkedCopies(connection)
     try:
@@ -77,7 +77,7 @@ class _LoadedFunction:
 
 
 def _load_functions(functions: list[RewardFunction], key: str) -> list[_LoadedFunction]:
-    """Import the functions, a file with several of them once. Raises ConfigError with all problems."""
+    """Import the functions. A file with several of them is imported once. Raises ConfigError with all problems."""
     modules: dict[str, ModuleType] = {}
     loaded, problems = [], []
     for source in functions:
@@ -114,7 +114,7 @@ def _file_of(function: Callable[[Any], Any]) -> Path:
 class _Scorer:
     """Calls the reward functions for chunks of records, and sends the answers.
 
-    The time limit of a record is enforced here if a function is async, else by the driver.
+    If a function is async, the time limit of a record is enforced here, otherwise by the driver.
     """
 
     connection: Connection
@@ -128,7 +128,7 @@ class _Scorer:
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop, made at first use."""
+        """The event loop, created when it is first used."""
         return event_loop(self.copies.end_copy)
 
     def score(self, chunk: Chunk) -> None:
@@ -147,11 +147,11 @@ class _Scorer:
             self._send(position, answer)
 
     def _send(self, position: int, answer: Answer) -> None:
-        """Send a plain tuple. `connection.send` with an Answer would take twice as long."""
+        """Send an answer as a plain tuple. `connection.send` with an Answer would take twice as long."""
         self.connection.send_bytes(pickle.dumps((position, tuple(answer)), pickle.HIGHEST_PROTOCOL))
 
     def _awaited(self, result: Any) -> Any:
-        """Return a function's result, which may be awaitable."""
+        """Return the result of a function. If it is awaitable, wait for its value."""
         return self.loop.run_until_complete(result) if inspect.isawaitable(result) else result
 
     async def _score_together(self, chunk: Chunk) -> None:

@@ -20,20 +20,20 @@ from areno.types import PromptItem, RewardRecord, TokenArrays
 
 
 class RecordedPrompt:
-    """A prompt that the records of all its samples share, so that it is pickled once."""
+    """A prompt that the records of all its samples share. It is pickled only once."""
 
     def __init__(self, item: PromptItem):
         self.item, self.n_tokens = item, len(item.tokens)
 
     @cached_property
     def pickled(self) -> bytes:
-        """Any exception is possible, because the row of the dataset may hold any object."""
+        """Can raise any exception, because the row of the dataset may hold any object."""
         return pickle.dumps(self.item, pickle.HIGHEST_PROTOCOL)
 
 
 @dataclass(slots=True)
 class CompletionRecord:
-    """The record of a completion. Unpickling gives a RewardRecord."""
+    """The small form of a completion's record that is sent to a process. Unpickling it gives a RewardRecord."""
 
     asked: RecordedPrompt
     arrays: TokenArrays  # of the prompt and the completion
@@ -79,7 +79,7 @@ def record_of_completion(
 ) -> RewardRecord:
     """Make the record of a completion that no agent has produced.
 
-    `completion` is its text without special tokens, `rendered` with them.
+    `completion` is its text without special tokens, `rendered` its text with them.
     """
     asked = item.messages if item.messages is not None else [{"role": "user", "content": item.prompt}]
     return RewardRecord(
@@ -113,16 +113,16 @@ class Answer(NamedTuple):
 
 
 class NotFinite(ValueError):
-    """A reward that is NaN, infinite or too large for float32."""
+    """Raised for a reward that is NaN, infinite or too large for float32."""
 
 
 def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
     """Combine the (name, weight, result) of all reward functions for a sample. The name "" marks the only function.
 
-    A function returns a number, or a dictionary of named parts. The entry "reward" (or "score") of a dictionary is its
-    value; without such an entry the value is the sum of the parts. If there are several functions, the reward is the
-    weighted sum of their values, and each value is also a part under the name of its function. A function that returns
-    None is left out of the sum, but not the only function. An invalid result gives the status "error" or "not_finite".
+    A function returns a number, or a dictionary of named parts. The value of a dictionary is its entry "reward" (or
+    "score") or, without such an entry, the sum of its parts. If there are several functions, the reward is the weighted
+    sum of their values, and each value is also a part under the name of its function. A named function that returns
+    None does not count. An invalid result gives the status "error" or "not_finite".
     """
     values, parts = [], {}
     try:
