@@ -26,7 +26,11 @@ _STATES = {
     "D": "waits for a disk or a device",
 }
 # Functions in which side threads of a worker wait for the driver.
-_WAITING = ("worker_main.py", " in _read_commands"), ("stack_traces.py", " in _send_collectives"), ("child.py", " in watch")
+_WAITING = (
+    ("worker_main.py", " in _read_commands"),
+    ("stack_traces.py", " in _send_collectives"),
+    ("child.py", " in watch"),
+)
 # Code in which a worker waits for other ranks: collectives in torch, their completion, and commands from its leader.
 _WAITS_FOR_OTHER_RANKS = ("distributed_c10d", " in wait_for", "process_groups.py")
 # A process in one of these states does not run the handler of a signal.
