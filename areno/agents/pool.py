@@ -158,7 +158,7 @@ class AgentPool(WorkerPool[AgentConfig]):
 
 
 class _PendingCalls:
-    """The queued and the running calls. `groups` are queued. All calls of a group are sent to the same process."""
+    """The queued and the running calls. `groups` has the queued ones. All calls of a group go to the same process."""
 
     def __init__(self, n_workers: int):
         self._n_workers, self._next = n_workers, 0
@@ -223,7 +223,7 @@ class _PendingCalls:
         self._finish_call(position, [AgentOutcome(*each, span=span) for each in answers])
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
-        """Requeue the unfinished items of a process that exited by itself, died or hung, or record that they failed."""
+        """Requeue the unfinished items of a process that ended or hung, or record that they failed."""
         if worker.chunk and worker.has_left:
             self.groups.appendleft(list(worker.chunk))
         elif worker.chunk:
@@ -240,8 +240,8 @@ class _PendingCalls:
     def _requeue(self, numbers: list[int], outcome: AgentOutcome) -> None:
         """Requeue the unfinished items of a process that died or hung, in smaller groups.
 
-        An item gets `outcome` instead if it was the only unfinished item of the process, or if this is the third
-        process that died or hung while it ran the item.
+        An item is not requeued, but gets `outcome`, if it was the only unfinished item of the process, or if this is
+        the third process that died or hung while it ran the item.
         """
         again: list[int] = []
         for number in numbers:

@@ -298,7 +298,7 @@ class _Runner:
     # -- detection of an agent that blocks the event loop -----------------------------------------------------------
 
     def _task_factory(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> Any:
-        """Create a task, and record for which call. This is the task factory of the event loop."""
+        """Create a task of the event loop, and record the call to which the task belongs."""
         task = asyncio.Task(coroutine, loop=loop, **options)
         self._positions[task] = _position.get()
         return task

@@ -2,8 +2,8 @@
 
 The prompt of a turn usually begins with all tokens of the previous turn. Both turns then become one row. A turn begins
 a new row if its prompt does not continue an earlier row, for example because the chat template dropped reasoning, the
-agent rewrote or shortened its messages, or the agent leads several conversations. So the model saw each token of a row
-after exactly the tokens before it in the row.
+agent rewrote or shortened its messages, or the agent leads several conversations. So each sampled token of
+a row follows exactly the tokens that the model had read.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def needs_scoring(row: TokenRow, sampling: SamplingConfig) -> bool:
 def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, waits: bool = True) -> None:
     """Warn if rows were sampled at other temperatures than training uses.
 
-    A row's temperature is None if its tokens were sampled at several. `waits` means that the current weights sampled
+    The temperature of a row is None if its tokens have several. `waits` means that the current weights sampled
     all rows (rollout.max_head_offpolicyness=0).
     """
     own = sampling.logprob_temperature

@@ -18,7 +18,7 @@ from areno.files.user_code import load_function
 def load_agent(file: str, name: str, key: str) -> Callable[..., Any]:
     """Load an agent function. `verifiers` or `verifiers:NAME` as `file` selects an environment of verifiers.
 
-    `key` is the setting that errors name.
+    Errors are about the setting `key`.
     """
     spec = f"{file}:{name}" if f"{file}:" == VERIFIERS else file
     if spec.startswith(VERIFIERS):

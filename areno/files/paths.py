@@ -20,7 +20,7 @@ def root() -> Path:
 
 
 def existing_path(path: str | Path) -> Path | None:
-    """Return the absolute path in the working directory, else in `root()`, else None. `~` is expanded."""
+    """Find a path (`~` is expanded) in the working directory, else in `root()`. Return it as absolute, or None."""
     path = Path(os.path.expanduser(path))
     for base in (Path.cwd(), root()):
         if os.path.exists(base / path):  # unlike Path.exists, False for a name that is too long

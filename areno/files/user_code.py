@@ -66,7 +66,10 @@ def load_module(file: str, key: str) -> ModuleType:
 
 
 def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[..., Any]:
-    """Return a function. Raises ConfigError if the file lacks it, or imports it from a package but defines others."""
+    """Return the function `name` of a user's module. Raises ConfigError if there is no such function.
+
+    Also raises ConfigError if the module imports it from a package and defines functions of its own.
+    """
     function, own = getattr(module, name, None), _own_functions(module)
     if callable(function) and own and _is_imported(module, name):
         text = f"{name} in {file} is imported from {function.__module__}, and {file} defines {', '.join(own)}"
@@ -80,7 +83,7 @@ def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[
 
 
 def own_name(module: ModuleType, name: str) -> str:
-    """Return `name`. If `name` is imported from a package and the file defines one function, return that one's name."""
+    """Return `name`, or the name of the only function that the file defines if `name` is imported from a package."""
     own = _own_functions(module)
     return own[0] if len(own) == 1 and _is_imported(module, name) else name
 
@@ -118,7 +121,7 @@ def _check_file(path: Path, shown: str, key: str) -> None:
 def describe_error(error: BaseException, path: Path | None = None) -> str:
     """Describe an error in one printable line, such as `ValueError: text (reward.py:12)`.
 
-    The line number is that of the innermost call in the file `path`, or of the innermost call if there is none.
+    The line is that of the innermost call in the file `path`, or of the innermost call if none is in that file.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if path is not None:

@@ -184,7 +184,7 @@ def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
 
 
 def task_of(sample: Mapping[str, Any]) -> str:
-    """Return an agent's first user message, or the field `task` of a recorded sample, without the chat template."""
+    """Return the task of a recorded sample: the first user message of an agent, else the field `task`."""
     try:
         messages = sample["trajectory"]["turns"][0]["messages"]
         content = next(message["content"] for message in messages if message["role"] == "user")

@@ -283,7 +283,7 @@ def _add_loss(
     config: PolicyExperimentConfig,
     algorithm: Algorithm,
 ) -> None:
-    """Set the loss of a step with only this row, and the contribution and the gradient of each trained token."""
+    """Set the loss of `found` as in a step with only this row, and contribution and gradient of each trained token."""
     if config.teacher is not None and (teacher is None or config.teacher.divergence is not None):
         return  # `missing` says why
     loss_fn = with_teacher(config, algorithm.make_loss(config))

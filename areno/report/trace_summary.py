@@ -95,7 +95,7 @@ def _is_step(event: dict[str, Any]) -> bool:
 
 
 def _duration_bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
-    """Return the events with a duration, and the calls of processes that run several calls at once."""
+    """Return bars for the events with a duration and for the begin-end pairs of concurrent calls."""
     processes, tracks = {}, {}
     for event in events:
         if event["ph"] == "M" and event["name"] == "process_name":
@@ -239,7 +239,7 @@ def _walk_back(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, flo
 
 
 def _samples(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
-    """Return the times of the samples of all training steps. If a step was repeated, only the last one counts."""
+    """Return the times of the samples of training steps. If a step was repeated, only its last repetition counts."""
     found: dict[str, SampleTimes] = {}
     running: dict[str, dict[str, float]] = defaultdict(dict)  # phases of samples whose end has not been reached
     for begin, end in _begin_end_pairs(events):

@@ -176,7 +176,7 @@ def _sweep_over_differences(runs: Sequence[RunReader], metrics: Sequence[Mapping
 
 
 def _last_value(metrics: Mapping[str, Series], scalar: str) -> float | None:
-    """Return the last finite value of an evaluation scalar, or the mean of the last 5 of another scalar."""
+    """Return the last finite value of an evaluation scalar, or the mean of the last 5 values of another scalar."""
     finite = [value for value in metrics.get(scalar, Series([], [])).values if math.isfinite(value)]
     return statistics.fmean(finite[-1 if scalar.startswith("eval/") else -_LAST_STEPS :]) if finite else None
 

@@ -1,14 +1,15 @@
 """Run a command in a sandbox, here called a box. Linux only. These are its limits.
 
-- **Files.** It reads the system's folders, Python's and those of `Box.read`, and writes in `Box.folder` (Landlock).
-- **Signals.** It reaches only processes that it has started (Landlock). Before Linux 6.12 it can also reach other
-  commands that this process runs at the same time (a PID namespace limits it instead).
+- **Files.** The command can read the folders of the system, of Python and in `Box.read`, and write in `Box.folder`
+  (Landlock).
+- **Signals.** It can send signals only to processes that it has started (Landlock). Before Linux 6.12, a PID namespace
+  limits signals instead, so they can also reach other commands that this process runs at the same time.
 - **Limits.** Time, CPU time, memory, file size and open files. It has no privileges, even if the user is root.
 - **Network.** None: it cannot open a socket (seccomp).
 - **Others.** Outside its folder, it leaves nothing that a later command could find: no System V or POSIX IPC, keys, or
   attributes of files (seccomp). It can still change permissions and times of the user's files.
 
-When the command ends, or the process that called `run`, all processes of the command are killed.
+When the command or the process that called `run` ends, all processes of the command are killed.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def temporary_folder(prefix: str) -> Iterator[str]:
 
 
 def _remove(name: str, parent: int) -> None:
-    """Remove a file or folder. Subfolders are first moved to `parent`, so that no path grows too long."""
+    """Remove `name` in the open folder `parent`. Subfolders are moved to `parent`, which removes them later."""
     with contextlib.suppress(IsADirectoryError):
         return os.unlink(name, dir_fd=parent)
     os.chmod(name, 0o700, dir_fd=parent)

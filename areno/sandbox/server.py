@@ -105,7 +105,7 @@ class _Server:
         self._commands[command.pid] = command
 
     def _limits_of_files(self, request: dict[str, Any], opened: contextlib.ExitStack) -> int:
-        """Return a Landlock ruleset. It is made before the fork, after which each page written here would be copied."""
+        """Return a Landlock ruleset for a command. Called before the fork, so that the fork copies fewer pages."""
         rules = [kernel.path_rule(path, kernel.READ) for path in request["read"]]
         rules.append(kernel.path_rule(request["folder"], kernel.WRITE))
         limits = kernel.ruleset(self._abi, [*self._rules, *rules])

@@ -177,7 +177,7 @@ class Server:
             raise ApiError(503, "the server shuts down, and this answer did not end in time") from None
 
     async def _read_and_parse(self, request: web.Request, read: Callable[[bytes], T]) -> T:
-        """Receive and parse a body. A large one is parsed in a thread."""
+        """Receive and parse a body. A large body is parsed in a thread."""
         body = await self._read_body(request)
         return read(body) if len(body) <= SMALL_BODY else await self.threads.run(lambda: read(body))
 
@@ -243,7 +243,7 @@ class Server:
             return await (self._stream(request, completion.chunks()) if stream else _json_response(completion.answer()))
 
     async def _stream(self, request: web.Request, chunks: AsyncIterator[Any]) -> web.StreamResponse:
-        """Send server-sent events. An error before the first is an HTTP error response, a later one is an event."""
+        """Send chunks as server-sent events. Before the first, an error becomes an error response, later an event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         async with aclosing(chunks) as stream:  # type: ignore[type-var]
             try:
@@ -282,8 +282,8 @@ def build_server(
     """Build a server that answers with samples.
 
     `session` names a training session and is None for a public server. In a session, answers carry token ids and
-    log-probabilities in the field `areno`. `tool_choice` then forces nothing, because the policy does not sample a
-    forced token. `thinking` None keeps the default of the chat template.
+    log-probabilities in the field `areno`, and `tool_choice` forces nothing. If `thinking` is None, the default of the
+    chat template applies. `models` are the names that /v1/models lists, and `keys` the accepted API keys.
     """
     threads = prompt_threads(tokenizer)
     prompts = PromptBuilder(

@@ -1,7 +1,7 @@
 """The endpoint /v1/chat/completions.
 
-`ChatCompletions.open` builds the prompt tokens and the request to the engine. `answer` or `chunks` of its result then
-samples. Each finished turn is cached, so that the next turn of the conversation continues from the same tokens.
+`ChatCompletions.open` builds the prompt tokens and the request to the engine. The methods `answer` and `chunks` of its
+result sample. Each finished turn is cached, so that the next turn of the conversation continues from the same tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Json = dict[str, Any]
 class ChatCompletions:
     """Answers chat requests. `session` is in each response, so that a session rejects trajectories sampled elsewhere.
 
-    A grammar enforces the calls that `tool_choice` asks for, but not in a training session: the policy does not sample
-    the tokens that a grammar forces, and the model must learn to call tools.
+    In a training session, no grammar enforces the calls that `tool_choice` asks for: the model must learn to call
+    tools.
     """
 
     def __init__(self, prompts: PromptBuilder, sampler: Sampler, *, session: str | None = None):
@@ -85,7 +85,7 @@ class ChatCompletions:
         return _OpenChat(self, request, prompt, sampled, hidden)
 
     def _template(self, request: ChatRequest) -> Json:
-        """Return the extra variables of the chat template, with the one that `reasoning_effort` sets."""
+        """Return the extra variables of the chat template, including the variable that `reasoning_effort` sets."""
         effort = request.reasoning_effort
         if effort is None:
             return request.template
@@ -130,7 +130,7 @@ def task_hash(messages: Sequence[Message], prompt: Prompt) -> int:
 
 
 def _with_conversation_size(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:
-    """Return a copy of an error whose message ends with the size of the conversation."""
+    """Return a copy of an error, with the size of the conversation at the end of the message."""
     roles = Counter(message["role"] for message in request.messages)
     counts = "" if tokens is None else f"tokens={len(tokens)} "
     counts += f"messages={len(request.messages)} assistant_turns={roles['assistant']} tool_results={roles['tool']}"
@@ -310,7 +310,7 @@ class _Choice:
         return {"content": delta.content}
 
     def logprobs(self) -> Json:
-        """Return the `logprobs` object of the tokens that no earlier call returned."""
+        """Return the `logprobs` object of the tokens since the last call."""
         scores, self.unreported = self.unreported, []
         return response_bodies.chat_logprobs(self._texts, scores)
 

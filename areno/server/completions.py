@@ -1,7 +1,7 @@
 """The endpoint /v1/completions, which continues a text or token ids.
 
 Evaluation harnesses use it to score given texts with `echo` and `logprobs`. `Completions.open` encodes the prompts.
-`answer` or `chunks` of its result then samples them.
+The methods `answer` and `chunks` of its result sample their completions.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _StreamedChoice:
         self._echoes = completion._request.echo
 
     def take(self, output: GenerationOutput) -> list[Json]:
-        """Return the new `choices` entries without their index. With `echo`, the first of them is the prompt."""
+        """Return the new elements of `choices`, without their index. With `echo`, the first element is the prompt."""
         request, is_last = self._completion._request, output.finish_reason is not None
         choices = []
         if self._echoes:

@@ -47,7 +47,7 @@ class TextStream:
         self.stopped = False
 
     def feed(self, tokens: Sequence[int], final: bool = False) -> str:
-        """Return the new text that later tokens cannot change. If `final`, there are none, so return all of it."""
+        """Return the new text that later tokens cannot change. If `final`, no more tokens follow."""
         has_hidden = not self._hidden.isdisjoint(tokens)
         self._tokens += [token for token in tokens if token not in self._hidden] if has_hidden else tokens
         return self._up_to_stop_string(self._new_text(final), final)
@@ -105,7 +105,7 @@ class TextStream:
 
 
 def n_partial(tokenizer: Any, tokens: Sequence[int]) -> int:
-    """Return the number of last tokens that form an incomplete character."""
+    """Return how many tokens at the end form an incomplete character."""
     tail = list(tokens[-_CONTEXT:])
     places = range(len(tail), max(len(tail) - _MAX_BYTES, 0), -1)
     ends = (end for end in places if not decode(tokenizer, tail[:end]).endswith(PART_OF_A_CHARACTER))
@@ -129,7 +129,7 @@ _KEPT = 64  # tokens of context before those whose text is not certain
 
 
 class TokenText(NamedTuple):
-    """The text that a token adds, or "" if its character ends in a later token. `data` may be part of a character."""
+    """The text that a token adds, or "" if its character ends in a later token. `data` are the token's own bytes."""
 
     text: str
     data: bytes
@@ -169,7 +169,7 @@ class TokenTextCache:
         return text, bytes(_BYTES[character] for character in name) if is_spelled else text.encode()
 
     def key(self, token: int, is_first: bool, taken: Sequence[str] | dict[str, Any]) -> str:
-        r"""Return a name for a token that is not in `taken`, in vLLM's notation.
+        r"""Return a name for a token, in vLLM's notation. The name is not in `taken`.
 
         It is the text, or "bytes:\xNN..." for a part of a character. If that is empty or taken, it is "token_id:N".
         """
@@ -182,7 +182,7 @@ class TokenTextCache:
 class TokenTextStream:
     """Incremental decoder of the text of each token. `before` and `partial` mean the same as for `TextStream`.
 
-    If a character takes several tokens, the last of them gets it. The others, and hidden tokens, have no text.
+    If a character takes several tokens, the last token gets it. The other tokens, and hidden ones, have no text.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class TokenTextStream:
             self._waiting = []
 
     def _split_by_bytes(self, tokens: Sequence[int]) -> list[TokenText]:
-        """Decode each token from its bytes. Wrong if the tokenizer inserts text, so callers check the result."""
+        """Decode each token from its bytes. The result is wrong if the tokenizer inserts text, so callers check it."""
         found, is_first = list[TokenText](), self._hidden.issuperset(self._before)
         data = list[bytes]()
         for token in tokens:
@@ -294,7 +294,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def prompt_token_texts(tokenizer: Any, prompt: str) -> list[TokenText]:
-    """Return the text of each token in a prompt. The texts add up to it. Needs a fast tokenizer, for its offsets."""
+    """Return the text of each token in a prompt. The texts add up to the prompt. Needs a fast tokenizer."""
     places = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
     ends, end = list[int](), 0
     for number, place in enumerate(places):

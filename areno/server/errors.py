@@ -1,6 +1,6 @@
 """Errors of the server, and bounds on what clients send.
 
-Each check stops as soon as its bound is exceeded, so its own work is bounded too.
+Each check stops as soon as its bound is exceeded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BadTrajectory(Exception):
 
 
 class ApiError(Exception):
-    """An error response. `param` is the wrong field, `code` is for programs.
+    """An error response. `param` names the wrong field. `code` names the kind of error, for programs.
 
     The message may repeat text of the request, so it is cut to one line of at most 2,000 characters.
     """
@@ -56,7 +56,7 @@ class PromptTooLong(ApiError):
 
 
 def bad_field(param: str | None, message: str) -> ApiError:
-    """Return the error 400 for a field, whose name begins the message. `param` None stands for the whole body."""
+    """Return an error with status 400 about the field `param`, or about the whole body if `param` is None."""
     return ApiError(400, message if param is None else f"{param} {message}", param=param)
 
 

@@ -1,4 +1,4 @@
-"""A runner of aiohttp applications. Its own error responses, such as those to invalid HTTP, have OpenAI's JSON form."""
+"""A runner of aiohttp applications whose responses to invalid HTTP have the JSON form of OpenAI's errors."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def too_large(max_bytes: int) -> ApiError:
 
 
 def read_json(body: bytes) -> Any:
-    """Parse a body in UTF-8, UTF-16 or UTF-32. Raise ApiError 400 for bad, too many or too deep objects."""
+    """Parse a body in UTF-8, UTF-16 or UTF-32. Raises ApiError 400 for invalid JSON and exceeded limits."""
     try:
         text = body.decode(json.detect_encoding(body), "surrogatepass")
         n_parts = text.count('"') // 2 + sum(map(text.count, ("[", "{", "null", "true", "false")))

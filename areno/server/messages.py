@@ -73,7 +73,7 @@ def _read_message(given: Any, where: str) -> Message:
 
 
 def _read_content(value: Any, where: str) -> str | list[Any] | None:
-    """Return a text, or a list of text parts if there are several."""
+    """Check the content of a message. Return a text, or a list if there are several text parts."""
     if value is None or isinstance(value, str):
         text: str | list[Any] | None = value
     elif isinstance(value, list):

@@ -45,7 +45,7 @@ class Constraint:
     reasoning: Reasoning = "none"  # before the answer: none, the rest of what the prompt opened, or optional
 
     def grammar(self, special_tokens: Mapping[str, int]) -> str | None:
-        """Return the text of the grammar, or None if nothing is constrained. A GrammarError names the wrong field."""
+        """Return the text of the grammar, or None if nothing is constrained. Raises GrammarError for a wrong field."""
         lark = Lark(special_tokens)
         return None if (answer := self.rules(lark)) is None else lark.text(answer)
 

@@ -1,6 +1,6 @@
 """Conversion of conversations into exact prompt tokens.
 
-Each sampled turn is cached. When a client sends a conversation that continues it, the new prompt consists of the
+Each sampled turn is cached. When a client sends a conversation that continues the turn, the new prompt consists of the
 earlier prompt, the sampled tokens, and newly encoded tokens for the text after the turn. So sampled text is never
 encoded a second time, which could give other tokens. If the template now renders earlier turns differently, for example
 without their reasoning, the whole prompt is encoded from its text.
@@ -40,7 +40,7 @@ _ENTRY_OVERHEAD = 256  # tokens that take about as much memory as an entry witho
 
 
 class TokenCache:
-    """A thread-safe LRU cache. An entry counts as its tokens, plus 1 for each 8 characters of its text, plus 256."""
+    """A thread-safe LRU cache. The size of an entry is its number of tokens, plus text characters / 8, plus 256."""
 
     def __init__(self, max_tokens: int):
         self._max_tokens, self.n_tokens = max_tokens, 0
@@ -147,8 +147,8 @@ class PromptBuilder:
     """Builder of prompts for one tokenizer. `prompt` is for any thread, the async methods are for one event loop.
 
     `cache` maps a conversation (a hash of its messages, tools and template variables) to the sampled turn with which it
-    ends. A conversation without assistant messages maps to its prompt, which all samples share. `thinking` None keeps
-    the template's default.
+    ends. A conversation without assistant messages maps to its prompt, which all samples share. If `thinking` is None,
+    the template's default applies.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class PromptBuilder:
     def _draft_after_turn(
         self, text: str, messages: Sequence[Message], inputs_key: str, keys: list[str]
     ) -> _DraftPrompt | None:
-        """Return a draft that continues the last cached turn that the template rendered as sampled, or None."""
+        """Return a draft that continues the last cached turn that `text` contains unchanged. None if there is none."""
         for number in range(len(messages) - 1, 0, -1):
             key = inputs_key, keys[number - 1]
             if messages[number - 1]["role"] == "assistant" and (turn := self.cache.get(key)):
@@ -329,7 +329,7 @@ class PromptBuilder:
         self.cache.put(key, turn, len(prompt.tokens) + len(tokens), prompt.text)
 
     def _end_of_turn(self, turn: _Turn, text: str) -> int | None:
-        """Return the index in a rendered conversation at which a cached turn ends, or None if it differs there."""
+        """Return the index in `text` at which a cached turn ends, or None if the turn is rendered differently there."""
         start = len(turn.prompt.text)
         if not text.startswith(turn.prompt.text):
             return None
@@ -400,7 +400,7 @@ class PromptBuilder:
 
 @lru_cache
 def template_names(template: str | None) -> frozenset[str]:
-    """Return the names in the code of a chat template, among them the variables that it reads."""
+    """Return all names in the code of a chat template. The variables that the template reads are among them."""
     import jinja2
 
     with suppress(jinja2.TemplateError):  # a request with messages tells of it
@@ -435,6 +435,6 @@ def _mark_content(content: str, opening: str, closing: str) -> str:
 
 
 def _comparable(message: ParsedMessage) -> tuple[Any, ...]:
-    """Return the parts of a turn that must be equal in two renderings of it."""
+    """Return the parts of a message that two renderings of the same turn must have in common."""
     calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
     return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls

@@ -80,7 +80,7 @@ class SampleOptions:
 class ChatRequest:
     """A checked request to /v1/chat/completions.
 
-    If an earlier request had the same body and its prompt is still cached, `prompt()` returns it. Only for first turns.
+    `prompt()` returns the cached prompt of an earlier request with the same body, if it was a first turn, else None.
     """
 
     model: str

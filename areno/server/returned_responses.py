@@ -101,7 +101,7 @@ def _token_sources(runs: Any, n: int) -> Runs:
 
 
 def message_digest(message: Mapping[str, Any]) -> dict[str, str]:
-    """Return a hash of each part of an assistant message. Absent, null and empty parts have the same hash."""
+    """Map each part of an assistant message, such as content, to its hash. Absent and null parts count as empty."""
     parts = {
         "content": message.get("content") or "",
         _REASONING: message.get(_REASONING) or message.get("reasoning") or "",
@@ -127,7 +127,7 @@ def _comparable_call(call: Any) -> Any:
 
 
 def changed_parts(message: Mapping[str, Any], sampled: Mapping[str, str]) -> list[str]:
-    """Return the names of the parts that differ from the sampled message. Reasoning may be left out."""
+    """Return the names of the parts whose hashes differ from those in `sampled`. Reasoning may be left out."""
     digest = message_digest(message)
     changed = [name for name in digest if digest[name] != sampled[name]]
     return [name for name in changed if name != _REASONING or digest[name] != _EMPTY[name]]

@@ -43,8 +43,8 @@ class ServerMetrics:
     """Counters since the server's start.
 
     Prompt tokens are counted at a request's first output, sampled tokens at the end of each sample. `requests` counts
-    HTTP requests by (path, status). `aborted` counts engine requests without a complete answer. `first_token` (of
-    streamed requests) and `whole` are in seconds.
+    HTTP requests by (path, status). `aborted` counts engine requests without a complete answer. `first_token` (only for
+    streamed requests) and `whole` are histograms of the seconds until the first token and until the end.
     """
 
     def __init__(self) -> None:

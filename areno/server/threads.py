@@ -40,7 +40,7 @@ class Threads:
     async def run(self, work: Callable[[], T]) -> T:
         """Call `work` in a thread and return its result.
 
-        If the caller is cancelled before a thread is free, do nothing.
+        If the caller is cancelled before a thread is free, `work` is not called.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         with self._lock:
@@ -118,7 +118,8 @@ _SHUTDOWN_S = 5.0  # for the shutdown itself, in addition to the requests in pro
 class ServerThread:
     """A web application served in a thread from `start` until `stop`.
 
-    `make` is called in this thread. Port 0 picks a free port. After `stop`, requests in progress get `grace_s` seconds.
+    `make` builds the application in this thread. Port 0 picks a free port. After `stop`, requests in progress have
+    `grace_s` seconds to finish.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class ServerThread:
         self.url = ""
 
     def start(self) -> str:
-        """Start serving, and return the address once requests are accepted. Raises EngineError if it is in use."""
+        """Start serving, and return the address once requests are accepted. Raises EngineError on failure."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="areno-server")
         self._thread.start()
         self._ready.wait()

@@ -28,7 +28,7 @@ With two processes, a process that hangs does not block all calls. More processe
 
 
 def default_workers(n_devices: int = 0, cgroup: Path = _CGROUP) -> int:
-    """Return the number of usable CPU cores, minus one for the driver and one for each device, within the limits above.
+    """Return the usable CPU cores minus 1 minus `n_devices`, but at least MIN_WORKERS and at most MAX_WORKERS.
 
     `cgroup` is the folder of the Linux control group, whose files hold the container's CPU limit.
     """
@@ -78,7 +78,7 @@ class Calls(Work, Protocol):
     """The calls of user code that the driver requests. A pool distributes them over its processes."""
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Return (index, pickled arguments) of the next calls for an idle process. Empty if no call is left."""
+        """Return (index, pickled arguments) of the next calls for one of `n_workers` processes. Empty at the end."""
         ...
 
 

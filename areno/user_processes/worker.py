@@ -127,9 +127,8 @@ class Worker:
     def post(self, message: Any) -> None:
         """Send a message after all earlier ones.
 
-        A message that may not fit the buffer is sent in a thread, so that the driver is not blocked by a process that
-        hangs and does not read. While calls are unanswered this is every message, because the calls may fill the
-        buffer.
+        If a message may not fit the buffer, it is sent in a thread, so that a process that does not read cannot block
+        the driver. While calls are unanswered, every message is sent in a thread.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         before = self._sender if self._sender is not None and self._sender.is_alive() else None

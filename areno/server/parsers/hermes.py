@@ -40,7 +40,7 @@ class HermesParser(ToolCallParser):
 
 
 def in_tags(lark: Lark, call: str, many: bool) -> str:
-    """Return the rule of calls between `<tool_call>` and `</tool_call>`. `call` is the rule of what is between them."""
+    """Return a rule: `call` between `<tool_call>` and `</tool_call>`, repeated any number of times if `many`."""
     opening, closing, newline = map(lark.literal, (f"{OPEN}\n", f"\n{CLOSE}", "\n"))
     call = lark.rule(f"{opening} {call} {closing}")
     return lark.rule(f"{call} ({newline} {call})*") if many else call

@@ -1,7 +1,7 @@
 """Grammar rules for JSON: `JsonRules` writes rules that match exactly the values of a schema.
 
-A text that the rules match validates against the schema. A valid value can be written in the form of `json.dumps`, with
-properties in the order of the schema. docs/serving.md lists what is left out.
+If the rules match a text, its value is valid under the schema. Each valid value can be written in the form of
+`json.dumps`, with properties in the order of the schema. docs/serving.md lists the exceptions.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ _Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Style:
-    """How values are written.
-
-    By default they have the form of `json.dumps` and the chat templates, in which a model has seen its own calls.
-    """
+    """How values are written: by default as `json.dumps` and the chat templates write them."""
 
     is_free: bool = False  # a bounded amount of whitespace is allowed where JSON allows it
     is_python: bool = False  # words and strings must have the same meaning in Python
@@ -83,7 +80,7 @@ class JsonRules:
         return rule
 
     def value(self, places: Iterable[Place]) -> str | None:
-        """Return the rule of the values that match all of these schemas, or None if there is no such value."""
+        """Return the rule of the values that match all schemas in `places`, or None if there is no such value."""
         places, key = _distinct_schemas(places)
         if key in self._open:
             self._used.add(key)
@@ -103,7 +100,7 @@ class JsonRules:
         return self._values[key]
 
     def _is_finite(self, places: Sequence[Place]) -> bool:
-        """Return whether a value of finite length matches these schemas. Recursive schemas may allow none."""
+        """Return whether a value of finite length matches all schemas in `places`. Recursive schemas may allow none."""
         while True:
             n_known = len(self._finite)
             found = self._has_finite_value(places, set())
@@ -158,7 +155,7 @@ class JsonRules:
         return found + ([self._lark.terminal(" | ".join(terms))] if terms else [])
 
     def may_be(self, value: Any, alternative: Alternative) -> bool:
-        """Return whether a value that `Document.rejects` lets pass also fits the alternative's patterns and formats."""
+        """Return whether a value fits the patterns and formats of an alternative, which `Document.rejects` ignores."""
         if not isinstance(value, str):
             return True
         patterns, formats = self.text_words(alternative)
@@ -197,7 +194,7 @@ class JsonRules:
     # Strings ---------------------------------------------------------------------------------------------------------
 
     def text_words(self, alternative: Alternative) -> tuple[list[str], list[str]]:
-        """Return the patterns and formats of a string that can be enforced. Others go to `Document.leave_out`."""
+        """Return (patterns, formats) of a string. Those that cannot be enforced are passed to `Document.leave_out`."""
         patterns, formats = list[str](), list[str]()
         for schema in schemas_of(alternative):
             if (name := schema.get("format")) in FORMATS:
@@ -310,10 +307,10 @@ class JsonRules:
     def fields(
         self, form: ObjectForm, write: Callable[[str, str], str], comma: str, other: str | None = None
     ) -> tuple[str, bool] | None:
-        """Return (expression of one or more properties, whether there may be none), or None if neither is possible.
+        """Return (expression of one or more properties, whether an object may be empty), or None if no object matches.
 
-        `write` makes the expression of a property from its name and the expression of its value. `comma` separates
-        properties, and `other` is the expression of a property that is not listed.
+        `write` receives the name of a property and the expression of its value, and returns the expression of the
+        property. `comma` separates properties. `other` is the expression of a property that `form` does not list.
         """
         listed: list[tuple[str, bool]] = []
         for name, places in form.properties.items():
@@ -359,7 +356,7 @@ class JsonRules:
     def _sequence(
         self, items: Sequence[tuple[str, bool]], other: str | None, comma: str, limits: tuple[int, int | None]
     ) -> tuple[str, bool] | None:
-        """Do the work of `fields`. `items` are (expression, whether required). Any number of `other` may follow."""
+        """Do the work of `fields`. `items` are (expression, whether required), and `limits` bound their number."""
         low, high = limits
         n_needed = sum(required for _, required in items)
         if len(items) - n_needed > _MAX_OPTIONAL:
@@ -390,7 +387,7 @@ class JsonRules:
     def _counted_sequence(
         self, items: Sequence[tuple[str, bool]], other: str | None, comma: str, low: int, high: int | None
     ) -> tuple[str, bool] | None:
-        """Do the work of `_sequence` if the number of items is limited, with rules that count the written items."""
+        """Do the work of `_sequence` if the number of items is limited. The rules count the written items."""
         is_limited = high is not None and (other is not None or high < len(items))
         most = min(max(low, high) if high is not None and is_limited else max(low, 1), len(items))
 
@@ -414,7 +411,7 @@ class JsonRules:
     def _ends_of_sequence(
         self, other: str | None, comma: str, low: int, high: int | None, most: int
     ) -> dict[int, str | None]:
-        """Return n -> what may follow the listed items if n of them are written, or None if n cannot be enough."""
+        """Map each n up to `most` to a rule of what may follow n listed items, or to None if n cannot be enough."""
         found: dict[int, str | None] = {}
         for n in range(most + 1):
             least, limit = max(low - n, 0), None if high is None else high - n

@@ -93,10 +93,9 @@ class Lark:
         return self.rule(f"/(?s:.*){escaped}/", "[lazy]")
 
     def term_before_tag(self, term: str, tag: str) -> str:
-        """Match a text that `term` matches, and then a tag. No such text may end with the tag.
+        """Match a text that `term` matches, and then a tag. `term` must match no text that ends with the tag.
 
-        Both are one terminal. Otherwise the lexer, which takes the longest match, could take the tag as a part of the
-        text.
+        The text and the tag form one terminal. As two terminals, the lexer could take the tag as a part of the text.
         """
         special = min((tag.find(each) for each in self._special if each in tag), default=len(tag))
         start = self.terminal(f"{term} {json.dumps(tag[:special])}" if special else term)

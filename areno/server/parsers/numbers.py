@@ -1,7 +1,7 @@
 """Regular expressions of JSON numbers in a range.
 
-Only numbers that are finite as doubles are matched. A bound is for the double that a reader makes of the text. So the
-bounds of fractions are doubles and inclusive, and rounding a text to a double cannot cross them.
+Only numbers that are finite as doubles are matched. The bounds of fractions are doubles and inclusive. A fraction in a
+text is compared after it is rounded to a double.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _at_most(digits: str) -> str:
 
 
 def _fractions(low: float, high: float, digits: str = "[0-9]+") -> list[str]:
-    """Return a term for numbers with a decimal point and no exponent, [] if there are none. Omits those below 1e-17.
+    """Return a term for numbers with a decimal point and no exponent, [] if there are none. Skips values below 1e-17.
 
     `digits` is the regex of the digits after the point.
     """

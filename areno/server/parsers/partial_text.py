@@ -147,7 +147,7 @@ def _reject_constant(name: str) -> Any:
 
 
 def schemas_by_name(tools: Sequence[Any] | None) -> dict[str, Schema] | None:
-    """Return function name -> JSON schema of the arguments. Entries that are no tools are skipped."""
+    """Return function name -> JSON schema of the arguments. Elements of `tools` that are no tools are skipped."""
     if tools is None:
         return None
     schemas: dict[str, Schema] = {}

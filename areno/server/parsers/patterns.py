@@ -61,7 +61,7 @@ def lark_literal(regex: str) -> str:
 
 
 def text_fault(words: dict[str, Any]) -> str:
-    """Return why the keywords of a string cannot be enforced, or "". Keywords that no string satisfies can be."""
+    """Return why the schema keywords of a string cannot be enforced, or "" if they can, even if no string matches."""
     return grammar_error(_or_null(words))
 
 
@@ -71,7 +71,7 @@ def _or_null(words: dict[str, Any]) -> str:
 
 
 def json_expression(schema: dict[str, Any]) -> str:
-    """Return the expression of a JSON value, with a schema that llguidance itself enforces."""
+    """Return an expression that matches the JSON values of a schema. llguidance itself enforces the schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})}"
 
 
@@ -93,7 +93,7 @@ def is_found(pattern: str, text: str) -> bool:
 
 
 def decimal_term(pattern: str) -> str | None:
-    """Return the term of a pattern that pydantic writes for `Decimal`, with look-aheads, or None for other patterns."""
+    """Return the term of a pattern with look-aheads that pydantic writes for `Decimal`, or None for another pattern."""
     if not pattern.startswith(_NO_SIGN_ALONE) or "|" in pattern[: pattern.find("(?:")]:
         return None
     head, choice, tail = pattern[len(_NO_SIGN_ALONE) :].partition("(?:")

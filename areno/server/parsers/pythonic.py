@@ -228,7 +228,7 @@ class _LiteralParser:
         return "".join(chars)
 
     def _escape(self) -> Reading[str]:
-        r"""Read an escape sequence after its backslash. Unknown ones, and octal ones but \0, keep their backslash."""
+        r"""Read an escape sequence after its backslash. Unknown and octal escapes, except \0, keep their backslash."""
         source = self._source
         char = yield from source.peek()
         source.at += 1

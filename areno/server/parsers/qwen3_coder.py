@@ -110,9 +110,9 @@ class Qwen3CoderParser(ToolCallParser):
     def _value(self, source: Cursor, names: set[str] | None) -> Reading[str | None]:
         """Read a parameter's value and its closing tag. Returns None if the value has no end.
 
-        A closing tag ends the value only if the next parameter or the end of the function follows. If it is missing,
-        the value ends before a line with the opening tag of a parameter in `names`. If `names` is None, any name
-        counts.
+        A closing tag ends the value only if the next parameter or the end of the function follows. If no closing tag
+        does, the value ends before a line with the opening tag of a parameter in `names`, or of any parameter if
+        `names` is None.
         """
         start = source.at
         while (tag := (yield from source.until_one_of((END_PARAMETER, PARAMETER)))) is not None:
@@ -255,7 +255,7 @@ class _ParameterRules(JsonRules):
         return f"({' | '.join(dict.fromkeys(terms))})" if terms else None
 
     def _string_rule(self, alternative: Alternative, others: list[str]) -> str | None:
-        """Return the expression of a string, which matches no term in `others`, and of its closing tag."""
+        """Return the expression of a string and its closing tag. The string matches no term in `others`."""
         patterns, formats = self.text_words(alternative)
         terms = [f"({lark_literal(FORMATS[each])})" for each in formats]
         for pattern in patterns:

@@ -46,7 +46,7 @@ _UNENFORCED = {
 
 @dataclass(eq=False)
 class Siblings:
-    """Other branches, such as of `anyOf`, before or after the alternative's own. They may supply properties, too."""
+    """Schemas beside an alternative, such as the other branches of `anyOf`. They may list further properties."""
 
     branches: list[list[Alternative]]
 
@@ -145,7 +145,7 @@ class Document:
         return found
 
     def _are_tagged(self, branches: list[list[Alternative]]) -> bool:
-        """Return whether all branches require a property whose values differ, so that no pairs need to be compared."""
+        """Return whether all branches require the same property, with different values, so that only one can match."""
         found = [each for branch in branches for each in branch]
         if any(self.kinds(each) != {"object"} for each in found):
             return False
@@ -329,7 +329,7 @@ class Document:
         return tuple(found)
 
     def _properties_of_siblings(self, siblings: Siblings, alternative: Alternative) -> dict[str, tuple[Place, ...]]:
-        """Return the properties of those sibling branches that a value may match together with this alternative."""
+        """Return the properties of sibling branches. A branch counts if a value may match it and the alternative."""
         found: dict[str, tuple[list[Any], str]] = {}
         for other in (each for branch in siblings.branches for each in branch if _list_properties([[each]])):
             if not self.are_apart(other, alternative):
@@ -363,7 +363,7 @@ class Document:
         return ((self._constants.setdefault(id(value), {"const": value}), ""),)
 
     def argument(self, name: str) -> list[Alternative]:
-        """Return the alternatives of a property of the root, for all alternatives of the root together."""
+        """Return the alternatives of the property `name`, collected from all alternatives of the root schema."""
         found: list[Alternative] = []
         for alternative in self.alternatives([self.root]):
             values = self.literals(alternative)
@@ -405,7 +405,7 @@ def _combinations(one: list[Alternative], other: list[Alternative]) -> list[Alte
 
 
 def size_bounds(alternative: Alternative, word: str) -> tuple[int, int | None]:
-    """Return (lowest, highest) allowed "Length", number of "Items" or number of "Properties", as `word` says."""
+    """Return the bounds (min<word>, max<word>) of a schema. `word` is "Length", "Items" or "Properties"."""
     low = [math.ceil(schema[f"min{word}"]) for schema in schemas_of(alternative) if f"min{word}" in schema]
     high = [math.floor(schema[f"max{word}"]) for schema in schemas_of(alternative) if f"max{word}" in schema]
     return max(low, default=0), min((each for each in high if each <= MAX_SIZE), default=None)
@@ -463,7 +463,7 @@ def _has_effect(word: str, schema: dict[str, Any]) -> bool:
 
 
 def _applied_subschemas(word: str, schema: dict[str, Any]) -> list[Any]:
-    """Return the schemas in an unenforced keyword that are about the object itself. They may list properties."""
+    """Return the schemas inside the unenforced keyword `word` that apply to the same object as `schema`."""
     if word == "if":
         return [schema[each] for each in ("then", "else") if each in schema]
     if word in ("dependentSchemas", "dependencies"):
