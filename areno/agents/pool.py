@@ -166,7 +166,7 @@ class _PendingCalls:
         self.groups: deque[list[int]] = deque()
 
     def add(self, calls: Sequence[Sequence[AgentItem]], context: AgentContext, on_done: OnDone) -> None:
-        """Queue calls, each given as its list of items. They are divided into one group for each process."""
+        """Queue calls, each given as a list of items. The calls are divided into one group for each process."""
         if not self._calls:
             self._next = 0
         first, index = self._next, 0
@@ -218,7 +218,7 @@ class _PendingCalls:
             return None
 
     def answered(self, position: int, answer: Any, span: tuple[int, int]) -> None:
-        """Record (status, turns, message) for all items of a call, or one for each item."""
+        """Record the answer to a call: one (status, turns, message) for all its items, or a list with one for each."""
         answers = answer if isinstance(answer, list) else [answer] * len(self._calls[position].items)
         self._finish_call(position, [AgentOutcome(*each, span=span) for each in answers])
 

@@ -215,7 +215,7 @@ class _Runner:
                 await asyncio.sleep(0)
 
     async def _run_call(self, position: int, payload: bytes, ends_at: float) -> None:
-        """Run a call and send its answer: a timeout if it has not finished by `ends_at`, a time of `self._clock`."""
+        """Run a call and send its answer, or a timeout at the time `ends_at` of `self._clock`."""
         _position.set(position)
         try:
             task = asyncio.ensure_future(self._call_agent(payload))

@@ -117,7 +117,7 @@ def delay_interrupts() -> Iterator[None]:
 
 
 def make_folders(folder: Path, exist_ok: bool = True) -> list[Path]:
-    """Make a folder and its missing parents. Returns those made, innermost first. An error removes them again."""
+    """Make a folder and its missing parents. Returns the new folders, innermost first. On an error, removes them."""
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
@@ -180,7 +180,7 @@ def remove(path: Path) -> None:
 
 
 class BackgroundCall:
-    """Runs one function call at a time in a background thread. If it fails, the next method called raises its error."""
+    """Runs one function call at a time in a background thread. If a call fails, the next method raises the error."""
 
     def __init__(self, name: str):
         self._thread = ThreadPoolExecutor(1, name)

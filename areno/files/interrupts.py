@@ -46,7 +46,7 @@ def _exit_interrupted(number: int, frame: object) -> None:
 def is_command(words: list[str]) -> bool:
     """Return whether Python was started with a command module of areno or the script `areno`.
 
-    `words` are sys.orig_argv[1:], since a process that multiprocessing starts has the sys.argv of its parent.
+    `words` are sys.orig_argv[1:]. With sys.argv, the result would also be True in processes of multiprocessing.
     """
     while words and words[0].startswith("-"):
         if words[0] == "-m":

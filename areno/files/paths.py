@@ -35,7 +35,7 @@ def absolute(folder: str | Path | None) -> Path | None:
 
 @contextmanager
 def model_setting(key: str) -> Iterator[None]:
-    """Make a CheckpointError that is raised in the block name the setting `key`.
+    """Change a CheckpointError that is raised in the block, so that it is about the setting `key`.
 
     The code that reads models raises errors about the setting actor.path. Use this function where the model comes from
     another setting. It replaces actor.path by `key`, and adds `key` to problems that name no setting.

@@ -122,7 +122,7 @@ def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
 
     Each scalar without a predefined chart gets its own chart under the heading "More". For one run, one chart stacks
     the durations of the phases of a step, and one chart has the peak of memory in each phase. For several runs, these
-    charts show only the whole step, because stacks cannot be drawn over each other.
+    charts show only the whole step.
     """
     there = set(names)
     loss = _LOSS_OF_POLICY if loss_is_meaningful(there) else _LOSS

@@ -245,7 +245,7 @@ def _compute_advantage(
     algorithm: Algorithm,
     missing: list[str],
 ) -> None:
-    """Set `row.advantages` from the recorded rewards of its step, or add to `missing` why they are unknown."""
+    """Compute `row.advantages` from the recorded rewards of the step. Adds to `missing` what is not known."""
     own = algorithm.advantage_fn is not None  # which may read any field of the rows
     if own or isinstance(config, CriticExperimentConfig) or config.actor.kl_in_reward:
         missing.append("the advantage, which needs more than the rewards")

@@ -213,7 +213,7 @@ def _critical_path(step: Bar, inside: dict[tuple[str, str], list[Bar]]) -> dict[
 
 
 def _walk_back(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, float]) -> list[tuple[int, int]]:
-    """Walk backwards through `gaps`, times that the path does not cover yet, and add the seconds of bars to `path`.
+    """Walk backwards through `gaps`, the times that `path` lacks. Add to `path` the seconds that `bars` cover.
 
     Returns the parts of the gaps in which no bar runs, the last one first.
     """

@@ -122,7 +122,7 @@ def _single_run_verdict(run: RunReader, name: str, metrics: Mapping[str, Series]
 
 
 def _common_sweep(runs: Sequence[RunReader]) -> tuple[Sweep | None, list[str]]:
-    """Return the sweep that all runs belong to, or None, and sentences about its runs without a result."""
+    """Return (the sweep of all runs or None, sentences about runs of the sweep that have no result)."""
     folders = {run.sweep and run.sweep.absolute() for run in runs}
     folder = folders.pop()
     if folder is None or folders or (content := read_if_exists(folder / "sweep.json")) is None:
@@ -156,7 +156,7 @@ def _sweep_from_json(read: Any, folder: Path, index: Mapping[str, int]) -> tuple
 
 
 def _sweep_over_differences(runs: Sequence[RunReader], metrics: Sequence[Mapping[str, Series]]) -> Sweep:
-    """Return the results of runs without a common sweep, as a Sweep over the settings in which the runs differ.
+    """Make a Sweep of runs that have no common sweep. Its parameters are the settings in which the runs differ.
 
     The objective of the Sweep is the main scalar that most of the runs have recorded.
     """

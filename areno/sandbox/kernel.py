@@ -130,7 +130,7 @@ def landlock_abi() -> int:
 
 
 def enter_pid_namespace() -> bool:
-    """Put the children of this process into a PID namespace, the first as its init. Returns whether that worked."""
+    """Put future children of this process into a PID namespace, the first as its init. Returns False on failure."""
     trial = os.fork()  # half-way into a namespace a process could make no files
     if trial == 0:
         try:

@@ -33,7 +33,7 @@ class PageGuard:
             raise ApiError(403, text)
 
     def headers(self, request: web.Request) -> dict[str, str]:
-        """Return the CORS headers for a page of an allowed origin."""
+        """Return the CORS headers for a page of an allowed origin, or {} for other requests."""
         origin = request.headers.get("Origin")
         return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"} if origin in self.origins else {}
 

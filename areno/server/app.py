@@ -168,7 +168,7 @@ class Server:
 
     @contextmanager
     def _shutdown_as_error(self) -> Iterator[None]:
-        """Raise ApiError in place of the CancelledError by which `_end_answers` ends a request."""
+        """Convert a CancelledError in the block to an ApiError if the server shuts down."""
         try:
             yield
         except asyncio.CancelledError:

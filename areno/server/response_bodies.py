@@ -116,7 +116,7 @@ def text_logprobs(texts: TokenTextCache, scores: Sequence[ScoredText], n_top: in
 def token_field(
     prompt: dict[str, Any], outputs: Iterable[GenerationOutput], digests: Sequence[Mapping[str, str]] = ()
 ) -> dict[str, Any]:
-    """Return the field `areno`. `digests` are hashes of the messages, empty for choices without a message."""
+    """Return the field `areno` of a response. `digests` has the hashes of each message, if choices have messages."""
     choices = [
         {
             "index": index,

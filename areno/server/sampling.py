@@ -106,9 +106,8 @@ class ServerLimits:
 class Sampler:
     """Sends requests to an engine in a rollout phase.
 
-    A request without a seed gets one that derives from `seed`. The n-th of these requests for the same prompt gets the
-    same seed in each run. If `raw_logprobs`, clients get log-probabilities at temperature 1. The field `areno` is not
-    affected.
+    If a request has no seed, its seed derives from `seed`, the prompt, and the number of earlier requests without a seed
+    for this prompt. If `raw_logprobs`, clients get log-probabilities at temperature 1, except in the field `areno`.
     """
 
     def __init__(

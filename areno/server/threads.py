@@ -72,7 +72,7 @@ class Threads:
 
 
 def _call_and_settle(future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
-    """Call `work`, and set its result in the thread of the future's event loop."""
+    """Call `work`, and set the result of `future` in the thread of its event loop."""
     try:
         settled = partial(_settle, future, work(), None)
     except BaseException as error:
@@ -93,7 +93,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Wait for busy threads: one that returns from a library during Python's exit could crash the process."""
+    """Wait for busy threads. A thread that returns from a library during Python's exit could crash the process."""
     ends_at = time.monotonic() + _EXIT_S
     for thread in list(_running):
         thread.join(max(0.0, ends_at - time.monotonic()))

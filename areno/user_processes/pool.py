@@ -78,7 +78,7 @@ class Calls(Work, Protocol):
     """The calls of user code that the driver requests. A pool distributes them over its processes."""
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
-        """Return (index, pickled arguments) of the next calls for one of `n_workers` processes. Empty at the end."""
+        """Return (index, pickled arguments) of the calls for an idle process of `n_workers`. Empty if none is left."""
         ...
 
 

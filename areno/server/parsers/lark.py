@@ -53,7 +53,7 @@ class Lark:
         self._depths[name.partition("[")[0]] = depth
 
     def rule(self, body: str, option: str = "") -> str:
-        """Return the name of a rule with this body. `option` is such as "[lazy]"."""
+        """Return the name of a rule with this body. `option` is an attribute, such as "[lazy]"."""
         return self._define_once("r", body, option)
 
     def terminal(self, body: str) -> str:

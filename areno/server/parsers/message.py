@@ -80,7 +80,7 @@ class ToolCallParser:
         """Search from `at`, and return (index of the next opening tag, index after this tag).
 
         Without a complete tag, return (index, None), where the text from this index on may be the beginning of a tag.
-        `at_boundary` means that `at` is the start of the content or directly after a call.
+        `at_boundary` means that `at` is the start of the content or directly after a call, `after_call` the latter.
         """
         found = [(start, -len(tag)) for tag in self.tags if (start := text.find(tag, at)) >= 0]
         if found:

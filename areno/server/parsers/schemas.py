@@ -319,7 +319,7 @@ class Document:
         return form
 
     def _schemas_of_pattern(self, pattern: str, alternative: Alternative) -> tuple[Place, ...]:
-        """Return the schemas of a property whose name matches this pattern and no other one."""
+        """Return the schemas of a property whose name matches this pattern and no other pattern."""
         found: list[Place] = []
         for schema, base in _schema_places(alternative):
             if pattern in schema.get("patternProperties", {}):
