@@ -202,7 +202,7 @@ class _PendingCalls:
         return any(self._calls[number].n_losses for number in numbers)
 
     def payloads(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
-        """Return (number, pickled (context, items)) of each call that can be pickled."""
+        """Return (number, pickled (context, items)) of each call. Leaves out calls that cannot be pickled."""
         # Pickled only now, so that the first process begins while the items of the others are pickled.
         payloads = [(number, self._payload(number)) for number in numbers]
         return [(number, payload) for number, payload in payloads if payload is not None]

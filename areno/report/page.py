@@ -84,7 +84,7 @@ def _title(runs: Sequence[RunReader]) -> str:
 def _charts_and_constants(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict[str, list[Chart]], dict[str, float]]:
     """Return heading -> charts, and the constant scalars without a chart: name -> value.
 
-    A scalar is constant if it has the same value in all steps of all runs. A predefined chart shows it nevertheless.
+    A scalar is constant if it has the same value in all steps of all runs. It still appears in a predefined chart.
     The loss of a policy also counts as constant if it is 0 up to rounding.
     """
     values: dict[str, list[float]] = {}

@@ -273,7 +273,7 @@ def _join_texts(tokens: Iterable[TokenText]) -> str:
 
 
 def _with_replaced_bytes(tokens: list[TokenText]) -> list[TokenText]:
-    """Replace `data` by the encoded `text` where the bytes of the tokens are not valid UTF-8."""
+    """Where the bytes of the tokens are not valid UTF-8, replace `data` by the encoded `text`."""
     start, data, text = 0, b"", ""
     for end, token in enumerate(tokens, start=1):
         data, text = data + token.data, text + token.text

@@ -239,7 +239,7 @@ _as_text = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).
 
 
 def extended_key(key: str, value: Any) -> str:
-    """Return the hash of a conversation with hash `key` and one more message, `value`."""
+    """Return the hash of a conversation whose last message is `value`. `key` is the hash of what comes before."""
     long: dict[str, str] = {}
     if isinstance(value, dict):  # long texts are hashed without JSON, whose encoder blocks other threads
         long = {name: text for name, text in value.items() if isinstance(text, str) and len(text) > _LONG_TEXT}

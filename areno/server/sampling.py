@@ -106,8 +106,8 @@ class ServerLimits:
 class Sampler:
     """Sends requests to an engine in a rollout phase.
 
-    If a request has no seed, its seed derives from `seed`, the prompt, and the number of earlier requests without a seed
-    for this prompt. If `raw_logprobs`, clients get log-probabilities at temperature 1, except in the field `areno`.
+    If a request has no seed, its seed derives from `seed`, the prompt, and the number of earlier such requests for this
+    prompt. If `raw_logprobs`, clients get log-probabilities at temperature 1, except in the field `areno`.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ def source_runs(
     """Return the sources of the `n_tokens` tokens from character `start` on.
 
     `span_of` returns the first and last character of a token, counted from `start`. `places` are (start, end, source)
-    of the messages' contents in order, in characters. All other tokens are TEMPLATE.
+    of the messages' contents in order, in characters. Tokens outside of them have the source TEMPLATE.
     """
     runs: list[tuple[int, int]] = []
     at = 0

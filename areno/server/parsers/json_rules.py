@@ -426,7 +426,7 @@ class JsonRules:
 
 
 def _distinct_schemas(places: Iterable[Place]) -> tuple[list[Place], _Key]:
-    """Return the schemas that constrain anything, without duplicates, and a key that identifies them."""
+    """Drop duplicates and schemas that allow everything. Return the other schemas, and a key for these."""
     found = {id(place[0]): place for place in places if place[0] is not True and place[0] != {}}
     return list(found.values()), tuple(found)
 
