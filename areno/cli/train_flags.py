@@ -134,8 +134,7 @@ def overrides(
     """Translate the flags of a command line into settings. Flags of other algorithms are ignored with a warning.
 
     `given` has the value of each flag as text, or a bool for a switch. `own_task` means that the user named a task file
-    or a run to resume. This function does not read it, so it cannot assume that settings without a flag have their
-    defaults.
+    or a run to resume. Settings without a flag may then differ from their defaults.
     """
     of_algorithm: dict[str, list[Row]] = {}
     for row in rows(cls):
@@ -164,7 +163,7 @@ def overrides(
 def with_settings(
     found: list[str], settings: Sequence[str], names: Mapping[str, str]
 ) -> tuple[list[str], list[Problem]]:
-    """Combine the settings of flags with those given by key. Two different values are a problem."""
+    """Combine `found`, the settings of flags, with those given by key. Two different values are a problem."""
     by_key = {key: value for key, _, value in (line.partition("=") for line in found)}
     problems = []
     for line in settings:

@@ -65,7 +65,7 @@ def _template_text(tokenizer: Any) -> str:
 def first_characters_pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Return a regular expression that matches the first character of each name in a text.
 
-    It also matches the first character of an incomplete name at the end of the text.
+    It also matches the first character of a name that the end of the text cuts off.
     """
     heads = sorted(_names_by_first_character(names).items())
     return re.compile("|".join(f"{re.escape(first)}(?={_prefix_tree_pattern(rests)})" for first, rests in heads))
@@ -112,7 +112,7 @@ Offsets = list[tuple[int, int]]
 class ControlTokens:
     """The control tokens of a tokenizer and its chat template, cached by `control_tokens`.
 
-    `names` are their texts. There are none after `allow_control_tokens`. `made_of` is the key of the cache.
+    `names` are the texts of the control tokens, empty after `allow_control_tokens`. `made_of` is the cache key.
     """
 
     def __init__(self, tokenizer: Any):
@@ -121,7 +121,7 @@ class ControlTokens:
         self._found = first_characters_pattern(self.names) if self.names else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of the pickled state what contains BREAK, because each process has another BREAK."""
+        """Return the state to pickle, without cached values: they contain BREAK, which differs in each process."""
         cached = {name for name, value in vars(type(self)).items() if isinstance(value, cached_property)}
         return {name: value for name, value in vars(self).items() if name not in cached}
 
@@ -129,7 +129,7 @@ class ControlTokens:
     def adds_no_space(self) -> bool:
         """Whether a string gets the same tokens at the start of a text as in its middle.
 
-        It is False for tokenizers that add a space at the start of a text, as many SentencePiece tokenizers do.
+        False for tokenizers that add a space at the start of a text, as many SentencePiece tokenizers do.
         """
         alone, inside = (self._tokenizer.encode(text, add_special_tokens=False) for text in ("a1", "\na1"))
         return bool(alone) and inside[-len(alone) :] == alone
@@ -251,9 +251,9 @@ class ControlTokens:
         It shares the vocabulary of the original tokenizer, so it takes little memory. Returns (second tokenizer,
         aliases, ids):
         aliases: text of a control token -> alias, a text that the second tokenizer encodes as this token
-        ids: id in the second tokenizer -> (text, ids in the original one), for ids that must be replaced. text is ""
-            for aliases and other added tokens. If the vocabulary also has the text of a control token as a word, the
-            id of the word maps to (that text, ids of its letters).
+        ids: id in the second tokenizer -> (text, ids in the original tokenizer), for ids that must be replaced. Aliases
+            and other added tokens have the text "". If the text of a control token is also a word of the vocabulary,
+            the id of the word maps to (text, ids of its letters).
         """
         from tokenizers import AddedToken, Tokenizer
 

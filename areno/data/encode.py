@@ -114,7 +114,6 @@ def encode_text(tokenizer: Any, text: Text) -> list[int]:
 
 
 def _encode_batch(tokenizer: Any, texts: Sequence[str], adds_special: bool) -> list[list[int]]:
-    """Return the token ids of texts without breaks, by the Rust backend of the tokenizer."""
     if not texts:
         return []
     # transformers encodes the first text, and so turns off the truncation and padding of the backend.

@@ -89,8 +89,8 @@ class EncodedAhead(Generic[Item]):
     def take(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
         """Return the items of rows, after encoding those that are not ready.
 
-        Then the thread stops until the next `encode_next`. If a row cannot be read, it has the exception in place of an
-        item, and the rows after it are missing.
+        The encoding thread pauses until the next `encode_next`. If a row cannot be read, the exception takes the place
+        of its item, and the rows after it are missing.
         """
         with self._changed:
             self._wait_for(indices)

@@ -42,9 +42,9 @@ def check_rendered(
 ) -> Omissions:
     """Check that the template renders every message. Return the parts of trained messages that it leaves out.
 
-    The template may drop an assistant message once more messages follow, and text beside tool calls in messages that
-    are not trained. If another message is missing, DataError is raised. `trained` are indices of messages, and `opened`
-    is add_generation_prompt.
+    Raises DataError if a message is missing. There are two exceptions: an assistant message that the template drops
+    once more messages follow, and text beside tool calls in a message that is not trained. `trained` are indices of
+    messages, and `opened` is add_generation_prompt.
     """
     form = template_traits(tokenizer)
     if form.template is None:
@@ -90,7 +90,7 @@ def _find_omissions(
     /,
     **variables: Any,
 ) -> tuple[int | None, Omissions]:
-    """Return (index of the first message that is not rendered, omissions), (None, empty) if marks are refused."""
+    """Return (index of the first message that is not rendered, or None; omissions). See `check_rendered`."""
     marks = [_Marks(at) for at in range(len(messages))]
     marked = [own.message(each, own.at in trained) for own, each in zip(marks, messages, strict=True)]
     text, found = rendered_or_none(tokenizer, marked, tools, thinking, opened, **variables), Omissions({}, {})

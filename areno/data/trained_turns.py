@@ -181,7 +181,7 @@ class _Conversation:
         return render(self.tokenizer, self.messages[:at], self._tools, thinking, True)
 
     def _turn_after_prompt(self, at: int, message: Any) -> Turn | None:
-        """Return the turn of messages[at] after the prompt of this thinking mode. None if the two do not fit."""
+        """Return the turn of messages[at] after its prompt. None if the turn does not continue the prompt."""
         if not at:
             return None
         talk, prompt = [*self.messages[:at], message], self._rendered_prompt(at, self._thinking)
@@ -227,7 +227,7 @@ class _Conversation:
         return None
 
     def _find_turn_end(self, text: str, at: int, message: Any) -> tuple[int, str, str]:
-        """Find the end of `text`, whose last turn is messages[at]. Returns (end of its words, end tokens, rest)."""
+        """Find the end of messages[at], the last turn of `text`. Returns (end of its words, end tokens, rest)."""
         ends, is_call = self._ends, bool(message.get("tool_calls"))
         words = message["content"].rpartition(END_THINK)[2].strip()
         for closing, end in ((ends.call_closing, ends.call_end), (ends.closing, ends.end))[not is_call :]:
@@ -315,7 +315,6 @@ class _Conversation:
         raise DataError(f"{why}; {_AS_PAIRS}")
 
     def _split_after(self, messages: list[Any], numbers: list[int], *how: Any) -> list[str]:
-        """Call `render` with `how`, and split the result after the content of each message in `numbers`."""
         marked = list(messages)
         for at in numbers:
             content = messages[at]["content"]
@@ -357,7 +356,7 @@ class _Conversation:
 
 
 def _split_answer_opening(prompt: str) -> tuple[str, str]:
-    """Split a prompt into (head, start of the answer): white space, <think>, or an empty block of reasoning."""
+    """Split a prompt before the white space, <think> or empty block of reasoning with which it starts the answer."""
     head = prompt.rstrip()
     if head.endswith(END_THINK) and head.removesuffix(END_THINK).rstrip().endswith(THINK):
         head = head.removesuffix(END_THINK).rstrip()
@@ -368,7 +367,7 @@ def _split_answer_opening(prompt: str) -> tuple[str, str]:
 def _continuation_of_prompt(prompt: str, text: str) -> str | None:
     """Return what follows a prompt in `text`, which ends with a turn. None if `text` does not begin with the prompt.
 
-    The prompt may start the answer in another way than the turn in `text`: with <think>, or with an empty block.
+    Prompt and text may start the answer differently: with <think>, with an empty block of reasoning, or plainly.
     """
     if text.startswith(prompt):
         return text[len(prompt) :]

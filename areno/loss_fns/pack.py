@@ -141,7 +141,7 @@ class DataPack:
 
 
 def checked_result(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (loss, statistics) as a loss function has returned it. Raises EngineError for any other result."""
+    """Return the result of a loss function. Raises EngineError unless it is a valid (loss, statistics)."""
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise EngineError(
             f"loss_fn returned {_described(returned)}; (loss, stats) is expected, stats a dict, such as {{}}"

@@ -57,7 +57,7 @@ def entropy_stats(pack: DataPack) -> dict[str, Tensor]:
 
 
 def surrogate_stats(how: dict[str, Tensor], policy_loss: Tensor, ratio: Tensor) -> dict[str, Tensor]:
-    """Return a surrogate's own statistics, policy_loss, ratio (as observations) and, for a clip, clip_frac.
+    """Return `how`, the surrogate's own statistics, with policy_loss and ratio added, and clip_frac for a clip.
 
     clip_frac is the sum of clip_frac_low and clip_frac_high.
     """

@@ -20,8 +20,8 @@ Class = TypeVar("Class", bound=type[Section])
 class Choices(dict[str, type[T]]):
     """The classes that the setting `key` can choose, by name. `register` adds a class.
 
-    The configuration inherits from `bases`, and its setting `key` has the type `Literal[tuple(choices)]`. If a setting
-    has another name as a keyword argument of the loss, `keywords` maps the setting to it.
+    The configuration inherits from `bases`, and its setting `key` has the type `Literal[tuple(choices)]`. `keywords`
+    maps settings to their keyword arguments of the loss, where the names differ.
     """
 
     def __init__(self, key: str, **keywords: str):

@@ -150,7 +150,7 @@ class Judging(AbstractContextManager["Judging"]):
         return sum(not future.done() for future in self._asked.values()) if self._reader.is_early else 0
 
     def complete(self, score: Score, write: WriteReplies) -> None:
-        """Let a judge that is a model of the run answer the questions. An endpoint ignores the arguments."""
+        """If the judge is a model of the run, let it answer the questions. With an endpoint, this does nothing."""
         self._reader.complete(score, write)
 
     def outcomes(self) -> dict[int, RewardOutcome]:

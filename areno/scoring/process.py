@@ -106,7 +106,6 @@ def _load_functions(functions: list[RewardFunction], key: str) -> list[_LoadedFu
 
 
 def _file_of(function: Callable[[Any], Any]) -> Path:
-    """Return the source file of the function that a built-in reward calls."""
     return Path(inspect.getfile(function.func if isinstance(function, partial) else function))
 
 
