@@ -197,7 +197,7 @@ def _use_kl(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]
 def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str], list[Problem]]:
     """Translate --min-lr to actor.optimizer.min_lr_ratio, a fraction of --lr, and return (settings, problems).
 
-    Both are empty if --lr is wrong, because the check of the settings reports that.
+    If --lr is wrong, both are empty: the check of the settings reports --lr.
     """
     if lr is None and own_task:
         return [], [Problem("--min-lr", "is a share of --lr; give that too")]

@@ -91,7 +91,6 @@ def _prefix_tree_pattern(names: set[str]) -> str:
 
 
 def _names_by_first_character(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return {first character: the rest of each name that begins with it}."""
     rests: dict[str, set[str]] = {}
     for name in names:
         rests.setdefault(name[0], set()).add(name[1:])

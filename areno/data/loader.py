@@ -150,7 +150,7 @@ class BatchLoader(Generic[Item]):
             yield from self.batches()
 
     def n_batches(self, n_epochs: int) -> int:
-        """Return the number of batches in whole epochs, at most: rows that are not encoded yet may still be skipped."""
+        """Return an upper bound of the number of batches: rows that are not encoded yet may still be skipped."""
         usable, size = len(self.rows) - len(self._too_long) - len(self._ties), self.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 

@@ -153,7 +153,7 @@ def _join_rendered(drafts: Sequence[RenderedRow[Any]], make: Callable[[list[Any]
 
 
 def rendered_prompt(tokenizer: Any, prompt: Prompt, thinking: bool | None, tools: Any) -> str:
-    """Check that the chat template renders each message of a prompt, and return `render_generation_prompt` of it."""
+    """Render a prompt by `render_generation_prompt`. Raises DataError if the template leaves out a message."""
     if not isinstance(prompt, str):
         prompt = template_messages(tokenizer, prompt)
         check_rendered(tokenizer, prompt, tools, thinking, True)

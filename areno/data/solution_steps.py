@@ -54,7 +54,7 @@ def separator_problem(tokenizer: Any, separator: str) -> str | None:
 
 
 def check_separator(tokenizer: Any, separator: str, rows: Rows, key: str) -> None:
-    """Raise DataError if the tokenizer cannot encode the separator, or a step contains it before its end."""
+    """Raise DataError if the tokenizer cannot encode the separator, or a step has it anywhere but at the end."""
     setting, problems = "actor.step_separator", []
     if problem := separator_problem(tokenizer, separator):
         problems.append(Problem(setting, problem))

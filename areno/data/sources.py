@@ -334,7 +334,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def load_environment(spec: str, key: str) -> Any:
-    """Load the environment of a `verifiers:NAME` from the verifiers package. It must use chat messages."""
+    """Load the verifiers environment NAME for `spec` verifiers:NAME. The environment must use chat messages."""
     name = spec.removeprefix(VERIFIERS)
     try:
         import verifiers

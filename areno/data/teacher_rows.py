@@ -39,7 +39,7 @@ class TeacherRows:
             raise DataError(text, problem, Key("on_policy_share"))
 
     def check_all(self, rows: Rows) -> None:
-        """Check all rows. Of more than a million, only an even sample is checked, and the others when they are used."""
+        """Check all rows, or an even sample of more than a million. The other rows are checked when they are used."""
         if self.prompt_key is None and not self.needs_answer:
             # A dataset of Hugging Face reads a column faster than its rows. Other rows, and columns of lists, raise.
             with contextlib.suppress(AttributeError, KeyError, NotImplementedError, TypeError, ValueError):

@@ -24,7 +24,7 @@ _FLOAT_MARK = str(secrets.randbelow(9 * 10**7) + 10**7)  # few digits, which flo
 
 
 class Omissions(NamedTuple):
-    """Parts of trained messages that a template leaves out: index of the message -> name of its first missing part."""
+    """The parts of trained messages that a template leaves out, as {index of message: its first missing part}."""
 
     as_last: dict[int, str]  # although the message is the last
     in_talk: dict[int, str]  # of the whole conversation

@@ -59,8 +59,8 @@ def training_texts(
 ) -> list[tuple[str, Spans]]:
     """Render a conversation as training sequences. Returns (text, spans to train) for each.
 
-    The assistant's turns from message index `first` on are trained. `changed` is the setting changed_turns, or None for
-    answers that are compared: a single text, in which no trained turn may lose words.
+    The assistant's turns from message index `first` on are trained. `changed` is the setting changed_turns. None is for
+    preference pairs: the result is a single text, and DataError is raised if the text lacks words of a trained turn.
     """
     if tokenizer.chat_template is None:
         text = "messages need a tokenizer with a chat template; set {} to one that has it"
@@ -212,7 +212,7 @@ class _Conversation:
         return DataError(f"{text}; {advice}, or leave the reasoning out")
 
     def _reasoning_switch(self, at: int, message: Any) -> str | None:
-        """Return the name of a template variable that turns on reasoning in messages[at]. None without one."""
+        """Return the name of a template variable that turns on reasoning in messages[at]. None if there is none."""
         from jinja2 import Environment
 
         mode = {} if self._thinking is None else {"enable_thinking": self._thinking}
@@ -257,10 +257,11 @@ class _Conversation:
     # -- the conversation as rendered ------------------------------------------------------------------------------
 
     def spans(self, text: str) -> dict[int, tuple[int, int]]:
-        """Find the assistant's turns in the rendered conversation. Raises DataError if one is not found for certain.
+        """Find the assistant's turns in the rendered conversation. Raises DataError if the place of a turn is unclear.
 
         Returns:
-            Index of the message -> (start, end) as character indices in `text`, with the token that ends the turn.
+            Index of the message -> (start, end) as character indices in `text`. The token that ends the turn is
+            included.
         """
         numbers = [at for at, message in enumerate(self.messages) if message["content"].strip()]
         contents = self._content_ends(text, self.messages, numbers)

@@ -476,7 +476,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return Composition(data, raw, found, variant, given=given, files=files)
 
     def _overrides_without_effect(self, group: str) -> Iterator[Problem]:
-        """Yield a problem for each override in the null section `group`, or in a section that is only used with it."""
+        """Yield a problem for each override in `group`, a null section, or in sections that need this section."""
         line, choices = self._command_line, HydraConfig.get().runtime.choices
         sections = {group, *dependents(self.cls, group)}
         chosen = [name for name in line.chosen if name in sections and choices[name] != "null"]

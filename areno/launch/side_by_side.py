@@ -102,7 +102,7 @@ class JobFailed(Exception):
 
 
 def shares(n_jobs: int, engine: EngineConfig) -> list[dict[str, str]]:
-    """Return the environment variables OMP_NUM_THREADS and, on GPUs, CUDA_VISIBLE_DEVICES of each run."""
+    """Return {OMP_NUM_THREADS and, on GPUs, CUDA_VISIBLE_DEVICES} for each of `n_jobs` simultaneous runs."""
     import torch
 
     n_devices = torch.cuda.device_count() if engine.device != "cpu" else 0

@@ -110,7 +110,7 @@ def _equal_with_type(value: Any, other: Any) -> bool:
 
 
 def _drop_key(key: str, *forms: dict[str, Any]) -> None:
-    """Remove a key, and the section around it if it is empty then."""
+    """Remove a key from all `forms` of the data. A section that becomes empty is removed, too."""
     for data in forms:
         delete_key(data, key)
     section = key.rpartition(".")[0]

@@ -38,7 +38,7 @@ def reduce_tokens(pack: DataPack, values_T: Tensor, reduction: Reduction, norm_l
 
 
 def policy_stats(pack: DataPack, advantages: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
-    """Return the statistics that all policy losses report, each a share of a mean over the step's trained tokens.
+    """Return the statistics that all policy losses report, as `DataPack.token_mean` over trained tokens.
 
     `log_ratio` is (T,). approx_kl estimates KL(old policy || trained policy) as the mean of r - log r - 1. entropy, in
     nats, is absent if the pack has none.

@@ -55,8 +55,8 @@ def split_tests(tests: str | list[str]) -> dict[str, Any]:
         tests: Python code, or a list of texts, each of which is one test.
 
     Returns:
-        {"first": steps, "cases": a list of steps for each test}. If Python code cannot be split, {"inside": the code},
-        which runs in the program's process as a whole.
+        {"first": steps before the tests, "cases": a list of steps for each test}. If Python code cannot be split,
+        {"inside": the code}: all of it runs in the program's process.
     """
     known: Names = dict.fromkeys(dir(builtins), ...)
     if isinstance(tests, list):

@@ -52,10 +52,10 @@ def setting(
     Args:
         help: What the setting does, for `--help` and the reference page.
         factory: Makes the default, for mutable values such as lists and sections.
-        ge: Bounds: at least. null passes all bounds.
-        gt: More than.
-        le: At most.
-        lt: Less than.
+        ge: Lower bound: the value must be at least this. null passes all bounds.
+        gt: Lower bound: the value must be more than this.
+        le: Upper bound: the value must be at most this.
+        lt: Upper bound: the value must be less than this.
         required_in_build: Whether `build` requires a value although the dataclass does not. For example, a run that is
             described by files must name its data, while a script may pass the rows themselves.
         only_with: States of other settings without which this setting has no effect. It is an error to change a setting
@@ -525,7 +525,7 @@ def _value_at(section: Any, key: str) -> Any:
 
 
 def _changed_settings(section: Section, key: str, field: Setting, besides: str) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) if a setting is changed. In a section, check each setting except `besides`."""
+    """Yield (key, value) if the setting `key` is changed. If it is a section, check its settings except `besides`."""
     value, default = _value_at(section, key), field.default()
     if isinstance(value, Section) and isinstance(default, Section):
         yield from (pair for pair in changed(value, f"{key}.", default) if pair[0] != besides)

@@ -198,7 +198,7 @@ def _label_tokens(names: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _label_shares(logprobs: np.ndarray) -> tuple[float, ...]:
-    """Divide the probability of each label by their sum. At least one log-probability must be finite."""
+    """Return softmax(logprobs), the labels' shares of their total probability. One logprob must be finite."""
     shares = np.exp(logprobs - logprobs.max())
     return tuple((shares / shares.sum()).tolist())
 
@@ -207,7 +207,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     """Sends questions to an OpenAI-compatible endpoint, many at the same time.
 
     Use it as a context manager, or call `close`. The requests run in the event loop of a daemon thread, which does not
-    keep the process alive. Raises ConfigError if the key is missing, or if the endpoint does not answer a first
+    keep the process alive. Raises ConfigError if the API key is missing, or if the endpoint does not answer a first
     question.
     """
 
