@@ -276,7 +276,7 @@ class ControlTokens:
 
 
 def warn_of_unknown_tokens(tokenizer: Any, text: str, tokens: Sequence[int]) -> None:
-    """Log a warning if `tokens`, those of `text`, contain the unknown token. A tokenizer gets only one warning."""
+    """Log a warning if a text is encoded to `tokens` with the unknown token. A tokenizer gets only one warning."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or unknown not in tokens or getattr(tokenizer, "told_of_unknown", False):
         return

@@ -334,7 +334,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def load_environment(spec: str, key: str) -> Any:
-    """Load the verifiers environment NAME for `spec` verifiers:NAME. The environment must use chat messages."""
+    """Load the verifiers environment that `spec`, "verifiers:NAME", names. It must use chat messages."""
     name = spec.removeprefix(VERIFIERS)
     try:
         import verifiers

@@ -200,7 +200,7 @@ def content_and_reasoning(message: Mapping[str, Any]) -> list[str]:
 
 
 def missing_text(message: Mapping[str, Any], answer: str, at: int) -> str | None:
-    """Return the name of a part of messages[at] whose text is not in `answer`, the trained text. None if all are in it.
+    """Return a part of `message`, by name, whose text the trained text `answer` lacks. None if it lacks none.
 
     White space and think tags do not count.
     """

@@ -141,7 +141,7 @@ class _Conversation:
         return found
 
     def _in_thinking_modes(self) -> Iterator[_Conversation]:
-        """Yield the conversation in the thinking mode that is set. If none is set, yield it in all of them."""
+        """Yield the conversation in the thinking mode that is set. If no mode is set, yield it in each mode."""
         yield self
         for thinking in (True, False) if self._thinking is None else ():
             other = copy.copy(self)

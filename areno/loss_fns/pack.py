@@ -110,7 +110,7 @@ class DataPack:
     def row_mean(self, values_R: Tensor) -> Tensor:
         """Return the micro-batch's share of the step's mean over rows, 0-dim.
 
-        Rows without trained tokens must have 0.
+        Rows without trained tokens must have the value 0.
         """
         return values_R.sum() / max(self.step_rows, 1)
 
@@ -130,7 +130,7 @@ class DataPack:
         return values_R.index_select(0, self.row_of_token.index_select(0, self.trained_T))
 
     def of_trained_rows(self, values_R: Tensor) -> Tensor:
-        """From (R,) values of rows, return those of rows with trained tokens, in order."""
+        """Return the values of the rows with trained tokens, in order."""
         if self.trained_rows is None:
             return values_R[self.row_lengths() > 0]
         return values_R.index_select(0, self.trained_rows)

@@ -63,7 +63,7 @@ class Choices(dict[str, type[T]]):
                 yield Needs(self.key, *owners).problem(name, value_of(section, name), chosen)
 
     def arguments(self, section: Section) -> dict[str, Any]:
-        """Return the choice of a configuration, and the chosen class's settings, as keyword arguments of a loss."""
+        """Return the name and the settings of the class that `section` chooses, as keyword arguments of a loss."""
         chosen = value_of(section, self.key)
         own = {self._keywords.get(name, name): value_of(section, name) for name in settings(self[chosen])}
         return {self.key: chosen} | own

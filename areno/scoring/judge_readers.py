@@ -280,7 +280,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         self.close()
 
     async def _verdict(self, question: str) -> Verdict:
-        """Ask a question as soon as fewer than `concurrency` are in progress. Exceptions become verdicts."""
+        """Ask a question as soon as fewer than `concurrency` are in progress. Exceptions become failed verdicts."""
         async with self._room:
             started = time.perf_counter()
             try:

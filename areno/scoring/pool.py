@@ -116,8 +116,8 @@ class RewardPool(WorkerPool[RewardConfig]):
 class Scoring(AbstractContextManager["Scoring"]):
     """Scores samples in a thread as they arrive. The caller chooses a number for each sample.
 
-    Use it as a context manager. If it ends before `outcomes` has returned, the remaining samples are not scored.
-    Methods raise ArenoError if scoring has failed, for example because a function cannot be loaded.
+    Use it as a context manager. If the context ends before `outcomes` has returned, the remaining samples are not
+    scored. Methods raise ArenoError if scoring has failed, for example because a function cannot be loaded.
     """
 
     def __init__(self, pool: RewardPool):

@@ -66,8 +66,6 @@ def serve(connection: Connection) -> None:
 
 @dataclass
 class _LoadedFunction:
-    """A reward function that has been loaded."""
-
     call: Callable[[Any], Any]
     name: str
     weight: float
