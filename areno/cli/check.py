@@ -277,7 +277,6 @@ def _check_rewards() -> str:
 
 
 def _model(report: _CheckReport, arguments: argparse.Namespace) -> None:
-    """Load, sample from, train and save the tiny model that areno includes. Stop after a failure."""
     from areno.files.paths import find_file
 
     folder = find_file(_MODEL, "model")

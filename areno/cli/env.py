@@ -66,7 +66,7 @@ def extras() -> dict[str, list[str]]:
 
 
 def required(extra: str = "") -> dict[str, str]:
-    """Return requirement -> installed version, or "" if it is not satisfied, of an extra or of areno itself."""
+    """Return {requirement of an extra or of areno itself: installed version}. "" for one that is not satisfied."""
     from packaging.requirements import Requirement
 
     found = {}

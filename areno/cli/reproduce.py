@@ -34,7 +34,7 @@ class Bands:
     factor: float  # by which the share must grow at least
 
     def judge(self, base: float, trained: float) -> Iterator[tuple[bool, str]]:
-        """Yield (whether the rate is in its band, text) for each comparison."""
+        """Yield (whether it is as expected, text) for each of the two shares and for the growth."""
         for name, rate, band in (("base model", base, self.base), ("after RL", trained, self.trained)):
             met = band[0] <= rate <= band[1]
             yield met, f"solve rate, {name}: {rate:.3f}; expected {band[0]:g} to {band[1]:g}"

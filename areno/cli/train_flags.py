@@ -134,8 +134,7 @@ def overrides(
     """Translate the flags of a command line into settings. Flags of other algorithms are ignored with a warning.
 
     `given` has the value of each flag as text, or a bool for a switch. `own_task` means that the user named a task file
-    or a run to resume. This function does not read it, so it cannot assume that settings without a flag have their
-    defaults.
+    or a run to resume. Settings without a flag may then differ from their defaults.
     """
     of_algorithm: dict[str, list[Row]] = {}
     for row in rows(cls):
@@ -164,7 +163,7 @@ def overrides(
 def with_settings(
     found: list[str], settings: Sequence[str], names: Mapping[str, str]
 ) -> tuple[list[str], list[Problem]]:
-    """Combine the settings of flags with those given by key. Two different values are a problem."""
+    """Combine `found`, the settings of flags, with those given by key. Two different values are a problem."""
     by_key = {key: value for key, _, value in (line.partition("=") for line in found)}
     problems = []
     for line in settings:
@@ -198,7 +197,7 @@ def _use_kl(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]
 def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str], list[Problem]]:
     """Translate --min-lr to actor.optimizer.min_lr_ratio, a fraction of --lr, and return (settings, problems).
 
-    Both are empty if --lr is wrong, because the check of the settings reports that.
+    If --lr is wrong, both are empty: the check of the settings reports --lr.
     """
     if lr is None and own_task:
         return [], [Problem("--min-lr", "is a share of --lr; give that too")]

@@ -49,7 +49,7 @@ def render(
     /,
     **variables: Any,
 ) -> str:
-    """Render messages with the chat template. `thinking` is enable_thinking, `opened` is add_generation_prompt."""
+    """Render messages. The template gets `thinking` as enable_thinking and `opened` as add_generation_prompt."""
     options = {"tools": tools, "tokenize": False, "add_generation_prompt": opened, **variables}
     apply = partial(tokenizer.apply_chat_template, with_content_parts(tokenizer, messages), **options)
     try:
@@ -78,7 +78,7 @@ def _as_content_parts(content: Any) -> Any:
 
 
 def _reads_only_parts(tokenizer: Any) -> bool:
-    """Return whether the template renders a content that is a list of text parts, but not one that is plain text."""
+    """Return whether the template renders a list of text parts as content, but not a plain text."""
     written = []
     for content in (BREAK, _as_content_parts(BREAK)):
         text = ""

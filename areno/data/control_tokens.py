@@ -65,7 +65,7 @@ def _template_text(tokenizer: Any) -> str:
 def first_characters_pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Return a regular expression that matches the first character of each name in a text.
 
-    It also matches the first character of an incomplete name at the end of the text.
+    It also matches the first character of a name that the end of the text cuts off.
     """
     heads = sorted(_names_by_first_character(names).items())
     return re.compile("|".join(f"{re.escape(first)}(?={_prefix_tree_pattern(rests)})" for first, rests in heads))
@@ -91,7 +91,6 @@ def _prefix_tree_pattern(names: set[str]) -> str:
 
 
 def _names_by_first_character(names: Iterable[str]) -> dict[str, set[str]]:
-    """Return {first character: the rest of each name that begins with it}."""
     rests: dict[str, set[str]] = {}
     for name in names:
         rests.setdefault(name[0], set()).add(name[1:])
@@ -112,7 +111,7 @@ Offsets = list[tuple[int, int]]
 class ControlTokens:
     """The control tokens of a tokenizer and its chat template, cached by `control_tokens`.
 
-    `names` are their texts. There are none after `allow_control_tokens`. `made_of` is the key of the cache.
+    `names` are the texts of the control tokens, empty after `allow_control_tokens`. `made_of` is the cache key.
     """
 
     def __init__(self, tokenizer: Any):
@@ -121,7 +120,7 @@ class ControlTokens:
         self._found = first_characters_pattern(self.names) if self.names else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out of the pickled state what contains BREAK, because each process has another BREAK."""
+        """Return the state to pickle, without cached values: they contain BREAK, which differs in each process."""
         cached = {name for name, value in vars(type(self)).items() if isinstance(value, cached_property)}
         return {name: value for name, value in vars(self).items() if name not in cached}
 
@@ -129,7 +128,7 @@ class ControlTokens:
     def adds_no_space(self) -> bool:
         """Whether a string gets the same tokens at the start of a text as in its middle.
 
-        It is False for tokenizers that add a space at the start of a text, as many SentencePiece tokenizers do.
+        False for tokenizers that add a space at the start of a text, as many SentencePiece tokenizers do.
         """
         alone, inside = (self._tokenizer.encode(text, add_special_tokens=False) for text in ("a1", "\na1"))
         return bool(alone) and inside[-len(alone) :] == alone
@@ -251,9 +250,9 @@ class ControlTokens:
         It shares the vocabulary of the original tokenizer, so it takes little memory. Returns (second tokenizer,
         aliases, ids):
         aliases: text of a control token -> alias, a text that the second tokenizer encodes as this token
-        ids: id in the second tokenizer -> (text, ids in the original one), for ids that must be replaced. text is ""
-            for aliases and other added tokens. If the vocabulary also has the text of a control token as a word, the
-            id of the word maps to (that text, ids of its letters).
+        ids: id in the second tokenizer -> (text, ids in the original tokenizer), for ids that must be replaced. Aliases
+            and other added tokens have the text "". If the text of a control token is also a word of the vocabulary,
+            the id of the word maps to (text, ids of its letters).
         """
         from tokenizers import AddedToken, Tokenizer
 
@@ -277,7 +276,7 @@ class ControlTokens:
 
 
 def warn_of_unknown_tokens(tokenizer: Any, text: str, tokens: Sequence[int]) -> None:
-    """Log a warning if `tokens`, those of `text`, contain the unknown token. A tokenizer gets only one warning."""
+    """Log a warning if a text is encoded to `tokens` with the unknown token. A tokenizer gets only one warning."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or unknown not in tokens or getattr(tokenizer, "told_of_unknown", False):
         return

@@ -65,7 +65,7 @@ class DatasetFormat:
 
 
 class Converted:
-    """A dataset that converts each row when it is read. With `kind`, it also checks the row. Other fields stay."""
+    """A dataset that converts each row when it is read, and keeps its other fields. With `kind`, rows are checked."""
 
     def __init__(self, rows: Rows, convert: Callable[[Row], Mapping[str, Any]], kind: RowKind | None = None):
         self.rows, self.convert = rows, convert
@@ -141,7 +141,7 @@ def _prompt_format(there: set[str]) -> DatasetFormat | None:
 
 
 def _question_format(there: set[str], question: str) -> DatasetFormat | None:
-    """Return the form of rows with a question and, if `there` has one, an answer field. None for a prompt alone."""
+    """Return the form of rows with the field `question` and the other fields `there`. None for a prompt alone."""
     answer = next((name for name in _ANSWERS if name in there), None)
     if answer is None and question == "prompt":
         return None

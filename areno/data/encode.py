@@ -1,7 +1,7 @@
 """Turn texts into tokens and tokens into texts, faster than transformers.
 
-A row is first rendered as a `RenderedRow`: its texts, and the function that makes the item from their token ids. So
-`encode_rows` can encode the texts of many rows by a single call of the tokenizer, which then uses all CPU cores.
+A row is first rendered as a `RenderedRow`: its texts, and a function that makes a training item from their token ids.
+So `encode_rows` can encode the texts of many rows by a single call of the tokenizer, which then uses all CPU cores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RenderedRow(Generic[Item]):
 def encode_rows(
     tokenizer: Any, rows: Sequence[Any], indices: Sequence[int], draft: Callable[[Any, int], RenderedRow[Item]]
 ) -> list[Item | Exception]:
-    """Encode many rows with few calls of the tokenizer. Returns the item of each row, or its exception."""
+    """Render rows by `draft`, and encode them with few tokenizer calls. Returns each row's item or exception."""
     drafts = [_result_or_exception(draft, row, index) for row, index in zip(rows, indices, strict=True)]
     texts = [text for each in drafts if isinstance(each, RenderedRow) for text in each.texts]
     try:
@@ -114,7 +114,6 @@ def encode_text(tokenizer: Any, text: Text) -> list[int]:
 
 
 def _encode_batch(tokenizer: Any, texts: Sequence[str], adds_special: bool) -> list[list[int]]:
-    """Return the token ids of texts without breaks, by the Rust backend of the tokenizer."""
     if not texts:
         return []
     # transformers encodes the first text, and so turns off the truncation and padding of the backend.

@@ -89,8 +89,8 @@ class EncodedAhead(Generic[Item]):
     def take(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
         """Return the items of rows, after encoding those that are not ready.
 
-        Then the thread stops until the next `encode_next`. If a row cannot be read, it has the exception in place of an
-        item, and the rows after it are missing.
+        The encoding thread pauses until the next `encode_next`. If a row cannot be read, the exception takes the place
+        of its item, and the rows after it are missing.
         """
         with self._changed:
             self._wait_for(indices)
@@ -146,7 +146,6 @@ class EncodedAhead(Generic[Item]):
         return sum(self._size(item) for item in encoded.values() if not isinstance(item, Exception))
 
     def _encode_here(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
-        """Encode rows in the driver, and measure how long it takes."""
         with self._in_driver:
             started = time.monotonic()
             found = self._encode_one_by_one_if_needed(indices)
@@ -190,7 +189,7 @@ class EncodedAhead(Generic[Item]):
         return chunk
 
     def _finish_chunk(self, chunk: Sequence[int], encoded: dict[int, Item | Exception]) -> None:
-        """Store the encoded rows of a chunk in `_ready`. With processes, put the other rows back into `_wanted`."""
+        """Store the `encoded` rows of a chunk in `_ready`. With processes, put its other rows back into `_wanted`."""
         with self._changed:
             self._add_ready(encoded)
             self._busy -= set(chunk)
@@ -201,7 +200,7 @@ class EncodedAhead(Generic[Item]):
     # -- processes -------------------------------------------------------------------------------------------------
 
     def _is_slow(self) -> bool:
-        """Return whether encoding in the driver takes so long that processes are worth their start."""
+        """Return whether the driver spends so much time on encoding that processes should be started."""
         if self._began is None or self._seconds < _SLOW_S:
             return False
         return self._seconds > _SLOW_SHARE * (time.monotonic() - self._began)

@@ -54,7 +54,7 @@ class EncoderProcess:
         return pickle.dumps((rows, indices), pickle.HIGHEST_PROTOCOL)
 
     def encode(self, message: bytes, indices: Sequence[int]) -> list[Any]:
-        """Encode the rows pickled by `message`, while other threads run. A row that cannot be encoded gives None."""
+        """Encode rows. `message` is the pickled (rows, indices). A row that cannot be encoded gives None."""
         self._pipe.send_bytes(message)
         flat: _FlatItems | None = pickle.loads(self._pipe.recv_bytes())
         return [None] * len(indices) if flat is None else flat.items(indices)
@@ -107,7 +107,6 @@ class _FlatItems:
         return AnswersItem(rows=rows, index=index)
 
     def _iter_rows(self) -> Iterator[TrainSequence]:
-        """Yield the sequences in order. Their arrays are views of the large ones."""
         start = 0
         for length, (end, reward) in zip(self.lengths, self.others, strict=True):
             place = slice(start, start + length)

@@ -131,7 +131,6 @@ def json_line_error(line: str, error: ValueError | RecursionError) -> str:
 
 
 def _is_large(file: Path) -> bool:
-    """Return whether a file is so large that its rows stay on disk."""
     return file.stat().st_size * (_COMPRESSION if file.name.lower().endswith(".gz") else 1) > LARGE_BYTES
 
 
@@ -235,8 +234,8 @@ def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
 def _csv_error(error: Exception, file: Path, shown: str, parse: Any, convert: Any) -> str:
     """Describe why a CSV file could not be read.
 
-    The file is read again, in one thread, to find the number of the faulty line or row. If none is found, `error` is
-    described, which the first reading raised. `parse` is modified.
+    `error` is the exception of the first reading. The file is read again, in one thread, to find the number of the
+    faulty line or row. If no fault is found, `error` is described. `parse` is modified.
     """
     import pyarrow as pa
     from pyarrow import csv

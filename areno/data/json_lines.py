@@ -18,7 +18,7 @@ _CR, _LF, _SPACE, _ASCII = 13, 10, 32, 128
 
 
 class JsonLines(Sequence[Any]):
-    """The rows of a JSON lines file in UTF-8. `file` may be closed afterwards, but the file must stay unchanged.
+    """The rows of a JSON lines file in UTF-8. The caller may close `file`, but its content must not change.
 
     A line is parsed each time that its row is read. `shown` names the file in errors, and `fault` describes a bad line.
     """

@@ -150,12 +150,12 @@ class BatchLoader(Generic[Item]):
             yield from self.batches()
 
     def n_batches(self, n_epochs: int) -> int:
-        """Return the number of batches in whole epochs, at most: rows that are not encoded yet may still be skipped."""
+        """Return an upper bound of the number of batches: rows that are not encoded yet may still be skipped."""
         usable, size = len(self.rows) - len(self._too_long) - len(self._ties), self.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
     def _fill_batch(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int, int]:
-        """Make the batch from `order[start:]`. Returns (items, rows that are too long, ties, end in `order`)."""
+        """Fill a batch from `order[start:]`. Returns (items, number of long rows, number of ties, end index)."""
         items: list[Item] = []
         place = start
         while place < len(order) and len(items) < self.batch_size:
@@ -204,7 +204,7 @@ class BatchLoader(Generic[Item]):
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
 
     def _item_or_none(self, index: int, found: Mapping[int, Item | Exception]) -> Item | None:
-        """Return the item of a row, or None if the row is skipped. `found` has all rows that are not known already."""
+        """Return the item of a row, None if the row is skipped. `found` has the rows that are not cached."""
         if (item := self._cache.get(index)) is not None or index in self._too_long or index in self._ties:
             return item
         item = found[index]
@@ -280,9 +280,10 @@ def row_loader(
 ) -> BatchLoader[Any]:
     """Make the batch loader of a training loop.
 
-    Rows with more than config.max_length or `context` tokens are skipped. For `context`, a prompt must be one token
-    shorter, to leave room for a completion, and so must a row for a reward model, to leave room for its score. For a
-    pair, the longer of its two sequences counts. Messages name the section `key`. Processes never encode prompts.
+    Rows with more than config.max_length or `context` tokens are skipped. A prompt must be one token shorter than
+    `context`, to leave room for a completion. A row for a reward model must be one token shorter, to leave room for its
+    score. For a pair, the longer of its two sequences counts. Messages name the section `key`. Processes never encode
+    prompts.
     """
     limit = TokenLimit(config.longest, f"{key}.max_length")
     room = kind in ("prompt", "rw", "prm")
@@ -317,7 +318,7 @@ def row_encoder(
 def _with_variables_of_row(
     draft: Callable[..., RenderedRow[Any]], tokenizer: Any, row: Mapping[str, Any], index: int
 ) -> RenderedRow[Any]:
-    """Render a row with its variables of the chat template. A function of the module, so that it can be pickled."""
+    """Render a row with its own variables of the chat template. At module level, so that it can be pickled."""
     return draft(with_variables(tokenizer, template_variables(row)), row, index)
 
 

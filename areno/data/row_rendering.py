@@ -65,8 +65,8 @@ def render_sft(
 ) -> RenderedRow[AnswersItem]:
     """Render a row for supervised fine-tuning, which trains the response or every assistant turn of the messages.
 
-    If the template renders turns differently once more messages follow, `changed` "split" makes a sequence of each
-    turn.
+    Some templates render a turn differently once more messages follow. Then `changed` "split" makes each turn a
+    sequence.
     """
     prompt, answer = (row["prompt"], row["response"]) if row.get("response") is not None else ([], row["messages"])
     drafts = _render_answer(tokenizer, prompt, answer, enable_thinking, tools_of(row), changed)
@@ -104,8 +104,8 @@ def render_labelled(tokenizer: Any, row: Mapping[str, Any], index: int) -> Rende
 def render_ranked(tokenizer: Any, row: Mapping[str, Any], index: int) -> RenderedRow[AnswersItem]:
     """Render a row with ranked answers, for a reward model. The item has a sequence for each answer, the best first.
 
-    The reward of a sequence is the rating of its answer. The `returns` of its tokens are the level of the answer. The
-    margin of a comparison is the difference between the levels of the two answers.
+    The reward of a sequence is the rating of its answer. Every token has the answer's level (`RankedAnswers.levels`) in
+    `returns`. The margin between two answers is the difference of their levels.
     """
     found = ranked_answers(row)
     draft = _render_answers(tokenizer, found.prompt, found.answers, tools_of(row), found.ratings, index)
@@ -142,7 +142,7 @@ def _render_answers(
 
 
 def _join_rendered(drafts: Sequence[RenderedRow[Any]], make: Callable[[list[Any]], Item]) -> RenderedRow[Item]:
-    """Join several rendered rows to one. `make` makes its item from their items."""
+    """Join several rendered rows to one. `make` makes a single item from the items of the rows."""
     ends = list(itertools.accumulate(len(draft.texts) for draft in drafts))
 
     def finish(tokens: list[list[int]]) -> Item:
@@ -153,7 +153,7 @@ def _join_rendered(drafts: Sequence[RenderedRow[Any]], make: Callable[[list[Any]
 
 
 def rendered_prompt(tokenizer: Any, prompt: Prompt, thinking: bool | None, tools: Any) -> str:
-    """Check that the chat template renders each message of a prompt, and return `render_generation_prompt` of it."""
+    """Render a prompt by `render_generation_prompt`. Raises DataError if the template leaves out a message."""
     if not isinstance(prompt, str):
         prompt = template_messages(tokenizer, prompt)
         check_rendered(tokenizer, prompt, tools, thinking, True)

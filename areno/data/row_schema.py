@@ -397,7 +397,6 @@ def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) ->
 
 
 def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

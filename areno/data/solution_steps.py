@@ -54,7 +54,7 @@ def separator_problem(tokenizer: Any, separator: str) -> str | None:
 
 
 def check_separator(tokenizer: Any, separator: str, rows: Rows, key: str) -> None:
-    """Raise DataError if the tokenizer cannot encode the separator, or a step contains it before its end."""
+    """Raise DataError if the tokenizer cannot encode the separator, or a step has it anywhere but at the end."""
     setting, problems = "actor.step_separator", []
     if problem := separator_problem(tokenizer, separator):
         problems.append(Problem(setting, problem))
@@ -74,7 +74,7 @@ def check_separator(tokenizer: Any, separator: str, rows: Rows, key: str) -> Non
 
 
 def split_steps(answer: str, separator: str) -> list[str]:
-    """Split an answer at the separators, and drop steps of white space. An answer without others is one step."""
+    """Split an answer at the separators, and drop blank steps. If all steps are blank, they count as a single step."""
     pieces = answer.split(separator)
     return [piece for piece in pieces if piece.strip()] or ["".join(pieces)]
 
@@ -130,8 +130,8 @@ class StepReader:
         """Encode answers, which are texts without special tokens. Returns (token ids, index of each step's last token).
 
         The last step of an answer also gets a separator. A row that is too long is cut: the step at the limit is
-        shortened, so that its separator fits, and later steps are left out. If the prompt alone reaches the limit, its
-        last token stands for the answer.
+        shortened, so that its separator fits, and later steps are left out. If the prompt alone reaches the limit, the
+        last token is returned as the end of a step.
         """
         of_answers = [split_steps(answer, self.separator) for answer in answers]
         texts = [self.separator, *(step for steps in of_answers for step in steps)]

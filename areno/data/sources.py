@@ -70,7 +70,8 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
 def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tuple[Rows, DatasetConfig]:
     """Return checked rows, and the configuration section with which to make a BatchLoader.
 
-    `given` are rows that a script passes in, or None. If they are given, the section has no path and no loader.
+    `given` are rows that a script passes in, or None to read the rows of `config`. With `given`, the returned section
+    is a copy of `config` without path and loader. Errors name the section `key`.
     """
     if given is None:
         rows = load_rows(config, kind, key)
@@ -327,14 +328,13 @@ def hub_answers(timeout_s: float = 5.0) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error and of its cause."""
     line = (str(error).splitlines() or [type(error).__name__])[0]
     # The library wraps the actual error in one that says little.
     return line if error.__cause__ is None else f"{line}: {_first_line(error.__cause__)}"
 
 
 def load_environment(spec: str, key: str) -> Any:
-    """Load the environment of a `verifiers:NAME` from the verifiers package. It must use chat messages."""
+    """Load the verifiers environment that `spec`, "verifiers:NAME", names. It must use chat messages."""
     name = spec.removeprefix(VERIFIERS)
     try:
         import verifiers

@@ -1,4 +1,4 @@
-"""Check and encode the rows of a run with a teacher, which may need its own prompt, its name and an answer."""
+"""Check and encode the rows of a run with a teacher: fields for the prompt and name of the teacher, and the answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TeacherRows:
             raise DataError(text, problem, Key("on_policy_share"))
 
     def check_all(self, rows: Rows) -> None:
-        """Check all rows. Of more than a million, only an even sample is checked, and the others when they are used."""
+        """Check all rows, or an even sample of more than a million. The other rows are checked when they are used."""
         if self.prompt_key is None and not self.needs_answer:
             # A dataset of Hugging Face reads a column faster than its rows. Other rows, and columns of lists, raise.
             with contextlib.suppress(AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
@@ -55,7 +55,7 @@ class TeacherRows:
     def draft(
         self, tokenizer: Any, row: Mapping[str, Any], index: int, thinking: bool | None
     ) -> RenderedRow[PromptItem]:
-        """Render a row with the teacher's prompt. `finish` raises TooLong if it leaves no room for an answer."""
+        """Render a row and the teacher's prompt. `finish` raises TooLong if the prompt is too long for an answer."""
         self.check(row)
         own, key = render_prompt(tokenizer, row, index, thinking), self.prompt_key
         if key is None:
@@ -77,7 +77,7 @@ class TeacherRows:
 
 
 def teacher_rows(config: Any, context_len: int) -> TeacherRows | None:
-    """Return the `TeacherRows` of a run. None if its rows need no further fields."""
+    """Return the `TeacherRows` of a run. None if its rows need no fields for a teacher."""
     teacher = config.teacher if isinstance(config, PolicyExperimentConfig) else None
     if teacher is None:
         return None

@@ -24,7 +24,7 @@ _FLOAT_MARK = str(secrets.randbelow(9 * 10**7) + 10**7)  # few digits, which flo
 
 
 class Omissions(NamedTuple):
-    """Parts of trained messages that a template leaves out: index of the message -> name of its first missing part."""
+    """The parts of trained messages that a template leaves out, as {index of message: its first missing part}."""
 
     as_last: dict[int, str]  # although the message is the last
     in_talk: dict[int, str]  # of the whole conversation
@@ -42,9 +42,9 @@ def check_rendered(
 ) -> Omissions:
     """Check that the template renders every message. Return the parts of trained messages that it leaves out.
 
-    The template may drop an assistant message once more messages follow, and text beside tool calls in messages that
-    are not trained. If another message is missing, DataError is raised. `trained` are indices of messages, and `opened`
-    is add_generation_prompt.
+    Raises DataError if a message is missing. There are two exceptions: an assistant message that the template drops
+    once more messages follow, and text beside tool calls in a message that is not trained. `trained` are indices of
+    messages, and `opened` is add_generation_prompt.
     """
     form = template_traits(tokenizer)
     if form.template is None:
@@ -90,7 +90,7 @@ def _find_omissions(
     /,
     **variables: Any,
 ) -> tuple[int | None, Omissions]:
-    """Return (index of the first message that is not rendered, omissions), (None, empty) if marks are refused."""
+    """Return (index of the first message that is not rendered, or None; omissions). See `check_rendered`."""
     marks = [_Marks(at) for at in range(len(messages))]
     marked = [own.message(each, own.at in trained) for own, each in zip(marks, messages, strict=True)]
     text, found = rendered_or_none(tokenizer, marked, tools, thinking, opened, **variables), Omissions({}, {})
@@ -200,7 +200,7 @@ def content_and_reasoning(message: Mapping[str, Any]) -> list[str]:
 
 
 def missing_text(message: Mapping[str, Any], answer: str, at: int) -> str | None:
-    """Return the name of a part of messages[at] whose text is not in `answer`, the trained text. None if all are in it.
+    """Return a part of `message`, by name, whose text the trained text `answer` lacks. None if it lacks none.
 
     White space and think tags do not count.
     """

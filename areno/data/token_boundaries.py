@@ -1,9 +1,9 @@
 """Encode a text of which some parts are trained.
 
 The tokens before a trained part are those of the preceding text alone, which is the prompt of a rollout. So a token
-ends where a trained part begins. If the tokens of the whole text also end there, the part gets these tokens. Otherwise
-it is encoded as a continuation of the prompt. Texts between control tokens are encoded independently, so no prompt is
-encoded twice.
+must end where a trained part begins. If that is so in the tokens of the whole text, these tokens are used. Otherwise
+the part is encoded as a continuation of the prompt. Texts between control tokens are encoded independently, so no
+prompt is encoded twice.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _encode_parts_apart(tokenizer: Any, text: str, spans: Spans, plain: bool) ->
 def _encode_parts_with_prefix(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
     """Like `_encode_parts_apart`, for tokenizers that add a space at the start: encode a part with the text before it.
 
-    The text before a part begins with the control token that ends the last part, which is encoded twice.
+    The text before a part begins with the control token that ends the previous part. This token is encoded with each of
+    the two parts, and dropped from the later one.
     """
     names, at, texts, parts = control_token_texts(tokenizer), 0, list[Text](), list[tuple[int, int, int, int]]()
     for start, end in [*spans, (len(text), len(text))]:

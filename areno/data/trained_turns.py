@@ -59,8 +59,8 @@ def training_texts(
 ) -> list[tuple[str, Spans]]:
     """Render a conversation as training sequences. Returns (text, spans to train) for each.
 
-    The assistant's turns from message index `first` on are trained. `changed` is the setting changed_turns, or None for
-    answers that are compared: a single text, in which no trained turn may lose words.
+    The assistant's turns from message index `first` on are trained. `changed` is the setting changed_turns. None is for
+    preference pairs: the result is a single text, and DataError is raised if the text lacks words of a trained turn.
     """
     if tokenizer.chat_template is None:
         text = "messages need a tokenizer with a chat template; set {} to one that has it"
@@ -141,7 +141,7 @@ class _Conversation:
         return found
 
     def _in_thinking_modes(self) -> Iterator[_Conversation]:
-        """Yield the conversation in the thinking mode that is set. If none is set, yield it in all of them."""
+        """Yield the conversation in the thinking mode that is set. If no mode is set, yield it in each mode."""
         yield self
         for thinking in (True, False) if self._thinking is None else ():
             other = copy.copy(self)
@@ -181,7 +181,7 @@ class _Conversation:
         return render(self.tokenizer, self.messages[:at], self._tools, thinking, True)
 
     def _turn_after_prompt(self, at: int, message: Any) -> Turn | None:
-        """Return the turn of messages[at] after the prompt of this thinking mode. None if the two do not fit."""
+        """Return the turn of messages[at] after its prompt. None if the turn does not continue the prompt."""
         if not at:
             return None
         talk, prompt = [*self.messages[:at], message], self._rendered_prompt(at, self._thinking)
@@ -212,7 +212,7 @@ class _Conversation:
         return DataError(f"{text}; {advice}, or leave the reasoning out")
 
     def _reasoning_switch(self, at: int, message: Any) -> str | None:
-        """Return the name of a template variable that turns on reasoning in messages[at]. None without one."""
+        """Return the name of a template variable that turns on reasoning in messages[at]. None if there is none."""
         from jinja2 import Environment
 
         mode = {} if self._thinking is None else {"enable_thinking": self._thinking}
@@ -227,7 +227,7 @@ class _Conversation:
         return None
 
     def _find_turn_end(self, text: str, at: int, message: Any) -> tuple[int, str, str]:
-        """Find the end of `text`, whose last turn is messages[at]. Returns (end of its words, end tokens, rest)."""
+        """Find the end of messages[at], the last turn of `text`. Returns (end of its words, end tokens, rest)."""
         ends, is_call = self._ends, bool(message.get("tool_calls"))
         words = message["content"].rpartition(END_THINK)[2].strip()
         for closing, end in ((ends.call_closing, ends.call_end), (ends.closing, ends.end))[not is_call :]:
@@ -257,10 +257,11 @@ class _Conversation:
     # -- the conversation as rendered ------------------------------------------------------------------------------
 
     def spans(self, text: str) -> dict[int, tuple[int, int]]:
-        """Find the assistant's turns in the rendered conversation. Raises DataError if one is not found for certain.
+        """Find the assistant's turns in the rendered conversation. Raises DataError if the place of a turn is unclear.
 
         Returns:
-            Index of the message -> (start, end) as character indices in `text`, with the token that ends the turn.
+            Index of the message -> (start, end) as character indices in `text`. The token that ends the turn is
+            included.
         """
         numbers = [at for at, message in enumerate(self.messages) if message["content"].strip()]
         contents = self._content_ends(text, self.messages, numbers)
@@ -315,7 +316,6 @@ class _Conversation:
         raise DataError(f"{why}; {_AS_PAIRS}")
 
     def _split_after(self, messages: list[Any], numbers: list[int], *how: Any) -> list[str]:
-        """Call `render` with `how`, and split the result after the content of each message in `numbers`."""
         marked = list(messages)
         for at in numbers:
             content = messages[at]["content"]
@@ -357,7 +357,7 @@ class _Conversation:
 
 
 def _split_answer_opening(prompt: str) -> tuple[str, str]:
-    """Split a prompt into (head, start of the answer): white space, <think>, or an empty block of reasoning."""
+    """Split a prompt before the white space, <think> or empty block of reasoning with which it starts the answer."""
     head = prompt.rstrip()
     if head.endswith(END_THINK) and head.removesuffix(END_THINK).rstrip().endswith(THINK):
         head = head.removesuffix(END_THINK).rstrip()
@@ -368,7 +368,7 @@ def _split_answer_opening(prompt: str) -> tuple[str, str]:
 def _continuation_of_prompt(prompt: str, text: str) -> str | None:
     """Return what follows a prompt in `text`, which ends with a turn. None if `text` does not begin with the prompt.
 
-    The prompt may start the answer in another way than the turn in `text`: with <think>, or with an empty block.
+    Prompt and text may start the answer differently: with <think>, with an empty block of reasoning, or plainly.
     """
     if text.startswith(prompt):
         return text[len(prompt) :]

@@ -26,9 +26,9 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "f", "para
 class TurnEnds:
     """What a chat template writes after an assistant's turn, found by rendering example conversations.
 
-    `end` is the start of `closing`, up to the end of its first control tokens. If the template has no token that ends a
-    turn, the first control token of the next message ends it. `follows` maps "user" or "tool", the role of that
-    message, to this token.
+    `end` is `closing` up to the end of its first control tokens. Some templates write no token that ends a turn. There
+    the first control token of the next message ends it: `follows` maps the role of the next message, "user" or "tool",
+    to this token.
     """
 
     closing: str = ""  # after an answer that ends a conversation, such as "<|im_end|>" and a line break
@@ -40,7 +40,7 @@ class TurnEnds:
     follows: dict[str, str] | None = None
 
     def following(self, role: str) -> str:
-        """Return the token of the next message, of this role, that ends the turn before it. "" if none is known."""
+        """Return the first token of a message of this role, if it ends the turn before the message. Otherwise ""."""
         return (self.follows or {}).get("tool" if role == "tool" else "user", "")
 
 
@@ -123,9 +123,9 @@ def _text_after_mark(tokenizer: Any, answer: dict[str, Any], *later: dict[str, A
 
 
 def end_of_control_tokens(text: str, names: Collection[str], n_shared: int) -> int:
-    """Return the index after the first control token of a text and those directly after it. 0 if there is none.
+    """Return the index after the first run of adjacent control tokens in a text. 0 if there is no control token.
 
-    Further tokens count only within the first `n_shared` characters, which the template writes after every turn.
+    The second and later tokens count only if they end within the first `n_shared` characters.
     """
     places = [(at, name) for name in names if (at := text.find(name)) >= 0]
     if not places:

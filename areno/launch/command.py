@@ -54,7 +54,7 @@ def run_recipe(module: str) -> NoReturn:
 
 
 def run_algorithm(algorithm: Algorithm) -> NoReturn:
-    """Run an algorithm with this process's arguments, then end the process: the last call of a script with one."""
+    """Run an algorithm with the command-line arguments of this process, and end the process."""
     algorithm = replace(algorithm, file=Path(sys.argv[0]).absolute())
     sys.exit(run(algorithm, f"python {sys.argv[0]}", sys.argv[1:]))
 
@@ -68,9 +68,8 @@ def run(
 ) -> int:
     """Do what the arguments say: print help or a configuration, or start or resume runs. Returns the exit code.
 
-    With `greet`, a line is printed at once if stderr is a terminal, because imports take seconds. `names` maps settings
-    to the flags that errors name instead. SystemExit is raised after a single run has failed or if the options are
-    wrong.
+    With `greet`, a line is printed at once if stderr is a terminal, because imports take seconds. In errors, `names`
+    replaces settings by flags. SystemExit is raised after a single run has failed or if the options are wrong.
     """
     args = _parse(command, arguments)
     try:
@@ -386,7 +385,7 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
 def _choose_tuned_settings(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextlib.ExitStack) -> None:
     """If `tune.enabled` is set, choose settings of a new run by trials, and write them into its folder.
 
-    The log of the trials is entered into `logs`, so that it stays open until the log of the run is.
+    The caller closes `logs`, which receives the log of the trials.
     """
     if not (isinstance(config, PolicyExperimentConfig) and config.tune.enabled):
         return
@@ -433,7 +432,7 @@ def _print_debug_traceback(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def mention_recipes(recipe: str, config_name: str, config_dir: Path | None) -> Iterator[None]:
-    """Add a note to a ConfigError in the `with` block if the task file is meant for other recipes."""
+    """If the task file is meant for other recipes, add a note about this to a ConfigError in the `with` block."""
     try:
         yield
     except ConfigError as error:

@@ -154,7 +154,7 @@ def load(
 
 @contextmanager
 def mention_version(folder: Path) -> Iterator[None]:
-    """Add a note to a ConfigError in the block if another version of areno has written the run."""
+    """If another version of areno wrote the run in `folder`, add a note about this to a ConfigError in the block."""
     try:
         yield
     except ConfigError as error:
@@ -176,8 +176,8 @@ def to_yaml(data: dict[Any, Any]) -> str:
 class HydraSession(AbstractContextManager["HydraSession"]):
     """Hydra, set up for one configuration class and one command line. Composes configurations, starts runs and sweeps.
 
-    The override `hydra.mode=MULTIRUN` starts a sweep, as `multirun` does. `names` maps settings to the flags that
-    errors name instead.
+    The override `hydra.mode=MULTIRUN` starts a sweep, as `multirun` does. In errors, `names` replaces settings by
+    flags.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return str(folder / self._time_name)
 
     def rename(self, run_dir: Path) -> Path:
-        """Return another name for a folder that is named after the start time, because its name is taken."""
+        """Return a new path for a run folder whose name, the start time, is taken."""
         self._time_name = f"{self._started}-{next(self._counts)}"
         self.named_by_time.add(renamed := run_dir.with_name(self._time_name))
         return renamed
@@ -476,7 +476,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return Composition(data, raw, found, variant, given=given, files=files)
 
     def _overrides_without_effect(self, group: str) -> Iterator[Problem]:
-        """Yield a problem for each override in the null section `group`, or in a section that is only used with it."""
+        """Yield a problem for each override in `group`, a null section, or in sections that need this section."""
         line, choices = self._command_line, HydraConfig.get().runtime.choices
         sections = {group, *dependents(self.cls, group)}
         chosen = [name for name in line.chosen if name in sections and choices[name] != "null"]

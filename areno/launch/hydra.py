@@ -206,7 +206,6 @@ def _reference_target(path: tuple[str, ...], key: str) -> tuple[str, ...]:
 
 
 def _value_at_name(value: Any, name: str) -> Any:
-    """Return the value at a key of a section or an index of a list, or None if there is no such value."""
     if isinstance(value, dict):
         return next((inner for key, inner in value.items() if str(key) == name), None)
     return value[int(name)] if isinstance(value, list) and name.isdecimal() and int(name) < len(value) else None

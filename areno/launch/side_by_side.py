@@ -32,7 +32,7 @@ _STEP = "step="
 
 
 class JobLines:
-    """The display of runs that are in progress at the same time: one line for each if `live`, otherwise all lines."""
+    """Displays the output of several runs: if `live`, the latest line of each run, otherwise all lines."""
 
     def __init__(self, live: bool, objective: str):
         self._objective = objective
@@ -102,7 +102,7 @@ class JobFailed(Exception):
 
 
 def shares(n_jobs: int, engine: EngineConfig) -> list[dict[str, str]]:
-    """Return the environment variables OMP_NUM_THREADS and, on GPUs, CUDA_VISIBLE_DEVICES of each run."""
+    """Return {OMP_NUM_THREADS and, on GPUs, CUDA_VISIBLE_DEVICES} for each of `n_jobs` simultaneous runs."""
     import torch
 
     n_devices = torch.cuda.device_count() if engine.device != "cpu" else 0
@@ -305,7 +305,7 @@ def _environment_set(share: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block signals within a `with` block. A process started in the block unblocks signals once it handles them."""
+    """Block signals within a `with` block. A process that starts in the block later unblocks its own signals."""
     resource_tracker.ensure_running()  # otherwise it starts with the first process, and unblocks some signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:

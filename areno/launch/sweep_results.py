@@ -51,7 +51,7 @@ Result = tuple[str, float, float | None]
 
 
 def describe_lead(first: Result, second: Result) -> tuple[str, bool]:
-    """Describe the lead of the best setting over the second best. True if it is within the spread over seeds."""
+    """Return (text about the lead of the best setting, whether the lead is within the spread over seeds)."""
     lead = abs(first[1] - second[1])
     if lead == 0:
         return f"Equal to {second[0]}.", True

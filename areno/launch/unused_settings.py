@@ -37,9 +37,9 @@ def remove_unused(
 ) -> list[Problem]:
     """Remove the settings that have no effect from `data`, and log the features of other tools that areno lacks.
 
-    The settings are also removed from `copies`, other forms of `data`. Unknown sections in `asked` are kept, because
-    the command line chose them. Returns a problem for each setting in a section of another tool that has another name
-    here.
+    The settings are also removed from `copies`, other forms of `data`. `asked` are sections that the command line
+    chose, which are kept even if they are unknown. Returns a problem for each removed setting that areno has under
+    another name, if its section is unknown.
     """
     known, whole = {row.key for row in rows(cls)} | earlier_names(cls).keys(), with_defaults(cls, data)
     parts, problems = list[str](), list[Problem]()
@@ -110,7 +110,7 @@ def _equal_with_type(value: Any, other: Any) -> bool:
 
 
 def _drop_key(key: str, *forms: dict[str, Any]) -> None:
-    """Remove a key, and the section around it if it is empty then."""
+    """Remove a key from all `forms` of the data. A section that becomes empty is removed, too."""
     for data in forms:
         delete_key(data, key)
     section = key.rpartition(".")[0]
@@ -119,7 +119,10 @@ def _drop_key(key: str, *forms: dict[str, Any]) -> None:
 
 
 def is_idle(problem: Unused, data: Mapping[str, Any], files: Collection[Collection[str]]) -> bool:
-    """Return whether a setting without effect is off, or the file that sets it also turns off the feature it is for."""
+    """Return whether to ignore the problem: the setting is off, or a file with the setting turns off its feature.
+
+    `files` has the keys that each configuration file sets.
+    """
     if _is_off(value_at(data, problem.key)):
         return True
     own = [keys for keys in files if problem.other in keys]

@@ -75,5 +75,4 @@ def dpo_loss_fn(
 
 
 def _pair_mean(pack: DataPack, values_P: Tensor) -> Tensor:
-    """Return the micro-batch's share of the step's mean over pairs."""
     return pack.row_mean(values_P) * 2

@@ -110,7 +110,7 @@ class DataPack:
     def row_mean(self, values_R: Tensor) -> Tensor:
         """Return the micro-batch's share of the step's mean over rows, 0-dim.
 
-        Rows without trained tokens must have 0.
+        Rows without trained tokens must have the value 0.
         """
         return values_R.sum() / max(self.step_rows, 1)
 
@@ -130,7 +130,7 @@ class DataPack:
         return values_R.index_select(0, self.row_of_token.index_select(0, self.trained_T))
 
     def of_trained_rows(self, values_R: Tensor) -> Tensor:
-        """From (R,) values of rows, return those of rows with trained tokens, in order."""
+        """Return the values of the rows with trained tokens, in order."""
         if self.trained_rows is None:
             return values_R[self.row_lengths() > 0]
         return values_R.index_select(0, self.trained_rows)
@@ -141,7 +141,7 @@ class DataPack:
 
 
 def checked_result(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return (loss, statistics) as a loss function has returned it. Raises EngineError for any other result."""
+    """Return the result of a loss function. Raises EngineError unless it is a valid (loss, statistics)."""
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise EngineError(
             f"loss_fn returned {_described(returned)}; (loss, stats) is expected, stats a dict, such as {{}}"

@@ -38,7 +38,7 @@ def reduce_tokens(pack: DataPack, values_T: Tensor, reduction: Reduction, norm_l
 
 
 def policy_stats(pack: DataPack, advantages: Tensor, log_ratio: Tensor) -> dict[str, Tensor]:
-    """Return the statistics that all policy losses report, each a share of a mean over the step's trained tokens.
+    """Return the statistics that all policy losses report, as `DataPack.token_mean` over trained tokens.
 
     `log_ratio` is (T,). approx_kl estimates KL(old policy || trained policy) as the mean of r - log r - 1. entropy, in
     nats, is absent if the pack has none.
@@ -57,7 +57,7 @@ def entropy_stats(pack: DataPack) -> dict[str, Tensor]:
 
 
 def surrogate_stats(how: dict[str, Tensor], policy_loss: Tensor, ratio: Tensor) -> dict[str, Tensor]:
-    """Return a surrogate's own statistics, policy_loss, ratio (as observations) and, for a clip, clip_frac.
+    """Return `how`, the surrogate's own statistics, with policy_loss and ratio added, and clip_frac for a clip.
 
     clip_frac is the sum of clip_frac_low and clip_frac_high.
     """

@@ -227,7 +227,7 @@ _SWITCHES = {"use_cispo_loss": "cispo", "use_sapo_loss": "sapo"}  # setting -> t
 class SurrogateConfig(*SURROGATES.bases):
     """The choice of a surrogate, with the settings of all of them. The actors of GRPO and PPO inherit from it.
 
-    Read only `surrogate`. use_cispo_loss and use_sapo_loss are shorthands, which `canonical` applies to it.
+    Code reads only `surrogate`: `canonical` replaces the shorthands use_cispo_loss and use_sapo_loss by values of it.
     """
 
     surrogate: Literal[tuple(SURROGATES)] = setting(  # type: ignore[valid-type]
@@ -248,9 +248,9 @@ class SurrogateConfig(*SURROGATES.bases):
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of settings with the shorthands use_cispo_loss and use_sapo_loss applied to `surrogate`.
 
-        A shorthand that is True is not applied if `surrogate` already names the other of "cispo" and "sapo", which is a
-        contradiction. A shorthand that was applied becomes None, so that a copy with another `surrogate` has no
-        contradiction. In a subclass that gives the shorthand a default other than None, it keeps its value.
+        use_cispo_loss=True contradicts surrogate="sapo", and use_sapo_loss=True contradicts "cispo". Such values stay
+        as they are. A shorthand that is applied becomes None, so that a copy may have another `surrogate`. It keeps its
+        value only in a subclass that gives it a default other than None.
         """
         found = dict(values)
         for switch, name in _SWITCHES.items():

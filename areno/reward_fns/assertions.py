@@ -55,8 +55,8 @@ def split_tests(tests: str | list[str]) -> dict[str, Any]:
         tests: Python code, or a list of texts, each of which is one test.
 
     Returns:
-        {"first": steps, "cases": a list of steps for each test}. If Python code cannot be split, {"inside": the code},
-        which runs in the program's process as a whole.
+        {"first": steps before the tests, "cases": a list of steps for each test}. If Python code cannot be split,
+        {"inside": the code}: all of it runs in the program's process.
     """
     known: Names = dict.fromkeys(dir(builtins), ...)
     if isinstance(tests, list):
@@ -208,7 +208,7 @@ class _Splitter(ast.NodeTransformer):
         return name not in self._known and name not in self._bound
 
     def _is_program(self, node: ast.expr) -> bool:
-        """Return whether the program must evaluate an expression: it calls the program, or uses only such results."""
+        """Return whether the program must evaluate an expression: a call of it, or an operation on only such calls."""
         match node:
             case ast.Call(ast.Name(name), arguments, keywords):
                 alone = len(arguments) == 1 and not keywords and name in _BUILT_IN and name != "type"
@@ -237,7 +237,7 @@ class _Splitter(ast.NodeTransformer):
                 return self._is_program(inner)
 
     def _is_hidden(self, node: ast.AST) -> bool:
-        """Return whether an expression needs more of the program's result than its value, for example its class."""
+        """Return whether an expression depends on more than the value of a program's result, such as the class."""
         match node:
             case ast.Compare(left, _, others):
                 return sum(map(self._has_program, (left, *others))) > 1  # perhaps objects of its own classes

@@ -363,7 +363,7 @@ def _states_solution(solution: _Solution, text: str) -> bool:
     """Return whether a text states the solution, word for word.
 
     The solution may follow "the answer is" or the last ####. Otherwise a solution in words must be the whole text, and
-    another solution must be at the end of the text.
+    any other solution the end of the text.
     """
     n_words = len(solution.plain.split())
     words = _without_formatting(text).split()

@@ -72,7 +72,6 @@ def _all_pass(steps: list[dict[str, str]], program: _Program, names: dict[str, A
 
 
 def _passes(case: Callable[[], Any]) -> bool:
-    """Call a test, and return whether it returns True."""
     try:
         return case() is True
     except BaseException:

@@ -128,7 +128,7 @@ def _warn_of_name(old: str, new: str) -> None:
 
 
 def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
-    """Return the paths in nested mappings that match `parts`, those of a dotted key. `*` matches any name."""
+    """Return the paths in nested mappings that match a dotted key, split into `parts`. `*` matches any name."""
     if not parts:
         return [[]]
     if not isinstance(data, Mapping):
@@ -138,7 +138,6 @@ def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
 
 
 def _pop_at(data: Any, names: list[str]) -> Any:
-    """Remove and return the value at the path `names`. Sections that become empty are removed too."""
     name, *inner = names
     if not inner:
         return data.pop(name)
@@ -237,8 +236,8 @@ def _build_section(
 def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mapping[Any, Any]) -> None:
     """Remove problems of named sections that only repeat problems of the enclosing section.
 
-    A problem is a repetition if the enclosing section has a problem with the same setting, and the named section has
-    the same value of it, which means that it has inherited the value.
+    `data` is the enclosing section, at `prefix`. Its setting `name` holds the named sections, which inherit values. A
+    problem of a named section is a repetition if the enclosing section has the same value and also a problem with it.
     """
     reported = {problem.key for problem in problems}
     for inner, given in data[name].items():

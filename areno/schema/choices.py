@@ -20,8 +20,8 @@ Class = TypeVar("Class", bound=type[Section])
 class Choices(dict[str, type[T]]):
     """The classes that the setting `key` can choose, by name. `register` adds a class.
 
-    The configuration inherits from `bases`, and its setting `key` has the type `Literal[tuple(choices)]`. If a setting
-    has another name as a keyword argument of the loss, `keywords` maps the setting to it.
+    The configuration inherits from `bases`, and its setting `key` has the type `Literal[tuple(choices)]`. `keywords`
+    maps settings to their keyword arguments of the loss, where the names differ.
     """
 
     def __init__(self, key: str, **keywords: str):
@@ -63,7 +63,7 @@ class Choices(dict[str, type[T]]):
                 yield Needs(self.key, *owners).problem(name, value_of(section, name), chosen)
 
     def arguments(self, section: Section) -> dict[str, Any]:
-        """Return the choice of a configuration, and the chosen class's settings, as keyword arguments of a loss."""
+        """Return the name and the settings of the class that `section` chooses, as keyword arguments of a loss."""
         chosen = value_of(section, self.key)
         own = {self._keywords.get(name, name): value_of(section, name) for name in settings(self[chosen])}
         return {self.key: chosen} | own

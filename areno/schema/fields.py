@@ -52,10 +52,10 @@ def setting(
     Args:
         help: What the setting does, for `--help` and the reference page.
         factory: Makes the default, for mutable values such as lists and sections.
-        ge: Bounds: at least. null passes all bounds.
-        gt: More than.
-        le: At most.
-        lt: Less than.
+        ge: Lower bound: the value must be at least this. null passes all bounds.
+        gt: Lower bound: the value must be more than this.
+        le: Upper bound: the value must be at most this.
+        lt: Upper bound: the value must be less than this.
         required_in_build: Whether `build` requires a value although the dataclass does not. For example, a run that is
             described by files must name its data, while a script may pass the rows themselves.
         only_with: States of other settings without which this setting has no effect. It is an error to change a setting
@@ -63,7 +63,7 @@ def setting(
         renamed_from: Earlier names of the setting, which are still accepted: a name in the same section, or a dotted
             key of the whole configuration if the setting has moved.
         aliases: Other words for the choices of a `Literal`: word -> choice.
-        flag: Flag of the setting in `areno train`, or its name.
+        flag: The setting's flag in `areno train`: a `Flag`, or only a name.
         flags: Flags of the settings inside a section, by name. They replace the flags that these settings declare.
         may_be_blank: Whether a text may consist of white space alone, such as a line break.
         on_resume: Whether the setting may change when a run is resumed. None: what its section declares. Without such a
@@ -89,10 +89,10 @@ class Flag(NamedTuple):
     """A flag of `areno train`, for `setting(flag=...)`.
 
     Attributes:
-        name: Its name, with dashes, or "" for no flag. The flag takes a value, except for a bool, which is set to true.
-            If the default of the bool is true, --no-name is added.
-        value: If given, the flag takes no value and sets this one.
-        help: Help of the flag, if the help of the setting is unclear without its section, or describes a value.
+        name: Its name, with dashes, or "" for no flag. The flag of a bool takes no value and sets true. If the default
+            of the bool is true, --no-name is added.
+        value: If given, the flag takes no value and sets `value`.
+        help: Help of the flag, where the help of the setting does not suit it. "": the help of the setting.
         heading: Heading of the flag in the help of `areno train`. "": that of the section (`Section.heading`).
     """
 
@@ -114,8 +114,8 @@ class OnResume(NamedTuple):
             run. explicit: the run changes from this point on, so the user must name it by --resume. never: the saved
             state of the run would not fit.
         effect: What a change does to the run, in words.
-        decides_order: Whether a change alters which samples are finished first. If steps train on the prompts that are
-            finished first, it is then explicit.
+        decides_order: Whether a change alters which samples are finished first. Such a change is explicit if steps
+            train on the prompts that are finished first.
     """
 
     kind: Literal["harmless", "explicit", "never"]
@@ -197,7 +197,7 @@ def _plain(value: Any) -> str:
 def as_in(
     section: type[Section], name: str, default: Any = REQUIRED, on_resume: OnResume | None = None, **bounds: float
 ) -> Any:
-    """Declare a setting as another section declares it: with its help text, bounds and flag, if none are given here."""
+    """Declare a copy of the setting `name` of `section`, with another default, bounds or on_resume if given."""
     there = next(field for field in dataclasses.fields(section) if field.name == name)
     declared = there.metadata["declared"]
     declared = {**declared, "bounds": {**declared["bounds"], **bounds}, "on_resume": on_resume or declared["on_resume"]}
@@ -246,7 +246,7 @@ class source_check(build_check):
 def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
     """Return a decorator for a method that tells whether a state is forbidden. The check reports a problem about `key`.
 
-    In `text`, `{self.name}` stands for the value of a field.
+    The message is `text`, in which `{self.name}` stands for the value of a field.
     """
 
     def mark(is_forbidden: Callable[[Any], bool]) -> check:
@@ -448,9 +448,9 @@ def _unknown(section: Section) -> Any:
 
 
 def partial_section(cls: type[T], known: dict[str, Any]) -> T:
-    """Make a section with only some values, which are not checked, because the others are missing or wrong.
+    """Make a section from the values in `known`, without checks. Its other values are missing or wrong.
 
-    The checks of the section can still run. A check that reads an unknown value is skipped.
+    `problems_between` can check the section later. It skips each check that reads an unknown value.
     """
     unknown = {name: property(_unknown) for name in settings(cls) if name not in known}
     section: Any = object.__new__(type(cls.__name__, (cls,), unknown) if unknown else cls)
@@ -478,7 +478,7 @@ def unused(section: Section, in_build: bool = False, sources: bool = True) -> li
     """Report the settings that are changed but have no effect because of another setting (`only_with`).
 
     Settings in nested sections count too, and keys are relative to `section`. A setting with its default value is never
-    reported. `in_build` adds the needs that apply only in `build`, and `sources` those that a script may pass.
+    reported. `in_build` and `sources` add the needs that are declared with `in_build` and `is_source` (`Needs`).
     """
     found = []
     for key, field, need in _needs_of(type(section)):
@@ -525,7 +525,7 @@ def _value_at(section: Any, key: str) -> Any:
 
 
 def _changed_settings(section: Section, key: str, field: Setting, besides: str) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) if a setting is changed. In a section, check each setting except `besides`."""
+    """Yield (key, value) if the setting `key` is changed. If it is a section, check its settings except `besides`."""
     value, default = _value_at(section, key), field.default()
     if isinstance(value, Section) and isinstance(default, Section):
         yield from (pair for pair in changed(value, f"{key}.", default) if pair[0] != besides)

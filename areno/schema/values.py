@@ -22,8 +22,8 @@ class InvalidValue(Exception):
 def convert(value: Any, hint: Any) -> Any:
     """Convert a value to the type of a field, or raise InvalidValue.
 
-    If the field is a float or a str, an int is converted. Text that reads as a number becomes a float (YAML reads 1e-6
-    as text). All other values must already have the type.
+    A field of type float or str accepts an int, and converts it. A float field also converts text that reads as a
+    number, since YAML reads 1e-6 as text. All other values must already have the type.
     """
     origin, arms = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -104,7 +104,7 @@ def text_problem(text: str) -> str | None:
 
 
 def _truncated_value(value: Any, left: list[int]) -> Any:
-    """Return as much of a value as a message can show. left[0] counts how many more elements it may have."""
+    """Return as much of a value as a message can show. left[0] counts down the elements that still fit."""
     left[0] -= 1
     if isinstance(value, str):
         return value[: _SHOWN + 1]

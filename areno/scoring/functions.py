@@ -95,7 +95,6 @@ def part_names(specs: Sequence[str]) -> list[str]:
 
 
 def _check_unique(names: list[str]) -> list[str]:
-    """Raise ConfigError for reward.fn if a name occurs twice."""
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise ConfigError(Problem(KEY, f"has two functions called {twice[0]}; give each a name of its own"))
     return names

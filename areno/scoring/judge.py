@@ -1,7 +1,7 @@
 """Rewards of a judge, a language model. It scores each completion, or compares the completions of a prompt in pairs.
 
-`Judging` turns the samples of a rollout into questions, and the verdicts on them into rewards. judge_readers.py answers
-the questions. The number of a sample is its index in the rollout.
+`Judging` turns the samples of a rollout into questions, which judge_readers.py answers, and turns the answers into
+rewards. The number of a sample is its index in the rollout.
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ class Judging(AbstractContextManager["Judging"]):
         return sum(not future.done() for future in self._asked.values()) if self._reader.is_early else 0
 
     def complete(self, score: Score, write: WriteReplies) -> None:
-        """Let a judge that is a model of the run answer the questions. An endpoint ignores the arguments."""
+        """If the judge is a model of the run, let it answer the questions. With an endpoint, this does nothing."""
         self._reader.complete(score, write)
 
     def outcomes(self) -> dict[int, RewardOutcome]:
-        """Wait for all verdicts, and return the scores from 0 to 1, before the weight. Call this after `complete`."""
+        """Wait for all verdicts, and return the scores, from 0 to 1 and without weight. Call this after `complete`."""
         slow, futures = SlowTimer(), list(self._asked.values())
         while wait(futures, _LOOK_S).not_done:
             heartbeat.beat()

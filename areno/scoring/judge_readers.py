@@ -71,7 +71,7 @@ class JudgeReader(Protocol):
     def ask(self, question: str) -> Future[Verdict]: ...
 
     def complete(self, score: Score, write: WriteReplies) -> None:
-        """Answer all questions asked so far with the judge of the run. `score` and `write` are calls of that model."""
+        """Answer all questions asked so far. `score` and `write` are functions that call the judge."""
         ...
 
 
@@ -198,7 +198,7 @@ def _label_tokens(names: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _label_shares(logprobs: np.ndarray) -> tuple[float, ...]:
-    """Divide the probability of each label by their sum. At least one log-probability must be finite."""
+    """Return softmax(logprobs), the labels' shares of their total probability. One logprob must be finite."""
     shares = np.exp(logprobs - logprobs.max())
     return tuple((shares / shares.sum()).tolist())
 
@@ -207,7 +207,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     """Sends questions to an OpenAI-compatible endpoint, many at the same time.
 
     Use it as a context manager, or call `close`. The requests run in the event loop of a daemon thread, which does not
-    keep the process alive. Raises ConfigError if the key is missing, or if the endpoint does not answer a first
+    keep the process alive. Raises ConfigError if the API key is missing, or if the endpoint does not answer a first
     question.
     """
 
@@ -280,7 +280,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         self.close()
 
     async def _verdict(self, question: str) -> Verdict:
-        """Ask a question as soon as fewer than `concurrency` are in progress. Exceptions become verdicts."""
+        """Ask a question as soon as fewer than `concurrency` are in progress. Exceptions become failed verdicts."""
         async with self._room:
             started = time.perf_counter()
             try:
@@ -355,8 +355,8 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     def _parse_reply(self, said: str, top: Sequence[tuple[str, float]]) -> Verdict:
         """Return the verdict of a reply.
 
-        If the labels have enough of the probability in `top`, the verdict is read from there. Otherwise the model tends
-        to begin with something else, such as reasoning, and the label at the start of the text counts.
+        If the labels have enough of the probability in `top`, the verdict is the labels' shares of it. Otherwise the
+        model tends to begin with something else, such as reasoning. Then the label at the start of the text counts.
         """
         if self._config.verdict == "json":
             return _read_json(said, self._labels)
@@ -372,7 +372,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         return _verdict_of_label(said, self._labels, parts)
 
     def _label_of(self, token: str) -> int | None:
-        """Return the index of the label of which a token is the start, or that is the start of the token."""
+        """Return the index of the label that begins with a token, or with which the token begins."""
         start = token.strip().casefold()
         # At most one, since the labels differ in their first letter.
         begun = [index for index, label in enumerate(self._labels) if start and label.startswith(start)]
@@ -413,7 +413,7 @@ def _read_json(said: str, labels: Sequence[str]) -> Verdict:
 
 
 def _no_verdict(found: Verdict, said: str, config: JudgeConfig) -> Verdict:
-    """Return a verdict with an error that quotes the reply, in which there is no label."""
+    """Return `found` with an error, for a reply `said` that contains no label."""
     text = f"judge: the reply names none of {', '.join(config.names)}: {printable(said)[:_SHOWN_CHARS]!r}"
     if config.verdict == "labels":
         text += f"; a model that reasons first needs {KEY}.enable_thinking=false or {KEY}.verdict=json"

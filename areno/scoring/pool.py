@@ -45,8 +45,8 @@ _LOGGED_CHARS = 300
 class RewardPool(WorkerPool[RewardConfig]):
     """A pool of processes that call the reward functions of a run. Use it in a `with` block.
 
-    `function` is a function or a list of functions that a script passes in. They are pickled. None uses the functions
-    in the settings. With `tracebacks`, error messages are tracebacks. `call_s` is that of the last `Scoring`. One CPU
+    `function` is a function or a list of functions that a script passes in. None uses the functions in the settings.
+    With `tracebacks`, error messages are tracebacks. `call_s` is the mean time of a call in the last `Scoring`. One CPU
     core is left for each of the `n_devices` device workers.
     """
 
@@ -116,8 +116,8 @@ class RewardPool(WorkerPool[RewardConfig]):
 class Scoring(AbstractContextManager["Scoring"]):
     """Scores samples in a thread as they arrive. The caller chooses a number for each sample.
 
-    Use it as a context manager. If it ends before `outcomes` has returned, the remaining samples are not scored.
-    Methods raise ArenoError if scoring has failed, for example because a function cannot be loaded.
+    Use it as a context manager. If the context ends before `outcomes` has returned, the remaining samples are not
+    scored. Methods raise ArenoError if scoring has failed, for example because a function cannot be loaded.
     """
 
     def __init__(self, pool: RewardPool):
@@ -212,9 +212,9 @@ class Scoring(AbstractContextManager["Scoring"]):
 class _ScoringCalls:
     """The samples of one `Scoring` by number, their outcomes, and the times (start, end) of their calls.
 
-    `waiting` are samples still to be sent. `alone`, too, but one at a time, because one of them may crash its process.
-    `n_answers` counts outcomes other than timeouts. `n_unanswered` counts timeouts since the last of these, which came
-    at `answered_at` (time.monotonic).
+    `waiting` are samples still to be sent. `alone` are samples to be sent one at a time, because one of them may crash
+    its process. `n_answers` counts outcomes other than timeouts. The last such outcome came at `answered_at`
+    (time.monotonic). `n_unanswered` counts timeouts since then.
     """
 
     def __init__(self, call_s: float) -> None:
@@ -283,7 +283,7 @@ class _ScoringCalls:
 
     @property
     def call_s(self) -> float:
-        """Mean seconds of a call, with the wait for the driver. Before the first answer, the expected seconds."""
+        """Mean seconds of a call, including its wait for the driver. Before the first answer, an expected value."""
         return 1e-9 * self._busy_ns / len(self.spans) if self.spans else self._expected_call_s
 
     def give_up(self, outcome: RewardOutcome) -> None:

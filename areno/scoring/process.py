@@ -66,8 +66,6 @@ def serve(connection: Connection) -> None:
 
 @dataclass
 class _LoadedFunction:
-    """A reward function that has been loaded."""
-
     call: Callable[[Any], Any]
     name: str
     weight: float
@@ -106,7 +104,6 @@ def _load_functions(functions: list[RewardFunction], key: str) -> list[_LoadedFu
 
 
 def _file_of(function: Callable[[Any], Any]) -> Path:
-    """Return the source file of the function that a built-in reward calls."""
     return Path(inspect.getfile(function.func if isinstance(function, partial) else function))
 
 

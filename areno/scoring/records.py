@@ -27,7 +27,7 @@ class RecordedPrompt:
 
     @cached_property
     def pickled(self) -> bytes:
-        """Can raise any exception, because the row of the dataset may hold any object."""
+        """The pickled item. Pickling the objects in its row can raise any exception."""
         return pickle.dumps(self.item, pickle.HIGHEST_PROTOCOL)
 
 
