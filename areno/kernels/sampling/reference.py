@@ -75,7 +75,7 @@ class SamplingSettings:
     texts: TextIds | None = None  # None means all ids
 
     def overwrites(self, flags: SamplingFlags) -> bool:
-        """Return whether kernels write into the logits: for edits, or for top-k and top-p to drop ids without text."""
+        """Return whether kernels write into the logits: with edits, or with top-k or top-p if some ids have no text."""
         return flags.edits or (flags.filtered and self.texts is not None)
 
 
