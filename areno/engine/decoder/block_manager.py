@@ -77,7 +77,7 @@ class BlockManager:
         return self._physical_blocks[first]
 
     def match(self, tokens: list[int], max_group_blocks: int) -> PrefixMatch:
-        """Return the longest prefix, up to `max_group_blocks` blocks, that is cached in every group of layers.
+        """Return the longest prefix of a prompt, up to `max_group_blocks`, that is cached in every group of layers.
 
         In a group with a sliding window, only the blocks that the first token after the prefix attends to must be
         cached.
@@ -135,7 +135,7 @@ class BlockManager:
             self._ref_counts[group_block] += times
 
     def allocate(self, n: int = 1, group: int = 0) -> list[int]:
-        """Allocate `n` group blocks, each with one reference, for the group of layers with index `group`.
+        """Allocate `n` group blocks, each with one reference, for the layers of `group`. Return the index of each.
 
         Cached group blocks are evicted if necessary. The caller has checked that `n_available` suffices.
         """

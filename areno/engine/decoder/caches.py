@@ -172,7 +172,7 @@ class StateCache:
         slots_R: Tensor,
         continues_R: Tensor | None,
     ) -> Tensor:
-        """Prefill packed rows, (N, P) -> (N, I), and update the states. Rows begin at 0 unless `continues_R` is set."""
+        """Prefill packed rows, (N, P) -> (N, I), and update the states. New rows, not `continues_R`, begin at 0."""
         states, before = self.layers[layer], None
         if continues_R is not None:
             given = [each.index_select(0, slots_R) for each in states]

@@ -321,7 +321,7 @@ class Runner:
         return CachedAttend(attend, recur)
 
     def _forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, indices_N: Tensor | None) -> Tensor:
-        """Run the layers, and return hidden states (N, D). Store their experts at `indices_N` of the RouteCache."""
+        """Run the layers, and return hidden states (N, D). Store routed experts at `indices_N` of the RouteCache."""
         if self.model.routing is not None:
             self.model.routing.begin(records=self.routes is not None)
         with sampling():

@@ -65,9 +65,9 @@ class SlotSampler:
         """Return a sampler in which each of N rows has its own slot, so that rows of one sequence can differ.
 
         Slot i of the result has the settings of row i. Its last slot, for padding rows, is a copy of this sampler's
-        last slot. Drawing with the result changes nothing in this sampler. Banned tokens are left out unless `flags`
-        asks for them, and penalty counts if `counts` is None: both tensors may be replaced by larger ones, so a CUDA
-        graph must not read them. `counts` (2, n) are (row, token) pairs to add to the penalty counts.
+        last slot. Drawing with the result changes nothing in this sampler. `counts` (2, n) are (row, token) pairs to
+        add to the penalty counts. Without `counts`, penalty counts are left out, and without `flags.n_banned`, banned
+        tokens are left out. A CUDA graph must not read these two tensors, because they may be replaced.
         """
         of, slots = self.tensors, F.pad(slots_N, (0, 1), value=self.n_slots - 1)
         rows = copy.copy(self)

@@ -155,8 +155,7 @@ def chunk_tokens(tokens_ptr, sizes_ptr, SIZE: tl.constexpr):
 def load_rows(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
     """Load columns `start` to `start` + BLOCK of every STEP-th line of a matrix with SIZE columns, zeros outside it.
 
-    `inside` marks the lines that exist. Addresses of a thread differ by compile-time constants only, because separate
-    addresses would take more registers than the elements.
+    `inside` marks the lines that exist. A thread's addresses differ by compile-time constants, which saves registers.
     """
     line, column = tl.arange(0, inside.shape[0])[:, None], start + tl.arange(0, BLOCK)[None, :]
     return load_masked(ptr + first * SIZE + (line * (STEP * SIZE) + column), inside[:, None] & (column < SIZE))

@@ -52,7 +52,7 @@ def _is_aligned(x_MI: Tensor, weight_EIO: Tensor) -> bool:
 
 @functools.cache
 def _is_right(device: int) -> bool:
-    """Return whether grouped_mm gives right results for uneven groups, an empty group, and rows after the last group."""
+    """Return whether grouped_mm gives right results for uneven and empty groups, and for rows after the last group."""
     # For other GPUs, torch has no grouped kernel: the host waits for the sizes of the groups, and loops over them.
     if not is_hopper(f"cuda:{device}"):
         return False

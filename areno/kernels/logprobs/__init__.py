@@ -124,7 +124,7 @@ class Head:
         return self.chunk or (CHUNK if kernels_for(hidden_KD) is reference else FUSED_CHUNK)
 
     def n_kept(self, hidden_KD: Tensor, weight_VD: Tensor, n_matrices: int) -> int:
-        """Return for how many positions the backward pass gets kept gradients of logits, `n_matrices` rows each."""
+        """Return for how many positions the forward pass keeps gradients of logits. Each has `n_matrices` rows."""
         n_rows = len(weight_VD) if self.most_rows is None else self.most_rows
         return min(len(hidden_KD), self.keep_bytes // max(1, n_matrices * n_rows * hidden_KD.element_size()))
 
