@@ -124,7 +124,7 @@ def described(device: torch.device | str) -> str:
 
 @functools.cache
 def compiles_for(device: torch.device) -> bool:
-    """Return whether Triton compiles for a device. False for GPUs before Volta, True for GPUs that are not here."""
+    """Return whether Triton compiles for a device. False for GPUs before Volta, True for a GPU that is missing."""
     found = capability(device)
     return found is None or found >= VOLTA
 

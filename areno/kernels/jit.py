@@ -156,7 +156,7 @@ def _fma_options() -> dict[str, bool]:
 
 
 def runs_gluon(device: torch.device, name: str) -> bool:
-    """Return whether the Gluon kernel `name` runs on a device: a Hopper GPU, and a Triton that can compile it.
+    """Return whether the Gluon kernel `name` runs on a device. It needs a Hopper GPU and a Triton that can compile it.
 
     Matrix products need instructions that only Hopper GPUs have. The other kernels were not measured on newer GPUs.
     """

@@ -17,7 +17,7 @@ SHORT_ROW = 64  # tokens; another kernel launch is not worth it if it saves less
 
 
 class Borders(NamedTuple):
-    """Cumulative numbers of queries and of keys in packed rows, int32, and the most of each in a row."""
+    """Cumulative numbers of queries and of keys in packed rows, int32, and the largest numbers in one row."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor

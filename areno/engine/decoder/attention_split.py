@@ -29,7 +29,7 @@ _SHORT_SHARED_SPLIT_LEN = 256
 
 @dataclass(slots=True)
 class PrefixGroups:
-    """The shared-prefix groups of a batch. Without sliding windows, they are valid until the batch has other rows."""
+    """The shared-prefix groups of a batch. Without sliding windows, they hold while the batch has the same rows."""
 
     shared_lens_B: np.ndarray
     rows_GR: np.ndarray | None
@@ -57,7 +57,11 @@ def prefix_groups(
     fixed_order: bool,
     has_windows: bool,
 ) -> PrefixGroups:
-    """Find the shared-prefix groups of a batch. With `has_windows`, sequences may have freed blocks."""
+    """Find the shared-prefix groups of a batch: at most `max_groups` groups, of at most `group_size` rows each.
+
+    `lengths_B` is the number of positions of each row. With `fixed_order`, shared positions end where a span of
+    `kernels.fixed_order` ends. `has_windows` says that blocks before a sliding window may have been freed.
+    """
     shareable = partial(_floor_to_split if fixed_order else _floor_to_block, block_size)
     shared_lens_B = np.zeros(len(sequences), dtype=np.int64)
     rows_GR = np.full((max_groups, group_size), -1, dtype=np.int64)
@@ -95,9 +99,9 @@ def split_attention(
 ) -> AttentionSplit:
     """Divide the attention of a decode step into splits, which the kernel computes in parallel.
 
-    The kernel computes every split once for each of `n_heads` key heads. With `fixed_order`, splits have the fixed
-    borders of `kernels.fixed_order`, and `split_lens[1]` is the length of only the first split of a group. If `groups`
-    is None, `prefix_groups` finds them.
+    The kernel computes every split once for each of `n_heads` key heads. With `fixed_order`, splits begin at the fixed
+    positions of `kernels.fixed_order`, and `split_lens[1]` is the length of only the first split of a group.
+    If `groups` is None, `prefix_groups` is called.
     """
     if groups is None:
         groups = prefix_groups(
@@ -155,8 +159,8 @@ def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], 
 def _split_len_and_count(longest: int, wanted: float, max_split_len: int) -> tuple[int, int]:
     """Return the length of a split, and the number of splits that cover `longest` positions.
 
-    Both are powers of two. The length is the largest that exceeds neither `wanted` nor `max_split_len`, but at least
-    `_MIN_SPLIT_LEN`, and larger if there would be more than `_MAX_SPLITS` splits. The number is 0 for no positions.
+    Both are powers of two, but the number is 0 for no positions. The length is at least `_MIN_SPLIT_LEN`. It exceeds
+    `wanted` or `max_split_len` only if there would be more than `_MAX_SPLITS` splits otherwise.
     """
     split_len = _MIN_SPLIT_LEN
     while (2 * split_len <= wanted and split_len < max_split_len) or split_len * _MAX_SPLITS < longest:
@@ -173,6 +177,6 @@ def _floor_to_block(block_size: int, length: int) -> int:
 
 
 def _floor_to_split(block_size: int, length: int) -> int:
-    """Return the largest position up to `length` at which a KV block and a split of fixed-order attention begin."""
+    """Return the largest position up to `length` at which both a KV block and a fixed-order span begin."""
     last = n_spans(length + 1) - 1
     return next(start for span in range(last, -1, -1) if (start := span_start(span)) % block_size == 0)

@@ -42,7 +42,7 @@ class PrefixMatch:
     n_skipped: list[int]  # for each group, the leading entries before the window, which hold the scratch block
 
     def cached_blocks(self) -> list[int]:
-        """Return the cached group blocks in all groups of layers, without scratch blocks, for `acquire`."""
+        """Return the cached group blocks of all groups of layers. Scratch blocks are left out."""
         return [
             group_block for each, n in zip(self.group_blocks, self.n_skipped, strict=True) for group_block in each[n:]
         ]
@@ -77,7 +77,7 @@ class BlockManager:
         return self._physical_blocks[first]
 
     def match(self, tokens: list[int], max_group_blocks: int) -> PrefixMatch:
-        """Return the longest prefix of a prompt that is cached in every group of layers. It may be empty.
+        """Return the longest prefix of a prompt, up to `max_group_blocks`, that is cached in every group of layers.
 
         In a group with a sliding window, only the blocks that the first token after the prefix attends to must be
         cached.
@@ -105,7 +105,8 @@ class BlockManager:
     def _longest_prefix(self, of_groups: list[list[int]]) -> int:
         """Return the length in blocks of the longest prefix that is usable in every group of layers.
 
-        A list in `of_groups` has, for every `block_size` tokens, the cached group block, or else the scratch block.
+        `of_groups` has a list for each group of layers: the prompt's cached group blocks in order, with the scratch
+        block where none is cached.
         """
         longest, runs = 0, [0] * len(of_groups)  # the last ones that are there, one after the other
         for n, group_blocks in enumerate(zip(*of_groups, strict=True), start=1):
@@ -119,7 +120,7 @@ class BlockManager:
         return longest
 
     def can_allocate(self, shared: Iterable[int], n_new: int, reserve: int = 0) -> bool:
-        """Return whether `reserve` blocks would stay available after acquiring `shared` and allocating `n_new`."""
+        """Return whether `reserve` blocks are left after acquiring `shared` and allocating `n_new` blocks."""
         revived = sum(
             len(self._physical_blocks[group_block]) for group_block in shared if group_block in self.cached_group_blocks
         )
@@ -134,7 +135,7 @@ class BlockManager:
             self._ref_counts[group_block] += times
 
     def allocate(self, n: int = 1, group: int = 0) -> list[int]:
-        """Allocate `n` group blocks, each with one reference, and return the index of each one's first block.
+        """Allocate `n` group blocks, each with one reference, for the layers of `group`. Return the index of each.
 
         Cached group blocks are evicted if necessary. The caller has checked that `n_available` suffices.
         """
@@ -167,7 +168,10 @@ class BlockManager:
                     free.extend(physical[group_block])
 
     def register(self, group_block: int, before: int, tokens: tuple[int, ...]) -> int:
-        """Return the id of prefix `before` plus `tokens`. If it is new, cache it with this block of the first group."""
+        """Return the id of the prefix that extends the prefix with id `before` by `tokens`.
+
+        A new prefix is added to the cache, with `group_block` as its last block in the first group of layers.
+        """
         key = (before, tokens)
         found = self._by_content.get(key)
         if found is not None:
@@ -178,7 +182,7 @@ class BlockManager:
         return self._last_prefix_id
 
     def register_end(self, group_block: int, group: int, prefix_id: int) -> None:
-        """Add a full group block of another group to the prefix cache, for the prefix that ends with it."""
+        """Add `group_block` to the prefix cache, as the last block of a prefix in a group other than the first."""
         if prefix_id not in self._by_prefix[group]:
             self._by_prefix[group][prefix_id] = group_block
             self._content[group_block] = self._by_prefix[group], prefix_id
@@ -212,10 +216,10 @@ class BlockTables:
         self.prefix_id = EMPTY_PREFIX  # of the prefix that ends with the last registered group block
 
     def allocate_prompt(self, match: PrefixMatch, n_tokens: int) -> int:
-        """Acquire the cached prefix, allocate blocks for the rest of a prompt, and return how many were allocated.
+        """Acquire the cached prefix, allocate blocks for the rest of a prompt, and return the number of new blocks.
 
-        After a preemption, `n_tokens` includes the completion so far. Layers with a window get no blocks for the rest
-        here, because `extend` allocates them before each prefill chunk.
+        After a preemption, `n_tokens` includes the completion so far. For layers with a window, `extend` allocates the
+        new blocks later, before each prefill chunk.
         """
         blocks, n_taken = self._blocks, 0
         blocks.acquire(match.cached_blocks())
@@ -233,7 +237,8 @@ class BlockTables:
     def for_followers(blocks: BlockManager, n: int, *, has_partial_block: bool) -> list[BlockTables]:
         """Return block tables for `n` sequences whose prompt is computed by another sequence, the leader.
 
-        `share_prefix` later inserts the prompt's full blocks. With `has_partial_block`, each gets its own last block.
+        `share_prefix` later inserts the prompt's full blocks. With `has_partial_block`, the prompt's last block is
+        partly filled, and each sequence gets a block of its own for it.
         """
         if not has_partial_block:
             return [BlockTables(blocks) for _ in range(n)]
@@ -291,8 +296,7 @@ class BlockTables:
     def new_entries(tables: Sequence[BlockTables], slots: Sequence[int]) -> np.ndarray:
         """Return the block table entries that are not on the device yet, and mark them as uploaded.
 
-        `slots` are the rows in the block tables on the device. Returns (4, n) int64: block table, slot, column and KV
-        block.
+        `slots` are the sequences' rows in the tables on the device. Returns (4, n) int64: table, slot, column, block.
         """
         blocks, parts, n_before = tables[0]._blocks, [], 0
         for index, group in enumerate(blocks.groups):
@@ -317,7 +321,7 @@ class BlockTables:
 
     @staticmethod
     def release(tables: Sequence[BlockTables]) -> None:
-        """Release all KV blocks of sequences. Those of the first sequence will be evicted first."""
+        """Release all KV blocks of sequences. Blocks of the first sequence will be evicted first."""
         held: list[int] = []
         for each in reversed(tables):  # BlockManager.release begins with the last block
             for group in reversed(range(len(each.group_blocks))):

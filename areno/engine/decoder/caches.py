@@ -35,11 +35,11 @@ def kv_cache_blocks(
     reserved: int,
     beside_actor: bool,
 ) -> int:
-    """Return the number of blocks in the KV cache of a rollout: that of `wanted` if it fits in memory.
+    """Return the number of blocks in the KV cache of a rollout. It is at most the number that `wanted` asks for.
 
     If `rollout.max_kv_tokens` is null, the cache takes at most the share `rollout.mem_fraction` of the free memory, and
-    a smaller share for samples that only an evaluation decodes. `reserved` bytes stay free, because the cache stays in
-    memory while offloaded models are used. `beside_actor` changes only the advice in an error. All ranks of a
+    a smaller share for samples that only an evaluation decodes. `reserved` bytes stay free for offloaded models, which
+    are used while the cache is in memory. `beside_actor` changes only the advice in an error. All ranks of a
     tensor-parallel group get the same number, because they must schedule the same samples.
 
     Raises EngineError if a sample of the maximum length does not fit. Also raises it if `engine.deterministic` is set
@@ -172,7 +172,7 @@ class StateCache:
         slots_R: Tensor,
         continues_R: Tensor | None,
     ) -> Tensor:
-        """Prefill packed rows, (N, P) -> (N, I), and update the states. Rows begin with zeros unless `continues_R`."""
+        """Prefill packed rows, (N, P) -> (N, I), and update the states. New rows, not `continues_R`, begin at 0."""
         states, before = self.layers[layer], None
         if continues_R is not None:
             given = [each.index_select(0, slots_R) for each in states]

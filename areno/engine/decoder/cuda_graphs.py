@@ -32,7 +32,7 @@ def bucket_sizes(max_running: int) -> list[int]:
 
 
 def drafting_sizes(max_running: int) -> list[int]:
-    """Return the batch sizes of the graphs of steps with drafts, few because each draft length has its own graphs."""
+    """Return the batch sizes of CUDA graphs for steps with drafts. Each draft length has graphs of these sizes."""
     return [*(1 << i for i in range((max_running - 1).bit_length())), max_running]
 
 
@@ -51,8 +51,8 @@ class Captures:
     """Captures functions as CUDA graphs, which share one memory pool.
 
     Graphs can share memory because they are replayed one after the other. Only their outputs must outlive a replay, and
-    these stay referenced. `may_fail` must be False if other ranks take part in the passes: they would wait for a rank
-    that ran out of memory.
+    these stay referenced. With `may_fail`, a capture that runs out of memory raises no error. Set it only if no other
+    rank takes part in the function, since other ranks would wait for this rank.
     """
 
     def __init__(self, device: torch.device, *, may_fail: bool):
@@ -61,7 +61,7 @@ class Captures:
         self._stream = _capture_stream(device)
 
     def capture(self, body: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor] | None:
-        """Run a function, then capture it. Returns its replay and its output, or None if memory ran out."""
+        """Run `body`, then capture it. Returns its replay and its output, or None if memory ran out and `may_fail`."""
         try:
             return self._capture_graph(body)
         except RuntimeError as error:
@@ -100,8 +100,7 @@ Key = TypeVar("Key", bound=Hashable)
 class GraphCache(Generic[Key]):
     """Runs passes as CUDA graphs, one for each key.
 
-    Without `at_once`, the first pass with a key runs without a graph, and the second one is captured, because a capture
-    takes as long as many passes.
+    With `at_once`, the first pass with a key is captured, otherwise the second. A capture takes as long as many passes.
     """
 
     def __init__(self, captures: Captures, *, at_once: bool):
@@ -122,8 +121,8 @@ class GraphCache(Generic[Key]):
     ) -> Tensor:
         """Run `body` on the inputs, as a CUDA graph if possible. The next call overwrites the result.
 
-        `packed` has all inputs, in memory from `pinned_memory`. During a capture, `body` runs on the inputs that `idle`
-        returns, with which it changes nothing. `idle` is None if `body` may run repeatedly on the real inputs.
+        `packed` has all inputs, in memory from `pinned_memory`. A capture runs `body` on the result of `idle`: inputs
+        with which `body` changes no state. If `idle` is None, a capture runs `body` several times on the real inputs.
         """
         device = self._captures.device
         if key not in self._graphs and (self._at_once or key in self._seen):

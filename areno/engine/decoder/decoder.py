@@ -175,9 +175,9 @@ class Decoder:
             )
 
     def park(self) -> list[GenerationOutput]:
-        """Remove all samples, and return the outputs that `step` has not returned, then those of removed samples.
+        """Remove all samples. Return the outputs that `step` has not returned, then an output for each removed sample.
 
-        The latter have no finish_reason. To continue a removed sample, submit a request with its tokens in `begun`.
+        Outputs of removed samples have no finish_reason. To continue such a sample, submit a request with `begun`.
         """
         self._collect_previous_step()
         self._scheduler.preempt_all()
@@ -293,7 +293,7 @@ class Decoder:
             self._finish(finished, routes)
 
     def _accept_step(self, pending: PendingTokens, streams: _StreamingPolicy) -> list[Sequence]:
-        """Accept one token per sequence. Most go to the slot table, without access to the Sequence object."""
+        """Accept one token per sequence, and return the sequences that end. Most tokens go to the slot table only."""
         table, slots_B = self._scheduler.table, pending.slots_B
         tokens_B, logprobs_B = pending.wait()
         # A sequence that stopped or was aborted with this token in flight has left its slot.
@@ -318,10 +318,10 @@ class Decoder:
     def _find_affected(
         self, pending: PendingTokens, plain: np.ndarray, stops: np.ndarray, streams: _StreamingPolicy
     ) -> dict[int, Sequence]:
-        """Find the sequences that end, fill a KV block or their row of the slot table, or report tokens.
+        """Return, by batch row, the sequences that end, report tokens, or fill a KV block or their slot table row.
 
-        `plain` are the batch rows whose new tokens are in the slot table. `stops` says for each of them whether its
-        last token is a stop token. Sets the `finish_reason` of the sequences that end.
+        `plain` are the batch rows whose new tokens are in the slot table. `stops` says for each of these rows whether
+        its newest token is a stop token. Sets the `finish_reason` of the sequences that end.
         """
         table, slots = self._scheduler.table, pending.slots_B[plain]
         n_new = table.n_new[slots]
@@ -355,7 +355,7 @@ class Decoder:
     def _accept_rows(
         self, pending: PendingTokens, drafts: TableDrafts, streams: _StreamingPolicy, ahead: TableDrafts | None
     ) -> list[Sequence]:
-        """Accept the tokens of a step that drafted on the device, up to the first that differs from its draft."""
+        """Accept a step with TableDrafts: tokens up to and with the first token that differs from its draft."""
         table, slots_B, number = self._scheduler.table, pending.slots_B, np.arange(drafts.n_rows)
         tokens_BR, logprobs_BR, inputs_BR = pending.rows(drafts.n_rows)
         right_BJ, counts_B, stops_B = accepted_rows(tokens_BR, inputs_BR, table.stop_ids[slots_B])
@@ -403,7 +403,7 @@ class Decoder:
                 sequence.completion = completion
 
     def _propose_drafts(self, sequences: list[Sequence]) -> Drafts:
-        """Draft tokens. If a sequence has a grammar, penalty or logit edits, the drafts are lists, else TableDrafts."""
+        """Draft tokens. Return lists if a sequence has a grammar, a penalty or logit edits, otherwise TableDrafts."""
         assert self.drafter is not None
         drafts = self.drafter.propose(sequences)
         if isinstance(drafts, TableDrafts):
@@ -421,7 +421,7 @@ class Decoder:
     def _accept_drafted(
         self, pending: PendingTokens, drafts: list[list[int]], streams: _StreamingPolicy
     ) -> list[Sequence]:
-        """Accept the tokens of a step whose drafts are lists, up to the first that differs from its draft."""
+        """Accept a step whose drafts are lists: tokens up to and with the first token that differs from its draft."""
         tokens_N, logprobs_N = pending.wait()
         tokens, logprobs, top, raw = tokens_N.tolist(), logprobs_N.tolist(), pending.top(), pending.raw()
         is_wanted_B = self._scheduler.table.owner[pending.slots_B] == pending.owners_B
@@ -467,7 +467,7 @@ class Decoder:
         sequence.finish_reason, self._has_bad_blocks = "error", True
 
     def _finish(self, sequences: list[Sequence], routes: list[HostCopy] | None = None) -> None:
-        """Queue the outputs of sequences. `routes` are pending copies of the experts to which tokens were routed."""
+        """Queue the outputs of finished sequences for `step`. `routes` are host copies of their tokens' experts."""
         for index, sequence in enumerate(sequences):
             if routes is None:
                 self._outputs.append(sequence.output())

@@ -1,6 +1,7 @@
 """The number of tokens that a step drafts, chosen by expected step times and the measured shares of right tokens.
 
-All decisions depend on counts only, so all ranks that share a model decide alike.
+A drafted token is right if the step that verifies it samples the same token. All decisions depend on counts only, so
+all ranks that share a model decide alike.
 
 Shape letters: B sequences, J drafted tokens.
 """
@@ -41,10 +42,7 @@ class StepCosts:
 
 
 def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -> StepCosts:
-    """Return rough costs of a decoding step of at most `n_rows` rows.
-
-    Rough costs suffice: if drafts are often right, the gain is large, and if not, few tokens are drafted.
-    """
+    """Return rough estimates of the costs of a decoding step of at most `n_rows` rows."""
     if not on_cuda:
         row_ms = 0.12 + 1e-7 * n_params
         return StepCosts(fixed=(5 + 4e-7 * n_params) / row_ms, verification=2.5 / row_ms, most_rows=n_rows)
@@ -58,12 +56,12 @@ def step_costs(n_params: int, n_rows: int, *, on_cuda: bool, use_graphs: bool) -
 class DraftLength:
     """Decides how many tokens each sequence of a step drafts, from measured shares of right tokens.
 
-    All sequences draft the same number of tokens: the one with the shortest expected time of a new token, on average
-    over the sequences. So a few sequences whose drafts are right do not slow down many whose drafts are wrong.
+    All sequences draft the same number of tokens: the number with the shortest expected time for each new token, on
+    average over the sequences. So a few sequences whose drafts are right do not slow down many whose drafts are wrong.
 
     If decoding without drafts is the fastest, drafts pause, at first for 8 steps and finally for 128, or until the
-    batch has shrunk to half. Unless the shares are known well, one step then tries drafts. It waits until the table of
-    n-grams is prepared (`awaits_texts`).
+    batch has shrunk to half. After a pause, one step tries drafts, unless the shares are known well. This trial waits
+    while `awaits_texts` is True, until the caller has filled the table of n-grams.
     """
 
     def __init__(self, costs: StepCosts):
@@ -86,7 +84,7 @@ class DraftLength:
         """Return the number of tokens to draft in the next step. Call it once before each step.
 
         `relative_acceptance_B` is each sequence's number of right tokens per step, divided by the average.
-        `is_prepared` says that the texts that `awaits_texts` asked for are in the table.
+        `is_prepared` says that the table of n-grams is filled.
         """
         self.awaits_texts = False
         if not 0 < n_running <= MAX_SEQUENCES:
@@ -130,7 +128,7 @@ class DraftLength:
         return found
 
     def count(self, tried_J: np.ndarray, right_J: np.ndarray) -> None:
-        """Count, for each position in a draft, the sequences that got there and those that were right there."""
+        """Add counts for each position in a draft: how many sequences had right tokens before it, and also at it."""
         self._tried[: len(tried_J)] += tried_J
         self._right[: len(right_J)] += right_J
         if self._tried[0] > _MOST_TRIED:

@@ -37,8 +37,8 @@ class TableDrafts:
     """Drafts that the device looks up in a table of n-grams at the start of the step that verifies them.
 
     `contexts_BW` are the last W arrived tokens, padded with -1 in front. `limits_B` is the first position that must not
-    be computed: it has no KV block, or comes after the last input token. `follows_B` marks sequences for which a step
-    with TableDrafts is in flight: `contexts_BW` and `n_new_B` lack its tokens, and the device adds them. `verified` is
+    be computed: it has no KV block, or comes after the last input token. `follows_B` marks sequences with tokens in
+    flight, from a step with TableDrafts: the device adds these tokens to `contexts_BW` and `n_new_B`. `verified` is
     called when the tokens have arrived. Its arguments are these drafts, the sampled tokens (B, 1 + J), the number of
     tokens that each sequence got (B,), and whether each drafted token and all before it were right (B, J).
     """
@@ -71,8 +71,8 @@ def n_right_tokens(sequence: Sequence, draft: list[int], n_new: int) -> int:
 def fitting_draft(sequence: Sequence, draft: list[int]) -> list[int]:
     """Cut a draft to the tokens that are worth verifying.
 
-    The draft ends before the first token that ends the sequence or that its grammar does not allow. It leaves room in
-    `max_new` for the token that the last row draws.
+    The draft ends before the first token that ends the sequence or that the sequence's grammar does not allow. With the
+    token that is sampled after the draft, the completion has at most `max_new` tokens.
     """
     draft = draft[: max(0, sequence.max_new - sequence.n_new - 1)]
     for index, token in enumerate(draft):
@@ -97,7 +97,7 @@ class DraftedRows:
 
     @classmethod
     def for_step(cls, sequences: list[Sequence], drafts: list[list[int]], table: SlotTable) -> DraftedRows:
-        """Return the rows of a step. `table.n_kv` and `table.n_sampled` must already count them."""
+        """Return the rows of a step. `table.n_kv` and `table.n_sampled` must already include the tokens of the step."""
         n_rows_B = np.array([1 + len(draft) for draft in drafts], dtype=np.int64)
         row_of_N = np.repeat(np.arange(len(sequences)), n_rows_B)
         # Row i of n rows is n - i tokens before the end of the plan.
@@ -116,7 +116,7 @@ class DraftedRows:
         )
 
     def drafted_counts(self) -> np.ndarray:
-        """Return (row, token) pairs (2, n): the draft tokens before a row that count for its penalties."""
+        """Return (row, token) pairs, (2, n): the drafted tokens up to each row of a sequence with a penalty."""
         pairs: list[tuple[int, int]] = []
         row = 0
         for draft in self.drafts:
@@ -126,7 +126,7 @@ class DraftedRows:
         return np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
 
     def masks(self, n_words: int) -> np.ndarray | None:
-        """Return each row's grammar mask (N, W) int32, after the draft up to its input token. None without grammars."""
+        """Return the grammar mask for the token that each row draws, (N, W) int32. None without grammars."""
         if all(sequence.grammar is None for sequence in self.sequences):
             return None
         masks_NW = np.full((len(self.sequences), n_words), -1, dtype=np.int32)
@@ -171,8 +171,8 @@ class NgramSteps:
     """Runs the decode pass of steps with TableDrafts, as CUDA graphs if possible.
 
     The number of new tokens of each slot and its last tokens stay on the device, so that the next step can draft before
-    the host has read the tokens. `decode` is `Runner._decode`, and `split` is `split_attention` with all arguments that
-    do not depend on the step. The rows of a sequence form a prefix group if `group_size` is not 0.
+    the host has read the tokens. `decode` is `Runner._decode`, and `split` is `split_attention` with the arguments that
+    are the same in all steps. The rows of a sequence form a prefix group if `group_size` is not 0.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class NgramSteps:
             self._graphs.clear()
 
     def look_up(self, drafts: TableDrafts) -> list[list[int]]:
-        """Look up drafts, and wait for them. All tokens of the sequences must have arrived."""
+        """Look up the drafts now, and return them as lists. All tokens of the sequences must have arrived."""
         assert self._table is not None
         given = (drafts.contexts_BW[:, ::-1].T.copy(), drafts.scopes_B, drafts.slots_B, drafts.n_new_B)
         contexts_WB, scopes_B, slots_B, n_new_B = (to_device(each, self._device) for each in given)

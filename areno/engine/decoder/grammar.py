@@ -127,7 +127,7 @@ class GrammarCompiler:
         return self.ll_tokenizer.decode_bytes(self.ll_tokenizer.tokenize_str(text)) == text.encode()
 
     def special_tokens(self, tokenizer: Any) -> dict[str, int]:
-        """Return the text and id of each added token that no text matches. A grammar must name them by id."""
+        """Return text -> id for each special token. A grammar matches special tokens only by id, not by text."""
         added = tokenizer.get_added_vocab()
         return {text: token for text, token in added.items() if self.ll_tokenizer.is_special_token(token)}
 
@@ -138,7 +138,7 @@ TextRanges = tuple[tuple[int, int], ...]
 def text_ranges(tokenizer: Any, eos_token_ids: Iterable[int]) -> TextRanges:
     """Return the token ids that have a text or end a completion, as ranges (first, end).
 
-    The embedding of a model may have more rows than its tokenizer has texts. Such ids are not sampled.
+    The embedding of a model may have more rows than its tokenizer has texts. Ids without a text are not sampled.
     """
     return ranges_of([*tokenizer.get_vocab().values(), *eos_token_ids])
 
@@ -152,8 +152,8 @@ def ranges_of(ids: Sequence[int]) -> TextRanges:
 class Vocabulary:
     """Tokenizer, end tokens and grammars of a model, loaded when they are first used.
 
-    Tokens in `more_eos_token_ids` end a completion in addition to those in the files of the model. None adds the
-    end-of-sequence token of the tokenizer.
+    A completion ends with a token in the files of the model or in `more_eos_token_ids`. If `more_eos_token_ids` is
+    None, it also ends with the end-of-sequence token of the tokenizer.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Vocabulary:
 
 
 def _error_reason(message: str) -> str:
-    """Return an error of llguidance in one line, without the state or the lines of the grammar after it."""
+    """Return an error message of llguidance as one line, without the parser state and the quoted grammar lines."""
     lines = []
     for line in message.strip().splitlines():
         number, bar, _ = line.partition(" | ")
@@ -237,13 +237,13 @@ def grammar_error(text: str) -> str:
 
 
 def accepts_answer(text: str, answer: str) -> bool:
-    """Return whether the grammar `text`, without special tokens, allows exactly this answer."""
+    """Return whether `answer` is a whole completion in the grammar `text`, which has no special tokens."""
     state, tokens = _byte_matcher(text).deep_copy(), _byte_tokenizer().tokenize_str(answer)
     return state.validate_tokens(tokens) == len(tokens) and state.consume_tokens(tokens) and state.is_accepting()
 
 
 def matches_nothing(term: str) -> bool:
-    """Return whether no text matches `term`, the body of a terminal that can be compiled."""
+    """Return whether a terminal of a grammar matches no text. `term` is its body, which must compile."""
     return _has_no_start(f"start: T\nT: {term}") and not _has_no_start(f'start: T | "a"\nT: {term}')
 
 

@@ -1,8 +1,8 @@
 """Drafts from repetition: if the last tokens of a sample occurred before, the tokens that followed are the draft.
 
 NgramDrafter fills the table of `kernels/sampling/drafts.py`, from which the device drafts. SampleMemory keeps finished
-samples until their scope is sampled again. A scope is a set of samples that resemble each other, such as the samples of
-a prompt. All decisions depend on counts only, so all ranks that share a model decide alike.
+samples, to enter them again when their scope is sampled again. A scope is a set of samples that resemble each other,
+such as the samples of a prompt. All decisions depend on counts only, so all ranks that share a model decide alike.
 
 Shape letters: B sequences, R = 1 + J rows of a sequence in a step with J drafted tokens, W = CONTEXT last tokens.
 """
@@ -52,7 +52,7 @@ class SampleMemory:
     """Finished samples by scope, as arrays. At most `n_tokens` tokens in all, and `of_scope` in one scope.
 
     Beyond a limit, the oldest samples are dropped, first in the scope that has waited longest for a new sample. The
-    sample that was just added is always kept. A sample counts as its tokens plus 64.
+    sample that was just added is always kept. A sample counts as its number of tokens plus 64.
     """
 
     def __init__(self, n_tokens: int, of_scope: int):
@@ -129,7 +129,7 @@ class _SlotTexts:
         self.n_right[many] *= 0.5
 
     def relative_acceptance(self) -> np.ndarray:
-        """Return `relative_acceptance_B` of `DraftLength.next_length`, near 1 after few steps."""
+        """Return each sequence's number of right tokens per step, relative to the average. Near 1 after few steps."""
         slots_B = np.flatnonzero(self._slots.owner)
         is_valid_B = self.owner[slots_B] == self._slots.owner[slots_B]
         n_steps_B, n_right_B = (np.where(is_valid_B, of[slots_B], 0) for of in (self.n_steps, self.n_right))
@@ -142,14 +142,13 @@ class NgramDrafter:
 
     Before a step with drafts, the table gets the finished samples of all scopes, and the prompts of the running
     sequences. It also gets earlier samples in the scopes of the running sequences, if other texts may have replaced
-    them. Every 16 such steps, it gets the new tokens of the running sequences. If it is not known whether drafts pay,
-    one step tries them. With `prepares`, by default on a GPU, the host enters finished samples and prompts in parts
-    before that step, while the device computes steps without drafts. A CPU does not compute a step while it enters
-    texts.
+    them. Every 16 such steps, it gets the new tokens of the running sequences. If it is not known whether drafts
+    save time, one step tries drafts. With `prepares`, the default on a GPU, finished samples and prompts are entered in
+    parts before this trial, while the device computes steps without drafts.
 
-    Unless it `remembers` samples of earlier rollouts, a rollout makes the same drafts whether or not the run was
-    resumed before it. This matters because the number of rows of a matrix product, which drafts change, can affect the
-    last bits of its results.
+    With `remembers`, samples of earlier rollouts are drafted from, too. A resumed run does not have these samples, so
+    its drafts differ from those of an uninterrupted run. Drafts change the number of rows of matrix products, which can
+    change the last bits of results.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ class NgramDrafter:
         self._is_prepared, self._n_preparations = False, 0
 
     def begin(self, costs: StepCosts) -> None:
-        """Begin a rollout, and forget unfinished samples of the last one."""
+        """Begin a rollout, and forget the unfinished samples of the previous rollout."""
         for known in (self._requests, self._chunks):
             known.clear()
         self._texts, self._n_steps = None, 0
@@ -233,7 +232,7 @@ class NgramDrafter:
             self._n_finished -= len(self._finished.popleft()[1])
 
     def _remember_finished(self, most: int | None = None) -> int:
-        """Move up to `most` finished samples to the memory, and queue their tokens. Returns the number of samples."""
+        """Move up to `most` finished samples to the memory, and queue their tokens. Return how many were moved."""
         n_taken = len(self._finished) if most is None else min(most, len(self._finished))
         for _ in range(n_taken):
             request, tokens, n_known = self._finished.popleft()
@@ -282,7 +281,7 @@ class NgramDrafter:
         self._count(slots_B[rows], right_BJ[rows].sum(1), drafts.n_tokens)
 
     def verified(self, found: list[tuple[Sequence, int]]) -> None:
-        """Count each sequence's number of right tokens. Tokens that were cut off a draft count as wrong."""
+        """Count `found`, each sequence's number of right tokens. Tokens that were cut off a draft count as wrong."""
         if found and self._texts is not None:
             _, slots_B = _slots_of([sequence for sequence, _ in found])
             self._count(slots_B, np.array([n_right for _, n_right in found]), self._n_proposed)
@@ -331,7 +330,7 @@ class NgramDrafter:
         texts.n_new[slots_B] = slots.n_new[slots_B]
 
     def _queue_scope(self, scope: int, *, but_newest: bool = False) -> None:
-        """Queue the remembered samples of a scope, unless most of them must still be in the table."""
+        """Queue the remembered samples of a scope, unless the table still has most of them."""
         n_before, room = self._loaded.get(scope), len(self.table.counts) // (2 * len(LEVELS))
         if n_before is None or self._n_entered - n_before > room:
             for before, tokens in self.memory.samples(scope)[: -1 if but_newest else None]:
@@ -341,10 +340,7 @@ class NgramDrafter:
         self._loaded[scope] = self._n_entered
 
     def _request_record(self, request: GenerationRequest) -> _RequestRecord:
-        """Return the record of a request, kept so that its prompt is hashed once.
-
-        With a `draft_scope`, no record is kept, because a server has many such requests with long prompts.
-        """
+        """Return the record of a request. Unless `draft_scope` is set, it is kept, so the prompt is hashed once."""
         if request.draft_scope is not None:
             return _RequestRecord(request, request.draft_scope)
         found = self._requests.get(request.request_id)
@@ -355,10 +351,7 @@ class NgramDrafter:
         return found
 
     def _queue_prompt(self, scope: int, prompt: list[int]) -> None:
-        """Queue a prompt, except leading chunks that another prompt of the scope has.
-
-        So each token of a conversation is entered once, although each prompt repeats the previous one.
-        """
+        """Queue a prompt, except leading chunks that an earlier prompt of the scope had, as in a conversation."""
         if len(self._chunks) > _MOST_KNOWN:
             self._chunks.clear()
         tokens, digest, n_known, is_known = np.array(prompt, dtype=np.int64), scope, 0, True

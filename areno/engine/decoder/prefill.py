@@ -175,7 +175,8 @@ class PrefillBatch:
         """Return the prefill padded to a size that can have a CUDA graph, and its shape, or None if it is too large.
 
         After the chunks come a row of padding tokens, a row that has the padding keys and no queries, and empty rows.
-        `last` is padded with the first token, whose logits are not read. Layers with sliding windows are not supported.
+        `last` is padded with the first token, whose logits are not read. `scratch` is the cache index for padding.
+        Layers with sliding windows are not supported.
         """
         n_tokens, n_rows = len(self.tokens), len(self.cu_q) - 1
         if n_tokens > most_tokens or n_rows > _ROWS:
@@ -215,7 +216,7 @@ class PrefillGraphs:
     """Computes prefills padded to one of few sizes, with a CUDA graph for each size that occurs again.
 
     Even the first prefill of a size, which runs without a graph, is padded. So the exact result of a prefill does not
-    depend on earlier prefills. `body` may read only its argument, and tensors whose memory never moves.
+    depend on earlier prefills. `body`, which computes logits, may read only its argument and tensors that never move.
     """
 
     def __init__(self, body: Callable[[PrefillTensors], Tensor], scratch: int, captures: Captures, n_params: int):

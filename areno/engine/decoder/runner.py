@@ -50,11 +50,11 @@ class Runner:
 
     A sequence has a slot while it is in the batch. For each slot the device holds block tables, sampling settings and
     the last sampled token. The last slot belongs to padding rows. `texts` are ranges (first, end) of the token ids that
-    have a text. Only these are sampled. If `texts` is empty, all ids are.
+    have a text. Only these ids are sampled, or all ids if `texts` is empty.
 
     In the methods that sample, `slots_B` is the slot of each row and `index_B` the index of the sampled token in its
-    completion, both int64. They return (2, B) float64, tokens and log-probabilities. With LogitEdits, more rows follow
-    as in `sample_edited`.
+    completion, both int64. They return (2, B) float64, tokens and log-probabilities. With LogitEdits, more rows
+    follow: those of `sample_edited`.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class Runner:
 
     @property
     def _pads_prefills(self) -> bool:
-        """Whether prefills are padded and run as CUDA graphs.
+        """Return whether prefills are padded and run as CUDA graphs.
 
-        Attention with "sdpa" and recurrent layers divide rows into batches on the host. Exact products choose their
-        kernel by the number of rows. The graphs neither store the experts of tokens nor support sliding windows. With
-        tensor parallelism, a rank without memory for a graph could not run the prefill alone.
+        Graphs do not support attention with "sdpa" and recurrent layers, which divide rows into batches on the host.
+        They neither store the experts of tokens nor support sliding windows. Exact products choose their kernel by the
+        number of rows. With tensor parallelism, a rank without memory for a graph could not run the prefill alone.
         """
         config = self.model.config
         can_pad = self.attn_backend in ("varlen", "flash") and config.delta is None and self.model.routing is None
@@ -178,7 +178,7 @@ class Runner:
         return local_BV.clone() if self.is_exact and self.sampler.tensors.overwrites(flags) else local_BV
 
     def _exact_logprobs(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor, sampler: SlotSampler) -> Tensor:
-        """With `is_exact`, replace log-probabilities in place by those that the training kernel computes."""
+        """If `is_exact`, replace log-probabilities in place by the values that the training kernel computes."""
         if self.is_exact:
             model = self.model
             out_2B[1] = sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
@@ -186,7 +186,7 @@ class Runner:
 
     @torch.no_grad()
     def launch(self, scheduled: SchedulerOutput) -> list[PendingTokens]:
-        """Launch a step without waiting. Returns PendingTokens of complete prompts and of the decode pass."""
+        """Launch a step without waiting. Returns the pending tokens after complete prompts and of the decode pass."""
         pending: list[PendingTokens] = []
         prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
         table = scheduled.table
@@ -268,7 +268,7 @@ class Runner:
     def _sample_first(
         self, scheduled: SchedulerOutput, prefilled: list[Sequence], slots_B: np.ndarray, logits_KV: Tensor
     ) -> Tensor:
-        """Copy what followers need of their leaders' prompts, and sample the first token after each complete prompt."""
+        """Copy partly filled blocks and states from leaders to followers, and sample each sequence's first token."""
         complete = [chunk.prefill for chunk in scheduled.chunks if chunk.is_last]
         if copies := [pair for prefill in complete for pair in prefill.block_copies(self.blocks)]:
             sources, targets = self._upload_columns(copies)
@@ -287,7 +287,7 @@ class Runner:
         return self._sample(logits_KV[prompts_B], on_device_B, index_B, flags, edits, self.sampler)
 
     def _prefill_attention(self, given: PrefillTensors) -> Attend:
-        """Return the function that computes the attention of a layer in a prefill, and stores its keys and values."""
+        """Return a function that stores a layer's keys and values in the cache, and computes the layer's attention."""
 
         def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
             cached_k, cached_v = self.cache.flat_view(layer)
@@ -306,7 +306,7 @@ class Runner:
         return self.model.logits(hidden_ND[given.last_K])
 
     def _with_recurrent_states(self, chunks: list[Chunk], cu_q: np.ndarray, attend: Attend) -> Attend:
-        """Return `attend`, or a CachedAttend that also prefills recurrent layers and updates their states."""
+        """With recurrent layers, return a CachedAttend that also prefills them and updates states, else `attend`."""
         states = self.states
         if states is None:
             return attend
@@ -321,7 +321,7 @@ class Runner:
         return CachedAttend(attend, recur)
 
     def _forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, indices_N: Tensor | None) -> Tensor:
-        """Run the layers, and return hidden states (N, D). Store experts of tokens at `indices_N` of the RouteCache."""
+        """Run the layers, and return hidden states (N, D). Store routed experts at `indices_N` of the RouteCache."""
         if self.model.routing is not None:
             self.model.routing.begin(records=self.routes is not None)
         with sampling():
@@ -404,7 +404,7 @@ class Runner:
         )
 
     def _cached_groups(self, slots_B: np.ndarray) -> PrefixGroups | None:
-        """Return the groups of the last step if its `slots_B` was the same array, so that the batch is the same."""
+        """Return the prefix groups of the previous step if `slots_B` is the same array as then: the same batch."""
         last_slots_B, groups = self._last_groups
         return groups if last_slots_B is slots_B and not self.blocks.has_windows else None
 

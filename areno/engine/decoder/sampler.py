@@ -64,9 +64,10 @@ class SlotSampler:
     ) -> SlotSampler:
         """Return a sampler in which each of N rows has its own slot, so that rows of one sequence can differ.
 
-        Slot i of the result has the settings of row i, and a last slot has those of this sampler's last slot. Drawing
-        with the result changes nothing in this sampler. Tensors that `flags` does not need are left out, because a CUDA
-        graph must not read memory that may move. `counts` (2, n) are (row, token) pairs to add to the penalty counts.
+        Slot i of the result has the settings of row i. Its last slot, for padding rows, is a copy of this sampler's
+        last slot. Drawing with the result changes nothing in this sampler. `counts` (2, n) are (row, token) pairs to
+        add to the penalty counts. Without `counts`, penalty counts are left out, and without `flags.n_banned`, banned
+        tokens are left out. A CUDA graph must not read these two tensors, because they may be replaced.
         """
         of, slots = self.tensors, F.pad(slots_N, (0, 1), value=self.n_slots - 1)
         rows = copy.copy(self)
@@ -103,10 +104,10 @@ class SlotSampler:
 
     @staticmethod
     def pack(sequences: list[Sequence]) -> np.ndarray:
-        """Pack the settings of sequences that have a new slot for `assign`, (rows, len(sequences)) int64.
+        """Return the settings of sequences that have a new slot, (rows, len(sequences)) int64, for `assign`.
 
-        The rows are those in `_ROWS`, then the banned tokens. Their number is 0 or a power of two, so that few kernel
-        variants are compiled. Floats are stored as the bits of a float64.
+        The first rows are the settings in `_ROWS`, the others are banned tokens. The number of banned tokens is 0 or a
+        power of two, so that few kernel variants are compiled. Floats are stored as the bits of a float64.
         """
         # Samples of a request have the same settings, so the first of neighbours stands for all.
         firsts = [at for at, each in enumerate(sequences) if not at or each.request is not sequences[at - 1].request]
@@ -139,7 +140,7 @@ class SlotSampler:
 
     @staticmethod
     def pack_counts(sequences: list[Sequence]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the slots of new sequences with a penalty, and (slot, token) pairs of their completions, (2, n) int64.
+        """Return the slots of the sequences with a penalty, and their completions as (2, n) int64: slot, token.
 
         A sequence that was preempted already has completion tokens when it gets a new slot.
         """
@@ -316,7 +317,7 @@ def sample_edited(
 
     Returns (3 + 2 * n_top, B) float64: tokens, log-probabilities, log-probabilities at `edits.temperature_R`, then the
     ids and the log-probabilities of the n_top most likely tokens at this temperature. Log-probabilities are computed
-    from unedited logits. All but the first two are -1 for rows without edits.
+    from unedited logits. For batch rows without edits, all results but the first two are -1.
     """
     rows_R, slots_R = edits.rows_R, slots_B[edits.rows_R]
     policy_RV = logits_BV[rows_R]
@@ -358,8 +359,8 @@ def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
 class PendingTokens:
     """The sampled tokens of one forward pass, while they are copied to the host.
 
-    `owners_B` are the owners of the slots at the launch. `copy` has the result of `sample` or `sample_edited`, with
-    TableDrafts that of `NgramSteps.launch`. If `drafts` are lists, it has a column for each row of DraftedRows.
+    `owners_B` are the owners of the slots at the launch. `copy` has the result of `sample` or `sample_edited`, or, with
+    TableDrafts, of `NgramSteps.launch`. If `drafts` are lists, this result has a column for each row of DraftedRows.
     """
 
     sequences: list[Sequence]
@@ -380,11 +381,11 @@ class PendingTokens:
         return tokens_N.reshape(-1, n_rows), logprobs_N.reshape(-1, n_rows), inputs_N.reshape(-1, n_rows)
 
     def top(self) -> list[TokenScores]:
-        """Wait, and return the most likely tokens at each position. Empty if not requested."""
+        """Wait, and return the most likely tokens of each row. A list is empty if the request does not ask for them."""
         sampled = self.copy.wait()
         return token_scores(sampled[3:], sampled.shape[1])
 
     def raw(self) -> list[float]:
-        """Wait, and return the log-probabilities at temperature 1 of requests with `raw_logprobs`."""
+        """Wait, and return each row's log-probability at temperature 1, if its request sets `raw_logprobs`."""
         sampled = self.copy.wait()
         return sampled[2 if len(sampled) > 2 else 1].tolist()

@@ -146,8 +146,8 @@ class Scheduler:
     def schedule(self, propose: Callable[[list[Sequence]], Drafts] | None = None) -> SchedulerOutput:
         """Plan the next step, which the caller must launch.
 
-        `n_kv` and `n_sampled` then count the tokens of the planned step, all draft tokens included. `propose`, which
-        drafts tokens, may only be passed if all sampled tokens have arrived, or if `may_draft_ahead` is True.
+        `n_kv` and `n_sampled` then include the tokens of the planned step, with all draft tokens. Pass `propose`, which
+        drafts tokens, only if all sampled tokens have arrived or `may_draft_ahead` returns True.
         """
         self._step += 1
         self._release_skipped_of_prefilled()
@@ -170,8 +170,8 @@ class Scheduler:
     def may_draft_ahead(self) -> bool:
         """Return whether a step may draft while the tokens of a step with TableDrafts are in flight.
 
-        The host does not know the lengths of the sequences then. So there must be plenty of blocks and no sliding
-        windows, and no sequence may have settings that need drafts on the host, because these need all tokens.
+        Meanwhile, the host does not know the lengths of the sequences. So there must be plenty of blocks and no sliding
+        windows. No sequence may have settings that need drafts on the host, because the host needs all tokens to draft.
         """
         slots_B, table = self._slots_of_running(), self.table
         # For each sequence one block to grow, one or two for drafts, and one in reserve.
@@ -277,7 +277,7 @@ class Scheduler:
         self.release_departed()
 
     def _slots_of_running(self) -> np.ndarray:
-        """Return the slots of the running sequences, (B,) int64. The same array until `running` changes."""
+        """Return the slots of the running sequences, (B,) int64: the same array object until `running` changes."""
         if self._running_slots is None:
             self._running_slots = np.array([sequence.slot for sequence in self.running], dtype=np.int64)
         return self._running_slots
@@ -285,7 +285,7 @@ class Scheduler:
     def _grow_running(self) -> tuple[list[Sequence], np.ndarray, list[Sequence]]:
         """Allocate the missing blocks of the sequences that decode, and preempt the youngest if blocks run out.
 
-        Returns the sequences that decode, the oldest first, their slots, and those that got a block.
+        Returns the sequences that decode (the oldest first), their slots, and the sequences that got a block.
         """
         running, slots_B, table = self.running, self._slots_of_running(), self.table
         if not running:
@@ -381,7 +381,7 @@ class Scheduler:
         return self.n_running * _BULK <= n_sequences * (_BULK - 1) or self._step - step >= _LONGEST_WAIT
 
     def _add_chunk(self, chunks: list[Chunk], prefill: Prefill, budget: int) -> int:
-        """Append the next chunk of a prompt. Return the token budget for other prompts, 0 if this one is incomplete."""
+        """Append the next chunk of a prompt. Return the budget for other prompts, 0 if this prompt is incomplete."""
         leader = prefill.leader
         end = min(len(leader.tokens), leader.n_kv + budget)
         if self.blocks.has_windows:
@@ -396,7 +396,7 @@ class Scheduler:
         return budget if end == len(leader.tokens) else 0
 
     def _max_prefill_end(self, leader: Sequence) -> int:
-        """Return how many leading positions of a prompt can have blocks now. Running sequences keep a reserve."""
+        """Return how many leading positions of a prompt can have blocks now. Some blocks stay in reserve."""
         spare = self.blocks.n_available - len(self.running) * self.blocks.blocks_over_all_groups
         return (
             leader.block_tables.capacity
@@ -441,7 +441,7 @@ class Scheduler:
         return prefill
 
     def _admit_followers(self, leader: Sequence, n_own: int, reserve: int) -> list[Sequence]:
-        """Admit the next sequences that can share the prefill of `leader`. Each takes `n_own` blocks."""
+        """Admit the next sequences that can share the prefill of `leader`. Each needs `n_own` blocks of its own."""
         n_most, n_spare = len(self._slots) - self._n_closed, self.blocks.n_available - reserve
         if n_own:
             n_most = min(n_most, n_spare // n_own)
@@ -486,7 +486,7 @@ class Scheduler:
             self.waiting.appendleft(sequence)
 
     def _release_slots(self, sequences: list[Sequence]) -> None:
-        """Free the slots of sequences. Blocks for the prefix cache are kept in `_departed`, others are released."""
+        """Free slots. Keep blocks for the prefix cache in `_departed`, and release all other blocks."""
         table, slots = self.table, [sequence.slot for sequence in sequences]
         # The last token was sampled and not computed.
         n_tokens_B = np.minimum(table.n_kv[slots], table.n_prompt[slots] + table.n_new[slots] - 1)

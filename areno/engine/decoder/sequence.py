@@ -178,7 +178,7 @@ class Sequence:
 
     @property
     def has_no_completion(self) -> bool:
-        """Whether the lists have no completion tokens. A waiting sample can then share the prefill of another."""
+        """Return whether `tokens` has only the prompt. If so, a waiting sample can share the prefill of another."""
         return self.completion is None and len(self.tokens) == len(self.request.prompt)
 
     @property
@@ -237,7 +237,7 @@ class Sequence:
         return stop_strings.are_in(self.tokens[self.n_prompt :])
 
     def leave_cache(self) -> BlockTables:
-        """Leave the batch, and return the KV blocks, which the caller releases. The sequence keeps arrived tokens."""
+        """Leave the batch, and return the KV blocks, which the caller releases. Tokens still on the device are lost."""
         if self.completion is None:
             self.append_staged()
         self.table, self.slot = None, -1

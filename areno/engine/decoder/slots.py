@@ -89,7 +89,7 @@ class SlotTable:
         self.n_new[slots_B] += counts_B
 
     def rewind(self, slots_B: np.ndarray, n_in_flight_B: np.ndarray | int = 0) -> None:
-        """After a verification, count only arrived tokens and those in flight in `n_sampled` and `n_kv`."""
+        """After a verification, reduce `n_sampled` and `n_kv` to the arrived tokens plus `n_in_flight_B` tokens."""
         n_sampled_B = self.n_new[slots_B] + n_in_flight_B
         self.n_sampled[slots_B] = n_sampled_B
         self.n_kv[slots_B] = self.n_prompt[slots_B] + n_sampled_B - 1

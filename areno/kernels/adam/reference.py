@@ -81,7 +81,7 @@ def dequantise(code: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
 
 
 def quantise(values: Tensor, code: Tensor, scale: Tensor, *, signed: bool) -> None:
-    """Overwrite `code` and `scale` by the codes and scales of `values`.
+    """Quantise `values`: write the 8-bit codes to `code`, and the scale of each block to `scale`.
 
     If `signed` is False, a value above 0 is never rounded to 0, because AdamW divides by the root of the second moment.
     """

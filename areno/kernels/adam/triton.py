@@ -167,7 +167,7 @@ def _adam_8bit_kernel(
 def _nearest(share, borders_ptr, SIGNED: tl.constexpr):
     """Return the 8-bit code of each element of `share`, a moment divided by the scale of its block.
 
-    A formula gives a code that is off by at most one. A comparison with the borders of the code table corrects it.
+    A formula gives a code that is off by at most one, and a comparison with `midpoints` (`borders_ptr`) corrects it.
     """
     size = tl.abs(share)
     scaled = size

@@ -1,7 +1,7 @@
 """The second matrix product of LoRA adapters: y += scaling * h B^T, where h = x A^T is the first product.
 
 A fused linear layer has several projections side by side in its output y (N, O). P of them have an adapter of rank R,
-and only the columns of these projections change. h (N, P R) has R columns for each adapted projection. b (S, R) holds
+and only the columns of these projections change. h (N, P R) has R columns for each of them. b (S, R) holds
 their B matrices, stacked by rows. Projections that share an A matrix count as one. `scaling` is alpha / rank, and
 `tiles_T4` the result of `tiles(slices, rank, device)`.
 
@@ -26,7 +26,7 @@ __all__ = ["TILE", "AdapterSlice", "add_lora", "tiles"]
 def add_lora(
     y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, slices: tuple[AdapterSlice, ...], tiles_T4: Tensor, scaling: float
 ) -> Tensor:
-    """Return y + scaling * h B^T. Triton changes `y_NO` in place. Plain torch, also used by autograd, copies it."""
+    """Return y + scaling * h B^T. Triton changes `y_NO` in place. Plain torch, which autograd needs, copies `y_NO`."""
     if use_triton(y_NO) and not torch.is_grad_enabled():
         from areno.kernels.adapters.triton import add_lora as kernel
 

@@ -24,7 +24,7 @@ def tiles(slices: tuple[AdapterSlice, ...], rank: int, device: torch.device, who
     """Cut the columns of a layer's output into tiles, one for each program of a Triton kernel.
 
     A tile is an int32 row of (T, 4): first column in the output, first row in b, number of columns, and first column in
-    h, or -1 for columns without an adapter. These are included only if `whole` is the number of all columns.
+    h, or -1 for columns without an adapter. Such tiles are included only if `whole` is the number of all columns.
     """
     covered = [(part, index * rank) for index, part in enumerate(slices)]
     end = 0

@@ -88,7 +88,7 @@ def _sizes(n_rows: int, rank: int) -> dict[str, int]:
 
 
 def _adapter_at(slices: tuple[AdapterSlice, ...], first: int, rank: int) -> tuple[int, int]:
-    """Return (first row in b, first column in h) of the adapter for the output column `first`, or (0, -1)."""
+    """Return (first row in b, first column in h) of the adapter for output column `first`, (0, -1) without adapter."""
     for index, each in enumerate(slices):
         if each.column <= first < each.column + each.size:
             return each.row + first - each.column, index * rank
@@ -114,7 +114,7 @@ def _product(
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
 ):
-    """Return a tile of h B^T in fp32. `b` is the tile of B^T for the first INPUTS, loaded in advance."""
+    """Return a tile of h B^T in fp32. `b` is the result of `_load_first_inputs`."""
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in tl.static_range(0, RANK, INPUTS):
         at = start + tl.arange(0, INPUTS)

@@ -80,9 +80,9 @@ def choose_backend(
     dtype: torch.dtype,
     exact: bool = False,
 ) -> str:
-    """Return a key of BACKENDS. "auto" and "native" choose torch's kernels, as flash-attn trains no faster.
+    """Return the key of a backend in BACKENDS. "auto" and "native" mean the kernels of torch.
 
-    A GPU without flash attention gets "sdpa", whatever is requested. `exact` is the setting `engine.exact`.
+    With `exact`, the key is "fixed_order". Otherwise, a GPU without flash attention gets "sdpa", whatever is requested.
     """
     if exact:
         return "fixed_order"
@@ -241,7 +241,7 @@ def _no_dropout(device: torch.device) -> list[Tensor]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention under autograd in a fixed order, and with sliding windows in torch's kernels.
+    """Attention under autograd, in a fixed order or by torch's kernels with sliding windows.
 
     The gradient of fixed-order attention is that of `sdpa_attention`, which has the same values up to rounding.
     """

@@ -32,7 +32,7 @@ sum_copies = by_device(reference.sum_copies)
 
 
 def copy_rows(x_NX: Tensor, rows_M: Tensor, order: Callable[[], tuple[Tensor, Tensor]] | None = None) -> Tensor:
-    """Return copies of rows, as index_select does, with gradients. The backward pass calls `order` if given."""
+    """Return copies of rows, with gradients. `order` returns the result of `order_of_copies`, None computes it."""
     return _CopyRows.apply(x_NX, rows_M, order)  # type: ignore[return-value]
 
 

@@ -201,7 +201,7 @@ def _add_earlier(mixed_NX: Tensor, inputs_RXw: Tensor, conv_XW: Tensor, chunks: 
 
 
 def _conv_states(x_NX: Tensor, initial_RXw: Tensor | None, weights: DeltaWeights, chunks: RowChunks) -> Tensor:
-    """Return the last w inputs of each row. If the row is shorter, the first of them are inputs before the row."""
+    """Return the last w inputs of each row. If a row is shorter, the result begins with inputs of `initial_RXw`."""
     n_before = weights.conv_XW.shape[1] - 1
     if initial_RXw is None:
         initial_RXw = x_NX.new_zeros(len(chunks.order_R), x_NX.shape[1], n_before)

@@ -48,7 +48,7 @@ class Saved:
     """The tensors, fp32, that the backward pass needs. Their names are those of the formulas of this module.
 
     They take (C + K + 2 V + K V / C) H elements for each token, which is 88 KiB with H = 32, K = V = 128, C = 64.
-    `states_THKV` are the states before each chunk. A state of 2 MiB is kept for each chunk, even if it has few tokens.
+    `states_THKV` are the states before each chunk. Even a chunk with few tokens has a state of 2 MiB.
     """
 
     g_THC: Tensor
@@ -140,7 +140,7 @@ def kernel_sizes(
 
 
 def state_columns(v_NHV: Tensor, n_rows: int) -> int:
-    """Return how many columns of a state matrix one program computes, along a row: fewer if there are few rows."""
+    """Return how many columns of a state matrix one program computes. With few rows, these are fewer."""
     return 64 if n_rows * v_NHV.shape[1] * v_NHV.shape[2] >= 64 * _ENOUGH else 32
 
 
@@ -153,10 +153,9 @@ def chunk_tokens(tokens_ptr, sizes_ptr, SIZE: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, first, inside, STEP: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, start=0):
-    """Load BLOCK columns from `start` on, of every STEP-th line of a matrix with SIZE columns. Others are zeros.
+    """Load columns `start` to `start` + BLOCK of every STEP-th line of a matrix with SIZE columns, zeros outside it.
 
-    `inside` marks the lines that exist. Addresses of a thread differ by compile-time constants only, because separate
-    addresses would take more registers than the elements.
+    `inside` marks the lines that exist. A thread's addresses differ by compile-time constants, which saves registers.
     """
     line, column = tl.arange(0, inside.shape[0])[:, None], start + tl.arange(0, BLOCK)[None, :]
     return load_masked(ptr + first * SIZE + (line * (STEP * SIZE) + column), inside[:, None] & (column < SIZE))

@@ -30,9 +30,10 @@ def conv_and_gates_backward(
     grad_proj_NP: Tensor,
     of_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Write all columns of `grad_proj_NP` but those of z. Return the gradients of convolution, A_log and dt_bias.
+    """Write all columns of `grad_proj_NP` but those of z. If `of_weights`, return the weights' gradients.
 
-    `grads` are those of q, k, v, decay and beta. The first three are overwritten. Inputs before a row count as zeros.
+    `grads` are the gradients of q, k, v, decay and beta. The first three are overwritten. Inputs before a row count as
+    zeros. The weights are those of the convolution, A_log and dt_bias.
     """
     n, sizes, n_heads = len(proj_NP), sizes_of(weights), weights.n_heads
     grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH = grads

@@ -31,7 +31,7 @@ def qk_norm_rope(
     head_dim: int,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rotated q (N, H, C) and k (N, K, C), and v, a view. q and k are normalised unless weights are None."""
+    """Return rotated q (N, H, C) and k (N, K, C), and v, a view of `qkv_NX`. A weight of None means no norm."""
     n = qkv_NX.shape[0]
     q_NHC = qkv_NX.new_empty((n, n_heads, head_dim))
     k_NKC = qkv_NX.new_empty((n, n_kv_heads, head_dim))

@@ -29,7 +29,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return the residual stream x + delta in the dtype of x, and its RMS norm in the dtype of the weight.
 
-    The norm is computed from the rounded stream. `delta` is (N, D), or summands of it (parts, N, D). None normalises x.
+    The norm is computed from the rounded stream. `delta` is (N, D), or its summands (parts, N, D), or None for 0.
     """
     x_ND = x_ND.contiguous()
     n, size = x_ND.shape

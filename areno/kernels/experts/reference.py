@@ -13,7 +13,7 @@ from areno.kernels.matmul import add_matmul, pad_rows
 
 
 def _groups(ends_E: Tensor) -> list[tuple[int, int]]:
-    """Return (first row, index after the last row) for each expert."""
+    """Return (first row, row after the last) for each expert."""
     ends = ends_E.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
@@ -57,7 +57,7 @@ def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tens
 def weighted_swiglu_backward(
     grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the results, rounded where the Triton kernel rounds."""
+    """Return the gradients of gate and up, weight * silu(gate) * up, and the gradients of weights, (M,)."""
     gate, up = gate_up_M2I.float().chunk(2, dim=-1)
     weight = weights_M.float().unsqueeze(-1)
     grad, sigmoid = grad_MI.float(), gate.sigmoid()

@@ -28,9 +28,9 @@ _TRIED = ((5, 0, 40, 19), 64, 128)  # the test of grouped_mm: rows of four group
 
 
 def library_matmul(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor | None:
-    """Return the products by torch's grouped_mm, without waiting for the device, or None if it cannot be used here.
+    """Return the products by torch's grouped_mm, without waiting for the device, or None if it cannot be used.
 
-    It needs bfloat16, a Hopper GPU on which it has given right results, and aligned tensors.
+    grouped_mm needs bfloat16, a Hopper GPU on which it has given right results, and aligned tensors.
     """
     if not x_MI.is_cuda or x_MI.dtype != torch.bfloat16 or not _is_aligned(x_MI, weight_EIO):
         return None
@@ -52,7 +52,7 @@ def _is_aligned(x_MI: Tensor, weight_EIO: Tensor) -> bool:
 
 @functools.cache
 def _is_right(device: int) -> bool:
-    """Return whether grouped_mm is right for uneven groups, an empty group, and rows after the last group."""
+    """Return whether grouped_mm gives right results for uneven and empty groups, and for rows after the last group."""
     # For other GPUs, torch has no grouped kernel: the host waits for the sizes of the groups, and loops over them.
     if not is_hopper(f"cuda:{device}"):
         return False

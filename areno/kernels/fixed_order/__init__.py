@@ -3,7 +3,7 @@
 Keys are taken in spans that begin at fixed positions: at 0, 64, 128, and at the multiples of SPAN. The order within a
 span is fixed, and the results of spans are combined from the first to the last (running softmax, arXiv 1805.02867). So
 the result of a query is exactly the same in training, in a whole or chunked prefill, and in a decoding step, whatever
-else is in the batch. The torch reference and the Triton kernels each have their own order. All run outside autograd.
+else is in the batch. The torch reference and the Triton kernels each have their own order. Neither runs under autograd.
 
 Packed rows and `window` are those of `areno.kernels.attention`. Shape letters: N query tokens, M key tokens, H query
 heads, K key heads, C head dimension; R packed sequences (rows).

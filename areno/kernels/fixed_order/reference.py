@@ -51,7 +51,7 @@ def packed_attention(
 
 
 def causal(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, firsts_B: Tensor | None, window: int | None) -> Tensor:
-    """Compute attention of padded rows, whose first queries are at the positions `firsts_B`. None means 0."""
+    """Compute attention of padded rows. `firsts_B` is the position of each row's first query, None for 0."""
     positions_BL = torch.arange(q_BHLC.shape[2]).expand(len(q_BHLC), -1)
     if firsts_B is not None:
         positions_BL = positions_BL + firsts_B.unsqueeze(1)

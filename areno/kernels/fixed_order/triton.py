@@ -122,8 +122,8 @@ def rescale(best, new_best, rate):
 def join_spans(best, total, span_best, span_total, rate):
     """Combine the softmax over a span of keys with the softmax over all earlier spans.
 
-    The results are (largest score, sum of weights, factor_earlier, factor_span). The weighted sum of values over all
-    spans is factor_earlier times that of the earlier spans plus factor_span times that of the span.
+    The results are (largest score, sum of weights, a, b). If x is the weighted sum of values over the earlier spans and
+    y that over the span, the joint sum is a x + b y.
     """
     new_best = tl.maximum(best, span_best)
     decay, weight = rescale(best, new_best, rate)[1], rescale(span_best, new_best, rate)[1]

@@ -74,8 +74,8 @@ def log_softmax(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log-probability (C,), entropy (C,), norm (2, C)) of logits / temperature at each position.
 
-    The norm has the maximum, and the log-sum-exp of the differences from it. They are kept apart, because their sum
-    would be rounded at the size of the logits. Subtracting one after the other is as exact as log_softmax of torch.
+    The norm has the maximum x of a position, and the log-sum-exp of the differences from x. These two numbers are not
+    added, because the sum would be less precise.
     """
     stats = kernels_for(logits_CV).softmax_statistics(logits_CV, targets_C, first, temperature)
     top_C, sums_3C = stats[0], stats[1:]
@@ -124,7 +124,7 @@ class Head:
         return self.chunk or (CHUNK if kernels_for(hidden_KD) is reference else FUSED_CHUNK)
 
     def n_kept(self, hidden_KD: Tensor, weight_VD: Tensor, n_matrices: int) -> int:
-        """Return for how many positions gradients of logits are kept for the backward pass, `n_matrices` for each."""
+        """Return for how many positions the forward pass keeps gradients of logits. Each has `n_matrices` rows."""
         n_rows = len(weight_VD) if self.most_rows is None else self.most_rows
         return min(len(hidden_KD), self.keep_bytes // max(1, n_matrices * n_rows * hidden_KD.element_size()))
 
@@ -143,7 +143,7 @@ class Head:
 class Teacher(Protocol):
     """The teacher's distribution at each of the K positions.
 
-    Norms are those of `log_softmax`. The student's logits are not changed.
+    `logits_CV` and `norm_2C` are the student's logits, which are not changed, and their norm as in `log_softmax`.
     """
 
     @property
@@ -156,9 +156,9 @@ class Teacher(Protocol):
     def gradient(
         self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
     ) -> None:
-        """Write the gradient of the divergence with respect to logits / temperature.
+        """Write the gradient of the divergence with respect to logits / temperature to `out_CV`.
 
-        `made` is the third result of `measure`. If it is None, it is computed again.
+        `made` is the third result of `measure`, or None to compute that again.
         """
         ...
 

@@ -53,7 +53,7 @@ class CommonIds:
         return CommonIds(n_columns, absent_V.to(device) if absent_V.any() else None)
 
     def select(self, logits_CV: Tensor) -> Tensor:
-        """Return the logits of the columns. Ids that are left out get a finite logit so low that they weigh nothing."""
+        """Return the logits of the compared columns. All other ids get a finite logit that makes their weight 0."""
         logits_CV = logits_CV[:, : self.n_columns]
         return logits_CV if self.absent_V is None else logits_CV.masked_fill(self.absent_V, _NOTHING)
 

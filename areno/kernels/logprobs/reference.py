@@ -62,9 +62,9 @@ def divergence_terms(student: Tensor, teacher: Tensor, kind: str, beta: float) -
 
 
 def gradient_factors(student: Tensor, teacher: Tensor, kind: str, beta: float) -> Tensor:
-    """Return h. The gradient of the divergence with respect to the student's x is q (h - sum of q h).
+    """Return h, the derivative of the divergence with respect to q, up to a constant.
 
-    h is the derivative of the divergence with respect to q, up to a constant.
+    The gradient of the divergence with respect to the student's x is q (h - sum of q h).
     """
     if kind == "forward_kl":
         return -(teacher - student).exp()

@@ -34,7 +34,7 @@ _MOST_TILES = 24  # of a program: its loop over them is unrolled, and each makes
 def few_rows_product(
     x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_SNO: Tensor, is_gated: bool, gelu: bool
 ) -> bool:
-    """Write a product to `out_SNO` and return True if Gluon runs on the device and all programs fit on it at once.
+    """Write a product to `out_SNO`, if Gluon runs on the device and all programs fit on it at once. Return whether so.
 
     The weight is read before the previous kernel has ended, so no kernel that was launched with PDL just before may
     write it. With `is_gated`, the product is `gated_product`, without a bias.
@@ -69,7 +69,7 @@ def few_rows_product(
 def _tiles(
     n_inputs: int, n_columns: int, n_parts: int, n_weights: int, n_multiprocessors: int
 ) -> tuple[int, int, int] | None:
-    """Return the number of inputs in a tile, of tiles of a program, and of x tiles in shared memory at once.
+    """Return (inputs of a tile, tiles of a program, x tiles in shared memory at the same time).
 
     None if the kernel does not support the sizes, or the programs would not all run at the same time.
     """

@@ -1,7 +1,7 @@
 """Paged attention for a decoding step: one new token per row, with keys and values in blocks of the KV cache.
 
 `kv_blocks` (2, P, S, K, C) are keys and values, changed in place. A row attends to its last `window` positions,
-including the new token; blocks before them may hold any finite values.
+including the new token; earlier positions may hold any finite values.
 
 Shape letters: B rows, H query heads, K key heads (H is a multiple of K), C head dimension; P blocks of S positions.
 """

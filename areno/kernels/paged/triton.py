@@ -135,7 +135,7 @@ def _attend(
 ):
     """Add the positions [start, end) of one table row and one key head to a running softmax.
 
-    With a WINDOW, `least` is the first position to which each query attends.
+    With a WINDOW, each query attends only to positions from `least` on.
     """
     for first in range(start, end, _TILE):
         position = first + tl.arange(0, _TILE)

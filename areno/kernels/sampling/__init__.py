@@ -57,7 +57,7 @@ def can_sample_hidden(hidden_BD: Tensor, flags: SamplingFlags) -> bool:
 
 
 def can_sample_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:
-    """Return whether `sample_columns` of `triton.py` supports the rows. It lacks top-k, top-p, penalties and masks."""
+    """Return whether `sample_columns` of `triton.py` supports the rows. False with top-k, top-p, penalties or masks."""
     return use_triton(logits_BV) and not (flags.filtered or flags.penalized or flags.masked)
 
 

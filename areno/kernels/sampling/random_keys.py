@@ -37,7 +37,7 @@ def sample_keys(seed: int, samples: Iterable[int]) -> list[int]:
 
 
 def mixed_bits(value_B: Tensor) -> Tensor:
-    """Return the finalizer of splitmix64, in which each bit of a number changes about half of the bits."""
+    """Mix the bits with the finalizer of splitmix64, so that each input bit changes about half of the output bits."""
     value_B = (value_B ^ shifted_right(value_B, 30)) * _signed(_MIX_1)
     value_B = (value_B ^ shifted_right(value_B, 27)) * _signed(_MIX_2)
     return value_B ^ shifted_right(value_B, 31)

@@ -75,7 +75,7 @@ class SamplingSettings:
     texts: TextIds | None = None  # None means all ids
 
     def overwrites(self, flags: SamplingFlags) -> bool:
-        """Return whether kernels write into the logits: for edits, or for top-k and top-p to drop ids without text."""
+        """Return whether kernels write into the logits: with edits, or with top-k or top-p if some ids have no text."""
         return flags.edits or (flags.filtered and self.texts is not None)
 
 
@@ -83,7 +83,7 @@ COLUMNS: dict[str, Column] = {each.name: each.metadata["column"] for each in fie
 
 
 class SamplingFlags(NamedTuple):
-    """The optional steps that at least one row of a batch needs. A CUDA graph is captured for one combination."""
+    """The optional steps that at least one row of a batch needs. A CUDA graph is valid for one value of it."""
 
     filtered: bool = False  # by top-k or top-p
     n_banned: int = 0  # width of `SamplingSettings.banned`, or 0 if every row has reached its `min_new`
@@ -205,7 +205,6 @@ def _kept_by_top_k_and_top_p(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tenso
 
 
 def _chunks(weights_BV: Tensor) -> Tensor:
-    """Split the vocabulary into C chunks, (B, C, _CHUNK), the last one padded with zeros."""
     n_rows, vocab = weights_BV.shape
     return F.pad(weights_BV, (0, -vocab % _CHUNK)).view(n_rows, -1, _CHUNK)
 

@@ -135,7 +135,7 @@ def _draw(
     n_columns: int = 0,
     whole_vocab: int | None = None,
 ) -> Tensor:
-    """Return token ids and log-probabilities, zeros in rows whose token is on another rank.
+    """Return token ids and log-probabilities, or zeros for rows whose token is in another rank's columns.
 
     `truncated` are the results of `truncate`, if any. `whole_vocab` is None if this rank has all columns.
     """

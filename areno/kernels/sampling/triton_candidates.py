@@ -40,7 +40,7 @@ class Candidates:
 def find_candidates(
     logits_BV: Tensor, slots_B: Tensor, settings: SamplingSettings, tops_BS: Tensor, sums_BS: Tensor, span: int
 ) -> Candidates:
-    """Find candidates from the largest logit of each span, and the sum of exp((x - largest) / temperature)."""
+    """Find candidates. `tops_BS` are the largest logits of spans, `sums_BS` sums of exp((x - top) / temperature)."""
     (n_rows, vocab), n_spans = logits_BV.shape, tops_BS.shape[1]
     found = Candidates(
         logits_BV.new_empty((n_rows, n_spans, min(span, ROOM))),

@@ -2,7 +2,7 @@
 
 A decoding step sums two small tensors for each layer, and NCCL's latency would be a large part of its time. Here one
 kernel, which a CUDA graph can capture, writes data into the memory of the other GPUs or reads data from it. NVLink
-multicast is not used. All ranks of the group must make the same calls. Tensors are contiguous, and results new.
+multicast is not used. All ranks of the group must make the same calls. Inputs must be contiguous; results are new.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 `all_reduce` and `add_and_norm`: a program writes its part of the tensor into the inboxes of the other GPUs, and adds
 their parts as soon as they arrive in its own inbox. Inboxes are filled with EMPTY, a bit pattern that no summand has,
 so the arrival of an element needs no signal and no fence. An inbox has three slots for each part, which calls use in
-turn, and each call empties the slot of the call before. This is safe: the other GPUs write to that slot two calls after
-it was used, and they cannot get there without this GPU's data of the call in between, which it sends after it has
-emptied the slot.
+turn, and each call empties the slot of the previous call. This is safe: the other GPUs write to that slot again two
+calls after its use. Until then, they need this GPU's data of the call in between, and this GPU sends that data only
+after it has emptied the slot.
 
 `all_gather`, for int32 elements of any bit pattern: a program copies its part into its region of this GPU's outbox,
 signals the other GPUs, waits for their signals, and reads their regions. Each region exists twice, and calls alternate
@@ -101,7 +101,7 @@ def _sum_of_all(
     PIECE: tl.constexpr,
     N_PROGRAMS: tl.constexpr,
 ):
-    """Return the sum of this program's part over the GPUs in float32. The first `n_inside` elements exist."""
+    """Return the float32 sum of this program's part over the GPUs. Only its first `n_inside` elements exist."""
     program = tl.program_id(0)
     IS_WIDE: tl.constexpr = x.dtype == tl.float32
     NUMBER: tl.constexpr = tl.int32 if IS_WIDE else tl.int16
