@@ -87,7 +87,7 @@ class LocalProcesses:
         return {each: process.exitcode for each, process in self.processes.items()}
 
     def suspect_loss(self) -> None:
-        """Notice lost machines sooner from now on, because a worker has failed. Has no effect on one machine."""
+        """Notice lost machines sooner from now on. Call this after a worker has failed. No effect on one machine."""
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return (process state, Python stacks) of each rank. The state is empty for a normal process."""

@@ -185,7 +185,7 @@ class Reader(StorageReader):
         self.metadata = Metadata({name: _tensor_metadata(tensor) for name, tensor in body["tensors"].items()})
 
     def verify(self, rank: int, size: int) -> None:
-        """Compare this rank's share of the files (every `size`-th) with their checksums. Raises CheckpointError."""
+        """Compare files with their checksums: every `size`-th file from the `rank`-th on. Raises CheckpointError."""
         run_in_threads(self._verify, sorted(self._files)[rank::size])
 
     def _verify(self, name: str) -> None:

@@ -299,7 +299,7 @@ def _pack_rows(rows: FlatRows, packed: PackedTokens, step: StepMicroBatches, row
 
 
 def is_predicted(prompt_masks: Sequence[np.ndarray], batch: Sequence[int]) -> np.ndarray:
-    """Return a mask of the predicted tokens of a batch: all but masked tokens and the first of each row."""
+    """Return a mask over the tokens of the rows `batch`, False at masked tokens and at the first token of each row."""
     asked = [~prompt_masks[index] for index in batch]
     for of_row in asked:
         of_row[0] = False
@@ -363,12 +363,12 @@ class LocalTokens:
         return len(self.packed.tokens_N)
 
     def select_predecessors(self, hidden_nD: Tensor, indices_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `indices_T` whose previous token this rank computes, and the previous tokens' hidden states."""
+        """Call `select` with the previous token as the source of each token."""
         shared = self.packed.shared
         return self.select(hidden_nD, indices_T, indices_T - 1 if shared is None else shared.previous_N[indices_T])
 
     def select(self, hidden_nD: Tensor, indices_T: Tensor, sources_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `indices_T` whose source this rank or an earlier pass computes, and the sources' hidden states."""
+        """Return the `indices_T` whose tokens `sources_T` have hidden states on this rank, and these hidden states."""
         if self.packed.prefix is None:
             sources_T = sources_T - self.first
         else:

@@ -55,7 +55,7 @@ class Bucket:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the range `self.grads` holds the gradients of the whole bucket, not only of the owned elements."""
+        """Return whether `grads` holds the gradients of the whole bucket, not only of the owned elements."""
         return slice_length(self.grads) == slice_length(self.place)
 
     @property
@@ -214,7 +214,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def update_from_masters(self) -> None:
-        """Set `params` to the rounded masters. If these are divided, all ranks of `dp` must call this."""
+        """Set `params` to the rounded masters. If the masters are divided, all ranks of `dp` must call this."""
         if self.params is not self.masters:
             for bucket in self.buckets:
                 for master, param in self._owned_pairs(bucket):
