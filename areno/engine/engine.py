@@ -345,7 +345,10 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
     @property
     def _may_halve(self) -> bool:
-        """Return whether micro-batches may shrink when memory runs out. That changes sums, so not if deterministic."""
+        """Return whether a step that runs out of memory may continue with smaller micro-batches.
+
+        It may not with `engine.deterministic`, because the order of sums would then depend on the free memory.
+        """
         return not self.spec.engine.deterministic
 
     # -- state -----------------------------------------------------------------------------------------------------

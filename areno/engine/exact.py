@@ -138,9 +138,9 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
 
     If the library (cuBLAS) never splits a sum, it computes all products. Otherwise products of few rows need another
     kernel: the library without split-K, or Triton. A kernel is suitable if it gives the same bits as the library gives
-    for the same rows in a product of many rows. If both kernels are suitable, the faster one is used for each number of
-    rows (with `timed`, as measured; otherwise by a fixed limit). If none is suitable, Triton computes all products.
-    Raises EngineError if Triton is needed and missing.
+    for the same rows in a product of many rows. If both kernels are suitable, the number of rows decides: by measured
+    times if `timed`, otherwise by a fixed limit. If none is suitable, Triton computes all products. Raises EngineError
+    if Triton is needed and missing.
     """
     x_NI, weight_OI = _random_input(_CUDA_ROWS, module.weight), module.weight
     dtype = module.product(x_NI[:1]).dtype

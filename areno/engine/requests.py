@@ -383,8 +383,7 @@ def requests_of_rest(
 ) -> list[GenerationRequest]:
     """Return requests, with new ids, that continue the unfinished samples `parked` of a request.
 
-    Each sample with tokens gets a request of its own. Consecutive samples without tokens share one request (and
-    prefill).
+    Each sample with tokens gets a request of its own. Consecutive samples without tokens share a request.
     """
     requests: list[GenerationRequest] = []
     for output in sorted(parked, key=lambda output: output.sample):

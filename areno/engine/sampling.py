@@ -89,7 +89,7 @@ class SamplingEngine:
         self._failure = None
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Queue all requests or, with an EngineError, none: outside a rollout phase, or if one cannot be served."""
+        """Queue requests. If no phase is open or a request cannot be served, raises EngineError and queues none."""
         if self.limits is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         requests = list(requests)

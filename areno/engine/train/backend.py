@@ -276,7 +276,7 @@ class TrainBackend:
         self._prefix = None
 
     def _hidden_states(self, packed: PackedTokens) -> tuple[Tensor, LocalTokens]:
-        """Return hidden states (n, D) of those n of a micro-batch's N tokens that this rank computes, and the tokens.
+        """Run the layers on this rank's n of the N tokens of a micro-batch. Returns (n, D) and the n tokens.
 
         Prefixes that several micro-batches share are computed once, when the first of these micro-batches is passed.
         """

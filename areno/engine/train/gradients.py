@@ -33,8 +33,7 @@ class Gradients:
         self._flat.grads.zero_()
 
     def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
-        """Add to the gradients. `gradient` is that of the loss with respect to `output`, None if `output` is the loss.
-        """
+        """Add to the gradients. If `output` is not the loss, `gradient` is the loss's gradient with respect to it."""
         output.backward(gradient)
 
     def finish(self) -> None:

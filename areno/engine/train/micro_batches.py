@@ -69,7 +69,7 @@ class StepMicroBatches:
 
 @dataclass(slots=True)
 class TrainResult:
-    """The result of one rank's optimizer steps. `old_logprobs` has an array (N,) or None (not recomputed) per step."""
+    """The result of one rank's optimizer steps. `old_logprobs` has (N,), or None if not recomputed, for each step."""
 
     stats: dict[str, float]  # equal on all ranks
     old_logprobs: list[np.ndarray | None]

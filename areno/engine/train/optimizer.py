@@ -82,7 +82,7 @@ class Optimizer:
         return GradientStats(math.sqrt(squares), 1.0 - nonzeros / entries)
 
     def skip(self, is_empty: bool = False) -> float:
-        """Count an update that is not applied, and return its learning rate. Only `is_empty` advances the schedule."""
+        """Count an update that is not applied, and return its lr. With `is_empty`, the schedule of lr advances."""
         lr = self.lr
         self.skipped_steps += 1
         self.empty_steps += is_empty

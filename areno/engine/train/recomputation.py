@@ -47,7 +47,7 @@ class KeptLayers:
         return self._of_model if self.teacher is None else self._of_model.with_two_heads()
 
     def count(self, n_tokens: int, waits: bool = False) -> int:
-        """Return how many layers keep their products. None does if other passes precede the backward pass (`waits`)."""
+        """Return how many layers keep their products: none if other passes precede the backward pass (`waits`)."""
         if self._free is None or not torch.is_grad_enabled():
             return 0
         if waits:
