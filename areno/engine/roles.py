@@ -74,8 +74,8 @@ class OffloadedBuffers:
     def on_device(self, training: bool = False) -> Iterator[None]:
         """Hold the buffers on the device inside a `with` block.
 
-        With `training`, the block also has the `scratch` buffers, and changes of `params` are copied back to host
-        memory. Otherwise `params` must not be changed.
+        With `training`, the block also has the `scratch` buffers, and the `params` buffers are copied back to host
+        memory when it ends. Without `training`, the buffers must not be changed.
         """
         arrived: list[_OffloadedBuffer] = []
         try:
@@ -95,7 +95,7 @@ class OffloadedBuffers:
 class _OffloadedBuffer:
     """One buffer of a model and its copy in host memory (pinned on CUDA). A scratch buffer has no copy.
 
-    All copies run on the current stream, like the work on the buffer, so no explicit wait is needed.
+    All copies run on the stream on which the model computes, so no explicit wait is needed.
     """
 
     def __init__(self, buffer: Tensor, scratch: bool = False):

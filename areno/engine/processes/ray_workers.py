@@ -364,7 +364,7 @@ def read_folders(spec: EngineSpec) -> dict[str, str]:
 
 
 def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], probe_files: dict[str, Any]) -> None:
-    """Check that every node sees the model folders and the probe files that were written to shared folders."""
+    """Raise an error if a node lacks a model folder, or a probe file that was written to a shared folder."""
     for report in reports:
         for key, folder in read_folders(spec).items():
             if folder in report.missing:

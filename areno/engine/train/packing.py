@@ -47,10 +47,10 @@ class PackedTokens:
     """The input of a forward pass: R packed rows with N tokens in total, on the device.
 
     With `shared`, the R packed rows are segments of the caller's rows, and each shared token is packed once. With
-    `prefix`, an earlier pass has computed the first of the N tokens, and the R packed rows consist of the others. If
+    `prefix`, an earlier pass has computed the first tokens, and the R packed rows hold only the remaining tokens. If
     `predicted_T` is None, all tokens are predicted except the first of each of the caller's rows. `teacher` is a role,
-    "" for the role that the divergence names. `for_teacher` has the same predicted tokens, after the teacher's own
-    prompts.
+    "" for the teacher that the divergence names. If the teacher has prompts of its own, `for_teacher` is its input,
+    with the same predicted tokens.
     """
 
     tokens_N: Tensor
@@ -318,7 +318,8 @@ def _split_in_two(rows: FlatRows, rows_per_unit: int) -> list[FlatRows]:
 class LocalTokens:
     """The tokens of a micro-batch that this context-parallel rank computes: n consecutive tokens of its N tokens.
 
-    They may end with padding. `first` is their first index among the N tokens. `attend` covers the whole micro-batch.
+    The last of the n tokens may be padding. `first` is the index of the first one among the N tokens. `attend` covers
+    the whole micro-batch.
     """
 
     tokens_n: Tensor
