@@ -1,4 +1,4 @@
-"""Keeps, in the driver, how many tokens a micro-batch of each role may have."""
+"""Keeps, in the driver, the largest number of tokens per micro-batch, by role and phase."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TokenBudgets = dict[str, dict[str, int]]
 
 
 class ChosenBudgets:
-    """Keeps the token budgets of micro-batches: the smallest that any rank has chosen.
+    """Keeps the largest number of tokens per micro-batch (the budget) by role and phase.
 
-    `choose` returns the choices of all ranks. Set `are_due` after a model was loaded or a rollout with other settings
-    has begun. The next `token_budget` then calls `choose` again.
+    `choose` returns the budgets that each rank has chosen, and the smallest of them counts. Set `are_due` after a model
+    was loaded or a rollout with other settings has begun: the next `token_budget` then calls `choose` again.
     """
 
     def __init__(self, choose: Callable[[], Sequence[TokenBudgets]]):
@@ -27,9 +27,9 @@ class ChosenBudgets:
         self.are_due = True
 
     def token_budget(self, role: str, phase: str) -> int:
-        """Return the largest number of tokens in a micro-batch. Asks the ranks first if `are_due`.
+        """Return the largest number of tokens of a micro-batch. `phase` is "train" or "score".
 
-        A budget never rises, so it does not depend on the order in which models are loaded and rollouts begin.
+        Asks the ranks first if `are_due`. A budget never rises, so the order in which models are loaded has no effect.
         """
         if self.are_due:
             before, chosen = copy.deepcopy(self.tokens), self._choose()

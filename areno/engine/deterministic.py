@@ -90,7 +90,7 @@ def begin_deterministic(device: str, world_size: int) -> None:
 
 
 def end_deterministic() -> None:
-    """Undo one call of `begin_deterministic`. After the last one, torch has its original settings again."""
+    """Undo one call of `begin_deterministic`. When all calls are undone, torch has its original settings again."""
     _flags.restore()
 
 

@@ -192,8 +192,8 @@ def training_hint(
 ) -> AbstractContextManager[None]:
     """Return the `out_of_memory_hint` for forward and backward passes.
 
-    `fitting` returns the end of the message, about the largest micro-batch that would fit, or "". `beside` returns
-    remedies that make the KV cache smaller. The other arguments decide which remedies are named.
+    `fitting` returns the end of the message, such as the size of the largest micro-batch that would fit, or "".
+    `beside` returns remedies that make the KV cache smaller. The other arguments decide which remedies are named.
     """
     size = ("max_tokens_per_mb", mb_spec.max_tokens_per_mb)
     if mb_spec.max_tokens_per_mb is None:

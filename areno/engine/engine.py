@@ -152,8 +152,9 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     ) -> dict[str, float]:
         """Train the model of a role on rows of tokens, by one or several optimizer steps, and return statistics.
 
-        If the role has a value head, `loss_fn` gets values in place of log-probabilities, see areno.loss_fns. Sets
-        `old_logprobs` of the rows. Without `update`, takes one step, with micro-batches as in EngineSpec.mb_spec.
+        Without `update`, takes one step, with micro-batches as in EngineSpec.mb_spec. If the role has a value head,
+        `loss_fn` gets values in place of log-probabilities. Sets `old_logprobs` of the rows. `row_name` is what errors
+        call a row.
 
         Raises DataError for an invalid row, before anything is trained. Raises EngineError if the role cannot be
         trained, a rollout phase is open, or memory runs out.
@@ -202,8 +203,8 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
     ) -> list[np.ndarray]:
         """Return the log-probability of each token given the tokens before it, one float32 array per row.
 
-        The first token of a row and tokens masked by `prompt_masks` get 0. The temperature of `sampling` divides the
-        logits. `routes` are recorded experts of the actor's tokens, which the forward pass uses again.
+        The first token of a row and tokens masked by `prompt_masks` get 0. Logits are divided by the temperature of
+        `sampling`. The forward pass uses `routes`, the recorded experts of the actor's tokens, if they are given.
         """
         of_rows = {
             "routes": routes_of_rows(routes, token_rows, self.info.routes, role),
@@ -212,7 +213,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return self._score("logprobs", role, token_rows, mb_spec, of_rows, sampling=sampling or SamplingConfig())
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
-        """Return the value of the state before each token (0 for the first), or log-odds of "right" for a PRM."""
+        """Return the value of the state before each token, 0 for the first. A PRM gives the log-odds of "right"."""
         return self._score("values", role, token_rows, mb_spec)
 
     def rewards(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[float]:
@@ -277,9 +278,9 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         of_rows: Mapping[str, Sequence[Any] | None] = MappingProxyType({}),
         **more: Any,
     ) -> list[Any]:
-        """Divide rows over the data-parallel replicas, and call TrainBackend.logprobs, .values or .rewards (`what`).
+        """Call TrainBackend.logprobs, .values or .rewards (`what`) on rows divided over the data-parallel replicas.
 
-        `of_rows` maps names of arguments to sequences with one item per row, or to None.
+        `of_rows` maps names of arguments to sequences with one item per row. `more` are equal for all rows.
         """
         self._role_with_head(role, {"logprobs": "lm", "values": "scores", "rewards": "value"}[what])
         info, sharing = self._infos.get(role, self.info), self._train_sharing[role]
@@ -324,11 +325,11 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
     @property
     def token_budgets(self) -> dict[str, Any]:
-        """The chosen micro-batch sizes, for a training state: the memory of the device, and the tokens by role."""
+        """The chosen micro-batch tokens by role, and the device memory they were chosen for, to store on disk."""
         return {"device_bytes": self.info.device_bytes, "tokens": copy.deepcopy(self._budgets.tokens)}
 
     def restore_token_budgets(self, record: Mapping[str, Any]) -> None:
-        """Restore the micro-batch sizes of an earlier process, if its devices had the same memory."""
+        """Restore the result of `token_budgets` from an earlier process, if its devices had the same memory."""
         if record["device_bytes"] == self.info.device_bytes:
             known = {role: dict(tokens) for role, tokens in record["tokens"].items() if role in self._roles}
             self._budgets.tokens = known
@@ -344,9 +345,9 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
     @property
     def _may_halve(self) -> bool:
-        """Whether a step that runs out of memory may continue with smaller micro-batches.
+        """Return whether a step that runs out of memory may continue with smaller micro-batches.
 
-        With `engine.deterministic` it may not, because the free memory would decide the order of sums.
+        It may not with `engine.deterministic`, because the order of sums would then depend on the free memory.
         """
         return not self.spec.engine.deterministic
 
@@ -364,7 +365,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         self._writes_state = True
 
     def state_written(self, wait: bool = False) -> bool:
-        """Return whether the files of the last `save_state`, if any, are complete.
+        """Return whether the files of the last `save_state` are complete. True if there was none.
 
         Raises CheckpointError once if they could not be written. The engine can still be used.
         """
@@ -402,11 +403,11 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return self._call("memory_table")[0]
 
     def peak_memory_gib(self) -> float:
-        """Return the largest peak memory of a worker, since the last call of this method or of `train`."""
+        """Return the largest peak memory of a worker since `peak_memory_gib` or `train` was last called."""
         return max(self._call("memory_gib"))
 
     def phase_memory_gib(self) -> float:
-        """Return the largest peak memory of a worker, since the last call of this method alone."""
+        """Return the largest peak memory of a worker since `phase_memory_gib` was last called."""
         return max(self._call("phase_memory_gib"))
 
     def host_memory_gib(self) -> float:
@@ -423,7 +424,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         self._call("write_memory_snapshot", name)
 
     def wait(self) -> None:
-        """Wait until the devices have finished all work, for exact timing. `train` may return earlier."""
+        """Wait until the devices have finished all work, for exact timing. `train` may return before that."""
         self._call("wait")
 
     def restart(self) -> None:

@@ -95,7 +95,7 @@ def _check_adapters(adapters: list[Adapter], multiple: int) -> None:
 
 
 def _check_adapter(adapter: Adapter, multiple: int) -> None:
-    """Raise EngineError if a row's result depends on the number of rows, which is a multiple of `multiple`."""
+    """Raise EngineError if the results of rows depend on how many rows are computed together."""
     x_NI, b_SR = _random_input(multiple * _CPU_SIZES[-1], adapter.a), _random_input(len(adapter.b), adapter.b)
     n_columns = max(column + size for column, _, size in adapter.slices)
 
@@ -137,10 +137,10 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
     """Choose the kernels for products with a weight on CUDA, so that every sum has one fixed order.
 
     If the library (cuBLAS) never splits a sum, it computes all products. Otherwise products of few rows need another
-    kernel: the library without split-K, or Triton. This kernel must give the same bits as the library gives for the
-    same rows in a product of many rows. If both kernels do, the choice for each number of rows is by measured time, or
-    by a fixed limit if `timed` is False. If neither kernel does, Triton computes all products. Raises EngineError if
-    Triton is needed and missing.
+    kernel: the library without split-K, or Triton. A kernel is suitable if it gives the same bits as the library gives
+    for the same rows in a product of many rows. If both kernels are suitable, the number of rows decides: by measured
+    times if `timed`, otherwise by a fixed limit. If none is suitable, Triton computes all products. Raises EngineError
+    if Triton is needed and missing.
     """
     x_NI, weight_OI = _random_input(_CUDA_ROWS, module.weight), module.weight
     dtype = module.product(x_NI[:1]).dtype

@@ -28,7 +28,7 @@ from areno.types import GenerationOutput, GenerationRequest
 
 
 class FairLock:
-    """A lock that threads get in the order of arrival. threading.Lock may prefer the same busy thread each time."""
+    """A lock that threads get in the order of arrival."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -57,7 +57,7 @@ class FairLock:
 
 
 class OutputQueue:
-    """A queue of outputs. Unlike with asyncio.Queue, its one reader takes all of them at once."""
+    """A queue of outputs with a single reader, which takes all outputs at once."""
 
     def __init__(self) -> None:
         self._items: list[GenerationOutput | Exception] = []
@@ -199,12 +199,12 @@ class Streams:
 
     @property
     def are_open(self) -> bool:
-        """Whether there is a consumer, including abandoned ones whose requests are not finished."""
+        """Return whether any request with a consumer is unfinished, even if the consumer is abandoned."""
         return bool(self._consumers)
 
     @property
     def are_read(self) -> bool:
-        """Whether there is a consumer that is not abandoned."""
+        """Return whether any consumer is not abandoned."""
         with self._lock:
             return any(not consumer.abandoned for consumer in self._consumers.values())
 
@@ -219,13 +219,13 @@ class Streams:
                 self._thread.start()
 
     def abandon(self, consumer: Consumer) -> bool:
-        """Mark a consumer as no longer read, and return whether its request is still processed."""
+        """Mark a consumer as no longer read, and return whether its request is unfinished."""
         with self._lock:
             consumer.abandoned = True
             return consumer in self._consumers.values()  # not by id: a later request may have the same id
 
     def take(self, output: GenerationOutput, is_last: bool) -> bool:
-        """Store an output until `deliver_taken`, and return whether its request has a consumer. Needs the lock."""
+        """Store an output until `deliver_taken`. Returns False if its request has no consumer. Needs the lock."""
         consumer = self._consumers.get(output.request_id)
         if consumer is None:
             return False
@@ -242,7 +242,7 @@ class Streams:
                 loop.call_soon_threadsafe(_put_into_queues, items)
 
     def fail(self, error: Exception) -> None:
-        """Make every consumer raise an error when it is next read, and forget the consumers."""
+        """Raise an error in every consumer when it is next read, and forget the consumers."""
         with self._lock:
             for consumer in self._consumers.values():
                 self._taken.setdefault(consumer.loop, []).append((consumer, error))
@@ -274,7 +274,7 @@ _Stream = tuple[GenerationRequest, Consumer]
 
 @dataclass(slots=True)
 class _SingleRequests:
-    """How many bursts in a row had one request only, and when a request was last submitted without waiting."""
+    """The number of successive bursts of one request, and when a request was last submitted without waiting."""
 
     n_bursts: int = 0
     submitted_at: float = -math.inf
@@ -283,10 +283,10 @@ class _SingleRequests:
 class RequestBatcher:
     """Holds requests back for some milliseconds while the workers are idle, so that they are submitted together.
 
-    Requests of one event loop that are submitted together are called a burst. While the workers are busy, requests are
-    submitted at once. A single client makes bursts of one request. So after two such bursts, requests are submitted at
-    once, until another request follows one of them closely. Each event loop has its own bursts. The argument `submit`
-    must submit all requests or, if it raises, none. `waits` is False on a CPU, where batching saves no time.
+    Requests of one event loop that are submitted together are called a burst. A single client makes bursts of one
+    request. So after two such bursts, requests of this event loop are submitted at once, until two of them arrive
+    within 50 ms. While the workers are busy, requests are always submitted at once. The function `submit` must submit
+    all requests or, if it raises, none. `waits` is False on a CPU, where batching saves no time.
     """
 
     def __init__(self, submit: Callable[[Sequence[_Stream]], None], is_idle: Callable[[], bool], waits: bool = True):
@@ -310,7 +310,7 @@ class RequestBatcher:
                 del self._expected[loop]
 
     def announce(self, n_requests: int) -> None:
-        """Submit held requests of this event loop as soon as there are this many."""
+        """Submit held requests of this event loop as soon as `n_requests` of them are held."""
         self._announced[asyncio.get_running_loop()] = n_requests
 
     async def submit(self, request: GenerationRequest, consumer: Consumer) -> None:
@@ -331,7 +331,7 @@ class RequestBatcher:
         await submitted
 
     def _should_wait(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Return whether a new request waits for others, and update the record of single requests."""
+        """Return whether a new request should wait for others. Also updates the record of single requests."""
         alone, now = self._alone.setdefault(loop, _SingleRequests()), loop.time()
         if not self._is_idle():
             if now < alone.submitted_at + _MOST_S:  # the request before did not come alone

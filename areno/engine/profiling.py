@@ -66,7 +66,7 @@ class DeviceClock:
         self._open.append((name, before, after, self._anchor, arguments))
 
     def settle(self) -> None:
-        """Add the phases that the device has finished to the trace. Does not wait for the others."""
+        """Add the phases that the device has finished to the trace. Does not wait for unfinished phases."""
         n_done = 0
         for name, before, after, (anchor, anchored_at), arguments in self._open:
             if not after.query():
@@ -113,7 +113,7 @@ class Profiler:
             self._record_memory(spec.memory_entries)
 
     def _record_memory(self, entries: int) -> None:
-        """Let torch's allocator keep its last events, and write a snapshot when memory runs out."""
+        """Let torch's allocator keep its last `entries` events, and write a snapshot when memory runs out."""
         import torch
 
         torch.cuda.memory._record_memory_history(max_entries=entries)

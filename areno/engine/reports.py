@@ -55,7 +55,7 @@ class RolloutStats:
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Counts of the drafts of a rollout phase so far, summed over the data-parallel ranks, see RolloutStats."""
+    """Counts of the drafts of a rollout phase so far, summed over the data-parallel ranks."""
 
     drafted: int = 0
     accepted: int = 0

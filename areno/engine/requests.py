@@ -111,8 +111,8 @@ class RequestLimits:
 class RequestRefused(EngineError):
     """Raised for a request that a decoder cannot serve.
 
-    `field` names the invalid field of the request. `why` is the reason for the client of a server: it has no request id
-    and no settings.
+    `field` names the invalid field of the request. `why` is the reason without request id and settings, to send to a
+    client of the server.
     """
 
     field = why = ""
@@ -286,7 +286,7 @@ class Dispatcher:
         return [(rank, _group_by_prompt(requests)) for rank, requests in found.items()]
 
     def _assign(self, part: RequestPart, rank: int | None) -> None:
-        """Record that replica `rank` samples a part, or with None that the part is queued, and update the counts."""
+        """Record that replica `rank` samples a part, and update the counts. If `rank` is None, the part is queued."""
         for where, sign in ((part.rank, -1), (rank, 1)):
             if where is not None:
                 self.n_samples[where] += sign * part.missing
@@ -327,7 +327,7 @@ class Dispatcher:
                 del self._of_request[part.request_id]
 
     def choose_to_rebalance(self, stats: Sequence[RolloutStats]) -> tuple[int, int] | None:
-        """If a replica is idle, return the rank of a busy one and how many unstarted samples that one should return."""
+        """If a replica is idle, return the rank of a busy replica and how many unstarted samples to take from it."""
         if self.n_copies == 1 or self._fixed:
             return None
         self._waiting = [of_copy.waiting for of_copy in stats]
@@ -383,7 +383,7 @@ def requests_of_rest(
 ) -> list[GenerationRequest]:
     """Return requests, with new ids, that continue the unfinished samples `parked` of a request.
 
-    Each sample with tokens gets a request of its own. Consecutive samples without tokens share one, and so one prefill.
+    Each sample with tokens gets a request of its own. Consecutive samples without tokens share a request.
     """
     requests: list[GenerationRequest] = []
     for output in sorted(parked, key=lambda output: output.sample):

@@ -74,8 +74,8 @@ class OffloadedBuffers:
     def on_device(self, training: bool = False) -> Iterator[None]:
         """Hold the buffers on the device inside a `with` block.
 
-        With `training`, the block also has the `scratch` buffers, and changes of `params` are copied back to host
-        memory. Otherwise `params` must not be changed.
+        With `training`, the block also has the `scratch` buffers, and the `params` buffers are copied back to host
+        memory when it ends. Without `training`, the buffers must not be changed.
         """
         arrived: list[_OffloadedBuffer] = []
         try:
@@ -95,7 +95,7 @@ class OffloadedBuffers:
 class _OffloadedBuffer:
     """One buffer of a model and its copy in host memory (pinned on CUDA). A scratch buffer has no copy.
 
-    All copies run on the current stream, like the work on the buffer, so no explicit wait is needed.
+    All copies run on the stream on which the model computes, so no explicit wait is needed.
     """
 
     def __init__(self, buffer: Tensor, scratch: bool = False):
@@ -145,7 +145,7 @@ class Role:
 
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[TrainBackend]:
-        """Hold the model on the device inside a `with` block. If `is_base`, its adapters are off in the block."""
+        """Hold the model on the device inside a `with` block, without its adapters if the role is the base model."""
         base = without_adapters(self.backend.model) if self.is_base else nullcontext()
         with self.offload.on_device(training), base:
             self._set_adapters()
@@ -155,7 +155,7 @@ class Role:
     def as_teacher(self, divergence: Divergence) -> Iterator[TeacherPasses]:
         """Hold the model on the device, and yield its passes as the teacher of another model.
 
-        If `is_base`, the adapters of the actor are switched off in these passes only.
+        If `is_base`, the model is the actor's, and its adapters are off during these passes only.
         """
         switch = partial(without_adapters, self.backend.model) if self.is_base else nullcontext
         with self.offload.on_device():
@@ -236,7 +236,7 @@ class Roles:
         return self.footprint.summary(self._device_bytes), self.footprint.table(self._device_bytes)
 
     def token_budgets(self, wanted: WantedCache | None) -> TokenBudgets:
-        """Choose micro-batch tokens by role and phase. `wanted` is the KV cache that stays on the device, if any."""
+        """Choose micro-batch tokens by role and phase. If `wanted` is given, this KV cache stays on the device."""
         total, footprint = self.total_bytes, self.footprint
         # A cache that is dropped after the rollout is None here, so this cache leaves room for offloaded models.
         cache = 0 if wanted is None else wanted.bytes_within(total - footprint.resident - footprint.most_extra_in_use)
@@ -263,9 +263,9 @@ class Roles:
         return footprint
 
     def _free_host_bytes(self) -> int:
-        """Return the smallest share of the free host memory that a rank has.
+        """Return the free host memory per rank, on the machine where it is smallest.
 
-        No rank allocates host memory for its models before all ranks have measured the free memory.
+        All ranks must call this. It returns after all ranks have measured, so no rank allocates its models before that.
         """
         share = device_memory.host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
         found = torch.tensor(float(share), dtype=torch.float64, device=self.context.device)
@@ -276,7 +276,7 @@ class Roles:
         return {name: role for name, role in self._roles.items() if role.spec.optimizer is not None}
 
     def release(self, name: str) -> None:
-        """Remove a role and free its memory. If other roles use its model, the model stays and one of them owns it."""
+        """Remove a role and free its memory. A model that other roles use stays, and one of these roles owns it."""
         del self._roles[name]
         self._vocabularies.pop(name, None)
         heirs = [other for other, role in self._roles.items() if role.owner == name]
@@ -388,7 +388,7 @@ class Roles:
 
 
 def _with_own_adapters(owner: str, role: Role, spec: RoleSpec) -> Role:
-    """Return a role for `spec` with its own adapters on the model of `role`, which the role `owner` has loaded."""
+    """Return a new role that shares the model of `role` (named `owner`), but has adapters of its own."""
     assert spec.lora is not None
     model = role.backend.model
     with role.on_device():

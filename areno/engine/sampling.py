@@ -79,7 +79,7 @@ class SamplingEngine:
             self.clock.resume()
 
     def check_runs(self) -> None:
-        """Raise an EngineError if the rollout phase is suspended, because samples would never finish."""
+        """Raise an EngineError if the rollout phase is suspended. Samples would never finish."""
         if self.clock.is_paused:
             raise EngineError("no samples can be waited for while the rollout is suspended; resume the rollout first")
 
@@ -89,7 +89,7 @@ class SamplingEngine:
         self._failure = None
 
     def submit(self, requests: Iterable[GenerationRequest]) -> None:
-        """Queue requests. Raises EngineError, and queues none, outside a rollout phase or if one cannot be served."""
+        """Queue requests. If no phase is open or a request cannot be served, raises EngineError and queues none."""
         if self.limits is None:
             raise EngineError("a request arrived outside a rollout phase; call begin_rollout first")
         requests = list(requests)
@@ -191,11 +191,11 @@ class SamplingEngine:
         The generator ends after the last sample of the request. It yields partial outputs only if the request sets
         `stream` or `pieces`. If the caller reads slowly, consecutive partial outputs of a sample are joined. Any number
         of these generators may run at the same time, also while another thread calls `generate`. The requests of
-        `generate` have ids from 0 on, so the request here needs another request_id. If the caller stops reading
-        (cancellation, aclose), the request is aborted.
+        `generate` have ids from 0 on, so `request` needs another request_id. If the caller stops reading (cancellation,
+        aclose), the request is aborted.
 
-        Raises ConfigError or DataError for an invalid request, EngineError if it cannot be served or a worker has
-        failed, and TimeoutError after `timeout_s` seconds, without the time in which the phase is suspended.
+        Raises ConfigError or DataError for an invalid request. Raises EngineError if the request cannot be served or a
+        worker has failed. Raises TimeoutError after `timeout_s` seconds, in which suspended time does not count.
         """
         self.check(request)
         consumer, unfinished = Consumer(), request.n_samples
@@ -234,7 +234,7 @@ class SamplingEngine:
         return finished, list(stats)
 
     def park(self) -> list[GenerationOutput]:
-        """End all requests of a held phase, and return the completions so far of the samples that workers have.
+        """End all requests of a held phase, and return the tokens so far of each sample that a worker has.
 
         The finish_reason is None, unless the sample finished in the last step.
         """
@@ -256,7 +256,7 @@ class SamplingEngine:
         return self.workers.stats()
 
     def draft_counts(self) -> DraftCounts:
-        """Return the counts of drafted and accepted tokens of the open rollout phase or, if none is, of the last."""
+        """Return the counts of drafted and accepted tokens of the open or else the last rollout phase."""
         return DraftCounts.from_stats(self.rollout_stats())
 
     def generate(
@@ -265,11 +265,11 @@ class SamplingEngine:
         on_progress: OnProgress | None = None,
         at_once: int | None = None,
     ) -> dict[int, list[GenerationOutput]]:
-        """Submit requests, wait until all are finished, and return the samples of each in order.
+        """Submit requests, wait until all are finished, and return the samples of each request in order, by request id.
 
-        At most `at_once` requests are unfinished at the same time. This is ignored with `engine.deterministic`, because
-        the next submission would depend on the clock. `on_progress` is called after each poll. Raises EngineError as
-        `poll` and `submit` do, and if the model computes no finite numbers.
+        At most `at_once` requests are unfinished at the same time. With `engine.deterministic` this limit is ignored,
+        because the next submission would depend on the clock. `on_progress` is called after each poll. Raises
+        EngineError as `poll` and `submit` do, and if the model computes no finite numbers.
         """
         self.check_runs()
         if self.spec.engine.deterministic:

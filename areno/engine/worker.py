@@ -176,11 +176,10 @@ class Worker:
 
     @cached_property
     def _drafter(self) -> NgramDrafter:
-        """The drafter of all rollouts.
+        """The drafter of all rollouts. It also drafts from earlier rollouts, unless this may change a resumed run.
 
-        It keeps samples of earlier rollouts with engine.exact, where drafts change no bit, and on GPUs without
-        engine.deterministic. Otherwise it keeps none, because a resumed run lacks these samples and must compute the
-        same bits as an uninterrupted one.
+        A resumed run lacks these samples. With engine.exact, drafts change no bit. On GPUs without
+        engine.deterministic, runs are not reproducible anyway.
         """
         on_cuda, config = self.context.device.type == "cuda", self.spec.engine
         remembers = config.exact or (on_cuda and not config.deterministic)
@@ -267,7 +266,7 @@ class Worker:
         return outputs, self.rollout_stats()
 
     def park(self) -> list[GenerationOutput]:
-        """End the hold, remove all samples from the decoder, and return them as Decoder.park does."""
+        """End the hold, remove all samples from the decoder, and return them with their tokens so far."""
         self._is_held = False
         return [] if self.decoder is None else self.decoder.park()
 
@@ -312,7 +311,7 @@ class Worker:
         return 0 if optimizer is None else optimizer.steps
 
     def load_role(self, name: str, spec: RoleSpec) -> PrefixSharing:
-        """Load the model of another role, and return the rule by which its training computes shared prefixes once.
+        """Load the model of another role. Returns the rule that decides when its training shares prefixes.
 
         First drops the KV cache, because its size depends on the remaining memory. Returns PrefixSharing() if another
         rank could not load the model.
@@ -356,7 +355,7 @@ class Worker:
     def score(
         self, role: str, what: str, token_rows: list[np.ndarray], settings: Mapping[str, Any]
     ) -> tuple[list[Any], int]:
-        """Call TrainBackend.logprobs, .values or .rewards (`what`). Returns the results and the number of halvings."""
+        """Call TrainBackend.logprobs, .values or .rewards. Also returns how often micro-batches were halved."""
         profiling.set_anchor()
         with self.roles[role].on_device() as backend, nondeterministic_operations_named():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}

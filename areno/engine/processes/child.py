@@ -46,8 +46,8 @@ def without_main_module() -> Iterator[None]:
 def follow_parent() -> None:
     """Ignore stop signals in this child process, and end the process once the driver has ended.
 
-    Call this function first in a child. A terminal sends Ctrl-C (SIGINT) to all processes of a job, and a cluster does
-    so with SIGTERM and SIGUSR1. The driver handles these signals and then closes its children.
+    Call this function first in a child. A terminal or a cluster sends its stop signal (SIGINT, SIGTERM or SIGUSR1) to
+    all processes of a job. The driver handles the signal and then closes its children.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -26,9 +26,9 @@ class LocalProcesses:
     """The worker processes of some ranks, all on this machine. RayProcesses has the same methods for several machines.
 
     `rank` is always the global rank in the run. `counters` holds FIELDS integers per rank, for WorkerHeartbeats. An
-    exit code is known at most `death_grace_s` after a process has ended. `port` is the rendezvous port on the host of
-    rank 0. `listener` listens at this port if rank 0 runs here. In RayProcesses, `send`, `receive` and `exit_codes`
-    raise WorkerLost if a machine was lost.
+    exit code is known `death_grace_s` after a process has ended, at the latest. `port` is the rendezvous port on the
+    host of rank 0. `listener` listens at this port if rank 0 runs here. In RayProcesses, `send`, `receive` and
+    `exit_codes` raise WorkerLost if a machine was lost.
     """
 
     death_grace_s = 2.0
@@ -87,7 +87,7 @@ class LocalProcesses:
         return {each: process.exitcode for each, process in self.processes.items()}
 
     def suspect_loss(self) -> None:
-        """Notice lost machines sooner from now on, because a worker has failed. Has no effect on one machine."""
+        """Notice lost machines sooner from now on. Call this after a worker has failed. No effect on one machine."""
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
         """Return (process state, Python stacks) of each rank. The state is empty for a normal process."""

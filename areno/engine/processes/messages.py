@@ -90,7 +90,7 @@ def _outputs_from_arrays(
     rest: Sequence[Sequence[Any]],
     stats: RolloutStats,
 ) -> Outputs:
-    """Rebuild Outputs from the concatenated arrays of all samples, run lengths of versions, and `_REST` fields."""
+    """Rebuild Outputs. The arrays hold all samples in a row. `versions` are run lengths, `rest` the `_REST` fields."""
     ends, versions_N = np.cumsum(lengths).tolist(), np.repeat(*versions)
     places = map(slice, [0, *ends], ends)
     numbers = ((tokens[place], logprobs[place], versions_N[place]) for place in places)

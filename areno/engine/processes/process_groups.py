@@ -84,7 +84,7 @@ class ParallelContext:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank receives the driver's commands for its tensor-parallel group."""
+        """Return whether this rank receives the driver's commands for its tensor-parallel group."""
         return self.tp.rank == 0
 
 

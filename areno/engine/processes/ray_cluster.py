@@ -285,7 +285,7 @@ def free_devices(kind: str) -> dict[str, int]:
 def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, key: Key | None = TIMEOUT) -> list[Node]:
     """Wait until `enough` accepts the nodes or the timeout passes. The caller must check the result again.
 
-    `what` and `key` name the awaited nodes and the timeout's setting in the log.
+    The log calls the awaited nodes `what`, and names `key` as the setting of the timeout.
     """
     deadline, told = time.monotonic() + timeout, False
     while not enough(found := nodes()) and time.monotonic() < deadline:

@@ -40,9 +40,9 @@ class NodeReport:
 class NodeHost:
     """Ray actor that holds the worker processes on one node.
 
-    `GROUPS` maps the names of Ray concurrency groups to numbers of threads. Calls in different groups run at the same
-    time. Variables of `environment` are set unless the node sets them. `folder` becomes the working directory if it
-    exists. Before `start`, methods return empty results.
+    Methods in different concurrency groups of Ray (GROUPS: name -> number of threads) run at the same time. The
+    environment variables `environment` are set unless the node has other values. `folder` becomes the working directory
+    if it exists. Before `start`, methods return empty results.
     """
 
     GROUPS = {"commands": 1, "messages": 1, "watch": 2}  # noqa: RUF012

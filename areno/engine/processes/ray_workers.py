@@ -57,8 +57,8 @@ class _WorkerNode:
 class RayProcesses:
     """Worker processes on the nodes of a Ray cluster.
 
-    With `again`, a restart after workers were lost, fewer data-parallel replicas may start, and a node may hold more
-    ranks than before. `spec` then describes the workers that were started.
+    `again` means a restart after workers were lost. Fewer data-parallel replicas may then start, and a node may hold
+    more ranks than before. `spec` describes the workers that were started.
 
     Raises ConfigError if the cluster is too small or a node does not see the shared folders, CheckpointError if a node
     lacks the model's folder, EngineError if the workers cannot be started, and WorkerLost if a node was lost meanwhile.
@@ -192,7 +192,7 @@ class RayProcesses:
             self._threads.append(thread)
 
     def _wait_for_report(self, node: _WorkerNode, asked: Any) -> NodeReport:
-        """Wait for the report of a node. Raises EngineError, or Ray's error if the node is lost or out of memory."""
+        """Wait for the requested report of a node. Raises EngineError, or Ray's error if the node has ended."""
         try:
             deadline, is_lost = time.monotonic() + _START_S, False
             while not self._ray.wait([asked], timeout=1.0)[0] and time.monotonic() < deadline:
@@ -327,10 +327,10 @@ def _call_actor(method: Any, *args: Any, group: str = "watch") -> Any:
 
 
 def has_noticed_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
-    """Return whether Ray has noticed all node losses, so that it offers no devices of a lost node.
+    """Return whether Ray offers no devices of a lost node any more.
 
-    A node that answers and has `n_each` free devices counts as alive again. Answering is not enough, because a hung
-    node may still accept connections, but its devices stay in use.
+    A node that was lost is alive again if it accepts connections and has `n_each` free devices. A hung node may accept
+    connections, but its devices stay in use.
     """
     lost = [node for node in found if node.id in lost_nodes]
     free = ray_cluster.free_devices(kind) if lost else {}
@@ -364,7 +364,7 @@ def read_folders(spec: EngineSpec) -> dict[str, str]:
 
 
 def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], probe_files: dict[str, Any]) -> None:
-    """Check that every node sees the model folders and the probe files that were written to shared folders."""
+    """Raise an error if a node lacks a model folder, or a probe file that was written to a shared folder."""
     for report in reports:
         for key, folder in read_folders(spec).items():
             if folder in report.missing:

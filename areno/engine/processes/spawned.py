@@ -89,13 +89,13 @@ class SpawnedGroup:
             self.heartbeats.together = False
 
     def cast(self, dp_rank: int, method: str, *args: Any) -> None:
-        """Send a command without waiting, from any thread. A later `poll` or `call` raises its error."""
+        """Send a command without waiting, from any thread. If it fails, a later `poll` or `call` raises the error."""
         self._send_command(self._layout.leaders[dp_rank], Command(method, pack(method, args), None))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Return the outputs that have arrived since the last call, after at most `timeout` seconds.
 
-        Raises WorkerLost if a worker has ended, and ArenoError if it failed while decoding or in a command of `cast`.
+        Raises WorkerLost if a worker has ended, and the worker's ArenoError if decoding or a command of `cast` failed.
         """
         if not self._ready:
             self._receive(timeout)
@@ -195,8 +195,8 @@ class SpawnedGroup:
     def _raise_error(self) -> None:
         """Raise the first error sent by a worker, if any.
 
-        An error that areno did not raise itself, such as one of NCCL, may be a consequence of another worker's death.
-        If a signal has killed a worker, WorkerLost is raised instead.
+        If areno did not raise this error itself (an error of NCCL, for example), it may be a consequence of another
+        worker's death. WorkerLost is raised in place of such an error if a signal has killed a worker.
         """
         self._raise_if_lost()
         error, self._error = self._error, None

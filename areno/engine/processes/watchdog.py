@@ -101,7 +101,7 @@ class WatchedGroup(Protocol):
 
     @property
     def heartbeats(self) -> WorkerHeartbeats | None:
-        """The progress counters of worker processes. None for a group without worker processes."""
+        """Progress counters of the worker processes. None for a group without worker processes."""
         ...
 
     def stack_traces(self) -> dict[int, tuple[str, str]]: ...

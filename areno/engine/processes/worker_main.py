@@ -114,7 +114,7 @@ def _execute_and_decode(
 ) -> None:
     """Execute commands until the driver closes the pipe, and decode while there are requests.
 
-    While the driver has no command, the worker tidies up, so that no command waits for that.
+    While it is idle, the worker calls `tidy`, so that the next command does not have to wait for it.
     """
     last_stats = 0.0
     while True:
@@ -151,7 +151,7 @@ def _execute_and_decode(
 def _arrived_commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
     """Return the commands that have arrived, None for a closed pipe. Waits if there is nothing to decode.
 
-    The leader of a tensor-parallel group broadcasts them to the other ranks, so that all execute them at the same step.
+    The leader of a tensor-parallel group broadcasts the commands, so that all ranks execute them at the same step.
     """
     commands: list[Command | None] = []
     if context.is_leader:

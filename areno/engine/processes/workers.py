@@ -125,10 +125,10 @@ WorkerGroup = InlineGroup | SpawnedGroup
 
 
 def start_workers(spec: EngineSpec, mode: str, again: bool = False) -> WorkerGroup:
-    """Start workers as `engine.workers` says. "auto" is inline for one CPU device and otherwise spawn.
+    """Start workers as `engine.workers` (`mode`) says. "auto" means inline for one CPU device, otherwise spawn.
 
-    `again` is a restart after a worker was lost. With "ray", fewer data-parallel replicas may start then if nodes are
-    gone. The `spec` of the group describes the workers that were started.
+    `again` means a restart after a worker was lost. If nodes are gone, "ray" may then start fewer data-parallel
+    replicas. The `spec` of the group describes the workers that were started.
     """
     if mode == "ray":
         from areno.engine.processes.ray_workers import RayProcesses

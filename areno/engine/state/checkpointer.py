@@ -156,7 +156,7 @@ class StateCheckpointer:
         self._memory.clear()
 
     def close(self) -> None:
-        """Stop the background thread of `save`, even in the middle of a state, and wait for it to end."""
+        """Stop the background thread of `save` and wait for it to end. A state may stay incomplete."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()

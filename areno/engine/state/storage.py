@@ -112,7 +112,7 @@ class Writer(StorageWriter):
         return True
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Return a result for each file (its checksums) and for each shard (its file and first byte)."""
+        """Write the files. Returns a result for each file (checksums) and for each shard (its file and first byte)."""
         results = run_in_threads(self._write, self._files)
         sync(self._folder)
         locations = {
@@ -141,7 +141,7 @@ class Writer(StorageWriter):
         return WriteResult(MetadataIndex(file.name), n_bytes, sums)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, on the coordinator, from the results of `write_data` of each rank."""
+        """Write the index, on the coordinator only. `results` are those of `write_data`, for each rank."""
         files, locations = {}, {}
         for result in (result for of_rank in results for result in of_rank):
             if isinstance(result.storage_data, _Sums):
@@ -185,7 +185,7 @@ class Reader(StorageReader):
         self.metadata = Metadata({name: _tensor_metadata(tensor) for name, tensor in body["tensors"].items()})
 
     def verify(self, rank: int, size: int) -> None:
-        """Compare this rank's share of the files (every `size`-th) with their checksums. Raises CheckpointError."""
+        """Compare files with their checksums: every `size`-th file from the `rank`-th on. Raises CheckpointError."""
         run_in_threads(self._verify, sorted(self._files)[rank::size])
 
     def _verify(self, name: str) -> None:

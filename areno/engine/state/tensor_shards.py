@@ -34,11 +34,11 @@ TP_SIZE = "tp_size"  # entry of a state: how many ranks share each copy
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of a stored tensor that is contiguous in one buffer of this rank, such as "actor.master".
+    """A box of a stored tensor, whose elements are contiguous in one buffer of this rank, such as "actor.master".
 
-    `start` is the index of its first element in the buffer. In the result of `shards_of` it counts only the elements
-    that this data-parallel rank owns, in that of `_cut_box` all elements of the undivided buffer. `repeated` is True if
-    a lower rank holds the same box and writes it.
+    `start` is the index of the first element in the buffer. `shards_of` counts only the elements that this
+    data-parallel rank owns. `_cut_box` counts all elements of the undivided buffer. `repeated` is True if a lower rank
+    holds the same box and writes it.
     """
 
     name: str
@@ -66,7 +66,7 @@ def flat_and_optimizer(backend: TrainBackend) -> tuple[FlatParameters, Optimizer
 def metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
     """Return the facts about a role on which the form of its stored state depends. The index records them.
 
-    States of older areno versions lack the last two entries. They have moments, which count from the first update.
+    States of older areno versions lack the last two entries. Their moments count from the first update.
     """
     _, optimizer = flat_and_optimizer(backend)
     found = {"optimizer": optimizer.config.type, TP_SIZE: backend.model.tp.size}
@@ -129,10 +129,10 @@ _STORED_MODULES = {
 def vector_shards(
     role: str, kind: str, name: str, holder: ParallelGroup, stretch: slice, repeated: bool = False
 ) -> Iterator[TensorShard]:
-    """Yield the shards that hold the 8-bit moment of one parameter, or the scales of this moment.
+    """Yield the shards of one parameter for an 8-bit moment or for its scales (`kind`).
 
-    Each tensor-parallel rank stores its own 1-D tensor, whose name contains the rank and the size of `holder`. The rank
-    is 0 if all ranks hold equal copies. `stretch` is a range of elements for codes, of blocks for scales.
+    Each tensor-parallel rank stores a 1-D tensor, whose name contains the rank and the size of `holder`. The rank is 0
+    if all ranks hold equal copies. `stretch` is the range of the tensor in the buffer of this rank.
     """
     size = (stretch.stop - stretch.start,)
     *before, module, leaf = name.split(".")

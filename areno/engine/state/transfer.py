@@ -90,7 +90,7 @@ class ShardSavePlanner(DefaultSavePlanner):
 
 
 class ShardLoadPlanner(LoadPlanner):
-    """The planner for reading shards into buffers. The stored chunks may have other borders than the shards."""
+    """The planner for reading shards into buffers. The file may divide a tensor into chunks in another way."""
 
     def __init__(self, shards: Iterable[TensorShard], buffers: Mapping[str, Buffer]):
         self._shards, self._buffers = shards_by_name(shards), buffers
@@ -151,7 +151,7 @@ def save(
 
 
 def check_compatible(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
-    """Raise EngineError if names of roles, the type of an optimizer or shapes of a model differ."""
+    """Raise EngineError if a stored state has other role names, optimizer types or model shapes than `roles`."""
     if reader.about.keys() != roles.keys():
         raise EngineError(
             f"{folder} is the state of {', '.join(reader.about)}, trained here are {', '.join(roles) or 'none'}; "

@@ -57,10 +57,10 @@ class TrainBackend:
     Loss functions receive log-probabilities or, for a model with a value head, the value of the state before each
     token. The backward pass recomputes activations on CUDA only in as many layers as memory requires.
 
-    `fill` sets the weights. It is called after the parameters have moved into the buffer in which they stay. A frozen
-    role with adapters has its weights already and keeps their memory. With `role.offload`, master weights and moments
-    are in host memory, and each update streams them through the device. `beside` returns setting changes that make the
-    KV cache smaller.
+    `fill` sets the weights. It is called after the parameters have moved into the buffer in which they stay. The
+    parameters of a frozen role with adapters have their values already, and are not moved. With `role.offload`, master
+    weights and moments are in host memory, and each update streams them through the device. `beside` returns setting
+    changes that make the KV cache smaller.
     """
 
     pass_threads: Callable[[int], AbstractContextManager[Any]] = nullcontext
@@ -214,8 +214,8 @@ class TrainBackend:
     ) -> list[np.ndarray]:
         """Apply `score`, which returns one value per token, to micro-batches, and return one array per row.
 
-        If memory runs out, micro-batches get half the size if `may_halve` is True. Otherwise, and on ranks that compute
-        layers together with other ranks, it is an error.
+        If memory runs out, micro-batches are halved and computed again. If `may_halve` is False, or other ranks take
+        part in the same layers, EngineError is raised.
         """
         self.n_halvings, longest = 0, max(map(len, rows), default=0)
 
@@ -276,10 +276,9 @@ class TrainBackend:
         self._prefix = None
 
     def _hidden_states(self, packed: PackedTokens) -> tuple[Tensor, LocalTokens]:
-        """Run the layers on the tokens of a micro-batch that this context-parallel rank computes.
+        """Run the layers on this rank's n of the N tokens of a micro-batch. Returns (n, D) and the n tokens.
 
-        If several micro-batches have common prefixes, the layers first run on the prefixes, once for all of them. The
-        hidden states are (n, D), for n of the micro-batch's N tokens.
+        Prefixes that several micro-batches share are computed once, when the first of these micro-batches is passed.
         """
         if packed.prefix is not None and packed.prefix is not self._prefix:
             self._end_prefix()
@@ -290,7 +289,7 @@ class TrainBackend:
         return self._run_layers(packed)
 
     def _run_layers(self, packed: PackedTokens, stores: PrefixKeys | None = None) -> tuple[Tensor, LocalTokens]:
-        """Run the layers on packed tokens. `stores` receives their keys and values for later passes."""
+        """Run the layers on packed tokens. `stores` receives the keys and values of these tokens for later passes."""
         share = LocalTokens.for_rank(packed, self.context.cp, self.attn_backend, self._multiple, stores)
         self._routing.begin(packed, share)
         recompute = self.role.gradient_checkpointing
@@ -383,9 +382,9 @@ class TrainBackend:
     ) -> StepStats:
         """Compute the gradient of a step over all ranks, and return the statistics of its micro-batches.
 
-        If memory runs out, all micro-batches are repeated with fewer kept activations. Once none are kept, each
-        micro-batch is split in two, if `update.may_halve` allows it. `is_first` is True for the first step of a call of
-        `train`, before which the weights have not changed.
+        If memory runs out, all micro-batches are repeated, and fewer layers keep activations. If no layer keeps any,
+        each micro-batch is split in two, if `update.may_halve` allows it. `is_first` is True for the first step of a
+        call of `train`, before which the weights have not changed.
         """
         self._gradients.begin(step)
         given: list[Tensor | None] = []

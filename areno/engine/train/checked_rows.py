@@ -27,9 +27,9 @@ FIELDS = {"logprobs": "rollout_logprobs", **{name: name for name in _SAME}}
 class Row:
     """One checked TrainSequence as arrays of its n tokens.
 
-    `fields` maps names of DataPack to float32 arrays, and "routes" to the experts. `teacher` is a role, "" for the role
-    that the divergence names. If there is a `teacher_prompt`, the teacher reads it in place of the tokens before
-    `response_start`.
+    `fields` maps names of DataPack to float32 arrays, and "routes" to the experts. `teacher` is a role, "" for the
+    teacher that the settings of the divergence name. If there is a `teacher_prompt`, the teacher reads it in place of
+    the tokens before `response_start`.
     """
 
     tokens: np.ndarray
@@ -42,7 +42,7 @@ class Row:
     response_start: int = 0
 
     def for_teacher(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens that a teacher reads, and the mask of the trained ones among them."""
+        """Return the tokens that a teacher reads, and a mask that is True at the trained tokens."""
         if self.teacher_prompt is None:
             return self.tokens, self.trained
         first = self.response_start
@@ -372,7 +372,7 @@ def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str)
 def routes_of_rows(
     routes: Sequence[Any] | None, token_rows: Sequence[Any], shape: RouteShape | None, role: str
 ) -> list[np.ndarray] | None:
-    """Check the routes of rows to score. Some rows may have none. Returns None if no row has routes."""
+    """Check the routes of rows to score, where some rows may have no routes. Returns None if no row has any."""
     if routes is None or all(each is None for each in routes):
         return None
     if role != "actor":

@@ -29,11 +29,11 @@ class Gradients:
         self._flat, self._dp, self._tp = flat, dp, tp
 
     def begin(self, step: StepMicroBatches, again: bool = False) -> None:
-        """Clear the gradients before a step. If `again`, the step is repeated after it ran out of memory."""
+        """Clear the gradients before a step. With `again`, this is a second attempt after memory ran out."""
         self._flat.grads.zero_()
 
     def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
-        """Add to the gradients. If `output` is no loss, `gradient` is the gradient of the loss with respect to it."""
+        """Add to the gradients. If `output` is not the loss, `gradient` is the loss's gradient with respect to it."""
         output.backward(gradient)
 
     def finish(self) -> None:
@@ -141,7 +141,7 @@ class ReducedGradients(Gradients):
             self._free_slot(self._divided[at])
 
     def _free_slot(self, bucket: Bucket) -> None:
-        """Clear the workspace slot of a bucket, after waiting for the reduction of the bucket that used it before."""
+        """Wait until all reductions that use the workspace slot of a bucket are done, and clear the slot."""
         slot = self._flat.gradient_slot(bucket)
         users = [each for each, _ in self._works if each in self._divided]
         self._wait_for_reductions(
@@ -182,7 +182,7 @@ class StepStats:
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     def maximum(self, name: str, values: Tensor) -> None:
-        """Add values to a statistic that reports their maximum, or 0 if there are none."""
+        """Add values to a statistic that reports the largest value, or 0 if it has no values."""
         low = torch.full((1,), -torch.inf, dtype=torch.float64, device=self.device)
         self._maxima[name] = torch.cat([values.detach().double(), self._maxima.get(name, low)]).amax(0, keepdim=True)
 

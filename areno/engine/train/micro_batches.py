@@ -33,8 +33,8 @@ _PIECES = 4  # at least so many pieces of rows with a shared prefix for each dat
 class StepMicroBatches:
     """The work of one data-parallel rank in one optimizer step.
 
-    `sizes` has a list for each group of micro-batches: how many rows each micro-batch has. Micro-batches of a group
-    have common prefixes, which a separate forward pass computes. Most groups have one micro-batch.
+    `sizes` has a list for each group of micro-batches: the number of rows of each micro-batch. A separate forward pass
+    computes the prefixes that the micro-batches of a group share. Most groups have one micro-batch.
     """
 
     rows: FlatRows
@@ -69,7 +69,7 @@ class StepMicroBatches:
 
 @dataclass(slots=True)
 class TrainResult:
-    """The result of one rank's optimizer steps. `old_logprobs` has (N,) for each step, or None if not recomputed."""
+    """The result of one rank's optimizer steps. `old_logprobs` has (N,), or None if not recomputed, for each step."""
 
     stats: dict[str, float]  # equal on all ranks
     old_logprobs: list[np.ndarray | None]
@@ -80,7 +80,7 @@ class TrainResult:
 def keep_old_logprobs(
     rows: Sequence[TrainSequence], shares: Sequence[Sequence[StepMicroBatches]], results: Sequence[TrainResult]
 ) -> None:
-    """Store in each row the old log-probabilities that the importance ratios were computed with.
+    """Store in each row the old log-probabilities with which training computed its importance ratios.
 
     A later call of `Engine.train` on the same rows then computes its ratios to the same old policy. Tokens that were
     not trained get NaN.
@@ -98,11 +98,10 @@ def keep_old_logprobs(
 def sharing_beside_teachers(
     sharing: PrefixSharing, of_teachers: Iterable[PrefixSharing], rows: FlatRows, cp_size: int
 ) -> PrefixSharing:
-    """Return when an update with teachers computes shared prefixes once: as `sharing` says, or never.
+    """Return the rule by which an update with teachers computes shared prefixes once: `sharing` or NO_SHARING.
 
-    Never (NO_SHARING) applies if a teacher's model cannot share prefixes, or if rows have a `teacher_prompt`. Rows with
-    the same beginning may then have different divergences. Raises EngineError for a `teacher_prompt` with context
-    parallelism.
+    It is NO_SHARING if a teacher's model cannot share prefixes, or if rows have a `teacher_prompt`: a shared token may
+    then have another divergence in each row. Raises EngineError for a `teacher_prompt` with context parallelism.
     """
     if any(prompt is not None for prompt in rows.teacher_prompts):
         if cp_size > 1:
@@ -189,7 +188,7 @@ def divide_steps(
 
 
 def _teachers_of(rows: FlatRows, per_unit: int) -> list[str]:
-    """Return the teacher of each unit. Raises DataError if the rows of a unit have different ones."""
+    """Return the teacher of each unit. Raises DataError if a unit has rows with different teachers."""
     if per_unit > 1:
         for first in range(0, len(rows), per_unit):
             if len(set(rows.teachers[first : first + per_unit])) > 1:
@@ -203,7 +202,7 @@ def _divide_by_teacher(
     divide: Callable[..., tuple[list[list[list[int]]], bool]],
     order: Sequence[tuple[int, int]] | None,
 ) -> tuple[list[list[list[int]]], bool]:
-    """Divide the units of each teacher separately, so that a micro-batch and its prefixes have one teacher."""
+    """Apply `divide` to the units of each teacher separately, and join the resulting groups of micro-batches."""
     parts: dict[str, list[int]] = {}
     for index, teacher in enumerate(teachers):
         parts.setdefault(teacher, []).append(index)
@@ -336,12 +335,12 @@ def row_micro_batches(
     """Divide units of rows into micro-batches as `micro_batches` does.
 
     A shared prefix counts once for `spec.max_tokens_per_mb`, and units that share a prefix are put together as far as
-    possible. `order`, if known, is the result of `sorted_rows` for the first rows of the units. With `keeps_count`, the
-    micro-batches are the same as without sharing.
+    possible. With `keeps_count`, the micro-batches are the same as without sharing. `order` is the result of
+    `sorted_rows` for the first rows of the units, or None.
 
     Returns groups of micro-batches, and whether the model should compute shared prefixes once. If a group has several
-    micro-batches, their common prefixes are computed once, see `linked_groups`. Context parallelism has no such groups,
-    because a rank does not have all keys of a prefix.
+    micro-batches, their common prefixes are computed in a separate pass, see `linked_groups`. With context parallelism,
+    each group has one micro-batch.
     """
     lengths = [sum(map(len, unit)) for unit in units]
     apart = micro_batches(lengths, spec, cp_size)

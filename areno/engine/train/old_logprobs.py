@@ -21,7 +21,7 @@ Batches = Sequence[tuple[PackedTokens, DataPack]]
 
 
 def fill_missing(given_N: Tensor | None, found_N: Tensor) -> Tensor:
-    """Return `given_N` with `found_N` in place of NaNs, or `found_N` if `given_N` is None."""
+    """Replace the NaNs of `given_N` by the values of `found_N`. Returns `found_N` if `given_N` is None."""
     return found_N if given_N is None else torch.where(given_N.isnan(), found_N, given_N)
 
 
@@ -32,9 +32,9 @@ def set_before_first_update(
 
     With source "rollout", all steps get the log-probabilities of the rollout. Otherwise the first step is left alone,
     because its own forward pass will give its old log-probabilities. For later steps, source "recompute" keeps the
-    values that rows already have and scores the other rows, and source "loglinear" sets None, because the loss
-    interpolates. Micro-batches without old and rollout log-probabilities, as in SFT, are left alone. If `exact`,
-    on-policy rows need no scoring pass.
+    values that rows already have and scores the other rows. Source "loglinear" sets None, and the loss interpolates.
+    Micro-batches without old and rollout log-probabilities, as in SFT, are left alone. If `exact`, on-policy rows need
+    no scoring pass.
     """
     for number, step in enumerate(steps):
         if number == 0 and source != "rollout":
@@ -57,6 +57,6 @@ def _is_on_policy(pack: DataPack) -> bool:
 
 
 def step_old_logprobs(batches: Batches) -> np.ndarray | None:
-    """Return the old log-probabilities of all N tokens of a step. None if a micro-batch has none."""
+    """Return the old log-probabilities of all N tokens of a step. None if any micro-batch lacks them."""
     found = [pack.old_logprobs for _, pack in batches if pack.old_logprobs is not None]
     return torch.cat(found).cpu().numpy() if len(found) == len(batches) else None

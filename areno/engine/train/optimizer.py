@@ -54,7 +54,7 @@ class Optimizer:
 
     @property
     def moments(self) -> dict[str, Buffer]:
-        """The buffers of the moments and, if these are 8-bit, of their scales, by name."""
+        """The buffers of the moments by name. With 8-bit moments also the buffers of their scales."""
         return self._update.moments
 
     @property
@@ -82,7 +82,7 @@ class Optimizer:
         return GradientStats(math.sqrt(squares), 1.0 - nonzeros / entries)
 
     def skip(self, is_empty: bool = False) -> float:
-        """Count an update that is not applied, and return its lr. If `is_empty`, the schedule advances, too."""
+        """Count an update that is not applied, and return its lr. With `is_empty`, the schedule of lr advances."""
         lr = self.lr
         self.skipped_steps += 1
         self.empty_steps += is_empty

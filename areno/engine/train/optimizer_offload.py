@@ -27,7 +27,7 @@ PART = PINNED_BYTES // 4
 class HostBuffer:
     """A one-dimensional tensor in host memory, which is allocated in parts.
 
-    The size of a part is a power of two, see PINNED_BYTES. So only the last part may waste memory. With `per_block`,
+    torch rounds pinned memory up to a power of two bytes. All parts but the last have such a size. With `per_block`,
     the buffer has one element for every BLOCK parameters instead of one for each.
     """
 
@@ -115,7 +115,7 @@ Streams = tuple[torch.cuda.Stream, torch.cuda.Stream] | None
 class StateStream:
     """Copies master weights and moments to the device for an update, one window after another.
 
-    Buffers that are on the device already are not copied. If all are, there is only one window.
+    Buffers that are on the device are used in place. If all buffers are there, one window covers everything.
     """
 
     def __init__(self, device: torch.device):

@@ -17,8 +17,8 @@ from areno.kernels.adam.reference import codes
 class Sgd:
     """SGD without momentum, and the base class of the other updates.
 
-    `moments` have the layout of the masters, and their scales, if any, one element per block. They are allocated at
-    once, because the KV cache is sized by the free memory before the first update.
+    `moments` holds tensors with one element per owned parameter, and their scales, if any, with one element per block.
+    They are allocated at once, so that the size of the KV cache takes them into account.
     """
 
     names: ClassVar[tuple[str, ...]] = ()

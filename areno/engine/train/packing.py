@@ -47,10 +47,10 @@ class PackedTokens:
     """The input of a forward pass: R packed rows with N tokens in total, on the device.
 
     With `shared`, the R packed rows are segments of the caller's rows, and each shared token is packed once. With
-    `prefix`, an earlier pass has computed the first of the N tokens, and the R packed rows consist of the others. If
+    `prefix`, an earlier pass has computed the first tokens, and the R packed rows hold only the remaining tokens. If
     `predicted_T` is None, all tokens are predicted except the first of each of the caller's rows. `teacher` is a role,
-    "" for the role that the divergence names. `for_teacher` has the same predicted tokens, after the teacher's own
-    prompts.
+    "" for the teacher that the divergence names. If the teacher has prompts of its own, `for_teacher` is its input,
+    with the same predicted tokens.
     """
 
     tokens_N: Tensor
@@ -299,7 +299,7 @@ def _pack_rows(rows: FlatRows, packed: PackedTokens, step: StepMicroBatches, row
 
 
 def is_predicted(prompt_masks: Sequence[np.ndarray], batch: Sequence[int]) -> np.ndarray:
-    """Return a mask of the predicted tokens of a batch: all but masked tokens and the first of each row."""
+    """Return a mask over the tokens of the rows `batch`, False at masked tokens and at the first token of each row."""
     asked = [~prompt_masks[index] for index in batch]
     for of_row in asked:
         of_row[0] = False
@@ -318,7 +318,8 @@ def _split_in_two(rows: FlatRows, rows_per_unit: int) -> list[FlatRows]:
 class LocalTokens:
     """The tokens of a micro-batch that this context-parallel rank computes: n consecutive tokens of its N tokens.
 
-    They may end with padding. `first` is their first index among the N tokens. `attend` covers the whole micro-batch.
+    The last of the n tokens may be padding. `first` is the index of the first one among the N tokens. `attend` covers
+    the whole micro-batch.
     """
 
     tokens_n: Tensor
@@ -363,12 +364,12 @@ class LocalTokens:
         return len(self.packed.tokens_N)
 
     def select_predecessors(self, hidden_nD: Tensor, indices_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `indices_T` whose previous token this rank computes, and the previous tokens' hidden states."""
+        """Call `select` with the previous token as the source of each token."""
         shared = self.packed.shared
         return self.select(hidden_nD, indices_T, indices_T - 1 if shared is None else shared.previous_N[indices_T])
 
     def select(self, hidden_nD: Tensor, indices_T: Tensor, sources_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the `indices_T` whose source this rank or an earlier pass computes, and the sources' hidden states."""
+        """Return the `indices_T` whose tokens `sources_T` have hidden states on this rank, and these hidden states."""
         if self.packed.prefix is None:
             sources_T = sources_T - self.first
         else:

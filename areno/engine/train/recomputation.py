@@ -31,7 +31,7 @@ class KeptLayers:
 
     All other layers recompute these outputs. `free` returns the free bytes of the device. If it is None, all layers
     recompute. Only a rank that is `alone`, without collectives with other ranks, can repeat a step by itself. `split`
-    is sequence parallelism.
+    is True with sequence parallelism.
     """
 
     def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):
@@ -47,7 +47,7 @@ class KeptLayers:
         return self._of_model if self.teacher is None else self._of_model.with_two_heads()
 
     def count(self, n_tokens: int, waits: bool = False) -> int:
-        """Return how many layers keep their products: 0 if other passes run before the backward pass (`waits`)."""
+        """Return how many layers keep their products: none if other passes precede the backward pass (`waits`)."""
         if self._free is None or not torch.is_grad_enabled():
             return 0
         if waits:
@@ -67,7 +67,7 @@ class KeptLayers:
         return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
 
     def keep_less(self) -> bool:
-        """Lower the share of memory for kept products. Returns False if the step cannot be repeated with less."""
+        """Keep fewer products from now on. Returns False if that cannot help, or if the rank is not alone."""
         if not self._last or not self._alone:
             return False
         self._share *= 0.75

@@ -13,7 +13,7 @@ def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, b
 
     logp_row_diff_mean is the mean over rows of |mean over tokens of the difference|, which is the error that rounding
     would add to the logarithm of a row's sequence ratio. `before_N` are the log-probabilities of training before the
-    first update. None if they are unknown.
+    first update, or None if they are unknown.
     """
     stats.add({"train_logprobs_mean": pack.token_mean(pack.trained(logprobs_N))})
     if pack.rollout_logprobs is None:

@@ -108,12 +108,12 @@ def _first_occurrences(indices_U: np.ndarray, n_tokens: int) -> np.ndarray:
 
 
 def divide_forest(forest: Forest, sizes: Sequence[int]) -> list[tuple[np.ndarray, Forest]]:
-    """Divide a forest into segments that several micro-batches share, and the remaining segments of each.
+    """Divide a forest into segments that several micro-batches share, and the remaining segments of each micro-batch.
 
     `sizes` are the numbers of tokens of the rows in each micro-batch. Returns pairs of (indices of tokens in the
-    undivided forest, forest of these tokens). The first pair has the shared segments. It is followed by a pair for each
-    micro-batch, whose tokens begin with those of the first pair. The list is empty if no segment is shared, or if a
-    micro-batch has no other segment.
+    undivided forest, forest of these tokens). The first pair has the shared segments. Then there is a pair for each
+    micro-batch, which begins with the tokens of the first pair. The list is empty if no segment is shared, or if a
+    micro-batch has only shared segments.
     """
     lengths = np.diff(forest.starts)
     segment_N = np.repeat(np.arange(len(lengths)), lengths)
@@ -140,7 +140,7 @@ def distinct_indices(places: np.ndarray, n: int) -> np.ndarray:
 def _sub_forest(
     forest: Forest, before: np.ndarray, own: np.ndarray, indices_U: np.ndarray, place: np.ndarray
 ) -> tuple[np.ndarray, Forest]:
-    """Return (token indices, forest) of the segments `before`, which were computed earlier, and `own`.
+    """Return (token indices, forest) of the segments `own`, after the segments `before` of an earlier pass.
 
     `place` is scratch memory with one index for each token of the undivided forest.
     """
@@ -220,7 +220,7 @@ class _SegmentTree:
 def sorted_rows(rows: Rows) -> Iterator[tuple[int, int]]:
     """Yield (row index, tokens in common with the previous row), sorted so that common prefixes are adjacent.
 
-    The number is 0 if fewer than `min_shared_tokens` tokens are equal, unless both rows are equal.
+    Fewer than `min_shared_tokens` tokens in common count as 0, unless both rows are equal.
     """
     least = min_shared_tokens(rows)
     alike: dict[bytes, list[int]] = {}
@@ -237,7 +237,7 @@ def sorted_rows(rows: Rows) -> Iterator[tuple[int, int]]:
 
 
 def _common_lengths(rows: Rows) -> list[int]:
-    """Return the length of the common prefix of each row and the row before it. The first row has no entry."""
+    """Return, for each row but the first, how many tokens at its beginning equal those of the row before it."""
     if len(rows) < 2:
         return []
     lengths = np.array([len(row) for row in rows])
@@ -261,7 +261,7 @@ def n_computed(rows: Rows) -> int:
 
 
 def _n_computed_by_unit(units: Sequence[Rows]) -> Iterator[int]:
-    """Yield `n_computed` of each unit. Units of two rows, such as preference pairs, are compared all at once."""
+    """Yield the number of tokens to compute for each unit, if its rows share prefixes."""
     pairs = [unit for unit in units if len(unit) == 2]
     of_pairs = iter(_common_lengths(list(chain(*pairs)))[::2])
     for unit in units:
@@ -274,7 +274,7 @@ def _n_computed_by_unit(units: Sequence[Rows]) -> Iterator[int]:
 
 
 def pieces(units: Sequence[Rows], most: int) -> list[UnitGroup]:
-    """Group units that share prefixes, up to a size of `most`. Only the first row of each unit is compared."""
+    """Group units that share prefixes into groups of a size up to `most`. Compares only the first row of each unit."""
     return _group_units(_added_units(units), most)
 
 
@@ -349,7 +349,7 @@ def _linked_groups(additions: Sequence[_AddedUnit], most: int) -> LinkedGroups |
     """Return linked pieces that fit into `most` with their prefixes. None if a piece is empty or does not fit."""
 
     def cut(room: int) -> LinkedGroups:
-        """Cut the units into pieces of size at most `room`. The first of the passes computes the prefixes."""
+        """Cut the units into pieces of size at most `room`. In the result, the pass over the prefixes comes first."""
         found = [additions[0].alone]
         moved = [0]  # tokens of each piece that the pass over the prefixes computes
         seen = 0  # tokens at the beginning of the unit that are counted in `moved`
@@ -394,7 +394,7 @@ def shared_routes(forest: Forest, routes_U: np.ndarray) -> np.ndarray | None:
 
 
 def order_to_share(rows: Rows, sharing: PrefixSharing) -> list[tuple[int, int]] | None:
-    """Return the `sorted_rows` if computing shared prefixes once saves enough tokens, else None."""
+    """Return `sorted_rows` of the rows if computing shared prefixes once saves enough tokens, else None."""
     n_tokens = sum(map(len, rows))
     if sharing.when == "off" or not sharing.may_be_faster(n_tokens, len(rows)):
         return None

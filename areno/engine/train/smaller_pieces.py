@@ -14,8 +14,8 @@ T = TypeVar("T")
 def retry_with_smaller_pieces(attempt: Callable[[], T], divide: Callable[[], bool]) -> T:
     """Call `attempt` until the memory suffices, and return its result.
 
-    After each failure, `divide` makes the next attempt need less memory. If it returns False, because that is
-    impossible or forbidden, the error of the last attempt is raised.
+    After each failure, `divide` makes the next attempt need less memory. If `divide` returns False, it could not do so,
+    and the error of the last attempt is raised.
     """
     while True:
         try:

@@ -27,8 +27,8 @@ class TeacherPasses:
     backward pass has ended. The head computes logits from them, chunk by chunk. Hidden states of a whole step would
     take more memory than those of one micro-batch.
 
-    `switch` returns a context in which the model of `run` is the teacher. If the teacher is the student without its
-    adapters, the context switches them off. `common` are the token ids over which both models are compared.
+    If the teacher is the student without its adapters, `switch` returns a context in which the adapters are off.
+    `common` are the token ids over which both models are compared.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TeacherPasses:
         return WholeTeacher(hidden_TE, self._logits, self._divergence, self._common)
 
     def _run_prefix(self, prefix: PrefixPass | None) -> PrefixPass | None:
-        """Run the teacher on the prefixes that several micro-batches share, once, and return this pass."""
+        """Run the teacher once on prefixes that several micro-batches share. Returns its own PrefixPass."""
         if prefix is not None and prefix is not self._prefix_of_student:
             self.end()
             self._prefix = PrefixPass(replace(prefix.packed, routes_NLk=None))
@@ -71,9 +71,9 @@ class TeacherPasses:
 
 
 class Teachers:
-    """Exchanges the teachers of an update between micro-batches. Only the current teacher is held on the device.
+    """Holds one teacher of an update on the device at a time, and exchanges it between micro-batches.
 
-    `hold` returns a context that holds the model of a role on the device. `default` is the role of rows that name none.
+    `hold` returns a context that holds the model of a role there. `default` is the teacher of rows that name none.
     """
 
     def __init__(self, hold: Callable[[str], AbstractContextManager[TeacherPasses]], default: str):
@@ -103,7 +103,7 @@ class Teachers:
 
 
 def listed_teacher(packed: PackedTokens, pack: DataPack, indices_T: Tensor, divergence: Divergence) -> Teacher | None:
-    """Return a teacher made of the log-probabilities that rows list (`TrainSequence.teacher_top`), if any."""
+    """Return a teacher made of the log-probabilities in `TrainSequence.teacher_top`. None if the rows have none."""
     if pack.teacher_top_tokens is None or pack.teacher_top_logprobs is None:
         return None
     indices_U = indices_T

@@ -55,7 +55,7 @@ class Bucket:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the range `self.grads` holds the gradients of the whole bucket, not only of the owned elements."""
+        """Return whether `grads` holds the gradients of the whole bucket, not only of the owned elements."""
         return slice_length(self.grads) == slice_length(self.place)
 
     @property
@@ -84,13 +84,13 @@ class FlatParameters:
 
     `in_parts` returns pairs (range of elements, n) for a parameter name. The gradient of such a range must be summed
     over n tensor-parallel ranks. With `stage` (see Transformer.stage), masters and moments are divided over `dp`
-    (ZeRO-1), and with `divide_grads` the gradients of layers, too (ZeRO-2). Before they are reduced, these gradients
-    lie in `workspace`, which all divided buckets share. `fill` sets the weights once the parameters are views of
-    `params`. So a model that was built without memory never has its weights in memory twice.
+    (ZeRO-1). With `divide_grads`, the gradients of layers are divided, too (ZeRO-2). Until they are reduced, they lie
+    in `workspace`, which all divided buckets share. `fill` sets the weights once the parameters are views of `params`.
+    So a model that was built without memory never has its weights in memory twice.
 
     `grads` is float32, and each `parameter.grad` is a view of it or of `workspace`. Clear it by `grads.zero_()`; never
-    set a gradient to None. `masters` are the float32 values that the optimizer updates, for the owned elements. They
-    are the tensor `params` if it is float32 and not divided.
+    set a gradient to None. `masters` are the float32 values that the optimizer updates, for the owned elements. If
+    `params` is float32 and not divided, `masters` is the same tensor.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def update_from_masters(self) -> None:
-        """Set `params` to the rounded masters. If these are divided, all ranks of `dp` must call this."""
+        """Set `params` to the rounded masters. If the masters are divided, all ranks of `dp` must call this."""
         if self.params is not self.masters:
             for bucket in self.buckets:
                 for master, param in self._owned_pairs(bucket):
