@@ -166,7 +166,7 @@ def _can_divide(footprint: Footprint, tp_size: int) -> bool:
 def _on_more_devices(footprint: Footprint, device_bytes: int) -> Footprint | None:
     """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to 64 devices in total.
 
-    tp_size and zero_stage may change as well. On a CPU more ranks would share the same memory.
+    tp_size and zero_stage may change as well. Return None if nothing fits, or on a CPU.
     """
     size = footprint.layout.world_size
     if not footprint.on_cuda:  # more ranks would share the same memory of the machine

@@ -155,7 +155,7 @@ class RolloutWork:
 def rollout_seconds(
     config: TransformerConfig, cost: TokenCost, work: RolloutWork, rates: Rates, copies: int
 ) -> tuple[float, float]:
-    """Estimate (seconds of prefill, seconds of decoding). `rates` are those of the devices of one replica."""
+    """Estimate (seconds of prefill, seconds of decoding) with `copies` replicas. `rates`: of one replica's devices."""
     n_prompts = -(-work.n_prompts // copies)
     prompt_lens = (work.prompt_len,) * n_prompts
     prefill = device_seconds(config, cost, PassWork(row_lens=prompt_lens, n_predicted=n_prompts, trains=False), rates)

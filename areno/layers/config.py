@@ -100,12 +100,12 @@ class Experts:
         return hidden_size * (self.n_experts + 3 * self.inner_size * n_experts)
 
     def distinct(self, n_tokens: float) -> float:
-        """Return the expected number of distinct experts in use if each token chooses uniformly and independently."""
+        """Return the expected number of experts that `n_tokens` tokens use together, if they choose at random."""
         return self.n_experts * (1.0 - (1.0 - self.top_k / self.n_experts) ** n_tokens)
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of a recorded expert index, 1 or 2. The largest value of the type means "no expert"."""
+        """Bytes of a recorded expert index, 1 or 2. The largest value of that size means "no expert"."""
         return 1 if self.n_experts < 2**8 else 2
 
 

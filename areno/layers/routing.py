@@ -16,7 +16,7 @@ from areno.layers.config import Experts
 
 @dataclass
 class LayerLoad:
-    """Sums over the tokens of a pass about the experts that they used in one layer. Tensors on the device."""
+    """How much the tokens of a pass used each expert of one layer, summed over the tokens. Tensors on the device."""
 
     chosen_E: Tensor  # int64, number of times that a token used the expert
     probability_E: Tensor  # float32, of the router

@@ -115,7 +115,7 @@ class RawConfig:
         self._assumed.update(values)
 
     def section(self, name: str) -> RawConfig:
-        """Return the JSON object in a field, which shares `problems`. Empty if the field is absent or null."""
+        """Return the JSON object in a field, empty if the field is absent or null. Its `problems` are the same list."""
         return RawConfig(self.get(name, dict, {}), f"{self.origin}: {name}", self.problems)
 
     def get(
@@ -191,7 +191,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Map the name of each tensor to the weight file that holds it. The error lists all bad files."""
+    """Map the name of each tensor to the weight file that holds it. Raises an error that lists all bad files."""
     if (folder / SINGLE).is_file():
         files = [folder / SINGLE]
     elif (folder / INDEX).is_file():
@@ -286,7 +286,7 @@ def copy_tokenizer_files(
 ) -> list[Path]:
     """Copy tokenizer files, chat template and generation settings, and return the paths of the copies.
 
-    Each item of `sets` lists files that belong together. All of them come from the first source that has any of them.
+    Each item of `sets` lists files that belong together. They come from the first source that has one of the files.
     """
     copies = []
     for names in sets:

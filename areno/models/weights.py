@@ -97,7 +97,7 @@ def stored_tensors(model: Transformer) -> dict[str, StoredTensor]:
 
 
 def module_head_order(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
-    """Return the `head_order` of a checkpoint module. None unless it is a projection or head norm of q or k."""
+    """Return `order` for the module `inner` if it is a projection or head norm of q or k, else None."""
     if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
         return None
     if inner.endswith("_norm"):

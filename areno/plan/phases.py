@@ -167,7 +167,7 @@ def measured_lengths(config: ExperimentConfig, metrics: Mapping[str, Sequence[fl
 def compare(phases: Sequence[Phase], metrics: Mapping[str, Sequence[float]]) -> list[ComparedPhase]:
     """Compare the phases of a forecast with the scalars that a run has recorded.
 
-    Returns the recorded phases and a last one for the step, whose predicted time is the sum over these phases.
+    Returns one item for each recorded phase, and one for the step. Its predicted time is the sum over these phases.
     """
     found = [each for phase in phases for each in _compare_phase(phase, metrics)]
     if not found or not metrics.get("time/step"):

@@ -229,7 +229,7 @@ def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
 
 
 def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
-    """Return the most tokens of prompt plus completion in training or evaluation, which share a KV cache."""
+    """Return the largest number of tokens of a prompt plus completion, in training and evaluation."""
     uses = [(config.gconfig, config.train_dataset.longest)]
     if config.valid_dataset is not None:
         sampled = config.eval_gconfig or config.gconfig

@@ -105,7 +105,7 @@ def log_memory_after(engine: Engine) -> Iterator[None]:
 
 
 def without_answers(loader: BatchLoader[Any]) -> str:
-    """Return "" if any of the first 1000 training rows has solutions, else a text as "no row of train.jsonl"."""
+    """Return "" if any of the first 1000 training rows has solutions, else a text such as "no row of a.jsonl"."""
     count = min(len(loader.rows), _LOOKED_AT)
     if any(loader.rows[index].get("solutions") is not None for index in range(count)):
         return ""

@@ -81,7 +81,7 @@ def n_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence
 class FirstWholeGroups:
     """Decides during the rollout which groups a step trains on.
 
-    The step trains on all groups in `due` (at their deadline, or postponed and needed to fill the batch). Then it takes
+    The step trains on all groups in `due`: those at their deadline, and postponed ones to fill the batch. Then it takes
     the groups that are whole first, up to its batch size `size`. `taken` lists the whole groups of the step. `known`
     lists (group, sample) for samples of earlier steps on which this step is sure to train.
     """
@@ -141,9 +141,9 @@ class Admission:
     time.
 
     Decisions depend on the order of finished samples and on rewards, but not on when a reward is known. To this end,
-    `to_judge` names the groups whose rewards the caller must wait for. It names a group only if the device would
-    otherwise decode fewer samples than it can, or if the step may be complete, and not before the next decoding
-    interval.
+    `to_judge` names the groups whose rewards the caller must wait for. It names a group only if the step may be
+    complete, or if the device would otherwise decode fewer samples than it can. The earliest time is the decoding
+    interval after the one in which the group became whole.
     """
 
     def __init__(

@@ -171,7 +171,7 @@ class GroupsInFlight:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the groups. If the sampling settings have changed, their tokens are discarded."""
+        """Restore the groups. If the sampling settings have changed, discard the tokens of the groups."""
         batch, place = state["newest"]
         self._newest = batch, place
         items = self._items_at([group["row"] for group in state["groups"]])

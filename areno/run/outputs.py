@@ -101,7 +101,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             self.display.start(facts | settings)
 
     def begin_step(self) -> None:
-        """Clear `scalars`, and make the metrics file. If it exists, a failed run does not remove its folder."""
+        """Clear `scalars`, and make the metrics file. A failed run that has this file does not remove its folder."""
         self.scalars = {}
         (self.folder / METRICS).touch()
 

@@ -347,7 +347,7 @@ def _has_initial_weights(spec: EngineSpec, checkpoint: Path) -> bool:
 
 
 def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
-    """Add the distillation loss to `loss_fn` if the run has a teacher, unless it is that loss already."""
+    """Add the distillation loss to `loss_fn` if the run has a teacher and `loss_fn` is not that loss already."""
     if not isinstance(config, PolicyExperimentConfig) or config.teacher is None:
         return loss_fn
     if isinstance(config, DistillExperimentConfig):

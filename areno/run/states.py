@@ -98,10 +98,10 @@ class States:
             remove(unfinished)
 
     def newest(self) -> State | None:
-        """Return the newest complete state. None if none was ever written. Damaged newer ones are renamed.
+        """Return the newest complete state, or None if the run never wrote a state. Rename damaged newer states.
 
-        Raises CheckpointError if none is left. Checksums of weights and optimizers are checked later, when the engine
-        loads them.
+        Raises CheckpointError if all states are damaged. Checksums of weights and optimizers are checked later, when
+        the engine loads them.
         """
         for step in self.steps():
             if damage := find_damage(self._path(step)):

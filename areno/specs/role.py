@@ -64,7 +64,7 @@ class RoleSpec:
 
     @property
     def section(self) -> str:
-        """Configuration section with the role's micro-batches: its own section if it is trained, else "actor"."""
+        """Configuration section with the role's micro-batch settings: its own if it is trained, else "actor"."""
         return self.own_section if self.optimizer else "actor"
 
     @property
