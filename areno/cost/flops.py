@@ -74,8 +74,8 @@ def forward_flops(cost: TokenCost, row_lens: Sequence[int], head_tokens: int | N
 def train_flops(cost: TokenCost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
     """Return the FLOPs of a forward and a backward pass.
 
-    A backward pass takes twice the FLOPs of the forward pass. Products with frozen weights take the same FLOPs in both,
-    because the gradient with respect to the weights is not computed.
+    A backward pass takes twice the FLOPs of the forward pass. For products with frozen weights, it takes only the same
+    FLOPs, because the weights' gradient is not computed.
     """
     frozen = _weight_flops(cost, sum(row_lens), head_tokens) if cost.adapter_params else 0.0
     return 3.0 * forward_flops(cost, row_lens, head_tokens) - frozen

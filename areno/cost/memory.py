@@ -67,8 +67,8 @@ def model_bytes(
 ) -> ModelBytes:
     """Return the bytes of a model on each device, without padding between parameters.
 
-    `adapters` are trained in place of the weights. With `copies_a`, adapted weights have room for a copy of the LoRA
-    matrix A, which sampling uses.
+    `adapters` are trained in place of the weights. With `copies_a`, adapted weights have room for the copy of the
+    LoRA matrix A that sampling uses.
     """
     n_weights = n = parameters(config, layout)
     layer, of_layers = layer_parameters(config, layout), body_parameters(config, layout) - config.hidden_size

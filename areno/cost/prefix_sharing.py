@@ -47,7 +47,7 @@ class PrefixSharing:
         return PrefixSharing(when, tp_size * launch, tp_size * search)
 
     def saves_enough(self, n_saved: int, n_tokens: int) -> bool:
-        """Return whether sharing saves enough tokens: a tenth with "auto", a single one with "on"."""
+        """Return whether sharing saves enough: a tenth of `n_tokens` with "auto", one token with "on"."""
         return self.when != "off" and n_saved >= (_WORTH_SHARING * n_tokens if self.when == "auto" else 1)
 
     def estimated_time(self, sizes: Sequence[int], launch_tokens: float | None = None) -> float:

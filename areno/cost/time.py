@@ -27,7 +27,7 @@ class Rates:
         return replace(self, copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
 
     def seconds(self, n_bytes: float, flops: float) -> float:
-        """Return the shortest time to move bytes (read plus written) and compute FLOPs, which overlap."""
+        """Return the time to move bytes (read plus written) and to compute FLOPs if both overlap fully."""
         return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
 
 

@@ -90,7 +90,7 @@ class Adapter(nn.Module):
         self._tiles_of_all: Tensor | None = None
 
     def forward(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """Add the adapter's output to `y_NO`, the output of the layer, which may be changed in place."""
+        """Return `y_NO`, the output of the layer, plus the adapter's output. May change `y_NO` in place."""
         a, b = self.a, self.b
         if self.row_parallel:
             b = self.tp.copy_in(b)

@@ -50,7 +50,7 @@ class Delta:
 
     @property
     def projections(self) -> tuple[int, ...]:
-        """Output sizes of the input projection: q, k and v, which the convolution reads, then z, b and a."""
+        """Output sizes of the input projection: q, k, v, z, b and a. The convolution reads q, k and v."""
         of_keys = self.n_key_heads * self.key_dim
         return (of_keys, of_keys, self.inner_size, self.inner_size, self.n_value_heads, self.n_value_heads)
 
@@ -61,8 +61,7 @@ class Delta:
     def divided_parameters(self, hidden_size: int) -> int:
         """Return the number of parameters of one delta layer that tensor parallelism divides over the ranks.
 
-        The norm of the heads, which every rank has, is not counted, nor are the MLP of the layer and the norms around
-        it.
+        Not counted are the norm of the heads, which every rank has in full, and the MLP and its norms.
         """
         matrices = hidden_size * (self.projected + self.inner_size) + self.width * self.n_channels
         return matrices + 2 * self.n_value_heads
@@ -111,7 +110,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Rope:
-    """The frequencies of rotary position embedding, and their scaling for contexts longer than that of pretraining.
+    """The frequencies of rotary position embedding, and their scaling for contexts longer than in pretraining.
 
     Kinds of scaling:
         default: no scaling.

@@ -131,7 +131,7 @@ class ParallelGroup:
         return out
 
     def begin_all_gather_rows(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Start `all_gather_rows`. Return its result, which is not yet complete, and a handle."""
+        """Start `all_gather_rows`. Return its unfinished result and a handle."""
         if self.size == 1:
             return x, _CompletedWork()
         out = x.new_empty((self.size * len(x), *x.shape[1:]))

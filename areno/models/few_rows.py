@@ -62,8 +62,8 @@ def few_rows_layers(
 ) -> Tensor:
     """Return the hidden states after all layers and the final norm, in the dtype of the weights.
 
-    The kernel before this chain, which computes the embeddings, does not use PDL. So all weights have been written
-    before the first matrix product reads them (`kernels/jit.py`).
+    The kernel before this chain does not use PDL, so all weights are complete when the chain begins
+    (`kernels/jit.py`).
     """
     stream_ND, delta_SND = x_ND.float(), None
     for layer, of_layer in zip(layers, angles, strict=True):

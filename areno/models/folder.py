@@ -233,7 +233,7 @@ def same_weights(folder: Path, other: Path) -> bool:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """Return the names of the weight files that an index file lists, which must lie in the same folder."""
+    """Return the names of the weight files that an index file lists. They must lie in its folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} is not a safetensors index; expected weight_map, an object of file names")
@@ -307,7 +307,7 @@ def copy_tokenizer_files(
 def add_end_tokens(folder: Path, listed: Collection[int], ends: Collection[int]) -> Path | None:
     """Add the token ids `ends` to eos_token_id in generation_config.json, so that other software stops at them.
 
-    `listed`: the ids in config.json, which are used if generation_config.json has none. Returns the file if it changed.
+    `listed`: the ids in config.json. They are used if generation_config.json has none. Returns the file if it changed.
     """
     (name,) = GENERATION
     values = read_json(folder / name) if (folder / name).is_file() else {}

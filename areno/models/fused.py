@@ -37,8 +37,8 @@ Angles = tuple[Tensor, Tensor]
 def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
     """Compute attention or the gated delta rule of a layer, outside autograd.
 
-    Return three results: the output (if not `whole`, only this rank's partial sum); the output of the input projection,
-    which the caller may drop to save memory; and other tensors that the backward pass needs.
+    Return three results: the output (if not `whole`, only this rank's partial sum), the output of the input projection
+    (the caller may drop it to save memory), and other tensors that the backward pass needs.
     """
     if layer.attention is not None:
         return _attention(layer.attention, x_ND, angles, attend, split, whole)

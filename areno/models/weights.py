@@ -141,7 +141,7 @@ def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
 
 
 def check_weights(model: Transformer, folder: Path) -> str:
-    """Check that the headers of the weight files fit a model, which may be on the device `meta`. Reads no weights.
+    """Check that the headers of the weight files fit a model. Reads no weights. The model may be on `meta`.
 
     Return a text such as "310 tensors in 1 file, 1,137.0 MiB".
     """
@@ -330,7 +330,7 @@ def _write_other_files(
 ) -> None:
     """Write config.json, tokenizer files and, for several weight files, the index. Sync them to disk.
 
-    `plan`: the result of huggingface_hub, which tells the weight file of each tensor.
+    `plan`: the division of tensors into weight files, from huggingface_hub.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = copy_tokenizer_files([resolve(path) for path in source], folder)

@@ -103,7 +103,7 @@ def forecast(
     prompt_tokens: int | None = None,
     answer_tokens: int | None = None,
 ) -> Forecast:
-    """Compute the memory and the time of each phase of a step. `answer_tokens` is a mean (default: `Lengths`)."""
+    """Compute the memory and the time of each phase of a step. `answer_tokens` is a mean."""
     model = shape_of(config.actor.path, "actor.path", config.head)
     layout = config.engine.layout(n_devices)
     problems = [each.under("engine") for each in layout.problems()] or layout_problems(model, layout)
@@ -228,7 +228,7 @@ class _StepForecast:
         return self.models.get(name) or self.models["actor"]
 
     def budget(self, name: str, phase: str) -> int:
-        """Return the number of tokens in a micro-batch, which the settings give or else the engine chooses."""
+        """Return the number of tokens in a micro-batch: that of the settings, or else the engine's choice."""
         mb_spec = self.config.trained_models()[name if phase == TRAIN else "actor"].mb_spec
         if mb_spec.max_tokens_per_mb is not None:
             return mb_spec.max_tokens_per_mb

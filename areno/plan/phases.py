@@ -31,7 +31,7 @@ class Lengths:
 
     @staticmethod
     def from_settings(config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None) -> Lengths:
-        """Return `prompt` and `answer`. If None, take the limits in the settings, for prompts at most 512 tokens."""
+        """Return `prompt` and `answer`. For None, take the limit in the settings (for a prompt, at most 512)."""
         limit = min(config.train_dataset.longest, context_len)
         if not isinstance(config, PolicyExperimentConfig):
             prompt = min(limit, 512) // 2 if prompt is None else prompt

@@ -204,8 +204,7 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterat
 def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
     """Raise ConfigError if an optimizer step has fewer rows than there are data-parallel replicas.
 
-    Not checked here, but during training: runs with agents, which return any number of rows, and
-    gradient_accumulation_steps, which counts micro-batches.
+    Not checked here, but during training: runs with agents, and an actor with gradient_accumulation_steps.
     """
     updates = {"actor": 1}
     if isinstance(config, PolicyExperimentConfig):

@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The values of all its settings but the size of micro-batches."""
+        """The values of all settings except the size of micro-batches."""
         return tuple(self.settings.get(key) for key in CHOSEN if key != BUDGET)
 
     @property

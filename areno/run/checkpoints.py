@@ -207,7 +207,7 @@ class _CheckpointDropped(Exception):
 class Saver:
     """Writes the checkpoints of one run, and removes checkpoints that the settings do not keep.
 
-    `is_written` is a function that returns whether the files of the last `save` are complete. It raises CheckpointError
+    `is_written()` returns whether the files of the last `save` are complete. It raises CheckpointError
     if they cannot be written.
     """
 

@@ -135,10 +135,10 @@ class Admission:
     """Decides which groups a rollout with dynamic sampling (DAPO, arXiv 2503.14476) starts and trains on.
 
     A group whose rewards are all equal is dropped once the rewards are known, and another prompt starts in its place
-    (as in AReaL, arXiv 2505.24298). Other groups are trained in the order in which they became whole. The first `n_due`
-    groups of `begun`, which were started in earlier steps, are at their deadline: they have a place in the step unless
-    they are dropped. At most `most` groups are started and not dropped, and `at_once` samples are decoded at the same
-    time.
+    (as in AReaL, arXiv 2505.24298). The step trains on `size` other groups, in the order in which they became whole.
+    The groups of `begun` were started in earlier steps. The first `n_due` of them are at their deadline: they have a
+    place in the step unless they are dropped. At most `most` groups are started and not dropped, and `at_once` samples
+    are decoded at the same time.
 
     Decisions depend on the order of finished samples and on rewards, but not on when a reward is known. To this end,
     `to_judge` names the groups whose rewards the caller must wait for. It names a group only if the step may be

@@ -102,9 +102,10 @@ class GroupsInFlight:
     def begin_replacing(
         self, step: int, size: int, most: int, at_once: int, more: Callable[[], tuple[int, Sequence[PromptItem]] | None]
     ) -> Admission:
-        """Begin the rollout of a step with dynamic sampling, which adds prompts while it runs.
+        """Begin the rollout of a step with dynamic sampling. It adds prompts while it runs.
 
-        `size`, `most`, `at_once`: see Admission. `more` returns (number, prompts) of the next batch, or None.
+        `size`, `most` and `at_once` are arguments of Admission. `more` returns (number, prompts) of the next batch, or
+        None.
         """
 
         def next_group() -> Group | None:
