@@ -136,7 +136,7 @@ class Adapter(nn.Module):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the layer must use `output` or `stacked_product`: if A is stacked and used, within `sampling`."""
+        """Whether to use `output` or `stacked_product`. True inside `sampling`, if A is stacked and `on` is set."""
         return self.stacked is not None and _is_sampling and self.on
 
     def stacked_product(self, x_NI: Tensor) -> Tensor:

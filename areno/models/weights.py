@@ -198,7 +198,7 @@ def file_writes(
     pin_memory: bool = False,
     ends: Collection[int] = (),
 ) -> Iterator[Callable[[], None]]:
-    """Yield the functions that write this rank's files of a folder that `transformers` loads, for `write_all`.
+    """Yield functions for `write_all`. They write this rank's files of a folder that `transformers` can load.
 
     Adapters are merged into the weights. The ranks of `dp` have replicas of the model and share the work. The folder is
     incomplete until all ranks have written, so a caller that needs atomic replacement must write to a temporary folder

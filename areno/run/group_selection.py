@@ -1,7 +1,7 @@
 """Groups of samples, and the classes that choose the groups of a step.
 
 A group is the samples of one prompt. It is whole when all of them have finished. `FirstWholeGroups` trains on the
-groups that are whole first. `Admission` implements dynamic sampling: it drops groups, and starts others in their place.
+groups that are whole first. `Admission` implements dynamic sampling: it drops groups and starts others in their place.
 The classes do not sample: their callers report finished samples.
 """
 

@@ -3,8 +3,8 @@
 A group is the samples of one prompt, and is whole when all of them have finished. A step samples more prompts than it
 trains on. Its rollout ends when as many groups are whole as its batch has prompts. With rollout.max_head_offpolicyness
 above 0, unfinished samples are parked, and continue in the next step's rollout with the new weights (partial rollout,
-arXiv 2509.18521). With 0, their tokens are discarded. Their prompts are postponed to a later step, which samples only
-postponed prompts (tail batching, arXiv 2509.21009).
+arXiv 2509.18521). With 0, tokens of unfinished samples are discarded. Their prompts are postponed to a later step that
+samples only postponed prompts (tail batching, arXiv 2509.21009).
 
 `GroupsInFlight` keeps the groups, decides which of them a step samples, and is part of the training state. It does no
 sampling itself.

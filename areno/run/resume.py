@@ -245,7 +245,7 @@ def existing_folder(folder: Path) -> NewFolder:
 def print_result(
     earlier: EarlierRun, config: ExperimentConfig, changed: Sequence[Change], command: str
 ) -> float | None:
-    """Print and return the result of a finished run. Also print the command that trains it further.
+    """Print and return the result of a finished run. Also print the command that trains the run further.
 
     If the run has steps left, print nothing and return None.
     """

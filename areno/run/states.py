@@ -213,7 +213,7 @@ class States:
         return bool(self.steps()) and self.finished is None
 
     def set_finished(self, step: int | None, result: float | None = None, ended_by: str = "") -> None:
-        """Write finished.json. If `step` is None, remove it, because the run trains further."""
+        """Write finished.json. If `step` is None, remove the file, because the run trains further."""
         if step is None:
             (self.folder / "finished.json").unlink(missing_ok=True)
         else:

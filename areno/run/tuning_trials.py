@@ -44,7 +44,7 @@ class MeasuredTrial:
 
 
 class Trials(AbstractContextManager["Trials"]):
-    """Tries candidates in an engine. It restarts the engine if a candidate needs another one or has failed.
+    """Tries candidates in an engine. The engine is restarted if a candidate needs another engine or has failed.
 
     If `probes_rollout` is false, trials only make the KV cache and decode no samples.
     """
