@@ -1,1 +1,1 @@
-"""What models cost: FLOPs, time, memory, and changes of settings that lower it. Imports neither torch nor numpy."""
+"""What models cost: FLOPs, time and memory. Finds settings that need less memory. Imports no torch and no numpy."""

@@ -1,6 +1,6 @@
 """FLOPs and bytes that one token costs, and the FLOPs of passes over rows.
 
-FLOPs of a pass count the LM head for `head_tokens` tokens. None means all tokens of the rows.
+The LM head is computed for `head_tokens` tokens of a pass. None means all tokens of the rows.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TokenCost:
         return self.body_params + self.head_params
 
     def moved_params(self, n_tokens: float) -> float:
-        """Return the expected number of parameters that are read to compute a batch, see `Experts.distinct`."""
+        """Return the number of parameters that a batch reads. With experts, this is an expected value."""
         if self.experts is None:
             return self.active_params
         return self.active_params + self.expert_params * (self.experts.distinct(n_tokens) - self.experts.top_k)
@@ -74,8 +74,8 @@ def forward_flops(cost: TokenCost, row_lens: Sequence[int], head_tokens: int | N
 def train_flops(cost: TokenCost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
     """Return the FLOPs of a forward and a backward pass.
 
-    A backward pass takes twice the FLOPs of the forward pass. Products with frozen weights take the same FLOPs in both,
-    because the gradient with respect to the weights is not computed.
+    A backward pass takes twice the FLOPs of the forward pass. For products with frozen weights, it takes only the same
+    FLOPs, because the weights' gradient is not computed.
     """
     frozen = _weight_flops(cost, sum(row_lens), head_tokens) if cost.adapter_params else 0.0
     return 3.0 * forward_flops(cost, row_lens, head_tokens) - frozen
@@ -87,12 +87,12 @@ def _weight_flops(cost: TokenCost, n_tokens: int, head_tokens: int | None) -> fl
 
 
 def mean_attention_pairs(cost: TokenCost, row_lens: Sequence[int]) -> float:
-    """Return the (query, key) pairs of causal attention, as the mean over the attention layers."""
+    """Return the number of (query, key) pairs in causal attention, as the mean over the attention layers."""
     return sum(share * attention_pairs(row_lens, window) for window, share in cost.windows)
 
 
 def attention_pairs(row_lens: Iterable[int], window: int | None = None) -> float:
-    """Return the (query, key) pairs of causal attention in a layer. A window counts the token itself, too."""
+    """Return the number of (query, key) pairs in a layer. A query sees at most `window` keys, its own included."""
     found = 0
     for n in row_lens:
         beyond = 0 if window is None else max(0, n - window)

@@ -225,6 +225,6 @@ def gib(n_bytes: float) -> str:
 
 
 def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:
-    """Return whether error messages may suggest LoRA for the actor. `within` is its TransformerConfig.within."""
+    """Return whether error messages may suggest LoRA for the actor. `within`: TransformerConfig.within."""
     actor = spec.actor
     return actor.trains_weights and not actor.random_init and not within

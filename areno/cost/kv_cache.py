@@ -75,7 +75,7 @@ class WantedCache:
         return (int(free_bytes * self.mem_fraction) - self.states) // self.block_bytes
 
     def fitting_blocks(self, free_bytes: int, affordable: int) -> int:
-        """Return how many blocks the cache gets. `affordable` is the result of `affordable_blocks`."""
+        """Return how many blocks the cache gets, at most `affordable` (the result of `affordable_blocks`)."""
         more = int(free_bytes * self.more_fraction) // self.block_bytes
         return min(max(self.needed, min(self.blocks, more)), affordable)
 
@@ -93,5 +93,5 @@ def may_verify_drafts(decoder: DecoderConfig, *, on_cuda: bool) -> bool:
 
 
 def verification_rows(max_running: int) -> int:
-    """Return the largest number of rows of a decoding step with drafts. Their logits take memory, too."""
+    """Return the largest number of rows of a decoding step with drafts."""
     return min(1024, 8 * max_running)

@@ -77,11 +77,11 @@ class KVLayout:
         return sum(group.n_tables for group in self.groups)
 
     def pool_size(self, n_blocks: int) -> int:
-        """Return how many pool blocks fit into the memory of `n_blocks` blocks that hold all attention layers."""
+        """Convert `n_blocks` blocks that hold all attention layers to pool blocks, for the same memory."""
         return n_blocks * len(self.places) // self.layers_per_block
 
     def memory_of(self, n_blocks: int) -> int:
-        """Return the memory of `n_blocks` pool blocks in blocks that hold all attention layers, rounded up."""
+        """Convert `n_blocks` pool blocks to blocks that hold all attention layers, rounded up."""
         return -(-n_blocks * self.layers_per_block // len(self.places))
 
     def blocks_for(self, n_tokens: int) -> int:
@@ -89,7 +89,7 @@ class KVLayout:
         return sum(group.n_tables * group.max_group_blocks_held(n_tokens, self.block_size) for group in self.groups)
 
     def blocks_of_chunk(self, n_tokens: int) -> int:
-        """Return the pool blocks that a prefill chunk takes in layers with sliding windows."""
+        """Return how many pool blocks a prefill chunk of `n_tokens` tokens takes in layers with sliding windows."""
         return -(-n_tokens // self.block_size) * tables_with_windows(self.groups)
 
     def comparable_size(self, n_tokens: int) -> int:
@@ -99,7 +99,7 @@ class KVLayout:
     def max_sequence_tokens(self, n_blocks: int, context_len: int) -> int:
         """Return the length of the longest sequence that fits into `n_blocks` pool blocks.
 
-        `context_len` limits the result only if all layers have windows, because a sequence of any length may then fit.
+        If all layers have windows, a sequence of any length may fit. Only then does `context_len` limit the result.
         """
         if self.groups[0].window is None:
             context_len = max(context_len, n_blocks // self.groups[0].n_tables * self.block_size)

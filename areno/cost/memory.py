@@ -67,8 +67,8 @@ def model_bytes(
 ) -> ModelBytes:
     """Return the bytes of a model on each device, without padding between parameters.
 
-    `adapters` are trained in place of the weights. With `copies_a`, adapted weights have room for a copy of the LoRA
-    matrix A, which sampling uses.
+    `adapters` are trained in place of the weights. With `copies_a`, adapted weights have room for the copy of the
+    LoRA matrix A that sampling uses.
     """
     n_weights = n = parameters(config, layout)
     layer, of_layers = layer_parameters(config, layout), body_parameters(config, layout) - config.hidden_size
@@ -215,7 +215,7 @@ class PassBytes:
         return int(n_tokens * (self.of_token + self.at_work_expected + n_kept * self.of_kept_layer)) + head
 
     def fitting_tokens(self, room: int) -> int:
-        """Return the largest number of tokens whose pass fits if no layer keeps its products. 0 if none fits."""
+        """Return the largest number of tokens whose pass takes at most `room` bytes if no layer keeps its products."""
         # `total` is the smallest of four linear functions of the tokens, so the pass fits if one of them fits.
         found = 0
         for all_stored, all_logits in itertools.product((0, 1), (0, 1)):
@@ -225,7 +225,7 @@ class PassBytes:
         return found
 
     def fitting_layers(self, n_tokens: int, room: int, n_layers: int) -> int:
-        """Return the number of layers that can keep the outputs of their large matrix products."""
+        """Return how many layers can keep the outputs of their large products if a pass may take `room` bytes."""
         if not self.of_kept_layer:
             return 0
         return max(0, min(n_layers, (room - self.total(n_tokens)) // (n_tokens * self.of_kept_layer)))

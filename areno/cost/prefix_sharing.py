@@ -20,7 +20,7 @@ FASTER = 0.95  # share of the time without sharing, below which passes with shar
 class PrefixSharing:
     """Decides when training or scoring with a model computes shared prefixes once.
 
-    Host times are given in tokens: how many tokens the device computes in this time. They are 0 on a CPU.
+    A host time is given as the number of tokens that the device computes in this time. It is 0 on a CPU.
     """
 
     when: SharePrefixes = "off"  # the setting share_prefixes, or "off" if the model cannot share prefixes
@@ -47,11 +47,11 @@ class PrefixSharing:
         return PrefixSharing(when, tp_size * launch, tp_size * search)
 
     def saves_enough(self, n_saved: int, n_tokens: int) -> bool:
-        """Return whether sharing saves enough tokens: a tenth with "auto", a single one with "on"."""
+        """Return whether sharing saves enough: a tenth of `n_tokens` with "auto", one token with "on"."""
         return self.when != "off" and n_saved >= (_WORTH_SHARING * n_tokens if self.when == "auto" else 1)
 
     def estimated_time(self, sizes: Sequence[int], launch_tokens: float | None = None) -> float:
-        """Estimate the time of passes in tokens: the larger of the host's time and the device's, which overlap."""
+        """Estimate the time of passes with `sizes` tokens each: the longer of the host's and the device's time."""
         return max(len(sizes) * (self.launch_tokens if launch_tokens is None else launch_tokens), sum(sizes))
 
     def may_be_faster(self, n_tokens: int, n_rows: int) -> bool:

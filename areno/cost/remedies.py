@@ -60,7 +60,7 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
 
 
 def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
-    """Raise an EngineError if offloaded models do not fit into the host memory, which `n_ranks` ranks share."""
+    """Raise an EngineError if the offloaded models of `n_ranks` ranks do not fit into the host memory."""
     if footprint.fits_host:
         return
     assert footprint.host_bytes is not None
@@ -119,8 +119,7 @@ def _remedy_with_lora(footprint: Footprint, device_bytes: int) -> list[tuple[Way
 def _remedies_beside_lora(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
     """Yield (number of kinds of changes, changes, footprint) for all memory-saving settings except LoRA.
 
-    The least intrusive ones come first. zero_stage needs several data-parallel replicas, over which ZeRO divides the
-    optimizer.
+    The least intrusive ones come first. zero_stage needs several data-parallel replicas.
     """
     now, tp_size, n_ranks = footprint, footprint.layout.tp_size, footprint.layout.world_size
     sizes = [size for size in range(tp_size, n_ranks + 1) if _can_divide(now, size)]
@@ -166,7 +165,7 @@ def _can_divide(footprint: Footprint, tp_size: int) -> bool:
 def _on_more_devices(footprint: Footprint, device_bytes: int) -> Footprint | None:
     """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to 64 devices in total.
 
-    tp_size and zero_stage may change as well. On a CPU more ranks would share the same memory.
+    tp_size and zero_stage may change as well. Return None if nothing fits, or on a CPU.
     """
     size = footprint.layout.world_size
     if not footprint.on_cuda:  # more ranks would share the same memory of the machine

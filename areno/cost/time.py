@@ -27,7 +27,7 @@ class Rates:
         return replace(self, copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
 
     def seconds(self, n_bytes: float, flops: float) -> float:
-        """Return the shortest time to move bytes (read plus written) and compute FLOPs, which overlap."""
+        """Return the time to move bytes (read plus written) and to compute FLOPs if both overlap fully."""
         return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
 
 
@@ -155,7 +155,7 @@ class RolloutWork:
 def rollout_seconds(
     config: TransformerConfig, cost: TokenCost, work: RolloutWork, rates: Rates, copies: int
 ) -> tuple[float, float]:
-    """Estimate (seconds of prefill, seconds of decoding). `rates` are those of the devices of one replica."""
+    """Estimate (seconds of prefill, seconds of decoding) with `copies` replicas. `rates`: of one replica's devices."""
     n_prompts = -(-work.n_prompts // copies)
     prompt_lens = (work.prompt_len,) * n_prompts
     prefill = device_seconds(config, cost, PassWork(row_lens=prompt_lens, n_predicted=n_prompts, trains=False), rates)

@@ -91,7 +91,7 @@ def choose_token_budget(
 
 
 def _candidate_budgets(most: int) -> Iterator[int]:
-    """Yield powers of two and 1.5 times each of them, up to `most` tokens, but at least the smallest one."""
+    """Yield powers of two and 1.5 times each of them, up to `most` tokens. The smallest is always yielded."""
     size = _LEAST_TOKENS
     yield size
     while size < _MOST_TOKENS:

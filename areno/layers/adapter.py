@@ -90,7 +90,7 @@ class Adapter(nn.Module):
         self._tiles_of_all: Tensor | None = None
 
     def forward(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """Add the adapter's output to `y_NO`, the output of the layer, which may be changed in place."""
+        """Return `y_NO`, the output of the layer, plus the adapter's output. May change `y_NO` in place."""
         a, b = self.a, self.b
         if self.row_parallel:
             b = self.tp.copy_in(b)
@@ -136,7 +136,7 @@ class Adapter(nn.Module):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the layer must now compute its output with `output` or `stacked_product`."""
+        """Whether to use `output` or `stacked_product`. True inside `sampling`, if A is stacked and `on` is set."""
         return self.stacked is not None and _is_sampling and self.on
 
     def stacked_product(self, x_NI: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class Adapter(nn.Module):
     # Methods for fused layers, outside autograd.
 
     def add_input_gradient(self, grad_x_NI: Tensor, grad_NO: Tensor) -> Tensor:
-        """Add the adapter's gradient with respect to x to `grad_x_NI`, the gradient through W, in place."""
+        """Add the gradient of x through the adapter in place to `grad_x_NI`, the gradient of x through W."""
         return grad_x_NI.addmm_(self._grad_h(grad_NO), self.a)
 
     def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
@@ -198,7 +198,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merged(self, weight_OI: Tensor) -> Tensor:
-        """Return weight + scaling * B A, which is computed in fp32, in the dtype of the weight."""
+        """Compute weight + scaling * B A in fp32, and return it in the dtype of the weight."""
         out = weight_OI.detach().clone()
         for index, (column, row, size) in enumerate(self.slices):
             a = self.a[index * self.rank : (index + 1) * self.rank].float()

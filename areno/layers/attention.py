@@ -77,13 +77,13 @@ class PrefixKeys:
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
 
     def store(self, layer: int, *keys_values: Tensor) -> tuple[Tensor, ...]:
-        """Store the keys and values of a layer without padding at the end, and return views of the arguments."""
+        """Store the keys and values of a layer without the padding at their end. Return views of the arguments."""
         k_NKD, v_NKD = (x.detach()[: self.n_tokens].contiguous() for x in keys_values)
         self._of_layer[layer] = k_NKD, v_NKD
         return tuple(x.view_as(x) for x in keys_values)
 
     def join(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of a layer: those of the prefixes, followed by the arguments."""
+        """Return (keys, values) of a layer: the stored ones of the prefixes, followed by the arguments."""
         before_k, before_v = self._of_layer[layer]
         return torch.cat((before_k, k_NKD)), torch.cat((before_v, v_NKD))
 
@@ -150,7 +150,7 @@ class PackedAttend:
         return Borders(self.cu_seqlens, keys.cu_seqlens, self.max_len, keys.max_len)
 
     def _with_prefixes(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all rows, including shared prefixes. Gives `prefix` no gradients."""
+        """Return the keys and values of all rows, including shared prefixes, outside autograd."""
         if self.prefix is not None:
             k_NKD, v_NKD = self.prefix.join(layer, k_NKD, v_NKD)
         return (k_NKD, v_NKD) if self.keys is None else (self.keys.gather(k_NKD), self.keys.gather(v_NKD))
@@ -183,7 +183,7 @@ class PackedAttend:
     def recur_backward(
         self, grad_NI: Tensor, proj_NP: Tensor, weights: DeltaWeights, of_weights: bool
     ) -> tuple[Tensor, DeltaGradients | None]:
-        """Return the gradients of the projections and (None unless `of_weights`) of the weights. Outside autograd."""
+        """Return the gradients of `proj_NP` and, if `of_weights`, of the weights. Outside autograd."""
         return delta_rows_backward(grad_NI, proj_NP, weights, self.chunks, of_weights)
 
     def forward(
@@ -245,7 +245,7 @@ class CachedAttend:
 class FirstTokensAttend:
     """Attention over the first n tokens only. The rest is padding, and its output is zero.
 
-    Tokens are padded with the setting `engine.exact`, whose matrix products need a multiple of some number of rows.
+    With `engine.exact`, tokens are padded, because matrix products then need a multiple of some number of rows.
     """
 
     attend: Attend

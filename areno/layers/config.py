@@ -50,7 +50,7 @@ class Delta:
 
     @property
     def projections(self) -> tuple[int, ...]:
-        """Output sizes of the input projection: q, k and v, which the convolution reads, then z, b and a."""
+        """Output sizes of the input projection: q, k, v, z, b and a. The convolution reads q, k and v."""
         of_keys = self.n_key_heads * self.key_dim
         return (of_keys, of_keys, self.inner_size, self.inner_size, self.n_value_heads, self.n_value_heads)
 
@@ -61,8 +61,7 @@ class Delta:
     def divided_parameters(self, hidden_size: int) -> int:
         """Return the number of parameters of one delta layer that tensor parallelism divides over the ranks.
 
-        The norm of the heads, which every rank has, is not counted, nor are the MLP of the layer and the norms around
-        it.
+        Not counted are the norm of the heads, which every rank has in full, and the MLP and its norms.
         """
         matrices = hidden_size * (self.projected + self.inner_size) + self.width * self.n_channels
         return matrices + 2 * self.n_value_heads
@@ -100,18 +99,18 @@ class Experts:
         return hidden_size * (self.n_experts + 3 * self.inner_size * n_experts)
 
     def distinct(self, n_tokens: float) -> float:
-        """Return the expected number of distinct experts in use if each token chooses uniformly and independently."""
+        """Return the expected number of experts that `n_tokens` tokens use together, if they choose at random."""
         return self.n_experts * (1.0 - (1.0 - self.top_k / self.n_experts) ** n_tokens)
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of a recorded expert index, 1 or 2. The largest value of the type means "no expert"."""
+        """Bytes of a recorded expert index, 1 or 2. The largest value of that size means "no expert"."""
         return 1 if self.n_experts < 2**8 else 2
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The frequencies of rotary position embedding, and their scaling for contexts longer than that of pretraining.
+    """The frequencies of rotary position embedding, and their scaling for contexts longer than in pretraining.
 
     Kinds of scaling:
         default: no scaling.

@@ -18,7 +18,7 @@ class VocabParallelEmbedding(nn.Module):
 
     The vocabulary is padded with zero rows to a multiple of the number of ranks, so that all ranks have equally many
     rows. This rank has the token ids from `first` to `first + n_valid - 1`. `stored` is the number of rows in the
-    checkpoint, if it differs from the vocabulary size. `fixed_order` computes products for `engine.exact`, if set.
+    checkpoint, if it differs from the vocabulary size. `fixed_order`, if set, computes products for `engine.exact`.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, spec: WeightSpec, stored: int | None = None):

@@ -24,7 +24,7 @@ from areno.layers.shard import Layout, TensorPart, WeightSpec, stacked_parts
 class Linear(nn.Module):
     """Base class of column-parallel and row-parallel layers and of `Router`. Sizes and weights are those of this rank.
 
-    `fixed_order` computes the product for `engine.exact`, if set. `layout` lists, for "weight" and "bias", which rows
+    `fixed_order`, if set, computes the product for `engine.exact`. `layout` lists, for "weight" and "bias", which rows
     or columns of which checkpoint tensors this rank has.
     """
 
@@ -117,7 +117,7 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """y = x W^T + b, where each rank holds a slice of the input features: the output of a column-parallel layer."""
+    """y = x W^T + b. Each rank has a slice of the input features, such as the output of a column-parallel layer."""
 
     def __init__(self, in_size: int, out_size: int, spec: WeightSpec, *, bias: bool):
         local = spec.tp.shard(in_size, "input features")

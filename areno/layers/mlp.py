@@ -6,10 +6,12 @@ and their outputs are summed with these probabilities as weights (Shazeer et al.
 So the ranks communicate as in a row-parallel layer: they sum their outputs once. If not `whole`, they return the
 partial sums. `split` is sequence parallelism, as in `linear.py`.
 
-Both kinds of MLP have `forward` for autograd. The fused layers call the two methods below, which do not use autograd: -
-`fused_forward` returns (output, kept, saved). `kept` holds the outputs of gate and up, side by side. `saved` holds the
-chosen experts, if any. - `fused_backward` computes `kept` again if it gets None. It returns the gradient with respect
-to x, summed over the ranks, and adds the gradients of the parameters to their `.grad`.
+Both kinds of MLP have `forward` for autograd. The fused layers call two methods without autograd:
+
+- `fused_forward` returns (output, kept, saved). `kept` holds the outputs of gate and up, side by side. `saved` holds
+  the chosen experts, if any.
+- `fused_backward` computes `kept` again if it gets None. It returns the gradient with respect to x, summed over the
+  ranks, and adds the gradients of the parameters to their `.grad`.
 
 Shape letters: N tokens, D hidden size, E experts (of all ranks for the router, of this rank elsewhere), k experts of a
 token, M = N k copies of tokens, sorted by expert, I inner size of this rank or of an expert, O output features.
@@ -55,7 +57,7 @@ class GatedMLP(nn.Module):
         return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up, split)
 
     def fused_forward(self, x_ND: Tensor, split: bool, whole: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """With a stacked LoRA adapter during sampling, `kept` is the result of `Adapter.stacked_product`."""
+        """Return (output, kept, saved). If `gate_up` has a `stacked_adapter`, `kept` is its `stacked_product`."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         if (adapter := self.gate_up.stacked_adapter()) is not None:

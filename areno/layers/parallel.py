@@ -62,7 +62,7 @@ class ParallelGroup:
         return x
 
     def reduce_scatter(self, x: Tensor) -> Any:
-        """Start to sum x in place into the n elements that this rank owns; others become undefined. Return a handle."""
+        """Start to sum x in place, into the n elements of this rank. The rest becomes undefined. Return a handle."""
         if self.size == 1:
             return _CompletedWork()
         return _reduce_scatter(self.own_rows(x), x, group=self.group, async_op=True)  # type: ignore[misc]
@@ -122,7 +122,7 @@ class ParallelGroup:
         return x if self.size == 1 else _Exchange.apply(x, self.reduce_scatter_rows, self.all_gather_rows)  # type: ignore[return-value]
 
     def gather_rows_equal(self, x: Tensor) -> Tensor:
-        """Do `gather_rows` for a result whose gradient is equal on all ranks, so that it is not summed."""
+        """Do `gather_rows`, without a sum of gradients. The result's gradient must be equal on all ranks."""
         return x if self.size == 1 else _Exchange.apply(x, self.all_gather_rows, self.own_rows)  # type: ignore[return-value]
 
     def all_gather_rows(self, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class ParallelGroup:
         return out
 
     def begin_all_gather_rows(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Start `all_gather_rows`. Return its result, which is not yet complete, and a handle."""
+        """Start `all_gather_rows`. Return its unfinished result and a handle."""
         if self.size == 1:
             return x, _CompletedWork()
         out = x.new_empty((self.size * len(x), *x.shape[1:]))

@@ -26,7 +26,7 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def head_order(rope: Rope, head_dim: int) -> Tensor | None:
-    """Return for each element of a head in the model its index in the checkpoint, (D,), or None if they are equal.
+    """Return the checkpoint index of each element of a head in the model, (D,). None if the orders are equal.
 
     `rotate` turns pairs of elements half a head apart, but some checkpoints pair other elements. Their heads are
     permuted when weights are loaded. Attention gives the same result if queries and keys are permuted alike.
@@ -83,7 +83,7 @@ def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Computes cosines and sines from positions in each pass: as fast as a table, without a maximum length."""
+    """Computes cosines and sines from positions in each pass. This is as fast as a table, and has no maximum length."""
 
     freqs_F: Tensor
     scale_F: Tensor | None  # factor of queries and keys for each pair of elements; None means 1
@@ -112,7 +112,7 @@ def rotate(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
 
 
 def _rotate_heads(x_NHD: Tensor, cos_N1F: Tensor, sin_N1F: Tensor) -> Tensor:
-    """Use few operations on large tensors, because small models spend much of their time here."""
+    """Do `rotate` with few operations, outside autograd."""
     x_NHD, dtype = x_NHD.float(), x_NHD.dtype
     a_NHF, b_NHF = x_NHD.chunk(2, dim=-1)
     turned_NHD = torch.empty(x_NHD.shape, dtype=torch.float32, device=x_NHD.device)

@@ -16,7 +16,7 @@ from areno.layers.config import Experts
 
 @dataclass
 class LayerLoad:
-    """Sums over the tokens of a pass about the experts that they used in one layer. Tensors on the device."""
+    """How much the tokens of a pass used each expert of one layer, summed over the tokens. Tensors on the device."""
 
     chosen_E: Tensor  # int64, number of times that a token used the expert
     probability_E: Tensor  # float32, of the router
@@ -33,7 +33,7 @@ class Routing:
     Attributes:
         given_NLk: recorded experts to use in place of the router's choice (routing replay), of any integer dtype. The
             router chooses if the first index of a token is `none`, and for tokens after the end of this tensor.
-        balance_E: float32, the gradient of the load-balancing loss with respect to the router's probabilities, which is
+        balance_E: float32, the gradient of the load-balancing loss with respect to the router's probabilities. It is
             the same for each token.
         n_tokens: the number of tokens before the padding, if any.
         counts_N: float32, how often each token before the padding counts in `loads` and in the balancing loss. None

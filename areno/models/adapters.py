@@ -61,7 +61,7 @@ def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
 
 
 def init_adapters(model: Transformer, seed: int) -> None:
-    """Initialise the adapters so that the model computes the same as without them, for any ranks and device."""
+    """Initialise the adapters so that they do not change the results yet. The values depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     for _, _, adapter in _adapted_modules(model):
         adapter.init(generator)

@@ -67,8 +67,8 @@ class TransformerConfig:
         delta: The layers with a recurrent state in place of attention.
         within: The class of the image-text model, if transformers builds one from this folder. peft then uses its
             tensor names. Otherwise empty.
-        stored_vocab_size: Number of token ids in the checkpoint, if it differs from `vocab_size`, which is that of the
-            actor. Rows of further ids are not loaded, and missing ids have no logits.
+        stored_vocab_size: Number of token ids in the checkpoint, if it differs from `vocab_size`, the actor's number.
+            Rows of further ids are not loaded, and missing ids have no logits.
         has_head: Whether the checkpoint has the weights of the head. False for a critic or a reward model made from a
             causal language model, whose head starts at 0.
     """

@@ -62,8 +62,8 @@ def few_rows_layers(
 ) -> Tensor:
     """Return the hidden states after all layers and the final norm, in the dtype of the weights.
 
-    The kernel before this chain, which computes the embeddings, does not use PDL. So all weights have been written
-    before the first matrix product reads them (`kernels/jit.py`).
+    The kernel before this chain does not use PDL, so all weights are complete when the chain begins
+    (`kernels/jit.py`).
     """
     stream_ND, delta_SND = x_ND.float(), None
     for layer, of_layer in zip(layers, angles, strict=True):
@@ -74,9 +74,9 @@ def few_rows_layers(
 def _run_layer(
     layer: Layer, stream_ND: Tensor, delta_SND: Tensor | None, angles: Angles, attend: Attend
 ) -> tuple[Tensor, Tensor]:
-    """Run a layer on the sum of the residual stream and the previous MLP's output. `delta_SND` has S summands of it.
+    """Run a layer on the sum of the residual stream and the S tensors of `delta_SND`, the previous MLP's output.
 
-    Return the stream, to which this layer's MLP output is not yet added, and the summands of that output.
+    Return the stream without the output of this layer's MLP, and that output in the form of `delta_SND`.
     """
     attention, mlp = layer.attention, layer.mlp
     assert attention is not None

@@ -115,7 +115,7 @@ class RawConfig:
         self._assumed.update(values)
 
     def section(self, name: str) -> RawConfig:
-        """Return the JSON object in a field, which shares `problems`. Empty if the field is absent or null."""
+        """Return the JSON object in a field, empty if the field is absent or null. Its `problems` are the same list."""
         return RawConfig(self.get(name, dict, {}), f"{self.origin}: {name}", self.problems)
 
     def get(
@@ -191,7 +191,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Map the name of each tensor to the weight file that holds it. The error lists all bad files."""
+    """Map the name of each tensor to the weight file that holds it. Raises an error that lists all bad files."""
     if (folder / SINGLE).is_file():
         files = [folder / SINGLE]
     elif (folder / INDEX).is_file():
@@ -233,7 +233,7 @@ def same_weights(folder: Path, other: Path) -> bool:
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """Return the names of the weight files that an index file lists, which must lie in the same folder."""
+    """Return the names of the weight files that an index file lists. They must lie in its folder."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} is not a safetensors index; expected weight_map, an object of file names")
@@ -286,7 +286,7 @@ def copy_tokenizer_files(
 ) -> list[Path]:
     """Copy tokenizer files, chat template and generation settings, and return the paths of the copies.
 
-    Each item of `sets` lists files that belong together. All of them come from the first source that has any of them.
+    Each item of `sets` lists files that belong together. They come from the first source that has one of the files.
     """
     copies = []
     for names in sets:
@@ -307,7 +307,7 @@ def copy_tokenizer_files(
 def add_end_tokens(folder: Path, listed: Collection[int], ends: Collection[int]) -> Path | None:
     """Add the token ids `ends` to eos_token_id in generation_config.json, so that other software stops at them.
 
-    `listed`: the ids in config.json, which are used if generation_config.json has none. Returns the file if it changed.
+    `listed`: the ids in config.json. They are used if generation_config.json has none. Returns the file if it changed.
     """
     (name,) = GENERATION
     values = read_json(folder / name) if (folder / name).is_file() else {}

@@ -37,8 +37,8 @@ Angles = tuple[Tensor, Tensor]
 def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
     """Compute attention or the gated delta rule of a layer, outside autograd.
 
-    Return three results: the output (if not `whole`, only this rank's partial sum); the output of the input projection,
-    which the caller may drop to save memory; and other tensors that the backward pass needs.
+    Return three results: the output (if not `whole`, only this rank's partial sum), the output of the input projection
+    (the caller may drop it to save memory), and other tensors that the backward pass needs.
     """
     if layer.attention is not None:
         return _attention(layer.attention, x_ND, angles, attend, split, whole)
@@ -146,7 +146,7 @@ def to_heads(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tuple[Tens
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
-    """Return (query norm weight, key norm weight, eps, whether norms multiply by 1 + weight). No head norms: None."""
+    """Return (query norm weight or None, key norm weight or None, eps, whether norms multiply by 1 + weight)."""
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if not isinstance(q_norm, RMSNorm) or not isinstance(k_norm, RMSNorm):
         return None, None, 0.0, False
@@ -175,7 +175,7 @@ def fused_layer(
 
 
 def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: SymmetricMemory | None) -> Tensor:
-    """Return the norm of the sum of the residual stream and the last MLP's output."""
+    """Return the norm of `stream_ND` + `delta_ND`: the residual stream and the output of the previous MLP."""
     if memory is not None:
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)[1]
     return _FusedNorm.apply(_with_gradient(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]

@@ -135,10 +135,10 @@ def head_of(folder: Path) -> HeadName:
 def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the model") -> list[Problem]:
     """Return a problem about engine.tp_size or engine.cp_size if the ranks cannot divide the sizes of a model.
 
-    The tensor-parallel size must divide the numbers of heads and the other sizes. With fewer key-value heads than
-    ranks, it may be a multiple of their number, unless one norm covers the keys of all heads: several ranks then hold
-    the same head. The context-parallel size must divide the heads of each tensor-parallel rank. It must be 1 for a
-    model with recurrent layers.
+    The tensor-parallel size must divide the numbers of heads and the other sizes. It may also be a multiple of the
+    number of key-value heads, so that several ranks hold the same head. This is excluded if one norm covers the keys of
+    all heads. The context-parallel size must divide the heads of each tensor-parallel rank. It must be 1 for a model
+    with recurrent layers.
     """
     tp_size, cp_size, sizes = layout.tp_size, layout.cp_size, config.divided
     wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
@@ -221,7 +221,7 @@ def _find_family(raw: RawConfig) -> tuple[Family, HeadName]:
 
 
 def _check_scores(raw: RawConfig, family: Family, own: HeadName, head: HeadName) -> None:
-    """Raise CheckpointError unless the model's head, of the kind `own`, gives the scores that `head` asks for."""
+    """Raise CheckpointError unless a head of the kind `own`, which the model has, can serve as a `head`."""
     found = raw.values.get("architectures") or raw.values.get("model_type")
     if head not in family.classes:
         text = "{}: transformers has no ...ForTokenClassification for the model type {!r}, so it could not load a "

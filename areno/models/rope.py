@@ -27,9 +27,9 @@ def read_rope(
 ) -> Rope:
     """Read rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (older).
 
-    If a file has both `rope_parameters` and `rope_scaling`, transformers uses `rope_scaling` alone. It is a problem
-    here if the two contradict each other. If `interleaved`, neighbouring elements of a head are rotated together,
-    rather than elements half a head apart.
+    If a file has both `rope_parameters` and `rope_scaling`, transformers uses `rope_scaling` alone. Here, a
+    contradiction between the two is reported as a problem. If `interleaved`, neighbouring elements of a head are
+    rotated together, rather than elements half a head apart.
     """
     scaling, parameters = raw.section("rope_scaling"), raw.section("rope_parameters")
     how = raw, max_positions, partial, None, unused
@@ -102,7 +102,7 @@ def _llama3_scaling(params: RawConfig, original: int, max_positions: int) -> dic
 
 
 def _yarn_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Compute an absent `factor` as max_positions / original, as transformers does. This must be above 1.
+    """Return the arguments of `Rope`. An absent `factor` is max_positions / original, which must be above 1.
 
     An absent `attention_factor` is computed from `factor`.
     """
@@ -123,7 +123,7 @@ def _yarn_scaling(params: RawConfig, original: int, max_positions: int) -> dict[
 
 
 def _longrope_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Use only `short_factor`, because the context is supported up to the length `original`.
+    """Return the arguments of `Rope`. The context ends at `original`, so only `short_factor` is used.
 
     `long_factor` must be present anyway, since transformers requires it.
     """

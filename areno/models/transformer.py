@@ -195,7 +195,7 @@ class Transformer(nn.Module):
         return self.logit_columns(hidden_KD)[:, : self.output.n_valid]
 
     def values(self, hidden_KD: Tensor) -> Tensor:
-        """Return the values, (K,) float32, which for a process reward model are the log-odds of "right"."""
+        """Return the values, (K,) float32. For a process reward model, a value is the log-odds of "right"."""
         assert self.score is not None, "a language model has no value head"
         return self.score(hidden_KD)
 

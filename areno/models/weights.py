@@ -97,7 +97,7 @@ def stored_tensors(model: Transformer) -> dict[str, StoredTensor]:
 
 
 def module_head_order(inner: str, order: Tensor | None, config: TransformerConfig) -> Tensor | None:
-    """Return the `head_order` of a checkpoint module. None unless it is a projection or head norm of q or k."""
+    """Return `order` for the module `inner` if it is a projection or head norm of q or k, else None."""
     if order is None or inner not in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm"):
         return None
     if inner.endswith("_norm"):
@@ -141,7 +141,7 @@ def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
 
 
 def check_weights(model: Transformer, folder: Path) -> str:
-    """Check that the headers of the weight files fit a model, which may be on the device `meta`. Reads no weights.
+    """Check that the headers of the weight files fit a model. Reads no weights. The model may be on `meta`.
 
     Return a text such as "310 tensors in 1 file, 1,137.0 MiB".
     """
@@ -198,7 +198,7 @@ def file_writes(
     pin_memory: bool = False,
     ends: Collection[int] = (),
 ) -> Iterator[Callable[[], None]]:
-    """Yield the functions that write this rank's files of a folder that `transformers` loads, for `write_all`.
+    """Yield functions for `write_all`. They write this rank's files of a folder that `transformers` can load.
 
     Adapters are merged into the weights. The ranks of `dp` have replicas of the model and share the work. The folder is
     incomplete until all ranks have written, so a caller that needs atomic replacement must write to a temporary folder
@@ -330,7 +330,7 @@ def _write_other_files(
 ) -> None:
     """Write config.json, tokenizer files and, for several weight files, the index. Sync them to disk.
 
-    `plan`: the result of huggingface_hub, which tells the weight file of each tensor.
+    `plan`: the division of tensors into weight files, from huggingface_hub.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = copy_tokenizer_files([resolve(path) for path in source], folder)

@@ -103,7 +103,7 @@ def forecast(
     prompt_tokens: int | None = None,
     answer_tokens: int | None = None,
 ) -> Forecast:
-    """Compute the memory and the time of each phase of a step. `answer_tokens` is a mean (default: `Lengths`)."""
+    """Compute the memory and the time of each phase of a step. `answer_tokens` is a mean."""
     model = shape_of(config.actor.path, "actor.path", config.head)
     layout = config.engine.layout(n_devices)
     problems = [each.under("engine") for each in layout.problems()] or layout_problems(model, layout)
@@ -192,7 +192,7 @@ class _StepForecast:
         )
 
     def _resident_terms(self, visitor: str, trains: bool = False) -> dict[str, int]:
-        """Return the bytes per device that all models take, by term, while the model `visitor` computes."""
+        """Return name of a term -> bytes per device of all models, while the model `visitor` computes."""
         terms: dict[str, int] = {} if self.hardware.is_cuda else {"process": _PROCESS_BYTES}
         for model in self.footprint.models:
             found, here = self.footprint.model_bytes(model), model.name == visitor
@@ -206,7 +206,7 @@ class _StepForecast:
         return {name: n_bytes for name, n_bytes in terms.items() if n_bytes}
 
     def _pass_terms(self, name: str, phase: str, budget: int, n_tokens: int, n_predicted: int) -> tuple[dict, int, int]:
-        """Return (terms, recomputed layers, least bytes) of a scoring or training phase of the model `name`."""
+        """Return (name of a term -> bytes, number of recomputed layers, bytes if all layers recompute) of a phase."""
         model = self._model(name)
         terms = self._resident_terms(name, phase == TRAIN)
         if self.stays:
@@ -228,7 +228,7 @@ class _StepForecast:
         return self.models.get(name) or self.models["actor"]
 
     def budget(self, name: str, phase: str) -> int:
-        """Return the number of tokens in a micro-batch, which the settings give or else the engine chooses."""
+        """Return the number of tokens in a micro-batch: that of the settings, or else the engine's choice."""
         mb_spec = self.config.trained_models()[name if phase == TRAIN else "actor"].mb_spec
         if mb_spec.max_tokens_per_mb is not None:
             return mb_spec.max_tokens_per_mb

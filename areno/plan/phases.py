@@ -31,7 +31,7 @@ class Lengths:
 
     @staticmethod
     def from_settings(config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None) -> Lengths:
-        """Return `prompt` and `answer`. If None, take the limits in the settings, for prompts at most 512 tokens."""
+        """Return `prompt` and `answer`. For None, take the limit in the settings (for a prompt, at most 512)."""
         limit = min(config.train_dataset.longest, context_len)
         if not isinstance(config, PolicyExperimentConfig):
             prompt = min(limit, 512) // 2 if prompt is None else prompt
@@ -167,7 +167,7 @@ def measured_lengths(config: ExperimentConfig, metrics: Mapping[str, Sequence[fl
 def compare(phases: Sequence[Phase], metrics: Mapping[str, Sequence[float]]) -> list[ComparedPhase]:
     """Compare the phases of a forecast with the scalars that a run has recorded.
 
-    Returns the recorded phases and a last one for the step, whose predicted time is the sum over these phases.
+    Returns one item for each recorded phase, and one for the step. Its predicted time is the sum over these phases.
     """
     found = [each for phase in phases for each in _compare_phase(phase, metrics)]
     if not found or not metrics.get("time/step"):

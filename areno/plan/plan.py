@@ -204,8 +204,7 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterat
 def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
     """Raise ConfigError if an optimizer step has fewer rows than there are data-parallel replicas.
 
-    Not checked here, but during training: runs with agents, which return any number of rows, and
-    gradient_accumulation_steps, which counts micro-batches.
+    Not checked here, but during training: runs with agents, and an actor with gradient_accumulation_steps.
     """
     updates = {"actor": 1}
     if isinstance(config, PolicyExperimentConfig):
@@ -229,7 +228,7 @@ def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
 
 
 def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
-    """Return the most tokens of prompt plus completion in training or evaluation, which share a KV cache."""
+    """Return the largest number of tokens of a prompt plus completion, in training and evaluation."""
     uses = [(config.gconfig, config.train_dataset.longest)]
     if config.valid_dataset is not None:
         sampled = config.eval_gconfig or config.gconfig

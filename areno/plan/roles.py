@@ -1,4 +1,4 @@
-"""The specifications of models that a configuration asks for, or a script by Trainer.ensure_roles."""
+"""The specifications of the models for which a configuration asks, or a script that calls Trainer.ensure_roles."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def experiment_roles(
 
 
 def _sections(config: ExperimentConfig) -> dict[str, tuple[str, str | None, Section]]:
-    """Return for each role of a run, the actor first: (name of the setting of its path, path, its section)."""
+    """Return role -> (name of its path setting, path, section), the actor first."""
     found: dict[str, tuple[str, str | None, Section]] = {"actor": ("actor.path", config.actor.path, config.actor)}
     if isinstance(config, ReferencedExperimentConfig) and config.ref.path not in (None, config.actor.path):
         found["ref"] = ("ref.path", config.ref.path, config.ref)

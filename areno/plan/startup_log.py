@@ -80,7 +80,6 @@ def log_model(engine: Engine) -> None:
 
 
 def _adapter_origin(lora: LoraSpec) -> str:
-    """Return a text that says from which folder adapters start, and on which model they were trained."""
     if not lora.init_from:
         return ""
     base = lora.trained_on or "a model that is not named"
@@ -88,7 +87,7 @@ def _adapter_origin(lora: LoraSpec) -> str:
 
 
 def _log_memory(engine: Engine) -> None:
-    """Log one line with the computed memory of the models, and a table by device, which only logs/run.log shows."""
+    """Log one line with the computed memory of the models. Write a table by device to logs/run.log only."""
     short, table = engine.memory_table()
     logger.info("%s", short)
     for line in table.splitlines():
@@ -105,7 +104,7 @@ def log_memory_after(engine: Engine) -> Iterator[None]:
 
 
 def without_answers(loader: BatchLoader[Any]) -> str:
-    """Return "" if any of the first 1000 training rows has solutions, else a text as "no row of train.jsonl"."""
+    """Return "" if any of the first 1000 training rows has solutions, else a text such as "no row of a.jsonl"."""
     count = min(len(loader.rows), _LOOKED_AT)
     if any(loader.rows[index].get("solutions") is not None for index in range(count)):
         return ""

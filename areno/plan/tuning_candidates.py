@@ -68,12 +68,12 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The values of all its settings but the size of micro-batches."""
+        """The values of all settings except the size of micro-batches."""
         return tuple(self.settings.get(key) for key in CHOSEN if key != BUDGET)
 
     @property
     def sizes(self) -> list[tuple[str, int]]:
-        """For each phase: (name, most tokens in a micro-batch). At most the tokens of a step."""
+        """Return (name, largest number of tokens in a micro-batch) for each phase."""
         phases = zip(self.usual.phases, self.full.phases, strict=True)
         return [(one.name, min(one.budget, int(other.n_tokens))) for one, other in phases if one.budget is not None]
 
@@ -99,7 +99,7 @@ class Candidate:
 
 
 def given_settings(keys: Collection[str]) -> set[str]:
-    """Return the settings of a candidate that a user set, alone or with a whole section."""
+    """Return which settings of a candidate are in `keys`, by their own names or by that of their section."""
     return {name for name in (*CHOSEN, _MINI_BS) if any(name == key or name.startswith(f"{key}.") for key in keys)}
 
 
@@ -129,8 +129,8 @@ def candidates(
 ) -> list[Candidate]:
     """Return the candidates that fit into the share tune.mem_frac of a device, the best first.
 
-    `given`: settings that the user set. If the batch size is not among them, the largest batches come first whose time
-    per sample is at most 10 % above the shortest. For equal batches, the fastest candidate comes first. With
+    `given`: settings that the user set. The first candidates have the largest batch for which the time per sample is at
+    most 10 % above the shortest. All other candidates follow. Of each kind, the fastest comes first. With
     engine.deterministic and the batch size in `given`, all returned candidates give bit-identical results.
     """
     limits = LengthLimits.from_config(config)
@@ -251,7 +251,7 @@ def _token_budgets(found: Forecast) -> dict[str, int | None]:
 def nothing_fits_error(
     config: PolicyExperimentConfig, hardware: Hardware, n_devices: int, least: int | None
 ) -> ConfigError:
-    """Return the error that no candidate fits. `least`: the smallest peak of those that fit a whole device."""
+    """Return the error that no candidate fits. `least`: the smallest peak, if it is less than a whole device."""
     limits = LengthLimits.from_config(config)
     smaller = replace(hardware, memory=int(config.tune.mem_frac * hardware.memory))
 

@@ -2,8 +2,8 @@
 
 `LiveAgents` holds one rollout session, from the first step to the last. While models are trained, the session is
 suspended: requests in progress are interrupted, new requests wait, and the time limits of agents and requests pause. In
-the session, each batch of prompts has its own server, with the seed of the batch. An evaluation also has one, with its
-own sampling settings.
+the session, each batch of prompts has its own server, with the seed of the batch. An evaluation also has a server, with
+its own sampling settings.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class _CheckpointDropped(Exception):
 class Saver:
     """Writes the checkpoints of one run, and removes checkpoints that the settings do not keep.
 
-    `is_written` is a function that returns whether the files of the last `save` are complete. It raises CheckpointError
+    `is_written()` returns whether the files of the last `save` are complete. It raises CheckpointError
     if they cannot be written.
     """
 
@@ -270,8 +270,8 @@ class Saver:
         """Write the checkpoint of a step, and return its final path. Waits for the previous checkpoint first.
 
         With saver.mode async or auto, this may return before the files are complete. A later `poll` or `finish` then
-        gives the folder its final name. A Ctrl-C or SIGTERM is raised before that, or after the link `latest` and
-        `self.saved_step` name the new checkpoint. After a CheckpointError, no partial files remain.
+        gives the folder its final name. A Ctrl-C or SIGTERM is raised before the renaming, or after the link `latest`
+        and `self.saved_step` name the new checkpoint. After a CheckpointError, no partial files remain.
         """
         self.finish()
         final = self._path(step)
@@ -286,7 +286,7 @@ class Saver:
         return final
 
     def poll(self) -> bool:
-        """Give the last checkpoint its final name if its files are complete; else return False. Does not block."""
+        """Return whether the last checkpoint is complete, and if so, give it its final name. Does not block."""
         step, self._unfinished_step = self._unfinished_step, None
         if step is None:
             return True

@@ -1,7 +1,7 @@
 """Groups of samples, and the classes that choose the groups of a step.
 
 A group is the samples of one prompt. It is whole when all of them have finished. `FirstWholeGroups` trains on the
-groups that are whole first. `Admission` implements dynamic sampling: it drops groups, and starts others in their place.
+groups that are whole first. `Admission` implements dynamic sampling: it drops groups and starts others in their place.
 The classes do not sample: their callers report finished samples.
 """
 
@@ -81,7 +81,7 @@ def n_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence
 class FirstWholeGroups:
     """Decides during the rollout which groups a step trains on.
 
-    The step trains on all groups in `due` (at their deadline, or postponed and needed to fill the batch). Then it takes
+    The step trains on all groups in `due`: those at their deadline, and postponed ones to fill the batch. Then it takes
     the groups that are whole first, up to its batch size `size`. `taken` lists the whole groups of the step. `known`
     lists (group, sample) for samples of earlier steps on which this step is sure to train.
     """
@@ -135,15 +135,15 @@ class Admission:
     """Decides which groups a rollout with dynamic sampling (DAPO, arXiv 2503.14476) starts and trains on.
 
     A group whose rewards are all equal is dropped once the rewards are known, and another prompt starts in its place
-    (as in AReaL, arXiv 2505.24298). Other groups are trained in the order in which they became whole. The first `n_due`
-    groups of `begun`, which were started in earlier steps, are at their deadline: they have a place in the step unless
-    they are dropped. At most `most` groups are started and not dropped, and `at_once` samples are decoded at the same
-    time.
+    (as in AReaL, arXiv 2505.24298). The step trains on `size` other groups, in the order in which they became whole.
+    The groups of `begun` were started in earlier steps. The first `n_due` of them are at their deadline: they have a
+    place in the step unless they are dropped. At most `most` groups are started and not dropped, and `at_once` samples
+    are decoded at the same time.
 
     Decisions depend on the order of finished samples and on rewards, but not on when a reward is known. To this end,
-    `to_judge` names the groups whose rewards the caller must wait for. It names a group only if the device would
-    otherwise decode fewer samples than it can, or if the step may be complete, and not before the next decoding
-    interval.
+    `to_judge` names the groups whose rewards the caller must wait for. It names a group only if the step may be
+    complete, or if the device would otherwise decode fewer samples than it can. The earliest time is the decoding
+    interval after the one in which the group became whole.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 A group is the samples of one prompt, and is whole when all of them have finished. A step samples more prompts than it
 trains on. Its rollout ends when as many groups are whole as its batch has prompts. With rollout.max_head_offpolicyness
 above 0, unfinished samples are parked, and continue in the next step's rollout with the new weights (partial rollout,
-arXiv 2509.18521). With 0, their tokens are discarded. Their prompts are postponed to a later step, which samples only
-postponed prompts (tail batching, arXiv 2509.21009).
+arXiv 2509.18521). With 0, tokens of unfinished samples are discarded. Their prompts are postponed to a later step that
+samples only postponed prompts (tail batching, arXiv 2509.21009).
 
 `GroupsInFlight` keeps the groups, decides which of them a step samples, and is part of the training state. It does no
 sampling itself.
@@ -102,9 +102,10 @@ class GroupsInFlight:
     def begin_replacing(
         self, step: int, size: int, most: int, at_once: int, more: Callable[[], tuple[int, Sequence[PromptItem]] | None]
     ) -> Admission:
-        """Begin the rollout of a step with dynamic sampling, which adds prompts while it runs.
+        """Begin the rollout of a step with dynamic sampling. It adds prompts while it runs.
 
-        `size`, `most`, `at_once`: see Admission. `more` returns (number, prompts) of the next batch, or None.
+        `size`, `most` and `at_once` are arguments of Admission. `more` returns (number, prompts) of the next batch, or
+        None.
         """
 
         def next_group() -> Group | None:
@@ -171,7 +172,7 @@ class GroupsInFlight:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the groups. If the sampling settings have changed, their tokens are discarded."""
+        """Restore the groups. If the sampling settings have changed, discard the tokens of the groups."""
         batch, place = state["newest"]
         self._newest = batch, place
         items = self._items_at([group["row"] for group in state["groups"]])

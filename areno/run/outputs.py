@@ -101,7 +101,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             self.display.start(facts | settings)
 
     def begin_step(self) -> None:
-        """Clear `scalars`, and make the metrics file. If it exists, a failed run does not remove its folder."""
+        """Clear `scalars`, and make the metrics file. A failed run that has this file does not remove its folder."""
         self.scalars = {}
         (self.folder / METRICS).touch()
 
@@ -175,7 +175,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             logger.warning(text, n, n_samples, self._scoring_command(key))
 
     def closing_note(self, checkpoint: Path | None) -> str:
-        """Return a note, and warn, if the last checkpoint has the same weights as the model at the start. Else ""."""
+        """If the last checkpoint has the model's initial weights, warn and return a note. Else return ""."""
         if checkpoint is None or not self._texts.is_untrained(checkpoint):
             return ""
         config, lr = self.config, self.config.actor.optimizer.lr

@@ -213,7 +213,7 @@ class RunProgress:
         return float(np.mean(self.history[name][-n:]))
 
     def result(self, evaluated: Name, trained: str, n: int = 1) -> float:
-        """Return the last value of `evaluated`. Without evaluation, return the mean of the last `n` of `trained`."""
+        """Return the last value of `evaluated`. If it has none, return the mean of the last `n` of `trained`."""
         name = self._first_recorded(evaluated)
         return self.recent(name) if name in self.history else self.recent(trained, n)
 
@@ -222,9 +222,9 @@ class RunProgress:
         return next((one for one in names if one in self.history), names[-1])
 
     def describe_changes(self, names: Mapping[Name, int]) -> list[str]:
-        """Return texts that compare a metric's first value with the mean of its last n: "loss 2.000 -> 1.000".
+        """Return texts such as "loss 2.000 -> 1.000": the first value of a metric, and the mean of its last n values.
 
-        Metrics without values are left out, and so are evaluation metrics (eval_*) with a single value.
+        `names` maps each metric to n. Metrics without values and eval_* with a single value are left out.
         """
         return [
             f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"

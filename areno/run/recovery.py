@@ -408,7 +408,7 @@ class Recovery(AbstractContextManager["Recovery"]):
             self.writer.poll()
 
     def check_last(self, step: int) -> None:
-        """Raise CheckpointError if the last step's state could not be written: a resumed run would train again."""
+        """Raise CheckpointError if the state of the last step could not be written."""
         if self.is_on and self.writer.written_step != step:
             again = self.writer.written_step or 0
             raise CheckpointError(

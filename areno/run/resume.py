@@ -124,7 +124,7 @@ class EarlierRun:
             raise ConfigError(Problem("trial_name", "the run in {} is still running, in another process", self.folder))
 
     def refuse_recipe(self, recipe: str, key: str = "trial_name") -> None:
-        """Raise ConfigError if this run was started with another recipe. `key`: the setting in the error."""
+        """Raise ConfigError if this run was started with another recipe. `key`: the setting that the error names."""
         meant = recipe_of(self.folder)
         if meant not in ("", recipe):
             raise ConfigError(Problem(key, "{} is a run of {}, not of {}", self.folder, meant, recipe))
@@ -245,7 +245,7 @@ def existing_folder(folder: Path) -> NewFolder:
 def print_result(
     earlier: EarlierRun, config: ExperimentConfig, changed: Sequence[Change], command: str
 ) -> float | None:
-    """Print and return the result of a finished run. Also print the command that trains it further.
+    """Print and return the result of a finished run. Also print the command that trains the run further.
 
     If the run has steps left, print nothing and return None.
     """

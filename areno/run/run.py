@@ -194,7 +194,7 @@ class Run:
             self.log(ties)
 
     def end_step(self, stats: Mapping[str, float]) -> None:
-        """Log train/* and time/* of the step. Then write a training state, save and evaluate, in this order, if due.
+        """Log train/* and time/* of the step. Then write a state, save a checkpoint and evaluate, if due.
 
         If Ctrl-C or SIGTERM arrived during the step, KeyboardInterrupt is raised here, or before a phase of the next
         step.
@@ -214,7 +214,7 @@ class Run:
         self._save_and_evaluate(state)
 
     def _save_and_evaluate(self, state_is_due: bool = False) -> None:
-        """Write a training state if it is due, then do the actions in `self._todo`.
+        """Write a training state if it is due, then save a checkpoint and evaluate as `self._todo` says.
 
         Each finished action is removed from `self._todo` and recorded, so that a resumed run does not repeat it.
         """

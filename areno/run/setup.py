@@ -213,7 +213,7 @@ class Setup(Generic[Config]):
         return replace(plan, shared=shared)
 
     def _check_sources(self, train: Any, valid: Any) -> None:
-        """Raise an error if the data files in the settings do not exist. Rows from a script replace them."""
+        """Raise an error if data files in the settings do not exist, unless rows from a script replace them."""
         train_source = partial(check_source, self.config.train_dataset, "train_dataset")
         valid_sources = partial(check_valid_sources, self.config.valid_dataset)
         is_read = (
@@ -347,7 +347,7 @@ def _has_initial_weights(spec: EngineSpec, checkpoint: Path) -> bool:
 
 
 def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
-    """Add the distillation loss to `loss_fn` if the run has a teacher, unless it is that loss already."""
+    """Add the distillation loss to `loss_fn` if the run has a teacher and `loss_fn` is not that loss already."""
     if not isinstance(config, PolicyExperimentConfig) or config.teacher is None:
         return loss_fn
     if isinstance(config, DistillExperimentConfig):

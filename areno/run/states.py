@@ -98,10 +98,10 @@ class States:
             remove(unfinished)
 
     def newest(self) -> State | None:
-        """Return the newest complete state. None if none was ever written. Damaged newer ones are renamed.
+        """Return the newest complete state, or None if the run never wrote a state. Rename damaged newer states.
 
-        Raises CheckpointError if none is left. Checksums of weights and optimizers are checked later, when the engine
-        loads them.
+        Raises CheckpointError if all states are damaged. Checksums of weights and optimizers are checked later, when
+        the engine loads them.
         """
         for step in self.steps():
             if damage := find_damage(self._path(step)):
@@ -213,7 +213,7 @@ class States:
         return bool(self.steps()) and self.finished is None
 
     def set_finished(self, step: int | None, result: float | None = None, ended_by: str = "") -> None:
-        """Write finished.json. If `step` is None, remove it, because the run trains further."""
+        """Write finished.json. If `step` is None, remove the file, because the run trains further."""
         if step is None:
             (self.folder / "finished.json").unlink(missing_ok=True)
         else:

@@ -87,7 +87,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
 
     @contextmanager
     def training(self, step: int, samples: Sequence[ScoredSample], keep: Sequence[bool]) -> Iterator[None]:
-        """Trace samples while the `with` block trains a step on them. `keep`: which of them are trained on."""
+        """Trace the samples of a step, which is trained inside the `with` block. `keep`: which samples it trains on."""
         start = trace.now()
         yield
         if self._file is not None:

@@ -46,8 +46,8 @@ logger = logging.getLogger("areno")
 def tune(config: ExperimentConfig, given: Collection[str], reuse: str = "") -> str | None:
     """If tune.enabled is true, choose settings of a new run that the user has not set, and set them in `config`.
 
-    `given`: dotted names of settings that the user has set. Returns the content of tuned.yaml, which extends the task
-    `reuse`, or None if nothing was chosen. Raises EngineError if each trial has failed.
+    `given`: dotted names of settings that the user has set. `reuse`: the task that tuned.yaml extends, if any.
+    Returns the content of tuned.yaml, or None if nothing was chosen. Raises EngineError if each trial has failed.
     """
     if not isinstance(config, PolicyExperimentConfig) or not config.tune.enabled:
         return None

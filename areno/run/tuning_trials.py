@@ -44,7 +44,7 @@ class MeasuredTrial:
 
 
 class Trials(AbstractContextManager["Trials"]):
-    """Tries candidates in an engine. It restarts the engine if a candidate needs another one or has failed.
+    """Tries candidates in an engine. The engine is restarted if a candidate needs another engine or has failed.
 
     If `probes_rollout` is false, trials only make the KV cache and decode no samples.
     """
@@ -114,8 +114,8 @@ class Trials(AbstractContextManager["Trials"]):
 class _Trial:
     """The trial of one candidate.
 
-    `rollouts`: ratios measured / predicted time of rollouts by their settings, to which this trial adds its own. None:
-    decode no samples.
+    `rollouts`: settings of a rollout -> measured / predicted time. This trial adds its ratio. If None, no samples are
+    decoded.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class _Trial:
     def _random_rows(self) -> tuple[list[TrainSequence], int]:
         """Return made-up rows of random lengths, one of them as long as allowed, and the number of their prompts.
 
-        There are as many as can be trained in a few seconds, and at least enough for a micro-batch on each device.
+        The rows can be trained in a few seconds, but are at least enough for a micro-batch on each device.
         """
         layout, usual = self.plan.spec.layout, self._limits.usual
 
@@ -293,7 +293,7 @@ class _Trial:
 
 
 def _loss_fn(divergence: Divergence | None) -> Any:
-    """Return a loss function that causes the same computation in passes of the actor as that of the run."""
+    """Return a loss function with which passes of the actor compute as much as in the run."""
     loss_fn = partial(gspo_loss_fn, clip_eps=3e-4)
     return loss_fn if divergence is None else partial(distillation_loss_fn, policy_loss_fn=loss_fn)
 

@@ -73,7 +73,7 @@ class EngineSpec:
         return self.turn_end_ids if role == "actor" else ()
 
     def keeps_routes(self, role: str) -> bool:
-        """Return whether the decoder of a role returns the experts of each token, which only training needs."""
+        """Return whether the decoder of a role records the experts of each token. Only training needs them."""
         return self.routing_replay and role == "actor"
 
     @property

@@ -64,7 +64,7 @@ class RoleSpec:
 
     @property
     def section(self) -> str:
-        """Configuration section with the role's micro-batches: its own section if it is trained, else "actor"."""
+        """Configuration section with the role's micro-batch settings: its own if it is trained, else "actor"."""
         return self.own_section if self.optimizer else "actor"
 
     @property
@@ -86,7 +86,7 @@ class RoleSpec:
 
     @property
     def may_stream(self) -> bool:
-        """Whether this is an actor whose master weights and moments `offload` would move off the device."""
+        """Whether this is an actor that trains its weights without `offload`, so `offload` would free memory."""
         return self.is_actor and self.trains_weights and not self.offload
 
     @property

@@ -13,7 +13,7 @@ def same_folder(one: RoleSpec, other: RoleSpec) -> bool:
 
 
 def is_base_of_actor(role: RoleSpec, actor: RoleSpec) -> bool:
-    """Return whether a role is the frozen base model of an actor with adapters, and so shares its weights."""
+    """Return whether a role is the frozen base model of an actor with adapters. It then shares its weights."""
     is_plain = role.optimizer is None and role.lora is None and role.head == "lm"
     return actor.lora is not None and is_plain and same_folder(role, actor)
 

@@ -21,10 +21,10 @@ class UpdateSpec:
     gradient_accumulation_steps, takes 16 rows.
 
     With old_logprobs="rollout", the importance ratios divide by the log-probabilities of the rollout. "recompute" takes
-    the old_logprobs of the rows. If a row has none, they are computed with the weights before the first update. For the
-    first step, its own forward pass computes them, so that the ratios are exactly 1. For later steps, a scoring pass
-    over the same micro-batches does. "loglinear" is "recompute" for the first step. For later steps it computes
-    nothing, and the loss interpolates.
+    the old_logprobs of the rows. If a row has none, they are computed with the weights before the first update. The
+    first optimizer step takes them from its own forward pass, so that the ratios are exactly 1. Later steps take them
+    from a scoring pass over the same micro-batches. "loglinear" is "recompute" for the first step. For later steps it
+    computes nothing, and the loss interpolates.
     """
 
     mb_spec: MicroBatchSpec
