@@ -163,7 +163,7 @@ class Board(Tracker):
             self._samples = []
 
     def add_recorded(self, name: str, value: float) -> None:
-        """Add a value that the run recorded before it was resumed, oldest first."""
+        """Add a value that the run recorded before it was resumed. Call this in the order of the steps."""
         with self._lock:
             self._trends.setdefault(name, Trend()).add(value)
 
