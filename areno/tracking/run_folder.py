@@ -111,7 +111,6 @@ def _lines(path: Path, found: Any) -> list[str]:
 
 
 def _type_name(value: Any) -> str:
-    """Return the type of a YAML value as a word for an error message."""
     return {dict: "mapping", list: "list", str: "text"}.get(type(value), "single value")
 
 

@@ -155,7 +155,6 @@ def _trajectory_lines(trajectory: Trajectory) -> str:
 
 
 def _run_lengths(values: np.ndarray) -> list[tuple[int, int]]:
-    """Run-length encode a 1-D array as a list of (value, length)."""
     edges = np.flatnonzero(np.diff(values.astype(np.int64), prepend=-1, append=-1))
     return [(int(values[start]), int(end - start)) for start, end in itertools.pairwise(edges)]
 

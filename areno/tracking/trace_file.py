@@ -66,7 +66,6 @@ class TraceFile:
             self._open()
 
     def _open(self) -> None:
-        """Open the file with the next free number."""
         number = 1 + max((int(path.stem[6:]) for path in trace_files(self._folder)), default=0)
         self._file = open(self._folder / f"trace-{number:04}.json", "xb", buffering=0)  # noqa: SIM115
         self._size = 0

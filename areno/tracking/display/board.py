@@ -72,7 +72,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean of the finite values, or NaN."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
