@@ -170,7 +170,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def _reward_part_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return the mean and, as NAME_std, the standard deviation of each named part of the rewards."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.outcome.parts.items():

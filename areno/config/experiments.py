@@ -306,6 +306,7 @@ class SupervisedExperimentConfig(RowExperimentConfig):
     trains_conversations: ClassVar[bool] = True
 
     def eval_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         return ("loss",)
 
 
@@ -328,6 +329,7 @@ class UnpairedExperimentConfig(ReferencedExperimentConfig):
     """Settings of training on single answers that are labelled as desirable or undesirable, such as KTO."""
 
     def eval_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         return ("loss", "accuracy", "margin", "kl")
 
 
@@ -341,6 +343,7 @@ class RewardModelExperimentConfig(RowExperimentConfig):
         return 2
 
     def eval_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         return ("loss", "accuracy", "margin", "confidence", "calibration_error", "rewards_mean")
 
 
@@ -374,6 +377,7 @@ class ProcessRewardExperimentConfig(RowExperimentConfig):
     head: ClassVar[HeadName] = "step"
 
     def eval_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         measured = ("loss", "accuracy", "margin", "confidence")
         return (*measured, "first_error_accuracy", "calibration_error", "rewards_mean")
 
@@ -386,4 +390,5 @@ class PreferenceExperimentConfig(ReferencedExperimentConfig):
         return 2
 
     def eval_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         return ("loss", "accuracy", "margin", "ranking_accuracy")

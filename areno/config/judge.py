@@ -243,6 +243,7 @@ class JudgeConfig(Section):
 
     @forbid("model", "is null; name the model of the endpoint {self.base_url}")
     def endpoint_without_model(self) -> bool:
+        """Return whether base_url is set without the name of the endpoint's model."""
         return self.base_url is not None and not self.model
 
     @check

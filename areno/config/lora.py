@@ -62,8 +62,10 @@ class LoraConfig(Section):
 
     @forbid("target_modules", "is empty; name linear layers, or leave it out for all of them")
     def adapters_of_nothing(self) -> bool:
+        """Return whether target_modules names no layer."""
         return not self.target_modules
 
     @forbid("target_modules", "has all-linear beside others; all-linear alone stands for all of them")
     def all_and_some(self) -> bool:
+        """Return whether target_modules has both all-linear and names of layers."""
         return ALL_LINEAR in self.target_modules and len(self.target_modules) > 1

@@ -70,6 +70,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         return self.reward.problems_of_none(self.agent.fn is not None) if self.needs_rewards else iter(())
 
     def eval_metrics(self) -> tuple[str, ...]:
+        """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
         n_samples = (self.eval_gconfig or self.gconfig).n_samples
         of_groups = [*(f"pass@{k}" for k in pass_at_k_values(n_samples)), f"avg@{n_samples}"] if n_samples > 1 else []
         right = [] if self.reward.has_model else ["accuracy"]  # no score of a model is that of a right answer
@@ -77,6 +78,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         return (*names, *of_groups) if right else names
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
+        """Return the metric by which a sweep compares runs, as (text, "max" or "min")."""
         measured = "eval/rewards_mean" if self.reward.has_model else "eval/accuracy"
         return self._objective(measured, "rollout/rewards_mean, mean of the last 5 steps", "max")
 
@@ -117,6 +119,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "leave it out",
     )
     def offloaded_base_as_teacher(self) -> bool:
+        """Return whether teacher.offload is set although the teacher is the actor without its adapters."""
         teacher = self.teacher
         if teacher is None or teacher.follows_actor:
             return False
@@ -255,6 +258,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "it to false",
     )
     def tuning_on_a_cluster(self) -> bool:
+        """Return whether tuning is set for a run on a Ray cluster."""
         return self.tune.enabled and self.scheduler.type == "ray"
 
     @property
@@ -360,6 +364,7 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @property
     def units_per_step(self) -> int:
+        """Largest number of units in a step. A unit is the `rows_per_item` rows that stay together, such as a pair."""
         return self.train_dataset.batch_size * self.trained_per_prompt // self.rows_per_item()
 
     @forbid(

@@ -132,6 +132,7 @@ class SamplingConfig(Section):
 
     @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
     def shortest_above_longest(self) -> bool:
+        """Return whether min_new_tokens exceeds max_new_tokens."""
         return self.min_new_tokens > self.max_new_tokens
 
     @forbid("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
@@ -141,10 +142,12 @@ class SamplingConfig(Section):
 
     @forbid("stop", "contains an empty string, which would end every completion; leave it out")
     def empty_stop_string(self) -> bool:
+        """Return whether a stop string is empty."""
         return "" in (self.stop or [])
 
     @forbid("stop_token_ids", "is {self.stop_token_ids}; token ids are at least 0")
     def negative_stop_token(self) -> bool:
+        """Return whether a stop token is negative."""
         return min(self.stop_token_ids or [0]) < 0
 
 

@@ -148,6 +148,7 @@ class SaverConfig(FrequencyConfig):
 
     @forbid("path", "is {self.path!r}; the path of a folder is expected")
     def no_path(self) -> bool:
+        """Return whether the value of the setting `path` cannot be the path of a folder."""
         return is_no_folder(self.path)
 
 
@@ -285,10 +286,12 @@ class EngineConfig(Section):
         "is true, which changes the order of sums, but exact=true keeps one order; leave one of them out",
     )
     def sums_of_shares_are_not_exact(self) -> bool:
+        """Return whether sequence parallelism is set together with `exact`."""
         return self.exact and self.sequence_parallel is True
 
     @forbid("sequence_parallel", "is true, but tp_size=1 has no ranks that share tokens; leave one of them out")
     def sequence_parallel_alone(self) -> bool:
+        """Return whether sequence parallelism is set without tensor parallelism."""
         return self.sequence_parallel is True and self.tp_size == 1
 
     @check
@@ -331,6 +334,7 @@ class ClusterConfig(Section):
 
     @forbid("fileroot", "is {self.fileroot!r}; the path of a folder is expected")
     def no_path(self) -> bool:
+        """Return whether the value of the setting `fileroot` cannot be the path of a folder."""
         return is_no_folder(self.fileroot)
 
 
@@ -370,6 +374,7 @@ class TensorBoardConfig(Section):
 
     @forbid("path", "is {self.path!r}; the path of a folder is expected")
     def no_path(self) -> bool:
+        """Return whether the value of the setting `path` cannot be the path of a folder."""
         return is_no_folder(self.path)
 
 

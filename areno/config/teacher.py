@@ -161,10 +161,12 @@ class TeacherConfig(Section):
 
     @forbid("path", "is {self.path}, but models names the teachers; leave one of them out")
     def path_beside_models(self) -> bool:
+        """Return whether both path and models are set."""
         return self.models is not None and self.path is not None
 
     @forbid("models", "is set, but follows_actor is true, so the actor is the teacher; leave one of them out")
     def models_beside_actor(self) -> bool:
+        """Return whether models is set although the actor is the teacher."""
         return self.models is not None and self.follows_actor
 
     @forbid("path", "is {self.path}, but follows_actor is true, so the actor is the teacher; leave one of them out")
@@ -174,6 +176,7 @@ class TeacherConfig(Section):
 
     @forbid("offload", "is true, but follows_actor is true, and the actor stays on the device; leave it out")
     def offloaded_actor(self) -> bool:
+        """Return whether the teacher is offloaded although it is the actor."""
         return self.follows_actor and self.offload
 
     @property

@@ -15,6 +15,7 @@ _TRACED = Needs("enabled", so="no trace is written")
 
 
 def _not_steps(name: str, steps: list[int] | None) -> Iterator[Problem]:
+    """Yield a problem if a list of steps has a number below 1."""
     if wrong := [step for step in steps or () if step < 1]:
         yield Problem(name, "has {}, but steps are numbered from 1", wrong[0])
 

@@ -93,7 +93,6 @@ class ServiceTracker(Tracker):
         self._thread = None
 
     def _queue_step(self) -> None:
-        """Queue the scalars of the current step for the thread. The first call starts the thread."""
         scalars, self._scalars = self._scalars, {}
         if not scalars or self._failed:
             return

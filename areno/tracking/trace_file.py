@@ -201,7 +201,6 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def _write(file: BinaryIO, content: bytes) -> int:
-    """Write all of `content`, which may need several calls of `file.write`. Return its number of bytes."""
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) :]

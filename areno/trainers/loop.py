@@ -154,7 +154,6 @@ class ReferencedLoop(AnswerLoop[ReferencedConfig]):
         self._has_reference = True  # not earlier: scoring begins again after the loss of a worker
 
     def clear_scores(self) -> None:
-        """Discard the scores of the reference model, for the training rows and for each validation set."""
         raise NotImplementedError
 
     def score_all(self, role: str) -> str:

@@ -179,7 +179,6 @@ class _ReplacingSteering:
         return n_open, requests
 
     def _is_uniform(self, group: Group) -> bool:
-        """Wait for the rewards of a group, and return whether all are equal."""
         return len(set(self._scorer.rewards_of(self._places[group]))) < 2
 
     def has_reward(self, group: Group) -> bool:
@@ -202,7 +201,6 @@ class _ReplacingSteering:
 def _remaining_requests(
     setup: PolicySetup, groups: Sequence[Group], ids: Iterator[int]
 ) -> tuple[list[GenerationRequest], dict[int, Group]]:
-    """Return (requests for the unfinished samples of groups, group of each request id)."""
     params, requests, group_of = sampling_params(setup.config.gconfig), [], {}
     for group in groups:
         seed = request_seed(setup.run.progress.seed_of(group.batch), group.place)

@@ -53,7 +53,6 @@ class Scorer(AbstractContextManager["Scorer"]):
         return [outcome.value for outcome in outcomes if outcome.value is not None]
 
     def has_rewards_of(self, number: int) -> bool:
-        """Return whether functions have scored all samples of a prompt."""
         assert self._scoring is not None, "no reward function scores the samples"
         return self._scoring.has(self._samples_of(number))
 
@@ -206,7 +205,6 @@ class Scorer(AbstractContextManager["Scorer"]):
 
 
 def _tokens_to_score(sample: ScoredSample) -> list[int]:
-    """Return the tokens that a reward model scores: prompt and completion, or the last row of a trajectory."""
     if sample.trajectory is not None:
         return sample.trajectory.rows[-1].tokens
     return sample.item.tokens + sample.sequence.resp_tokens

@@ -148,7 +148,6 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
 
 
 def trained_mask(row: TrainSequence) -> np.ndarray:
-    """Return a (T,) bool mask of the trained tokens of a row."""
     return ~np.asarray(row.prompt_mask, dtype=bool)
 
 

@@ -119,7 +119,6 @@ class Screen:
         self._continued = True
 
     def _run(self) -> None:
-        """Draw repeatedly until `close`. This runs in the thread."""
         interval = 0.0
         try:
             while not self._ended.is_set():
