@@ -1,16 +1,16 @@
 """The recorder of trace events of this process: what the process did, where, and from when to when.
 
 `begin` turns the recorder on, which is off by default. Code that is worth a bar in a timeline is wrapped in `span`, or
-calls `add` with times that it has measured itself. While the recorder is off, both return at once. Worker processes
-send their events to the driver together with the replies to its commands. The driver takes all events at the end of
-each step, and areno/tracking/trace_file.py writes them.
+calls `add` with times that it has measured itself. While the recorder is off, `span` and `add` do nothing. Worker
+processes send their events to the driver together with the replies to its commands. The driver takes all events at the
+end of each step, and areno/tracking/trace_file.py writes them.
 
 A lane is the row of the timeline that an event belongs to, as "group/track", such as "rank 0/device". Events of such a
 lane follow each other or are nested. Events of a lane "group#id", such as "samples#3.5.0", belong to one object, and
 may overlap with events of other objects of the group.
 
-All times are in nanoseconds since 1970. They come from the monotonic clock of the machine, to which each process adds
-the same offset as long as nobody sets the clock of the machine.
+All times are in nanoseconds since 1970. Each process reads the monotonic clock of the machine and adds an offset. The
+offset is the same in all processes, as long as nobody sets the clock of the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OFF = nullcontext()
 
 
 def _offset() -> int:
-    """Return the nanoseconds from the zero of the monotonic clock to 1970, from the closest of several readings."""
+    """Return the nanoseconds to add to a reading of the monotonic clock, so that it counts from 1970."""
     found = []
     for _ in range(5):
         before, now, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()

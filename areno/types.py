@@ -161,8 +161,9 @@ class GenerationRequest:
         top_logprobs: Number of most likely tokens to return for each sampled token. More than 0 makes decoding slower.
         prompt_logprobs: Whether to return log-probabilities of the prompt tokens too. The whole prompt is then
             computed, without the prefix cache, which is slower.
-        raw_logprobs: Whether to return log-probabilities under softmax(logits), without the temperature, too. Those of
-            the most likely tokens and of the prompt are then raw only. It makes decoding slower.
+        raw_logprobs: Whether to return log-probabilities under softmax(logits), without the temperature, too.
+            Log-probabilities of the most likely tokens and of the prompt are then returned only in this form. Decoding
+            is slower.
         first_sample: Sample number of the first completion. More than 0 if the samples of one prompt are divided among
             several requests.
         expected_tokens: Expected length of a completion in tokens. An engine with several copies of the model divides
@@ -209,7 +210,8 @@ class GenerationRequest:
     def shares_prefill(self, other: GenerationRequest) -> bool:
         """Return whether one prefill serves both requests.
 
-        It does if they differ only in seed, number of samples, first_sample, expected_tokens and draft_scope.
+        That is so if the requests differ only in seed, number of samples, first_sample, expected_tokens and
+        draft_scope.
         """
         if self.prompt != other.prompt:
             return False
@@ -236,8 +238,8 @@ class GenerationOutput:
         request_id: Id of the request.
         sample: Sample number within the request. RETURNED (-1): the replica returns a request that it has not started.
         tokens: Token ids of the completion, with the stop token if one was sampled. A partial output has only the
-            tokens after the previous partial output. All other outputs have the whole completion so far, also that of
-            a parked sample, whose rollout was stopped.
+            tokens after the previous partial output. All other outputs have the whole completion so far. So has the
+            output of a parked sample, whose rollout was stopped.
         logprobs: Log-probability of each token.
         versions: For each token, version of the weights that sampled it.
         finish_reason: Why the sample ended. None for a partial output, and for a parked sample. "error" if the model
@@ -245,11 +247,11 @@ class GenerationOutput:
         cached_tokens: Number of prompt tokens found in the prefix cache.
         top_logprobs: For each token, the `request.top_logprobs` most likely tokens. Empty if the request asked for
             none.
-        prompt_logprobs: For each prompt token after the first, (log-probability, most likely tokens). Only the first
-            and the finished output of a sample of a request with prompt_logprobs have them.
+        prompt_logprobs: For each prompt token after the first, (log-probability, most likely tokens). Set in the first
+            and the finished output of each sample, if the request asked for them.
         raw_logprobs: Log-probability of each token without the temperature. Empty unless requested.
-        routes: With actor.routing_replay, the experts chosen for each token but the last, which is never computed:
-            (tokens, layers with experts, experts per token), see RouteShape. Only a finished output has them.
+        routes: With actor.routing_replay, the experts chosen for each token except the last: (tokens, layers with
+            experts, experts per token), see RouteShape. Only a finished output has them.
         phases: In a run that is traced, (name, start) of each phase of a finished sample, see areno.trace.Phases.
     """
 
@@ -424,8 +426,8 @@ class Batch(Generic[Item]):
         items: The rows, such as PromptItem or PairItem.
         skipped_long: Number of rows that were skipped as too long while this batch was filled.
         total_skipped_long: Number of rows that were skipped as too long since the start of the run.
-        skipped_ties: Number of rows that were skipped meanwhile because no answer is preferred to another.
-        total_skipped_ties: The number of these rows since the start of the run.
+        skipped_ties: Number of rows that were skipped as ties (no answer is preferred) while this batch was filled.
+        total_skipped_ties: Number of rows that were skipped as ties since the start of the run.
         epoch: Index of the epoch, from 0.
         ends_epoch: Whether this is the last batch of its epoch.
     """

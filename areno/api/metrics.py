@@ -29,7 +29,7 @@ class Stopwatch:
 
     A phase inside another phase is not measured separately. Its time counts for the outer phase. `before_phase` and
     `after_phase` are called with the name of each outer phase, `after_phase` only if the phase raised no exception.
-    `began` is a reading of time.perf_counter.
+    `began` is the time of the last `reset`, by time.perf_counter.
     """
 
     def __init__(
@@ -99,8 +99,9 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Compute the rollout/* metrics of one step. Lengths are in tokens.
 
-    A metric without a value, such as the mean reward if no sample has a reward, is left out. `advantages`, (B,), of
-    samples without a reward do not count. `skipped_long` counts dataset rows of this step that were too long.
+    A metric without a value, such as the mean reward if no sample has a reward, is left out. `advantages` has one value
+    per sample; the values of samples without a reward do not count. `skipped_long` and `total_skipped_long` are the
+    numbers of dataset rows that were too long, in this step and since the start of the run.
     """
     stats = _agent_metrics(samples)
     done = np.array([sample.is_done for sample in samples], dtype=bool)
@@ -129,7 +130,7 @@ def rollout_metrics(
 
 
 def evaluation_metrics(samples: Sequence[ScoredSample], n_samples: int) -> dict[str, float]:
-    """Compute the metrics of one evaluation set, without a prefix.
+    """Compute the metrics of one evaluation set. Their names have no prefix such as eval/.
 
     With several samples per prompt, pass@k and avg@n_samples are included, each a mean over the prompts. A sample
     passes if its reward is at least 1.0. Samples without a reward do not count. A prompt with fewer than k counted
@@ -163,13 +164,12 @@ def rewards_by_group(samples: Sequence[ScoredSample]) -> dict[int, list[float]]:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Estimate, without bias, the probability that at least one of k samples passes (arXiv 2107.03374).
 
-    n samples were drawn, at least k. c of them have passed.
+    c of n drawn samples have passed. n is at least k.
     """
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def _reward_part_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
-    """Return the mean and, as NAME_std, the standard deviation of each named part of the rewards."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         for name, value in sample.outcome.parts.items():
@@ -297,8 +297,8 @@ class MetricsRecorder(Trackers):
 class StepLog:
     """Records the metrics of a script's training calls, grouped into steps that count from 1.
 
-    Each model is trained at most once in a step. When a model is trained again, a new step begins. The clock is reset
-    each time the actor has been trained.
+    Each model is trained at most once in a step. When a model is trained again, a new step begins. The stopwatch is
+    reset each time the actor has been trained.
     """
 
     def __init__(self, clock: Stopwatch):

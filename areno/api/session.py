@@ -88,14 +88,14 @@ class Sessions:
         self.lengths = ExpectedLengths()
 
     def require_open(self, what: str) -> RolloutSession:
-        """Return the open session. If there is none, raise EngineError, which quotes the method name `what`."""
+        """Return the open session. If there is none, raise an EngineError that quotes the method name `what`."""
         if self.open is None:
             hint = "wrap it in `async with trainer.rollout_session(sampling_params=..., proxy=False):`"
             raise EngineError(f"{what} was called outside a rollout session; {hint}")
         return self.open
 
     def require_none(self, what: str) -> None:
-        """Raise EngineError, which quotes the method name `what`, if a session is open. Else call `end_interrupted`."""
+        """If a session is open, raise an EngineError that quotes the method `what`. Else call `end_interrupted`."""
         if self.open is not None and not self.open.is_suspended:
             hint = "which is for drawing samples only; leave its `with` block first"
             raise EngineError(f"{what} was called inside a rollout session, {hint}")
@@ -169,8 +169,8 @@ class RolloutSession:
     def suspend(self) -> list[int]:
         """Interrupt all samples until `resume`. Meanwhile models can be trained, scored and saved.
 
-        Requests that arrive meanwhile wait for `resume`, and time limits of requests do not count the time until then.
-        Returns the number of tokens of each sample that was interrupted after its first token.
+        Requests that arrive meanwhile wait for `resume`, and their time limits do not count this waiting time. Returns
+        the number of sampled tokens of each interrupted sample that has any.
         """
         self._check_open("suspend")
         n_tokens = self._sessions.engine.suspend_rollout()
@@ -278,7 +278,8 @@ class RolloutSession:
     ) -> list[GenerationOutput]:
         """Sample until `progress` says that enough samples have finished, see `Trainer.rollout_until`.
 
-        The rollout stops after a number of decoding steps, not at a time, so that two runs stop after the same tokens.
+        `n_steps` limits the decoding steps between two calls of `progress`. Since steps are counted and no clock is
+        read, two runs stop after the same tokens.
         """
         engine = self._sessions.engine
         engine.check_runs()

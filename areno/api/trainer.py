@@ -115,7 +115,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     ) -> None:
         """Set the attributes of a new Trainer.
 
-        `rename` maps a setting to the argument that a script passed, for messages.
+        For error messages, `rename` maps the name of a setting to the name of the argument that a script passed.
         """
         self._open_plan, self._metrics_log_dir = open_plan, metrics_log_dir
         self._named = contextlib.nullcontext if rename is None else partial(keys_renamed, rename)
@@ -163,7 +163,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         return self.engine.info
 
     def _engine_outside_rollout(self, what: str) -> Engine:
-        """Return the engine. Raises EngineError, which quotes `what`, if a rollout session is open."""
+        """Return the engine. If a rollout session is open, raise an EngineError that quotes the method name `what`."""
         engine = self.engine
         self._sessions.require_none(what)
         return engine
@@ -321,7 +321,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     ) -> list[GenerationOutput]:
         """Sample requests until enough samples have finished, and stop the other samples.
 
-        The requests of a later call can continue the stopped samples, under the weights of that time.
+        A later call can continue the stopped samples, with the weights that the policy has then.
 
         Args:
             requests: The requests, the oldest first. Their fields `begun` may have tokens of earlier calls.
@@ -372,7 +372,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             loss_fn: Loss function (pack, logprobs) -> (loss, statistics), from areno.loss_fns or defined by the script.
             mini_bs: Number of rows in a micro-batch (one forward pass), unless mb_spec or ArenoConfig.runtime sets the
                 size. Results do not depend on this number. None lets the engine choose a number of tokens that suits
-                the models and the device or, with gradient_accumulation_steps, takes 16 rows.
+                the models and the device. With gradient_accumulation_steps, None means 16 rows.
             gradient_accumulation_steps: Number of micro-batches in each optimizer step. None with n_minibatches=1 takes
                 one step on all rows.
             mb_spec: Size of micro-batches, which replaces mini_bs.
@@ -449,7 +449,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def _micro_batches(self, mini_bs: int | None, mb_spec: MicroBatchSpec | None, accumulates: bool) -> MicroBatchSpec:
         """Return `mb_spec` or, if it is None, the spec of `mini_bs` and the engine's max_tokens_per_mb.
 
-        If neither sets a size, the engine chooses it, except with `accumulates`, which takes ROWS_COUNTED rows.
+        If neither sets a size, the engine chooses it. If `accumulates` (gradient accumulation is set), the size is then
+        ROWS_COUNTED rows.
         """
         if mb_spec is not None:
             return mb_spec
@@ -527,7 +528,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def score_values(
         self, role: str, token_rows: Sequence[Sequence[int]], *, mb_spec: MicroBatchSpec | None = None
     ) -> list[list[float]]:
-        """Compute the value that a critic, such as "critic", predicts before every token, 0.0 for the first token."""
+        """Compute the value that the critic of a role predicts before every token, 0.0 for the first token."""
         return [
             row.tolist() for row in self._run_scoring("score_values", self.engine.values, role, token_rows, mb_spec)
         ]
@@ -549,7 +550,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """Compute the probability, from 0 to 1, that each step is right, with a process reward model such as "reward".
 
         Args:
-            step_ends: For each row, the index of the last token of each step: the last token of its separator.
+            step_ends: For each row, the index of the last token of each step. A step includes the separator after it.
         """
         if len(step_ends) != len(token_rows):
             raise DataError(f"step_ends has {len(step_ends)} lists for {len(token_rows)} rows")

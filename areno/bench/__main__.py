@@ -64,7 +64,7 @@ def show(settings: Settings) -> None:
 def run(
     settings: Settings, model: Model, run_other: RunOther | None = None, profile: Profile | None = None
 ) -> dict[str, Any]:
-    """Measure the device, then areno, then all that --against names. `report.record` describes the results."""
+    """Measure the device, areno and all that --against names. Return the results, see `report.record`."""
     config, dtype = load_config(model[0]), getattr(torch, settings.dtype)
     cost = TokenCost.from_config(config, dtype.itemsize, adapters_of(settings, config))
     log_progress(f"measuring {settings.device}")

@@ -101,7 +101,7 @@ class ArenoContender:
         return out
 
     def begin_rollout(self, max_running: int, max_len: int, **decoder: Any) -> RequestLimits:
-        """Begin a rollout. By default it does not speculate, because drafts would come from earlier repeats."""
+        """Begin a rollout. Speculation is off by default, since drafts from earlier repeats would make it too fast."""
         settings = DecoderConfig.of(self._settings, **{"speculation": "off", **decoder})
         max_len = min(max_len, self.engine.info.context_len)
         return self.engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=max_len, decoder=settings))
@@ -116,8 +116,8 @@ class ArenoContender:
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
         """Run GSPO updates on rows as if they had just been sampled: earlier `old_logprobs` are dropped.
 
-        With `--teacher`, the loss of distillation is added. If it is the sampled form, the `teacher_logprobs` of the
-        rows are computed first.
+        With `--teacher`, the loss of distillation is added. For its sampled form, the `teacher_logprobs` of the rows
+        are computed first.
         """
         for item in rows:
             item.old_logprobs = None

@@ -20,7 +20,7 @@ _OF_PLAIN = "--exact, --deterministic, --share-prefixes and --teacher"
 
 
 class Settings(argparse.Namespace):
-    """A parsed command line. The help texts describe the arguments. `completed` sets those that have no default."""
+    """A parsed command line. The help texts describe the arguments. `completed` sets missing values."""
 
     kind: Kind
     shape: str
@@ -118,7 +118,7 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_phase_arguments(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
-    """Add the arguments that only the kinds of work have. `others` are the names that --against takes."""
+    """Add the arguments about devices, updates and comparisons. `others` are the names that --against takes."""
     add = parser.add_argument
     add("--world-size", type=positive, default=1, help="number of devices, starting at --device. They share the batch")
     add("--tp-size", type=positive, default=1, help="as engine.tp_size")
@@ -177,7 +177,7 @@ def _check(settings: Settings) -> None:
 
 
 def raise_problems(checks: Iterable[tuple[Any, str, str]]) -> None:
-    """Raise ConfigError with the first message of each wrong argument. A check is (is wrong, argument, message)."""
+    """Raise a ConfigError with the first message of each wrong argument. A check is (is wrong, argument, message)."""
     messages = dict[str, str]()
     for is_wrong, option, message in checks:
         if is_wrong:

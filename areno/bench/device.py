@@ -32,8 +32,9 @@ def decode_s(cost: TokenCost, work: Work, rates: Rates, *, shared: bool, copies:
     """Return the least seconds of all decoding steps, if all samples run at once.
 
     The first token of a sample comes from the prefill. Step j = 1, 2, ... samples the next token for each sample with
-    more than j new tokens, and attends to the prompt and j tokens. `rates` are of all devices together. With `shared`,
-    the samples of a prompt read its keys and values together.
+    more than j new tokens, and attends to the prompt and j tokens. `rates` are those of all devices together, and
+    `copies` is the number of copies of the model. With `shared`, the samples of a prompt read its keys and values
+    together.
     """
     prompt_P, new_P = np.array(work.prompt_lens, np.float64), np.array(work.new_lens, np.float64)
     n_samples = work.n_samples
@@ -138,10 +139,10 @@ def _best_s(body: Callable[[], object], device: str, times: int) -> float:
 
 @contextmanager
 def memory_watched(device: str, *, on: bool) -> Iterator[dict[str, float]]:
-    """Record `peak_device_gib` during this `with` block, by polling in a thread. Nothing is recorded for a CPU.
+    """Measure the peak memory of a device during this `with` block, by polling in a thread.
 
-    The peak includes all processes and the memory that allocators keep. `on` must be False if this process may capture
-    CUDA graphs in the block.
+    Yields a dictionary that gets the key `peak_device_gib`. For a CPU, it stays empty. The peak includes all processes
+    and the memory that allocators keep. `on` must be False if this process may capture CUDA graphs in the block.
     """
     peak: dict[str, float] = {}
     done = threading.Event()

@@ -34,8 +34,8 @@ _SHOWN = [
 def record(settings: Settings, cost: TokenCost, rates: Rates, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return all results of a benchmark as one object for JSON.
 
-    areno's figures are completed by those relative to the floor, the least time that the devices need. `ratio` has
-    areno's tokens per second divided by those of each other library, for each phase.
+    areno's figures include comparisons with the floor, the least time that the devices need. `ratio` has, for each
+    other library and phase, areno's tokens per second divided by those of the library.
     """
     rates = rates.for_devices(settings.world_size)
     floor = floors(cost, settings.work, rates, settings.kind, settings.n_copies)
@@ -76,8 +76,9 @@ def _version(package: str) -> str:
 def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) -> dict[str, float]:
     """Compare areno's figures with the floor.
 
-    `percent_of` is speed in percent of the floor's. `mfu` counts 6 FLOPs for each parameter and token. `needed_mfu`
-    counts those of the LM head only for trained tokens.
+    `percent_of` is the speed in percent of the floor's speed. `mfu` is the share of the device's measured FLOPs per
+    second that training uses, at 6 FLOPs for each parameter and token. `needed_mfu` counts the FLOPs of the LM head
+    only for trained tokens.
     """
     out: dict[str, float] = {}
     if "rollout_s" in ours:

@@ -86,7 +86,6 @@ def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up:
 
 
 def _once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Timed) -> dict[str, float]:
-    """Run one repeat, store its rows and statistics in `timed`, and return the seconds of each phase."""
     seconds: dict[str, float] = {}
     if kind in ("rollout", "step"):
         prompts = work.prompts(contender.vocab_size, repeat)

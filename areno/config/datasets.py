@@ -198,7 +198,7 @@ def set_name_problems(names: Collection[Any]) -> Iterator[str]:
         names: Keys of the setting `sets`, of any type.
 
     Yields:
-        The text of each problem. A message puts the key of the setting `sets` before this text.
+        The text of each problem, to be put after the key `sets` in an error message.
     """
     if not names:
         yield "is empty; at least one set is expected"

@@ -364,7 +364,7 @@ class ProcessRewardActorConfig(models.ModelConfig):
         "is true, but adapters leave the head as it is, which a process reward model must learn; set it to false",
     )
     def adapters_without_a_head(self) -> bool:
-        """Return whether LoRA is set, whose adapters do not train the head."""
+        """Return whether LoRA is set. LoRA adapters would not train the head of the process reward model."""
         return self.use_lora
 
 

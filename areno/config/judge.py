@@ -179,7 +179,7 @@ class JudgeConfig(Section):
 
     @property
     def names(self) -> list[str]:
-        """The labels from worst to best or, with `compare`, those of the first and the second answer, A and B."""
+        """The labels among which the judge chooses, worst first. With `compare`: A (first answer) and B (second)."""
         if self.compare:
             return [*CHOICES]
         if self.labels is not None:
@@ -201,9 +201,9 @@ class JudgeConfig(Section):
 
     @property
     def n_verdict_tokens(self) -> int:
-        """Upper bound of the number of tokens of a JSON reply with an empty reason, with an end token.
+        """Upper bound of the number of tokens in a JSON reply whose reason is empty, including the end token.
 
-        It counts bytes. A token has at least one byte, so the bound holds for each tokenizer.
+        The bound is the number of bytes, since every token of every tokenizer has at least one byte.
         """
         before, after = self.reply_ends
         return len(before.encode()) + max((len(text.encode()) for text in after), default=0) + 1
@@ -264,7 +264,7 @@ class JudgeConfig(Section):
 
     @forbid("api_key_env", "is no name of an environment variable; set it to the name, and not to the key itself")
     def key_in_place_of_its_name(self) -> bool:
-        """Return whether api_key_env is no valid variable name. It may be the key itself, so no message shows it."""
+        """Return whether api_key_env is no valid variable name. It may hold the key itself, so no message shows it."""
         name = self.api_key_env
         return name is not None and not (name.isascii() and name.isidentifier())
 
@@ -274,7 +274,7 @@ class JudgeConfig(Section):
         "{self.fewest_tokens}, so that there is room for a reason",
     )
     def max_tokens_without_a_reason(self) -> bool:
-        """Return whether max_tokens is so small that a verdict of a model of the run may leave no room for a reason."""
+        """Return whether max_tokens of a judge in the run is too small for a short reason and a verdict in JSON."""
         return self.verdict == "json" and self.path is not None and self.max_tokens < self.fewest_tokens
 
     @forbid("labels", "is {self.labels}; at least two different labels that are not blank are expected")

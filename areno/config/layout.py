@@ -31,7 +31,7 @@ class Layout:
         return cls(n_ranks, n_ranks)
 
     def of_copy(self, n_samples: int) -> int:
-        """Return the largest number of samples that one copy of the model decodes of `n_samples` over all copies."""
+        """Return the most samples that one copy of the model decodes if `n_samples` are divided among the copies."""
         return max(1, -(-n_samples // self.dp_size))
 
     @property
@@ -59,16 +59,16 @@ class Layout:
         return divmod(rank, self.tp_size)
 
     def copy_of(self, rank: int) -> range:
-        """Return all ranks that hold the same copy of the model as a rank, including that rank."""
+        """Return all ranks that hold the same copy of the model as `rank`, including `rank` itself."""
         leader = rank - rank % self.tp_size
         return range(leader, leader + self.tp_size)
 
     def share(self, total: int) -> int:
-        """Return one rank's share of heads, rows or bytes that the ranks of a copy divide among them, rounded down."""
+        """Return one rank's share, rounded down, if the ranks of a copy divide `total` heads, rows or bytes."""
         return total // self.tp_size
 
     def share_up(self, total: int) -> int:
-        """Return one rank's largest share of `total` heads, rows or bytes. `tp_size` need not divide `total`."""
+        """Return one rank's share, rounded up, if the ranks of a copy divide `total` heads, rows or bytes."""
         return -(-total // self.tp_size)
 
     def problems(self) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """The optimizers: the memory of their state, and the cost of an update. Imports no torch.
 
-The update of each is in engine/train/optimizer_updates.py.
+The updates themselves are in engine/train/optimizer_updates.py.
 """
 
 from __future__ import annotations

@@ -78,12 +78,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         return (*names, *of_groups) if right else names
 
     def objective(self) -> tuple[str, Literal["max", "min"]]:
-        """Return the metric by which a sweep compares runs.
-
-        Returns:
-            (text, mode). The text describes the metric, such as "eval/loss of the last evaluation". The mode is "max"
-            if larger values are better, otherwise "min".
-        """
+        """Return the metric by which a sweep compares runs, as (text, "max" or "min")."""
         measured = "eval/rewards_mean" if self.reward.has_model else "eval/accuracy"
         return self._objective(measured, "rollout/rewards_mean, mean of the last 5 steps", "max")
 
@@ -160,7 +155,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "prompt would replace; leave it out",
     )
     def teacher_prompts_of_agents(self) -> bool:
-        """Return whether teacher.prompt_key is set in a run with agents, whose earlier turns it would replace."""
+        """Return whether teacher.prompt_key is set in a run with agents. It would replace the agents' earlier turns."""
         return self.teacher is not None and self.teacher.prompt_key is not None and self.agent.fn is not None
 
     @forbid(
@@ -189,7 +184,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "is true, but the turns of agents (agent.fn) do not bring the experts of their tokens; set it to false",
     )
     def routes_of_agents(self) -> bool:
-        """Return whether routing replay is set in a run with agents, whose samples do not record the experts."""
+        """Return whether routing replay is set in a run with agents. Samples of agents do not record the experts."""
         return self.actor.routing_replay and (self.agent.fn is not None or self.agent.is_environment)
 
     @forbid(
@@ -198,7 +193,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "engine.exact=true, what each of their requests draws does not depend on the others",
     )
     def agents_keep_no_time(self) -> bool:
-        """Return whether engine.deterministic is set in a run with agents, whose requests come in any order."""
+        """Return whether engine.deterministic is set in a run with agents. Requests of agents come in any order."""
         return self.engine.deterministic and (self.agent.fn is not None or self.agent.is_environment)
 
     @forbid(
@@ -284,7 +279,7 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @property
     def replaces_in_flight(self) -> bool:
-        """Whether prompts are replaced during the rollout of steps that do not wait for their longest samples."""
+        """Whether prompts are replaced during a rollout that does not wait for its longest samples."""
         return self.replaces_prompts and self.rollout.max_head_offpolicyness > 0
 
     @forbid(
@@ -293,7 +288,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "max_head_offpolicyness above 0, or dynamic_bs=true to replace none",
     )
     def replacements_postponed(self) -> bool:
-        """Return whether prompts would be replaced in a run that postpones prompts."""
+        """Return whether prompts would be replaced in a run with prompts_ahead and max_head_offpolicyness=0."""
         return self.replaces_prompts and self.prompts_ahead > 0 and not self.rollout.max_head_offpolicyness
 
     @forbid(
@@ -303,7 +298,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "or max_head_offpolicyness=0",
     )
     def replacements_by_late_rewards(self) -> bool:
-        """Return whether prompts would be replaced during the rollout although rewards are known only after it."""
+        """Return whether prompts would be replaced during the rollout although rewards are not known yet."""
         return self.replaces_in_flight and (self.agent.fn is not None or self.reward.has_model)
 
     @forbid(
@@ -322,7 +317,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "agents (agent.fn) have done cannot be taken back; leave it out, or set max_head_offpolicyness above 0",
     )
     def agents_postponed(self) -> bool:
-        """Return whether stopped agents would start again in a later step, although what they did cannot be undone."""
+        """Return whether agents would be stopped and started again in a later step. What they did cannot be undone."""
         return self.prompts_ahead > 0 and not self.rollout.max_head_offpolicyness and self.agent.fn is not None
 
     @forbid(
@@ -331,7 +326,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "run, so the KV cache stays; set it to false",
     )
     def kept_for_agents(self) -> bool:
-        """Return whether the KV cache would be freed while requests of agents are in progress."""
+        """Return whether the KV cache would be freed after a rollout although agents' requests are in progress."""
         return self.rollout.drop_rollout_state and self.rollout.max_head_offpolicyness > 0 and self.agent.fn is not None
 
     @forbid(
@@ -349,7 +344,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "to false",
     )
     def batches_of_environments(self) -> bool:
-        """Return whether agent.whole_batch is set for an environment, which runs its samples one after the other."""
+        """Return whether agent.whole_batch is set for an environment. It runs its samples one after the other."""
         return self.agent.whole_batch and self.agent.is_environment
 
     @property

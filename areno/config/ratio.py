@@ -158,11 +158,11 @@ class RatioConfig(PolicyConfig):
 
     @property
     def clip_against_rollout(self) -> float | None:
-        """Lower clip range if ratios divide by probabilities from the rollout, or interpolated ones.
+        """Lower clip range if ratios divide by probabilities from the rollout, or by interpolated probabilities.
 
-        The interpolation is between the probabilities of the rollout and of the current policy. None if ratios divide
-        by the probabilities of a training pass, or if the loss does not clip. Probabilities from the rollout differ by
-        rounding from those of a training pass, and this difference can exceed a narrow clip range.
+        None if ratios divide by the probabilities of a training pass, or if the loss does not clip. Interpolation is
+        between the probabilities of the rollout and of the current policy. Probabilities of a rollout and of a training
+        pass differ by rounding, and this difference can exceed a narrow clip range.
         """
         updates_again = self.ppo_n_minibatches > 1 or self.gradient_accumulation_steps is not None
         interpolates = self.prox_logp_method == "loglinear" and updates_again

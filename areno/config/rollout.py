@@ -23,7 +23,7 @@ _DRAWING = Needs("greedy", False, so="the most likely token is taken", in_build=
 
 
 def _edit(default: float, **declared: Any) -> Any:
-    """Declare a sampling setting whose changes of the logits `LogitEdits` computes, not the sampling kernel.
+    """Declare a sampling setting that changes logits, in `LogitEdits` and not in the sampling kernel.
 
     Args:
         default: The default value, with which no logit changes.
@@ -127,7 +127,7 @@ class SamplingConfig(Section):
 
     @property
     def edits_logits(self) -> bool:
-        """Whether sampling needs changes of the logits that the sampling kernel does not compute."""
+        """Whether a setting that `_edit` declares differs from its default, so that sampling needs `LogitEdits`."""
         return any(vars(self)[name] != default for name, default in _edits())
 
     @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
@@ -334,7 +334,7 @@ _TUNED = Needs("enabled", so="nothing is tuned")
 
 @dataclass(kw_only=True)
 class TuneConfig(Section):
-    """The choice of performance settings by a trial before the run."""
+    """Settings of the trial before a run, which chooses settings of speed and memory."""
 
     heading = "Tuning"
     enabled: bool = setting(

@@ -135,7 +135,7 @@ class TeacherConfig(Section):
 
     @staticmethod
     def role_of(name: str) -> str:
-        """Return the role of one of several teachers, whose name is a key of `models`."""
+        """Return the role of a teacher, such as "teacher.math". `name` is its key in the setting `models`."""
         return f"{ROLE}.{name}"
 
     def key_of(self, role: str) -> str:
@@ -144,7 +144,7 @@ class TeacherConfig(Section):
 
     @check
     def check_model_names(self) -> Iterator[Problem]:
-        """Report missing and unusable names, empty paths, and a missing setting `by`."""
+        """Report missing or unusable names of teachers, empty paths of teachers, and a missing setting `by`."""
         if self.models is None:
             return
         if not self.models:

@@ -47,7 +47,7 @@ class DistillActorConfig(PolicyConfig):
 
 @dataclass(kw_only=True)
 class DistillTeacherConfig(TeacherConfig):
-    """The teacher. Its loss is the only one, so both factors are fixed."""
+    """The teacher. The loss of distillation is the only loss, so the weights of both losses are fixed."""
 
     rl_loss_weight: ClassVar[float] = 0.0  # type: ignore[misc]
     distill_loss_weight: ClassVar[float] = 1.0  # type: ignore[misc]

@@ -3,11 +3,12 @@
     python -m areno.recipes.kto --config-name=quickstart_kto
 
     h    = sum over the answer's tokens of log(policy / ref)
-    z0   = max(0, mean over the step of h of mismatched answers), each the answer to another prompt of the step
+    z0   = max(0, mean of h over prompts of the step, each with the answer to another prompt)
     loss = mean over rows of w (1 - sigmoid(beta (h - z0))), with z0 - h for undesirable answers        (sec. 4.1)
 
-The reference scores all rows before training. With ref.path=null the reference is the actor as it starts. z0 is
-estimated once for each step, before its update, so it does not depend on micro-batches or ranks.
+w is actor.desirable_weight or actor.undesirable_weight. The reference scores all rows before training. With
+ref.path=null the reference is the actor as it starts. z0 is estimated once for each step, before its update, so it does
+not depend on micro-batches or ranks.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class OnlineDPOConfig(PairedPolicyExperimentConfig):
     )
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        """Return the sign of each sample in its pair as its advantage, which `areno replay` shows."""
+        """Return advantages for `areno replay`: 1 for chosen samples, -1 for rejected samples, 0 for all others."""
         import numpy as np
 
         from areno.loss_fns import choose_pairs

@@ -73,7 +73,7 @@ class PPOConfig(CriticExperimentConfig):
     )
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        """Return (advantages, returns) by GAE, with an array for the trained tokens of each row."""
+        """Return (advantages, returns) by GAE. Each is a list with an array for the trained tokens of each row."""
         from areno.trainers.rows import critic_advantages
 
         return critic_advantages(rows, groups, self.actor)

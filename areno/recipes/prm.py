@@ -8,7 +8,7 @@
 y is the label of the step: 1 for right, 0 for wrong, or a number between them (arXiv 2312.08935). Each step is followed
 by actor.step_separator, whose last token is the last token of the step. A checkpoint is a ...ForTokenClassification
 model with two labels, which transformers loads, and which reward.path reads in GRPO, GSPO and PPO. If actor.path is a
-language model, its transformer starts with a head of zeros.
+language model, training starts from its transformer, with a head of zeros.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 r_1 is the score of the better answer, r_2 that of the other, and m the margin, if the rows have margins. A checkpoint
 is a ...ForSequenceClassification model with one label, which transformers loads, and which reward.path reads in GRPO,
-GSPO and PPO. If actor.path is a language model, its transformer starts with a score head of zeros.
+GSPO and PPO. If actor.path is a language model, training starts from its transformer, with a score head of zeros.
 """
 
 from __future__ import annotations

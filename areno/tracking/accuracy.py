@@ -1,6 +1,6 @@
 """Metrics that count a reward of at least 1 as a right answer: accuracy, pass@k and avg@n.
 
-They are not measured if they have no meaning: the score of a model is part of the reward, or a reward exceeds 1.
+If the score of a model is part of the reward, or a reward exceeds 1, they have no meaning and are not measured.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Progress:
     """Context manager that shows the progress of generation or scoring, the tokens per second and the mean reward.
 
     On a terminal with `stats_logger.console=full`, it shows a bar that disappears at the end. Otherwise it writes a log
-    line from time to time. `done` and `total` count in `unit`.
+    line from time to time. `unit` is what `done` and `total` count, such as "prompts".
     """
 
     done = tokens = 0
@@ -51,7 +51,7 @@ class Progress:
         return self
 
     def update(self, done: int, tokens: int = 0, reward: float | None = None) -> None:
-        """Show the totals since the start in the bar. Without a bar, log a line, at most every `interval_s` seconds."""
+        """Show these totals since the start in the bar. Without a bar, log them at most every `interval_s` seconds."""
         self.done, self.tokens, self.reward = done, tokens, reward
         now, rate = time.monotonic(), self.rate
         if self._bar is not None:
@@ -76,8 +76,8 @@ class Progress:
 class RolloutProgress(Progress):
     """Shows the progress of one rollout, with a log line for each data-parallel rank.
 
-    Call it with the new outputs of the engine and the statistics of each rank since the start. `reward` is the mean of
-    the previous rollout, because this one is not scored yet.
+    Call it with the new outputs of the engine and the statistics of each rank since the start. `reward` is the mean
+    reward of the previous rollout, because the current rollout is not scored yet.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ def log_epoch(epoch: int, stage: str) -> None:
 
 
 def log_start(facts: Mapping[str, str]) -> None:
-    """Log what a run starts with, as one line. The live display shows a panel instead."""
+    """Log the facts about a run that starts, name -> text, as one line. The live display shows a panel instead."""
     logger.info("%s", "; ".join(f"{name}: {fact}" for name, fact in facts.items()), extra=OF_STEP)
 
 

@@ -108,5 +108,4 @@ def _is_step(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a JSON value fits a float. Booleans do not count."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**300)

@@ -117,7 +117,7 @@ class RunReader:
     def forecast(self) -> list[dict[str, Any]]:
         """Return "name", "seconds" and "gib" of each phase, and of the whole step as the last entry.
 
-        Both values are [predicted, measured]. Empty if the run has not ended.
+        "seconds" and "gib" are [predicted, measured]. The list is empty if the run has not ended.
         """
         content = read_if_exists(self.path / FORECAST)
         try:
@@ -128,7 +128,7 @@ class RunReader:
     def samples(self, step: int) -> list[dict[str, Any]]:
         """Return the recorded samples of a training step as written to rollouts/<step>.jsonl, with their rewards.
 
-        An incomplete last line is skipped with a warning. Raises ArenoError if there are none, see
+        An incomplete last line is skipped with a warning. Raises ArenoError if the step has no recorded samples, see
         rollout.dump_n_samples.
         """
         path = self.path / "rollouts" / f"{step:06d}.jsonl"
@@ -155,7 +155,6 @@ class RunReader:
         return sorted({step for step, _ in self._evaluations()})
 
     def _evaluations(self, name: str | None = None) -> Iterator[tuple[int, Path]]:
-        """Yield (step, file) for each evaluation of one validation set or of all."""
         for path in sorted(self.path.glob(f"eval/{name or '**'}/*.jsonl")):
             if path.stem.isdecimal():
                 yield int(path.stem), path
@@ -174,7 +173,7 @@ class RunReader:
     def status(self) -> Status | None:
         """Return the status according to logs/run.log, None if it has none.
 
-        "stopped" means by an error or the user, "unfinished" that the run is in progress or was killed.
+        "stopped": an error or the user ended the run. "unfinished": the run is in progress or was killed.
         """
         path = self.path / "logs" / "run.log"
         lines = (read_if_exists(path) or b"").decode("utf-8", "replace").splitlines()
@@ -209,7 +208,7 @@ def list_runs(root: str | Path) -> list[RunReader]:
 def run_folders(paths: Sequence[str | Path]) -> list[Path]:
     """Return the folders of the runs that a user has named, without duplicates.
 
-    A path stands for all runs below it, such as those of a sweep. A path without any run is returned unchecked.
+    A path stands for all runs below it, such as those of a sweep. A path without any run stays in the list.
     """
     found: list[Path] = []
     for path in (Path(path).expanduser() for path in paths):
@@ -286,15 +285,15 @@ def headlines(metrics: Mapping[str, Series], names: Names = NAMES) -> dict[str, 
 
 
 def loss_is_meaningful(names: Container[str]) -> bool:
-    """Return whether train/loss says how good a model is.
+    """Return whether train/loss says how good a model is, for a run with the scalars `names`.
 
-    The loss of a policy does not: at the first update of a batch it is 0 up to rounding in GRPO and GSPO.
+    The loss of a policy says nothing: at the first update of a batch it is 0 up to rounding in GRPO and GSPO.
     """
     return "rollout/rewards_mean" not in names or "train/distill_loss" in names
 
 
 def only_critic_trained(names: Container[str]) -> bool:
-    """Return whether only the critic has been trained so far, see critic.warmup_steps."""
+    """Return whether a run with the scalars `names` has only trained its critic so far, see critic.warmup_steps."""
     return "train/critic_loss" in names and "train/loss" not in names
 
 

@@ -54,8 +54,8 @@ def check_services(config: StatsLoggerConfig) -> None:
 class ServiceTracker(Tracker):
     """Sends the scalars of a run to a service from a thread. The thread starts at the first complete step.
 
-    If the service raises an exception, it is logged as a warning. After that the service receives nothing more. `name`
-    is the section of the service in the settings, as in stats_logger.<name>.
+    An exception of the service is logged as a warning. After that the service receives nothing more. `name` is the
+    section of the service in the settings, as in stats_logger.<name>.
     """
 
     def __init__(self, name: str, service: Service, run: RunInfo):
@@ -66,7 +66,7 @@ class ServiceTracker(Tracker):
         self._step, self._scalars = 0, {}  # the step and its scalars so far
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Collect the finite scalars of a step, and queue them once it is complete or another step begins."""
+        """Collect the finite scalars of a step, and queue them when the step is complete or another step begins."""
         if step != self._step:
             self._queue_step()
         self._step = step
@@ -93,7 +93,6 @@ class ServiceTracker(Tracker):
         self._thread = None
 
     def _queue_step(self) -> None:
-        """Queue the scalars of the current step for the thread. The first call starts the thread."""
         scalars, self._scalars = self._scalars, {}
         if not scalars or self._failed:
             return
@@ -116,7 +115,7 @@ class ServiceTracker(Tracker):
             logger.warning("stats_logger.%s: %s; the run goes on without it", self._name, text)
 
     def _start(self) -> None:
-        """Start the service with the run id in trackers.json, if any, and store the id that it returns in that file."""
+        """Start the service with its run id from trackers.json, if any. Store the id that the service returns there."""
         file = self._run.folder / FILE
         ids: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         found = self._service.start(self._run, ids.get(self._name))
@@ -138,10 +137,11 @@ def open_trackers(
     token_text: Callable[[int], str] = str,
     given: Sequence[Tracker] = (),
 ) -> Trackers:
-    """Open the trackers of a run's settings, and return one tracker that passes calls to them and to those `given`.
+    """Open the trackers of a run's settings, and return a tracker that passes each call to all of them.
 
-    `given` are the trackers of a script. `headline` names the scalars in the summary line of a step. `total_steps`
-    returns the number of steps of the run as currently known. `token_text` returns the text for a token id.
+    It passes calls also to `given`, the trackers of a script. `headline` names the scalars in the summary line of a
+    step. `total_steps` returns the number of steps of the run as currently known. `token_text` returns the text for a
+    token id.
     """
     files, run = RunFiles(run_dir, config.stats_logger.tensorboard.path), _run_info(config, run_dir)
     trackers: list[Tracker] = [

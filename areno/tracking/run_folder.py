@@ -111,7 +111,6 @@ def _lines(path: Path, found: Any) -> list[str]:
 
 
 def _type_name(value: Any) -> str:
-    """Return the type of a YAML value as a word for an error message."""
     return {dict: "mapping", list: "list", str: "text"}.get(type(value), "single value")
 
 
@@ -138,7 +137,7 @@ class NewFolder:
     before: frozenset[Path]  # paths that existed: the folder, its parents or entries, which `discard` keeps
 
     def for_run(self, run_dir: Path) -> NewFolder:
-        """Return the folder of one run, which is this folder or, in a sweep, lies in it. Make it if needed."""
+        """Return the folder of one run: this folder itself or, in a sweep, a folder inside it, made if needed."""
         if run_dir == self.path:
             return self
         found = make_folder(run_dir)
@@ -195,8 +194,8 @@ def _all_paths_below(folder: Path) -> list[Path]:
 def make_folder(run_dir: Path, new: bool = False) -> NewFolder | None:
     """Make the folder of a run or a sweep. Raises ConfigError if it holds an earlier one.
 
-    With `new`, an existing folder gives None. The caller can then try another name, so that two runs that start in the
-    same second get different folders.
+    With `new`, None is returned if the folder exists. The caller can then try another name, so that two runs that start
+    in the same second get different folders.
     """
     try:
         if not new and (is_described(run_dir) or is_sweep(run_dir)):
@@ -301,7 +300,7 @@ def git_revision() -> str | None:
 class RunFiles:
     """The log, metrics, event and sample files of a run, which can be truncated to an earlier step.
 
-    `event_suffix` ends the names of this run's event files in a folder `tensorboard`, which several runs may share.
+    Several runs may share a folder `tensorboard`. The names of this run's event files there end with `event_suffix`.
     """
 
     def __init__(self, folder: Path, tensorboard: str | Path | None = None):
@@ -316,7 +315,7 @@ class RunFiles:
         return {name: path.stat().st_size for name, path in self._growing_files()}
 
     def sync(self) -> None:
-        """Flush the files that `sizes` lists to disk (fsync), and the sample files that changed since the last call."""
+        """Flush to disk (fsync) the files that `sizes` lists, and the sample files that changed since the last call."""
         for _, path in self._growing_files():
             sync(path)
         for path in self._samples(unfinished=False):  # the next step may be writing unfinished ones
@@ -328,9 +327,9 @@ class RunFiles:
     def cut_back(self, step: int, sizes: Mapping[str, int], until: Mapping[str, int]) -> None:
         """Remove everything that was written after a step, so that the run can repeat the later steps.
 
-        `sizes` are the file sizes at the end of this step. `until` are those at the start of the current session, which
-        begins when the process starts or restarts lost workers. Log lines between the two move to logs/dropped.log. Log
-        lines of the current session stay.
+        `sizes` are the file sizes at the end of this step. `until` are the file sizes at the start of the current
+        session, which begins when the process starts or restarts lost workers. In run.log, the lines between the two
+        sizes move to logs/dropped.log, and later lines stay.
         """
         for name, path in list(self._growing_files()):
             size = sizes.get(name, 0)
@@ -343,7 +342,7 @@ class RunFiles:
                 remove(path)
 
     def _samples(self, unfinished: bool = True) -> list[Path]:
-        """Return the sample files, oldest first, with those that are still being written if `unfinished`."""
+        """Return the sample files, oldest first. With `unfinished`, include files that are still being written."""
         found = (*self.folder.glob("rollouts/*"), *self.folder.glob("eval/**/*"))
         found = [path for path in found if (unfinished or path.suffix != ".tmp") and path.is_file()]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)

@@ -29,8 +29,8 @@ class RunLog:
     of the host program receives areno's records, areno itself writes nothing to stderr, so that no line appears twice.
     Several RunLogs may be open at once. The last `close` restores stderr and the level.
 
-    `own_process` means a command of areno, whose records do not go to handlers of parent loggers. The most recently
-    opened RunLog with a `console` decides about stderr.
+    Commands of areno set `own_process`: records then do not go to handlers of parent loggers. `console` decides which
+    lines stderr shows. Without it, the `console` of the RunLog opened before counts.
     """
 
     _open: ClassVar[list[RunLog]] = []  # the open logs, which share the handler for stderr and the level
@@ -100,7 +100,7 @@ class RunLog:
 
 
 class OwnHandler(logging.Handler):
-    """Base class of all logging handlers that areno installs, which `host_listens` ignores."""
+    """Base class of all logging handlers that areno installs. `host_listens` ignores them."""
 
 
 class _EarlierHandler(OwnHandler):
@@ -161,7 +161,7 @@ def console() -> Console:
 
 
 def is_hidden(record: logging.LogRecord) -> bool:
-    """Return whether stderr does not show a record. Warnings and errors are always shown."""
+    """Return whether the current console hides a record on stderr. Warnings and errors are never hidden."""
     if record.levelno >= logging.WARNING:
         return False
     shown = console()

@@ -98,10 +98,11 @@ class EvalFiles(Tracker):
 
 
 def select_samples(groups: Sequence[int], most: int, step: int) -> list[bool]:
-    """Choose at random whole groups (all samples of a prompt) with at most `most` samples. Return a flag per sample.
+    """Choose whole groups at random, with at most `most` samples in all. Return a flag for each sample.
 
-    If the first group that is drawn is larger than `most`, only its first samples are chosen. `step` is the seed, so
-    that a step always has the same samples.
+    `groups` has the group of each sample; samples of the same prompt are a group. If the first group that is drawn is
+    larger than `most`, only its first samples are chosen. `step` is the seed, so that a step always has the same
+    samples.
     """
     sizes = Counter(groups)
     order = list(sizes)
@@ -154,7 +155,6 @@ def _trajectory_lines(trajectory: Trajectory) -> str:
 
 
 def _run_lengths(values: np.ndarray) -> list[tuple[int, int]]:
-    """Run-length encode a 1-D array as a list of (value, length)."""
     edges = np.flatnonzero(np.diff(values.astype(np.int64), prepend=-1, append=-1))
     return [(int(values[start]), int(end - start)) for start, end in itertools.pairwise(edges)]
 
@@ -183,7 +183,7 @@ class _SampleEncoder:
     def encode(
         self, samples: Sequence[ScoredSample], first: Mapping[str, object], kept: Sequence[bool] | None = None
     ) -> Iterator[dict[str, object]]:
-        """Yield a dictionary for each sample, which begins with `first`. Samples with False in `kept` are skipped."""
+        """Yield a dictionary for each sample, with the fields of `first` first. `kept` is False for samples to skip."""
         numbers: Counter[int] = Counter()  # group -> samples so far
         for index, sample in enumerate(samples):
             number = numbers[sample.group]
@@ -242,7 +242,7 @@ def _sample_line(sample: ScoredSample) -> dict[str, object]:
 
 
 def _task_text(item: PromptItem) -> str:
-    """Return the beginning of the last user message or of the prompt, "" if it only repeats `item.text`."""
+    """Return the beginning of the last user message, else of the prompt. "" if that text equals `item.text`."""
     asked = [message.get("content") for message in item.messages or () if message.get("role") == "user"]
     text = asked[-1] if asked else item.prompt
     return text[:_TASK_CHARS] if isinstance(text, str) and text != item.text else ""

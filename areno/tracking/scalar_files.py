@@ -26,7 +26,7 @@ _HPARAM_TYPES = (bool, int, float, str)
 class _ScalarFile(Tracker):
     """Base class for a file of records. The file is made with the first record, and never holds a partial record.
 
-    `key` is the setting for the file's folder, which errors name. `size` is in bytes.
+    Errors name `key`, the setting for the file's folder. `size` is in bytes.
     """
 
     def __init__(self, path: Path, key: str):

@@ -27,8 +27,8 @@ NOTHING = Series([], [])
 class Curves:
     """Collects curves that keep about MAX_POINTS points each, so that a long run needs little memory.
 
-    Consecutive points become intervals, of which the minimum and the maximum are kept, so no peak is lost. Intervals
-    are merged when there are too many. The first point and the last points of a curve stay as they are.
+    Consecutive points are grouped into intervals. The minimum and the maximum of each interval are kept, so no peak is
+    lost. Intervals are merged when there are too many. The first point and the last points of a curve stay as they are.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def _thinned(series: Series, width: int) -> Series:
 def right_answers_are_meaningful(read: Callable[[str], Series]) -> bool:
     """Return whether the metrics that count right answers have a meaning. They have none if a reward was above 1.
 
-    A run that has seen such a reward no longer records them. `read` returns the values of a scalar, if any.
+    A run no longer records these metrics after such a reward. `read(name)` returns the recorded values of a scalar.
     """
     for space in ("rollout", "eval"):
         rewards, right = read(f"{space}/rewards_mean").steps, read(f"{space}/accuracy").steps

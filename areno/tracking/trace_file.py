@@ -66,7 +66,6 @@ class TraceFile:
             self._open()
 
     def _open(self) -> None:
-        """Open the file with the next free number."""
         number = 1 + max((int(path.stem[6:]) for path in trace_files(self._folder)), default=0)
         self._file = open(self._folder / f"trace-{number:04}.json", "xb", buffering=0)  # noqa: SIM115
         self._size = 0
@@ -123,7 +122,7 @@ class TraceFile:
     def _event_objects(
         self, group: str, track: str, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int
     ) -> list[str]:
-        """Return the JSON of a begin and of an end for each event of one object, in the order of time."""
+        """Return, in the order of time, the JSON of a begin event and an end event for each event of one object."""
         rest, origin = f'"cat":{_name(group)},"id":{_json(track)},"pid":{pid},"tid":{tid}', self._origin
         lines: list[str] = []
         ends: list[str] = []  # of the events that are running, the outermost first
@@ -136,7 +135,7 @@ class TraceFile:
         return lines + ends[::-1]
 
     def _name_events(self, group: str, track: str) -> Iterator[str]:
-        """Yield the names of a process and of a track, if they are not in the file yet."""
+        """Yield the JSON that names the process and the track of a lane, unless the file has it already."""
         pid, tid = _ids(group, track)
         if (pid, 0) not in self._known:
             self._known.add((pid, 0))
@@ -182,7 +181,7 @@ def trace_files(folder: Path) -> list[Path]:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Return the events (Chrome trace event format) of a timeline. The process that wrote it may have been killed."""
+    """Return the events (Chrome trace event format) of a timeline. An incomplete last line is left out."""
     events = []
     lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines):
@@ -202,7 +201,6 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def _write(file: BinaryIO, content: bytes) -> int:
-    """Write all of `content`, which may need several calls of `file.write`. Return its number of bytes."""
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) :]
@@ -221,7 +219,7 @@ def _ids(group: str, track: str) -> tuple[int, int]:
 
 
 def _nested_events(events: list[trace.Event]) -> list[tuple[trace.Event, int]]:
-    """Sort the events of a lane, and end none after the event that encloses it. Return (event, depth) of each."""
+    """Sort the events of a lane, and shorten each to the end of the enclosing event. Return (event, depth) of each."""
     found: list[tuple[trace.Event, int]] = []
     around: list[int] = []  # ends of the events that have not ended
     for event in sorted(events, key=lambda event: (event[2], -event[3])):

@@ -21,7 +21,7 @@ class Tracker:
     """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Receive scalars of a step by name. One step may take several calls; the last one has the scalar time/step.
+        """Receive scalars of a step by name. One step may take several calls. The last call has time/step.
 
         Step 0 is an evaluation before the first step.
         """

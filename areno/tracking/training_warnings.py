@@ -53,7 +53,7 @@ def entropy_collapsed(entropy: History, accuracy: History) -> str:
 
 
 def nothing_to_learn(flat: History, reward: float) -> str:
-    """Warn if the last N_FLAT steps were flat. `flat` has 1.0 for each step for which `is_flat` is true."""
+    """Warn if the last N_FLAT steps were flat. `flat` has 1.0 for each flat step. `reward` is the mean reward."""
     if len(flat.last) < N_FLAT or min(flat.last[-N_FLAT:]) < 1:
         return ""
     return (
@@ -76,9 +76,10 @@ def all_truncated(truncated: History, length: float) -> str:
 
 
 def answers_missing(is_equal: bool, reward: float, rows: str) -> str:
-    """Warn of equal rewards if the dataset has no reference answers.
+    """Warn if all rewards of a step are equal and the dataset has no reference answers.
 
-    `rows` is a text such as "no row of data.jsonl" if no row has the field `solutions`, else "".
+    `is_equal` says whether the rewards are equal. `rows` is "" if some row has the field `solutions`, otherwise a text
+    such as "no row of data.jsonl".
     """
     if not rows or not is_equal:
         return ""
@@ -103,11 +104,12 @@ def logprobs_differ(difference: History) -> str:
 
 
 def rounding_clips(apart: float, clip: float | None, remedy: str) -> str:
-    """Warn if rounding differences between rollout and training exceed a quarter of the clip range.
+    """Warn if rounding differences between rollout and training exceed a quarter of the clip range `clip`.
 
     Clipping then removes the gradient of some tokens or sequences even before the first update of the weights. `apart`
-    is the mean absolute difference in nats, per token, or per sequence for sequence-level ratios. `clip` is None if the
-    ratio does not use the log-probabilities from the rollout. `remedy` is a setting that makes the ratio not use them.
+    is the mean absolute difference in nats of a token or, for sequence-level ratios, of a sequence. `clip` is None if
+    the ratio does not use log-probabilities from the rollout. `remedy` is a setting that makes ratios use other
+    log-probabilities.
     """
     if clip is None or not apart > clip / 4:
         return ""
@@ -186,7 +188,7 @@ class TrainingWarnings:
 
 
 def is_flat(scalars: Mapping[str, float]) -> bool:
-    """Return whether rewards prefer no sample: all are equal, or those of each prompt are, so that advantages are 0."""
+    """Return whether nothing can be learned from rewards: all are equal, or equal within each prompt (advantages 0)."""
     advantages = scalars.get("rollout/advantages_mean", math.nan), scalars.get("rollout/advantages_std", math.nan)
     return rewards_are_equal(scalars) or advantages == (0, 0)
 

@@ -62,8 +62,8 @@ def sample_with_agents(
 ) -> None:
     """Run agents for the prompts of `scorer`, and score each sample when its agent ends.
 
-    `at_once` prompts are in progress at the same time (None: all), and at most `max_running` samples are decoded (None:
-    as in training). Progress is reported by `on_progress([], rollout statistics)`.
+    At most `at_once` prompts (None: all) are in progress at the same time, and at most `max_running` samples (None: as
+    in training) are decoded. Progress is reported by `on_progress([], rollout statistics)`.
     """
     agents, items, gconfig = setup.agents, scorer.items, scorer.gconfig
     assert agents is not None
@@ -143,7 +143,8 @@ def _row_builder(setup: PolicySetup, server: SessionProxy) -> RowBuilder:
 def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstWholeGroups, take: Take) -> None:
     """Run agents until the groups that a step trains on are complete. The other agents stay in progress.
 
-    `take` receives finished samples as soon as it is certain that the step trains on their groups.
+    `choice` chooses the groups. `take` receives finished samples as soon as it is certain that the step trains on their
+    groups.
     """
     run, agents, n_samples = setup.run, setup.agents, setup.config.gconfig.n_samples
     assert agents is not None
@@ -166,7 +167,6 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstWholeG
             take(found)
 
         def poll() -> None:
-            """Add the samples of finished agents to `choice`, and report the progress."""
             arrived, live.finished = live.finished, deque()
             pass_on(choice.add(arrived))
             watch()
@@ -209,7 +209,7 @@ def _agent_sample(
     place: int,
     outcome: AgentOutcome,
 ) -> tuple[Group, AgentSample]:
-    """Return (group, sample) of the agent of `items[place]`, which has ended."""
+    """Return (group, sample) of the agent of `items[place]`. The agent has ended with `outcome`."""
     item, group = items[place], groups[place]
     sample, record = _scored_agent_sample(setup, group.item, item, outcome, rows, 0)
     sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]

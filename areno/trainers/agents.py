@@ -53,9 +53,9 @@ def trajectory_rows(
     """Return the training rows of trajectories, for `trainer.train`. Call this outside of a session.
 
     A trajectory has several rows if the prompt of a turn does not begin with the tokens of the previous turn. A forward
-    pass of the actor computes log-probabilities for trained tokens that the policy did not sample. If the temperature
-    of the rollout differs from that of training, it computes them for all trained tokens. `loss_mask_policy` None takes
-    the policy of the last session. `rewards` None sets all rewards to 0.
+    pass of the actor computes the log-probabilities of trained tokens that the policy did not sample. If rollout and
+    training differ in temperature, the pass computes those of all trained tokens. `loss_mask_policy` None takes the
+    policy of the last session. `rewards` None sets all rewards to 0.
     """
     read = _parse(trainer, trajectories, loss_mask_policy)
     given = {"advantages": advantages} | ({} if rewards is None else {"rewards": rewards})
@@ -79,8 +79,8 @@ def score_missing(
 ) -> list[TokenRow]:
     """Compute missing log-probabilities of trained tokens with the actor, and return the rows that were scored.
 
-    A log-probability is missing unless the policy sampled the token at the temperature of training. The others are
-    kept, since importance ratios divide by the probability under the weights that sampled the token.
+    A log-probability is missing unless the policy sampled the token at the temperature of training. Other
+    log-probabilities stay those of the weights that sampled the token, since importance ratios divide by them.
     """
     places = [place for place, row in enumerate(sampled) if needs_scoring(row, sampling)]
     if not places:

@@ -1,4 +1,4 @@
-"""The training loop of distillation: the student answers, or the dataset does, and the teacher judges each token."""
+"""The training loop of distillation: the teacher judges each token of answers by the student or of the dataset."""
 
 from __future__ import annotations
 
@@ -101,7 +101,10 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         return min(n_rows, after - before) if share < 1 else n_rows
 
     def given_rows(self, items: Sequence[PromptItem]) -> list[TrainSequence]:
-        """Make rows of the dataset's responses. They are cut to fit the context, also with the teacher's prompt."""
+        """Make training rows of the dataset's responses.
+
+        Each row is truncated, so that it fits the context after the student's prompt and after the teacher's prompt.
+        """
         setup, rows, of_rows = self.setup, [], list[PromptItem]()
         thinking, changed = setup.config.rollout.enable_thinking, setup.config.train_dataset.changed_turns
         if setup.config.teacher.prompt_key is not None and changed == "split":
@@ -124,7 +127,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
 
 
 def _advantages(row: TrainSequence) -> np.ndarray:
-    """Return log(teacher / student) of each trained token, which is only logged. All are 0 without teacher_logprobs."""
+    """Return log(teacher / student) of each trained token, for logs only. Without teacher_logprobs, return zeros."""
     if row.teacher_logprobs is None:
         return np.zeros(len(row.tokens))  # type: ignore[arg-type]
     apart = np.asarray(row.teacher_logprobs) - np.asarray(row.logprobs)

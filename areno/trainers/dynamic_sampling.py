@@ -27,9 +27,10 @@ logger = logging.getLogger("areno")
 
 
 def with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray, int]:
-    """Choose the first `size` groups with different rewards. Return (their (B,) bool mask, number of other groups).
+    """Choose the first `size` groups whose rewards differ.
 
-    If there are none, choose groups with equal rewards, and warn. Groups without any reward are never chosen.
+    Return ((B,) bool mask of their samples, number of other groups). If there are none, choose groups with equal
+    rewards, and warn. Groups without any reward are never chosen.
     """
     keep = first_groups(samples, has_signal(samples), size)
     dropped = n_groups(samples) - n_groups(samples, keep)
@@ -47,7 +48,7 @@ def n_groups(samples: Sequence[ScoredSample], among: np.ndarray | None = None) -
 
 
 def has_signal(samples: Sequence[ScoredSample]) -> np.ndarray:
-    """Return a (B,) bool mask, True for samples whose group has different rewards (DAPO, arXiv 2503.14476 eq. 11)."""
+    """Return a (B,) bool mask, True for samples of groups whose rewards differ (DAPO, arXiv 2503.14476 eq. 11)."""
     rewards = rewards_by_group(samples)
     return np.array([len(set(rewards.get(sample.group, ()))) > 1 for sample in samples])
 
@@ -74,11 +75,11 @@ def can_overlap(setup: PolicySetup) -> bool:
 def sample_rounds(
     setup: PolicySetup, batch: Batch[PromptItem], most: int
 ) -> tuple[list[ScoredSample], list[Batch[PromptItem]]]:
-    """Sample up to `most` rounds of prompts until enough groups have different rewards, and score all samples.
+    """Sample up to `most` rounds of prompts until the rewards differ in enough groups, and score all samples.
 
     Returns (samples in the order of their prompts, batch of each round). With `engine.deterministic`, the decision for
-    a further round does not depend on the clock: it waits for the rewards of all groups that were complete at the
-    previous decision, and ignores groups completed since.
+    a further round does not depend on the clock: the decision waits for the rewards of all groups that were complete at
+    the previous decision, and ignores later groups.
     """
     config, run = setup.config, setup.run
     with Scorer(setup, [], config.gconfig, 0) as scorer:
@@ -146,7 +147,10 @@ class _RoundSteering:
         return sum(self._missing), more
 
     def _ready_to_judge(self, before: int) -> list[int]:
-        """Return the complete groups to judge now. The first `before` of `_unknown` were complete at the last call."""
+        """Return the complete groups whose rewards are to be compared now.
+
+        The first `before` groups of `_unknown` were already complete at the previous call.
+        """
         if len(self.batches) >= self._most:
             return []
         if not any(self._missing):  # nothing is left to decode meanwhile

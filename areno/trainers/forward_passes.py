@@ -1,7 +1,7 @@
 """Forward passes of a step that need no rewards: log-probabilities of the reference and of the old policy, and values.
 
 They can run early, while reward functions still score the last samples. The results are used if the step trains on the
-same rows. It trains on other rows if a sample gets no reward, and the passes then run again.
+same rows. If a sample gets no reward, the step trains on other rows, and the passes run again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StepScores:
         self._early: dict[ScoreName, list[Any]] = {}  # their scores
 
     def compute_early(self, samples: Sequence[ScoredSample]) -> None:
-        """Compute all scores that the settings need. The samples have no rewards yet, and are not those of agents."""
+        """Compute all scores that the settings need, before rewards are known. Not for samples of agents."""
         config = self._setup.config
         needed: dict[ScoreName, bool] = {
             # In online DPO, rewards decide which samples are in pairs. So not all rows need log-probabilities.
@@ -43,7 +43,7 @@ class StepScores:
             self._early = {name: self._compute(name, rows) for name in names}
 
     def scores_of_rows(self, name: ScoreName, rows: Sequence[TrainSequence]) -> list[Any]:
-        """Return the score `name` of each token of each row. Early results are used if they are of the same rows."""
+        """Return the score `name` of each token of each row. Early results for the same rows are used again."""
         # A row shares its token array with its sample.
         is_same = len(rows) == len(self._rows) and all(
             row.tokens is known for row, known in zip(rows, self._rows, strict=True)
@@ -64,7 +64,7 @@ class StepScores:
 def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
     """Return the log-probability of every trained token under the actor or the reference model, 0.0 elsewhere.
 
-    They are at the temperature of the rollout. For the actor, rows with `routes` are scored with routing replay.
+    The temperature is that of the rollout. For the actor, rows with `routes` are scored with routing replay.
     """
     routes = [row.routes for row in rows] if role == "actor" else None
     return setup.trainer.score_logprobs(

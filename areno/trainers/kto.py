@@ -20,8 +20,6 @@ from areno.types import AnswersItem, TrainSequence
 
 @dataclass
 class _ReferenceScores:
-    """Log-probabilities under the reference model, for the training set or for one validation set."""
-
     rows: dict[int, np.ndarray] = field(default_factory=dict)  # by dataset index: logprobs, (n_tokens,) float32
     mismatched: dict[tuple[int, int], float] = field(default_factory=dict)  # by (index of prompt, index of answer)
 

@@ -76,7 +76,7 @@ class RowLoop(Loop[Config]):
         run_dir: Folder of logs and checkpoints. None makes a new one under cluster.fileroot.
         train_dataset: Rows, a list of dictionaries or any object with a length and indexing, that replace the
             configured ones.
-        valid_dataset: The same for validation, or a mapping of set names to rows.
+        valid_dataset: Validation rows in the same form, or a mapping of set names to such rows.
         trackers: Further trackers that receive the metrics.
     """
 
@@ -116,7 +116,7 @@ class AnswerLoop(RowLoop[Config]):
         return run.progress.result("eval_accuracy", "accuracy", 5)
 
     def prepare(self) -> None:
-        """Compute the numbers that the steps need. Called before the first step, again after the loss of a worker."""
+        """Compute numbers that the steps need. Called before the first step, and again after the loss of a worker."""
 
     def train_step(self, items: Sequence[Any]) -> dict[str, float]:
         """Train on a batch of dataset rows, and return the statistics of the step, with `accuracy` and `margin`."""
@@ -154,7 +154,6 @@ class ReferencedLoop(AnswerLoop[ReferencedConfig]):
         self._has_reference = True  # not earlier: scoring begins again after the loss of a worker
 
     def clear_scores(self) -> None:
-        """Discard the scores of the reference model, for the training rows and for each validation set."""
         raise NotImplementedError
 
     def score_all(self, role: str) -> str:

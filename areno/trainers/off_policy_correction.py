@@ -19,10 +19,10 @@ from areno.types import TrainSequence
 def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], actor: RatioConfig) -> dict[str, float]:
     """Weight and mask tokens by the ratio of the policy before the update to the policy that sampled the rows.
 
-    Sets `weights`, and with the decoupled loss sets `prompt_mask` to True for rejected tokens. Returns rejected_frac
-    (share of tokens rejected by the decoupled loss), m2_masked_frac (share of tokens masked by M2PO) and
-    prox_approx_abs_diff_mean (error of the "loglinear" interpolation, with prox_logp_method "metrics"), as far as the
-    settings use them.
+    Sets `weights`. With the decoupled loss, also sets `prompt_mask` to True for rejected tokens. Returns statistics, as
+    far as the settings use them: rejected_frac (share of tokens rejected by the decoupled loss), m2_masked_frac (share
+    of tokens masked by M2PO) and prox_approx_abs_diff_mean (error of the "loglinear" interpolation, with
+    prox_logp_method "metrics").
     """
     behave = trained(rows, "logprobs")
     prox = [np.asarray(all_)[trained_mask(row)] for all_, row in zip(prox_logprobs, rows, strict=True)]

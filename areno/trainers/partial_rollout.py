@@ -35,7 +35,7 @@ def sample_ahead(
 
     Returns (samples of the complete groups, (B,) bool mask of the groups to train on, rollout/* metrics). The step may
     train on prompts of other batches. With rollout.dynamic_sampling, groups whose rewards are all equal are not
-    trained. Without it, `scores` are computed while rewards are computed.
+    trained. Without dynamic sampling, `scores` are computed while rewards are computed.
     """
     run, config = setup.run, setup.config
     in_flight, step = run.progress.in_flight, run.step
@@ -100,11 +100,12 @@ def _sample_and_score(
 def sample_replacing(
     setup: PolicySetup, batch: Batch[PromptItem]
 ) -> tuple[list[ScoredSample], np.ndarray, dict[str, float], list[Batch[PromptItem]]]:
-    """Sample until enough groups have different rewards. Groups with equal rewards are dropped and replaced (DAPO).
+    """Sample until the rewards differ in enough groups. Groups with equal rewards are dropped and replaced (DAPO).
 
-    Prompts begin in the order of the data. A group with different rewards is trained in this step, or in a later one if
-    the step is full. If the step may take no further batch (rollout.max_sampling_rounds, or the end of the data), it
-    may train on fewer groups. If all groups are dropped, the step trains on the first of them that have rewards.
+    Prompts begin in the order of the data. A group whose rewards differ is trained in this step or, if the step is
+    full, in a later step. If the step may take no further batch (rollout.max_sampling_rounds, or the end of the data),
+    it may train on fewer groups. If all groups are dropped, the step trains on the first dropped groups that have
+    rewards.
 
     Returns (samples of all groups that are trained or dropped, (B,) bool mask of the groups to train on, rollout/*
     metrics, batches that the step has taken).
@@ -165,7 +166,10 @@ class _ReplacingSteering:
     def __call__(
         self, outputs: list[GenerationOutput], stats: list[RolloutStats]
     ) -> tuple[int, Sequence[GenerationRequest]]:
-        """Score finished samples. Return (number of unfinished samples, or 0 to end the rollout; new requests)."""
+        """Score finished samples. Return (number of unfinished samples, new requests).
+
+        The number 0 ends the rollout.
+        """
         found = [(self.group_of[output.request_id], output) for output in outputs]
         self._take(found)
         self.display([with_request_id(output, self._places[group]) for group, output in found], stats)
@@ -175,14 +179,12 @@ class _ReplacingSteering:
         return n_open, requests
 
     def _is_uniform(self, group: Group) -> bool:
-        """Wait for the rewards of a group, and return whether all are equal."""
         return len(set(self._scorer.rewards_of(self._places[group]))) < 2
 
     def has_reward(self, group: Group) -> bool:
         return bool(self._scorer.rewards_of(self._places[group]))
 
     def _begin(self, groups: Sequence[Group]) -> list[GenerationRequest]:
-        """Prepare the scoring of groups that start now, and return their requests."""
         self._scorer.extend([group.item for group in groups])
         for group in groups:
             self._places[group] = len(self._places)
@@ -199,7 +201,6 @@ class _ReplacingSteering:
 def _remaining_requests(
     setup: PolicySetup, groups: Sequence[Group], ids: Iterator[int]
 ) -> tuple[list[GenerationRequest], dict[int, Group]]:
-    """Return (requests for the unfinished samples of groups, group of each request id)."""
     params, requests, group_of = sampling_params(setup.config.gconfig), [], {}
     for group in groups:
         seed = request_seed(setup.run.progress.seed_of(group.batch), group.place)

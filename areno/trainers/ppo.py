@@ -65,7 +65,7 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
     def update_critic(self, rows: list[TrainSequence]) -> dict[str, float]:
         """Take the optimizer steps of the critic on rows with `values` and `returns`, and return critic_* statistics.
 
-        explained_variance is the share of the returns' variance that the values from before the update explain.
+        explained_variance is the share of the variance of the returns that the values before the update explain.
         """
         critic, run = self.setup.config.critic, self.run
         values, returns = (np.concatenate(trained(rows, name)) for name in ("values", "returns"))

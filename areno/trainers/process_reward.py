@@ -32,7 +32,8 @@ class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
         """Return loss, accuracy, margin, confidence and first_error_accuracy, see process_reward_loss_fn.
 
-        rewards_mean is the mean score of a step, and calibration_error is that of `reward_model` over all steps.
+        rewards_mean is the mean score of a step, and calibration_error is computed over all steps, see
+        `reward_model.calibration_error`.
         """
         rows = _scored_rows([item for batch in loader.batches() for item in batch.items])
         values = self.setup.trainer.score_values("actor", token_rows(rows))
@@ -54,8 +55,8 @@ class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
 def first_error_accuracy(solutions: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
     """Return the share of solutions with a wrong step in which the scores find the first wrong step.
 
-    They find it if it is the first step with log-odds below 0. `solutions` has (labels, log-odds of being right) of the
-    steps of each solution. A label below 0.5 is wrong.
+    They find the step if it is the first with log-odds below 0. `solutions` has, for each solution, (labels, log-odds
+    of being right) of its steps. A label below 0.5 is wrong.
     """
     found = [
         int(np.argmin(labels >= 0.5)) == (int(np.argmax(logits < 0)) if (logits < 0).any() else -1)
@@ -66,9 +67,10 @@ def first_error_accuracy(solutions: Sequence[tuple[np.ndarray, np.ndarray]]) -> 
 
 
 def _scored_rows(items: Sequence[AnswersItem]) -> list[TrainSequence]:
-    """Return training rows in which the value at index t is the model's output at token t - 1.
+    """Return training rows that train the model's output at each labelled token.
 
-    For this, masks and labels are shifted by one index, and a token is appended to each row.
+    In a training row, the value at index t is the model's output at token t - 1. So masks and labels are shifted by one
+    index, and a token is appended to each row.
     """
     rows = []
     for item in items:

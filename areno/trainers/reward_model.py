@@ -64,9 +64,9 @@ class RewardModelTrainer(AnswerLoop[RewardModelExperimentConfig]):
 def calibration_error(margins: Sequence[float]) -> float:
     """Return the expected calibration error of comparisons (arXiv 1706.04599 eq. 3) with 10 bins.
 
-    It is the mean over comparisons of |accuracy - mean confidence| of their bin. The confidence of a comparison is
-    sigmoid(|margin|), from 0.5 to 1, where the margin is the score of the preferred answer minus that of the other. A
-    comparison with a margin of 0 counts as half right.
+    A margin is the score of the preferred answer minus the score of the other answer. The confidence of a comparison is
+    sigmoid(|margin|), from 0.5 to 1. Comparisons of similar confidence share a bin. The error of a bin is |accuracy -
+    mean confidence|, and the result is its mean over comparisons. A comparison with a margin of 0 counts as half right.
     """
     apart = np.asarray(margins, np.float64)
     confidence, right = 1 / (1 + np.exp(-np.abs(apart))), (np.sign(apart) + 1) / 2

@@ -46,14 +46,13 @@ class Scorer(AbstractContextManager["Scorer"]):
         self.items += items
 
     def rewards_of(self, number: int) -> list[float]:
-        """Wait until functions have scored all samples of a prompt. Return the rewards, which failed samples lack."""
+        """Wait until functions have scored all samples of a prompt. Return the rewards of samples that did not fail."""
         assert self._scoring is not None, "no reward function scores the samples"
         with self._setup.run.stop.interruptible():
             outcomes = self._scoring.known(self._samples_of(number))
         return [outcome.value for outcome in outcomes if outcome.value is not None]
 
     def has_rewards_of(self, number: int) -> bool:
-        """Return whether functions have scored all samples of a prompt."""
         assert self._scoring is not None, "no reward function scores the samples"
         return self._scoring.has(self._samples_of(number))
 
@@ -67,7 +66,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         return JudgeTask(self._samples_of(number), item.messages or item.prompt, opens_reasoning(item.text))
 
     def take(self, outputs: Sequence[GenerationOutput]) -> None:
-        """Start to score finished outputs, whose request_id is the index of the prompt."""
+        """Start to score finished outputs, whose `request_id` is the index of their prompt."""
         for start in range(0, len(outputs), _AT_ONCE):
             self._record_outputs(outputs[start : start + _AT_ONCE])
 
@@ -206,7 +205,6 @@ class Scorer(AbstractContextManager["Scorer"]):
 
 
 def _tokens_to_score(sample: ScoredSample) -> list[int]:
-    """Return the tokens that a reward model scores: prompt and completion, or the last row of a trajectory."""
     if sample.trajectory is not None:
         return sample.trajectory.rows[-1].tokens
     return sample.item.tokens + sample.sequence.resp_tokens
@@ -226,10 +224,10 @@ def add_agent_rewards(
     outcomes: Sequence[RewardOutcome] | None,
     own: Sequence[tuple[float, dict[str, float]] | None],
 ) -> list[RewardOutcome]:
-    """Add the rewards of agents, (reward, its parts by name) or None in `own`, to the outcomes of the reward function.
+    """Add the rewards that agents returned to the outcomes of the reward function.
 
-    If there is no reward function, a sample whose agent returned no reward is a reward error. An error of the reward
-    function stays an error.
+    `own` has, for each sample, (reward, its parts by name), or None if the agent returned no reward. Without a reward
+    function (`outcomes` None), such a sample is a reward error. An error of the reward function stays an error.
     """
     if outcomes is None:
         nothing = RewardOutcome(None, "error", _NO_REWARD, key="agent.fn")
@@ -251,7 +249,7 @@ def add_model_scores(
     scores: Sequence[float],
     source: str = "fn",
 ) -> list[RewardOutcome]:
-    """Add the scores of a reward model to the rewards so far. A sum that is not finite becomes a reward error."""
+    """Add the scores of a reward model to the rewards from `source`. A sum that is not finite is a reward error."""
     out = [RewardOutcome(0.0)] * len(records) if outcomes is None else list(outcomes)
     scored = [index for index, outcome in enumerate(out) if outcome.value is not None]
     for index in scored:

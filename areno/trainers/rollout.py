@@ -232,8 +232,8 @@ def sample_and_score(
 ) -> list[ScoredSample]:
     """Sample `gconfig.n_samples` completions of every prompt, and score them, in the order of the prompts.
 
-    `title` is "rollout" or "eval". `at_once` prompts are sampled and `max_running` samples are decoded at the same
-    time. `scores` are computed while rewards are computed. Groups are numbered from `first_group`.
+    `title` is "rollout" or "eval". At most `at_once` prompts are sampled and at most `max_running` samples are decoded
+    at the same time. `scores` are computed while rewards are computed. Groups are numbered from `first_group`.
     """
     trainer, clock = setup.trainer, setup.run.clock
     with Scorer(setup, items, gconfig, first_group) as scorer:

@@ -124,7 +124,7 @@ def trained(rows: Sequence[TrainSequence], name: str) -> Arrays:
 def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.ndarray]) -> None:
     """Set a per-token field of rows from values at the trained tokens. All other tokens get 0.
 
-    The DataError for wrong shapes is written for a user whose advantage function returned `arrays`.
+    If shapes are wrong, a DataError tells users that their advantage function returned wrong `arrays`.
     """
     if not isinstance(arrays, Sequence) or len(arrays) != len(rows):
         found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
@@ -148,7 +148,6 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
 
 
 def trained_mask(row: TrainSequence) -> np.ndarray:
-    """Return a (T,) bool mask of the trained tokens of a row."""
     return ~np.asarray(row.prompt_mask, dtype=bool)
 
 
@@ -182,8 +181,8 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
     reward of a row is the sum of its token rewards (RLOO). Otherwise each token has its reward-to-go, normalised over
     the tokens of the batch (REINFORCE++).
 
-    If all rewards are equal in the set over which the standard deviation is taken, only KL terms differ, and their
-    differences may be rounding errors. Such advantages are centred but not divided by the standard deviation.
+    The standard deviation is taken over a group or a batch. If all rewards there are equal, only KL terms differ, and
+    the differences may be rounding errors. The advantages are then centred, but not divided by the standard deviation.
     """
     norm = actor.adv_norm
     if not actor.kl_in_reward:

@@ -55,8 +55,6 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
 
 @dataclass
 class _SplitRowCounter:
-    """Counts dataset rows that became several training rows. Logs the counts at the first, and after each epoch."""
-
     n_rows: int = 0
     n_split: int = 0
     n_sequences: int = 0

@@ -72,7 +72,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Return the mean of the finite values, or NaN."""
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else math.nan
 
@@ -163,7 +162,7 @@ class Board(Tracker):
             self._samples = []
 
     def add_recorded(self, name: str, value: float) -> None:
-        """Add a value that the run recorded before it was resumed, oldest first."""
+        """Add a value that the run recorded before it was resumed. Call this in the order of the steps."""
         with self._lock:
             self._trends.setdefault(name, Trend()).add(value)
 
@@ -255,7 +254,6 @@ def _shown_sample(sample: ScoredSample) -> ShownSample:
 
 
 def _work_text() -> str:
-    """Return the progress of the current rollout or scoring, such as "12/64 prompts"."""
     for one in console.active_progress[-1:]:
         rate = f", {one.rate:,.0f} tok/s" if one.tokens else ""
         return f"{one.done}/{one.total} {one.unit}{rate}"

@@ -135,9 +135,9 @@ class Display(Tracker):
 
 
 def settings_shown(config: ExperimentConfig, overrides: Sequence[str]) -> dict[str, str]:
-    """Return at most two texts for the start panel: settings "given" on the command line, and other "settings".
+    """Return texts by name for the start panel: "given" and "settings". An empty text is left out.
 
-    The latter are those that differ from their defaults.
+    "given" has the settings on the command line, "settings" has the other settings that differ from their defaults.
     """
     known = {"experiment_name", "trial_name", "actor.path", "train_dataset.path"}  # other lines of the panel show them
     known |= {line.partition("=")[0].lstrip("+") for line in overrides}
@@ -161,8 +161,8 @@ def start_panel(facts: Mapping[str, str], width: int) -> Panel:
 def end_table(run: RunReader, title: str) -> Table:
     """Return a table with the first, the best and the last value of the most important scalars.
 
-    A scalar that has a best value is left out if its values equal those of an earlier row, as for accuracy and a reward
-    of 0 or 1.
+    A scalar with a best value is left out if an earlier row has the same values, such as accuracy if rewards are 0 or
+    1.
     """
     table = Table(title=title, title_justify="left", border_style="bright_black")
     table.add_column("")

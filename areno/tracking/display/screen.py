@@ -38,8 +38,9 @@ _COLORS = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "true
 class Screen:
     """Shows lines at the bottom of a terminal until `close`. Until then, it replaces sys.stderr and sys.stdout.
 
-    `lines` returns fewer lines than the height, given width and height in characters. `failed` gets the exception if
-    drawing raises one, after sys.stderr and sys.stdout are restored, in any thread, at most once.
+    `lines(width, height)` returns the lines to show, fewer than `height`. Both arguments are in characters. If drawing
+    raises an exception, sys.stderr and sys.stdout are restored, and `failed` is called once with the exception, in any
+    thread.
     """
 
     def __init__(self, stream: TextIO, lines: Callable[[int, int], list[Line]], failed: Callable[[Exception], None]):
@@ -114,11 +115,10 @@ class Screen:
             self._signal = None
 
     def _note_continued(self, number: int, frame: Any) -> None:
-        """Handle SIGCONT: the process was stopped and continued."""
+        """Handle SIGCONT. Other programs have written to the terminal while the process was stopped."""
         self._continued = True
 
     def _run(self) -> None:
-        """Draw repeatedly until `close`. This runs in the thread."""
         interval = 0.0
         try:
             while not self._ended.is_set():
@@ -145,7 +145,7 @@ class Screen:
             self._failed(error)
 
     def draw(self, keep: bool = True) -> None:
-        """Write the new output, and redraw the lines below it, or erase them without `keep`."""
+        """Write the new output above the lines. Then redraw the lines or, if `keep` is False, erase them."""
         size = os.get_terminal_size(self._stream.fileno())
         width, height = size.columns or 80, size.lines or 24  # 0: a terminal that does not know its size
         here = _in_foreground(self._stream.fileno())
@@ -222,7 +222,7 @@ class OutputAbove(io.TextIOBase):
 
     @property
     def buffer(self) -> Any:
-        """Bytes written to it bypass the display."""
+        """The binary stream that is replaced. Bytes written to it bypass the display."""
         return self._stream.buffer
 
 

@@ -183,7 +183,6 @@ def _cut_to_width(text: str, width: int) -> str:
 
 
 def _end_of_text(text: str, width: int) -> str:
-    """Return the last `width` cells of a text."""
     return _cut_to_width(text if len(text) <= width else "…" + text[1 - width :], width)
 
 
