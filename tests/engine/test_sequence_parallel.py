@@ -21,7 +21,7 @@ LLAMA = {
 }
 QWEN3 = {"tie_word_embeddings": True, "num_hidden_layers": 3}
 EIGHT_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-FORMS = [{}, {"recompute": True}, {"head": "value"}, {"kind": "adam_8bit"}]
+FORMS = [{}, {"gradient_checkpointing": True}, {"head": "value"}, {"kind": "adam_8bit"}]
 
 
 def compare_forms(folder: Path, tp: int, cp: int, forms: list[dict[str, Any]], stages: tuple[int, ...] = (1,)) -> None:

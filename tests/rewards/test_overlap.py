@@ -238,7 +238,7 @@ def test_samples_rows_and_metrics_are_those_of_scoring_after_the_rollout(
 
     def finish_late(self: reward_sources.Scorer) -> Any:
         for outputs in taken:
-            self._take(outputs)
+            self._record_outputs(outputs)
         taken.clear()
         return finish(self)
 

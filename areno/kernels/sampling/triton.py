@@ -62,6 +62,7 @@ def sample_columns(
     flags: SamplingFlags,
     rank: int,
     all_gather: Callable[[Tensor], Tensor],
+    span: int = _SPAN,
 ) -> Tensor:
     """Sample one token for each row from logits whose columns are split equally over tensor-parallel ranks.
 
@@ -70,13 +71,13 @@ def sample_columns(
     `last_token`.
     """
     n_columns = columns_BV.shape[1]
-    n_spans = triton.cdiv(n_columns, _SPAN)
+    n_spans = triton.cdiv(n_columns, span)
     first = min(rank * n_columns, vocab)
     columns_BV = columns_BV[:, : vocab - first]
-    stats_PBS = _scan(columns_BV, slots_B, positions_B, settings, flags, n_spans, _SPAN, first)
+    stats_PBS = _scan(columns_BV, slots_B, positions_B, settings, flags, n_spans, span, first)
     stats_RPBS = all_gather(stats_PBS)
     drawn_2B = _draw(
-        columns_BV, slots_B, positions_B, settings, flags, stats_RPBS, (None, None, None), _SPAN, rank, n_columns, vocab
+        columns_BV, slots_B, positions_B, settings, flags, stats_RPBS, (None, None, None), span, rank, n_columns, vocab
     )
     return all_gather(drawn_2B).sum(0)
 
