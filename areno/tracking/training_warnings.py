@@ -36,6 +36,10 @@ class History:
     def last_mean(self) -> float:
         return mean(self.last[-LAST:])
 
+    def was_always_1(self, n: int) -> bool:
+        """Return whether the last `n` values exist and none is below 1."""
+        return len(self.last) >= n and not min(self.last[-n:]) < 1
+
 
 def entropy_collapsed(entropy: History, accuracy: History) -> str:
     """Warn of a nearly deterministic policy (entropy in nats), unless nearly all its answers are right.
@@ -54,7 +58,7 @@ def entropy_collapsed(entropy: History, accuracy: History) -> str:
 
 def nothing_to_learn(flat: History, reward: float) -> str:
     """Warn if the last N_FLAT steps were flat. `flat` has 1.0 for each flat step. `reward` is the mean reward."""
-    if len(flat.last) < N_FLAT or min(flat.last[-N_FLAT:]) < 1:
+    if not flat.was_always_1(N_FLAT):
         return ""
     return (
         f"for {N_FLAT} steps no sample was better than those that it is compared with (mean reward {reward:.4g}), so "
@@ -66,7 +70,7 @@ def nothing_to_learn(flat: History, reward: float) -> str:
 
 def all_truncated(truncated: History, length: float) -> str:
     """Warn if all of the last N_TRUNCATED steps had nothing but truncated completions. `length` is in tokens."""
-    if len(truncated.last) < N_TRUNCATED or min(truncated.last[-N_TRUNCATED:]) < 1:
+    if not truncated.was_always_1(N_TRUNCATED):
         return ""
     return (
         f"for {N_TRUNCATED} steps every completion was cut off at the length limit ({length:.0f} tokens, "
