@@ -117,12 +117,15 @@ class SlotSampler:
         rows, banned_KN = dict(zip(_ROWS, packed, strict=False)), packed[len(_ROWS) :]
         rows["slot"][:] = [sequence.slot for sequence in sequences]
         rows["key"][:] = [sequence.key for sequence in sequences]
+        of_request = [
+            (rows[name].view(np.float64) if COLUMNS[name].dtype.is_floating_point else rows[name], value_of)
+            for name, value_of in _OF_REQUEST.items()
+        ]
         for start, end in itertools.pairwise([*firsts, len(sequences)]):
             sequence, columns = sequences[start], slice(start, end)
             rows["min_new"][columns] = sequence.min_new
-            for name, of_request in _OF_REQUEST.items():
-                row = rows[name].view(np.float64) if COLUMNS[name].dtype.is_floating_point else rows[name]
-                row[columns] = of_request(sequence.request.params)
+            for row, value_of in of_request:
+                row[columns] = value_of(sequence.request.params)
             if sequence.min_new > 0:
                 banned_KN[: len(sequence.stop_ids), columns] = np.array(sorted(sequence.stop_ids))[:, None]
         return packed
