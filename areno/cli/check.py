@@ -46,7 +46,7 @@ def findings(path: Path) -> Iterator[Finding]:
         yield from _special_layers(read)
     if path is folder and not is_adapter(folder):
         yield from _findings_of("weights", lambda: _weights(folder, config))
-        yield from _findings_of("tokenizer", lambda: _tokenizer(folder))
+        yield from _findings_of("tokenizer", lambda: _check_tokenizer(folder))
 
 
 def _findings_of(part: str, work: Callable[[], str]) -> Iterator[Finding]:
@@ -101,7 +101,7 @@ def _weights(folder: Path, config: list[TransformerConfig]) -> str:
     return check_weights(build_model(config[0], dtype=torch.float32, device="meta"), folder)
 
 
-def _tokenizer(folder: Path) -> str:
+def _check_tokenizer(folder: Path) -> str:
     from areno.models.folder import TOKENIZER
     from areno.plan.folders import load_tokenizer
 

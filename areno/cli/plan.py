@@ -208,7 +208,7 @@ def as_json(algorithm: str, found: Forecast, ways: Sequence[FittingChange]) -> d
                 "seconds": phase.seconds if found.fits else None,
                 "tokens": phase.n_tokens,
                 "tokens_in_micro_batch": phase.budget,
-                "peak_bytes": phase.peak,
+                "peak_bytes": phase.peak_memory_bytes,
                 "terms": phase.terms,
             }
             for phase in found.phases
@@ -251,7 +251,7 @@ def _print_plan(algorithm: str, found: Forecast, ways: Sequence[FittingChange], 
             phase.name,
             f"{phase.seconds:.2f}" if found.fits else "-",
             _thousands(phase.n_tokens / phase.seconds) if found.fits else "-",
-            f"{phase.peak / 2**30:.1f}",
+            f"{phase.peak_memory_bytes / 2**30:.1f}",
             ", ".join(f"{name} {n_bytes / 2**30:.1f}" for name, n_bytes in largest),
             "" if phase.budget is None else f"{phase.budget:,}",
         )

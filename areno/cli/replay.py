@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from areno.report.terminal import print_tables
 
 if TYPE_CHECKING:
-    from areno.report.replay import Replay, Token
+    from areno.report.replayed_tokens import Replay, Token
 
 _SHOWN_CHARS = 200  # shown from the end of the prompt and from the beginning of the completion
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from areno.report.replay import replay
+    from areno.report.replayed_tokens import replay
     from areno.tracking.reader import RunReader
     from areno.tracking.run_log import RunLog
 

@@ -21,9 +21,10 @@ from areno.cost.prefix_sharing import PrefixSharing
 from areno.cost.token_budget import SCORE, TRAIN
 from areno.engine.chosen_token_budgets import ChosenBudgets
 from areno.engine.device_memory import resident_bytes
+from areno.engine.dispatcher import Dispatcher
 from areno.engine.processes.workers import start_workers
 from areno.engine.reports import EngineInfo
-from areno.engine.requests import Dispatcher, RequestLimits, check_params
+from areno.engine.requests import RequestLimits, check_params
 from areno.engine.sampling import SamplingEngine
 from areno.engine.train.checked_rows import TOP, masks_of_rows, read_tokens, read_training_rows, routes_of_rows
 from areno.engine.train.micro_batches import divide_rows, divide_steps, keep_old_logprobs, sharing_beside_teachers

@@ -8,10 +8,11 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
+from areno.engine.dispatcher import Dispatcher
 from areno.engine.output_streams import Consumer, FairLock, RequestBatcher, RunningClock, Streams, TimeLimit
 from areno.engine.processes.workers import WorkerGroup
 from areno.engine.reports import DraftCounts, EngineInfo, RolloutStats
-from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, trace_request
+from areno.engine.requests import OnProgress, RequestLimits, check_params, trace_request
 from areno.engine.train.checked_rows import read_tokens
 from areno.errors import EngineError, non_finite_logits
 from areno.specs.rollout import RolloutSpec

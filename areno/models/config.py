@@ -10,7 +10,7 @@ from areno.config.experiments import HeadName
 from areno.config.rollout import SamplingConfig
 from areno.layers.config import Delta, Experts, Rope
 from areno.models.folder import RawConfig
-from areno.models.rope import read_rope
+from areno.models.rope_config import read_rope
 from areno.schema.fields import settings
 
 N_LABELS: dict[HeadName, int] = {"lm": 0, "value": 1, "step": 2}

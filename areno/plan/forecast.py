@@ -79,7 +79,7 @@ class Forecast:
 
     @property
     def peak(self) -> int:
-        return max(phase.peak for phase in self.phases)
+        return max(phase.peak_memory_bytes for phase in self.phases)
 
     @property
     def n_rows(self) -> int:

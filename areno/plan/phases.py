@@ -72,7 +72,7 @@ class Phase:
         return self.budget is None
 
     @property
-    def peak(self) -> int:
+    def peak_memory_bytes(self) -> int:
         return sum(self.terms.values())
 
 
@@ -184,4 +184,4 @@ def _compare_phase(phase: Phase, metrics: Mapping[str, Sequence[float]]) -> Iter
     seconds, peaks = (metrics.get(f"{name}/{phase.clock}") for name in ("time", "memory"))
     if seconds and peaks:
         both = phase.seconds, statistics.median(seconds)
-        yield ComparedPhase(name=phase.name, seconds=both, gib=(phase.peak / 2**30, max(peaks)))
+        yield ComparedPhase(name=phase.name, seconds=both, gib=(phase.peak_memory_bytes / 2**30, max(peaks)))

@@ -150,7 +150,11 @@ class _Trial:
         decodes = self._rollout()
         factors = {phase.name: decodes for phase in self.candidate.usual.phases if phase.decodes}
         # A judge that writes is not tried. Its decoder works like the actor's, with a cache of the planned size.
-        peaks = [phase.peak / GIB for phase in self.candidate.full.phases if phase.decodes and phase.name != "rollout"]
+        peaks = [
+            phase.peak_memory_bytes / GIB
+            for phase in self.candidate.full.phases
+            if phase.decodes and phase.name != "rollout"
+        ]
         self._peak = max([self._peak, *peaks])
         rows, n_prompts = self._random_rows()
         predicted = {phase.name: phase for phase in self._predicted_phases(n_prompts).phases}

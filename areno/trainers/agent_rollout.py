@@ -16,7 +16,7 @@ import numpy as np
 from areno.agents.pool import AgentOutcome
 from areno.agents.proxy import SessionProxy
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, LossMaskPolicy
-from areno.agents.trajectory_rows import (
+from areno.agents.turns_to_rows import (
     RowBuilder,
     reward_record,
 )

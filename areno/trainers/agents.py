@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from areno.agents.trajectories import AgentItem, LossMaskPolicy
-from areno.agents.trajectory_rows import (
+from areno.agents.turns_to_rows import (
     RowBuilder,
     needs_scoring,
     read_trajectories,

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.agents.trajectory_rows import train_sequences
+from areno.agents.turns_to_rows import train_sequences
 from areno.config.models import KLConfig, PolicyConfig
 from areno.errors import ConfigError, DataError, Key, Problem
 from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens, overlong_penalty, shape_rewards

@@ -18,7 +18,7 @@ from areno.config.teacher import Divergence, TeacherConfig
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import divide_steps
 from areno.engine.train.packing import StepBatches
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 from areno.run.setup import PolicySetup, Setup
 from areno.specs.update import OldLogprobs, UpdateSpec
 from areno.tracking.console import log_stage

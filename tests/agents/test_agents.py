@@ -18,7 +18,7 @@ from areno import SamplingParams, Trainer, heartbeat
 from areno.agents import process
 from areno.agents.pool import AgentPool
 from areno.agents.trajectories import AgentBatch, AgentContext, BadTrajectory, LossMaskPolicy
-from areno.agents.trajectory_rows import RowBuilder
+from areno.agents.turns_to_rows import RowBuilder
 from areno.api.trainer import RolloutSession
 from areno.config.rollout import AgentConfig
 from areno.errors import ConfigError

@@ -22,7 +22,7 @@ from areno.agents.trajectories import (
     LossMaskPolicy,
     plain_results,
 )
-from areno.agents.trajectory_rows import RowBuilder
+from areno.agents.turns_to_rows import RowBuilder
 from areno.server.returned_responses import changed_parts, message_digest
 from areno.types import Trajectory
 from tests.helpers.agent_model import VOCAB, made

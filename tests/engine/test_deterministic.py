@@ -21,11 +21,11 @@ from areno.bench.work import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig
 from areno.engine.deterministic import begin_deterministic, end_deterministic
+from areno.engine.dispatcher import Dispatcher
 from areno.engine.engine import Engine
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.workers import InlineGroup
 from areno.engine.reports import RolloutStats
-from areno.engine.requests import Dispatcher
 from areno.engine.train.recomputation import KeptLayers
 from areno.engine.worker import Worker
 from areno.errors import ConfigError, EngineError

@@ -13,9 +13,9 @@ from areno.config.rollout import DecoderConfig
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence as Sample
+from areno.engine.dispatcher import Dispatcher
 from areno.engine.engine import Engine
 from areno.engine.reports import RolloutStats
-from areno.engine.requests import Dispatcher
 from areno.specs.rollout import RolloutSpec
 from areno.types import RETURNED, Begun, GenerationOutput, GenerationRequest
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, spec, tokens_of

@@ -52,7 +52,7 @@ def test_each_phase_is_compared_with_its_own_scalars():
     ]
     rollout, step = found.phases[0], compared[-1]
     assert compared[0].seconds[0] == rollout.seconds
-    assert compared[0].gib[0] == rollout.peak / 2**30
+    assert compared[0].gib[0] == rollout.peak_memory_bytes / 2**30
     assert step.seconds[0] == pytest.approx(sum(p.seconds for p in found.phases if p.clock != "ref"))
-    assert step.gib[0] == pytest.approx(max(p.peak for p in found.phases if p.clock != "ref") / 2**30)
+    assert step.gib[0] == pytest.approx(max(p.peak_memory_bytes for p in found.phases if p.clock != "ref") / 2**30)
     assert compare(found.phases, {}) == compare(found.phases, {"time/step": [1.0]}) == []

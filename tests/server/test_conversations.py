@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from areno.agents.trajectories import AgentItem, BadTrajectory, LossMaskPolicy
-from areno.agents.trajectory_rows import RowBuilder, reward_record
+from areno.agents.turns_to_rows import RowBuilder, reward_record
 from areno.data.chat_template import render
 from areno.errors import DataError
 from areno.server import errors

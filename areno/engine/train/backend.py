@@ -41,7 +41,7 @@ from areno.kernels.backend import to_device
 from areno.kernels.logprobs import KEEP_BYTES, Head, Teacher, selected_logprobs
 from areno.kernels.logprobs.divergence import CommonIds
 from areno.layers.attention import PrefixKeys
-from areno.loss_fns.pack import DataPack, checked_result
+from areno.loss_fns.data_pack import DataPack, checked_result
 from areno.models.transformer import Transformer
 from areno.specs.engine import EngineSpec, SharePrefixes
 from areno.specs.role import RoleSpec

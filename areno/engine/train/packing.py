@@ -28,7 +28,7 @@ from areno.kernels.backend import to_device
 from areno.kernels.copies import copy_rows
 from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
 from areno.layers.parallel import ParallelGroup
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 
 
 @dataclass(slots=True)

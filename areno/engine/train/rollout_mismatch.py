@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from areno.engine.train.gradients import StepStats
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 
 
 def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, before_N: Tensor | None) -> None:

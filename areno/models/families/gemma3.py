@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from areno.models.config import Family, LayerKind, TransformerConfig, read_decoder, with_windows
 from areno.models.folder import RawConfig
-from areno.models.rope import read_two_ropes
+from areno.models.rope_config import read_two_ropes
 
 
 def read(raw: RawConfig) -> TransformerConfig:

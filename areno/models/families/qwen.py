@@ -15,7 +15,7 @@ from dataclasses import replace
 from areno.layers.config import Delta
 from areno.models.config import UNUSED_WINDOW, Family, TransformerConfig, read_decoder, with_windows
 from areno.models.folder import RawConfig
-from areno.models.rope import read_rope
+from areno.models.rope_config import read_rope
 
 
 def read_qwen2(raw: RawConfig) -> TransformerConfig:

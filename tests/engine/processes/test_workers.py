@@ -28,7 +28,7 @@ from areno.engine.processes.workers import InlineGroup, WorkerGroup, start_worke
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import divide_steps
 from areno.errors import CheckpointError, EngineError
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
 from areno.specs.role import RoleSpec
 from areno.specs.update import UpdateSpec
