@@ -68,13 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
         data = without_nan(asdict(found) | {"checkpoint": str(found.checkpoint)})
         print(json.dumps(data, ensure_ascii=False, indent=2, default=str))
         return 0
-    for name, text in _summary(found, arguments.step, arguments.sample).items():
+    for name, text in _summary_lines(found, arguments.step, arguments.sample).items():
         print(f"{name:<12} {text}")
-    print_tables(_table(found, arguments.prompt))
+    print_tables(_token_table(found, arguments.prompt))
     return 0
 
 
-def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
+def _summary_lines(found: Replay, step: int, number: int) -> dict[str, str]:
     from areno.report.terminal import cell_text
 
     sample = found.sample
@@ -102,7 +102,7 @@ def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
     return lines
 
 
-def _table(found: Replay, with_prompt: bool) -> Any:
+def _token_table(found: Replay, with_prompt: bool) -> Any:
     from rich.markup import escape
     from rich.table import Table
 

@@ -30,7 +30,7 @@ class Layout:
         """Return the layout of a single copy of a model, sharded over `n_ranks` ranks."""
         return cls(n_ranks, n_ranks)
 
-    def of_copy(self, n_samples: int) -> int:
+    def samples_per_copy(self, n_samples: int) -> int:
         """Return the number of samples that each copy of the model decodes, if all copies decode `n_samples`.
 
         Args:
@@ -44,7 +44,7 @@ class Layout:
         return self.world_size // self.tp_size
 
     @property
-    def data_size(self) -> int:
+    def n_data_parallel_groups(self) -> int:
         """Number of groups of `cp_size` copies. Each group trains different rows (data parallel)."""
         return self.dp_size // self.cp_size
 
@@ -58,7 +58,7 @@ class Layout:
         """The first rank of each copy."""
         return range(0, self.world_size, self.tp_size)
 
-    def place_of(self, rank: int) -> tuple[int, int]:
+    def copy_and_shard_of(self, rank: int) -> tuple[int, int]:
         """Return (index of the copy, index of the shard) that a rank holds.
 
         Args:
@@ -75,7 +75,7 @@ class Layout:
         leader = rank - rank % self.tp_size
         return range(leader, leader + self.tp_size)
 
-    def share(self, total: int) -> int:
+    def share_rounded_down(self, total: int) -> int:
         """Return one rank's share of a number that is divided among the ranks of a copy, rounded down.
 
         Args:
@@ -83,7 +83,7 @@ class Layout:
         """
         return total // self.tp_size
 
-    def share_up(self, total: int) -> int:
+    def share_rounded_up(self, total: int) -> int:
         """Return the largest share of a number that is divided among the ranks of a copy: the quotient, rounded up.
 
         Args:

@@ -118,7 +118,7 @@ class MicroBatchSpec(Section):
         return self.mini_bs is None and self.max_tokens_per_mb is None
 
     @property
-    def counted(self) -> MicroBatchSpec:
+    def with_fixed_size(self) -> MicroBatchSpec:
         """The sizes of micro-batches that are counted, as with gradient_accumulation_steps.
 
         If no size is set, a micro-batch has ROWS_COUNTED rows, because its size decides the number of updates.

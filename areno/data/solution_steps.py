@@ -152,6 +152,6 @@ class StepReader:
             found.append((tuple(tokens), tuple(ends)))
         return found
 
-    def reduce(self, scores: Sequence[float]) -> float:
+    def reward_of_step_scores(self, scores: Sequence[float]) -> float:
         """Return the reward of an answer from the probability that each step is right."""
         return _REDUCE[self.score](scores)

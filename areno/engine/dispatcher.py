@@ -58,7 +58,7 @@ def _group_by_prompt(requests: Sequence[GenerationRequest]) -> list[GenerationRe
 class Dispatcher:
     """Distributes requests over the copies of a model (data-parallel ranks).
 
-    It only keeps the records, and sends nothing. `due` returns requests, which the engine sends to the copies.
+    It only keeps the records, and sends nothing. `take_due` returns requests, which the engine sends to the copies.
     `choose_to_rebalance` may return a copy, which the engine asks to give unstarted requests back. If `fixed`, the
     distribution depends on the requests alone, not on which copy finishes first.
     """
@@ -91,7 +91,7 @@ class Dispatcher:
         return not self._of_request
 
     @property
-    def missing(self) -> dict[int, int]:
+    def n_missing_by_request(self) -> dict[int, int]:
         """Number of unfinished samples, by request id."""
         return {id_: sum(part.missing for part in parts) for id_, parts in self._of_request.items()}
 
@@ -131,7 +131,7 @@ class Dispatcher:
             for first, end in itertools.pairwise(bounds)
         ]
 
-    def due(self) -> list[tuple[int, list[GenerationRequest]]]:
+    def take_due(self) -> list[tuple[int, list[GenerationRequest]]]:
         """Return the queued requests that can be sent now, as (copy, requests) pairs, and record them as sent."""
         found: dict[int, list[GenerationRequest]] = {}
         while self._queue:
@@ -153,7 +153,7 @@ class Dispatcher:
                 self._tokens[where] += sign * part.missing * part.length
         part.rank = rank
 
-    def received(self, outputs: Iterable[GenerationOutput]) -> Iterator[GenerationOutput]:
+    def count_received(self, outputs: Iterable[GenerationOutput]) -> Iterator[GenerationOutput]:
         """Yield outputs with the caller's request ids, and count finished samples.
 
         An output whose `sample` is RETURNED says that a copy gives a request back unstarted. It is not yielded, and the
@@ -200,12 +200,12 @@ class Dispatcher:
         self._asked_at[rank] = now
         return rank, -(-self._waiting[rank] * len(idle) // (len(idle) + 1))
 
-    def sent(self, request_id: int) -> list[tuple[int, int]]:
+    def sent_parts(self, request_id: int) -> list[tuple[int, int]]:
         """Return (copy, id of a part) for the parts of a caller's request that were sent."""
         parts = self._of_request.get(request_id, ())
         return [(part.rank, part.request.request_id) for part in parts if part.rank is not None]
 
-    def dropped(self, request_id: int) -> Iterator[GenerationOutput]:
+    def drop_unsent(self, request_id: int) -> Iterator[GenerationOutput]:
         """Remove the samples of a caller's request that were not sent, and yield "abort" outputs for them."""
         for part in [part for part in self._of_request.get(request_id, ()) if part.rank is None]:
             self._queue.remove(part)

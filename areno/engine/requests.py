@@ -1,4 +1,4 @@
-"""Requests on their way to the decoders: checks before they are queued, their trace, and requests for parked samples."""
+"""Requests on their way to decoders: checks before they are queued, their trace, and requests for parked samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areno.engine.reports import RolloutStats
 from areno.errors import ConfigError, EngineError, Key, Problem
 from areno.schema.fields import partial_section, problems_between, settings
 from areno.schema.values import InvalidValue, show
-from areno.types import Begun, GenerationOutput, GenerationRequest, SamplingParams
+from areno.types import BegunCompletion, GenerationOutput, GenerationRequest, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class RequestLimits:
         self._check_ids(request)
         return max_new
 
-    def _check_begun(self, request: GenerationRequest, begun: Begun, max_new: int) -> None:
+    def _check_begun(self, request: GenerationRequest, begun: BegunCompletion, max_new: int) -> None:
         """Raise RequestRefused if a sample cannot continue after the tokens that a request brings."""
         n_tokens = len(begun.tokens)
         if request.n_samples != 1:
@@ -180,7 +180,7 @@ def requests_of_rest(
     for output in sorted(parked, key=lambda output: output.sample):
         sample = output.sample
         if output.tokens:
-            begun = Begun(output.tokens, output.logprobs, output.versions)
+            begun = BegunCompletion(output.tokens, output.logprobs, output.versions)
             requests.append(replace(request, request_id=next(ids), first_sample=sample, n_samples=1, begun=begun))
         elif requests and (last := requests[-1]).begun is None and last.first_sample + last.n_samples == sample:
             requests[-1] = replace(last, n_samples=last.n_samples + 1)

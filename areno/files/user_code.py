@@ -40,8 +40,8 @@ def resolve_spec(spec: str, default: str, key: str) -> str:
 
 
 def load_function(file: str, name: str, key: str) -> Callable[..., Any]:
-    """Return a function of a file, see `load_module` and `function_of`."""
-    return function_of(load_module(file, key), name, file, key)
+    """Return a function of a file, see `load_module` and `get_user_function`."""
+    return get_user_function(load_module(file, key), name, file, key)
 
 
 def load_module(file: str, key: str) -> ModuleType:
@@ -65,7 +65,7 @@ def load_module(file: str, key: str) -> ModuleType:
     return module
 
 
-def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[..., Any]:
+def get_user_function(module: ModuleType, name: str, file: str, key: str) -> Callable[..., Any]:
     """Return a function. Raises ConfigError if the module lacks it, or imports it beside functions of its own."""
     function, own = getattr(module, name, None), _own_functions(module)
     if callable(function) and own and _is_imported(module, name):
@@ -79,7 +79,7 @@ def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[
     raise ConfigError(Problem(key, f"{file} has no function {name}{hint} (write {file}:function)"))
 
 
-def own_name(module: ModuleType, name: str) -> str:
+def resolve_own_name(module: ModuleType, name: str) -> str:
     """Return `name`, or the only function that the file defines, if the file imports `name` from a package."""
     own = _own_functions(module)
     return own[0] if len(own) == 1 and _is_imported(module, name) else name

@@ -57,7 +57,7 @@ __all__ = [
     "value_loss_fn",
 ]
 
-_MODULES = ("advantages", "correction", "distillation", "dpo", "grpo", "gspo", "kl", "kto", "pack")
+_MODULES = ("advantages", "correction", "data_pack", "distillation", "dpo", "grpo", "gspo", "kl", "kto")
 _MODULES += ("ppo", "process_reward", "reward_model", "sft")
 
 

@@ -114,7 +114,7 @@ class TransformerConfig:
         return self.delta is None
 
     @property
-    def divided(self) -> list[tuple[str, str, int]]:
+    def sizes_divided_by_tp(self) -> list[tuple[str, str, int]]:
         """The sizes that tensor-parallel ranks divide, each as (name, field of config.json, number)."""
         sizes = [
             ("attention heads", "num_attention_heads", self.num_heads),
@@ -139,7 +139,7 @@ class TransformerConfig:
         """The number of scores that the head computes for each token. 0 for a language model."""
         return N_LABELS[self.head]
 
-    def kind(self, index: int) -> LayerKind:
+    def layer_kind(self, index: int) -> LayerKind:
         return self.kinds[index] if self.kinds else LayerKind(self.rope)
 
 
@@ -220,7 +220,7 @@ def read_decoder(
             be rotated, and another share is a problem.
         interleaved: Whether neighbouring elements of a head are rotated together, rather than elements half a head
             apart.
-        may_slide: Whether the family supports layers with a window, see `with_windows`.
+        may_slide: Whether the family supports layers with a window, see `with_sliding_windows`.
         may_recur: Whether the family supports layers with a recurrent state.
         may_bias: Whether `attention_bias` sets the biases of q, k, v and o.
         rope: The rotary positions, if the family has read them.
@@ -280,7 +280,9 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
         config.head_dim
     ):
         n_factors, n_turned = len(config.rope.short_factors), config.rope.rotary_dim(config.head_dim) // 2
-        raw.wrong(f"short_factor of longrope has {n_factors} numbers, expected {n_turned}, one for each frequency")
+        raw.add_problem(
+            f"short_factor of longrope has {n_factors} numbers, expected {n_turned}, one for each frequency"
+        )
 
 
 def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_recur: bool) -> None:
@@ -291,7 +293,7 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
         # Some checkpoints name code of their own for a class that transformers has. transformers uses its own class.
         known = str(code).rpartition(".")[2] in raw.get("architectures", list, [])
         if name.startswith("AutoModel") and not known:
-            raw.wrong(f"auto_map.{name} names code that comes with the model, which is not run; expected none")
+            raw.add_problem(f"auto_map.{name} names code that comes with the model, which is not run; expected none")
     quantization = raw.get("quantization_config", dict, {})
     if quantization:
         method = quantization.get("quant_method", quantization)
@@ -302,7 +304,7 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
         raw.refuse("layer_types", " or ".join(map(repr, known)) + " in every layer")
     elif layer_types and len(layer_types) != num_layers:
         expected = f"expected one for each of num_hidden_layers={num_layers}"
-        raw.wrong(f"layer_types has {len(layer_types)} entries, {expected}")
+        raw.add_problem(f"layer_types has {len(layer_types)} entries, {expected}")
     if "use_sliding_window" in raw.values and not may_slide:
         window, first = raw.get("sliding_window", int, -1, ge=0), raw.get("max_window_layers", int, 28, ge=0)
         slides = raw.get("use_sliding_window", bool, False) and window >= 0
@@ -310,7 +312,7 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
             raw.refuse("use_sliding_window", "false, since this family has no sliding windows")
 
 
-def with_windows(
+def with_sliding_windows(
     raw: RawConfig, config: TransformerConfig, slides: Callable[[int], bool], local_rope: Rope | None = None
 ) -> TransformerConfig:
     """Return the shape with the window `sliding_window` in some layers, named by `layer_types` or else by `slides`.
@@ -326,7 +328,7 @@ def with_windows(
     window: int | None = raw.get("sliding_window", int, ge=1)
     if window >= config.max_position_embeddings:
         window = None
-    kinds = [replace(config.kind(n), window=window if slid else None) for n, slid in enumerate(sliding)]
+    kinds = [replace(config.layer_kind(n), window=window if slid else None) for n, slid in enumerate(sliding)]
     if local_rope is not None:
         kinds = [replace(kind, rope=local_rope) if slid else kind for kind, slid in zip(kinds, sliding, strict=True)]
     return replace(config, kinds=tuple(kinds))

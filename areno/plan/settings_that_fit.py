@@ -88,7 +88,7 @@ def _combinations_that_fit(
 def _is_as_good(one: FittingChange, other: FittingChange) -> bool:
     """Return whether `other` has all changes of `one` and more, and is hardly faster."""
     more = one.changes.items() < other.changes.items()
-    return more and other.forecast.seconds > _FASTER * one.forecast.seconds
+    return more and other.forecast.step_seconds > _FASTER * one.forecast.step_seconds
 
 
 def _memory_options(found: Forecast) -> Iterator[_MemoryOption]:

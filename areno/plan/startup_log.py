@@ -104,7 +104,7 @@ def log_memory_after(engine: Engine) -> Iterator[None]:
         _log_memory(engine)
 
 
-def without_answers(loader: BatchLoader[Any]) -> str:
+def describe_missing_answers(loader: BatchLoader[Any]) -> str:
     """Return a text such as "no row of train.jsonl" if the first 1000 training rows have no solutions, else ""."""
     count = min(len(loader.rows), _LOOKED_AT)
     if any(loader.rows[index].get("solutions") is not None for index in range(count)):

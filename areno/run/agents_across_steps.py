@@ -107,7 +107,7 @@ class LiveAgents:
         """Start agents. Results of `read`, called with the index of an item and its outcome, go to `finished`."""
         server.prefetch(items)
         context = AgentContext(server.base_url, server.api_key, server.session, self._config.agent.timeout_s)
-        self._pool.begin(items, context, lambda place, outcome: self.finished.append(read(place, outcome)))
+        self._pool.begin(items, context, lambda index, outcome: self.finished.append(read(index, outcome)))
 
     def keep_servers(self, batches: Collection[int]) -> None:
         """Stop the servers of all other batches."""

@@ -23,7 +23,7 @@ class Group:
     """The samples of one prompt."""
 
     batch: int  # number of the prompt's batch, from 1
-    place: int  # index of the prompt in its batch
+    prompt_index: int  # index of the prompt in its batch
     item: PromptItem
     n_samples: int
     begun_at: int | None = None  # None until the step of its first token has ended; agents set it at once
@@ -32,7 +32,7 @@ class Group:
     is_postponed: bool = False  # it has no tokens, and waits for a step of postponed groups
 
     @property
-    def missing(self) -> int:
+    def n_missing_samples(self) -> int:
         return self.n_samples - len(self.finished)
 
     @property
@@ -43,13 +43,13 @@ class Group:
     @property
     def unfinished(self) -> list[GenerationOutput]:
         """The outputs of the unfinished samples so far, in the order of their numbers."""
-        return [self.latest(sample) for sample in range(self.n_samples) if sample not in self.finished]
+        return [self.latest_output(sample) for sample in range(self.n_samples) if sample not in self.finished]
 
     def record(self, output: Any) -> None:
         self.finished[output.sample] = output
         self.parked.pop(output.sample, None)
 
-    def latest(self, sample: int) -> GenerationOutput:
+    def latest_output(self, sample: int) -> GenerationOutput:
         return self.finished.get(sample) or self.parked.get(sample) or _empty_output(sample)
 
 
@@ -66,7 +66,7 @@ def _empty_output(sample: int) -> GenerationOutput:
     return GenerationOutput(request_id=0, sample=sample, tokens=[], logprobs=[], versions=[], finish_reason=None)
 
 
-def n_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence[int]) -> int:
+def n_groups_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence[int]) -> int:
     """Return how many groups, the earliest first, a step must train so that every group meets its deadline.
 
     The deadline of a group is `limit` steps after the step in which its sampling began, or the last step of the run.
@@ -97,7 +97,7 @@ class FirstWholeGroups:
         self.known = [sample for group in groups for sample in self._certain_samples(group, group.outputs)]
 
     @property
-    def gone(self) -> Sequence[Group]:
+    def groups_no_longer_in_flight(self) -> Sequence[Group]:
         """The groups that the step trains on, which are no longer in flight afterwards."""
         return self.taken
 
@@ -105,13 +105,13 @@ class FirstWholeGroups:
         """Return the samples of a group of which it is certain since this call that the step trains on them."""
         if group in self._due:
             found = finished
-        elif group.missing or not self._n_open:
+        elif group.n_missing_samples or not self._n_open:
             return []
         else:
             found = group.outputs
             self._n_open -= 1
             self._open.remove(group)
-        if not group.missing:
+        if not group.n_missing_samples:
             self.taken.append(group)
         return [(group, output) for output in found]
 
@@ -127,10 +127,10 @@ class FirstWholeGroups:
         return found
 
     @property
-    def missing(self) -> int:
+    def min_missing_samples(self) -> int:
         """Smallest number of further samples after which all groups of the step can be whole. 0 if all are."""
-        due = sum(group.missing for group in self._due)
-        return due + sum(sorted(group.missing for group in self._open)[: self._n_open])
+        due = sum(group.n_missing_samples for group in self._due)
+        return due + sum(sorted(group.n_missing_samples for group in self._open)[: self._n_open])
 
 
 class Admission:
@@ -142,9 +142,9 @@ class Admission:
     dropped. At most `most` groups are begun and not dropped, and `at_once` samples are decoded at the same time.
 
     Decisions depend on the order of finished samples and on rewards, not on the time at which a reward is known. For
-    this, `to_judge` returns the groups whose rewards the caller must wait for. It returns a group only if the device
-    would have free places or the step may be complete, and not before the next decoding interval after the group became
-    whole.
+    this, `next_group_to_judge` returns the groups whose rewards the caller must wait for. It returns a group only if
+    the device would have free places or the step may be complete, and not before the next decoding interval after the
+    group became whole.
     """
 
     def __init__(
@@ -162,11 +162,11 @@ class Admission:
         self._carried, self._due = list(begun), set(begun[:n_due])
         self._unknown: list[Group] = []  # whole groups whose rewards are not known yet, in the order of becoming whole
         self._later: list[Group] = []  # groups with different rewards for which the step has no place
-        self._n_old = 0  # unknown groups that were whole at the last `wait`
+        self._n_old = 0  # unknown groups that were whole at the last `end_interval`
         self._n_open = 0  # unfinished samples
 
     @property
-    def gone(self) -> Sequence[Group]:
+    def groups_no_longer_in_flight(self) -> Sequence[Group]:
         """The groups that the step trains on or drops, which are no longer in flight afterwards."""
         return [*self.taken, *self.dropped]
 
@@ -191,8 +191,8 @@ class Admission:
                 break
             found.append(group)
         self.groups += found
-        self._n_open += sum(group.missing for group in found)
-        self._unknown += [group for group in found if not group.missing]
+        self._n_open += sum(group.n_missing_samples for group in found)
+        self._unknown += [group for group in found if not group.n_missing_samples]
         return found
 
     def add(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> None:
@@ -200,7 +200,7 @@ class Admission:
         for group, output in outputs:
             group.record(output)
             self._n_open -= 1
-            if not group.missing:
+            if not group.n_missing_samples:
                 self._unknown.append(group)
 
     def decide(
@@ -216,13 +216,13 @@ class Admission:
         """
         self.add(outputs)
         on_begin(self.begin())
-        while (group := self.to_judge()) is not None:
-            self.judge(is_uniform(group))
+        while (group := self.next_group_to_judge()) is not None:
+            self.record_uniformity(is_uniform(group))
             on_begin(self.begin())
-        self.wait()
+        self.end_interval()
         return 0 if self.is_over else self._n_open
 
-    def to_judge(self) -> Group | None:
+    def next_group_to_judge(self) -> Group | None:
         """Return a group whose rewards must be known before the rollout continues. None if there is none."""
         if self.is_over or not self._unknown:
             return None
@@ -232,8 +232,8 @@ class Admission:
         is_needed = may_end or self._n_open < self._at_once
         return self._unknown[0] if self._n_old and is_needed else None
 
-    def judge(self, is_uniform: bool) -> None:
-        """Record whether all rewards of the group that `to_judge` returned are equal."""
+    def record_uniformity(self, is_uniform: bool) -> None:
+        """Record whether all rewards of the group that `next_group_to_judge` returned are equal."""
         group = self._unknown.pop(0)
         self._n_old -= self._n_old > 0
         if is_uniform:
@@ -246,7 +246,7 @@ class Admission:
         while self._later and len(self.taken) + len(self._due) < self.size:
             self.taken.append(self._later.pop(0))
 
-    def wait(self) -> None:
+    def end_interval(self) -> None:
         """End the decisions after a decoding interval. The rewards of whole groups may be waited for from now on."""
         self._n_old = len(self._unknown)
 

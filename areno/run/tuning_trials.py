@@ -174,7 +174,7 @@ class _Trial:
 
     def _predicted_phases(self, n_prompts: int, prompt: int | None = None, answer: int | None = None) -> Forecast:
         """Return the forecast for a part of a step's work. Lengths that are None are the usual ones."""
-        usual, found = self._limits.usual, self.candidate.usual
+        usual, found = self._limits.mean_lengths, self.candidate.usual
         data = replace(self.config.train_dataset, batch_size=n_prompts)
         rollout = replace(self.config.rollout, max_concurrent_rollouts=self._n_at_once)
         # A part of the rows need not divide into the updates of a step.
@@ -199,7 +199,7 @@ class _Trial:
         engine.begin_rollout(self.spec)
         if known is None:
             assert self._rollouts is not None
-            usual = self._limits.usual
+            usual = self._limits.mean_lengths
 
             def predicted(prompt: int, answer: int) -> float:
                 return self._predicted_phases(self.n_prompts, prompt, answer).phases[0].seconds
@@ -247,13 +247,13 @@ class _Trial:
 
         There are as many as train in a few seconds, and at least as many as fill a micro-batch of each device.
         """
-        layout, usual = self.plan.spec.layout, self._limits.usual
+        layout, usual = self.plan.spec.layout, self._limits.mean_lengths
 
         def passes(n_prompts: int) -> float:
             return sum(phase.seconds for phase in self._predicted_phases(n_prompts).phases if not phase.decodes)
 
         budgets = (phase.budget for phase in self.candidate.usual.phases if phase.budget is not None)
-        fill = max(budgets, default=1) * layout.cp_size * layout.data_size
+        fill = max(budgets, default=1) * layout.cp_size * layout.n_data_parallel_groups
         least = -(-fill // (self._n_samples * (usual.prompt + usual.answer)))
         n_prompts = min(self.n_prompts, max(least, _largest_in_time(self.n_prompts, passes, _TRAIN_S)))
         lengths = [
@@ -332,7 +332,7 @@ def _largest_in_time(most: int, seconds: Callable[[int], float], limit_s: float)
 
 def _warm_up(engine: Engine, config: PolicyExperimentConfig) -> None:
     row = _made_up_row(_WARM_UP_TOKENS, [1] * 2 * _WARM_UP_TOKENS, 1.0)
-    rows, spec = [row] * engine.spec.layout.data_size, MicroBatchSpec(mini_bs=1)
+    rows, spec = [row] * engine.spec.layout.n_data_parallel_groups, MicroBatchSpec(mini_bs=1)
     engine.train(rows, _loss_fn(config.divergence), UpdateSpec(spec, divergence=config.divergence))
     if isinstance(config, CriticExperimentConfig):
         engine.train(rows, value_loss_fn, UpdateSpec(spec), "critic")

@@ -104,13 +104,13 @@ def temporary_folder(prefix: str) -> Iterator[str]:
         try:
             while names := os.listdir(folder):
                 for name in names:
-                    _remove(name, folder)
+                    _remove_file_or_tree(name, folder)
         finally:
             os.close(folder)
         os.rmdir(path)
 
 
-def _remove(name: str, parent: int) -> None:
+def _remove_file_or_tree(name: str, parent: int) -> None:
     """Remove a file, or a folder whose folders are moved to its parent, so that no path grows long."""
     with contextlib.suppress(IsADirectoryError):
         return os.unlink(name, dir_fd=parent)

@@ -155,7 +155,7 @@ def _enter_pid_namespace() -> None:
             file.write(text)
 
 
-def limit(seconds: int, megabytes: int) -> None:
+def limit_resources(seconds: int, megabytes: int) -> None:
     """Limit CPU time and memory of each process, and the size and number of its files."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
@@ -176,13 +176,13 @@ def drop_privileges() -> None:
     system_call("capset", header, struct.pack("6I", effective & kept, permitted & kept, 0, 0, 0, 0))
 
 
-def path_rule(path: str, rights: int) -> tuple[int, int]:
+def open_path_rule(path: str, rights: int) -> tuple[int, int]:
     """Open a file or a folder for `limit_files`: (file descriptor, the rights that its kind can have)."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     return fd, rights if stat.S_ISDIR(os.stat(fd).st_mode) else rights & _OF_NO_FOLDER
 
 
-def ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
+def make_landlock_ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
     """Make a file descriptor for `limit_files`.
 
     It allows only the access to files that the rules give and, from ABI 6 on, no signals to processes outside.
@@ -196,7 +196,7 @@ def ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
 
 
 def limit_files(fd: int) -> None:
-    """Limit files, and signals, as a `ruleset` says."""
+    """Limit files, and signals, as a ruleset of `make_landlock_ruleset` says."""
     system_call("landlock_restrict_self", fd, 0)
 
 

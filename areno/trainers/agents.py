@@ -82,18 +82,18 @@ def score_missing(
     A log-probability is usable only if the policy sampled the token with the settings that training assumes. Usable
     ones are kept: older weights may have sampled the token, and importance ratios need their probability.
     """
-    places = [place for place, row in enumerate(sampled) if needs_scoring(row, sampling)]
-    if not places:
+    indices = [index for index, row in enumerate(sampled) if needs_scoring(row, sampling)]
+    if not indices:
         return []
     with trainer.clock.phase("recompute"):
-        scored = trainer.score_logprobs("actor", [sampled[place].tokens for place in places], sampling=sampling)
-    for place, logprobs in zip(places, scored, strict=True):
-        row, known = sampled[place], 0.0
+        scored = trainer.score_logprobs("actor", [sampled[index].tokens for index in indices], sampling=sampling)
+    for index, logprobs in zip(indices, scored, strict=True):
+        row, known = sampled[index], 0.0
         missing = row.trained
         if row.temperature == sampling.logprob_temperature:
-            missing, known = row.trained & ~row.sampled, np.asarray(rows[place].logprobs)
-        rows[place].logprobs = np.where(missing, logprobs, known)
-    return [sampled[place] for place in places]
+            missing, known = row.trained & ~row.sampled, np.asarray(rows[index].logprobs)
+        rows[index].logprobs = np.where(missing, logprobs, known)
+    return [sampled[index] for index in indices]
 
 
 def score_agents(

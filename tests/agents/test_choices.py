@@ -58,7 +58,7 @@ def trajectory(proxy: SessionProxy, *turns: AgentTrajectoryTurn) -> Trajectory:
     if isinstance(plain, BadTrajectory):
         raise plain
     conversations = proxy.server.chat.prompts
-    return RowBuilder(conversations, LossMaskPolicy(), VOCAB, proxy.session).trajectory(plain)
+    return RowBuilder(conversations, LossMaskPolicy(), VOCAB, proxy.session).build_trajectory(plain)
 
 
 def sampled(found: Trajectory) -> list[list[int]]:

@@ -67,12 +67,12 @@ def test_each_token_is_sampled_once(capsys: pytest.CaptureFixture[str], steps: l
         if k in group.finished or k in group.parked
     )
     assert n_sampled == ended + parts
-    assert len(gone) == len({(group.batch, group.place) for group in gone})
-    lengths = {(group.batch, group.place): [len(output.tokens) for output in group.outputs] for group in gone}
+    assert len(gone) == len({(group.batch, group.prompt_index) for group in gone})
+    lengths = {(group.batch, group.prompt_index): [len(output.tokens) for output in group.outputs] for group in gone}
     waited = [choice for _, n_ahead, choice, _ in steps if not n_ahead]
     common = 0
     for group in (group for choice in waited for group in choice.taken):
-        if (known := lengths.get((group.batch, group.place))) is not None:
+        if (known := lengths.get((group.batch, group.prompt_index))) is not None:
             assert known == [len(output.tokens) for output in group.outputs]
             common += 1
     assert common > 1

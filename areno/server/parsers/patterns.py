@@ -61,7 +61,7 @@ def lark_literal(regex: str) -> str:
     return f"/{''.join(pieces)}/" if pieces else '""'
 
 
-def text_fault(words: dict[str, Any]) -> str:
+def text_schema_fault(words: dict[str, Any]) -> str:
     """Return why keywords of a string cannot be enforced, "" if they can, even if no string has them."""
     return grammar_error(_or_null(words))
 
@@ -78,7 +78,7 @@ def json_expression(schema: dict[str, Any]) -> str:
 
 def pattern_fault(pattern: str) -> str:
     """Return why a pattern cannot be enforced, "" if it can."""
-    return "" if decimal_term(pattern) else text_fault({"pattern": pattern})
+    return "" if decimal_term(pattern) else text_schema_fault({"pattern": pattern})
 
 
 @lru_cache(4096)

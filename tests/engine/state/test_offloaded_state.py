@@ -21,7 +21,7 @@ from areno.engine.train.optimizer_offload import HostBuffer
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
-from areno.run.resume import changes
+from areno.run.resume import changed_settings
 from tests.helpers.critics import OPTIMIZER, critic, critic_rows
 from tests.helpers.processes import worker_of
 from tests.helpers.states import FORMATS, content, same, saved
@@ -202,5 +202,5 @@ def test_too_little_host_memory_ends_the_start(folder: Path, monkeypatch: pytest
 def test_offload_may_change_within_a_run() -> None:
     before = {"experiment_name": "a", "actor": {"path": "m"}}
     now = {"experiment_name": "a", "actor": {"path": "m", "offload": True}, "enable_offload": True}
-    found = {change.key: change.on_resume.kind for change in changes(SupervisedExperimentConfig, before, now)}
+    found = {change.key: change.on_resume.kind for change in changed_settings(SupervisedExperimentConfig, before, now)}
     assert found == {"actor.offload": "harmless", "enable_offload": "harmless"}
