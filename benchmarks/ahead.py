@@ -118,7 +118,7 @@ class _Steps:
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
         """Record finished samples. Return (number of unfinished samples of the step, groups that begin)."""
         self.choice.add(found)
-        return self.choice.missing, []
+        return self.choice.min_missing_samples, []
 
     def step(self) -> None:
         ids, group_of, before = itertools.count(), dict[int, Group](), list[tuple[Group, GenerationOutput, int]]()
@@ -207,7 +207,7 @@ class _Rounds(_Steps):
             number, items = self.batch()
             more += [Group(number, place, item, self.settings.work.n_samples) for place, item in enumerate(items)]
             groups += more[-size:]
-        n_missing = sum(group.missing for group in groups)
+        n_missing = sum(group.n_missing_samples for group in groups)
         if not n_missing:
             self.choice.taken = [group for group in groups if not self.has_equal_rewards(group)][:size]
             self.choice.dropped = [group for group in groups if group not in self.choice.taken]

@@ -111,7 +111,7 @@ class SimulatedWorkers:
             self._step_cpu, self._simulation_cpu = now, 0.0
         return [answer] * self.spec.layout.dp_size
 
-    def cast(self, dp_rank: int, method: str, *args: Any) -> None:
+    def call_nowait(self, dp_rank: int, method: str, *args: Any) -> None:
         """Accept a command that needs no reply. Only `submit` has an effect: its requests are sampled."""
         sent, now = pack(method, args), time.perf_counter()
         if method == "submit":

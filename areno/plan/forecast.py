@@ -237,7 +237,7 @@ class _StepForecast:
         if mb_spec.mini_bs is not None:
             return mb_spec.mini_bs * row
         if self.config.actor.gradient_accumulation_steps is not None and phase == TRAIN:
-            return (mb_spec.counted.mini_bs or 1) * row
+            return (mb_spec.with_fixed_size.mini_bs or 1) * row
         room = self.total - self.footprint.total_resident_bytes - self.footprint.max_extra_bytes_in_use
         cache = self.cache.bytes_within(room) if self.stays and self.cache else 0
         return choose_token_budget(self.footprint, self._footprint_of_model(name), phase, self.total, cache)

@@ -14,7 +14,7 @@ from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.data.control_tokens import allow_control_tokens
 from areno.data.solution_steps import step_separator
 from areno.data.turn_ends import set_model_ends, stop_token_ids, template_end_ids
-from areno.engine.decoder.grammar import ids_with_text
+from areno.engine.decoder.grammar import find_ids_with_text
 from areno.errors import ConfigError, Key, Problem, all_of
 from areno.files.paths import name_model_setting_in_errors
 from areno.models.config import TransformerConfig
@@ -115,7 +115,7 @@ def open_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) ->
         tokenizer_path=tokenizer_folder,
         eos_token_ids=tuple(sorted(eos)),
         turn_end_ids=tuple(sorted(template_end_ids(tokenizer))) if has_lm_head else (),
-        texts=ids_with_text(tokenizer, eos),
+        texts=find_ids_with_text(tokenizer, eos),
         context_len=model.max_position_embeddings,
     )
     return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=config.engine.workers)

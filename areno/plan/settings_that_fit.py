@@ -53,7 +53,7 @@ def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Fore
         ways += _combinations_that_fit(found, itertools.product(here, layouts), predict)
     ways = list({tuple(way.changes.items()): way for way in ways}.values())
     ways = [way for way in ways if not any(_is_as_good(other, way) for other in ways)]
-    ways.sort(key=lambda way: (way.forecast.n_devices, way.learns_otherwise, way.forecast.seconds))
+    ways.sort(key=lambda way: (way.forecast.n_devices, way.learns_otherwise, way.forecast.step_seconds))
     on_same = [way for way in ways if way.forecast.n_devices == found.n_devices]
     on_more = [way for way in ways if way.forecast.n_devices > found.n_devices]
     chosen = on_same[: max(_MOST_HERE, _MOST - len(on_more))]

@@ -150,11 +150,11 @@ def candidates(
         if candidate.full.fits and candidate.usual.fits:
             (found if candidate.peak_memory_bytes <= most else too_large).append(candidate)
     if not found:
-        least = min((candidate.peak for candidate in too_large), default=None)
+        least = min((candidate.peak_memory_bytes for candidate in too_large), default=None)
         raise nothing_fits_error(config, hardware, n_devices, least)
-    found.sort(key=lambda candidate: candidate.price(candidate.usual.seconds))
-    nearly_best = _LARGER * found[0].price(found[0].usual.seconds)
-    n_rows = max(each.n_rows for each in found if each.price(each.usual.seconds) <= nearly_best)
+    found.sort(key=lambda candidate: candidate.seconds_per_sample(candidate.usual.step_seconds))
+    nearly_best = _LARGER * found[0].seconds_per_sample(found[0].usual.step_seconds)
+    n_rows = max(each.n_rows for each in found if each.seconds_per_sample(each.usual.step_seconds) <= nearly_best)
     return [*(each for each in found if each.n_rows == n_rows), *(each for each in found if each.n_rows != n_rows)]
 
 

@@ -285,7 +285,7 @@ class _Trial:
     def _train(self, phase: Phase, role: str, rows: list[TrainSequence]) -> None:
         section: Any = vars(self.config)[role]
         accumulates = section.gradient_accumulation_steps if role == "actor" else None
-        spec: MicroBatchSpec = section.mb_spec if accumulates is None else section.mb_spec.counted
+        spec: MicroBatchSpec = section.mb_spec if accumulates is None else section.mb_spec.with_fixed_size
         if spec.is_automatic:
             spec = MicroBatchSpec(max_tokens_per_mb=phase.budget)
         update = UpdateSpec(

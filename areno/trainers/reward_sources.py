@@ -49,13 +49,13 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Wait for the rewards, from functions alone, of all samples of a prompt. Samples without one are left out."""
         assert self._scoring is not None, "no reward function scores the samples"
         with self._setup.run.stop.interruptible():
-            outcomes = self._scoring.known(self._samples_of(number))
+            outcomes = self._scoring.wait_for_outcomes(self._samples_of(number))
         return [outcome.value for outcome in outcomes if outcome.value is not None]
 
     def has_rewards_of(self, number: int) -> bool:
         """Return whether the rewards, from functions alone, of all samples of a prompt are known."""
         assert self._scoring is not None, "no reward function scores the samples"
-        return self._scoring.has(self._samples_of(number))
+        return self._scoring.are_scored(self._samples_of(number))
 
     def _samples_of(self, number: int) -> range:
         n_samples = self.gconfig.n_samples

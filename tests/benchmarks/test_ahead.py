@@ -53,12 +53,12 @@ def test_each_token_is_sampled_once(capsys: pytest.CaptureFixture[str], steps: l
     gone, n_sampled, last = [], 0, None
     for _, n_ahead, choice, each in steps:
         if n_ahead:
-            gone += choice.gone
+            gone += choice.groups_no_longer_in_flight
             n_sampled += each.sampled
             last = choice
             assert len(choice.taken) == 2
     assert last is not None
-    left = [group for group in last.groups if group not in last.gone]
+    left = [group for group in last.groups if group not in last.groups_no_longer_in_flight]
     ended = sum(len(output.tokens) for group in gone for output in group.outputs)
     parts = sum(
         len((group.finished.get(k) or group.parked[k]).tokens)
@@ -82,7 +82,9 @@ def test_each_token_is_sampled_once(capsys: pytest.CaptureFixture[str], steps: l
 def test_groups_with_equal_rewards_are_replaced(capsys: pytest.CaptureFixture[str], steps: list[Any]) -> None:
     run_of(capsys, "--repeats", "3", "--equal-rewards", "0.5", "--max-head-offpolicyness", "2")
     for kind in (ahead._Replaces, ahead._Rounds):
-        assert any(len(choice.gone) > len(choice.taken) for found, _, choice, _ in steps if found is kind)
+        assert any(
+            len(choice.groups_no_longer_in_flight) > len(choice.taken) for found, _, choice, _ in steps if found is kind
+        )
 
 
 @pytest.mark.parametrize(

@@ -369,7 +369,7 @@ def test_a_role_that_finds_no_room_is_refused_and_the_rest_stays(tmp_path: Path)
         worker: Any = worker_of(engine)
         short, _ = engine.memory_table()
         assert short.endswith("GiB for actor")
-        worker.roles._device_bytes = int(worker.roles.footprint.least_bytes / (1 - RESERVE)) + 2
+        worker.roles._device_bytes = int(worker.roles.footprint.min_device_bytes / (1 - RESERVE)) + 2
         with pytest.raises(EngineError, match="actor and critic cannot fit"):
             engine.ensure_roles({"critic": critic(folder)})
         assert engine.memory_table()[0].endswith("GiB for actor")

@@ -109,7 +109,7 @@ def test_a_cache_that_stays_leaves_room_for_gradients(folder: Path) -> None:
         found = worker.roles.footprint
         away = tuple(dataclasses.replace(model, offload=True) for model in found.models)
         worker.roles.footprint = dataclasses.replace(found, models=away)
-        extra = worker.roles.footprint.most_extra_in_use
+        extra = worker.roles.footprint.max_extra_bytes_in_use
         assert extra > 4 * engine.info.n_params
         rollout_spec = RolloutSpec(max_running=4, max_len=64)
         worker.free_bytes = lambda: extra + 1000

@@ -213,7 +213,7 @@ class Scripted:
     def __init__(self, polls: list[list[GenerationOutput]], n_requests: int = 1):
         self.polls, self.n_requests, self.sent = polls, n_requests, []
 
-    def cast(self, dp_rank: int, method: str, *args: Any) -> None:
+    def call_nowait(self, dp_rank: int, method: str, *args: Any) -> None:
         self.sent.append((method, *args))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:

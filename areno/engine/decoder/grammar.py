@@ -136,7 +136,7 @@ class GrammarCompiler:
 TextRanges = tuple[tuple[int, int], ...]
 
 
-def ids_with_text(tokenizer: Any, eos_token_ids: Iterable[int]) -> TextRanges:
+def find_ids_with_text(tokenizer: Any, eos_token_ids: Iterable[int]) -> TextRanges:
     """Return the token ids that have a text or end a completion, as ranges (first, end).
 
     The embedding of a model may have more rows than its tokenizer has texts. Such ids are not sampled.
@@ -194,7 +194,7 @@ class Vocabulary:
 
     @cached_property
     def ids_with_text(self) -> TextRanges:
-        return ids_with_text(self.tokenizer, self.eos_token_ids) if self._texts is None else self._texts
+        return find_ids_with_text(self.tokenizer, self.eos_token_ids) if self._texts is None else self._texts
 
     @cached_property
     def grammars(self) -> GrammarCompiler:

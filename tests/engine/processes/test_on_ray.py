@@ -216,7 +216,7 @@ def test_a_node_that_is_lost_while_models_load_counts_for_the_retries(
             assert not trainers[1].__exit__.called, "it stays open"
         assert len(trainers) == tries
         assert trainers[0].__exit__.called, "nothing of the first is left"
-        assert run.recovery.count.call_count == tries - 1
+        assert run.recovery.count_restart.call_count == tries - 1
 
 
 def report(host: str = "10.0.0.2", missing: tuple[str, ...] = (), **other: str) -> NodeReport:

@@ -62,7 +62,7 @@ def step(engine: Engine) -> list[Any]:
 
 def buffers(engine: Engine) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    for name, role in worker_of(engine).roles.trained().items():
+    for name, role in worker_of(engine).roles.trained_roles().items():
         with role.on_device():
             found |= {f"{name}.{kind}": tensor for kind, tensor in state_of(role.backend).items()}
     return found
@@ -97,7 +97,7 @@ def test_what_rests_on_the_device_and_what_does_not(folder: Path) -> None:
     """The actor keeps its weights, the critic nothing. Neither has gradients while it is not trained."""
     with built(folder, True, dtype="bfloat16") as engine:
         step(engine)
-        for name, role in worker_of(engine).roles.trained().items():
+        for name, role in worker_of(engine).roles.trained_roles().items():
             flat, optimizer = role.backend.flat, role.backend.optimizer
             assert isinstance(flat.masters, HostBuffer)
             assert all(isinstance(moment, HostBuffer) for moment in optimizer.moments.values())
