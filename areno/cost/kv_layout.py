@@ -75,11 +75,11 @@ class KVLayout:
     def n_tables(self) -> int:
         return sum(group.n_tables for group in self.groups)
 
-    def pool_blocks_of_full_blocks(self, n_blocks: int) -> int:
+    def pool_blocks(self, n_blocks: int) -> int:
         """Convert `n_blocks` blocks with all attention layers to pool blocks of the same memory, rounded down."""
         return n_blocks * len(self.places) // self.layers_per_block
 
-    def full_blocks_of_pool_blocks(self, n_blocks: int) -> int:
+    def full_blocks(self, n_blocks: int) -> int:
         """Convert pool blocks to blocks with all attention layers of the same memory, rounded up."""
         return -(-n_blocks * self.layers_per_block // len(self.places))
 

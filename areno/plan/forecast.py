@@ -465,9 +465,7 @@ def _cache_problems(cache: WantedCache | None, free_bytes: int, of: str) -> Iter
     if cache is None:
         return
     room = cache.affordable_blocks(free_bytes) if cache.mem_fraction is not None else cache.blocks
-    tokens = cache.layout.max_sequence_tokens(
-        cache.layout.pool_blocks_of_full_blocks(max(min(room, cache.blocks), 0)), cache.max_len
-    )
+    tokens = cache.layout.max_sequence_tokens(cache.layout.pool_blocks(max(min(room, cache.blocks), 0)), cache.max_len)
     if tokens < cache.max_len:
         yield f"the KV cache{of} has room for {tokens:,} tokens, and a sample may need {cache.max_len:,}"
 

@@ -51,13 +51,13 @@ def kv_cache_blocks(
     least = torch.tensor([free_bytes() - reserved], device=model.output.weight.device)
     free = int(model.tp.all_reduce(least, torch.distributed.ReduceOp.MIN).item())
     affordable = wanted.affordable_blocks(free)
-    room = layout.max_sequence_tokens(layout.pool_blocks_of_full_blocks(max(affordable, 0)), max_len)
+    room = layout.max_sequence_tokens(layout.pool_blocks(max(affordable, 0)), max_len)
     if room < max_len:
         raise _too_small_error(
             room, max_len, wanted.n_slots if wanted.states else 0, wanted.states, reserved > 0 or beside_actor
         )
     if affordable < wanted.needed and engine.engine.deterministic and not engine.engine.exact:
-        fewest_blocks, block_size = layout.full_blocks_of_pool_blocks(layout.blocks_for(max_len)), layout.block_size
+        fewest_blocks, block_size = layout.full_blocks(layout.blocks_for(max_len)), layout.block_size
         raise EngineError(
             "{} is true, but the KV cache has room for {} of {} tokens, and which samples run together would come "
             "from the free memory: set {}={}, so that it is the same in each run, or lower {}, or also set {}=true",

@@ -79,7 +79,7 @@ class Decoder:
         # Routes are kept in the blocks of the first group, and a sample's are read when it ends.
         context_len, by_window = config.max_position_embeddings, not spec.keeps_routes(rollout.role)
         layout = KVLayout.from_config(config, block_size, rollout.max_len, by_window=by_window)
-        self.blocks = BlockManager(layout.pool_blocks_of_full_blocks(n_blocks), block_size, layout.groups)
+        self.blocks = BlockManager(layout.pool_blocks(n_blocks), block_size, layout.groups)
         max_running, max_prefill_tokens = (
             spec.layout.samples_per_copy(rollout.n_slots),
             rollout.decoder.max_prefill_tokens,

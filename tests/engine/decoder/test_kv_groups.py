@@ -70,7 +70,7 @@ def test_what_groups_would_not_save_is_one_group() -> None:
     config = gemma(26, 512)
     for layout in (KVLayout.from_config(config, 32, 512), KVLayout.from_config(config, 32, 32768, by_window=False)):
         assert layout.groups == (KVGroup(None),)
-        assert (layout.n_tables, layout.layers_per_block, layout.pool_blocks_of_full_blocks(7)) == (1, 26, 7)
+        assert (layout.n_tables, layout.layers_per_block, layout.pool_blocks(7)) == (1, 26, 7)
     all_local = KVLayout.from_config(gemma(5, 512), 32, 32768)
     assert all_local.groups == (KVGroup(512),)
     assert all_local.blocks_for(32768) == 18  # the window, a part of a block on either side, and the next one
@@ -89,7 +89,7 @@ def preemptions(n_samples: int, *, by_window: bool) -> int:
     """Of samples of 40 + 600 tokens that begin together, in the memory of 2,000 tokens of 24 layers, where 20 of these
     may have a window of 32 tokens."""
     layout = KVLayout.from_config(gemma(24, 32), 8, 640, by_window=by_window)
-    scheduler = Scheduler(BlockManager(layout.pool_blocks_of_full_blocks(250), 8, layout.groups), 64, 4096)
+    scheduler = Scheduler(BlockManager(layout.pool_blocks(250), 8, layout.groups), 64, 4096)
     for number in range(n_samples):
         asked = GenerationRequest(request_id=number, prompt=[number] * 40, params=SamplingParams())
         common: dict[str, Any] = {"request": asked, "max_new": 600, "stop_ids": frozenset()}
