@@ -65,7 +65,7 @@ def now() -> int:
     return time.perf_counter_ns() + _to_1970
 
 
-def at(seconds: float) -> int:
+def from_perf_counter(seconds: float) -> int:
     """Convert a reading of time.perf_counter to a time of events.
 
     Args:

@@ -124,7 +124,7 @@ TokenScores = list[tuple[int, float]]
 
 
 @dataclass(slots=True, frozen=True)
-class Begun:
+class BegunCompletion:
     """The completion tokens that a sample has from an earlier rollout, which ended before the sample did.
 
     Attributes:
@@ -189,7 +189,7 @@ class GenerationRequest:
     raw_logprobs: bool = False
     first_sample: int = 0
     expected_tokens: float | None = None
-    begun: Begun | None = None
+    begun: BegunCompletion | None = None
     draft_scope: int | None = None
 
     @property

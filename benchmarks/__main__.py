@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from areno.bench.__main__ import exit_code
-from areno.bench.arguments import Kind, Parser, Settings, add_work_arguments, completed
+from areno.bench.arguments import Kind, Parser, Settings, add_work_arguments, with_derived_settings
 from benchmarks import agents, ahead, driver, grid, phases, sampling, serve, speculation, state, trl
 
 BENCHMARKS: dict[str, Any] = dict.fromkeys(get_args(Kind), phases) | {
@@ -49,8 +49,8 @@ def parser() -> Parser:
 def _run(settings: Settings) -> None:
     module = BENCHMARKS[settings.benchmark]
     with tempfile.TemporaryDirectory() as folder:
-        found = module.run(settings if module is trl else completed(settings), Path(folder))
-    text = phases.page(found) if module is phases else page(found)
+        found = module.run(settings if module is trl else with_derived_settings(settings), Path(folder))
+    text = phases.text_page(found) if module is phases else page(found)
     print(json.dumps(found) if settings.json else text)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from areno.bench.__main__ import checked_model
 from areno.bench.areno_contender import ArenoContender
-from areno.bench.arguments import Settings, positive, raise_problems
+from areno.bench.arguments import Settings, positive_int, raise_problems
 from areno.engine.requests import requests_of_rest
 from areno.run.group_selection import DECISION_STEPS, Admission, Group, n_tokens
 from areno.run.groups_in_flight import GroupsInFlight
@@ -35,8 +35,8 @@ _STEPS_BEFORE = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(kind="rollout")
     add = parser.add_argument
-    add("--mean-tokens", type=positive, default=64, help="mean length of a sample (default: %(default)s)")
-    add("--ahead", type=positive, default=4, help="number of prompts ahead (default: %(default)s)")
+    add("--mean-tokens", type=positive_int, default=64, help="mean length of a sample (default: %(default)s)")
+    add("--ahead", type=positive_int, default=4, help="number of prompts ahead (default: %(default)s)")
     aged = "as rollout.max_head_offpolicyness (default: %(default)s)"
     add("--max-head-offpolicyness", type=int, choices=range(100), default=4, metavar="N", help=aged)
     equal = "share of prompts whose samples have equal rewards, and which are replaced (default: %(default)s)"
@@ -118,7 +118,7 @@ class _Steps:
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
         """Record finished samples. Return (number of unfinished samples of the step, groups that begin)."""
         self.choice.add(found)
-        return self.choice.missing, []
+        return self.choice.min_missing_samples, []
 
     def step(self) -> None:
         ids, group_of, before = itertools.count(), dict[int, Group](), list[tuple[Group, GenerationOutput, int]]()
@@ -148,7 +148,9 @@ class _Steps:
         parked = [(group_of[output.request_id], output) for output in engine.park()]
         engine.end_rollout()
         ended = {(group, output.sample): output for group, output in parked}
-        now = [n_tokens(ended.get((group, part.sample)) or group.latest(part.sample)) for group, part, _ in before]
+        now = [
+            n_tokens(ended.get((group, part.sample)) or group.latest_output(part.sample)) for group, part, _ in before
+        ]
         went_on = [old for (_, _, old), new in zip(before, now, strict=True) if new > old]
         self.in_flight.end(number, self.choice, parked)
         trained = sum(n_tokens(output) for group in self.choice.taken for output in group.outputs)
@@ -156,15 +158,15 @@ class _Steps:
 
     def _request(self, group: Group, sample: int) -> GenerationRequest:
         """Return the request of a sample, whose length depends only on the prompt and the number of the sample."""
-        draw = random.Random(f"{group.batch}.{group.place}.{sample}")
+        draw = random.Random(f"{group.batch}.{group.prompt_index}.{sample}")
         length = draw.lognormvariate(math.log(self.settings.mean_tokens) - _SIGMA**2 / 2, _SIGMA)
         new_len = min(max(1, round(length)), max(self.settings.work.new_lens))
         params = SamplingParams(max_new_tokens=new_len, ignore_eos=True)
-        seed = (group.batch << 32) + group.place
+        seed = (group.batch << 32) + group.prompt_index
         return GenerationRequest(request_id=0, prompt=group.item.tokens, params=params, seed=seed)
 
     def has_equal_rewards(self, group: Group) -> bool:
-        return random.Random(f"reward {group.batch}.{group.place}").random() < self.settings.equal_rewards
+        return random.Random(f"reward {group.batch}.{group.prompt_index}").random() < self.settings.equal_rewards
 
 
 class _Replaces(_Steps):
@@ -198,14 +200,14 @@ class _Rounds(_Steps):
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
         for group, output in found:
             group.record(output)
-            self._n_equal += not group.missing and self.has_equal_rewards(group)
+            self._n_equal += not group.n_missing_samples and self.has_equal_rewards(group)
         more = list[Group]()
         size, groups = len(self.items), self.choice.groups
         while len(groups) - self._n_equal < size:
             number, items = self.batch()
             more += [Group(number, place, item, self.settings.work.n_samples) for place, item in enumerate(items)]
             groups += more[-size:]
-        n_missing = sum(group.missing for group in groups)
+        n_missing = sum(group.n_missing_samples for group in groups)
         if not n_missing:
             self.choice.taken = [group for group in groups if not self.has_equal_rewards(group)][:size]
             self.choice.dropped = [group for group in groups if group not in self.choice.taken]

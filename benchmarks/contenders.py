@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from areno.bench.arguments import Settings
 from areno.bench.device import synchronize
-from areno.bench.work import Work, row
+from areno.bench.work import Work, made_up_row
 from areno.errors import EngineError
 from areno.models.registry import load_config
 from areno.trainers.rows import n_trained, prompt_masks, token_rows
@@ -107,7 +107,7 @@ class TransformersContender:
             for index, (tokens, logprobs) in enumerate(zip(*generated, strict=True)):
                 number, sample = start + index // work.n_samples, index % work.n_samples
                 new = slice(0, work.new_lens[number])
-                rows.append(row(prompts[number], tokens[new], logprobs[new], sample))
+                rows.append(made_up_row(prompts[number], tokens[new], logprobs[new], sample))
         return rows
 
     @torch.no_grad()
@@ -248,5 +248,5 @@ class VllmContender:
             for sample, drawn in enumerate(output.outputs):
                 tokens = list(drawn.token_ids)
                 logprobs = [step[token].logprob for step, token in zip(drawn.logprobs, tokens, strict=True)]
-                rows.append(row(prompt, tokens, logprobs, sample))
+                rows.append(made_up_row(prompt, tokens, logprobs, sample))
         return rows

@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from areno.bench.__main__ import checked_model
-from areno.bench.arguments import Settings, positive
+from areno.bench.arguments import Settings, positive_int
 from areno.bench.work import Work
 from areno.cost.flops import TokenCost
 from areno.cost.token_budget import SCORE, TRAIN
@@ -111,7 +111,7 @@ class SimulatedWorkers:
             self._step_cpu, self._simulation_cpu = now, 0.0
         return [answer] * self.spec.layout.dp_size
 
-    def cast(self, dp_rank: int, method: str, *args: Any) -> None:
+    def call_nowait(self, dp_rank: int, method: str, *args: Any) -> None:
         """Accept a command that needs no reply. Only `submit` has an effect: its requests are sampled."""
         sent, now = pack(method, args), time.perf_counter()
         if method == "submit":
@@ -209,7 +209,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_tokenizer_argument(parser)
     parser.set_defaults(kind="step")
     copies = "numbers of model copies; each copy gets all prompts (default: 1 2)"
-    parser.add_argument("--copies", type=positive, nargs="+", default=[1, 2], help=copies)
+    parser.add_argument("--copies", type=positive_int, nargs="+", default=[1, 2], help=copies)
 
 
 def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:

@@ -31,7 +31,7 @@ from areno.errors import EngineError
 from areno.files.paths import find_file
 from areno.plan.tuning_candidates import AT_ONCE, BATCH, BUDGET, DROP, RECOMPUTE
 from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
-from areno.run.tuning import choose
+from areno.run.tuning import choose_settings
 from areno.specs.rollout import RolloutSpec
 
 BUDGETS = (4096, 8192, 16384, 32768, 65536)
@@ -72,7 +72,7 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
     """
     model, n_rows = checked_model(settings, folder), settings.work.n_rows
     began = time.perf_counter()
-    of = choose(_config(settings, *model), {BATCH})
+    of = choose_settings(_config(settings, *model), {BATCH})
     chosen = Point(of.get(AT_ONCE, n_rows), of.get(BUDGET), of.get(RECOMPUTE, True), of.get(DROP, False))
     tune_s, points = time.perf_counter() - began, dict[str, dict[str, Any]]()
     with closing(_Bench(settings, model)) as bench:

@@ -16,12 +16,12 @@ from areno.bench.__main__ import Model, checked_model
 from areno.bench.__main__ import run as run_phases
 from areno.bench.areno_contender import ArenoContender
 from areno.bench.arguments import PLAIN, Settings, add_phase_arguments, raise_problems
-from areno.bench.report import page
+from areno.bench.report import text_page
 from areno.bench.timing import Timed, log_progress, measure
 from benchmarks.contenders import TransformersContender, VllmContender
 from benchmarks.profile import busy_s, idle_share, phase_table, trace
 
-__all__ = ["add_arguments", "page", "run"]
+__all__ = ["add_arguments", "run", "text_page"]
 
 _OTHERS: dict[str, Any] = {"transformers": TransformersContender, "vllm": VllmContender}
 
@@ -63,12 +63,17 @@ def _run_other(name: str, settings: Settings, model: Model) -> dict[str, Any]:
     log_progress(f"{name}: starting {settings.shape} on {settings.device}")
     other = _OTHERS[name](settings, *model)
     timed = measure(other, settings.kind, settings.work, settings.repeats, other.warm_up)
-    return {"start_s": other.start_s, **timed.figures(settings.work), "repeats_s": timed.seconds, **other.figures()}
+    return {
+        "start_s": other.start_s,
+        **timed.phase_figures(settings.work),
+        "repeats_s": timed.seconds,
+        **other.figures(),
+    }
 
 
 def _profile(settings: Settings, ours: ArenoContender, timed: Timed) -> dict[str, float]:
     """Trace each timed phase once, write the kernel tables to the file of `--profile`, and return the idle shares."""
-    prompts, figures = settings.work.prompts(ours.vocab_size, -3), timed.figures(settings.work)
+    prompts, figures = settings.work.prompts(ours.vocab_size, -3), timed.phase_figures(settings.work)
     bodies: dict[str, Any] = {
         "rollout": lambda: ours.rollout(settings.work, prompts),
         "train": lambda: ours.train(timed.rows),

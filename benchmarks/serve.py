@@ -24,7 +24,7 @@ import numpy as np
 
 from areno.bench.__main__ import checked_model
 from areno.bench.areno_contender import ArenoContender, requests
-from areno.bench.arguments import Settings, positive
+from areno.bench.arguments import Settings, positive_int
 from areno.server.app import build_server
 from areno.server.sampling import Sampler, ServerLimits
 from areno.server.threads import ServerThread
@@ -39,7 +39,7 @@ _N_ALONE = 8  # requests of one client, for the time to its first token
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_tokenizer_argument(parser)
     parser.set_defaults(kind="rollout", prompts=256, samples=1)
-    parser.add_argument("--clients", type=positive, default=64, help="clients that send requests at the same time")
+    parser.add_argument("--clients", type=positive_int, default=64, help="clients that send requests at the same time")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from areno.bench.__main__ import checked_model
 from areno.bench.areno_contender import ArenoContender
-from areno.bench.arguments import Settings, positive
+from areno.bench.arguments import Settings, positive_int
 from areno.bench.work import Work, model_folder
 from areno.engine.reports import DraftCounts
 from areno.launch.compose import load
@@ -33,7 +33,7 @@ _WARM_UP = 7  # further rollouts of each number of samples, which capture the CU
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(kind="rollout")
     at_once = "numbers of samples that are decoded at once, rounded up to whole prompts (default: 8 32 256)"
-    parser.add_argument("--batches", type=positive, nargs="+", default=[8, 32, 256], metavar="N", help=at_once)
+    parser.add_argument("--batches", type=positive_int, nargs="+", default=[8, 32, 256], metavar="N", help=at_once)
     named = "name of the YAML file with prompts and sampling settings (default: prompts are random tokens)"
     parser.add_argument("--config", metavar="NAME", help=named)
     other = "another setting of --config, such as gconfig.n_samples=16. Repeat it for more settings"

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from areno.bench.arguments import Settings, positive
+from areno.bench.arguments import Settings, positive_int
 from areno.bench.timing import log_progress
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=["cpu", "cuda:0"], help="device (default: cuda:0, or cpu without a GPU)")
     add("--algo", choices=["grpo", "gspo"], default="grpo", help="the algorithm (default: %(default)s)")
     add("--seeds", type=int, nargs="+", default=[1], metavar="N", help="seed of each pair of runs (default: 1)")
-    add("--steps", type=positive, help="number of training steps (default: total_train_steps of --config)")
+    add("--steps", type=positive_int, help="number of training steps (default: total_train_steps of --config)")
     other = "another setting of the runs, such as gconfig.n_samples=16. Repeat it for more settings"
     add("--set", dest="overrides", action="append", default=[], metavar="key=value", help=other)
     add("--folder", help="folder to keep the curves (curves.svg), the numbers (result.json) and the runs in")

@@ -69,7 +69,7 @@ def compile_launches(capability: int) -> tuple[dict[str, int], list[str]]:
     from areno.kernels import backend
 
     driver.set_active(Gpu(capability))  # type: ignore[arg-type]
-    backend.interprets = lambda: True  # Triton itself must not
+    backend.is_triton_interpreted = lambda: True  # Triton itself must not
     compile_, seen, counts, errors = JITFunction.run, set(), dict[str, int](), list[str]()
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:

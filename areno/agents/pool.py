@@ -146,7 +146,7 @@ class AgentPool(WorkerPool[AgentConfig]):
             return
         now = time.monotonic()
         for worker in self.workers:
-            worker.postpone(now - self._suspended_at)
+            worker.postpone_deadlines(now - self._suspended_at)
             worker.post((RESUME, now))
         self._suspended_at = None
 

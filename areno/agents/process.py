@@ -111,7 +111,7 @@ class _Runner:
         self._connection, self._function, self._path = connection, function, path
         self._timeout_s, self._copies = timeout_s, copies
         self._is_async = is_async(function)
-        self._loop = event_loop(copies.end_copy)
+        self._loop = event_loop(copies.exit_if_copy)
         # The item of each task, to find the one that blocks the loop.
         self._positions: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         self._loop.set_task_factory(self._task_factory)
@@ -138,13 +138,13 @@ class _Runner:
         exits as soon as no other agent runs. Another process runs the chunks that this process has not started.
         """
         while True:
-            self._loop.run_until_complete(self._until_idle(self._inbox.get()))
+            self._loop.run_until_complete(self._run_until_idle(self._inbox.get()))
             self._ticked = None
             if self._stuck_threads:
                 self._outbox.put(ForkingPickler.dumps(("left", None)))
-                self._exit()
+                self._send_answers_and_exit()
 
-    async def _until_idle(self, chunk: list[tuple[int, bytes]] | None) -> None:
+    async def _run_until_idle(self, chunk: list[tuple[int, bytes]] | None) -> None:
         """Run the agents of a chunk, and of the chunks that arrive meanwhile, until no agent runs."""
         idle = self._idle = self._loop.create_future()
         ticking = asyncio.ensure_future(self._record_ticks())
@@ -175,7 +175,7 @@ class _Runner:
             while (answer := self._outbox.get()) is not None:
                 self._connection.send_bytes(answer)
 
-    def _exit(self) -> NoReturn:
+    def _send_answers_and_exit(self) -> NoReturn:
         """End the process after all answers have been sent."""
         self._outbox.put(None)
         self._sender.join()
@@ -202,7 +202,7 @@ class _Runner:
         task.add_done_callback(self._tasks.discard)
 
     def _wake_if_idle(self) -> None:
-        """End `_until_idle` if no agent runs."""
+        """End `_run_until_idle` if no agent runs."""
         if not self._open and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
@@ -228,7 +228,7 @@ class _Runner:
             else:
                 task.cancel()
                 self._stuck_threads = self._stuck_threads or not self._is_async
-                place = self._line_of_wait(task, position)
+                place = self._describe_waiting_line(task, position)
                 answer = "timeout", None, f"not finished within {self._timeout_s:g} s (agent.timeout_s){place}"
         except BaseException as error:
             answer = self._answer_of_exception(error)
@@ -269,7 +269,7 @@ class _Runner:
         finally:
             del self._thread_of[position]
 
-    def _line_of_wait(self, task: asyncio.Task[Any], position: int) -> str:
+    def _describe_waiting_line(self, task: asyncio.Task[Any], position: int) -> str:
         """Return the line in the user's file at which an agent waits, such as "; it waits at agent.py:12", or ""."""
         lines = []
         at: Any = task.get_coro()
@@ -338,4 +338,4 @@ class _Runner:
             if position is not None:
                 text = f"it blocked the event loop for {self._timeout_s:g} s (agent.timeout_s){place}"
                 self._send_answer(position, ("timeout", None, text))
-            self._exit()
+            self._send_answers_and_exit()

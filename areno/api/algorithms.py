@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from areno.config.experiments import ExperimentConfig, LossFn, RowExperimentConfig
 from areno.errors import ArenoError, ConfigError, Problem
-from areno.files.paths import read_if_exists, root
+from areno.files.paths import data_root, read_if_exists
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -170,7 +170,7 @@ def algorithm_names() -> list[str]:
     return [*algorithm_entry_points(), *sorted(registered)]
 
 
-def own_algorithms() -> list[str]:
+def built_in_algorithms() -> list[str]:
     """Return the names of the algorithms that are part of areno, in alphabetical order."""
     return [name for name, entry in algorithm_entry_points().items() if entry.value.startswith(_PACKAGE)]
 
@@ -193,7 +193,7 @@ def _entry_points_of_checkout() -> list[EntryPoint]:
     """Return the entry points that pyproject.toml declares, if areno is used from a source checkout. Otherwise []."""
     from importlib.metadata import EntryPoint
 
-    text = (read_if_exists(root() / "pyproject.toml") or b"").decode()
+    text = (read_if_exists(data_root() / "pyproject.toml") or b"").decode()
     # Python 3.10 has no TOML parser. This section has only lines of the form `name = "module:ALGORITHM"`.
     _, _, rest = text.partition(f'[project.entry-points."{_GROUP}"]\n')
     pairs = [line.partition("=") for line in rest.partition("\n[")[0].splitlines() if "=" in line]

@@ -49,7 +49,7 @@ class Stopwatch:
 
     def close_step(self) -> None:
         """Record the time since `reset` that was spent outside all phases, as the phase `other`."""
-        self.seconds["other"] = max(0.0, time.perf_counter() - self.began - self.total)
+        self.seconds["other"] = max(0.0, time.perf_counter() - self.began - self.total_seconds)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -82,7 +82,7 @@ class Stopwatch:
             self._lock.release()
 
     @property
-    def total(self) -> float:
+    def total_seconds(self) -> float:
         """Sum of the seconds of all phases since `reset`."""
         return sum(self.seconds.values())
 
@@ -245,18 +245,18 @@ def accuracy(rewards: Sequence[float] | np.ndarray) -> float:
     return float(np.mean(np.asarray(rewards) >= RIGHT)) if len(rewards) else math.nan
 
 
-def step_times(clock: Stopwatch) -> dict[str, float]:
+def step_time_metrics(clock: Stopwatch) -> dict[str, float]:
     """Return the seconds of rollout, training and the whole step, as entries of the train/* statistics."""
     return {
         "step_rollout_time_s": clock.seconds.get("rollout", 0.0),
         "step_train_time_s": clock.seconds.get("train", 0.0),
-        "step_e2e_time_s": clock.total,
+        "step_e2e_time_s": clock.total_seconds,
     }
 
 
 def step_scalars(stats: Mapping[str, float], clock: Stopwatch) -> dict[str, float]:
     """Return the train/* and time/* metrics of a step from its training statistics and its stopwatch."""
-    return with_prefix("train", stats) | with_prefix("time", {**clock.seconds, "step": clock.total})
+    return with_prefix("train", stats) | with_prefix("time", {**clock.seconds, "step": clock.total_seconds})
 
 
 def with_prefix(prefix: str, stats: Mapping[str, float]) -> dict[str, float]:
@@ -308,7 +308,7 @@ class StepLog:
         self._trained: set[str] = set()  # models trained in the current step
         self._skipped: tuple[int, int] | None = None  # skipped prompts: (since the actor was last trained, in total)
 
-    def counting_skipped(self, loader: BatchLoader[PromptItem]) -> Iterator[PromptBatch]:
+    def count_skipped_rows(self, loader: BatchLoader[PromptItem]) -> Iterator[PromptBatch]:
         """Yield the prompt batches of one epoch, and count the rows that the loader skips because they are too long.
 
         The counts become the metrics rollout/skipped_long and rollout/total_skipped_long of the actor's next training
@@ -325,7 +325,9 @@ class StepLog:
         self._skipped = now + n, total + n
         return n
 
-    def trained(self, role: str, rows: Sequence[TrainSequence], stats: Mapping[str, float]) -> dict[str, float]:
+    def record_training_call(
+        self, role: str, rows: Sequence[TrainSequence], stats: Mapping[str, float]
+    ) -> dict[str, float]:
         """Record the statistics of a training call as metrics of the current step, and return a copy of them.
 
         For the actor, this also records the times of the step and metrics of the rows, adds the times to the copy, and
@@ -339,7 +341,7 @@ class StepLog:
         if role != "actor":
             scalars = {f"train/{role}_{name}": value for name, value in stats.items()}
         else:
-            stats |= step_times(self.clock)
+            stats |= step_time_metrics(self.clock)
             scalars = step_scalars(stats, self.clock)
             self.clock.reset()
             if self.recorder is not None:

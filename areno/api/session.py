@@ -282,16 +282,16 @@ class RolloutSession:
         read, two runs stop after the same tokens.
         """
         engine = self._sessions.engine
-        engine.check_runs()
+        engine.check_not_suspended()
         if n_steps is not None:
             check_count("n_steps", n_steps)
         for request in requests:
-            engine.check(request)
+            engine.check_request(request)
         due, n_open, outputs, stats = list(requests), 0, list[GenerationOutput](), engine.rollout_stats()
         while True:
             missing, more = progress(outputs, stats)
             for request in more:
-                engine.check(request)
+                engine.check_request(request)
             due += more
             if missing <= 0:
                 return engine.park()

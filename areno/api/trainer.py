@@ -209,7 +209,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             solutions_key=solutions_key,
             enable_thinking=self._plan.rollout.enable_thinking,
         )
-        return loader.batches() if self._steps is None else self._steps.counting_skipped(loader)
+        return loader.batches() if self._steps is None else self._steps.count_skipped_rows(loader)
 
     # -- rollout ---------------------------------------------------------------------------------------------------
 
@@ -470,7 +470,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 stats = engine.train(rows, loss_fn, update, role, "batch_data[{}]")
             if self._steps is not None and not stats["response_len"]:
                 logger.warning("no row of batch_data has a trained token, so the update was skipped (skipped_steps)")
-            return stats if self._steps is None else self._steps.trained(role, rows, stats)
+            return stats if self._steps is None else self._steps.record_training_call(role, rows, stats)
 
     # -- further models --------------------------------------------------------------------------------------------
 

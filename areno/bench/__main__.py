@@ -21,7 +21,7 @@ import torch
 from areno.bench.areno_contender import Profile, adapters_of, run_areno
 from areno.bench.arguments import PLAIN, Settings, parse
 from areno.bench.device import measured_rates
-from areno.bench.report import page, record
+from areno.bench.report import result_record, text_page
 from areno.bench.timing import log_progress
 from areno.bench.work import model_folder
 from areno.cost.flops import TokenCost
@@ -37,7 +37,7 @@ RunOther = Callable[[str, Settings, Model], dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return exit_code(lambda: show(parse(argv)))
+    return exit_code(lambda: run_and_print(parse(argv)))
 
 
 def exit_code(command: Callable[[], None]) -> int:
@@ -55,16 +55,16 @@ def exit_code(command: Callable[[], None]) -> int:
     return 0
 
 
-def show(settings: Settings) -> None:
+def run_and_print(settings: Settings) -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = run(settings, checked_model(settings, Path(folder)))
-    print(json.dumps(found) if settings.json else page(found))
+    print(json.dumps(found) if settings.json else text_page(found))
 
 
 def run(
     settings: Settings, model: Model, run_other: RunOther | None = None, profile: Profile | None = None
 ) -> dict[str, Any]:
-    """Measure the device, areno and all that --against names. Return the results, see `report.record`."""
+    """Measure the device, areno and all that --against names. Return the results, see `report.result_record`."""
     config, dtype = load_config(model[0]), getattr(torch, settings.dtype)
     cost = TokenCost.from_config(config, dtype.itemsize, adapters_of(settings, config))
     log_progress(f"measuring {settings.device}")
@@ -76,7 +76,7 @@ def run(
             results[name] = run_areno(plain, model, cost)
         elif run_other is not None:
             results[name] = run_other(name, settings, model)
-    return record(settings, cost, rates, results)
+    return result_record(settings, cost, rates, results)
 
 
 def checked_model(settings: Settings, folder: Path) -> Model:

@@ -167,7 +167,7 @@ def run_areno(
             figures: dict[str, Any] = ours.first_tokens() if settings.rolls_out else {"start_s": ours.start_s}
             ours.engine.peak_memory_gib()  # resets the peak
             timed = measure(ours, settings.kind, settings.work, settings.repeats)
-            figures |= timed.figures(settings.work)
+            figures |= timed.phase_figures(settings.work)
             peak = max([ours.engine.peak_memory_gib(), *(stats["memory_gib"] for stats in timed.stats)])
             kv_gib = ours.cache_tokens * cost.kv_bytes / 2**30
             figures |= {"peak_memory_gib": peak, "kv_cache_gib": kv_gib, "peak_apart_from_kv_gib": peak - kv_gib}

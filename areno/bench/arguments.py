@@ -20,7 +20,7 @@ _OF_PLAIN = "--exact, --deterministic, --share-prefixes and --teacher"
 
 
 class Settings(argparse.Namespace):
-    """A parsed command line. The help texts describe the arguments. `completed` sets missing values."""
+    """A parsed command line. The help texts describe the arguments. `with_derived_settings` sets missing values."""
 
     kind: Kind
     shape: str
@@ -66,7 +66,7 @@ class Settings(argparse.Namespace):
 def parse(argv: Sequence[str] | None = None) -> Settings:
     parser = Parser(prog="python -m areno.bench")
     add_arguments(parser)
-    return completed(parser.parse_args(argv, Settings()))
+    return with_derived_settings(parser.parse_args(argv, Settings()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,30 +88,32 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", help="device (default: cuda:0, or cpu without a GPU)")
     types = ["float32", "bfloat16", "float16"]
     add("--dtype", choices=types, help="data type (default: bfloat16 on a GPU that supports it, else float32)")
-    add("--prompts", type=positive, help="number of prompts (default 32; with --uniform: 256)")
-    add("--samples", type=positive, help="completions per prompt (default 8; with --uniform: 1)")
-    add("--prompt-len", type=positive, default=256, help="tokens per prompt (default: %(default)s)")
-    add("--new-tokens", type=positive, default=256, help="tokens per completion (default: %(default)s)")
+    add("--prompts", type=positive_int, help="number of prompts (default 32; with --uniform: 256)")
+    add("--samples", type=positive_int, help="completions per prompt (default 8; with --uniform: 1)")
+    add("--prompt-len", type=positive_int, default=256, help="tokens per prompt (default: %(default)s)")
+    add("--new-tokens", type=positive_int, default=256, help="tokens per completion (default: %(default)s)")
     drawn = "draw the lengths of prompts and completions from LOW..HIGH"
-    add("--uniform", type=positive, nargs=2, metavar=("LOW", "HIGH"), help=drawn)
-    add("--at-once", type=positive, help="number of samples that are decoded at once (default: all of a step)")
-    add("--tokens-per-mb", type=positive, default=32768, help="maximum number of tokens per micro-batch")
+    add("--uniform", type=positive_int, nargs=2, metavar=("LOW", "HIGH"), help=drawn)
+    add("--at-once", type=positive_int, help="number of samples that are decoded at once (default: all of a step)")
+    add("--tokens-per-mb", type=positive_int, default=32768, help="maximum number of tokens per micro-batch")
     add("--optimizer", choices=get_args(OptimizerType), default="adam")
     once = "as actor.share_prefixes (default: %(default)s, because the floors count a prompt for each of its samples)"
     add("--share-prefixes", choices=get_args(SharePrefixes), default="off", help=once)
     kept = "keep all activations (default: keep as many as fit into memory, and recompute the others)"
     add("--no-recompute", dest="recompute", action="store_false", help=kept)
     add("--offload", action="store_true", help="as actor.offload")
-    add("--max-prefill-tokens", type=positive, default=8192, help="maximum number of prompt tokens per decoder step")
+    add(
+        "--max-prefill-tokens", type=positive_int, default=8192, help="maximum number of prompt tokens per decoder step"
+    )
     add("--mem-fraction", type=_fraction, default=0.6, help="fraction of the free memory for the KV cache")
     add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
     add("--deterministic", action="store_true", help="as engine.deterministic")
     add("--routing-replay", action="store_true", help="as actor.routing_replay")
     adapters = "train LoRA adapters of this rank on all linear layers, and decode with them"
-    add("--lora-rank", type=positive, help=adapters)
+    add("--lora-rank", type=positive_int, help=adapters)
     add("--eager-decode", action="store_true", help="decode without CUDA graphs")
-    add("--repeats", type=positive, default=3, help="number of timed repeats after a warm-up")
+    add("--repeats", type=positive_int, default=3, help="number of timed repeats after a warm-up")
     add("--json", action="store_true", help="print one line of JSON")
     one_device: dict[str, Any] = {"world_size": 1, "tp_size": 1, "cp_size": 1, "zero_stage": 1}
     parser.set_defaults(**one_device, updates=1, old_logprobs="recompute", teacher=None, tokenizer=None, against=None)
@@ -120,11 +122,16 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
 def add_phase_arguments(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
     """Add the arguments about devices, updates and comparisons. `others` are the names that --against takes."""
     add = parser.add_argument
-    add("--world-size", type=positive, default=1, help="number of devices, starting at --device. They share the batch")
-    add("--tp-size", type=positive, default=1, help="as engine.tp_size")
-    add("--cp-size", type=positive, default=1, help="as engine.cp_size")
+    add(
+        "--world-size",
+        type=positive_int,
+        default=1,
+        help="number of devices, starting at --device. They share the batch",
+    )
+    add("--tp-size", type=positive_int, default=1, help="as engine.tp_size")
+    add("--cp-size", type=positive_int, default=1, help="as engine.cp_size")
     add("--zero-stage", type=int, choices=[0, 1, 2], default=1, help="as engine.zero_stage")
-    add("--updates", type=positive, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
+    add("--updates", type=positive_int, default=1, help="step: optimizer steps per batch, as actor.ppo_n_minibatches")
     compared = "step: source of the ratio's denominator; rollout is actor.recompute_logprob=false"
     add("--old-logprobs", choices=["recompute", "rollout"], default="recompute", help=compared)
     losses = [SAMPLED, *get_args(DivergenceKind)]
@@ -134,7 +141,7 @@ def add_phase_arguments(parser: argparse.ArgumentParser, others: Sequence[str]) 
     add("--against", choices=others, action="append", help=against)
 
 
-def completed(settings: Settings) -> Settings:
+def with_derived_settings(settings: Settings) -> Settings:
     """Set device, data type and batch, which depend on this machine or on other arguments, and check arguments."""
     import torch
 
@@ -142,7 +149,7 @@ def completed(settings: Settings) -> Settings:
 
     settings.device = settings.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     settings.against = list(dict.fromkeys(settings.against or ()))
-    _check(settings)
+    _check_settings(settings)
     settings.dtype = settings.dtype or str(default_dtype([settings.device])).removeprefix("torch.")
     if settings.uniform:
         settings.work = Work.uniform(settings.prompts or 256, settings.samples or 1, *settings.uniform)
@@ -152,7 +159,7 @@ def completed(settings: Settings) -> Settings:
     return settings
 
 
-def _check(settings: Settings) -> None:
+def _check_settings(settings: Settings) -> None:
     import torch
 
     kind, device, world = settings.kind, settings.device, settings.world_size
@@ -193,7 +200,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"is {text!r}; a whole number of at least 1 is needed")
     return int(text)

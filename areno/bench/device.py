@@ -41,17 +41,17 @@ def decode_s(cost: TokenCost, work: Work, rates: Rates, *, shared: bool, copies:
     total = 0.0
     for j in range(1, max(work.new_lens)):
         prompt_L = prompt_P[new_P > j]
-        seen_L = _seen(cost, prompt_L + j)
+        seen_L = _mean_keys_attended(cost, prompt_L + j)
         seen = n_samples * float(seen_L.sum())
-        moved = float((seen_L + (n_samples - 1) * _seen(cost, j)).sum()) if shared else seen
+        moved = float((seen_L + (n_samples - 1) * _mean_keys_attended(cost, j)).sum()) if shared else seen
         n_rows = n_samples * len(prompt_L)
         flops = (2.0 * cost.active_params + cost.rule_flops) * n_rows + cost.attn_flops * seen
         weights = copies * cost.moved_params(n_rows / copies) * cost.itemsize
-        total += rates.seconds(weights + cost.kv_bytes * moved + 2 * cost.state_bytes * n_rows, flops)
+        total += rates.min_seconds(weights + cost.kv_bytes * moved + 2 * cost.state_bytes * n_rows, flops)
     return total
 
 
-def _seen(cost: TokenCost, lengths: np.ndarray | int) -> np.ndarray:
+def _mean_keys_attended(cost: TokenCost, lengths: np.ndarray | int) -> np.ndarray:
     """Return the number of keys that the last token of each row attends to, averaged over the attention layers."""
     return sum((share * np.minimum(lengths, window or np.inf) for window, share in cost.windows), np.zeros(()))
 
@@ -62,10 +62,10 @@ def prefill_s(cost: TokenCost, work: Work, rates: Rates, copies: int = 1) -> flo
     flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
     flops += cost.attn_flops * mean_attention_pairs(cost, work.prompt_lens) + cost.rule_flops * n_tokens
     weights = copies * cost.moved_params(n_tokens / copies) * cost.itemsize
-    return rates.seconds(weights + cost.kv_bytes * n_tokens + cost.state_bytes * work.n_rows, flops)
+    return rates.min_seconds(weights + cost.kv_bytes * n_tokens + cost.state_bytes * work.n_rows, flops)
 
 
-def floors(cost: TokenCost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
+def phase_floors(cost: TokenCost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
     """Return the least seconds, the FLOPs and the most tokens per second of each phase in one kind of work.
 
     With `_shared` in the name, the samples of a prompt read its keys and values together. With `_ordinary`, each sample

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from areno.bench.arguments import PLAIN, Settings
-from areno.bench.device import device_name, floors
+from areno.bench.device import device_name, phase_floors
 from areno.cost.flops import TokenCost
 from areno.cost.time import Rates
 
@@ -31,14 +31,16 @@ _SHOWN = [
 ]
 
 
-def record(settings: Settings, cost: TokenCost, rates: Rates, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def result_record(
+    settings: Settings, cost: TokenCost, rates: Rates, results: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """Return all results of a benchmark as one object for JSON.
 
     areno's figures include comparisons with the floor, the least time that the devices need. `ratio` has, for each
     other library and phase, areno's tokens per second divided by those of the library.
     """
     rates = rates.for_devices(settings.world_size)
-    floor = floors(cost, settings.work, rates, settings.kind, settings.n_copies)
+    floor = phase_floors(cost, settings.work, rates, settings.kind, settings.n_copies)
     ours = results["areno"] = {**results["areno"], **_against_floor(results["areno"], floor, rates)}
     tok_s = [f"{phase}_tok_s" for phase in _PHASES]
     values = vars(settings)
@@ -94,33 +96,36 @@ def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) 
     return out
 
 
-def page(found: dict[str, Any]) -> str:
+def text_page(found: dict[str, Any]) -> str:
     floor, rates = found["floors"], found["rates"]
     what = f"{found['shape']} ({found['params'] / 1e6:,.1f} M parameters, {found['dtype']})"
     speed = f"copies {rates['copy_gb_s']:,.1f} GB/s, multiplies {rates['matmul_tflop_s']:,.2f} TFLOP/s, as measured"
-    lines = [f"{found['kind']} of {what}: {found['work']}", _line("device", f"{found['device_name']}: {speed}")]
+    lines = [
+        f"{found['kind']} of {what}: {found['work']}",
+        _labelled_line("device", f"{found['device_name']}: {speed}"),
+    ]
     for name, how in (("ordinary", "every sample reads its prompt"), ("shared", "samples read a prompt together")):
         if f"rollout_{name}_s" in floor:
             text = f"{floor[f'rollout_{name}_tok_s']:,.0f} tokens/s: decode {floor[f'decode_{name}_s']:.3f} s ({how})"
-            lines.append(_line(f"floor, {name}", f"{text}, prefill {floor['prefill_s']:.3f} s"))
+            lines.append(_labelled_line(f"floor, {name}", f"{text}, prefill {floor['prefill_s']:.3f} s"))
     for phase in ("train", "logprob"):
         if f"{phase}_s" in floor:
-            lines.append(_line(f"floor, {phase}", _speed(phase, floor)))
+            lines.append(_labelled_line(f"floor, {phase}", _speed_text(phase, floor)))
     for name in ("areno", *found["ratio"]):
-        lines += ["", name, *_contender(found[name])]
+        lines += ["", name, *_contender_lines(found[name])]
         if name in found["ratio"]:
             ratio = ", ".join(f"{phase} {value:,.2f}" for phase, value in found["ratio"][name].items())
-            lines.append(_line("ratio", f"{ratio} (tokens/s of areno by those of {name})"))
+            lines.append(_labelled_line("ratio", f"{ratio} (tokens/s of areno by those of {name})"))
     return "\n".join(lines)
 
 
-def _contender(figures: dict[str, Any]) -> list[str]:
-    lines = [_phase(phase, figures) for phase in _PHASES if f"{phase}_s" in figures]
+def _contender_lines(figures: dict[str, Any]) -> list[str]:
+    lines = [_phase_text(phase, figures) for phase in _PHASES if f"{phase}_s" in figures]
     start = f"{figures['start_s']:.1f} s, warm-up {figures['warm_up_s']:.1f} s"
     if "first_token_s" in figures:
         start += f"; from the start to the first token of all {figures['first_token_s']:.1f} s"
         start += f", to the second {figures['second_token_s']:.1f} s"
-    lines.append(_line("start", start))
+    lines.append(_labelled_line("start", start))
     if "peak_memory_gib" in figures:
         memory = f"{figures['peak_memory_gib']:.2f} GiB at the peak"
         if "kv_cache_gib" in figures:
@@ -128,26 +133,28 @@ def _contender(figures: dict[str, Any]) -> list[str]:
             memory += f" ({figures['kv_cache_gib']:.2f})"
         if "peak_device_gib" in figures:
             memory += f"; of the whole device {figures['peak_device_gib']:.2f}"
-        lines.append(_line("memory", memory))
+        lines.append(_labelled_line("memory", memory))
     if figures.get("tp_sums"):
-        lines.append(_line("tensor parallel", f"decoding sums by {figures['tp_sums']}"))
+        lines.append(_labelled_line("tensor parallel", f"decoding sums by {figures['tp_sums']}"))
     if "logp_abs_diff_mean" in figures:
         mean, most = figures["logp_abs_diff_mean"], figures["logp_abs_diff_max"]
         text = f"rollout against training: logp_abs_diff_mean {mean:.2e}, max {most:.2e}"
-        lines.append(_line("log-probabilities", text))
+        lines.append(_labelled_line("log-probabilities", text))
     if "clip_frac" in figures:
         text = f"{100 * figures['clip_frac']:.1f} % clipped, standard deviation {figures['ratio_std']:.2e}"
-        lines.append(_line("sequence ratios", text))
+        lines.append(_labelled_line("sequence ratios", text))
     idle = [f"{name.removesuffix('_idle_share')} {100 * figures[name]:.1f} %" for name in figures if "_idle" in name]
     if idle:
-        lines.append(_line("device idle", ", ".join(idle)))
+        lines.append(_labelled_line("device idle", ", ".join(idle)))
     if figures.get("parts", 1) > 1:
-        lines.append(_line("memory ran out", f"so the rollout was done in {figures['parts']} parts, one after another"))
+        lines.append(
+            _labelled_line("memory ran out", f"so the rollout was done in {figures['parts']} parts, one after another")
+        )
     return lines
 
 
-def _phase(phase: str, figures: dict[str, Any]) -> str:
-    text = f"{_speed(phase, figures)} (spread {100 * figures[f'{phase}_spread']:.1f} %)"
+def _phase_text(phase: str, figures: dict[str, Any]) -> str:
+    text = f"{_speed_text(phase, figures)} (spread {100 * figures[f'{phase}_spread']:.1f} %)"
     if phase == "rollout":
         text += f": prefill {figures['prefill_s']:.3f} s, decode {figures['decode_s']:.3f} s"
     if "mfu" in figures and phase == "train":
@@ -160,12 +167,12 @@ def _phase(phase: str, figures: dict[str, Any]) -> str:
     elif f"{phase}_percent_of_ordinary_floor" in figures:
         text += f"; {figures[f'{phase}_percent_of_ordinary_floor']:.1f} % of the ordinary floor, "
         text += f"{figures[f'{phase}_percent_of_shared_floor']:.1f} % of the shared"
-    return _line(phase, text)
+    return _labelled_line(phase, text)
 
 
-def _speed(phase: str, figures: dict[str, Any]) -> str:
+def _speed_text(phase: str, figures: dict[str, Any]) -> str:
     return f"{figures[f'{phase}_tok_s']:,.0f} tokens/s, {figures[f'{phase}_s']:.3f} s"
 
 
-def _line(name: str, text: str) -> str:
+def _labelled_line(name: str, text: str) -> str:
     return f"  {name:18} {text}"

@@ -46,7 +46,7 @@ class Timed:
     stats: list[dict[str, float]] = field(default_factory=list)  # of training in each repeat
     rows: list[TrainSequence] = field(default_factory=list)  # of the last repeat
 
-    def figures(self, work: Work) -> dict[str, float]:
+    def phase_figures(self, work: Work) -> dict[str, float]:
         """Return `PHASE_s` (median), `PHASE_spread` ((longest - shortest) / median) and `PHASE_tok_s` of each phase.
 
         `decode_s` is the rollout without prefill, and `other_s` the part of a step outside of rollout and training.
@@ -71,7 +71,7 @@ def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up:
     timed = Timed()
     for repeat in range(-1, repeats):
         started = time.perf_counter()
-        seconds = _once(contender, kind, (warm_up or work) if repeat < 0 else work, repeat, timed)
+        seconds = _run_once(contender, kind, (warm_up or work) if repeat < 0 else work, repeat, timed)
         if repeat < 0:
             timed.warm_up_s, timed.stats = time.perf_counter() - started, []
             gc.freeze()  # as runs do; otherwise a garbage collection scans all imported modules for 0.1 s
@@ -85,7 +85,7 @@ def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up:
     return timed
 
 
-def _once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Timed) -> dict[str, float]:
+def _run_once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Timed) -> dict[str, float]:
     seconds: dict[str, float] = {}
     if kind in ("rollout", "step"):
         prompts = work.prompts(contender.vocab_size, repeat)

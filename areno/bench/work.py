@@ -69,7 +69,7 @@ class Work:
         """Draw training rows of random tokens, to train or score without a rollout."""
         draw = random.Random(-1 - seed)
         return [
-            row(prompt, draw.choices(range(vocab_size), k=new_len), [-10.0] * new_len, sample)
+            made_up_row(prompt, draw.choices(range(vocab_size), k=new_len), [-10.0] * new_len, sample)
             for prompt, new_len in zip(self.prompts(vocab_size, seed), self.new_lens, strict=True)
             for sample in range(self.n_samples)
         ]
@@ -78,7 +78,7 @@ class Work:
 def rows_of_outputs(
     prompts: Sequence[Sequence[int]], outputs: Mapping[int, Sequence[GenerationOutput]]
 ) -> list[TrainSequence]:
-    """Build a training row from each sample of a rollout. The advantages are made up, see `row`."""
+    """Build a training row from each sample of a rollout. The advantages are made up, see `made_up_row`."""
     samples = [each for of_prompt in outputs.values() for each in of_prompt]
     if not samples:
         return []
@@ -107,7 +107,7 @@ def rows_of_outputs(
     ]
 
 
-def row(prompt: Sequence[int], response: Any, logprobs: Any, sample: int) -> TrainSequence:
+def made_up_row(prompt: Sequence[int], response: Any, logprobs: Any, sample: int) -> TrainSequence:
     """Build a training row of arrays. The advantage is made up: 1 for odd and -1 for even indices of samples."""
     n_prompt, n_tokens = len(prompt), len(prompt) + len(response)
     tokens, drawn, advantages = np.empty(n_tokens, np.int64), np.zeros(n_tokens), np.zeros(n_tokens)

@@ -64,11 +64,11 @@ areno post-trains language models with reinforcement learning.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `areno` with these arguments, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    known = dict(_names())
+    known = dict(_commands())
     if "_ARGCOMPLETE" in os.environ:
-        _complete()
+        _print_completions()
     if not words or words[0] not in known:
-        parser = _top()
+        parser = _top_parser()
         if words and not words[0].startswith("-"):
             parser.error(f"there is no command {words[0]!r}{did_you_mean(words[0], known)}")
         parser.parse_args(words)
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _names() -> Iterator[tuple[str, str]]:
+def _commands() -> Iterator[tuple[str, str]]:
     for commands in COMMANDS.values():
         yield from commands.items()
 
@@ -124,7 +124,7 @@ def _import_command(parser: argparse.ArgumentParser, name: str) -> Any:
     return module
 
 
-def _top() -> argparse.ArgumentParser:
+def _top_parser() -> argparse.ArgumentParser:
     listed = [
         f"{heading}:\n" + "\n".join(f"  {name:<12}{text}" for name, text in commands.items())
         for heading, commands in COMMANDS.items()
@@ -141,14 +141,14 @@ def _top() -> argparse.ArgumentParser:
     return parser
 
 
-def _complete() -> None:
+def _print_completions() -> None:
     """Print completions for the command line that the shell has put into COMP_LINE, and exit. argcomplete does this."""
     import argcomplete
 
-    parser = _top()
+    parser = _top_parser()
     commands = parser.add_subparsers(metavar="COMMAND")
     typed = os.environ.get("COMP_LINE", "").split()
-    for name, text in _names():
+    for name, text in _commands():
         command = commands.add_parser(name, help=text, allow_abbrev=False)
         if name in typed[1:2]:
             _import_command(command, name)

@@ -41,15 +41,15 @@ def findings(path: Path) -> Iterator[Finding]:
         yield Finding("model", f"{folder} is no folder; expected a model folder in the Hugging Face format", True)
         return
     config: list[TransformerConfig] = []
-    yield from _findings_of("model", lambda: _checked_model(folder, config))
+    yield from _try_part("model", lambda: _check_model(folder, config))
     for read in config:
-        yield from _special_layers(read)
+        yield from _describe_special_layers(read)
     if path is folder and not is_adapter(folder):
-        yield from _findings_of("weights", lambda: _weights(folder, config))
-        yield from _findings_of("tokenizer", lambda: _tokenizer(folder))
+        yield from _try_part("weights", lambda: _check_weights(folder, config))
+        yield from _try_part("tokenizer", lambda: _check_tokenizer(folder))
 
 
-def _findings_of(part: str, work: Callable[[], str]) -> Iterator[Finding]:
+def _try_part(part: str, work: Callable[[], str]) -> Iterator[Finding]:
     """Yield a Finding with the text that `work` returns, or one for each problem of the ArenoError that it raises."""
     try:
         yield Finding(part, work())
@@ -58,7 +58,7 @@ def _findings_of(part: str, work: Callable[[], str]) -> Iterator[Finding]:
             yield Finding(part, str(problem), True)
 
 
-def _checked_model(folder: Path, config: list[TransformerConfig]) -> str:
+def _check_model(folder: Path, config: list[TransformerConfig]) -> str:
     """Return a description of a model, and append its configuration to `config`."""
     from areno.models.adapters import base_of, is_adapter
     from areno.models.parameters import parameters
@@ -73,7 +73,7 @@ def _checked_model(folder: Path, config: list[TransformerConfig]) -> str:
     return f"{about}, {read.max_position_embeddings} tokens of context"
 
 
-def _special_layers(config: TransformerConfig) -> Iterator[Finding]:
+def _describe_special_layers(config: TransformerConfig) -> Iterator[Finding]:
     """Yield a Finding if layers have sliding-window attention, and one if layers have a recurrent state."""
     from areno.cost.memory import state_bytes
 
@@ -88,7 +88,7 @@ def _special_layers(config: TransformerConfig) -> Iterator[Finding]:
         yield Finding("recurrent state", f"{text}; {size}")
 
 
-def _weights(folder: Path, config: list[TransformerConfig]) -> str:
+def _check_weights(folder: Path, config: list[TransformerConfig]) -> str:
     """Describe the weights by the headers of their files. Without a configuration, they are only counted."""
     import torch
 
@@ -101,7 +101,7 @@ def _weights(folder: Path, config: list[TransformerConfig]) -> str:
     return check_weights(build_model(config[0], dtype=torch.float32, device="meta"), folder)
 
 
-def _tokenizer(folder: Path) -> str:
+def _check_tokenizer(folder: Path) -> str:
     from areno.models.folder import TOKENIZER
     from areno.plan.folders import load_tokenizer
 
@@ -189,16 +189,16 @@ def _run_checks(report: _CheckReport, arguments: argparse.Namespace) -> None:
         report.attempt("kernels", lambda: _check_kernels(arguments.device))
         report.attempt("folder", _check_run_folder)
         report.attempt("reward processes", _check_rewards)
-        _model(report, arguments)
-    for name, missing in _check_optional():
+        _check_model_of_areno(report, arguments)
+    for name, missing in _missing_extras():
         report.line("-", f"extra {name}", f"is not installed; pip install 'areno[{name}]' brings {missing}")
 
 
 def _check_packages() -> str:
-    from areno.cli.env import required
+    from areno.cli.env import installed_versions
 
     try:
-        needed = required()
+        needed = installed_versions()
     except metadata.PackageNotFoundError:
         raise ArenoError("areno is not installed; use pip install -e . in its folder") from None
     if wrong := [text for text, found in needed.items() if not found]:
@@ -211,7 +211,7 @@ def _check_device(kind: str) -> str:
 
     from areno.bench.device import device_name
 
-    devices = _devices(kind)
+    devices = _device_names(kind)
     for device in devices:
         product = torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
         if product.sum().item() != 64**3:
@@ -219,7 +219,7 @@ def _check_device(kind: str) -> str:
     return ", ".join(f"{device}: {device_name(device)}{_free_memory_text(device)}" for device in devices)
 
 
-def _devices(kind: str) -> list[str]:
+def _device_names(kind: str) -> list[str]:
     import torch
 
     count = torch.cuda.device_count() if kind != "cpu" and torch.cuda.is_available() else 0
@@ -245,7 +245,7 @@ def _check_kernels(kind: str) -> str:
     from areno.kernels.backend import default_dtype, use_triton
     from areno.kernels.logprobs import selected_logprobs
 
-    device = _devices(kind)[0]
+    device = _device_names(kind)[0]
     dtype = default_dtype([device])
     hidden, head = torch.randn(8, 32, device=device).to(dtype), torch.randn(40, 32, device=device).to(dtype)
     targets = torch.arange(8, device=device)
@@ -276,7 +276,7 @@ def _check_rewards() -> str:
     return "score an answer by the built-in math reward"
 
 
-def _model(report: _CheckReport, arguments: argparse.Namespace) -> None:
+def _check_model_of_areno(report: _CheckReport, arguments: argparse.Namespace) -> None:
     from areno.files.paths import find_file
 
     folder = find_file(_MODEL, "model")
@@ -298,7 +298,7 @@ def _trainer(folder: str, arguments: argparse.Namespace, report: _CheckReport) -
     made: list[Any] = []
 
     def start() -> str:
-        world_size = arguments.world_size or len(_devices(arguments.device))
+        world_size = arguments.world_size or len(_device_names(arguments.device))
         config = ArenoConfig(runtime={"device": arguments.device}, optimizer={"lr": 1e-4})
         trainer = Trainer(world_size, folder, custom_config=config)
         made.append(trainer)
@@ -357,10 +357,10 @@ def _check_checkpoint(trainer: Any) -> str:
     return f"transformers reads what areno saves ({n_params / 1e6:.1f}M parameters)"
 
 
-def _check_optional() -> Iterator[tuple[str, str]]:
+def _missing_extras() -> Iterator[tuple[str, str]]:
     """Yield (extra, missing packages) for each extra that is not installed, except the extra for developers."""
-    from areno.cli.env import extras
+    from areno.cli.env import missing_requirements
 
-    for name, missing in extras().items():
+    for name, missing in missing_requirements().items():
         if missing and name != "dev":
             yield name, ", ".join(missing)

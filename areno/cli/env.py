@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
-    for name, value in _lines(found):
+    for name, value in _labelled_values(found):
         print(f"{name:<16}{value}")
     return 0
 
@@ -41,12 +41,16 @@ def environment() -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "versions": {**versions(), "cuda": torch.version.cuda},
-        "extras": {name: {"installed": not missing, "missing": missing} for name, missing in extras().items()},
+        "extras": {
+            name: {"installed": not missing, "missing": missing} for name, missing in missing_requirements().items()
+        },
         "cpu": {
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
         },
-        "devices": [_device(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())],
+        "devices": [
+            _device_record(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())
+        ],
         "kernels": {
             "attention": BACKENDS[choose_backend("auto", device, default_dtype([device]))],
             "flash_attn": find_spec("flash_attn") is not None,
@@ -55,17 +59,17 @@ def environment() -> dict[str, Any]:
     }
 
 
-def extras() -> dict[str, list[str]]:
+def missing_requirements() -> dict[str, list[str]]:
     """Return {extra of areno: its requirements that are not installed}. Empty if areno itself is not installed."""
     try:
         declared = metadata.metadata("areno").get_all("Provides-Extra") or []
-        needed = {extra: required(extra) for extra in declared}
+        needed = {extra: installed_versions(extra) for extra in declared}
     except metadata.PackageNotFoundError:
         return {}
     return {extra: [text for text, found in packages.items() if not found] for extra, packages in needed.items()}
 
 
-def required(extra: str = "") -> dict[str, str]:
+def installed_versions(extra: str = "") -> dict[str, str]:
     """Return {requirement of an extra or of areno itself: installed version}. "" for one that is not satisfied."""
     from packaging.requirements import Requirement
 
@@ -84,7 +88,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _device(properties: Any) -> dict[str, Any]:
+def _device_record(properties: Any) -> dict[str, Any]:
     return {
         "name": properties.name,
         "memory_gib": round(properties.total_memory / _GIB, 1),
@@ -93,7 +97,7 @@ def _device(properties: Any) -> dict[str, Any]:
     }
 
 
-def _lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _labelled_values(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from ((name, value or "-") for name, value in found["versions"].items())
     for name, extra in found["extras"].items():
         lacking = f"not installed: {', '.join(extra['missing'])} (pip install 'areno[{name}]')"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.policy_experiments import PolicyExperimentConfig
-from areno.config.rollout import flags_of_draws
+from areno.config.rollout import flags_unused_by_greedy
 from areno.config.run import EvaluatorConfig, SaverConfig, StatsLoggerConfig
 from areno.errors import ArenoError, ConfigError, Problem, keys_renamed
 from areno.files.paths import existing_path
@@ -45,7 +45,7 @@ def evaluate_model(config: PolicyExperimentConfig, folder: Path, step: int = 0) 
             evaluation.run.progress.step = 0  # nothing was trained, so the log reports no stopped run
 
 
-_FLAGS_OF_DRAWS = flags_of_draws()
+_FLAGS_OF_DRAWS = flags_unused_by_greedy()
 _FLAGS = {
     "actor.path": "FOLDER",
     "valid_dataset.path": "--data",

@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         if (value := vars(arguments)[name]) is not None and value < 1:
             raise ConfigError(Problem(f"--{name.replace('_', '-')}", f"is {value}; it must be at least 1"))
     here = [hardware.hardware_of(arguments.device)] if arguments.device else hardware.devices_here()
-    algorithm, settings = _command(arguments.command)
-    config = _config(algorithm, settings)
+    algorithm, settings = _split_command(arguments.command)
+    config = _compose_config(algorithm, settings)
     names = settings[-1] | {"engine.world_size": "--devices"}
     _check_options(arguments, config, names)
     n_devices = arguments.devices or config.engine.world_size or (len(here) if not arguments.device else 1)
@@ -107,7 +107,10 @@ def _check_options(arguments: argparse.Namespace, config: Any, names: Mapping[st
 def _check_lengths(found: Forecast, arguments: argparse.Namespace) -> None:
     """Raise an error if the assumed lengths are more than the model or the settings of the run allow."""
     config, lengths = found.config, found.lengths
-    context, most = found.footprint.models[0].config.max_position_embeddings, config.train_dataset.longest
+    context, most = (
+        found.footprint.models[0].config.max_position_embeddings,
+        config.train_dataset.max_length_or_unlimited,
+    )
     row, limit = lengths.prompt + lengths.answer, Key("train_dataset.max_length")
     if row > context:
         named = {"--prompt-tokens": arguments.prompt_tokens, "--answer-tokens": arguments.answer_tokens}
@@ -125,7 +128,7 @@ def _check_lengths(found: Forecast, arguments: argparse.Namespace) -> None:
         )
 
 
-def _command(words: Sequence[str]) -> tuple[Algorithm, tuple[str, Path | None, list[str], dict[str, str]]]:
+def _split_command(words: Sequence[str]) -> tuple[Algorithm, tuple[str, Path | None, list[str], dict[str, str]]]:
     """Return the algorithm that a command runs, and (task, folder of tasks, settings, setting -> flag).
 
     Accepts `areno train ...`, `python -m areno.recipes.NAME ...`, `NAME ...` and the flags of `areno train` alone.
@@ -160,7 +163,7 @@ def _command(words: Sequence[str]) -> tuple[Algorithm, tuple[str, Path | None, l
     return algorithm, (parsed.config_name, config_dir, settings, names_of)
 
 
-def _config(algorithm: Algorithm, given: tuple[str, Path | None, list[str], dict[str, str]]) -> Any:
+def _compose_config(algorithm: Algorithm, given: tuple[str, Path | None, list[str], dict[str, str]]) -> Any:
     """Compose the configuration of a command. Data and rewards may be missing, because a plan does not need them."""
     from areno.launch.compose import HydraSession
 
@@ -199,16 +202,16 @@ def as_json(algorithm: str, found: Forecast, ways: Sequence[FittingChange]) -> d
         "fits": found.fits,
         "problems": found.problems,
         "rows": found.n_rows,
-        "peak_bytes": found.peak,
+        "peak_bytes": found.peak_memory_bytes,
         "host_bytes": found.host_bytes,
-        "step_seconds": found.seconds if found.fits else None,
+        "step_seconds": found.step_seconds if found.fits else None,
         "phases": [
             {
                 "name": phase.name,
                 "seconds": phase.seconds if found.fits else None,
                 "tokens": phase.n_tokens,
                 "tokens_in_micro_batch": phase.budget,
-                "peak_bytes": phase.peak,
+                "peak_bytes": phase.peak_memory_bytes,
                 "terms": phase.terms,
             }
             for phase in found.phases
@@ -218,8 +221,8 @@ def as_json(algorithm: str, found: Forecast, ways: Sequence[FittingChange]) -> d
                 "changes": dict(way.changes),
                 "price": way.price,
                 "host_bytes": way.forecast.host_bytes,
-                "peak_bytes": way.forecast.peak,
-                "step_seconds": way.forecast.seconds,
+                "peak_bytes": way.forecast.peak_memory_bytes,
+                "step_seconds": way.forecast.step_seconds,
             }
             for way in ways
         ],
@@ -250,8 +253,8 @@ def _print_plan(algorithm: str, found: Forecast, ways: Sequence[FittingChange], 
         table.add_row(
             phase.name,
             f"{phase.seconds:.2f}" if found.fits else "-",
-            _thousands(phase.n_tokens / phase.seconds) if found.fits else "-",
-            f"{phase.peak / 2**30:.1f}",
+            _with_k(phase.n_tokens / phase.seconds) if found.fits else "-",
+            f"{phase.peak_memory_bytes / 2**30:.1f}",
             ", ".join(f"{name} {n_bytes / 2**30:.1f}" for name, n_bytes in largest),
             "" if phase.budget is None else f"{phase.budget:,}",
         )
@@ -261,8 +264,9 @@ def _print_plan(algorithm: str, found: Forecast, ways: Sequence[FittingChange], 
     console.print()
     if found.fits:
         console.print(
-            f"[bold green]It fits.[/bold green] A step takes about {found.seconds:.1f} s. The peak is "
-            f"{found.peak / 2**30:.1f} of {found.hardware.usable_bytes / 2**30:.1f} GiB.{_host_text(found)}"
+            f"[bold green]It fits.[/bold green] A step takes about {found.step_seconds:.1f} s. The peak is "
+            f"{found.peak_memory_bytes / 2**30:.1f} of {found.hardware.usable_bytes / 2**30:.1f} GiB."
+            f"{_host_text(found)}"
         )
         console.print("Not counted: evaluation, checkpoints, and rewards that take longer than the rollout.")
         return
@@ -273,7 +277,7 @@ def _print_plan(algorithm: str, found: Forecast, ways: Sequence[FittingChange], 
     console.print("With one of these it fits:")
     for way in ways:
         console.print(f"  [bold]{command_line_of(way.changes)}[/bold]")
-        figures = f"{way.forecast.seconds:.1f} s a step, peak {way.forecast.peak / 2**30:.1f} GiB"
+        figures = f"{way.forecast.step_seconds:.1f} s a step, peak {way.forecast.peak_memory_bytes / 2**30:.1f} GiB"
         console.print(f"      {'; '.join(filter(None, (figures, way.price)))}")
 
 
@@ -300,7 +304,7 @@ def _host_text(found: Forecast) -> str:
     return f" It also takes {n_bytes / 2**30:.0f} GiB of host memory." if n_bytes else ""
 
 
-def _thousands(n: float) -> str:
+def _with_k(n: float) -> str:
     return f"{n / 1000:.1f}k" if n >= 1000 else f"{n:.0f}"
 
 
@@ -308,7 +312,7 @@ def _memory_picture(console: Console, found: Forecast) -> None:
     """Draw a bar of letters for the memory of each phase, and a line at the memory of the device."""
     from rich.text import Text
 
-    scale = max(found.peak, found.hardware.memory) / _WIDTH
+    scale = max(found.peak_memory_bytes, found.hardware.memory) / _WIDTH
     end = round(found.hardware.usable_bytes / scale)
     width = max(len(phase.name) for phase in found.phases)
     for phase in found.phases:

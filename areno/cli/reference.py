@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areno.api.algorithms import get_algorithm, own_algorithms
-from areno.cli.train_flags import HEADINGS, TrainFlag, flags
+from areno.api.algorithms import built_in_algorithms, get_algorithm
+from areno.cli.train_flags import HEADINGS, TrainFlag, all_train_flags
 from areno.launch.hints import join_by_and
 from areno.schema.fields import Row, rows
 
@@ -41,14 +41,14 @@ The page is generated from the dataclasses in `areno/config/`, `areno/recipes/`,
 
 def settings_page() -> str:
     merged: dict[str, dict[str, Row]] = {}
-    for recipe in own_algorithms():
+    for recipe in built_in_algorithms():
         for row in rows(get_algorithm(recipe).config):
             merged.setdefault(row.key, {})[recipe] = row
     sections = dict.fromkeys(key.rpartition(".")[0] for key in merged)
-    return _HEAD + "".join(_section(name, merged) for name in sections)
+    return _HEAD + "".join(_section_text(name, merged) for name in sections)
 
 
-def _section(name: str, merged: dict[str, dict[str, Row]]) -> str:
+def _section_text(name: str, merged: dict[str, dict[str, Row]]) -> str:
     lines = ["", f"## {name or 'Top level'}", ""]
     if name:
         by_recipe = merged[name]
@@ -56,19 +56,19 @@ def _section(name: str, merged: dict[str, dict[str, Row]]) -> str:
         absent = [recipe for recipe, other in by_recipe.items() if other.default == "null"]
         where = "" if len(absent) == len(by_recipe) else f" ({', '.join(absent)})"
         optional = f" Optional, default null{where}." if absent else ""
-        lines += [f"{_about_setting(by_recipe)}{optional}{_recipes(by_recipe)}", ""]
+        lines += [f"{_about_setting(by_recipe)}{optional}{_recipe_note(by_recipe)}", ""]
     of_section = merged.get(name, {})
     classes = {recipe: row.setting.section for recipe, row in of_section.items()}
-    lines += [_classes(classes or {recipe: get_algorithm(recipe).config for recipe in own_algorithms()}), ""]
+    lines += [_class_line(classes or {recipe: get_algorithm(recipe).config for recipe in built_in_algorithms()}), ""]
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for key, by_recipe in merged.items():
         row = next(iter(by_recipe.values()))
         if key.rpartition(".")[0] == name and not row.setting.section:
-            lines.append(f"| {' | '.join(_cells(row, by_recipe))} |")
+            lines.append(f"| {' | '.join(_setting_cells(row, by_recipe))} |")
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
+def _setting_cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
     yield f"`{row.key}`"
     yield _escape(row.setting.type_text)
     defaults = {recipe: other.default for recipe, other in by_recipe.items()}
@@ -76,7 +76,7 @@ def _cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
         yield _escape(row.default)
     else:
         yield _escape(", ".join(f"{default} ({recipe})" for recipe, default in defaults.items()))
-    yield _escape(_about_setting(by_recipe)) + (_recipes(by_recipe) if "." in row.key else "")
+    yield _escape(_about_setting(by_recipe)) + (_recipe_note(by_recipe) if "." in row.key else "")
 
 
 def _about_setting(by_recipe: dict[str, Row]) -> str:
@@ -92,11 +92,11 @@ def _about_setting(by_recipe: dict[str, Row]) -> str:
     return " ".join(f"*With {join_by_and(names)}:* {help}." for help, names in recipes.items())
 
 
-def _recipes(by_recipe: dict[str, Row]) -> str:
-    return "" if len(by_recipe) == len(own_algorithms()) else f" *Recipes: {', '.join(by_recipe)}.*"
+def _recipe_note(by_recipe: dict[str, Row]) -> str:
+    return "" if len(by_recipe) == len(built_in_algorithms()) else f" *Recipes: {', '.join(by_recipe)}.*"
 
 
-def _classes(of_recipes: Mapping[str, Any]) -> str:
+def _class_line(of_recipes: Mapping[str, Any]) -> str:
     """Return a line that names the Python class of a section. If recipes have different classes, it names each."""
     recipes: dict[str, list[str]] = {}
     for recipe, cls in of_recipes.items():
@@ -111,29 +111,31 @@ def _escape(text: str) -> str:
 
 
 def flag_tables() -> str:
-    found = flags().values()
-    return "\n".join(_table(heading, [flag for flag in found if flag.row.heading == heading]) for heading in HEADINGS)
+    found = all_train_flags().values()
+    return "\n".join(
+        _flag_table(heading, [flag for flag in found if flag.row.heading == heading]) for heading in HEADINGS
+    )
 
 
-def _table(heading: str, found: list[TrainFlag]) -> str:
+def _flag_table(heading: str, found: list[TrainFlag]) -> str:
     lines = [f"### {heading}", "", "| flag | setting that the flag sets | default | meaning |", "|---|---|---|---|"]
     if heading == "Basic":
-        names = ", ".join(own_algorithms())
+        names = ", ".join(built_in_algorithms())
         about = f"Algorithm: {names}, or one of another installed package."
         default = "gspo; with `--resume`, the algorithm of the run"
         lines.append(f"| `--algo TEXT` | the recipe | {default} | {about} |")
-    return "\n".join([*lines, *map(_line, found)]) + "\n"
+    return "\n".join([*lines, *map(_flag_row, found)]) + "\n"
 
 
-def _line(flag: TrainFlag) -> str:
+def _flag_row(flag: TrainFlag) -> str:
     name = f"{flag.name} {flag.type_text}".strip() + (f", --no-{flag.name[2:]}" if flag.negative else "")
     keys = dict.fromkeys(row.key for rows in flag.keys.values() for row in rows)
-    only = "" if len(flag.keys) == len(own_algorithms()) else f" *Algorithms: {', '.join(flag.keys)}.*"
-    cells = [f"`{name}`", ", ".join(f"`{key}`" for key in keys), flag.default, f"{flag.about}.{only}"]
+    only = "" if len(flag.keys) == len(built_in_algorithms()) else f" *Algorithms: {', '.join(flag.keys)}.*"
+    cells = [f"`{name}`", ", ".join(f"`{key}`" for key in keys), flag.default, f"{flag.description}.{only}"]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def pages(docs: Path) -> dict[Path, str]:
+def generated_pages(docs: Path) -> dict[Path, str]:
     """Return the current text of each page that has generated parts."""
     page = docs / "reference/cli.md"
     before, start, rest = page.read_text(encoding="utf-8").partition(_TABLES_START)
@@ -147,5 +149,5 @@ def pages(docs: Path) -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for file, text in pages(Path(sys.argv[1])).items():
+    for file, text in generated_pages(Path(sys.argv[1])).items():
         file.write_text(text, encoding="utf-8")

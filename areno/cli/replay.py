@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from areno.report.terminal import print_tables
 
 if TYPE_CHECKING:
-    from areno.report.replay import Replay, Token
+    from areno.report.replayed_tokens import Replay, Token
 
 _SHOWN_CHARS = 200  # shown from the end of the prompt and from the beginning of the completion
 
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from areno.report.replay import replay
+    from areno.report.replayed_tokens import replay
     from areno.tracking.reader import RunReader
     from areno.tracking.run_log import RunLog
 
@@ -68,13 +68,13 @@ def run(arguments: argparse.Namespace) -> int:
         data = without_nan(asdict(found) | {"checkpoint": str(found.checkpoint)})
         print(json.dumps(data, ensure_ascii=False, indent=2, default=str))
         return 0
-    for name, text in _summary(found, arguments.step, arguments.sample).items():
+    for name, text in _summary_lines(found, arguments.step, arguments.sample).items():
         print(f"{name:<12} {text}")
-    print_tables(_table(found, arguments.prompt))
+    print_tables(_token_table(found, arguments.prompt))
     return 0
 
 
-def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
+def _summary_lines(found: Replay, step: int, number: int) -> dict[str, str]:
     from areno.report.terminal import cell_text
 
     sample = found.sample
@@ -102,7 +102,7 @@ def _summary(found: Replay, step: int, number: int) -> dict[str, str]:
     return lines
 
 
-def _table(found: Replay, with_prompt: bool) -> Any:
+def _token_table(found: Replay, with_prompt: bool) -> Any:
     from rich.markup import escape
     from rich.table import Table
 

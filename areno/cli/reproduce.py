@@ -92,16 +92,16 @@ def run(arguments: argparse.Namespace) -> int:
     common = [f"cluster.fileroot={_quoted(output.parent)}", f"experiment_name={_quoted(output.name)}"]
     common += [f"seed={arguments.seed}", f"engine.device={'cuda' if size == 'gpu' else 'cpu'}"]
     started = time.monotonic()
-    _run("sft", f"{name}_base{suffix}", [*common, "trial_name=base", *arguments.base])
+    _run_recipe("sft", f"{name}_base{suffix}", [*common, "trial_name=base", *arguments.base])
     base_seconds = time.monotonic() - started
     model = output / "base" / "checkpoints" / "latest"
     own = [f"actor.path={_quoted(model)}", f"trial_name={arguments.algo}", *arguments.settings]
-    _run(arguments.algo, f"{name}{suffix}", [*common, *own])
+    _run_recipe(arguments.algo, f"{name}{suffix}", [*common, *own])
     seconds = {"base": base_seconds, "rl": time.monotonic() - started - base_seconds}
     result = _collect_result(output / arguments.algo, REPRODUCTIONS[name][size])
     result |= {"name": name, "size": size, "seed": arguments.seed, "algo": arguments.algo, "seconds": seconds}
-    _write(output, result)
-    _show(output, result)
+    _write_result(output, result)
+    _print_result(output, result)
     return 0 if all(met for met, _ in result["verdict"]) else 1
 
 
@@ -157,7 +157,7 @@ def _setting_problems(settings: Sequence[str]) -> Iterator[Problem]:
             yield Problem(key, "is set by areno reproduce{}", _FIXED[key])
 
 
-def _run(recipe: str, config_name: str, settings: Sequence[str]) -> None:
+def _run_recipe(recipe: str, config_name: str, settings: Sequence[str]) -> None:
     """Make or resume a run in a process of its own, so that all memory of a device is free for the next run."""
     words = ["-m", f"areno.recipes.{recipe}", f"--config-name={config_name}", *settings]
     print(f"runs: {shlex.join(['python', *words])}", flush=True)
@@ -193,7 +193,7 @@ def _collect_result(folder: Path, bands: Bands) -> dict[str, Any]:
     }
 
 
-def _write(output: Path, result: dict[str, Any]) -> None:
+def _write_result(output: Path, result: dict[str, Any]) -> None:
     from areno.files.durable import atomic_write_text
     from areno.report.picture import svg
 
@@ -202,7 +202,7 @@ def _write(output: Path, result: dict[str, Any]) -> None:
     atomic_write_text(output / "curve.svg", svg(title, result["curve"]["steps"], {"": result["curve"]["rewards"]}))
 
 
-def _show(output: Path, result: dict[str, Any]) -> None:
+def _print_result(output: Path, result: dict[str, Any]) -> None:
     steps, rewards = result["curve"]["steps"], result["curve"]["rewards"]
     print("\nmean reward of the sampled answers")
     size = max(1, len(rewards) // 10)

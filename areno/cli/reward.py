@@ -82,13 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from areno.report.tables import count_lines, samples_table, summary_table
+    from areno.report.tables import agreement_lines, samples_table, summary_table
     from areno.scoring.pool import RewardPool
     from areno.tracking.run_log import RunLog
 
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(Problem("--limit", f"is {arguments.limit}; at least 1 is expected"))
-    config = _config(arguments)
+    config = _reward_config(arguments)
     rows = _rows_to_score(arguments.data, arguments.step)[: arguments.limit]
     records = [_reward_record(row, f"{arguments.data}, sample {number}") for number, row in enumerate(rows)]
     if arguments.tokenizer is not None:
@@ -109,7 +109,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if len(rows) > arguments.show:
         print(f"and {len(rows) - arguments.show} samples more (--show)")
     print_tables(summary_table(outcomes))
-    print(*count_lines(rows, outcomes), sep="\n")
+    print(*agreement_lines(rows, outcomes), sep="\n")
     each = 1000 * seconds / len(records)
     print(f"{len(records)} samples in {seconds:.2f} s: {each:.1f} ms for each{how}")
     return _print_errors(outcomes)
@@ -134,9 +134,9 @@ def _with_judge_scores(
     return add_judged(records, outcomes, [found[index] for index in range(len(records))], judge.weight), seconds
 
 
-def _config(arguments: argparse.Namespace) -> Any:
+def _reward_config(arguments: argparse.Namespace) -> Any:
     from areno.config.reward import OnlyReward
-    from areno.launch.hints import hint
+    from areno.launch.hints import setting_hint
     from areno.schema.build import build
 
     functions = [word for word in arguments.functions if not word.startswith("reward.") or "=" not in word]
@@ -150,7 +150,7 @@ def _config(arguments: argparse.Namespace) -> Any:
     if functions:
         # One function is the reward itself, as in reward.fn=reward.py. Several functions are its parts.
         given = {"fn": functions[0] if len(functions) == 1 else functions, "workers": 2, **given}
-    config = build(OnlyReward, {"reward": {**given, **settings}}, [], hint).reward
+    config = build(OnlyReward, {"reward": {**given, **settings}}, [], setting_hint).reward
     if config.judge.path is not None:
         text = "is {}, which only a run loads; serve it (areno serve) and set {}"
         raise ConfigError(Problem("reward.judge.path", text, config.judge.path, Key("reward.judge.base_url")))
@@ -204,7 +204,7 @@ def _reward_record(row: Any, where: str) -> Any:
         has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
         raise DataError([Problem("--data", f"{where}: needs prompt and completion; it has {has}")])
     for name in ("prompt", "completion"):
-        if not _is_text(row[name]):
+        if not _is_text_or_messages(row[name]):
             text = f"{where}: {name} is {shown(row[name])}; text or a list of messages is expected"
             raise DataError([Problem("--data", text)])
     asked, said = _as_messages(row["prompt"], "user"), _as_messages(row["completion"], "assistant")
@@ -235,7 +235,7 @@ def _count_tokens(records: Sequence[Any], folder: str) -> None:
         record.tokens = record.tokens or tokenizer.encode(record.completion, add_special_tokens=False)
 
 
-def _is_text(said: Any) -> bool:
+def _is_text_or_messages(said: Any) -> bool:
     return isinstance(said, str) or (isinstance(said, list) and all(isinstance(message, Mapping) for message in said))
 
 

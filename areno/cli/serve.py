@@ -69,27 +69,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-model-len",
-        type=_number(int, 2),
+        type=_bounded_number_type(int, 2),
         help="maximum tokens of prompt plus answer; by default the model's context",
     )
     add(
         "--max-running",
-        type=_number(int, 1),
+        type=_bounded_number_type(int, 1),
         default=256,
         help="maximum number of answers that are sampled at the same time",
     )
     add(
         "--max-waiting",
-        type=_number(int, 0),
+        type=_bounded_number_type(int, 0),
         default=1024,
         help="maximum number of answers that wait; more requests get status 429",
     )
-    add("--max-body-mb", type=_number(float, 0.001), default=16.0, help="maximum size of a request in MB")
-    add("--max-messages", type=_number(int, 1), default=10_000, help="maximum number of messages in a chat")
-    add("--timeout-s", type=_number(float, 0.001), default=3600.0, help="time limit for one request in seconds")
+    add("--max-body-mb", type=_bounded_number_type(float, 0.001), default=16.0, help="maximum size of a request in MB")
+    add(
+        "--max-messages", type=_bounded_number_type(int, 1), default=10_000, help="maximum number of messages in a chat"
+    )
+    add(
+        "--timeout-s",
+        type=_bounded_number_type(float, 0.001),
+        default=3600.0,
+        help="time limit for one request in seconds",
+    )
     add(
         "--shutdown-s",
-        type=_number(float, 0),
+        type=_bounded_number_type(float, 0),
         default=30.0,
         help="after SIGTERM, how many seconds the server waits for answers in progress",
     )
@@ -101,7 +108,12 @@ def _add_access_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 listens on all addresses and needs --api-key"
     )
-    add("--port", type=_number(int, 0, 65535), default=8000, help="port to listen on; 0 chooses a free port")
+    add(
+        "--port",
+        type=_bounded_number_type(int, 0, 65535),
+        default=8000,
+        help="port to listen on; 0 chooses a free port",
+    )
     add(
         "--api-key",
         default=os.environ.get("ARENO_API_KEY"),
@@ -130,23 +142,23 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--tp-size",
-        type=_number(int, 1),
+        type=_bounded_number_type(int, 1),
         default=1,
         help="number of devices that share one copy of the model (tensor parallel)",
     )
-    add("--world-size", type=_number(int, 1), help="total number of devices; by default all visible ones")
+    add("--world-size", type=_bounded_number_type(int, 1), help="total number of devices; by default all visible ones")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device type")
     add("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="data type of the weights")
     add(
         "--mem-fraction",
-        type=_number(float, 0.01, 0.99),
+        type=_bounded_number_type(float, 0.01, 0.99),
         default=0.85,
         help="fraction of the free memory for the KV cache",
     )
-    add("--max-kv-tokens", type=_number(int, 1), help="size of the KV cache in tokens")
+    add("--max-kv-tokens", type=_bounded_number_type(int, 1), help="size of the KV cache in tokens")
     add(
         "--max-prefill-tokens",
-        type=_number(int, 1),
+        type=_bounded_number_type(int, 1),
         default=8192,
         help="maximum number of prompt tokens per forward pass",
     )
@@ -176,7 +188,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--random-weights", action="store_true", help="serve random weights, for benchmarks; needs no weight files")
 
 
-def _number(kind: type, least: float, most: float = float("inf")) -> Any:
+def _bounded_number_type(kind: type, least: float, most: float = float("inf")) -> Any:
     """Return an argparse type that reads a number and checks that it is in [least, most]."""
 
     def read(text: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from areno.api.algorithms import Algorithm, algorithm_names, algorithm_of, get_algorithm, own_algorithms
+from areno.api.algorithms import Algorithm, algorithm_names, algorithm_of, built_in_algorithms, get_algorithm
 from areno.cli import train_flags
 from areno.cli.train_flags import HEADINGS, TASK, TrainFlag
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean, keys_renamed
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = algorithm_names()
     about = f"{', '.join(names)} (default {_DEFAULT}; with --resume, that of the run)"
     groups["Basic"].add_argument("--algo", metavar="TEXT", help=about)
-    for flag in train_flags.flags().values():
+    for flag in train_flags.all_train_flags().values():
         _add_flag(groups[flag.row.heading], flag)
     more = parser.add_argument_group("Settings", "the settings of the recipes, and the task that they belong to")
     config_name = more.add_argument("--config-name", metavar="NAME", help=f"name of the task (default {TASK})")
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_flag(group: Any, flag: TrainFlag) -> None:
-    only = "" if len(flag.keys) == len(own_algorithms()) else f"[{', '.join(flag.keys)}] "
+    only = "" if len(flag.keys) == len(built_in_algorithms()) else f"[{', '.join(flag.keys)}] "
     help = f"{only}{flag.help}".replace("%", "%%")
     options: dict[str, Any] = {"dest": flag.name, "default": None, "help": help}
     if flag.value is None:
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     start = f"python -m areno.recipes.{algorithm.name}"
     if algorithm.file is not None:
         start = f"python {shlex.quote(str(algorithm.file))}"
-    elif algorithm.name not in own_algorithms():
+    elif algorithm.name not in built_in_algorithms():
         start = f"areno train --algo {algorithm.name}"
     options = [] if arguments.resume is not None else [f"--config-name={arguments.config_name}"]
     options += [
@@ -90,21 +90,21 @@ def settings_of(arguments: argparse.Namespace, complete: bool = False) -> tuple[
 
     name_config(arguments)
     arguments.config_name = arguments.config_name or TASK
-    algorithm = _algorithm(arguments)
+    algorithm = _chosen_algorithm(arguments)
     own_task = arguments.config_name != TASK or arguments.resume is not None
     given = {name: value for name, value in vars(arguments).items() if name.startswith("--") and value is not None}
-    of_flags, problems = train_flags.overrides(algorithm.name, given, own_task, algorithm.config)
+    of_flags, problems = train_flags.overrides_of_flags(algorithm.name, given, own_task, algorithm.config)
     names = _flag_names(algorithm, arguments.settings)
-    settings, twice = train_flags.with_settings(of_flags, arguments.settings, _flag_names(algorithm, []))
+    settings, twice = train_flags.merge_with_settings(of_flags, arguments.settings, _flag_names(algorithm, []))
     problems += twice
     if complete:  # --cfg and `areno plan` also show incomplete settings
-        problems += _problems(algorithm, arguments, settings, names)
+        problems += _setting_problems(algorithm, arguments, settings, names)
     if problems:
         raise ConfigError(problems)
     return algorithm, settings, names
 
 
-def _algorithm(arguments: argparse.Namespace) -> Algorithm:
+def _chosen_algorithm(arguments: argparse.Namespace) -> Algorithm:
     """Return the algorithm that `--algo` names, or the algorithm of the run that `--resume` names."""
     name = arguments.algo
     folder = Path(arguments.resume).expanduser() if arguments.resume else None
@@ -132,14 +132,14 @@ def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]
     return names
 
 
-def _problems(
+def _setting_problems(
     algorithm: Algorithm, arguments: argparse.Namespace, settings: list[str], names: Mapping[str, str]
 ) -> list[Problem]:
-    from areno.files.paths import absolute
+    from areno.files.paths import absolute_or_none
     from areno.launch.command import mention_recipes
     from areno.launch.compose import load
 
-    config_dir = absolute(arguments.config_dir)
+    config_dir = absolute_or_none(arguments.config_dir)
     try:
         with keys_renamed(names.get), mention_recipes(algorithm.name, arguments.config_name, config_dir):
             load(algorithm.config, arguments.config_name, settings, config_dir, sources=True)

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
-from areno.api.algorithms import get_algorithm, own_algorithms
+from areno.api.algorithms import built_in_algorithms, get_algorithm
 from areno.config.models import OptimizerConfig
 from areno.errors import Problem, did_you_mean
-from areno.launch.hints import counterparts, join_by_and
+from areno.launch.hints import join_by_and, settings_of_other_tool
 from areno.schema.fields import Flag, Row, Section, rows
 
 logger = logging.getLogger("areno.cli")
@@ -55,16 +55,16 @@ class TrainFlag:
         return next(iter(self.keys.values()))[0]
 
     @property
-    def about(self) -> str:
+    def description(self) -> str:
         """The description of the flag, without its default."""
         text = self.row.setting.help
         return self.declared.help or (text.replace(" null: ", " Default: ") if self.default == "null" else text)
 
     @property
     def help(self) -> str:
-        if "Default: " in self.about or self.default in ("null", "required"):
-            return self.about + (" (required)" if self.default == "required" else "")
-        return f"{self.about} (default {self.default})"
+        if "Default: " in self.description or self.default in ("null", "required"):
+            return self.description + (" (required)" if self.default == "required" else "")
+        return f"{self.description} (default {self.default})"
 
     @property
     def type_text(self) -> str:
@@ -97,10 +97,10 @@ class TrainFlag:
         return "on" if row.default == self.value else "off"
 
 
-def flags() -> dict[str, TrainFlag]:
+def all_train_flags() -> dict[str, TrainFlag]:
     """Return {name: flag} for the flags of all recipes of areno. A name begins with dashes."""
     found: dict[str, TrainFlag] = {}
-    for recipe in own_algorithms():
+    for recipe in built_in_algorithms():
         for row in rows(get_algorithm(recipe).config):
             for flag in _flags_of(row):
                 found.setdefault(flag.name, flag).keys.setdefault(recipe, []).append(row)
@@ -110,10 +110,15 @@ def flags() -> dict[str, TrainFlag]:
 def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[Problem]:
     """Return a problem for each word that a parser does not know, with the flags that may be meant."""
     known = [option for action in vars(parser)["_actions"] for option in action.option_strings]
-    names = {row.key: flag.name for flag in flags().values() for of_recipe in flag.keys.values() for row in of_recipe}
+    names = {
+        row.key: flag.name
+        for flag in all_train_flags().values()
+        for of_recipe in flag.keys.values()
+        for row in of_recipe
+    }
     found = []
     for word in [word.partition("=")[0] for word in words if word.startswith("-")] or words:
-        settings = counterparts(word.lstrip("-").replace("-", "_"))
+        settings = settings_of_other_tool(word.lstrip("-").replace("-", "_"))
         meant = [names[key] for key in settings if names.get(key) in known]
         hint = f"; here it is {' or '.join(meant)}" if meant else did_you_mean(word, known)
         found.append(Problem(word, f"there is no such flag{hint}"))
@@ -128,7 +133,7 @@ def _flags_of(row: Row) -> Iterator[TrainFlag]:
         yield TrainFlag(declared=row.flag, value=row.flag.value or switched, negative=row.default == "true")
 
 
-def overrides(
+def overrides_of_flags(
     algorithm: str, given: Mapping[str, Any], own_task: bool, cls: type[Section]
 ) -> tuple[list[str], list[Problem]]:
     """Translate the flags of a command line into settings. Flags of other algorithms are ignored with a warning.
@@ -140,7 +145,7 @@ def overrides(
     for row in rows(cls):
         for flag in _flags_of(row):
             of_algorithm.setdefault(flag.name, []).append(row)
-    known = flags()
+    known = all_train_flags()
     problems: list[Problem] = []
     found: list[str] = []
     for name, value in given.items():
@@ -148,9 +153,9 @@ def overrides(
             text = "%s is a flag of %s, so %s ignores it"
             logger.warning(text, name, join_by_and(list(known[name].keys)), algorithm)
         elif name == "--use-kl-loss":
-            found += _use_kl(value, given, of_algorithm[name][0], cls)
+            found += _kl_overrides(value, given, of_algorithm[name][0], cls)
         elif name == "--min-lr":
-            ratio, wrong = _min_lr_ratio(value, given.get("--lr"), own_task)
+            ratio, wrong = _min_lr_ratio_overrides(value, given.get("--lr"), own_task)
             found += ratio
             problems += wrong
         else:
@@ -160,7 +165,7 @@ def overrides(
     return list(dict.fromkeys(found)), problems
 
 
-def with_settings(
+def merge_with_settings(
     found: list[str], settings: Sequence[str], names: Mapping[str, str]
 ) -> tuple[list[str], list[Problem]]:
     """Combine `found`, the settings of flags, with those given by key. Two different values are a problem."""
@@ -185,7 +190,7 @@ def _settings_of_flag(flag: TrainFlag, settings: Iterable[Row], value: Any, own_
             yield f"{row.key.removesuffix('mini_bs')}max_tokens_per_mb=null"
 
 
-def _use_kl(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]) -> Iterator[str]:
+def _kl_overrides(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]) -> Iterator[str]:
     if not use:
         yield from (f"{kl_ctl.key}=0", *([] if _is_null(cls, "ref") else ["ref=null"]))
     elif kl_ctl.default == "0.0":
@@ -194,7 +199,7 @@ def _use_kl(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]
             yield f"{kl_ctl.key}=0.001"
 
 
-def _min_lr_ratio(value: str, lr: str | None, own_task: bool) -> tuple[list[str], list[Problem]]:
+def _min_lr_ratio_overrides(value: str, lr: str | None, own_task: bool) -> tuple[list[str], list[Problem]]:
     """Translate --min-lr to actor.optimizer.min_lr_ratio, a fraction of --lr, and return (settings, problems).
 
     If --lr is wrong, both are empty: the check of the settings reports --lr.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from areno.config.resuming import FROM_HERE, SAME_CONTENT
 from areno.errors import Key, Problem
-from areno.schema.fields import Flag, Missing, Needs, Section, as_in, check, setting, settings, source_check
+from areno.schema.fields import Flag, Missing, Needs, Section, check, setting, setting_as_in, settings, source_check
 
 ChangedTurns = Literal["split", "last_turn", "as_rendered", "error"]
 
@@ -66,7 +66,7 @@ class ColumnsConfig(Section):
         "its name",
     )
 
-    def given(self) -> dict[str, str]:
+    def renamed_columns(self) -> dict[str, str]:
         """Return field -> column for the columns that are set."""
         return {field: column for field, column in vars(self).items() if column is not None}
 
@@ -136,7 +136,7 @@ class DatasetConfig(Section):
     )
 
     @property
-    def longest(self) -> int:
+    def max_length_or_unlimited(self) -> int:
         """The value of max_length, or a very large number if it is null."""
         return self.max_length or sys.maxsize
 
@@ -167,8 +167,8 @@ MISSING_ROWS = f"missing ({settings(DatasetConfig)['path'].help})"
 class ValidSetConfig(DatasetConfig):
     """Rows for evaluation. By default all rows are read, in order."""
 
-    path: str | None = as_in(DatasetConfig, "path", on_resume=FROM_HERE)
-    loader: str | None = as_in(DatasetConfig, "loader", on_resume=FROM_HERE)
+    path: str | None = setting_as_in(DatasetConfig, "path", on_resume=FROM_HERE)
+    loader: str | None = setting_as_in(DatasetConfig, "loader", on_resume=FROM_HERE)
     split: str = setting("test", help="Split of the dataset to read, if the dataset has several")
     batch_size: int | None = setting(
         None,

@@ -39,7 +39,7 @@ _ASKED = {
 }
 
 
-def json_reply(reason: str, label: str) -> str:
+def json_reply_text(reason: str, label: str) -> str:
     """Return the reply in JSON that a judge writes with verdict=json. `label` is the verdict."""
     return json.dumps({REASON: reason, VERDICT: label}, ensure_ascii=False)
 
@@ -178,7 +178,7 @@ class JudgeConfig(Section):
         return self.path is not None or self.base_url is not None
 
     @property
-    def names(self) -> list[str]:
+    def label_names(self) -> list[str]:
         """The labels among which the judge chooses, worst first. With `compare`: A (first answer) and B (second)."""
         if self.compare:
             return [*CHOICES]
@@ -194,10 +194,10 @@ class JudgeConfig(Section):
         return 2 * (n_pairs if self.opponents is None else min(n_pairs, n_samples * self.opponents))
 
     @property
-    def reply_ends(self) -> tuple[str, list[str]]:
+    def json_reply_parts(self) -> tuple[str, list[str]]:
         """The fixed text of a JSON reply: (text before the reason, for each label the text after the reason)."""
-        before = json_reply("", "").partition(_EMPTY)[0]
-        return f'{before}"', [f'"{json_reply("", name).partition(_EMPTY)[2]}' for name in self.names]
+        before = json_reply_text("", "").partition(_EMPTY)[0]
+        return f'{before}"', [f'"{json_reply_text("", name).partition(_EMPTY)[2]}' for name in self.label_names]
 
     @property
     def n_verdict_tokens(self) -> int:
@@ -205,11 +205,11 @@ class JudgeConfig(Section):
 
         The bound is the number of bytes, since every token of every tokenizer has at least one byte.
         """
-        before, after = self.reply_ends
+        before, after = self.json_reply_parts
         return len(before.encode()) + max((len(text.encode()) for text in after), default=0) + 1
 
     @property
-    def fewest_tokens(self) -> int:
+    def min_reply_tokens(self) -> int:
         """Smallest max_tokens with which a model of the run can write a short reason and a verdict in JSON."""
         return self.n_verdict_tokens + _LEAST_REASON
 
@@ -218,9 +218,10 @@ class JudgeConfig(Section):
         """The template of the question, with fields in braces."""
         if self.template is not None:
             return self.template
-        reply = f"Reply with {'one of ' if len(self.names) > 2 else ''}{', '.join(self.names[:-1])} or {self.names[-1]}"
+        labels = self.label_names
+        reply = f"Reply with {'one of ' if len(labels) > 2 else ''}{', '.join(labels[:-1])} or {labels[-1]}"
         if self.rubric == "quality" and not self.compare:
-            reply += f", where {self.names[0]} is the worst and {self.names[-1]} the best"
+            reply += f", where {labels[0]} is the worst and {labels[-1]} the best"
         what = "two answers" if self.compare else "an answer"
         parts = [_TASK.replace("{what}", what), _REFERENCE if self.rubric == "correct" else ""]
         parts += [_TWO if self.compare else _ONE, _WARNING, _ASKED[self.rubric, self.compare], f"{reply}."]
@@ -271,22 +272,22 @@ class JudgeConfig(Section):
     @forbid(
         "max_tokens",
         "is {self.max_tokens}, but the verdict alone may take {self.n_verdict_tokens} tokens; raise it to at least "
-        "{self.fewest_tokens}, so that there is room for a reason",
+        "{self.min_reply_tokens}, so that there is room for a reason",
     )
     def max_tokens_without_a_reason(self) -> bool:
         """Return whether max_tokens of a judge in the run is too small for a short reason and a verdict in JSON."""
-        return self.verdict == "json" and self.path is not None and self.max_tokens < self.fewest_tokens
+        return self.verdict == "json" and self.path is not None and self.max_tokens < self.min_reply_tokens
 
     @forbid("labels", "is {self.labels}; at least two different labels that are not blank are expected")
     def labels_that_say_nothing(self) -> bool:
         """Return whether there are fewer than two labels, a label is blank, or two labels differ in case alone."""
-        labels = [label.strip().casefold() for label in self.names]
+        labels = [label.strip().casefold() for label in self.label_names]
         return len(labels) < 2 or not all(labels) or len(set(labels)) < len(labels)
 
     @forbid("labels", "is {self.labels}, where a label begins another one; choose others, or set verdict=json")
     def labels_within_labels(self) -> bool:
         """Return whether one label is the beginning of another, so that the first token of a reply may fit both."""
-        labels = [label.casefold() for label in self.names]
+        labels = [label.casefold() for label in self.label_names]
         pairs = [(one, other) for one in labels for other in labels if one is not other]
         return self.verdict == "labels" and any(other.startswith(one) for one, other in pairs)
 
@@ -297,9 +298,9 @@ class JudgeConfig(Section):
     )
     def labels_of_one_letter(self) -> bool:
         """Return whether two labels begin with the same letter, so that the first token of a reply may fit both."""
-        letters = {label.strip().casefold()[:1] for label in self.names}
+        letters = {label.strip().casefold()[:1] for label in self.label_names}
         is_read = self.verdict == "labels" and self.base_url is not None
-        return is_read and len(letters) < len(self.names) and not self.labels_within_labels()
+        return is_read and len(letters) < len(self.label_names) and not self.labels_within_labels()
 
     @check
     def check_template_fields(self) -> Iterator[Problem]:

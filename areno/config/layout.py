@@ -30,7 +30,7 @@ class Layout:
         """Return the layout of a single copy of a model, sharded over `n_ranks` ranks."""
         return cls(n_ranks, n_ranks)
 
-    def of_copy(self, n_samples: int) -> int:
+    def samples_per_copy(self, n_samples: int) -> int:
         """Return the most samples that one copy of the model decodes if `n_samples` are divided among the copies."""
         return max(1, -(-n_samples // self.dp_size))
 
@@ -40,7 +40,7 @@ class Layout:
         return self.world_size // self.tp_size
 
     @property
-    def data_size(self) -> int:
+    def n_data_parallel_groups(self) -> int:
         """Number of groups of `cp_size` copies. Each group trains different rows (data parallel)."""
         return self.dp_size // self.cp_size
 
@@ -54,7 +54,7 @@ class Layout:
         """The first rank of each copy."""
         return range(0, self.world_size, self.tp_size)
 
-    def place_of(self, rank: int) -> tuple[int, int]:
+    def copy_and_shard_of(self, rank: int) -> tuple[int, int]:
         """Return (index of the copy, index of the shard) that a rank holds."""
         return divmod(rank, self.tp_size)
 
@@ -63,11 +63,11 @@ class Layout:
         leader = rank - rank % self.tp_size
         return range(leader, leader + self.tp_size)
 
-    def share(self, total: int) -> int:
+    def share_rounded_down(self, total: int) -> int:
         """Return one rank's share, rounded down, if the ranks of a copy divide `total` heads, rows or bytes."""
         return total // self.tp_size
 
-    def share_up(self, total: int) -> int:
+    def share_rounded_up(self, total: int) -> int:
         """Return one rank's share, rounded up, if the ranks of a copy divide `total` heads, rows or bytes."""
         return -(-total // self.tp_size)
 

@@ -118,7 +118,7 @@ class MicroBatchSpec(Section):
         return self.mini_bs is None and self.max_tokens_per_mb is None
 
     @property
-    def counted(self) -> MicroBatchSpec:
+    def with_fixed_size(self) -> MicroBatchSpec:
         """The sizes to use with gradient_accumulation_steps: those that are set, or else ROWS_COUNTED rows.
 
         The engine must not choose a size then, because the size decides the number of updates.

@@ -67,7 +67,7 @@ class PolicyExperimentConfig(ExperimentConfig):
     @source_check
     def check_has_reward(self) -> Iterator[Problem]:
         """Report a run without reward function, reward model or agent."""
-        return self.reward.problems_of_none(self.agent.fn is not None) if self.needs_rewards else iter(())
+        return self.reward.problems_without_reward(self.agent.fn is not None) if self.needs_rewards else iter(())
 
     def eval_metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""

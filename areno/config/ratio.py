@@ -185,7 +185,7 @@ class RatioConfig(PolicyConfig):
         return "loglinear" if self.prox_logp_method == "loglinear" else "recompute"
 
     @property
-    def bears_staleness(self) -> bool:
+    def corrects_staleness(self) -> bool:
         """Whether the loss takes into account that older weights may have sampled some tokens."""
         return self.use_decoupled_loss or not self.recompute_logprob or self.m2_threshold is not None
 

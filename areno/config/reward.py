@@ -103,7 +103,7 @@ class RewardConfig(Section):
         """Whether a model gives a reward: a reward model or a judge."""
         return self.path is not None or self.judge.is_set
 
-    def problems_of_none(self, by_agent: bool) -> Iterator[Problem]:
+    def problems_without_reward(self, by_agent: bool) -> Iterator[Problem]:
         """Yield a problem if no reward function, reward model or judge is set, unless an agent gives the reward.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from areno.config.resuming import FROM_HERE, SPEED, SPEED_AND_ORDER
 from areno.errors import ConfigError, Problem
-from areno.schema.fields import Flag, Needs, Section, as_in, forbid, setting, settings
+from areno.schema.fields import Flag, Needs, Section, forbid, setting, setting_as_in, settings
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures count as 0: logits divided by them would leave the range of float32."""
@@ -22,7 +22,7 @@ _MOST = 2**31 - 1
 _DRAWING = Needs("greedy", False, so="the most likely token is taken", in_build=True)
 
 
-def _edit(default: float, **declared: Any) -> Any:
+def _logit_edit_setting(default: float, **declared: Any) -> Any:
     """Declare a sampling setting that changes logits, in `LogitEdits` and not in the sampling kernel.
 
     Args:
@@ -91,14 +91,14 @@ class SamplingConfig(Section):
         ge=-2,
         le=2,
     )
-    presence_penalty: float = _edit(
+    presence_penalty: float = _logit_edit_setting(
         0.0,
         help="This number is subtracted from the logit of a token if the token is already in the completion. The "
         "log-probabilities are computed without this penalty",
         ge=-2,
         le=2,
     )
-    min_p: float = _edit(
+    min_p: float = _logit_edit_setting(
         0.0,
         help="Sample only tokens whose probability is at least min_p times the probability of the most likely "
         "token. Applied before top_k and top_p. 0: all tokens",
@@ -128,7 +128,7 @@ class SamplingConfig(Section):
     @property
     def edits_logits(self) -> bool:
         """Whether a setting that `_edit` declares differs from its default, so that sampling needs `LogitEdits`."""
-        return any(vars(self)[name] != default for name, default in _edits())
+        return any(vars(self)[name] != default for name, default in _logit_edit_defaults())
 
     @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
     def shortest_above_longest(self) -> bool:
@@ -151,7 +151,7 @@ class SamplingConfig(Section):
         return min(self.stop_token_ids or [0]) < 0
 
 
-def flags_of_draws() -> dict[str, str]:
+def flags_unused_by_greedy() -> dict[str, str]:
     """Return setting -> command-line flag for the settings that greedy decoding does not use."""
     known = settings(GenerationConfig)
     names = ["temperature", *(name for name, each in known.items() if _DRAWING in each.only_with)]
@@ -159,8 +159,8 @@ def flags_of_draws() -> dict[str, str]:
 
 
 @cache
-def _edits() -> list[tuple[str, Any]]:
-    """Return (name, default) of each setting declared by `_edit`. With its default, a setting changes no logit."""
+def _logit_edit_defaults() -> list[tuple[str, Any]]:
+    """Return (name, default) of each `_logit_edit_setting`. With its default, a setting changes no logit."""
     declared = dataclasses.fields(SamplingConfig)
     return [(field.name, field.default) for field in declared if "edits_logits" in field.metadata]
 
@@ -187,7 +187,7 @@ class GenerationConfig(SamplingConfig):
 
     heading = "Rollout"
     n_samples: int = setting(8, help="Number of completions per prompt", gt=0, le=1_000_000, flag="--n-samples")
-    max_new_tokens: int = as_in(SamplingConfig, "max_new_tokens", default=3071)
+    max_new_tokens: int = setting_as_in(SamplingConfig, "max_new_tokens", default=3071)
     max_tokens: int | None = setting(
         None,
         help="Maximum number of tokens of prompt and completion together. null: the context length of the model",
@@ -195,7 +195,7 @@ class GenerationConfig(SamplingConfig):
         flag="--max-context-len",
     )
     # Training divides by the temperature, so it cannot be 0 in a run.
-    temperature: float = as_in(SamplingConfig, "temperature", ge=MIN_TEMPERATURE)
+    temperature: float = setting_as_in(SamplingConfig, "temperature", ge=MIN_TEMPERATURE)
 
     def unused_in_evaluation(self, section: str) -> Iterator[Problem]:
         """Yield a problem if a temperature is set although evaluation is greedy and does not use a temperature.

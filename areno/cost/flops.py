@@ -36,7 +36,7 @@ class TokenCost:
     @staticmethod
     def from_config(config: TransformerConfig, itemsize: int, adapters: AdapterSpec | None = None) -> TokenCost:
         experts, of_experts = config.experts, 0
-        windows = Counter(config.kind(layer).window for layer in config.attention_layers)
+        windows = Counter(config.layer_kind(layer).window for layer in config.attention_layers)
         if experts is not None:
             of_experts = 3 * experts.inner_size * config.hidden_size * len(experts.layers(config.num_layers))
         return TokenCost(

@@ -70,10 +70,10 @@ class Footprint:
             return found.total
         return found.weights if model.keeps_weights else 0
 
-    def extra_in_use(self, model: ModelFootprint, training: bool) -> int:
+    def extra_bytes_in_use(self, model: ModelFootprint, training: bool) -> int:
         """Return the additional bytes of a model on each device while it is used, without activations."""
         teacher = self._largest_teacher if training and model.is_actor else None
-        beside = 0 if teacher is None else self.extra_in_use(teacher, training=False)
+        beside = 0 if teacher is None else self.extra_bytes_in_use(teacher, training=False)
         if not model.offload:
             return beside
         found = self.model_bytes(model)
@@ -84,15 +84,15 @@ class Footprint:
     def _largest_teacher(self) -> ModelFootprint | None:
         """The teacher that training passes of the actor use. Of several, the one that takes most device memory."""
         found = [model for model in self.models if model.in_training]
-        return max(found, key=lambda model: self.extra_in_use(model, training=False), default=None)
+        return max(found, key=lambda model: self.extra_bytes_in_use(model, training=False), default=None)
 
     @property
-    def resident(self) -> int:
+    def total_resident_bytes(self) -> int:
         return sum(map(self.resident_bytes, self.models))
 
     @property
-    def most_extra_in_use(self) -> int:
-        return max((self.extra_in_use(model, training=True) for model in self.models), default=0)
+    def max_extra_bytes_in_use(self) -> int:
+        return max((self.extra_bytes_in_use(model, training=True) for model in self.models), default=0)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -101,7 +101,7 @@ class Footprint:
         return sum(each.masters + each.moments + (0 if model.keeps_weights else each.weights) for model, each in found)
 
     @property
-    def least_bytes(self) -> int:
+    def min_device_bytes(self) -> int:
         """Bytes that each device needs at least.
 
         This is the memory that is always in use, plus the largest single need of these: training a model on a
@@ -110,11 +110,11 @@ class Footprint:
         work = [0]
         for model in self.models:
             of_tokens = self.training_bytes(model, min(_MIN_TOKENS, self.batch_tokens)) if model.optimizer else 0
-            work.append(self.extra_in_use(model, training=True) + of_tokens)
+            work.append(self.extra_bytes_in_use(model, training=True) + of_tokens)
         actor = self.models[0].config
         kv = _MIN_TOKENS * kv_bytes(actor, self.itemsize, self.layout)
         kv += _MIN_SLOTS * state_bytes(actor, self.itemsize, self.layout)
-        return self.resident + max(*work, kv)
+        return self.total_resident_bytes + max(*work, kv)
 
     def training_bytes(self, model: ModelFootprint, n_tokens: int) -> int:
         """Return the bytes of activations and logits of a micro-batch. `n_tokens` counts all context-parallel ranks."""
@@ -130,7 +130,7 @@ class Footprint:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def table(self, device_bytes: int) -> str:
+    def memory_table_text(self, device_bytes: int) -> str:
         """Return a table of the memory on each device in GiB, as several lines of text."""
         rows: list[tuple[str, ...]] = [("", "weights", "gradients", "masters", "moments", "sum")]
         for model in self.models:
@@ -140,7 +140,7 @@ class Footprint:
                 where = " (masters, moments in host memory)" if model.optimizer else ""
             name = f"{model.name}{where}"
             numbers = found.weights, found.gradients, found.masters, found.moments, found.total
-            rows.append((name, *map(gib, numbers)))
+            rows.append((name, *map(gib_text, numbers)))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [
             "  ".join(
@@ -149,34 +149,35 @@ class Footprint:
             for row in rows
         ]
         actor, n_tokens = self.models[0], self.batch_tokens
-        room = max(0, int((1 - RESERVE) * device_bytes) - self.resident)
+        room = max(0, int((1 - RESERVE) * device_bytes) - self.total_resident_bytes)
         kv = kv_bytes(actor.config, self.itemsize, self.layout)
-        work = [f"KV cache: {gib(1000 * kv)} for 1,000 tokens"]
+        work = [f"KV cache: {gib_text(1000 * kv)} for 1,000 tokens"]
         if windows := [kind.window for kind in actor.config.kinds if kind.window is not None]:
             ends = (max(windows), max(windows) + 1000)
             less, more = (kv_bytes_of_row(actor.config, end, self.itemsize, self.layout) for end in ends)
-            work[0] += f", and {gib(more - less)} for each 1,000 of a sequence beyond {max(windows):,}"
+            work[0] += f", and {gib_text(more - less)} for each 1,000 of a sequence beyond {max(windows):,}"
         if state := state_bytes(actor.config, self.itemsize, self.layout):
-            work.append(f"recurrent states: {gib(100 * state)} for 100 sequences")
+            work.append(f"recurrent states: {gib_text(100 * state)} for 100 sequences")
         if actor.optimizer:
-            need = gib(self.training_bytes(actor, n_tokens))
+            need = gib_text(self.training_bytes(actor, n_tokens))
             work.append(f"activations of a micro-batch of {n_tokens:,} tokens: {need}")
-        extra, hosted = gib(self.most_extra_in_use), gib(self.offloaded_bytes)
+        extra, hosted = gib_text(self.max_extra_bytes_in_use), gib_text(self.offloaded_bytes)
         away = f"offload keeps {hosted} in host memory; a model in use takes up to {extra} more of its device"
         return "\n".join(
             [
                 f"memory of each device in GiB, with {self.layout_in_words()}:",
                 *lines,
                 "; ".join(work),
-                f"{gib(self.resident)} of {gib(device_bytes)} are taken, which leaves {gib(room)} for these",
+                f"{gib_text(self.total_resident_bytes)} of {gib_text(device_bytes)} are taken, which leaves "
+                f"{gib_text(room)} for these",
                 *([away] if self.offloaded_bytes else []),
             ]
         )
 
-    def summary(self, device_bytes: int) -> str:
+    def memory_summary(self, device_bytes: int) -> str:
         names = ", ".join(model.name for model in self.models)
-        taken = gib(self.resident) if self.resident >= 0.01 * 2**30 else "less than 0.01"
-        return f"memory of each device: {taken} of {gib(device_bytes)} GiB for {names}"
+        taken = gib_text(self.total_resident_bytes) if self.total_resident_bytes >= 0.01 * 2**30 else "less than 0.01"
+        return f"memory of each device: {taken} of {gib_text(device_bytes)} GiB for {names}"
 
     def layout_in_words(self) -> str:
         """Return the layout as words of a message, such as "tp_size=2, 4 copies, zero_stage=1"."""
@@ -187,7 +188,7 @@ class Footprint:
 
     def fits(self, device_bytes: int) -> bool:
         """Return whether the models fit with 6 % left free. Long rows and many requests may still run out of memory."""
-        return self.least_bytes <= (1 - RESERVE) * device_bytes and self.fits_host
+        return self.min_device_bytes <= (1 - RESERVE) * device_bytes and self.fits_host
 
     @property
     def fits_host(self) -> bool:
@@ -220,7 +221,7 @@ def footprint_of(
     )
 
 
-def gib(n_bytes: float) -> str:
+def gib_text(n_bytes: float) -> str:
     return f"{n_bytes / GIB:.2f}" if n_bytes < 10 * GIB else f"{n_bytes / GIB:.1f}"
 
 

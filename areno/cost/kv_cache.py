@@ -50,9 +50,9 @@ class WantedCache:
         )
         blocks_of_sample = layout.blocks_for(rollout.max_len) + layout.n_tables
         blocks_of_chunk = layout.blocks_of_chunk(rollout.decoder.max_prefill_tokens)
-        usual, n_slots = (engine.layout.of_copy(n) for n in (rollout.usual, rollout.n_slots))
+        usual, n_slots = (engine.layout.samples_per_copy(n) for n in (rollout.n_samples_with_cache, rollout.n_slots))
         most = rollout.decoder.max_kv_tokens
-        needed, blocks = (layout.memory_of(n * blocks_of_sample + blocks_of_chunk) + 1 for n in (usual, n_slots))
+        needed, blocks = (layout.full_blocks(n * blocks_of_sample + blocks_of_chunk) + 1 for n in (usual, n_slots))
         is_kept = rollout.keeps_cache and engine.actor.optimizer is not None  # beside the training of the actor
         more = _MORE_FRACTION if is_kept else rollout.decoder.mem_fraction
         if engine.engine.deterministic and not engine.engine.exact:

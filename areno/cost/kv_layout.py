@@ -31,7 +31,7 @@ class KVGroup:
         return n_group_blocks if self.window is None else min(n_group_blocks, -(-(self.window - 1) // block_size) + 2)
 
 
-def tables_with_windows(groups: Iterable[KVGroup]) -> int:
+def n_tables_with_windows(groups: Iterable[KVGroup]) -> int:
     return sum(group.n_tables for group in groups if group.window is not None)
 
 
@@ -47,13 +47,13 @@ class KVLayout:
 
         All layers form one group with full attention, unless grouping by window saves more than 10 %.
         """
-        windows = [config.kind(layer).window for layer in config.attention_layers]
+        windows = [config.layer_kind(layer).window for layer in config.attention_layers]
         layout = KVLayout._with_windows([None] * len(windows), len(windows), block_size)
-        fewest = layout.comparable_size(max_len) * _WORTH_IT
+        fewest = layout.sequence_size(max_len) * _WORTH_IT
         for layers_per_block in range(len(windows), 0, -1) if by_window and any(windows) else ():
             tried = KVLayout._with_windows(windows, layers_per_block, block_size)
-            if tried.n_tables <= _MAX_TABLES and tried.comparable_size(max_len) < fewest:
-                layout, fewest = tried, tried.comparable_size(max_len)
+            if tried.n_tables <= _MAX_TABLES and tried.sequence_size(max_len) < fewest:
+                layout, fewest = tried, tried.sequence_size(max_len)
         return layout
 
     @staticmethod
@@ -76,11 +76,11 @@ class KVLayout:
     def n_tables(self) -> int:
         return sum(group.n_tables for group in self.groups)
 
-    def pool_size(self, n_blocks: int) -> int:
+    def pool_blocks(self, n_blocks: int) -> int:
         """Convert `n_blocks` blocks that hold all attention layers to pool blocks, for the same memory."""
         return n_blocks * len(self.places) // self.layers_per_block
 
-    def memory_of(self, n_blocks: int) -> int:
+    def full_blocks(self, n_blocks: int) -> int:
         """Convert `n_blocks` pool blocks to blocks that hold all attention layers, rounded up."""
         return -(-n_blocks * self.layers_per_block // len(self.places))
 
@@ -90,9 +90,9 @@ class KVLayout:
 
     def blocks_of_chunk(self, n_tokens: int) -> int:
         """Return how many pool blocks a prefill chunk of `n_tokens` tokens takes in layers with sliding windows."""
-        return -(-n_tokens // self.block_size) * tables_with_windows(self.groups)
+        return -(-n_tokens // self.block_size) * n_tables_with_windows(self.groups)
 
-    def comparable_size(self, n_tokens: int) -> int:
+    def sequence_size(self, n_tokens: int) -> int:
         """Return the KV memory of a sequence, in units of `block_size` tokens of one layer."""
         return self.blocks_for(n_tokens) * self.layers_per_block
 

@@ -30,13 +30,13 @@ def kv_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -
 
 def state_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
     """Return the bytes of a sequence's recurrent states, in all layers that have such states."""
-    return 0 if config.delta is None else layout.share(config.delta.state_bytes(itemsize))
+    return 0 if config.delta is None else layout.share_rounded_down(config.delta.state_bytes(itemsize))
 
 
 def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, layout: Layout = ALONE) -> int:
     """Return the bytes of a sequence's keys and values. Layers with a window keep its last tokens only."""
     layers = config.attention_layers
-    n_kept = sum(min(kind.window or n_tokens, n_tokens) for kind in map(config.kind, layers))
+    n_kept = sum(min(kind.window or n_tokens, n_tokens) for kind in map(config.layer_kind, layers))
     return n_kept * kv_bytes(config, itemsize, layout) // len(layers)
 
 
@@ -115,7 +115,7 @@ def activation_bytes(
     With experts, the copies of a token for all of its experts count, even if these experts are on other ranks. With
     `split`, sequence parallelism divides the residual stream.
     """
-    experts, inner, size = config.experts, layout.share(2 * config.intermediate_size), config.hidden_size
+    experts, inner, size = config.experts, layout.share_rounded_down(2 * config.intermediate_size), config.hidden_size
     residual = layout if split else ALONE
     ids = copies = scores = 0
     if experts is not None:
@@ -125,17 +125,17 @@ def activation_bytes(
     after = 0 if config.norms == "before" else itemsize  # inputs of the norms after attention and MLP
     first, mixed, rule = qkv_size(config, layout), q_size(config, layout), 0
     if config.delta is not None:
-        first = max(first, layout.share(config.delta.projected))
-        mixed = max(mixed, layout.share(config.delta.inner_size))
-        rule = layout.share(_delta_rule_bytes(config.delta, itemsize))
+        first = max(first, layout.share_rounded_down(config.delta.projected))
+        mixed = max(mixed, layout.share_rounded_down(config.delta.inner_size))
+        rule = layout.share_rounded_down(_delta_rule_bytes(config.delta, itemsize))
     products = first + inner
     return ActivationBytes(
-        always=residual.share(2 * size * (4 + after)) + mixed * itemsize + ids,
+        always=residual.share_rounded_down(2 * size * (4 + after)) + mixed * itemsize + ids,
         kept=products * itemsize,
         # Outputs of products and their gradients, attention and MLP together; experts' copies of inputs and of their
         # gradients. A third of the tensors of the residual stream's size are inputs or outputs of products, which
         # have all tokens.
-        at_work=(3 * products + (4 + residual.share(8)) * size + copies) * itemsize + 24 * scores + rule,
+        at_work=(3 * products + (4 + residual.share_rounded_down(8)) * size + copies) * itemsize + 24 * scores + rule,
     )
 
 
@@ -174,7 +174,7 @@ class PassBytes:
     ) -> PassBytes:
         layer = activation_bytes(config, itemsize, layout, split=split)
         of_token = config.num_layers * (layer.always + (0 if recompute else layer.kept))
-        n_vocab = 0 if config.head != "lm" else layout.share_up(config.vocab_size)
+        n_vocab = 0 if config.head != "lm" else layout.share_rounded_up(config.vocab_size)
         return PassBytes(
             of_token=of_token,
             at_work=layer.at_work,
@@ -191,7 +191,7 @@ class PassBytes:
     ) -> PassBytes:
         """Return the bytes of a forward pass without gradient, which holds the activations of one layer at a time."""
         layer = activation_bytes(config, itemsize, layout, split=split)
-        n_vocab = 0 if config.head != "lm" else layout.share_up(config.vocab_size)
+        n_vocab = 0 if config.head != "lm" else layout.share_rounded_up(config.vocab_size)
         return PassBytes(
             of_token=0,
             at_work=layer.always + layer.at_work,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areno.cost.flops import TokenCost
-from areno.cost.time import host_tokens
+from areno.cost.time import host_time_in_tokens
 from areno.layers.config import AdapterSpec
 from areno.models.config import TransformerConfig
 from areno.specs.engine import SharePrefixes
@@ -43,14 +43,14 @@ class PrefixSharing:
         if not on_cuda:
             return PrefixSharing(when)
         cost = TokenCost.from_config(config, itemsize, adapters)
-        launch, search = host_tokens(config, cost, trains=trains)
+        launch, search = host_time_in_tokens(config, cost, trains=trains)
         return PrefixSharing(when, tp_size * launch, tp_size * search)
 
     def saves_enough(self, n_saved: int, n_tokens: int) -> bool:
         """Return whether sharing saves enough: a tenth of `n_tokens` with "auto", one token with "on"."""
         return self.when != "off" and n_saved >= (_WORTH_SHARING * n_tokens if self.when == "auto" else 1)
 
-    def estimated_time(self, sizes: Sequence[int], launch_tokens: float | None = None) -> float:
+    def time_in_tokens(self, sizes: Sequence[int], launch_tokens: float | None = None) -> float:
         """Estimate the time of passes with `sizes` tokens each: the longer of the host's and the device's time."""
         return max(len(sizes) * (self.launch_tokens if launch_tokens is None else launch_tokens), sum(sizes))
 
@@ -62,5 +62,5 @@ class PrefixSharing:
         """Return whether sharing saves time. `shared` and `apart` are the tokens of each pass with and without it."""
         if self.when != "auto":
             return True
-        shared_time = self.estimated_time(shared, _SHARED_LAUNCH * self.launch_tokens) + n_rows * self.search_tokens
-        return shared_time < FASTER * self.estimated_time(apart)
+        shared_time = self.time_in_tokens(shared, _SHARED_LAUNCH * self.launch_tokens) + n_rows * self.search_tokens
+        return shared_time < FASTER * self.time_in_tokens(apart)

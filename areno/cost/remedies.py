@@ -10,7 +10,7 @@ from typing import Any
 from areno.config.lora import LoraConfig
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig
-from areno.cost.footprint import RESERVE, RESTING, Footprint, ModelFootprint, gib, may_have_adapters
+from areno.cost.footprint import RESERVE, RESTING, Footprint, ModelFootprint, gib_text, may_have_adapters
 from areno.cost.kv_cache import may_verify_drafts
 from areno.errors import EngineError, Key
 from areno.layers.config import AdapterSpec
@@ -31,18 +31,16 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
     text = "{} cannot fit: each device needs {} GiB at least ({}), and has {}; "
     args: list[Any] = [
         names,
-        gib(footprint.least_bytes),
+        gib_text(footprint.min_device_bytes),
         footprint.layout_in_words(),
-        gib(int((1 - RESERVE) * device_bytes)),
+        gib_text(int((1 - RESERVE) * device_bytes)),
     ]
     ways, shrinkable = ways_to_fit(footprint, device_bytes), []
     if not ways:
         ways = _remedy_with_lora(footprint, device_bytes)
         if (enough := _on_more_devices(footprint, device_bytes)) is not None:
-            before = _layout_settings(footprint)
-            ways.append(
-                ({key: value for key, value in _layout_settings(enough).items() if value != before[key]}, enough)
-            )
+            before = _layout_change(footprint)
+            ways.append(({key: value for key, value in _layout_change(enough).items() if value != before[key]}, enough))
             shrinkable = [model for model in enough.models if model.smaller_optimizer]
     if ways:
         text += "what fits is " + " or ".join(_remedy_text(way) for way, _ in ways)
@@ -51,7 +49,7 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
         args.append(Key("actor.path"))
     for way, found in ways:
         args += [part for key, value in way.items() for part in (Key(key), _value_text(value))]
-        args.append(gib(found.least_bytes))
+        args.append(gib_text(found.min_device_bytes))
     if shrinkable:
         verb = "takes" if len(shrinkable) == 1 else "take"
         text += "; " + " and ".join(f"{{}}={model.smaller_optimizer}" for model in shrinkable) + f" {verb} less"
@@ -74,9 +72,9 @@ def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
         "the host memory is too small for {}: what offload keeps there takes {} GiB for the ranks of a machine ({}), "
         f"and {{}} GiB are free; {joined_by_or(['use a machine with more memory', *ways])}",
         " and ".join(model.name for model in away),
-        gib(n_ranks * footprint.offloaded_bytes),
+        gib_text(n_ranks * footprint.offloaded_bytes),
         n_ranks,
-        gib(n_ranks * int((1 - RESERVE) * footprint.host_bytes)),
+        gib_text(n_ranks * int((1 - RESERVE) * footprint.host_bytes)),
         *map(Key, keys),
         *(Key(f"{model.own_section}.offload") for model in away),
     )
@@ -139,7 +137,7 @@ def _remedies_beside_lora(footprint: Footprint) -> Iterator[tuple[int, Way, Foot
             {f"{model.own_section}.optimizer.type": model.smaller_optimizer for model in shrinkable} if shrinks else {},
         ]
         models = tuple(
-            _with_less(model, (away and model in to_host) or (streams and model in to_stream), shrinks)
+            _with_less_memory(model, (away and model in to_host) or (streams and model in to_stream), shrinks)
             for model in now.models
         )
         if n := sum(map(bool, changes)):
@@ -147,7 +145,7 @@ def _remedies_beside_lora(footprint: Footprint) -> Iterator[tuple[int, Way, Foot
             yield n, way, replace(now, models=models, layout=replace(now.layout, tp_size=size), zero_stage=stage)
 
 
-def _with_less(model: ModelFootprint, offload: bool, shrinks: bool) -> ModelFootprint:
+def _with_less_memory(model: ModelFootprint, offload: bool, shrinks: bool) -> ModelFootprint:
     optimizer = model.optimizer
     if shrinks and optimizer and model.smaller_optimizer:
         optimizer = replace(optimizer, type=model.smaller_optimizer)
@@ -155,7 +153,7 @@ def _with_less(model: ModelFootprint, offload: bool, shrinks: bool) -> ModelFoot
 
 
 def _can_divide(footprint: Footprint, tp_size: int) -> bool:
-    divided = [size for model in footprint.models for size in model.config.divided]
+    divided = [size for model in footprint.models for size in model.config.sizes_divided_by_tp]
     sizes = [footprint.layout.world_size, *(size for _, name, size in divided if name != "num_key_value_heads")]
     heads = [model.config.num_kv_heads for model in footprint.models]
     shared = all(n % tp_size == 0 or tp_size % n == 0 for n in heads)
@@ -181,7 +179,7 @@ def _on_more_devices(footprint: Footprint, device_bytes: int) -> Footprint | Non
     return None
 
 
-def _layout_settings(footprint: Footprint) -> Way:
+def _layout_change(footprint: Footprint) -> Way:
     return {
         "engine.world_size": footprint.layout.world_size,
         "engine.tp_size": footprint.layout.tp_size,
@@ -223,7 +221,7 @@ def loading_remedies(
             section = each.own_section
             if (section in RESTING and not each.offload) or each.may_stream:
                 yield ("set {}=true", Key(f"{section}.offload"))
-    yield from _smaller_optimizer(role)
+    yield from _smaller_optimizer_options(role)
     if role.key == spec.actor.key and may_have_adapters(spec):
         yield ("train adapters alone with {}=true", Key("actor.use_lora"))
     yield ("choose a smaller model ({})", Key(role.key))
@@ -242,12 +240,12 @@ def training_remedies(
     yield from beside
     if on_cuda and role.trains_weights and not role.offload:
         yield ("set {}=true", Key(f"{section}.offload"))
-    yield from _smaller_optimizer(role)
+    yield from _smaller_optimizer_options(role)
     yield MORE_DEVICES
 
 
 def rollout_remedies(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Option]:
-    yield from smaller_cache(decoder)
+    yield from smaller_cache_options(decoder)
     yield ("lower {}", Key("rollout.max_prefill_tokens"))
     yield FEWER_AT_ONCE
     if may_verify_drafts(decoder, on_cuda=on_cuda):
@@ -256,12 +254,12 @@ def rollout_remedies(decoder: DecoderConfig, *, on_cuda: bool) -> Iterator[Optio
         yield ("set {}=true to do without CUDA graphs", Key("rollout.eager_decode"))
 
 
-def beside_training(decoder: DecoderConfig) -> Iterator[Option]:
+def smaller_cache_in_training_options(decoder: DecoderConfig) -> Iterator[Option]:
     yield ("free the KV cache between rollouts with {}=true", Key("rollout.drop_rollout_state"))
-    yield from smaller_cache(decoder)
+    yield from smaller_cache_options(decoder)
 
 
-def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
+def smaller_cache_options(decoder: DecoderConfig) -> Iterator[Option]:
     if decoder.max_kv_tokens is None:
         yield ("lower {}", Key("rollout.mem_fraction"))
         yield ("set {}", Key("rollout.max_kv_tokens"))
@@ -269,6 +267,6 @@ def smaller_cache(decoder: DecoderConfig) -> Iterator[Option]:
         yield ("lower {}", Key("rollout.max_kv_tokens"))
 
 
-def _smaller_optimizer(role: RoleSpec) -> Iterator[Option]:
+def _smaller_optimizer_options(role: RoleSpec) -> Iterator[Option]:
     if role.smaller_optimizer:
         yield (f"set {{}}={role.smaller_optimizer}", Key(f"{role.section}.optimizer.type"))

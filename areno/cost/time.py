@@ -26,7 +26,7 @@ class Rates:
     def for_devices(self, n_devices: int) -> Rates:
         return replace(self, copy_bytes_s=n_devices * self.copy_bytes_s, matmul_flops_s=n_devices * self.matmul_flops_s)
 
-    def seconds(self, n_bytes: float, flops: float) -> float:
+    def min_seconds(self, n_bytes: float, flops: float) -> float:
         """Return the time to move bytes (read plus written) and to compute FLOPs if both overlap fully."""
         return max(n_bytes / self.copy_bytes_s, flops / self.matmul_flops_s)
 
@@ -120,7 +120,7 @@ def sampled_seconds(n_samples: int, n_tokens: float, has_critic: bool) -> float:
     return (1 + has_critic) * _SAMPLE_S * n_samples + _SAMPLED_S * n_tokens
 
 
-def host_tokens(config: TransformerConfig, cost: TokenCost, *, trains: bool) -> tuple[int, float]:
+def host_time_in_tokens(config: TransformerConfig, cost: TokenCost, *, trains: bool) -> tuple[int, float]:
     """Estimate the host's time for a pass, as the number of tokens that an H100 computes meanwhile.
 
     Returns one number for the launch of a pass's kernels, and one for the search for the shared prefix of a row. If
@@ -167,7 +167,7 @@ def rollout_seconds(
     flops = (2.0 * cost.active_params + 2.0 * cost.adapter_params) * rows
     if cost.experts is not None:
         flops *= 1.5
-    products = rates.seconds(weights, flops) / _PRODUCTS
+    products = rates.min_seconds(weights, flops) / _PRODUCTS
     kv_tokens = _mean_keys_read(cost, work.prompt_len, groups) + _mean_keys_read(cost, work.answer_len / 2, rows)
     moved = kv_tokens * cost.kv_bytes + 2 * cost.state_bytes * rows
     attention = moved / rates.copy_bytes_s / _KV

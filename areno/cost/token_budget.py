@@ -76,8 +76,8 @@ def choose_token_budget(
     more groups of rows then fit a micro-batch. On a CPU, it is the largest number whose activations take at most 128
     MiB.
     """
-    extra = footprint.extra_in_use(model, training=phase == TRAIN)
-    room = int((1 - RESERVE) * device_bytes) - footprint.resident - extra - cache_bytes
+    extra = footprint.extra_bytes_in_use(model, training=phase == TRAIN)
+    room = int((1 - RESERVE) * device_bytes) - footprint.total_resident_bytes - extra - cache_bytes
     work = _BudgetedWork.from_model(footprint, model, phase)
     sizes = list(_candidate_budgets(work.need.fitting_tokens(room)))
     if not footprint.on_cuda:

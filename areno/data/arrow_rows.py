@@ -55,7 +55,7 @@ def _has_objects(kind: Any) -> bool:
     return pa.types.is_nested(kind) and any(_has_objects(kind.field(n).type) for n in range(kind.num_fields))
 
 
-def mapped_table(schema: Any, batches: Iterable[Any]) -> Any:
+def memory_mapped_table(schema: Any, batches: Iterable[Any]) -> Any:
     """Write record batches to a temporary file, and return them as a table that is memory-mapped from it."""
     import pyarrow as pa
 

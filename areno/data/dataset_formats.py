@@ -361,32 +361,32 @@ def prepare_rows(
     elif form := recognise_format(rows, kind):
         logger.info("%s: %d rows of the form %s: %s", name, len(rows), form.name, form.description)
         rows = Converted(rows, form.convert)
-    places = range(0, len(rows), -(-len(rows) // MAX_CHECKED))
+    indices = range(0, len(rows), -(-len(rows) // MAX_CHECKED))
     faults, count = [], 0
     try:
-        for number, problem in _row_problems(rows, kind, places):
+        for number, problem in _row_problems(rows, kind, indices):
             count += 1
             if count <= SHOWN:
                 faults.append((number, problem))
     except DataError as error:  # a row that cannot be read
         raise DataError(Problem(setting, str(error))) from error
     if faults:
-        raise DataError(_fault_problems(rows, kind, setting, name, key, faults, (count, len(places))))
-    if places.step > 1:
+        raise DataError(_fault_problems(rows, kind, setting, name, key, faults, (count, len(indices))))
+    if indices.step > 1:
         logger.info(
-            "%s: of %d rows, each %dth is checked now, the others when they are used", name, len(rows), places.step
+            "%s: of %d rows, each %dth is checked now, the others when they are used", name, len(rows), indices.step
         )
         is_converted = isinstance(rows, Converted)
         rows = Converted(rows.rows, rows.convert, kind) if is_converted else Converted(rows, lambda row: {}, kind)
     return rows
 
 
-def _row_problems(rows: Rows, kind: RowKind, places: range) -> Iterator[tuple[int, str]]:
-    """Yield (index, reason) for each faulty row among the rows with the indices `places`."""
+def _row_problems(rows: Rows, kind: RowKind, indices: range) -> Iterator[tuple[int, str]]:
+    """Yield (index, reason) for each faulty row among the rows with the indices `indices`."""
     convert: Callable[[Row], Any] = rows.converted if isinstance(rows, Converted) else lambda row: row
     plain = rows.rows if isinstance(rows, Converted) else rows
     fields = None if isinstance(rows, Converted) else (*FIELDS[kind], VARIABLES)
-    for number, row in zip(places, _iter_fields(plain, fields, places), strict=False):
+    for number, row in zip(indices, _iter_fields(plain, fields, indices), strict=False):
         try:
             problem = row_problem(convert(row), kind)
         except DataError as error:
@@ -395,8 +395,8 @@ def _row_problems(rows: Rows, kind: RowKind, places: range) -> Iterator[tuple[in
             yield number, problem
 
 
-def _iter_fields(rows: Rows, fields: Sequence[str] | None, places: range) -> Iterator[Row]:
-    """Yield the rows with the indices `places`. From an Arrow table, read only the columns `fields` (None: all)."""
+def _iter_fields(rows: Rows, fields: Sequence[str] | None, indices: range) -> Iterator[Row]:
+    """Yield the rows with the indices `indices`. From an Arrow table, read only the columns `fields` (None: all)."""
     columns = getattr(rows, "column_names", None)
     present = [name for name in columns or () if fields is None or name in fields]
     if columns is None:
@@ -407,8 +407,8 @@ def _iter_fields(rows: Rows, fields: Sequence[str] | None, places: range) -> Ite
     else:  # one row is enough to report that the fields are missing
         yield {}
         return
-    for start in range(0, len(places), 1000):
-        yield from rows_at(read, places[start : start + 1000])
+    for start in range(0, len(indices), 1000):
+        yield from rows_at(read, indices[start : start + 1000])
 
 
 def _fault_problems(

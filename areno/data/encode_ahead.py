@@ -228,7 +228,7 @@ class EncodedAhead(Generic[Item]):
         chunk: list[int] = []
         try:
             process.wait_ready()
-            self._is_ready(process)
+            self._on_process_ready(process)
             while True:
                 with self._changed:
                     while process in self.processes and not (chunk := self._next_chunk()):
@@ -237,12 +237,12 @@ class EncodedAhead(Generic[Item]):
                         return
                 self._finish_chunk(chunk, self._encode_in_process(process, chunk))
         except Exception as error:  # OSError or EOFError; with any other, rows would be waited for without end
-            self._has_ended(process, error)
+            self._on_process_ended(process, error)
             self._finish_chunk(chunk, {})
         finally:
             process.close()
 
-    def _is_ready(self, process: EncoderProcess) -> None:
+    def _on_process_ready(self, process: EncoderProcess) -> None:
         """Add a process that has started to `processes`. Processes encode in place of the thread."""
         with self._changed:
             if not self._closed:
@@ -251,7 +251,7 @@ class EncodedAhead(Generic[Item]):
                 if len(self.processes) == 1:
                     logger.info("encoding rows takes much of the time, so processes do it from now on")
 
-    def _has_ended(self, process: EncoderProcess, error: Exception) -> None:
+    def _on_process_ended(self, process: EncoderProcess, error: Exception) -> None:
         with self._changed:
             for processes in (self._starting, self.processes):
                 if process in processes:

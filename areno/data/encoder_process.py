@@ -109,12 +109,12 @@ class _FlatItems:
     def _iter_rows(self) -> Iterator[TrainSequence]:
         start = 0
         for length, (end, reward) in zip(self.lengths, self.others, strict=True):
-            place = slice(start, start + length)
+            of_row = slice(start, start + length)
             start += length
             yield TrainSequence(
-                tokens=self.tokens[place],
-                prompt_mask=self.prompt_mask[place],
-                returns=None if self.returns is None else self.returns[place],
+                tokens=self.tokens[of_row],
+                prompt_mask=self.prompt_mask[of_row],
+                returns=None if self.returns is None else self.returns[of_row],
                 eos_token_id=end,
                 reward=reward,
             )

@@ -20,7 +20,7 @@ from gzip import GzipFile
 from pathlib import Path
 from typing import IO, Any, cast
 
-from areno.data.arrow_rows import mapped_table, without_nulls
+from areno.data.arrow_rows import memory_mapped_table, without_nulls
 from areno.data.dataset_formats import SHOWN
 from areno.data.json_lines import JsonLines
 from areno.data.row_schema import Row, Rows, describe_value, json_problem
@@ -68,10 +68,10 @@ def surrogate_index(text: str) -> int | None:
     return None
 
 
-def utf8_error(text: str, place: int) -> str:
-    """Return a message about the byte that has become the surrogate character at index `place`."""
-    column = place - text.rfind("\n", 0, place)
-    return f"byte 0x{ord(text[place]) - 0xDC00:02x} at character {column} is not UTF-8; save the file as UTF-8"
+def utf8_error(text: str, index: int) -> str:
+    """Return a message about the byte that has become the surrogate character at `index`."""
+    column = index - text.rfind("\n", 0, index)
+    return f"byte 0x{ord(text[index]) - 0xDC00:02x} at character {column} is not UTF-8; save the file as UTF-8"
 
 
 _PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|\d+|[][{}]', re.S)  # strings, numbers and brackets of JSON
@@ -92,8 +92,8 @@ def read_json(file: Path, shown: str, split: str) -> Sequence[Row]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
             return read_jsonl(file, shown)  # one JSON value on each line, under the wrong name
-        place, what = _json_error(text, error)
-        raise DataError(f"{shown} line {_line_number(text, place)}: {what}") from error
+        index, what = _json_error(text, error)
+        raise DataError(f"{shown} line {_line_number(text, index)}: {what}") from error
     if isinstance(content, dict):
         for name in ("data", split):
             if isinstance(content.get(name), list):
@@ -106,7 +106,7 @@ def read_json(file: Path, shown: str, split: str) -> Sequence[Row]:
 def read_jsonl(file: Path, shown: str) -> Sequence[Row]:
     """Read one JSON value from each line that is not empty. Lines of a large file are parsed when they are used."""
     if _is_large(file):
-        with _uncompressed(file, shown) as source:
+        with _open_uncompressed(file, shown) as source:
             return JsonLines(source, shown, json_line_error)
     rows = []
     faults = []
@@ -135,7 +135,7 @@ def _is_large(file: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _uncompressed(file: Path, shown: str) -> Iterator[IO[bytes]]:
+def _open_uncompressed(file: Path, shown: str) -> Iterator[IO[bytes]]:
     """Open a file for random access. A compressed file is unpacked into a temporary file."""
     with open_bytes(file, shown) as source:
         if not isinstance(source, GzipFile):
@@ -147,8 +147,8 @@ def _uncompressed(file: Path, shown: str) -> Iterator[IO[bytes]]:
             yield unpacked
 
 
-def _line_number(text: str, place: int) -> int:
-    return text.count("\n", 0, place) + 1
+def _line_number(text: str, index: int) -> int:
+    return text.count("\n", 0, index) + 1
 
 
 def _json_error(text: str, error: ValueError | RecursionError) -> tuple[int, str]:
@@ -202,7 +202,7 @@ def _read_parquet(file: Path, shown: str) -> Any:
         if source.metadata.num_rows <= _MANY_ROWS and sum(group.total_byte_size for group in groups) <= LARGE_BYTES:
             return parquet.read_table(file)
         _check_columns(source.schema_arrow.names, shown)
-        return mapped_table(source.schema_arrow, source.iter_batches(10_000, use_threads=False))
+        return memory_mapped_table(source.schema_arrow, source.iter_batches(10_000, use_threads=False))
 
 
 def _check_columns(names: list[str], shown: str) -> None:
@@ -226,7 +226,7 @@ def _read_csv(file: Path, delimiter: str, shown: str) -> Any:
             if not _is_large(file):
                 return csv.read_csv(source, blocks, parse, convert)
             with csv.open_csv(source, blocks, parse, convert) as batches:
-                return mapped_table(batches.schema, batches)
+                return memory_mapped_table(batches.schema, batches)
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:  # UnicodeDecodeError comes from column names
         raise DataError(f"{shown} {_csv_error(error, file, shown, parse, convert)}") from error
 

@@ -27,7 +27,7 @@ class JsonLines(Sequence[Any]):
         self._file, self._shown, self._fault = os.dup(file.fileno()), shown, fault
         weakref.finalize(self, os.close, self._file)
         self._state = self._size_and_mtime()
-        self._starts, self._lengths = _lines(self._file)
+        self._starts, self._lengths = _line_offsets_and_lengths(self._file)
 
     def _size_and_mtime(self) -> tuple[int, int]:
         found = os.fstat(self._file)
@@ -60,7 +60,7 @@ class JsonLines(Sequence[Any]):
             raise DataError(f"{self._shown} line {_line_number(self._file, start)}: {what}") from error
 
 
-def _blocks(file: int, end: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+def _read_blocks(file: int, end: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (offset, bytes) of consecutive blocks of a file, up to the offset `end`."""
     at = 0
     while data := os.pread(file, BLOCK_BYTES if end is None else min(BLOCK_BYTES, end - at), at):
@@ -68,12 +68,12 @@ def _blocks(file: int, end: int | None = None) -> Iterator[tuple[int, np.ndarray
         at += len(data)
 
 
-def _lines(file: int) -> tuple[np.ndarray, np.ndarray]:
+def _line_offsets_and_lengths(file: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (offset, number of bytes) of each line that is not blank. LF, CR or both end a line."""
     start = len(_BOM) if os.pread(file, len(_BOM), 0) == _BOM else 0
     size = os.fstat(file).st_size
     starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.uint32)]
-    for at, block in _blocks(file):
+    for at, block in _read_blocks(file):
         ends = np.flatnonzero((block == _LF) | (block == _CR)) + at
         if at + len(block) == size:
             ends = np.append(ends, size)
@@ -92,7 +92,7 @@ def _lines(file: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _maybe_blank_lines(file: int, offsets: np.ndarray) -> Iterator[int]:
     """Yield the indices of lines whose first character may be white space."""
-    for at, block in _blocks(file):
+    for at, block in _read_blocks(file):
         first, last = np.searchsorted(offsets, [at, at + len(block)])
         begins = block[offsets[first:last] - at]
         yield from (np.flatnonzero((begins <= _SPACE) | (begins >= _ASCII)) + first).tolist()
@@ -104,7 +104,7 @@ def _is_blank(file: int, start: int, length: int) -> bool:
 
 def _line_number(file: int, start: int) -> int:
     count, before = 1, 0
-    for _, block in _blocks(file, start):
+    for _, block in _read_blocks(file, start):
         previous = np.concatenate([[before], block[:-1]])
         count += int(np.sum((block == _CR) | ((block == _LF) & (previous != _CR))))
         before = int(block[-1])

@@ -95,11 +95,11 @@ class BatchLoader(Generic[Item]):
         whether the yielded batch is the last of the epoch. A thread encodes the rows of the batches after the next
         while the caller uses the yielded batch. `state_dict` counts only batches that were yielded.
         """
-        order = self._order(self.epoch)
+        order = self._row_order(self.epoch)
         items, long, ties, end = self._fill_batch(order, self._next)
-        if self._next == 0 and not self._is_batch(items):
+        if self._next == 0 and not self._is_complete_batch(items):
             raise self._no_batch_error(len(items))
-        while self._is_batch(items):
+        while self._is_complete_batch(items):
             ahead = self._fill_batch(order, end)
             self._next = end
             self._count_skipped(long, ties)
@@ -111,7 +111,7 @@ class BatchLoader(Generic[Item]):
                 skipped_ties=ties,
                 total_skipped_ties=self.total_skipped_ties,
                 epoch=self.epoch,
-                ends_epoch=not self._is_batch(ahead[0]),
+                ends_epoch=not self._is_complete_batch(ahead[0]),
             )
             items, long, ties, end = ahead
         self._count_skipped(long, ties)
@@ -127,7 +127,7 @@ class BatchLoader(Generic[Item]):
         n_rows = _BATCHES_AHEAD * self.batch_size
         indices = order[start : start + n_rows]
         if len(indices) < n_rows and self.epoch + 1 < self._n_epochs:
-            indices = np.concatenate([indices, self._order(self.epoch + 1)[: n_rows - len(indices)]])
+            indices = np.concatenate([indices, self._row_order(self.epoch + 1)[: n_rows - len(indices)]])
         self._ahead.encode_next(self._rows_to_encode(dict.fromkeys(indices.tolist())), self.batch_size)
 
     def _rows_to_encode(self, indices: Iterable[int]) -> list[int]:
@@ -157,31 +157,31 @@ class BatchLoader(Generic[Item]):
     def _fill_batch(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int, int]:
         """Fill a batch from `order[start:]`. Returns (items, number of long rows, number of ties, end index)."""
         items: list[Item] = []
-        place = start
-        while place < len(order) and len(items) < self.batch_size:
-            due = order[place : place + self.batch_size - len(items)].tolist()
-            for item in self._encoded(due):
+        position = start
+        while position < len(order) and len(items) < self.batch_size:
+            due = order[position : position + self.batch_size - len(items)].tolist()
+            for item in self._take_encoded(due):
                 heartbeat.beat()
-                place += 1
+                position += 1
                 if item is not None:
                     items.append(item)
-        seen = order[start:place].tolist()
-        return items, sum(at in self._too_long for at in seen), sum(at in self._ties for at in seen), place
+        seen = order[start:position].tolist()
+        return items, sum(at in self._too_long for at in seen), sum(at in self._ties for at in seen), position
 
-    def _is_batch(self, items: list[Item]) -> bool:
+    def _is_complete_batch(self, items: list[Item]) -> bool:
         return len(items) == self.batch_size or (bool(items) and not self.config.drop_last)
 
     def items(self) -> Iterator[Item]:
         """Iterate over all rows that are not skipped, in the order of the dataset. The position does not change."""
         for start in range(0, len(self.rows), CHUNK):
             due = range(start, min(start + CHUNK, len(self.rows)))
-            yield from (item for item in self._encoded(due) if item is not None)
+            yield from (item for item in self._take_encoded(due) if item is not None)
 
     def items_at(self, indices: Sequence[int]) -> list[Item]:
         """Return encoded rows by index, without those that are skipped. The position does not change."""
-        return [item for item in self._encoded(indices) if item is not None]
+        return [item for item in self._take_encoded(indices) if item is not None]
 
-    def _encoded(self, indices: Sequence[int]) -> Iterator[Item | None]:
+    def _take_encoded(self, indices: Sequence[int]) -> Iterator[Item | None]:
         """Yield the encoded row of each index, or None if the row is skipped."""
         found = self._ahead.take(self._rows_to_encode(dict.fromkeys(indices)))
         yield from (self._item_or_none(index, found) for index in indices)
@@ -198,7 +198,7 @@ class BatchLoader(Generic[Item]):
         self.total_skipped_long = state["total_skipped_long"]
         self.total_skipped_ties = state.get("total_skipped_ties", 0)  # absent in older states
 
-    def _order(self, epoch: int) -> np.ndarray:
+    def _row_order(self, epoch: int) -> np.ndarray:
         if not self.config.shuffle:
             return np.arange(len(self.rows))
         return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
@@ -285,7 +285,7 @@ def row_loader(
     score. For a pair, the longer of its two sequences counts. Messages name the section `key`. Processes never encode
     prompts.
     """
-    limit = TokenLimit(config.longest, f"{key}.max_length")
+    limit = TokenLimit(config.max_length_or_unlimited, f"{key}.max_length")
     room = kind in ("prompt", "rw", "prm")
     if context is not None and context.n - room < limit.n:
         limit = context._replace(n=context.n - room)

@@ -315,8 +315,8 @@ def ranked_answers(row: Row) -> RankedAnswers:
     for number, answer in enumerate(answers):
         _check_answer(answer, f"answers[{number}]", True)
     if ratings is None:
-        places = [float(len(answers) - 1 - index) for index in range(len(answers))]
-        return RankedAnswers(row["prompt"], list(answers), places, [0.0] * len(answers))
+        ranks = [float(len(answers) - 1 - index) for index in range(len(answers))]
+        return RankedAnswers(row["prompt"], list(answers), ranks, [0.0] * len(answers))
     if isinstance(ratings, str) or not isinstance(ratings, Sequence) or not all(map(_is_number, ratings)):
         raise DataError(f"field ratings is {describe_value(ratings)}, not a list of numbers")
     if len(ratings) != len(answers):

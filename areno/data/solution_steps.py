@@ -149,6 +149,6 @@ class StepReader:
             found.append((tuple(tokens), tuple(ends)))
         return found
 
-    def reduce(self, scores: Sequence[float]) -> float:
+    def reward_of_step_scores(self, scores: Sequence[float]) -> float:
         """Return the reward of an answer. `scores` are the probabilities that its steps are right."""
         return _REDUCE[self.score](scores)

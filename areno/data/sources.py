@@ -39,9 +39,9 @@ from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_o
 from areno.files.paths import existing_path, find_file
 from areno.files.user_code import (
     describe_error,
-    function_of,
+    get_user_function,
     load_module,
-    own_name,
+    resolve_own_name,
     resolve_spec,
     split_spec,
 )
@@ -55,7 +55,7 @@ def load_rows(config: DatasetConfig, kind: RowKind, key: str = "train_dataset") 
     if config.path is None:
         raise ConfigError(_no_rows_problem(key))
     _check_split(config, config.path, key)
-    rows, columns = read_rows(config.path, config.split, key, config.dataset_kwargs), config.columns.given()
+    rows, columns = read_rows(config.path, config.split, key, config.dataset_kwargs), config.columns.renamed_columns()
     if wrong := sorted(columns.keys() - {*FIELDS[kind], *SHARED_FIELDS}):
         has = ", ".join((*FIELDS[kind], *SHARED_FIELDS))
         raise ConfigError(
@@ -184,8 +184,8 @@ def _find_local(path: str, key: str) -> Path | None:
     file = existing_path(path)
     is_reference = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:/]+){0,2}", path) and path[0] not in "./~"
     if file is None and (not is_reference or format_of(path) is not None):
-        place = Path(os.path.expanduser(path)).absolute()
-        raise DataError(Problem(f"{key}.path", "there is no file or folder {} (looked for {})", path, place))
+        looked_for = Path(os.path.expanduser(path)).absolute()
+        raise DataError(Problem(f"{key}.path", "there is no file or folder {} (looked for {})", path, looked_for))
     return file
 
 
@@ -211,8 +211,8 @@ def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
     file, name = split_spec(loader, "load_dataset")
     loader_file = find_file(file, f"{key}.loader")
     module = load_module(str(loader_file), f"{key}.loader")
-    name = own_name(module, name)
-    function = function_of(module, name, str(loader_file), f"{key}.loader")
+    name = resolve_own_name(module, name)
+    function = get_user_function(module, name, str(loader_file), f"{key}.loader")
     arguments = [config.split]
     if _takes_path(function):
         if config.path is None:

@@ -84,7 +84,7 @@ def training_texts(
         raise DataError(text, at, Key("train_dataset.changed_turns"))
     elif changed != "split":
         text = talk.render(talk.messages)
-        spans = talk.spans(text)
+        spans = talk.turn_spans(text)
         end = max(spans[at][1] for at in trained if at + 1 < len(messages))
         if text[:end] != whole[:end]:
             raise _no_start_error(len(messages) - 1)  # its prompt has another thinking mode
@@ -191,7 +191,7 @@ class _Conversation:
         if answer is None and self.messages[at - 1]["content"].strip():
             # Some templates write earlier messages differently after an answer, but not the text after the last one.
             (*_, before), (*_, after) = (
-                self._split_after(each, [at - 1], self._thinking, opened)
+                self._split_after_contents(each, [at - 1], self._thinking, opened)
                 for each, opened in ((self.messages[:at], True), (talk, False))
             )
             stop_after = len(after) - (len(text) - stop)
@@ -244,7 +244,7 @@ class _Conversation:
         """Return the token with which to end a turn, since the template writes none: the next control token, or eos."""
         is_last = at + 1 == len(self.messages)
         role = self.messages[at + 1]["role"] if not is_last else "tool" if message.get("tool_calls") else "user"
-        token = self._ends.following(role)
+        token = self._ends.end_token_before(role)
         if not token and text and not is_last and (more := self.render(self.messages[: at + 2])).startswith(text):
             token = first_control_token(more[len(text) :], control_token_texts(self.tokenizer))
         if is_last and not (token and is_model_end(self.tokenizer, token)):
@@ -256,7 +256,7 @@ class _Conversation:
 
     # -- the conversation as rendered ------------------------------------------------------------------------------
 
-    def spans(self, text: str) -> dict[int, tuple[int, int]]:
+    def turn_spans(self, text: str) -> dict[int, tuple[int, int]]:
         """Find the assistant's turns in the rendered conversation. Raises DataError if the place of a turn is unclear.
 
         Returns:
@@ -295,7 +295,7 @@ class _Conversation:
         # The text between the last content and the turn is the prefix shared with the generation prompt. The prompt may
         # add an empty block of reasoning that this turn does not have.
         history, *tails = (
-            self._split_after(self.messages[:at], [at - 1], switch, opened)[-1]
+            self._split_after_contents(self.messages[:at], [at - 1], switch, opened)[-1]
             for switch, opened in [(None, False), (None, True), (self._thinking, True)]
         )
         after = text[content_end:]
@@ -309,13 +309,13 @@ class _Conversation:
         """
         of_assistant = [at for at in numbers if messages[at]["role"] == "assistant"]
         for some in (numbers, of_assistant):
-            pieces = self._split_after(messages, some, self._thinking)
+            pieces = self._split_after_contents(messages, some, self._thinking)
             if len(pieces) == len(some) + 1 and "".join(pieces) == text:
                 return dict(zip(some, itertools.accumulate(map(len, pieces)), strict=False))
         why = "the chat template rewrites assistant messages, so the trained words cannot be found in its output"
         raise DataError(f"{why}; {_AS_PAIRS}")
 
-    def _split_after(self, messages: list[Any], numbers: list[int], *how: Any) -> list[str]:
+    def _split_after_contents(self, messages: list[Any], numbers: list[int], *how: Any) -> list[str]:
         marked = list(messages)
         for at in numbers:
             content = messages[at]["content"]

@@ -39,7 +39,7 @@ class TurnEnds:
     reads_reasoning: bool = False  # the template reads the reasoning of messages
     follows: dict[str, str] | None = None
 
-    def following(self, role: str) -> str:
+    def end_token_before(self, role: str) -> str:
         """Return the first token of a message of this role, if it ends the turn before the message. Otherwise ""."""
         return (self.follows or {}).get("tool" if role == "tool" else "user", "")
 
@@ -127,10 +127,10 @@ def end_of_control_tokens(text: str, names: Collection[str], n_shared: int) -> i
 
     The second and later tokens count only if they end within the first `n_shared` characters.
     """
-    places = [(at, name) for name in names if (at := text.find(name)) >= 0]
-    if not places:
+    occurrences = [(at, name) for name in names if (at := text.find(name)) >= 0]
+    if not occurrences:
         return 0
-    at, name = min(places, key=lambda place: (place[0], -len(place[1])))
+    at, name = min(occurrences, key=lambda found: (found[0], -len(found[1])))
     end = at + len(name)
     while (more := first_control_token(text[end:], names, skip_space=False)) and end + len(more) <= n_shared:
         end += len(more)

@@ -38,14 +38,14 @@ def use_expandable_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def device_bytes(device: Any, n_sharing: int) -> int:
+def available_memory_bytes(device: Any, n_sharing: int) -> int:
     """Return the free memory of a CUDA device or, for a CPU, an equal share of the machine's whole memory."""
     import torch
 
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total_bytes(device, n_sharing)
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else total_memory_bytes(device, n_sharing)
 
 
-def total_bytes(device: Any, n_sharing: int) -> int:
+def total_memory_bytes(device: Any, n_sharing: int) -> int:
     """Return the whole memory of a CUDA device or, for a CPU, an equal share of the machine's whole memory."""
     import torch
 
@@ -79,7 +79,7 @@ class RolloutCollector:
         self.in_rollout = False
 
 
-def free_unused() -> None:
+def free_unused_memory() -> None:
     """Collect garbage, and return the device memory that torch has reserved but does not use."""
     import torch
 
@@ -87,7 +87,7 @@ def free_unused() -> None:
     torch.cuda.empty_cache()  # does nothing without CUDA
 
 
-def resident_bytes() -> int:
+def process_resident_bytes() -> int:
     """Return the host memory that this process has in use (its resident set), or 0 if the system does not say."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

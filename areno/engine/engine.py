@@ -20,10 +20,11 @@ from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.cost.prefix_sharing import PrefixSharing
 from areno.cost.token_budget import SCORE, TRAIN
 from areno.engine.chosen_token_budgets import ChosenBudgets
-from areno.engine.device_memory import resident_bytes
+from areno.engine.device_memory import process_resident_bytes
+from areno.engine.dispatcher import Dispatcher
 from areno.engine.processes.workers import start_workers
 from areno.engine.reports import EngineInfo
-from areno.engine.requests import Dispatcher, RequestLimits, check_params
+from areno.engine.requests import RequestLimits, check_params
 from areno.engine.sampling import SamplingEngine
 from areno.engine.train.checked_rows import TOP, masks_of_rows, read_tokens, read_training_rows, routes_of_rows
 from areno.engine.train.micro_batches import divide_rows, divide_steps, keep_old_logprobs, sharing_beside_teachers
@@ -179,7 +180,9 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
                 self._role_with_head(teacher, "lm")
             rules = [self._train_sharing[teacher] for teacher in teachers]
             sharing = sharing_beside_teachers(sharing, rules, checked, layout.cp_size)
-        shares = divide_steps(checked, update, layout.data_size, spec.section, info.cost, layout.cp_size, sharing)
+        shares = divide_steps(
+            checked, update, layout.n_data_parallel_groups, spec.section, info.cost, layout.cp_size, sharing
+        )
         args = [(role, steps, loss_fn, update) for steps in shares for _ in range(layout.cp_size)]
         with self._poll_lock:
             results = self.workers.call_each("train", args)
@@ -284,7 +287,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """
         self._role_with_head(role, {"logprobs": "lm", "values": "scores", "rewards": "value"}[what])
         info, sharing = self._infos.get(role, self.info), self._train_sharing[role]
-        shares, tokens = divide_rows(rows, self.spec.layout.data_size, info, sharing)
+        shares, tokens = divide_rows(rows, self.spec.layout.n_data_parallel_groups, info, sharing)
         given = {name: values for name, values in of_rows.items() if values is not None}
         n_together = self.spec.layout.cp_size
         spec, may_halve = mb_spec or self.spec.mb_spec, False
@@ -339,7 +342,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         if not update.mb_spec.is_automatic:
             return update
         if update.gradient_accumulation_steps is not None:
-            return replace(update, mb_spec=update.mb_spec.counted)
+            return replace(update, mb_spec=update.mb_spec.with_fixed_size)
         spec = MicroBatchSpec(max_tokens_per_mb=self._budgets.token_budget(role, TRAIN))
         return replace(update, mb_spec=spec, may_halve=self._may_halve)
 
@@ -412,7 +415,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
     def host_memory_gib(self) -> float:
         """Return the host memory that the driver and all workers have in use."""
-        return (resident_bytes() + self.workers.host_bytes()) / 2**30
+        return (process_resident_bytes() + self.workers.host_bytes()) / 2**30
 
     def begin_kernels(self) -> None:
         self._call("begin_kernels")

@@ -63,7 +63,7 @@ class OutputQueue:
         self._items: list[GenerationOutput | Exception] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not self._items
 
     def put(self, item: GenerationOutput | Exception) -> None:
@@ -89,7 +89,7 @@ class Consumer:
     queue: OutputQueue = field(default_factory=OutputQueue)
     abandoned: bool = False  # nobody reads the queue any more, although the request may not be finished
 
-    async def next(self) -> list[GenerationOutput]:
+    async def wait_for_outputs(self) -> list[GenerationOutput]:
         """Wait until there is an output, and return all outputs since the last call, or raise an exception."""
         items = await self.queue.take_all()
         for item in items:
@@ -198,12 +198,12 @@ class Streams:
         self._thread: threading.Thread | None = None
 
     @property
-    def are_open(self) -> bool:
+    def has_consumers(self) -> bool:
         """Return whether any request with a consumer is unfinished, even if the consumer is abandoned."""
         return bool(self._consumers)
 
     @property
-    def are_read(self) -> bool:
+    def has_reading_consumers(self) -> bool:
         """Return whether any consumer is not abandoned."""
         with self._lock:
             return any(not consumer.abandoned for consumer in self._consumers.values())

@@ -42,7 +42,7 @@ class DeviceClock:
             return
         import torch
 
-        self.settle()
+        self.record_finished_phases()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         event.synchronize()
@@ -65,7 +65,7 @@ class DeviceClock:
         after.record()
         self._open.append((name, before, after, self._anchor, arguments))
 
-    def settle(self) -> None:
+    def record_finished_phases(self) -> None:
         """Add the phases that the device has finished to the trace. Does not wait for unfinished phases."""
         n_done = 0
         for name, before, after, (anchor, anchored_at), arguments in self._open:
@@ -94,7 +94,7 @@ def set_anchor() -> None:
 
 def settle() -> None:
     if _clock is not None and trace.active:
-        _clock.settle()
+        _clock.record_finished_phases()
 
 
 class Profiler:
@@ -117,9 +117,9 @@ class Profiler:
         import torch
 
         torch.cuda.memory._record_memory_history(max_entries=entries)
-        torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
+        torch._C._cuda_attach_out_of_memory_observer(self._on_out_of_memory)  # type: ignore[attr-defined]
 
-    def _out_of_memory(self, *_: Any) -> None:
+    def _on_out_of_memory(self, *_: Any) -> None:
         """Write a snapshot. torch calls this before it raises the error, while all tensors are alive."""
         self._n_out_of_memory += 1
         if self._n_out_of_memory <= _MOST_SNAPSHOTS:

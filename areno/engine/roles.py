@@ -28,14 +28,14 @@ from areno.cost.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.engine import device_memory
 from areno.engine.chosen_token_budgets import TokenBudgets
 from areno.engine.decoder.grammar import Vocabulary
-from areno.engine.device_memory import device_bytes, out_of_memory_hint, total_bytes
+from areno.engine.device_memory import available_memory_bytes, out_of_memory_hint, total_memory_bytes
 from areno.engine.exact import make_exact
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.train.backend import TrainBackend
 from areno.engine.train.optimizer_offload import PINNED_BYTES
 from areno.engine.train.teacher import TeacherPasses
 from areno.errors import ConfigError, EngineError, Key
-from areno.files.paths import model_setting
+from areno.files.paths import name_model_setting_in_errors
 from areno.kernels.backend import is_before_ampere, runs_triton
 from areno.models.adapters import (
     adapter_weights,
@@ -68,7 +68,7 @@ class OffloadedBuffers:
         self._params = [_OffloadedBuffer(buffer) for buffer in params]
         self._scratch = [_OffloadedBuffer(buffer, scratch=True) for buffer in scratch]
         for buffer in (*self._params, *self._scratch):
-            buffer.leave(changed=True)
+            buffer.free_on_device(changed=True)
 
     @contextmanager
     def on_device(self, training: bool = False) -> Iterator[None]:
@@ -80,14 +80,14 @@ class OffloadedBuffers:
         arrived: list[_OffloadedBuffer] = []
         try:
             for buffer in (*self._params, *(self._scratch if training else ())):
-                buffer.arrive()
+                buffer.copy_to_device()
                 arrived.append(buffer)
             yield
         finally:  # also after running out of memory: buffers that have arrived must leave again
             for buffer in arrived:
-                buffer.leave(changed=training)
+                buffer.free_on_device(changed=training)
 
-    def at_rest(self, buffer: Tensor) -> list[Tensor]:
+    def host_copies(self, buffer: Tensor) -> list[Tensor]:
         """Return the host tensors that together hold an offloaded buffer. On CUDA copies may still be in progress."""
         return [copy for each in self._params if each.holds(buffer) for copy in each.copies]
 
@@ -112,12 +112,12 @@ class _OffloadedBuffer:
     def holds(self, buffer: Tensor) -> bool:
         return buffer.untyped_storage()._cdata == self._storage._cdata
 
-    def arrive(self) -> None:
+    def copy_to_device(self) -> None:
         self._storage.resize_(self._n_bytes)
         for part, copy in self._copies:
             part.copy_(copy, non_blocking=True)
 
-    def leave(self, changed: bool) -> None:
+    def free_on_device(self, changed: bool) -> None:
         """Free the buffer on the device. If `changed`, first copy its content to host memory."""
         if changed:
             for part, copy in self._copies:
@@ -184,10 +184,10 @@ class Roles:
         self.spec, self.context, self.attn_backend, self._beside = spec, context, attn_backend, beside
         self._roles: dict[str, Role] = {}
         self._vocabularies: dict[str, Vocabulary] = {}  # of roles that have decoded
-        self._device_bytes = device_bytes(context.device, spec.n_ranks_on_machine(context.rank))
-        self.total_bytes = total_bytes(context.device, spec.n_ranks_on_machine(context.rank))
+        self._device_bytes = available_memory_bytes(context.device, spec.n_ranks_on_machine(context.rank))
+        self.total_bytes = total_memory_bytes(context.device, spec.n_ranks_on_machine(context.rank))
         self._host_bytes = self._free_host_bytes()
-        self.footprint = self._fitting({"actor": spec.actor, **spec.planned})
+        self.footprint = self._footprint_that_fits({"actor": spec.actor, **spec.planned})
         self._roles["actor"] = self._load(spec.actor)
 
     def __getitem__(self, name: str) -> Role:
@@ -219,7 +219,7 @@ class Roles:
             together = {**{name: role.spec for name, role in self._roles.items()}, name: spec}
             known = {"actor": self.spec.actor, **self.spec.planned}
             if any(known.get(name) != role for name, role in together.items()):
-                self.footprint = self._fitting(together)
+                self.footprint = self._footprint_that_fits(together)
             role = self._load(spec)
         except Exception as error:  # the other ranks must learn of a failure before this rank raises it
             failure = error
@@ -233,13 +233,17 @@ class Roles:
             self._roles[name] = role
 
     def memory_table(self) -> tuple[str, str]:
-        return self.footprint.summary(self._device_bytes), self.footprint.table(self._device_bytes)
+        return self.footprint.memory_summary(self._device_bytes), self.footprint.memory_table_text(self._device_bytes)
 
     def token_budgets(self, wanted: WantedCache | None) -> TokenBudgets:
         """Choose micro-batch tokens by role and phase. If `wanted` is given, this KV cache stays on the device."""
         total, footprint = self.total_bytes, self.footprint
         # A cache that is dropped after the rollout is None here, so this cache leaves room for offloaded models.
-        cache = 0 if wanted is None else wanted.bytes_within(total - footprint.resident - footprint.most_extra_in_use)
+        cache = (
+            0
+            if wanted is None
+            else wanted.bytes_within(total - footprint.total_resident_bytes - footprint.max_extra_bytes_in_use)
+        )
         models = {model.name: model for model in footprint.models}
         found: TokenBudgets = {}
         for name, role in self._roles.items():
@@ -248,12 +252,12 @@ class Roles:
             found[name] = {phase: choose_token_budget(footprint, model, phase, total, cache) for phase in phases}
         return found
 
-    def _fitting(self, roles: Mapping[str, RoleSpec]) -> Footprint:
+    def _footprint_that_fits(self, roles: Mapping[str, RoleSpec]) -> Footprint:
         """Return the memory that roles need together. Raises EngineError if the machine has too little."""
         roles = roles_to_load(roles, self.spec.actor)
         configs = {}
         for name, role in roles.items():
-            with model_setting(role.key):
+            with name_model_setting_in_errors(role.key):
                 configs[name] = load_config(role.path, role.head, needs_head=role.needs_head)
         itemsize = getattr(torch, self.spec.dtype).itemsize
         footprint = footprint_of(self.spec, configs, roles, itemsize, runs_triton(self.context.device))
@@ -272,7 +276,7 @@ class Roles:
         lowest = torch.distributed.ReduceOp.MIN
         return int(self.context.dp.all_reduce(self.context.tp.all_reduce(found, lowest), lowest).item())
 
-    def trained(self) -> dict[str, Role]:
+    def trained_roles(self) -> dict[str, Role]:
         return {name: role for name, role in self._roles.items() if role.spec.optimizer is not None}
 
     def release(self, name: str) -> None:
@@ -284,7 +288,7 @@ class Roles:
             self._roles[heir].owner = "" if heir == heirs[0] else heirs[0]
         torch.cuda.empty_cache()
 
-    def largest(self) -> int:
+    def largest_parameter_count(self) -> int:
         """Return the number of parameters of the largest model that this rank holds."""
         return max(sum(p.numel() for p in role.backend.model.parameters()) for role in self._roles.values())
 
@@ -303,7 +307,10 @@ class Roles:
             has_bf16=not is_before_ampere(context.device),
             can_offload=has_separate_memory(context.device),
         )
-        with model_setting(spec.key), out_of_memory_hint("loading the model of {}", lambda: options, key):
+        with (
+            name_model_setting_in_errors(spec.key),
+            out_of_memory_hint("loading the model of {}", lambda: options, key),
+        ):
             config = load_config(spec.path, spec.head, needs_head=spec.needs_head)
             config = replace(config, hf=spec.with_own_fields(config.hf))
             if not is_actor:
@@ -382,7 +389,7 @@ class Roles:
         if not lora.init_from:
             init_adapters(model, self.spec.seed)
             return
-        with model_setting(key):
+        with name_model_setting_in_errors(key):
             load_adapters(model, lora.init_from)
         refresh_adapters(model)
 
@@ -394,7 +401,7 @@ def _with_own_adapters(owner: str, role: Role, spec: RoleSpec) -> Role:
     with role.on_device():
         if role.adapters is None:
             role.adapters = adapter_weights(model)
-        with model_setting(spec.key):
+        with name_model_setting_in_errors(spec.key):
             load_adapters(model, spec.lora.init_from)
         return Role(spec, role.backend, role.offload, owner=owner, adapters=adapter_weights(model))
 

@@ -8,10 +8,11 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
+from areno.engine.dispatcher import Dispatcher
 from areno.engine.output_streams import Consumer, FairLock, RequestBatcher, RunningClock, Streams, TimeLimit
 from areno.engine.processes.workers import WorkerGroup
 from areno.engine.reports import DraftCounts, EngineInfo, RolloutStats
-from areno.engine.requests import Dispatcher, OnProgress, RequestLimits, check_params, trace_request
+from areno.engine.requests import OnProgress, RequestLimits, check_params, trace_request
 from areno.engine.train.checked_rows import read_tokens
 from areno.errors import EngineError, non_finite_logits
 from areno.specs.rollout import RolloutSpec
@@ -78,7 +79,7 @@ class SamplingEngine:
             self._call("resume")
             self.clock.resume()
 
-    def check_runs(self) -> None:
+    def check_not_suspended(self) -> None:
         """Raise an EngineError if the rollout phase is suspended. Samples would never finish."""
         if self.clock.is_paused:
             raise EngineError("no samples can be waited for while the rollout is suspended; resume the rollout first")
@@ -102,7 +103,7 @@ class SamplingEngine:
             self.dispatcher.add(requests, max_new_by_request)
             self._send_due()
 
-    def check(self, request: GenerationRequest) -> None:
+    def check_request(self, request: GenerationRequest) -> None:
         """Raise ConfigError or DataError if sampling parameters or the prompt of a request are invalid."""
         check_params(request.params)
         prompt = request.prompt
@@ -112,15 +113,15 @@ class SamplingEngine:
             read_tokens(prompt, "prompt", self.info.vocab_size)
 
     def _send_due(self) -> None:
-        for rank, batch in self.dispatcher.due():
-            self.workers.cast(rank, "submit", batch)
+        for rank, batch in self.dispatcher.take_due():
+            self.workers.call_nowait(rank, "submit", batch)
 
     def abort(self, request_id: int) -> None:
         """End a request early. Its unfinished samples get finish_reason "abort". Unknown ids are ignored."""
         with self._records_lock:
-            for rank, number in self.dispatcher.sent(request_id):
-                self.workers.cast(rank, "abort", [number])
-            self._deliver(self.dispatcher.dropped(request_id))
+            for rank, number in self.dispatcher.sent_parts(request_id):
+                self.workers.call_nowait(rank, "abort", [number])
+            self._deliver(self.dispatcher.drop_unsent(request_id))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Return the outputs that have arrived, after waiting for the first one for at most `timeout` seconds.
@@ -134,7 +135,7 @@ class SamplingEngine:
                 failure, self._failure = self._failure, None
                 if failure is not None:
                     raise failure
-                shared = self.streams.are_open  # then turns are short, so that the other thread gets some
+                shared = self.streams.has_consumers  # then turns are short, so that the other thread gets some
                 if not self._ready:
                     left = max(0.0, deadline - time.monotonic())
                     self._receive(min(left, _TURN_S) if shared else left)
@@ -147,10 +148,10 @@ class SamplingEngine:
         try:
             outputs = self.workers.poll(timeout)
             with self._records_lock:
-                self._deliver(self.dispatcher.received(outputs))
+                self._deliver(self.dispatcher.count_received(outputs))
                 if (ask := self.dispatcher.choose_to_rebalance(self.workers.stats())) is not None:
                     rank, n_samples = ask
-                    self.workers.cast(rank, "return_waiting", n_samples)
+                    self.workers.call_nowait(rank, "return_waiting", n_samples)
                 self._send_due()
         except Exception as error:
             self.streams.fail(error)
@@ -181,7 +182,7 @@ class SamplingEngine:
 
     @property
     def is_streaming(self) -> bool:
-        return self.streams.are_read
+        return self.streams.has_reading_consumers
 
     async def generate_stream(
         self, request: GenerationRequest, timeout_s: float | None = None
@@ -197,13 +198,13 @@ class SamplingEngine:
         Raises ConfigError or DataError for an invalid request. Raises EngineError if the request cannot be served or a
         worker has failed. Raises TimeoutError after `timeout_s` seconds, in which suspended time does not count.
         """
-        self.check(request)
+        self.check_request(request)
         consumer, unfinished = Consumer(), request.n_samples
         limit = TimeLimit(consumer, self.clock, timeout_s)
         try:
             await self.batcher.submit(request, consumer)
             while unfinished:
-                for output in await consumer.next():
+                for output in await consumer.wait_for_outputs():
                     unfinished -= output.finish_reason is not None
                     yield output
         finally:
@@ -229,7 +230,7 @@ class SamplingEngine:
             n_steps = _STEPS if self.spec.layout.dp_size == 1 else _STEPS_OF_COPIES
         outputs, stats = zip(*self._call("advance", n_finished, n_steps), strict=True)
         with self._records_lock:
-            finished = self._received(outputs)
+            finished = self._with_callers_ids(outputs)
             self._send_due()
         return finished, list(stats)
 
@@ -240,13 +241,13 @@ class SamplingEngine:
         """
         by_rank = self._call("park")
         with self._records_lock:
-            outputs = self._received(by_rank)
+            outputs = self._with_callers_ids(by_rank)
             self.dispatcher.clear()
         return outputs
 
-    def _received(self, by_rank: Iterable[Iterable[GenerationOutput]]) -> list[GenerationOutput]:
+    def _with_callers_ids(self, by_rank: Iterable[Iterable[GenerationOutput]]) -> list[GenerationOutput]:
         """Return outputs with the request ids of the callers. The caller must hold `_records_lock`."""
-        outputs = list(self.dispatcher.received(itertools.chain.from_iterable(by_rank)))
+        outputs = list(self.dispatcher.count_received(itertools.chain.from_iterable(by_rank)))
         if any(output.finish_reason == "error" for output in outputs):
             raise non_finite_logits()
         return outputs
@@ -271,7 +272,7 @@ class SamplingEngine:
         because the next submission would depend on the clock. `on_progress` is called after each poll. Raises
         EngineError as `poll` and `submit` do, and if the model computes no finite numbers.
         """
-        self.check_runs()
+        self.check_not_suspended()
         if self.spec.engine.deterministic:
             at_once = None
         elif self.spec.layout.dp_size > 1:

@@ -68,7 +68,9 @@ class Worker:
         self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice)
         self.actor = self.roles.actor
         n_ranks = spec.n_ranks_on_machine(context.rank)
-        self._threads = Threads(context.device, n_ranks, self.roles.largest, one_number=spec.engine.exact)
+        self._threads = Threads(
+            context.device, n_ranks, self.roles.largest_parameter_count, one_number=spec.engine.exact
+        )
         self.roles["actor"].backend.pass_threads = self._threads.for_pass
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
@@ -81,8 +83,8 @@ class Worker:
     def info(self) -> EngineInfo:
         config = self.actor.config
         return EngineInfo(
-            n_params=_total_elements(checkpoint_table(self.actor)),
-            n_adapter_params=_total_elements(adapter_table(self.actor)),
+            n_params=_n_table_elements(checkpoint_table(self.actor)),
+            n_adapter_params=_n_table_elements(adapter_table(self.actor)),
             context_len=config.max_position_embeddings,
             vocab_size=config.vocab_size,
             device=str(self.context.device),
@@ -116,7 +118,11 @@ class Worker:
         cache.
         """
         before = self._decoder_spec
-        if self.decoder is not None and before is not None and _decoder_settings(before) == _decoder_settings(spec):
+        if (
+            self.decoder is not None
+            and before is not None
+            and _spec_of_shared_decoder(before) == _spec_of_shared_decoder(spec)
+        ):
             self.decoder.reset_cache()
             self.decoder.reset_stats()
         else:
@@ -135,17 +141,17 @@ class Worker:
         decoder.weights_version = self.weights_version()
         refresh_adapters(self.actor)
 
-    def _model_of_role(self, spec: RolloutSpec) -> Transformer:
+    def _sampled_model(self, spec: RolloutSpec) -> Transformer:
         return self.roles[spec.role].backend.model
 
     def _new_decoder(self, spec: RolloutSpec) -> Decoder:
-        options = [*remedies.smaller_cache(spec.decoder), remedies.FEWER_AT_ONCE]
+        options = [*remedies.smaller_cache_options(spec.decoder), remedies.FEWER_AT_ONCE]
         wanted, model, vocabulary = (
             self._wanted_cache(spec),
-            self._model_of_role(spec),
+            self._sampled_model(spec),
             self.roles.vocabulary(spec.role),
         )
-        reserved = self.roles.footprint.most_extra_in_use if spec.keeps_cache else 0
+        reserved = self.roles.footprint.max_extra_bytes_in_use if spec.keeps_cache else 0
         with memory.out_of_memory_hint("making the KV cache", lambda: options):
             n_blocks = kv_cache_blocks(
                 model, self.spec, wanted, self.free_bytes, reserved, beside_actor=self.decoder is not None
@@ -166,7 +172,7 @@ class Worker:
         if not may_verify_drafts(spec.decoder, on_cuda=on_cuda):
             return None
         costs = step_costs(
-            _total_elements(checkpoint_table(self.actor)),
+            _n_table_elements(checkpoint_table(self.actor)),
             verification_rows(self._max_running(spec)),
             on_cuda=on_cuda,
             use_graphs=bool(decoder.runner.all_graphs),
@@ -187,12 +193,12 @@ class Worker:
 
     def _max_running(self, spec: RolloutSpec) -> int:
         """Return the largest number of samples that decode at the same time on this data-parallel rank."""
-        return self.spec.layout.of_copy(spec.max_running)
+        return self.spec.layout.samples_per_copy(spec.max_running)
 
     def _wanted_cache(self, spec: RolloutSpec) -> WantedCache:
         routes = self._route_shape if self.spec.keeps_routes(spec.role) else None
         return WantedCache.for_rollout(
-            self._model_of_role(spec).config,
+            self._sampled_model(spec).config,
             self.dtype.itemsize,
             self.spec,
             spec,
@@ -282,7 +288,11 @@ class Worker:
 
     def _kv_cache_advice(self) -> list[remedies.Option]:
         """Return setting changes that make the KV cache smaller, so that training has more memory."""
-        return [] if self._decoder_spec is None else [*remedies.beside_training(self._decoder_spec.decoder)]
+        return (
+            []
+            if self._decoder_spec is None
+            else [*remedies.smaller_cache_in_training_options(self._decoder_spec.decoder)]
+        )
 
     def rollout_stats(self) -> RolloutStats:
         return RolloutStats() if self.decoder is None else self.decoder.stats
@@ -295,7 +305,7 @@ class Worker:
         self.decoder.clear()
         if drop:
             self.decoder = self._decoder_spec = None
-            memory.free_unused()  # runner and graphs refer to each other, so only the collector frees them
+            memory.free_unused_memory()  # runner and graphs refer to each other, so only the collector frees them
 
     def tidy(self) -> None:
         """Release the KV blocks that the samples of an ended rollout phase still hold.
@@ -382,7 +392,8 @@ class Worker:
                     heartbeat.beat()
             finally:
                 decoder = None
-                memory.free_unused()  # before an offloaded model leaves, as graphs refer to the runner and its weights
+                # before an offloaded model leaves, as graphs refer to the runner and its weights
+                memory.free_unused_memory()
                 if not in_phase:
                     gc.unfreeze()
         return outputs
@@ -466,10 +477,10 @@ class Worker:
             torch.cuda.synchronize()
 
 
-def _decoder_settings(spec: RolloutSpec) -> RolloutSpec:
+def _spec_of_shared_decoder(spec: RolloutSpec) -> RolloutSpec:
     """Return `spec` without the settings (max_running, speculation) that may change between phases with one decoder."""
     return replace(spec, max_running=spec.n_slots, decoder=replace(spec.decoder, speculation="off"))
 
 
-def _total_elements(table: Sequence[TableEntry]) -> int:
+def _n_table_elements(table: Sequence[TableEntry]) -> int:
     return sum(math.prod(entry.part.full_shape) for entry in table)

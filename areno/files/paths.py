@@ -12,7 +12,7 @@ from typing import BinaryIO
 from areno.errors import ArenoError, CheckpointError, ConfigError, Problem
 
 
-def root() -> Path:
+def data_root() -> Path:
     """Return the folder that holds conf/, recipes/ and examples/: the repository in a clone, areno/_data in a wheel."""
     package = Path(__file__).resolve().parents[1]
     data = package / "_data"
@@ -20,21 +20,21 @@ def root() -> Path:
 
 
 def existing_path(path: str | Path) -> Path | None:
-    """Find a path (`~` is expanded) in the working directory, else in `root()`. Return it as absolute, or None."""
+    """Find a path (`~` is expanded) in the working directory, else in `data_root()`. Return it as absolute, or None."""
     path = Path(os.path.expanduser(path))
-    for base in (Path.cwd(), root()):
+    for base in (Path.cwd(), data_root()):
         if os.path.exists(base / path):  # unlike Path.exists, False for a name that is too long
             return (base / path).absolute()
     return None
 
 
-def absolute(folder: str | Path | None) -> Path | None:
+def absolute_or_none(folder: str | Path | None) -> Path | None:
     """Return a folder as an absolute path with `~` expanded, or None for None or ""."""
     return Path(os.path.expanduser(folder)).absolute() if folder else None
 
 
 @contextmanager
-def model_setting(key: str) -> Iterator[None]:
+def name_model_setting_in_errors(key: str) -> Iterator[None]:
     """Change a CheckpointError that is raised in the block, so that it is about the setting `key`.
 
     The code that reads models raises errors about the setting actor.path. Use this function where the model comes from
@@ -52,7 +52,7 @@ def find_file(path: str | Path, key: str = "") -> Path:
     """Return `existing_path(path)`. Raises a ConfigError about the setting `key` if there is no such path."""
     found = existing_path(path)
     if found is None:
-        places = "" if os.path.isabs(os.path.expanduser(path)) else f", neither in {Path.cwd()} nor in {root()}"
+        places = "" if os.path.isabs(os.path.expanduser(path)) else f", neither in {Path.cwd()} nor in {data_root()}"
         raise ConfigError(Problem(key, f"there is no {str(path)!r}{places}"))
     return found
 
@@ -62,7 +62,7 @@ def read_if_exists(path: Path) -> bytes | None:
     return _read_bytes(path, -1)
 
 
-def read_start(path: Path, n_bytes: int = 4096) -> bytes:
+def read_first_bytes(path: Path, n_bytes: int = 4096) -> bytes:
     """Return the first bytes of a file, or b"" if it does not exist. Raises the errors of `read_if_exists`."""
     return _read_bytes(path, n_bytes) or b""
 

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from areno.files.durable import delay_interrupts
-from areno.files.paths import read_start
+from areno.files.paths import read_first_bytes
 
 MAX_BYTES = 2**20
 MAX_VALUES = 10_000
@@ -33,7 +33,7 @@ def plain_yaml(path: Path) -> Any:
 
     Numbers are read as Hydra reads them, so 1e-6 is a float. Interpolations (`${...}`) are not resolved and stay text.
     """
-    text = checked_text(read_start(path, MAX_BYTES + 1))
+    text = checked_text(read_first_bytes(path, MAX_BYTES + 1))
     try:
         # OmegaConf turns any exception into one of its own, so the interrupt of a signal would be lost.
         with delay_interrupts():

@@ -40,8 +40,8 @@ def resolve_spec(spec: str, default: str, key: str) -> str:
 
 
 def load_function(file: str, name: str, key: str) -> Callable[..., Any]:
-    """Import a file, and return its function `name`. Raises ConfigError if the import fails or `function_of` does."""
-    return function_of(load_module(file, key), name, file, key)
+    """Import a file, and return its function `name`. Raises ConfigError if the import or `get_user_function` fails."""
+    return get_user_function(load_module(file, key), name, file, key)
 
 
 def load_module(file: str, key: str) -> ModuleType:
@@ -65,7 +65,7 @@ def load_module(file: str, key: str) -> ModuleType:
     return module
 
 
-def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[..., Any]:
+def get_user_function(module: ModuleType, name: str, file: str, key: str) -> Callable[..., Any]:
     """Return the function `name` of a user's module. Raises ConfigError if there is no such function.
 
     Also raises ConfigError if the module imports it from a package and defines functions of its own.
@@ -82,7 +82,7 @@ def function_of(module: ModuleType, name: str, file: str, key: str) -> Callable[
     raise ConfigError(Problem(key, f"{file} has no function {name}{hint} (write {file}:function)"))
 
 
-def own_name(module: ModuleType, name: str) -> str:
+def resolve_own_name(module: ModuleType, name: str) -> str:
     """Return `name`, or the name of the only function that the file defines if `name` is imported from a package."""
     own = _own_functions(module)
     return own[0] if len(own) == 1 and _is_imported(module, name) else name

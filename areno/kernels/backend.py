@@ -57,15 +57,15 @@ def use_triton(x: Tensor) -> bool:
 
 
 def runs_triton(device: torch.device) -> bool:
-    return ((device.type == "cuda" and compiles_for(device)) or interprets()) and is_installed()
+    return ((device.type == "cuda" and compiles_for(device)) or is_triton_interpreted()) and is_installed()
 
 
-def implementation(x: Tensor, package: str) -> Any:
+def kernel_module_for(x: Tensor, package: str) -> Any:
     """Import the module `triton` of a kernel package, or its module `reference` if Triton cannot run on x's device."""
     return importlib.import_module(f"{package}.{'triton' if use_triton(x) else 'reference'}")
 
 
-def by_device(reference: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
+def dispatch_by_device(reference: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Return a function that chooses between `reference` and a Triton kernel by the device of its first tensor.
 
     The Triton kernel has the same name and arguments. It is in the module `triton` if `reference` is in `reference.py`,
@@ -113,10 +113,10 @@ def check_dtype(dtype: torch.dtype | str, devices: Iterable[torch.device | str])
     for device in devices:
         if str(dtype).endswith("bfloat16") and is_before_ampere(device):
             text = "is bfloat16, which {} does not have; set it to float32"
-            raise ConfigError(Problem("actor.dtype", text, described(device)))
+            raise ConfigError(Problem("actor.dtype", text, gpu_description(device)))
 
 
-def described(device: torch.device | str) -> str:
+def gpu_description(device: torch.device | str) -> str:
     """Return the name of a GPU for a message, such as `Tesla T4 (compute capability 7.5)`."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
@@ -129,7 +129,7 @@ def compiles_for(device: torch.device) -> bool:
     return found is None or found >= VOLTA
 
 
-def interprets() -> bool:
+def is_triton_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -89,7 +89,9 @@ def _batches(starts_q: Sequence[int], starts_k: Sequence[int]) -> list[list[int]
         while left:
             most_q, most_k = lengths[left[0]]
             batch = [
-                row for row in left if _is_similar(lengths[row][0], most_q) and _is_similar(lengths[row][1], most_k)
+                row
+                for row in left
+                if _has_similar_length(lengths[row][0], most_q) and _has_similar_length(lengths[row][1], most_k)
             ]
             batches.append(sorted(batch))
             taken = set(batch)
@@ -97,7 +99,7 @@ def _batches(starts_q: Sequence[int], starts_k: Sequence[int]) -> list[list[int]
     return batches
 
 
-def _is_similar(length: int, longest: int) -> bool:
+def _has_similar_length(length: int, longest: int) -> bool:
     """Return whether padding to the longest row of a batch is cheaper than another call."""
     return min(longest * 3 // 4, longest - SHORT_ROW) <= length <= longest
 

@@ -24,15 +24,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NoReturn
 
-from areno.api.algorithms import Algorithm, own_algorithms
+from areno.api.algorithms import Algorithm, built_in_algorithms
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.errors import ArenoError, ConfigError, Key, Problem, as_file_error, keys_renamed
 from areno.files import interrupts
 from areno.files.interrupts import Terminated, signal_handlers, terminate
-from areno.files.paths import absolute
+from areno.files.paths import absolute_or_none
 from areno.files.user_code import describe_error
 from areno.launch import help, yaml_files
-from areno.launch.hints import counterparts, join_by_and
+from areno.launch.hints import join_by_and, settings_of_other_tool
 from areno.schema.build import with_defaults
 from areno.schema.fields import Missing
 from areno.version import __version__
@@ -100,7 +100,7 @@ def _dispatch(algorithm: Algorithm, command: str, args: argparse.Namespace, name
     for option, value in named.items():
         if value is not None and not value.strip():
             raise ConfigError(Problem(option, "is empty; a name is expected"))
-    config_dir = absolute(args.config_dir)
+    config_dir = absolute_or_none(args.config_dir)
     if args.help:
         print(help.recipe_help(command, algorithm.config, algorithm.default, config_dir), end="")
         return 0
@@ -139,7 +139,7 @@ def options_of(command: str, arguments: Sequence[str], algorithm: Algorithm) -> 
     args = _parse(command, arguments)
     if args.multirun:
         raise ConfigError(Problem("-m", "starts a sweep, and {} is about one run; leave it out", command))
-    return args.config_name or algorithm.default, absolute(args.config_dir), args.overrides
+    return args.config_name or algorithm.default, absolute_or_none(args.config_dir), args.overrides
 
 
 def _parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
@@ -155,7 +155,7 @@ def _parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
 
 def _no_option(word: str) -> Problem:
     option, _, _ = word.partition("=")
-    settings = counterparts(option.lstrip("-").replace("-", "_"))
+    settings = settings_of_other_tool(option.lstrip("-").replace("-", "_"))
     meant = f", here {' or '.join(f'{key}=...' for key in settings)}" if settings else ""
     return Problem(option, f"there is no such option; settings are given as key=value{meant}")
 
@@ -235,7 +235,7 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
     if is_new and config.recover.mode == "resume":
         text = "is resume, but {} is null, so a new run would begin; name the run to resume, or use --resume"
         raise ConfigError(Problem("recover.mode", text, Key("trial_name")))
-    if not is_new and resume.resumes(config, output_dir, session.sweep if session.multirun else None):
+    if not is_new and resume.resumes_existing(config, output_dir, session.sweep if session.multirun else None):
         folder = resume.existing_folder(output_dir)
     else:
         if is_new:
@@ -394,7 +394,7 @@ def _choose_tuned_settings(config: ExperimentConfig, job: Job, folder: NewFolder
         from areno.tracking.run_log import RunLog
 
         logs.enter_context(RunLog(own_process=True))
-        tuning.write(job.run_dir, tuning.tune(config, job.composition.given, job.task))
+        tuning.write_tuned_settings(job.run_dir, tuning.tune(config, job.composition.given, job.task))
     except BaseException:
         folder.discard()
         raise
@@ -406,7 +406,7 @@ def _restore_tuned(config: ExperimentConfig, job: Job) -> None:
     if (job.run_dir / TUNED).exists():
         from areno.run import tuning
 
-        tuning.restore(config, job.run_dir, job.composition.given)
+        tuning.restore_tuned_settings(config, job.run_dir, job.composition.given)
 
 
 def _separate_outputs(config: ExperimentConfig, number: int) -> None:
@@ -438,7 +438,9 @@ def mention_recipes(recipe: str, config_name: str, config_dir: Path | None) -> I
     except ConfigError as error:
         file = (yaml_files.tasks(config_dir) | yaml_files.experiments()).get(config_name.removesuffix(".yaml"))
         meant = yaml_files.recipes(file) if file else []
-        if recipe in own_algorithms() and meant and recipe not in meant:  # another algorithm may use the tasks of these
+        if (
+            recipe in built_in_algorithms() and meant and recipe not in meant
+        ):  # another algorithm may use the tasks of these
             problem = Problem("--config-name", f"{config_name} is for {join_by_and(meant)}, not for {recipe}")
             raise ConfigError([problem, *error.problems]) from error
         raise

@@ -39,9 +39,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
 from areno.files.interrupts import reraise_interrupts
-from areno.files.paths import absolute, root
+from areno.files.paths import absolute_or_none, data_root
 from areno.launch import yaml_files
-from areno.launch.hints import hint
+from areno.launch.hints import setting_hint
 from areno.launch.hydra import (
     SearchPath,
     check_references,
@@ -53,7 +53,7 @@ from areno.launch.hydra import (
 )
 from areno.launch.unused_settings import is_idle, remove_unused
 from areno.schema.build import both_names, build, current_key, with_defaults
-from areno.schema.fields import Section, Unused, dependents
+from areno.schema.fields import Section, Unused, settings_unused_without
 from areno.schema.values import value_at
 from areno.version import __version__
 
@@ -96,7 +96,7 @@ class Composition:
         """
 
         def hint_of(key: str) -> str:
-            return hint(key, self.variant, cls, lambda key: value_at(self.data, key))
+            return setting_hint(key, self.variant, cls, lambda key: value_at(self.data, key))
 
         try:
             return build(cls, self.data, self.problems, hint_of, sources)
@@ -193,7 +193,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
     ):
         self.cls = cls
         self.config_name = config_name.removesuffix(".yaml")
-        self.config_dir = absolute(config_dir)
+        self.config_dir = absolute_or_none(config_dir)
         self.overrides = overrides
         self.multirun = multirun or any("".join(line.split()) == "hydra.mode=MULTIRUN" for line in overrides)
         self.n_jobs = 1  # runs of a sweep at the same time
@@ -220,7 +220,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         with ExitStack() as opened:
             opened.callback(setattr, HydraConfig.instance(), "cfg", HydraConfig.instance().cfg)
             opened.enter_context(checked_files(self.cls, self.config_name, self._in_files, self._keys_of_files))
-            folder = str(root() / "conf")
+            folder = str(data_root() / "conf")
             opened.enter_context(initialize_config_dir(config_dir=folder, job_name=self._job_name, version_base="1.3"))
             self._opened = opened.pop_all()
         hydra = GlobalHydra.instance().hydra
@@ -459,7 +459,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         for group, choice in choices.items():
             if choice == "null":  # the section is null whatever it holds
                 data[group] = raw[group] = None
-                for name in dependents(self.cls, group):
+                for name in settings_unused_without(self.cls, group):
                     data.pop(name, None)
                     raw.pop(name, None)
                 found += self._overrides_without_effect(group)
@@ -478,7 +478,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
     def _overrides_without_effect(self, group: str) -> Iterator[Problem]:
         """Yield a problem for each override in `group`, a null section, or in sections that need this section."""
         line, choices = self._command_line, HydraConfig.get().runtime.choices
-        sections = {group, *dependents(self.cls, group)}
+        sections = {group, *settings_unused_without(self.cls, group)}
         chosen = [name for name in line.chosen if name in sections and choices[name] != "null"]
         for key in [*chosen, *(key for key in line.values if key.partition(".")[0] in sections - {key})]:
             yield Problem(key, f"has no effect with {group}=null; leave one of the two out")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areno.launch import yaml_files
 from areno.schema.fields import Row, Section, rows
-from areno.schema.values import flat
+from areno.schema.values import flatten_settings
 
 _USAGE = """\
 usage: {command} [--config-name NAME] [key=value ...]
@@ -58,7 +58,7 @@ def _keys_of_file(file: Path) -> Iterator[str]:
 
     with contextlib.suppress(YamlFault):
         values = plain_yaml(file)
-        yield from flat(values) if isinstance(values, dict) else ()
+        yield from flatten_settings(values) if isinstance(values, dict) else ()
 
 
 def _setting_blocks(cls: type[Section]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Hints that are added to errors about unknown settings.
 
-`hint` recognises settings of other algorithms, names of other tools (`other_tools.COUNTERPARTS`), and settings of AReaL
-that areno does not have (`NOT_HERE`).
+`setting_hint` recognises settings of other algorithms, names of other tools (`other_tools.COUNTERPARTS`), and settings
+of AReaL that areno does not have (`NOT_HERE`).
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ NOT_HERE = {
 """Dotted key -> hint. The key may be `key=value`, for a value that the setting does not accept."""
 
 
-def hint(
+def setting_hint(
     key: str,
     variant: tuple[str, Path] | None = None,
     cls: type[Section] | None = None,
@@ -159,7 +159,7 @@ def hint(
     choice `variant=name`. If `cls` is given, the hint names only settings of this algorithm. `value_of` returns a
     setting's value.
     """
-    here = _keys(cls) if cls is not None else all_keys()
+    here = _setting_keys(cls) if cls is not None else all_setting_keys()
     section, _, name = key.partition(".")
     if (
         section in ("actor", "ref", "critic", "rollout")
@@ -169,7 +169,7 @@ def hint(
         return f"; areno has an engine of its own, which does the same with {layout}"
     if key == "actor.importance_sampling_level" and "actor.eps_clip" in here:
         return "; gspo always takes the ratio of a sequence, and grpo has this setting"
-    if found := [ours for ours in counterparts(key) if ours in here]:
+    if found := [ours for ours in settings_of_other_tool(key) if ours in here]:
         return f"; here it is {join_by_and(found)}"
     if key in NOT_HERE:
         return (
@@ -182,11 +182,11 @@ def hint(
     for other in ("actor", "gconfig"):
         if not told and section in ("actor", "ref", "critic") and f"{other}.{name}" in here:
             told = f"; {section} has none of its own, see {other}.{name}"
-    told = told or ("; this algorithm has nothing like it" if counterparts(key) else "")
+    told = told or ("; this algorithm has nothing like it" if settings_of_other_tool(key) else "")
     return told + (f"; variant={variant[0]} sets it" if variant and _file_sets_key(variant[1], key) else "")
 
 
-def counterparts(key: str) -> tuple[str, ...]:
+def settings_of_other_tool(key: str) -> tuple[str, ...]:
     """Return our settings that correspond to a name in another tool. Empty for an unknown name."""
     name = key.removeprefix("actor_rollout_ref.")
     section, _, inner = name.partition(".")
@@ -210,28 +210,28 @@ def _areal_layout(backend: Any) -> str:
 def _applies_to_algorithm(text: str, here: frozenset[str]) -> bool:
     """Return whether a hint names no setting, or at least one of `here`, the settings of an algorithm."""
     words = "".join(letter if letter.isalnum() or letter in "._" else " " for letter in text).split()
-    named = [key for key in words if key in all_keys()]
+    named = [key for key in words if key in all_setting_keys()]
     return not named or any(key in here for key in named)
 
 
 @cache
-def _keys(cls: type[Section]) -> frozenset[str]:
+def _setting_keys(cls: type[Section]) -> frozenset[str]:
     return frozenset(row.key for row in rows(cls))
 
 
 @cache
-def _keys_of(algorithm: str) -> frozenset[str]:
+def _setting_keys_of_algorithm(algorithm: str) -> frozenset[str]:
     with suppress(Exception):  # the message is about the user's key, and not about a package that is broken
-        return _keys(get_algorithm(algorithm).config)
+        return _setting_keys(get_algorithm(algorithm).config)
     return frozenset()
 
 
-def all_keys() -> frozenset[str]:
-    return frozenset().union(*map(_keys_of, algorithm_names()))
+def all_setting_keys() -> frozenset[str]:
+    return frozenset().union(*map(_setting_keys_of_algorithm, algorithm_names()))
 
 
 def _recipes_with(key: str) -> list[str]:
-    return [name for name in algorithm_names() if key in _keys_of(name)]
+    return [name for name in algorithm_names() if key in _setting_keys_of_algorithm(name)]
 
 
 def _file_sets_key(file: Path, key: str) -> bool:

@@ -27,12 +27,12 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from areno.errors import ConfigError, Problem, did_you_mean
 from areno.files.durable import delay_interrupts
-from areno.files.paths import read_start, root
+from areno.files.paths import data_root, read_first_bytes
 from areno.files.small_yaml import MAX_BYTES, YamlFault, checked_text
 from areno.launch import yaml_files
 from areno.schema.build import Consequence, with_current_names
 from areno.schema.fields import Section
-from areno.schema.values import flat, show
+from areno.schema.values import flatten_settings, show
 
 _WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # text between the special characters of Hydra's grammar
 _REFERENCE = re.compile(r"\$\{([^${}:]*)\}")
@@ -92,7 +92,7 @@ class SearchPath(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if self.config_dir:
             search_path.prepend("--config-dir", f"file://{self.config_dir}", anchor="main")
-        search_path.append("recipes", f"file://{root() / 'recipes'}")
+        search_path.append("recipes", f"file://{data_root() / 'recipes'}")
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def checked_files(cls: type[Section], name: str, problems: list[Problem], keys: 
         def load_config(self, config_path: str) -> Any:
             path = Path(os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path))))
             try:
-                checked_text(read_start(path, MAX_BYTES + 1))
+                checked_text(read_first_bytes(path, MAX_BYTES + 1))
             except YamlFault as error:
                 raise ConfigError("{}: {}", path, error) from error
             # OmegaConf replaces any exception by one of its own, so the interrupt of a signal would be lost.
@@ -127,7 +127,7 @@ def checked_files(cls: type[Section], name: str, problems: list[Problem], keys: 
                 place = "" if package == "_global_" else package
                 found.config = renamed_keys(cls, found.config, place, problems)
                 values: Any = OmegaConf.to_container(found.config)
-                keys[path] = set(flat(values, f"{place}." if place else ""))
+                keys[path] = set(flatten_settings(values, f"{place}." if place else ""))
             return found
 
     types["file"] = CheckedFiles

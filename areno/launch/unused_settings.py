@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from areno.errors import Problem
-from areno.launch.hints import NOT_HERE, all_keys, counterparts, hint
+from areno.launch.hints import NOT_HERE, all_setting_keys, setting_hint, settings_of_other_tool
 from areno.launch.hydra import delete_key
 from areno.launch.other_tools import EQUAL, HOLDS, PARTS
 from areno.schema.build import earlier_names, with_defaults
@@ -52,8 +52,8 @@ def remove_unused(
             parts += [] if _is_off(value) else [key]
         elif _has_no_effect(key, value, whole):
             pass
-        elif section and section not in known and not known.isdisjoint(counterparts(key)):
-            problems.append(Problem(key, f"unknown key{hint(key, cls=cls)}"))
+        elif section and section not in known and not known.isdisjoint(settings_of_other_tool(key)):
+            problems.append(Problem(key, f"unknown key{setting_hint(key, cls=cls)}"))
         else:
             continue
         _drop_key(key, data, *copies)
@@ -98,7 +98,9 @@ def _has_no_effect(key: str, value: Any, whole: Mapping[str, Any]) -> bool:
     if section in ("sglang", "vllm") and not engine.startswith(section):
         return True  # the other engine decodes
     of_others = (key, section, f"{section}.{name.partition('.')[0]}")
-    return _is_off(value) and (key in all_keys() or bool(counterparts(key)) or any(k in NOT_HERE for k in of_others))
+    return _is_off(value) and (
+        key in all_setting_keys() or bool(settings_of_other_tool(key)) or any(k in NOT_HERE for k in of_others)
+    )
 
 
 def _is_off(value: Any) -> bool:

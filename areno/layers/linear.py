@@ -43,7 +43,7 @@ class Linear(nn.Module):
         self.adapter = Adapter(self.layout["weight"], groups, adapters, spec)
         return self.adapter
 
-    def _adapted(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
+    def _add_adapter_output(self, y_NO: Tensor, x_NI: Tensor) -> Tensor:
         """Return `y_NO`, the output without adapter, plus the output of the adapter if there is one and it is on."""
         return self.adapter(y_NO, x_NI) if self.adapter is not None and self.adapter.on else y_NO
 
@@ -106,9 +106,9 @@ class ColumnParallelLinear(Linear):
         if (adapter := self.stacked_adapter()) is not None:
             return adapter.output(x_NI)
         if self.fixed_order is None:
-            return self._adapted(F.linear(x_NI, self.weight, self.bias), x_NI)
+            return self._add_adapter_output(F.linear(x_NI, self.weight, self.bias), x_NI)
         y_NO = self.product(x_NI)  # with bias, F.linear rounds once or twice, depending on the number of rows
-        return self._adapted(y_NO if self.bias is None else y_NO.add_(self.bias), x_NI)
+        return self._add_adapter_output(y_NO if self.bias is None else y_NO.add_(self.bias), x_NI)
 
     def input_gradient(self, grad_NO: Tensor, split: bool = False) -> Tensor:
         """Return the gradient with respect to x, summed over the ranks."""
@@ -130,7 +130,7 @@ class RowParallelLinear(Linear):
     def forward(self, x_NI: Tensor, split: bool = False, whole: bool = True) -> Tensor:
         """Return the output, summed over the ranks. If not `whole`, return this rank's partial sum without bias."""
         adapter = self.stacked_adapter()
-        y_NO = self._adapted(self.product(x_NI), x_NI) if adapter is None else adapter.output(x_NI)
+        y_NO = self._add_adapter_output(self.product(x_NI), x_NI) if adapter is None else adapter.output(x_NI)
         if not whole:
             return y_NO
         y_NO = self.tp.scatter_rows(y_NO) if split else self.tp.reduce_out(y_NO)

@@ -188,7 +188,7 @@ class ExpertMLP(nn.Module):
         if split:
             x_ND = self.tp.all_gather_rows(x_ND)
         logits_NE, routing = self.router(x_ND), self.routing
-        if routing.is_free:
+        if routing.chooses_unobserved:
             chosen_Nk, weights_Nk = choose_experts(logits_NE, self.experts.top_k, self.experts.normalised)
             routing.record_experts(self.layer, chosen_Nk)
         else:

@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x.float(), factor.shape, factor, self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.tp.copy_in(self.weight), self.eps)
 
-    def joined(self, other: RMSNorm, x_NJD: Tensor, n_own: int) -> Tensor:
+    def norm_heads_with(self, other: RMSNorm, x_NJD: Tensor, n_own: int) -> Tensor:
         """Norm the first `n_own` heads with this norm and the remaining heads with `other`. float32, no autograd."""
         size, n_other = len(self.weight), x_NJD.shape[1] - n_own
         factors_JD = torch.cat((self.weight.expand(n_own, size), other.weight.expand(n_other, size)))

@@ -32,7 +32,7 @@ class Routing:
 
     Attributes:
         given_NLk: recorded experts to use in place of the router's choice (routing replay), of any integer dtype. The
-            router chooses if the first index of a token is `none`, and for tokens after the end of this tensor.
+            router chooses if the first index of a token is `unknown_expert`, and for tokens after the tensor's end.
         balance_E: float32, the gradient of the load-balancing loss with respect to the router's probabilities. It is
             the same for each token.
         n_tokens: the number of tokens before the padding, if any.
@@ -61,7 +61,7 @@ class Routing:
         return torch.uint8 if self.experts.id_bytes == 1 else torch.int16
 
     @property
-    def none(self) -> int:
+    def unknown_expert(self) -> int:
         """The largest value of `dtype`. In place of an expert index, it means "not recorded"."""
         return torch.iinfo(self.dtype).max
 
@@ -80,12 +80,12 @@ class Routing:
         self.records, self.observes = records, observes
         self.chosen, self.loads = {}, {}
 
-    def recorded(self) -> Tensor:
+    def recorded_experts(self) -> Tensor:
         """Return the experts that the last pass used, (N, L, k), in `dtype`. Requires `records`."""
         return torch.stack([self.chosen[layer] for layer in range(self.n_layers)], dim=1).to(self.dtype)
 
     @property
-    def is_free(self) -> bool:
+    def chooses_unobserved(self) -> bool:
         """Whether the router chooses all experts and no statistics are recorded. A faster kernel can then be used."""
         return self.given_NLk is None and not self.observes
 
@@ -101,7 +101,7 @@ class Routing:
             if self.given_NLk is not None:
                 given_Nk = self.given_NLk[:, layer].long()
                 n = len(given_Nk)
-                known_N1 = given_Nk[:, :1] != self.none
+                known_N1 = given_Nk[:, :1] != self.unknown_expert
                 chosen_Nk = torch.cat([torch.where(known_N1, given_Nk, own_Nk[:n]), own_Nk[n:]])
             self.record_experts(layer, chosen_Nk)
             if self.observes:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
         shape_rewards,
     )
     from areno.loss_fns.correction import behave_weights, m2_keep
+    from areno.loss_fns.data_pack import DataPack
     from areno.loss_fns.distillation import distillation_loss_fn
     from areno.loss_fns.dpo import dpo_loss_fn
     from areno.loss_fns.grpo import grpo_loss_fn
     from areno.loss_fns.gspo import gspo_loss_fn
     from areno.loss_fns.kl import kl_array
     from areno.loss_fns.kto import kto_loss_fn
-    from areno.loss_fns.pack import DataPack
     from areno.loss_fns.ppo import ppo_loss_fn, value_loss_fn
     from areno.loss_fns.process_reward import process_reward_loss_fn
     from areno.loss_fns.reward_model import reward_model_loss_fn
@@ -57,7 +57,7 @@ __all__ = [
     "value_loss_fn",
 ]
 
-_MODULES = ("advantages", "correction", "distillation", "dpo", "grpo", "gspo", "kl", "kto", "pack")
+_MODULES = ("advantages", "correction", "data_pack", "distillation", "dpo", "grpo", "gspo", "kl", "kto")
 _MODULES += ("ppo", "process_reward", "reward_model", "sft")
 
 

@@ -71,9 +71,9 @@ def behave_weights(
     weights, keep = [], []
     for log_r_T, behave_T in zip(_log_ratios(prox, behave), behave, strict=True):
         weights_T = _weights(log_r_T, by_row=level == "sequence" and metric == "ratio")
-        values_T = _metric(log_r_T, np.asarray(behave_T, dtype=np.float64), metric)
+        values_T = _divergence_metric(log_r_T, np.asarray(behave_T, dtype=np.float64), metric)
         if level == "sequence" and log_r_T.size:
-            values_T = np.full_like(log_r_T, _of_row(log_r_T if metric == "ratio" else values_T, metric, agg))
+            values_T = np.full_like(log_r_T, _aggregate_row(log_r_T if metric == "ratio" else values_T, metric, agg))
         accepted_T = (bounds[0] <= values_T) & (values_T <= bounds[1])
         bounded_T = np.clip(weights_T, *bounds) if action == "clamp" else np.zeros_like(weights_T)
         weights.append(np.where(accepted_T, weights_T, bounded_T))
@@ -129,7 +129,7 @@ def _weights(log_r_T: np.ndarray, by_row: bool) -> np.ndarray:
     return np.exp(np.clip(log_weights_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def _metric(log_r_T: np.ndarray, behave_T: np.ndarray, metric: Metric) -> np.ndarray:
+def _divergence_metric(log_r_T: np.ndarray, behave_T: np.ndarray, metric: Metric) -> np.ndarray:
     if metric == "kl_k1":
         return log_r_T
     if metric == "kl_k2":
@@ -149,7 +149,7 @@ def _binary_kl(log_p_T: np.ndarray, log_q_T: np.ndarray) -> np.ndarray:
     return p_T * (log_p_T - log_q_T) + other_p_T * (np.log(other_p_T) - np.log(other_q_T))
 
 
-def _of_row(values_T: np.ndarray, metric: Metric, agg: str) -> float:
+def _aggregate_row(values_T: np.ndarray, metric: Metric, agg: str) -> float:
     """Combine the metrics of a row's tokens. For "ratio", these are log ratios, and the result is a ratio."""
     value = float({"sum": np.sum, "mean": np.mean, "max": np.max}[agg](values_T))
     return math.exp(min(value, MAX_LOG_RATIO)) if metric == "ratio" else value

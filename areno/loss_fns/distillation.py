@@ -32,7 +32,7 @@ from areno.loss_fns.surrogates import ProxMethod, bounded, token_log_ratio
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from areno.loss_fns.pack import DataPack
+    from areno.loss_fns.data_pack import DataPack
 
 
 def distillation_loss_fn(

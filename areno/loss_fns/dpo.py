@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from areno.errors import DataError
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.policy import entropy_stats
 from areno.loss_fns.preferences import make_preference_loss
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.kl import KLEstimator
-from areno.loss_fns.pack import DataPack
 from areno.loss_fns.policy import add_kl, policy_stats, reduce_tokens, surrogate_stats
 from areno.loss_fns.surrogates import (
     SURROGATES,

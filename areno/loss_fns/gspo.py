@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.kl import KLEstimator
-from areno.loss_fns.pack import DataPack
 from areno.loss_fns.policy import add_kl, policy_stats, surrogate_stats
 from areno.loss_fns.surrogates import Clip, bounded, token_log_ratio
 from areno.schema.fields import partial_section

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.policy import entropy_stats
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.kl import KLEstimator, kl_per_token
-from areno.loss_fns.pack import DataPack
 from areno.loss_fns.surrogates import Reduction
 
 

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.grpo import grpo_loss_fn
-from areno.loss_fns.pack import DataPack
 
 ppo_loss_fn = partial(grpo_loss_fn, reduction="token_mean", c_clip=3.0)
 """The clipped surrogate of the token ratio exp(logprobs - old_logprobs), averaged over the tokens of the step.

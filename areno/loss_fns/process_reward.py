@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 
 
 def process_reward_loss_fn(pack: DataPack, values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

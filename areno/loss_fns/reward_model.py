@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from areno.errors import DataError
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 
 
 def reward_model_loss_fn(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.policy import entropy_stats
 
 

@@ -20,7 +20,7 @@ from areno.schema.fields import Section, check, setting
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from areno.loss_fns.pack import DataPack
+    from areno.loss_fns.data_pack import DataPack
 
 MAX_LOG_RATIO = 20.0  # ratios are clamped at exp(20) = 5e8: far beyond every clip range, and finite in float32
 

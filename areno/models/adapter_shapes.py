@@ -27,8 +27,8 @@ class _Linear(NamedTuple):
 
     def on_rank(self, layout: Layout) -> tuple[int, list[int]]:
         if self.row_parallel:
-            return layout.share(self.n_in), list(self.outputs)
-        return self.n_in, [max(layout.share(size), self.least) for size in self.outputs]
+            return layout.share_rounded_down(self.n_in), list(self.outputs)
+        return self.n_in, [max(layout.share_rounded_down(size), self.least) for size in self.outputs]
 
 
 def _linears(config: TransformerConfig) -> dict[str, _Linear]:

@@ -29,10 +29,10 @@ from areno.models.folder import (
     TOKENIZER,
     RawConfig,
     copy_tokenizer_files,
-    listing,
+    join_first_names,
     open_safetensors,
     read_json,
-    resolve,
+    resolve_model_folder,
     write_json,
 )
 from areno.models.transformer import Transformer
@@ -203,7 +203,7 @@ def base_of(folder: str | Path) -> str:
     raw = RawConfig(read_json(file), str(file))
     base = raw.get("base_model_name_or_path", str, "")
     if not base and not raw.problems:
-        raw.wrong("base_model_name_or_path is missing; expected the folder or hub id of the model it belongs to")
+        raw.add_problem("base_model_name_or_path is missing; expected the folder or hub id of the model it belongs to")
     if raw.problems:
         raise raw.error()
     return base
@@ -214,7 +214,7 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
 
     Raises CheckpointError, which lists all fields that ask for something unsupported.
     """
-    folder = resolve(path)
+    folder = resolve_model_folder(path)
     file = folder / ADAPTER_CONFIG
     if not file.is_file():
         raise CheckpointError("{} has no {}; expected a folder of peft", folder, ADAPTER_CONFIG)
@@ -257,12 +257,12 @@ def _target_modules(folder: Path, model: TransformerConfig, given: object) -> tu
     ]
     if unknown:
         raise CheckpointError(
-            f"{folder}: the weights hold {listing(unknown)}; expected adapters of {', '.join(known)} only"
+            f"{folder}: the weights hold {join_first_names(unknown)}; expected adapters of {', '.join(known)} only"
         )
     unnamed = [name for name, module in of_module.items() if not _is_named(module.removeprefix(PREFIX), given)]
     if unnamed:
         text = "{}: the weights hold {}, which target_modules of {} does not name and peft would leave out"
-        raise CheckpointError(text, folder, listing(unnamed), ADAPTER_CONFIG)
+        raise CheckpointError(text, folder, join_first_names(unnamed), ADAPTER_CONFIG)
     found = {module.rsplit(".", 1)[-1] for module in of_module.values()}
     return tuple(name for name in known if name in found)
 
@@ -282,19 +282,21 @@ def load_adapters(model: Transformer, path: str | Path) -> None:
 
     Raises CheckpointError if tensors are missing, unexpected, not finite, or have another shape.
     """
-    folder = resolve(path)
+    folder = resolve_model_folder(path)
     file, table = _weights_file(folder), stored_adapters(model)
     with open_safetensors(file) as tensors:
         names = list(tensors.keys())
         if missing := [name for name in table if name not in names]:
             text = "every layer of the model has the same adapters; it may be of another model, or of some layers only"
-            raise CheckpointError(f"{folder}: the weights lack {listing(missing)}; {text}")
+            raise CheckpointError(f"{folder}: the weights lack {join_first_names(missing)}; {text}")
         if extra := [name for name in names if name not in table]:
-            raise CheckpointError(f"{folder}: the weights hold {listing(extra)}, which the model has no place for")
+            raise CheckpointError(
+                f"{folder}: the weights hold {join_first_names(extra)}, which the model has no place for"
+            )
         source = f"the shape of the model and r of {ADAPTER_CONFIG}"
         damaged = [name for name in names if not load_shard(name, table[name], tensors.get_slice(name), file, source)]
     if damaged:
-        wrong = f"{folder}: {listing(damaged)}: numbers that are nan or infinite; "
+        wrong = f"{folder}: {join_first_names(damaged)}: numbers that are nan or infinite; "
         raise CheckpointError(wrong + "expected finite weights: download or save the adapters again")
 
 
@@ -350,6 +352,6 @@ def _peft_config(adapters: AdapterSpec, base: str) -> dict[str, Any]:
 def _write_other_files(folder: Path, source: Sequence[str | Path], config: dict[str, Any]) -> None:
     """Write adapter_config.json and the tokenizer files, and sync them to disk."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = copy_tokenizer_files([resolve(path) for path in source], folder, (TOKENIZER,))
+    written = copy_tokenizer_files([resolve_model_folder(path) for path in source], folder, (TOKENIZER,))
     written.append(write_json(folder / ADAPTER_CONFIG, config))
     sync_written(folder, written)

@@ -10,7 +10,7 @@ from areno.config.experiments import HeadName
 from areno.config.rollout import SamplingConfig
 from areno.layers.config import Delta, Experts, Rope
 from areno.models.folder import RawConfig
-from areno.models.rope import read_rope
+from areno.models.rope_config import read_rope
 from areno.schema.fields import settings
 
 N_LABELS: dict[HeadName, int] = {"lm": 0, "value": 1, "step": 2}
@@ -112,7 +112,7 @@ class TransformerConfig:
         return self.delta is None
 
     @property
-    def divided(self) -> list[tuple[str, str, int]]:
+    def sizes_divided_by_tp(self) -> list[tuple[str, str, int]]:
         """The sizes that are divided over tensor-parallel ranks, as (name, field of config.json, size)."""
         sizes = [
             ("attention heads", "num_attention_heads", self.num_heads),
@@ -137,7 +137,7 @@ class TransformerConfig:
         """The number of scores that the head computes for each token. 0 for a language model."""
         return N_LABELS[self.head]
 
-    def kind(self, index: int) -> LayerKind:
+    def layer_kind(self, index: int) -> LayerKind:
         return self.kinds[index] if self.kinds else LayerKind(self.rope)
 
 
@@ -217,7 +217,7 @@ def read_decoder(
             be rotated, and any other share in `config.json` is a problem.
         interleaved: Whether element pairs (0, 1), (2, 3), ... of a head are rotated, rather than elements half a head
             apart.
-        may_slide: Whether the family supports layers with a sliding window, see `with_windows`.
+        may_slide: Whether the family supports layers with a sliding window, see `with_sliding_windows`.
         may_recur: Whether the family supports layers with a recurrent state.
         may_bias: Whether `attention_bias` sets the biases of q, k, v and o.
         rope: The rotary positions. None: they are read here.
@@ -277,7 +277,9 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
         config.head_dim
     ):
         n_factors, n_turned = len(config.rope.short_factors), config.rope.rotary_dim(config.head_dim) // 2
-        raw.wrong(f"short_factor of longrope has {n_factors} numbers, expected {n_turned}, one for each frequency")
+        raw.add_problem(
+            f"short_factor of longrope has {n_factors} numbers, expected {n_turned}, one for each frequency"
+        )
 
 
 def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_recur: bool) -> None:
@@ -288,7 +290,7 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
         # Some checkpoints name code of their own for a class that transformers has. transformers uses its own class.
         known = str(code).rpartition(".")[2] in raw.get("architectures", list, [])
         if name.startswith("AutoModel") and not known:
-            raw.wrong(f"auto_map.{name} names code that comes with the model, which is not run; expected none")
+            raw.add_problem(f"auto_map.{name} names code that comes with the model, which is not run; expected none")
     quantization = raw.get("quantization_config", dict, {})
     if quantization:
         method = quantization.get("quant_method", quantization)
@@ -299,7 +301,7 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
         raw.refuse("layer_types", " or ".join(map(repr, known)) + " in every layer")
     elif layer_types and len(layer_types) != num_layers:
         expected = f"expected one for each of num_hidden_layers={num_layers}"
-        raw.wrong(f"layer_types has {len(layer_types)} entries, {expected}")
+        raw.add_problem(f"layer_types has {len(layer_types)} entries, {expected}")
     if "use_sliding_window" in raw.values and not may_slide:
         window, first = raw.get("sliding_window", int, -1, ge=0), raw.get("max_window_layers", int, 28, ge=0)
         slides = raw.get("use_sliding_window", bool, False) and window >= 0
@@ -307,7 +309,7 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
             raw.refuse("use_sliding_window", "false, since this family has no sliding windows")
 
 
-def with_windows(
+def with_sliding_windows(
     raw: RawConfig, config: TransformerConfig, slides: Callable[[int], bool], local_rope: Rope | None = None
 ) -> TransformerConfig:
     """Return the shape with the window `sliding_window` in the layers that `layer_types` or else `slides` selects.
@@ -323,7 +325,7 @@ def with_windows(
     window: int | None = raw.get("sliding_window", int, ge=1)
     if window >= config.max_position_embeddings:
         window = None
-    kinds = [replace(config.kind(n), window=window if slid else None) for n, slid in enumerate(sliding)]
+    kinds = [replace(config.layer_kind(n), window=window if slid else None) for n, slid in enumerate(sliding)]
     if local_rope is not None:
         kinds = [replace(kind, rope=local_rope) if slid else kind for kind, slid in zip(kinds, sliding, strict=True)]
     return replace(config, kinds=tuple(kinds))

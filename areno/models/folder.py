@@ -27,7 +27,7 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", 
 TIMEOUT_S = 5.0  # of the request before a download, so that a machine without network fails quickly
 
 
-def resolve(path: str | Path, what: str = "model") -> Path:
+def resolve_model_folder(path: str | Path, what: str = "model") -> Path:
     """Return `path` if it is a local folder, else the cached folder of a hub repository, downloaded if needed."""
     folder = Path(os.path.expanduser(path))
     if os.path.isdir(folder):  # unlike Path.is_dir, no error for a name that is too long
@@ -88,7 +88,7 @@ def write_json(file: Path, values: dict[str, Any]) -> Path:
     return file
 
 
-def listing(names: list[str]) -> str:
+def join_first_names(names: list[str]) -> str:
     """Join names for an error message. Names after the first few (SHOWN) are only counted."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
@@ -107,7 +107,7 @@ class RawConfig:
         self._read: set[str] = set()
         self._assumed: dict[str, Any] = {}
 
-    def assume(self, **values: Any) -> None:
+    def set_defaults(self, **values: Any) -> None:
         """Set default values of absent fields. They take precedence over the argument `default` of `get`.
 
         A family uses this for fields whose defaults in transformers differ from those of other families.
@@ -146,19 +146,19 @@ class RawConfig:
         bounds = [("at least", ge), ("more than", gt), ("at most", le)]
         expected = ", ".join([kind.__name__, *(f"{words} {bound}" for words, bound in bounds if bound is not None)])
         found = "missing" if value is None else reprlib.repr(value)
-        self.wrong(f"{name} is {found}, expected {expected}")
+        self.add_problem(f"{name} is {found}, expected {expected}")
         if default is not None:
             return default
         return cast(T, kind(1) if kind in (int, float) else kind())  # type: ignore[call-arg]
 
-    def wrong(self, what: str) -> None:
+    def add_problem(self, what: str) -> None:
         """Add a problem. `what` should name the field; the message begins with file and section."""
         self.problems.append(Problem("", f"{self.origin}: {what}"))
 
     def refuse(self, name: str, supported: str, found: object = None) -> None:
         """Add a problem: a field has a value (in the message: `found`) other than the `supported` ones."""
         shown = reprlib.repr(self.values.get(name) if found is None else found)
-        self.wrong(f"{name} is {shown}, which is not supported; expected {supported}")
+        self.add_problem(f"{name} is {shown}, which is not supported; expected {supported}")
 
     def refuse_unknown(self, harmless: Collection[str], where: str = "") -> None:
         """Add a problem for each field that is set, was never looked up, and is not `harmless`.
@@ -171,7 +171,7 @@ class RawConfig:
                 continue
             advice = "remove it if the model computes the same without it"
             name = name if name.isidentifier() and len(name) < 60 else reprlib.repr(name)
-            self.wrong(f"{name} is {reprlib.repr(value)}, a field that areno does not know{where}; {advice}")
+            self.add_problem(f"{name} is {reprlib.repr(value)}, a field that areno does not know{where}; {advice}")
 
     def error(self) -> CheckpointError:
         return CheckpointError(dict.fromkeys(self.problems))
@@ -238,13 +238,13 @@ def _indexed_files(index: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index} is not a safetensors index; expected weight_map, an object of file names")
     names = sorted(set(weight_map.values()))
-    if outside := [name for name in names if not _is_plain(name)]:
+    if outside := [name for name in names if not _is_plain_safetensors_name(name)]:
         wrong = f"{index}: weight_map names {', '.join(repr(name[:80]) for name in outside[:5])}; "
         raise CheckpointError(wrong + "expected plain names of .safetensors files in this folder")
     return names
 
 
-def _is_plain(name: str) -> bool:
+def _is_plain_safetensors_name(name: str) -> bool:
     """Return whether a name is a valid file name that ends in .safetensors, without a folder in it."""
     return name.endswith(".safetensors") and not set(name) & set("/\\:\0") and len(os.fsencode(name)) <= 255
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from areno.config.experiments import HeadName
-from areno.files.paths import existing_path, model_setting
+from areno.files.paths import existing_path, name_model_setting_in_errors
 from areno.models.config import TransformerConfig
-from areno.models.folder import resolve
+from areno.models.folder import resolve_model_folder
 from areno.models.registry import load_config, parse_config
 
 _SIZES = (
@@ -148,5 +148,5 @@ def shape_of(path: str, key: str, head: HeadName = "lm", needs_head: bool = Fals
     local = existing_path(path)
     if local is None and (values := known_shape(path)) is not None:
         return parse_config(values, path, head)  # of a published model, whose head may be of another kind
-    with model_setting(key):
-        return load_config(resolve(local or path), head, needs_head=needs_head)
+    with name_model_setting_in_errors(key):
+        return load_config(resolve_model_folder(local or path), head, needs_head=needs_head)

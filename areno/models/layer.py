@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec):
         super().__init__()
-        self.index, self.window = config.attention_layers.index(index), config.kind(index).window
+        self.index, self.window = config.attention_layers.index(index), config.layer_kind(index).window
         self.head_dim, self.gated = config.head_dim, config.attention_gate
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         copies = max(1, spec.tp.size // config.num_kv_heads)  # the number of ranks that hold each key-value head
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         else:  # queries and keys together: half as many operations, which take most of the time of a tiny model
             qk_NJC, v_NKC = heads_NJC.split((n_q + n_kv, n_kv), dim=1)
             if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
-                qk_NJC = self.q_norm.joined(self.k_norm, qk_NJC, n_q)
+                qk_NJC = self.q_norm.norm_heads_with(self.k_norm, qk_NJC, n_q)
             q_NHC, k_NKC = rotate(qk_NJC, cos, sin).split((n_q, n_kv), dim=1)
         out_NHC = attend(self.index, q_NHC, k_NKC, v_NKC, self.window)
         return self.out(self.gate(out_NHC.flatten(-2), gate_NQ), split)

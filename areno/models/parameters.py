@@ -7,7 +7,7 @@ from areno.models.config import TransformerConfig
 
 
 def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
-    size, table = config.hidden_size, layout.share_up(config.vocab_size) * config.hidden_size
+    size, table = config.hidden_size, layout.share_rounded_up(config.vocab_size) * config.hidden_size
     scores = config.n_labels * size + (config.n_labels if config.head == "step" else 0)  # with biases
     head = scores or (0 if config.tie_word_embeddings else table)
     return body_parameters(config, layout) + table + head
@@ -15,7 +15,7 @@ def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 
 def body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Return the number of parameters of all layers and the final norm."""
-    experts = 0 if config.experts is None else layout.share(config.experts.n_experts)
+    experts = 0 if config.experts is None else layout.share_rounded_down(config.experts.n_experts)
     return _body_parameters(config, layout, experts)
 
 
@@ -32,7 +32,9 @@ def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
         layer += max(0, _delta_parameters(config, layout) - of_attention)
     if experts is None:
         return layer
-    sparse = layer - _mlp_parameters(config, layout) + experts.parameters(size, layout.share(experts.n_experts))
+    sparse = (
+        layer - _mlp_parameters(config, layout) + experts.parameters(size, layout.share_rounded_down(experts.n_experts))
+    )
     return max(layer, sparse) if experts.dense_layers else sparse
 
 
@@ -63,25 +65,25 @@ def _attention_parameters(config: TransformerConfig, layout: Layout) -> int:
 
 def _delta_parameters(config: TransformerConfig, layout: Layout) -> int:
     assert config.delta is not None
-    return layout.share(config.delta.divided_parameters(config.hidden_size)) + config.delta.value_dim
+    return layout.share_rounded_down(config.delta.divided_parameters(config.hidden_size)) + config.delta.value_dim
 
 
 def _mlp_parameters(config: TransformerConfig, layout: Layout) -> int:
-    size, inner = config.hidden_size, layout.share(config.intermediate_size)
+    size, inner = config.hidden_size, layout.share_rounded_down(config.intermediate_size)
     return 3 * size * inner + (2 * inner + size) * config.mlp_bias
 
 
 def kv_heads(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Return the number of key-value heads on one rank, at least 1: with fewer heads than ranks, ranks share heads."""
-    return layout.share_up(config.num_kv_heads)
+    return layout.share_rounded_up(config.num_kv_heads)
 
 
 def q_size(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Return the number of elements of one token's queries in one layer, on one rank."""
-    return layout.share(config.num_heads) * config.head_dim
+    return layout.share_rounded_down(config.num_heads) * config.head_dim
 
 
 def qkv_size(config: TransformerConfig, layout: Layout) -> int:
     """Return the output size of the qkv projection, including gates."""
-    of_queries = layout.share(config.num_heads) * (1 + config.attention_gate)
+    of_queries = layout.share_rounded_down(config.num_heads) * (1 + config.attention_gate)
     return (of_queries + 2 * kv_heads(config, layout)) * config.head_dim

@@ -15,7 +15,7 @@ from areno.config.layout import Layout
 from areno.errors import CheckpointError, ConfigError, Key, Problem
 from areno.models.config import N_LABELS, UNUSED, Family, TransformerConfig
 from areno.models.families import FAMILIES
-from areno.models.folder import MODEL, RawConfig, read_json, resolve
+from areno.models.folder import MODEL, RawConfig, read_json, resolve_model_folder
 from areno.models.parameters import kv_heads, parameters
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
     Raises CheckpointError if the file is missing or has another head, or if fields are wrong, unknown or ask for a
     computation that is not implemented. The error lists all such fields.
     """
-    folder = resolve(path)
+    folder = resolve_model_folder(path)
     file = folder / "config.json"
     if not file.is_file():
         raise CheckpointError("{} has no config.json; expected a Hugging Face model folder ({})", folder, MODEL)
@@ -103,7 +103,7 @@ def parse_config(
 ) -> TransformerConfig:
     """Read the shape of a model from the content of its files, as `load_config` does."""
     outer = RawConfig(dict(values), origin)
-    raw = _text_section(outer)
+    raw = _text_config(outer)
     family, own_head = _find_family(raw)
     if head != "lm" and (own_head != "lm" or needs_head or head not in family.classes):
         _check_scores(raw, family, own_head, head)
@@ -129,7 +129,7 @@ def head_of(folder: Path) -> HeadName:
     """Return the kind of head of the model in a folder, "lm" if it has no `config.json`."""
     if not (folder / "config.json").is_file():
         return "lm"
-    return _find_family(_text_section(RawConfig(read_json(folder / "config.json"), str(folder / "config.json"))))[1]
+    return _find_family(_text_config(RawConfig(read_json(folder / "config.json"), str(folder / "config.json"))))[1]
 
 
 def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the model") -> list[Problem]:
@@ -140,7 +140,7 @@ def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the
     all heads. The context-parallel size must divide the heads of each tensor-parallel rank. It must be 1 for a model
     with recurrent layers.
     """
-    tp_size, cp_size, sizes = layout.tp_size, layout.cp_size, config.divided
+    tp_size, cp_size, sizes = layout.tp_size, layout.cp_size, config.sizes_divided_by_tp
     wrong = [(what, name, size) for what, name, size in sizes if size % tp_size]
     if tp_size % config.num_kv_heads == 0 and not config.qk_norm_whole:  # the norm of all keys needs distinct heads
         wrong = [each for each in wrong if each[1] != "num_key_value_heads"]
@@ -183,7 +183,7 @@ def build_model(
     return Transformer(config, WeightSpec(dtype, device, tp, placed))
 
 
-def _text_section(raw: RawConfig) -> RawConfig:
+def _text_config(raw: RawConfig) -> RawConfig:
     """Return the fields in `text_config` if the model is an image-text model of a supported family, else `raw`."""
     for family in FAMILIES.values():
         if family.around and family.around in raw.get("architectures", list, []):
@@ -214,7 +214,9 @@ def _find_family(raw: RawConfig) -> tuple[Family, HeadName]:
     expected += "or ...ForTokenClassification"
     for name in architectures:
         if isinstance(name, str) and name in MISSING:
-            raw.wrong(f"architectures is {name}, which is not supported: it needs {MISSING[name]}; expected {expected}")
+            raw.add_problem(
+                f"architectures is {name}, which is not supported: it needs {MISSING[name]}; expected {expected}"
+            )
             raise raw.error()
     raw.refuse("architectures" if architectures else "model_type", expected)
     raise raw.error()
@@ -244,7 +246,7 @@ def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
     if (size := parameters(config)) > MAX_PARAMETERS:
         sizes = ", ".join(f"{name}={raw.values[name]}" for name in SIZES)
         limit = f"expected at most {MAX_PARAMETERS:.0e}"
-        raw.wrong(f"the sizes make a model of {size:.1e} parameters, {limit}; check {sizes}")
+        raw.add_problem(f"the sizes make a model of {size:.1e} parameters, {limit}; check {sizes}")
 
 
 def _eos_ids(raw: RawConfig, config: TransformerConfig) -> set[int]:

@@ -51,9 +51,9 @@ class Transformer(nn.Module):
         self.on_stage_backward: Callable[[int], None] | None = None
         vocab, size, stored = config.vocab_size, config.hidden_size, config.stored_vocab_size
         self.embed = VocabParallelEmbedding(vocab, size, spec, stored)
-        ropes = list(dict.fromkeys(config.kind(index).rope for index in range(config.num_layers)))
+        ropes = list(dict.fromkeys(config.layer_kind(index).rope for index in range(config.num_layers)))
         self.rotaries = nn.ModuleList(Rotary(rope, config.head_dim, device=spec.device) for rope in ropes)
-        self.rotary_of = [ropes.index(config.kind(index).rope) for index in range(config.num_layers)]
+        self.rotary_of = [ropes.index(config.layer_kind(index).rope) for index in range(config.num_layers)]
         experts = config.experts
         self.routing = None if experts is None else Routing(experts, len(experts.layers(config.num_layers)))
         self.layers = nn.ModuleList(Layer(config, index, spec, self.routing) for index in range(config.num_layers))

@@ -34,9 +34,9 @@ from areno.models.folder import (
     SHOWN,
     add_end_tokens,
     copy_tokenizer_files,
-    listing,
+    join_first_names,
     open_safetensors,
-    resolve,
+    resolve_model_folder,
     tensor_files,
     write_json,
 )
@@ -132,9 +132,9 @@ def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
         table = {name: stored for name, stored in table.items() if not name.startswith("score.")}
     problems = []
     if missing := [name for name in table if name not in file_of]:
-        problems.append(f"the weights lack {listing(missing)}, which its config.json asks for")
+        problems.append(f"the weights lack {join_first_names(missing)}, which its config.json asks for")
     if extra := [name for name in file_of if name not in table and not _is_harmless(name, model)]:
-        problems.append(f"the weights hold {listing(extra)}, which its config.json has no place for")
+        problems.append(f"the weights hold {join_first_names(extra)}, which its config.json has no place for")
     if problems:
         raise CheckpointError([Problem("", f"{folder}: {text}") for text in problems])
     return _MatchedTensors(table, stored_as, file_of)
@@ -161,7 +161,7 @@ def check_weights(model: Transformer, folder: Path) -> str:
 
 def load_weights(model: Transformer, folder: str | Path) -> None:
     """Load weights from a folder or hub id, one tensor at a time. Each rank reads only its own shards."""
-    folder = resolve(folder)
+    folder = resolve_model_folder(folder)
     table, stored_as, file_of = _match_tensors(model, folder)
     if not model.config.has_head:  # a critic that starts from a language model
         assert model.score is not None
@@ -185,7 +185,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
                     name = next(names, None)
     if damaged:
         dtype = DTYPE_NAMES[model.embed.weight.dtype]
-        wrong = f"{folder}: {listing(damaged)}: numbers that are nan, infinite or beyond {dtype}; "
+        wrong = f"{folder}: {join_first_names(damaged)}: numbers that are nan, infinite or beyond {dtype}; "
         raise CheckpointError(wrong + "expected finite weights: download or save the model again")
 
 
@@ -333,7 +333,7 @@ def _write_other_files(
     `plan`: the division of tensors into weight files, from huggingface_hub.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = copy_tokenizer_files([resolve(path) for path in source], folder)
+    written = copy_tokenizer_files([resolve_model_folder(path) for path in source], folder)
     written.append(write_json(folder / "config.json", _saved_config(model)))
     if listing_ends := add_end_tokens(folder, model.config.eos_token_ids, ends):
         written.append(listing_ends)

@@ -99,10 +99,12 @@ def _devices_of_nodes(config: ExperimentConfig) -> list[str]:
         return ray_cluster.has_room(nodes, kind := kind_of(nodes), n_nodes, least_of(kind))
 
     kind = kind_of(ray_cluster.nodes())
-    found = ray_cluster.wait_for(have_enough, timeout, ray_cluster.describe_request(kind, n_nodes, least_of(kind)))
+    found = ray_cluster.wait_for_nodes(
+        have_enough, timeout, ray_cluster.describe_request(kind, n_nodes, least_of(kind))
+    )
     n_least = least_of(kind := kind_of(found))
     if not ray_cluster.has_room(found, kind, n_nodes, n_least):
-        raise ConfigError(ray_cluster.no_room(kind, n_nodes, n_least, found, timeout))
+        raise ConfigError(ray_cluster.no_room_problem(kind, n_nodes, n_least, found, timeout))
     if kind == "cpu" and engine.device == "auto":
         _warn_of_cpu(ray_cluster.describe_nodes(found))
     if n_each is None and kind == "cuda":

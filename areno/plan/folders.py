@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from areno.errors import CheckpointError, ConfigError, Key, Problem, printable
-from areno.files.paths import existing_path, model_setting
-from areno.models.folder import resolve
+from areno.files.paths import existing_path, name_model_setting_in_errors
+from areno.models.folder import resolve_model_folder
 
 
 def model_folder(path: str, key: str) -> str:
     """Return the local folder of a model. A hub id is downloaded. Errors name the setting `key`."""
-    with model_setting(key):
-        return str(resolve(existing_path(path) or path))
+    with name_model_setting_in_errors(key):
+        return str(resolve_model_folder(existing_path(path) or path))
 
 
 def whole_model(path: str, key: str) -> str:

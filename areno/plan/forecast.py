@@ -78,8 +78,8 @@ class Forecast:
         return not self.problems
 
     @property
-    def peak(self) -> int:
-        return max(phase.peak for phase in self.phases)
+    def peak_memory_bytes(self) -> int:
+        return max(phase.peak_memory_bytes for phase in self.phases)
 
     @property
     def n_rows(self) -> int:
@@ -91,7 +91,7 @@ class Forecast:
         return self.footprint.offloaded_bytes * self.n_devices
 
     @property
-    def seconds(self) -> float:
+    def step_seconds(self) -> float:
         """The time of a step. Evaluation, checkpoints, and rewards that outlast the rollout are not included."""
         return sum(phase.seconds for phase in self.phases)
 
@@ -147,19 +147,19 @@ class _StepForecast:
         self.lengths, self.roles, self.layout = lengths, roles, spec.layout
         self.models = {model.name: model for model in footprint.models}
         self.total = hardware.memory
-        self.free = self.total - hardware.context_bytes - footprint.resident
-        self.cache = self._cache()
+        self.free = self.total - hardware.context_bytes - footprint.total_resident_bytes
+        self.cache = self._rollout_cache()
         drops = isinstance(config, PolicyExperimentConfig) and config.rollout.drop_rollout_state
-        self.room_of_cache = self.free - (0 if drops else footprint.most_extra_in_use)
+        self.room_of_cache = self.free - (0 if drops else footprint.max_extra_bytes_in_use)
         self.stays = 0 if drops or self.cache is None else self.cache.bytes_within(self.room_of_cache)
-        judge = self._model("judge")
-        self.room_of_judge = self.free - self.stays - footprint.extra_in_use(judge, training=False)
+        judge = self._footprint_of_model("judge")
+        self.room_of_judge = self.free - self.stays - footprint.extra_bytes_in_use(judge, training=False)
         self.cache_of_judge = self._cache_of_judge(judge)
         self._phases: list[Phase] = []
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def _cache(self) -> WantedCache | None:
+    def _rollout_cache(self) -> WantedCache | None:
         config, model = self.config, self.footprint.models[0].config
         if not isinstance(config, PolicyExperimentConfig):
             return None
@@ -178,7 +178,7 @@ class _StepForecast:
         if not isinstance(config, PolicyExperimentConfig) or not self._judge_writes:
             return None
         asked, at_once = questions_of_step(config, self.lengths), config.rollout.max_concurrent_rollouts
-        call = ("judge", asked.n, min(asked.each, context), config.rollout, at_once, self.layout)
+        call = ("judge", asked.n, min(asked.tokens_per_row, context), config.rollout, at_once, self.layout)
         return self._wanted_cache(judge.config, RolloutSpec.for_call(*call))
 
     def _wanted_cache(self, model: TransformerConfig, rollout: RolloutSpec) -> WantedCache:
@@ -207,7 +207,7 @@ class _StepForecast:
 
     def _pass_terms(self, name: str, phase: str, budget: int, n_tokens: int, n_predicted: int) -> tuple[dict, int, int]:
         """Return (name of a term -> bytes, number of recomputed layers, bytes if all layers recompute) of a phase."""
-        model = self._model(name)
+        model = self._footprint_of_model(name)
         terms = self._resident_terms(name, phase == TRAIN)
         if self.stays:
             terms["KV cache"] = self.stays
@@ -224,29 +224,29 @@ class _StepForecast:
     def _pass_bytes(self, model: ModelFootprint, phase: str) -> PassBytes:
         return self.footprint.training_pass(model) if phase == TRAIN else self.footprint.scoring_pass(model)
 
-    def _model(self, name: str) -> ModelFootprint:
+    def _footprint_of_model(self, name: str) -> ModelFootprint:
         return self.models.get(name) or self.models["actor"]
 
-    def budget(self, name: str, phase: str) -> int:
+    def micro_batch_tokens(self, name: str, phase: str) -> int:
         """Return the number of tokens in a micro-batch: that of the settings, or else the engine's choice."""
         mb_spec = self.config.trained_models()[name if phase == TRAIN else "actor"].mb_spec
         if mb_spec.max_tokens_per_mb is not None:
             return mb_spec.max_tokens_per_mb
-        row = rows_of_role(self.config, self.lengths, name, self.roles).each
+        row = rows_of_role(self.config, self.lengths, name, self.roles).tokens_per_row
         if mb_spec.mini_bs is not None:
             return mb_spec.mini_bs * row
         if self.config.actor.gradient_accumulation_steps is not None and phase == TRAIN:
-            return (mb_spec.counted.mini_bs or 1) * row
-        room = self.total - self.footprint.resident - self.footprint.most_extra_in_use
+            return (mb_spec.with_fixed_size.mini_bs or 1) * row
+        room = self.total - self.footprint.total_resident_bytes - self.footprint.max_extra_bytes_in_use
         cache = self.cache.bytes_within(room) if self.stays and self.cache else 0
-        return choose_token_budget(self.footprint, self._model(name), phase, self.total, cache)
+        return choose_token_budget(self.footprint, self._footprint_of_model(name), phase, self.total, cache)
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
     def phases(self) -> list[Phase]:
         config, found = self.config, []
         if isinstance(config, PolicyExperimentConfig):
-            found.append(self._rollout(config))
+            found.append(self._rollout_phase(config))
         for name, role in self.roles.items():
             if name == "actor" or role.in_training or isinstance(config, ReferencedExperimentConfig):
                 continue
@@ -272,7 +272,7 @@ class _StepForecast:
         writes = isinstance(config, PolicyExperimentConfig) and config.reward.judge.verdict == "json"
         return writes and "judge" in self.roles
 
-    def _rollout(self, config: PolicyExperimentConfig) -> Phase:
+    def _rollout_phase(self, config: PolicyExperimentConfig) -> Phase:
         assert self.cache is not None
         model, at_once = self.footprint.models[0], config.samples_at_once
         work = RolloutWork(
@@ -284,7 +284,7 @@ class _StepForecast:
             tp_size=self.layout.tp_size,
         )
         shared = shared_decoder(config, model.config, self.layout)  # an evaluation may decode more than training
-        n_logits = max_running = self.layout.of_copy(at_once if shared is None else shared.most)
+        n_logits = max_running = self.layout.samples_per_copy(at_once if shared is None else shared.most)
         if may_verify_drafts(config.rollout, on_cuda=self.hardware.is_cuda) and model.config.delta is None:
             n_logits = max(max_running, verification_rows(max_running))
         found = self._decoding_phase("rollout", work, model, self.cache, self.room_of_cache, n_logits)
@@ -295,7 +295,7 @@ class _StepForecast:
 
     def _judge_phase(self) -> Phase:
         """Return the phase in which the judge writes replies, each as long as reward.judge.max_tokens allows."""
-        config, model, cache = self.config, self._model("judge"), self.cache_of_judge
+        config, model, cache = self.config, self._footprint_of_model("judge"), self.cache_of_judge
         assert isinstance(config, PolicyExperimentConfig)
         assert cache is not None
         asked = questions_of_step(config, self.lengths)
@@ -309,7 +309,7 @@ class _StepForecast:
         )
         base = replace(model, lora=None)  # if it is the actor's
         found = self._decoding_phase("write judge", work, base, cache, self.room_of_judge, cache.n_slots, self.stays)
-        more_s = _DROPPED_S * self.hardware.is_cuda + self.footprint.extra_in_use(model, False) / _COPY_BYTES_S
+        more_s = _DROPPED_S * self.hardware.is_cuda + self.footprint.extra_bytes_in_use(model, False) / _COPY_BYTES_S
         return replace(found, clock=_SCORED_BY["judge"], seconds=found.seconds + more_s)
 
     def _decoding_phase(
@@ -335,7 +335,7 @@ class _StepForecast:
         work = replace(work, n_running=max(1, min(work.n_running, int(cached_tokens / row) * copies)))
         cost = TokenCost.from_config(model.config, self.footprint.itemsize, model.adapters)
         n_prefill = min(config.rollout.max_prefill_tokens, -(-work.n_prompts // copies) * work.prompt_len)
-        logits = n_logits * self.layout.share_up(model.config.vocab_size) * 4
+        logits = n_logits * self.layout.share_rounded_up(model.config.vocab_size) * 4
         forward = self.footprint.scoring_pass(model).expected(n_prefill, 0, 0)
         terms = self._resident_terms(model.name) | {"KV cache": cache_bytes + beside}
         terms["activations"] = forward + logits + _GRAPH_BYTES * self.hardware.is_cuda
@@ -349,10 +349,10 @@ class _StepForecast:
         )
 
     def _pass_phase(self, name: str, phase: str) -> Phase:
-        model, role = self._model(name), self.roles[name]
+        model, role = self._footprint_of_model(name), self.roles[name]
         rows = rows_of_role(self.config, self.lengths, name, self.roles)
-        row, n_each = rows.each, -(-rows.n // self.layout.data_size)
-        budget = self.budget(name, phase)
+        row, n_each = rows.tokens_per_row, -(-rows.n // self.layout.n_data_parallel_groups)
+        budget = self.micro_batch_tokens(name, phase)
         shared_lens = (rows.lengths.prompt,) * self._n_sharing(model, rows, n_each, phase, budget)
         n_tokens = -(-(n_each * row - sum(shared_lens)) // self.layout.cp_size)
         head = 0.0 if model.config.head != "lm" else rows.lengths.answer / row  # logits of answers alone
@@ -402,7 +402,7 @@ class _StepForecast:
 
     def _teacher_seconds(self, work: PassWork) -> float:
         """Return the time of the teachers' forward passes while the actor trains on all of its rows."""
-        teachers = [self._model(name) for name, role in self.roles.items() if role.in_training]
+        teachers = [self._footprint_of_model(name) for name, role in self.roles.items() if role.in_training]
         scored, rates, seconds = (
             replace(work, trains=False, n_recomputed=0),
             self._rates.for_devices(self.layout.cp_size),
@@ -432,7 +432,7 @@ class _StepForecast:
         if trains and config.divergence is not None and config.teacher and config.teacher.prompt_key is not None:
             return 0  # the teacher reads other prompts
         sharing = n_rows - -(-n_rows // rows.n_same)
-        n_tokens, saved = n_rows * rows.each, sharing * lengths.prompt
+        n_tokens, saved = n_rows * rows.tokens_per_row, sharing * lengths.prompt
         apart, shared = ([min(n, budget)] * -(-n // budget) for n in (n_tokens, n_tokens - saved))
         return sharing if rule.saves_enough(saved, n_tokens) and rule.is_faster(shared, apart, n_rows) else 0
 
@@ -452,8 +452,8 @@ class _StepForecast:
         worst = max(self._phases, key=lambda phase: phase.least)
         if worst.least > limit:
             return [f"{worst.name} needs {_gib(worst.least)} GiB, and {_gib(limit)} GiB of a device can be used"]
-        if self.footprint.least_bytes > limit:
-            need = _gib(self.footprint.least_bytes)
+        if self.footprint.min_device_bytes > limit:
+            need = _gib(self.footprint.min_device_bytes)
             return [f"the models need {need} GiB, and {_gib(limit)} GiB of a device can be used"]
         caches = {"": (self.cache, self.room_of_cache), " of the judge": (self.cache_of_judge, self.room_of_judge)}
         return [each for of, (cache, room) in caches.items() for each in _cache_problems(cache, room, of)][:1]
@@ -463,7 +463,7 @@ def _cache_problems(cache: WantedCache | None, free_bytes: int, of: str) -> Iter
     if cache is None:
         return
     room = cache.affordable_blocks(free_bytes) if cache.mem_fraction is not None else cache.blocks
-    tokens = cache.layout.max_sequence_tokens(cache.layout.pool_size(max(min(room, cache.blocks), 0)), cache.max_len)
+    tokens = cache.layout.max_sequence_tokens(cache.layout.pool_blocks(max(min(room, cache.blocks), 0)), cache.max_len)
     if tokens < cache.max_len:
         yield f"the KV cache{of} has room for {tokens:,} tokens, and a sample may need {cache.max_len:,}"
 

@@ -66,7 +66,7 @@ def this_cpu() -> Hardware:
     return Hardware(name="cpu", title=f"CPU with {cores} cores", memory=memory, rates=rates, is_cuda=False)
 
 
-def names() -> list[str]:
+def hardware_names() -> list[str]:
     return [*(gpu.name for gpu in _GPUS), "cpu"]
 
 
@@ -77,7 +77,7 @@ def hardware_of(name: str) -> Hardware:
         return this_cpu()
     found = [gpu for gpu in _GPUS if gpu.name.startswith(called)]
     if not called or len(found) != 1:
-        text = f"is {name!r}{did_you_mean(called, names())}; expected one of {', '.join(names())}"
+        text = f"is {name!r}{did_you_mean(called, hardware_names())}; expected one of {', '.join(hardware_names())}"
         raise ConfigError(Problem("--device", text))
     return found[0]
 

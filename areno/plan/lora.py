@@ -10,11 +10,11 @@ from typing import TypeVar
 from areno.config.lora import ALL_LINEAR, FROM_FOLDER, LoraConfig
 from areno.config.models import ModelConfig
 from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean, keys_renamed
-from areno.files.paths import existing_path, model_setting
+from areno.files.paths import existing_path, name_model_setting_in_errors
 from areno.layers.config import AdapterSpec
 from areno.models.adapter_shapes import OF_EXPERTS, fused_names, linear_shapes
 from areno.models.config import TransformerConfig
-from areno.models.folder import HUB_ID, TOKENIZER, resolve
+from areno.models.folder import HUB_ID, TOKENIZER, resolve_model_folder
 from areno.schema.values import show
 from areno.specs.role import LoraSpec
 
@@ -45,8 +45,8 @@ def lora_spec(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
         return LoraSpec(adapters=adapters, base=base)
     from areno.models.adapters import read_adapter_config  # imports torch
 
-    with model_setting(KEY):
-        folder = str(resolve(existing_path(actor.init_lora_from) or actor.init_lora_from, "adapter"))
+    with name_model_setting_in_errors(KEY):
+        folder = str(resolve_model_folder(existing_path(actor.init_lora_from) or actor.init_lora_from, "adapter"))
         adapters, trained_on = read_adapter_config(folder, model)
     if problems := list(_contradicting_settings(adapters, actor)):
         raise ConfigError(problems)
@@ -65,7 +65,7 @@ def teacher_adapters(actor: ModelConfig, path: str, key: str) -> LoraSpec | None
         if folder is None:
             return None
         of_actor = ModelConfig(path=actor.path, use_lora=True, init_lora_from=str(folder))
-        return lora_spec(of_actor, load_config(resolve(existing_path(actor.path) or actor.path)))
+        return lora_spec(of_actor, load_config(resolve_model_folder(existing_path(actor.path) or actor.path)))
 
 
 def _adapted_shapes(actor: LoraConfig, model: TransformerConfig) -> dict[str, tuple[int, int]]:
@@ -115,8 +115,8 @@ def adapter_folder(path: str) -> Path | None:
 
     folder = existing_path(path)
     if folder is None and HUB_ID.fullmatch(path):
-        with model_setting("actor.path"):
-            folder = resolve(path)
+        with name_model_setting_in_errors("actor.path"):
+            folder = resolve_model_folder(path)
     return folder if folder is not None and is_adapter(folder) else None
 
 

@@ -10,7 +10,7 @@ from areno.config.models import ROWS_COUNTED
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.plan.plan import TrainerPlan
-from areno.schema.fields import changed
+from areno.schema.fields import changed_settings
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
 
@@ -60,7 +60,7 @@ def device_warnings(config: ExperimentConfig, spec: EngineSpec) -> Iterator[str]
     if config.engine.zero_stage == 2 and spec.layout.dp_size == 1:
         yield "engine.zero_stage=2 has no effect: the run has one copy of the model, which shares no gradients"
     if not spec.devices[0].startswith("cuda"):
-        offloads = [key for key, value in changed(config) if value is True and key.endswith("offload")]
+        offloads = [key for key, value in changed_settings(config) if value is True and key.endswith("offload")]
         if offloads:
             yield f"{' and '.join(offloads)} has no effect: the models of a CPU are in host memory already"
 
@@ -80,7 +80,7 @@ def staleness_warnings(config: ExperimentConfig) -> Iterator[str]:
     )
     if not isinstance(config.actor, RatioConfig):
         yield f"{text}this algorithm has no correction for them, so set rollout.max_head_offpolicyness=0"
-    elif not config.actor.bears_staleness:
+    elif not config.actor.corrects_staleness:
         yield f"{text}set actor.use_decoupled_loss=true, actor.recompute_logprob=false or actor.m2_threshold"
 
 

@@ -1,6 +1,6 @@
 """The phases of a training step in a forecast, and the lengths and numbers of rows on which they depend.
 
-`shared_decoder` returns the numbers of samples that are decoded at once. `compare` compares the forecast of the phases
+`shared_decoder` returns the numbers of samples that are decoded at once. `compare_with_recorded` compares the forecast
 with the time and the peak memory that a run has recorded. Imports no torch.
 """
 
@@ -32,7 +32,7 @@ class Lengths:
     @staticmethod
     def from_settings(config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None) -> Lengths:
         """Return `prompt` and `answer`. For None, take the limit in the settings (for a prompt, at most 512)."""
-        limit = min(config.train_dataset.longest, context_len)
+        limit = min(config.train_dataset.max_length_or_unlimited, context_len)
         if not isinstance(config, PolicyExperimentConfig):
             prompt = min(limit, 512) // 2 if prompt is None else prompt
             return Lengths(prompt=prompt, answer=prompt if answer is None else answer)
@@ -50,7 +50,7 @@ class Rows:
     n_same: int  # rows with the same prompt, which may be computed only once
 
     @property
-    def each(self) -> int:
+    def tokens_per_row(self) -> int:
         """Number of tokens of a row."""
         return self.lengths.prompt + self.lengths.answer
 
@@ -70,7 +70,7 @@ class Phase:
         return self.budget is None
 
     @property
-    def peak(self) -> int:
+    def peak_memory_bytes(self) -> int:
         return sum(self.terms.values())
 
 
@@ -110,7 +110,7 @@ def rows_of_role(config: ExperimentConfig, lengths: Lengths, name: str, roles: C
         n_rows = -(-n_rows // sum(map(is_teacher, roles)))
     if name != "judge":
         return Rows(n=n_rows, lengths=lengths, n_same=config.trained_per_prompt)
-    asked, n_labels = questions_of_step(config, lengths), len(config.reward.judge.names)
+    asked, n_labels = questions_of_step(config, lengths), len(config.reward.judge.label_names)
     return replace(asked, n=asked.n * n_labels, n_same=n_labels)
 
 
@@ -164,7 +164,7 @@ def measured_lengths(config: ExperimentConfig, metrics: Mapping[str, Sequence[fl
     return max(1, round(row - answer)), max(1, round(answer))
 
 
-def compare(phases: Sequence[Phase], metrics: Mapping[str, Sequence[float]]) -> list[ComparedPhase]:
+def compare_with_recorded(phases: Sequence[Phase], metrics: Mapping[str, Sequence[float]]) -> list[ComparedPhase]:
     """Compare the phases of a forecast with the scalars that a run has recorded.
 
     Returns one item for each recorded phase, and one for the step. Its predicted time is the sum over these phases.
@@ -181,4 +181,4 @@ def _compare_phase(phase: Phase, metrics: Mapping[str, Sequence[float]]) -> Iter
     seconds, peaks = (metrics.get(f"{name}/{phase.clock}") for name in ("time", "memory"))
     if seconds and peaks:
         both = phase.seconds, statistics.median(seconds)
-        yield ComparedPhase(name=phase.name, seconds=both, gib=(phase.peak / 2**30, max(peaks)))
+        yield ComparedPhase(name=phase.name, seconds=both, gib=(phase.peak_memory_bytes / 2**30, max(peaks)))

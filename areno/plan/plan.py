@@ -14,9 +14,9 @@ from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.data.control_tokens import allow_control_tokens
 from areno.data.solution_steps import step_separator
 from areno.data.turn_ends import set_model_ends, stop_token_ids, template_end_ids
-from areno.engine.decoder.grammar import text_ranges
+from areno.engine.decoder.grammar import find_ids_with_text
 from areno.errors import ConfigError, Key, Problem, all_of
-from areno.files.paths import model_setting
+from areno.files.paths import name_model_setting_in_errors
 from areno.models.config import TransformerConfig
 from areno.models.registry import load_config
 from areno.plan.devices import devices_of
@@ -84,7 +84,7 @@ def open_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) ->
         lambda: config.tokenizer_path and model_folder(config.tokenizer_path, "tokenizer_path"),
     )
     tokenizer_folder = tokenizer_folder or path
-    with model_setting("tokenizer_path" if config.tokenizer_path else "actor.path"):
+    with name_model_setting_in_errors("tokenizer_path" if config.tokenizer_path else "actor.path"):
         tokenizer = load_tokenizer(tokenizer_folder)
     if config.allow_control_tokens:
         allow_control_tokens(tokenizer)
@@ -114,7 +114,7 @@ def open_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) ->
         tokenizer_path=tokenizer_folder,
         eos_token_ids=tuple(sorted(eos)),
         turn_end_ids=tuple(sorted(template_end_ids(tokenizer))) if has_lm_head else (),
-        texts=text_ranges(tokenizer, eos),
+        texts=find_ids_with_text(tokenizer, eos),
         context_len=model.max_position_embeddings,
     )
     return TrainerPlan(spec=spec, tokenizer=tokenizer, workers=config.engine.workers)
@@ -157,7 +157,7 @@ def _open_config(path: str, head: HeadName) -> tuple[str, TransformerConfig]:
     if is_adapter(folder):
         text = "{} holds adapters and no model; name the model that they are for, with {}=true and {}={}"
         raise ConfigError(Problem("actor.path", text, folder, Key("actor.use_lora"), Key(KEY), folder))
-    with model_setting("actor.path"):
+    with name_model_setting_in_errors("actor.path"):
         return folder, load_config(folder, head)
 
 
@@ -214,12 +214,12 @@ def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
     if config.actor.gradient_accumulation_steps is not None:
         del updates["actor"]
     for name, n_updates in updates.items():
-        if (each := config.units_per_step // n_updates) < spec.layout.data_size:
+        if (each := config.units_per_step // n_updates) < spec.layout.n_data_parallel_groups:
             what = "pairs" if config.rows_per_item() == 2 else "rows"
             text = "is {}, so an update of the {} has {} {} for {} copies of the model, and each needs one; raise it"
             text += ", lower {}, or lower {}" if n_updates > 1 else ", or lower {}"
             keys = [Key(f"{name}.ppo_n_minibatches")] * (n_updates > 1) + [Key("engine.world_size")]
-            args = (config.train_dataset.batch_size, name, each, what, spec.layout.data_size, *keys)
+            args = (config.train_dataset.batch_size, name, each, what, spec.layout.n_data_parallel_groups, *keys)
             raise ConfigError(Problem("train_dataset.batch_size", text, *args))
 
 
@@ -229,10 +229,10 @@ def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
 
 def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
     """Return the largest number of tokens of a prompt plus completion, in training and evaluation."""
-    uses = [(config.gconfig, config.train_dataset.longest)]
+    uses = [(config.gconfig, config.train_dataset.max_length_or_unlimited)]
     if config.valid_dataset is not None:
         sampled = config.eval_gconfig or config.gconfig
-        uses += [(sampled, of_set.longest) for of_set in config.valid_dataset.by_name().values()]
+        uses += [(sampled, of_set.max_length_or_unlimited) for of_set in config.valid_dataset.by_name().values()]
     if config.agent.fn is not None:  # a conversation may fill the context
         uses = [(gconfig, context_len) for gconfig, _ in uses]
     return max(

@@ -21,7 +21,7 @@ from areno.errors import Problem
 from areno.plan.devices import find_devices
 from areno.plan.plan import TrainerPlan, open_actor
 from areno.schema.build import build
-from areno.schema.fields import Section, as_in, check, forbid, setting, settings, with_settings_of
+from areno.schema.fields import Section, check, forbid, setting, setting_as_in, settings, with_settings_of
 
 
 @dataclass
@@ -64,15 +64,15 @@ _OF_ACTOR = ("dtype", "gradient_checkpointing", "share_prefixes", "offload", "ro
 class RuntimeConfig(LoraConfig, DecoderConfig):
     """The keys of ArenoConfig.runtime. A key has the same meaning as the recipe setting of the same name."""
 
-    max_tokens_per_mb: int | None = as_in(MicroBatchSpec, "max_tokens_per_mb")
+    max_tokens_per_mb: int | None = setting_as_in(MicroBatchSpec, "max_tokens_per_mb")
     drop_rollout_state: bool = setting(
         False, help="free the KV cache and the CUDA graphs at the end of each rollout session"
     )
-    enable_thinking: bool | None = as_in(RolloutConfig, "enable_thinking")
+    enable_thinking: bool | None = setting_as_in(RolloutConfig, "enable_thinking")
     tokenizer_path: str | None = setting(
         None, help="folder or hub id of the tokenizer; null = the Trainer's model_path"
     )
-    allow_control_tokens: bool = as_in(ExperimentConfig, "allow_control_tokens")
+    allow_control_tokens: bool = setting_as_in(ExperimentConfig, "allow_control_tokens")
     seed: int = setting(1, help="seed of sampling and of random weights", ge=0)
 
 

@@ -51,7 +51,7 @@ def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Fore
         ways += _combinations_that_fit(found, itertools.product(here, layouts), predict)
     ways = list({tuple(way.changes.items()): way for way in ways}.values())
     ways = [way for way in ways if not any(_is_as_good(other, way) for other in ways)]
-    ways.sort(key=lambda way: (way.forecast.n_devices, way.learns_otherwise, way.forecast.seconds))
+    ways.sort(key=lambda way: (way.forecast.n_devices, way.learns_otherwise, way.forecast.step_seconds))
     on_same = [way for way in ways if way.forecast.n_devices == found.n_devices]
     on_more = [way for way in ways if way.forecast.n_devices > found.n_devices]
     chosen = on_same[: max(_MOST_HERE, _MOST - len(on_more))]
@@ -86,7 +86,7 @@ def _combinations_that_fit(
 def _is_as_good(one: FittingChange, other: FittingChange) -> bool:
     """Return whether `one` makes `other` superfluous: `other` has further changes and is hardly faster."""
     more = one.changes.items() < other.changes.items()
-    return more and other.forecast.seconds > _FASTER * one.forecast.seconds
+    return more and other.forecast.step_seconds > _FASTER * one.forecast.step_seconds
 
 
 def _memory_options(found: Forecast) -> Iterator[_MemoryOption]:

@@ -103,7 +103,7 @@ def log_memory_after(engine: Engine) -> Iterator[None]:
         _log_memory(engine)
 
 
-def without_answers(loader: BatchLoader[Any]) -> str:
+def describe_missing_answers(loader: BatchLoader[Any]) -> str:
     """Return "" if any of the first 1000 training rows has solutions, else a text such as "no row of a.jsonl"."""
     count = min(len(loader.rows), _LOOKED_AT)
     if any(loader.rows[index].get("solutions") is not None for index in range(count)):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areno.config.policy_experiments import PolicyExperimentConfig
-from areno.cost.footprint import gib
+from areno.cost.footprint import gib_text
 from areno.errors import ConfigError, Problem
 from areno.models.known_shapes import shape_of
 from areno.plan.forecast import Forecast, forecast
@@ -58,26 +58,26 @@ class Candidate:
         return self.usual.config
 
     @property
-    def peak(self) -> int:
+    def peak_memory_bytes(self) -> int:
         """Expected peak memory of a device in bytes, including the CUDA context."""
-        return self.full.peak + self.full.hardware.context_bytes
+        return self.full.peak_memory_bytes + self.full.hardware.context_bytes
 
     @property
     def n_rows(self) -> int:
         return self.config.rows_per_step
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def settings_without_budget(self) -> tuple[Any, ...]:
         """The values of all settings except the size of micro-batches."""
         return tuple(self.settings.get(key) for key in CHOSEN if key != BUDGET)
 
     @property
-    def sizes(self) -> list[tuple[str, int]]:
+    def micro_batch_sizes(self) -> list[tuple[str, int]]:
         """Return (name, largest number of tokens in a micro-batch) for each phase."""
         phases = zip(self.usual.phases, self.full.phases, strict=True)
         return [(one.name, min(one.budget, int(other.n_tokens))) for one, other in phases if one.budget is not None]
 
-    def price(self, step_seconds: float) -> float:
+    def seconds_per_sample(self, step_seconds: float) -> float:
         """Return the number by which candidates are compared: weighted seconds per sample."""
         price = step_seconds / self.n_rows
         if self.settings.get(BUDGET) is not None:
@@ -98,7 +98,7 @@ class Candidate:
         return f"{config.samples_at_once:,} samples at once, {size}, {recomputed} recomputation{dropped}"
 
 
-def given_settings(keys: Collection[str]) -> set[str]:
+def chosen_settings_given(keys: Collection[str]) -> set[str]:
     """Return which settings of a candidate are in `keys`, by their own names or by that of their section."""
     return {name for name in (*CHOSEN, _MINI_BS) if any(name == key or name.startswith(f"{key}.") for key in keys)}
 
@@ -115,11 +115,11 @@ class LengthLimits:
         context = shape_of(config.actor.path, "actor.path").max_position_embeddings
         longest = longest_sequence(config, context)
         answer = max(1, min(config.gconfig.max_new_tokens, longest - 1))
-        most = longest if config.agent.fn is not None else config.train_dataset.longest
+        most = longest if config.agent.fn is not None else config.train_dataset.max_length_or_unlimited
         return LengthLimits(max(1, min(most, longest - answer)), answer)
 
     @property
-    def usual(self) -> Lengths:
+    def mean_lengths(self) -> Lengths:
         """The mean lengths if lengths are drawn uniformly from 1 to the limits."""
         return Lengths(prompt=(self.prompt + 1) // 2, answer=(self.answer + 1) // 2)
 
@@ -138,23 +138,23 @@ def candidates(
     before = _token_budgets(forecast(config, hardware, n_devices, limits.prompt, limits.answer))
     most, found, too_large = int(config.tune.mem_frac * hardware.memory), [], []
     known: set[tuple[Any, ...]] = set()
-    for settings in _combinations(config, hardware, given, limits, keeps_bits):
+    for settings in _candidate_settings(config, hardware, given, limits, keeps_bits):
         changed = copy.deepcopy(config)
         set_values(changed, settings)
         candidate = _candidate(changed, settings, hardware, n_devices, limits)
         if keeps_bits and _token_budgets(candidate.full) != before:
             continue
-        if (work := (candidate.kind, *candidate.sizes)) in known:
+        if (work := (candidate.settings_without_budget, *candidate.micro_batch_sizes)) in known:
             continue  # the same work as with automatic micro-batches, which are first, or with smaller ones
         known.add(work)
         if candidate.full.fits and candidate.usual.fits:
-            (found if candidate.peak <= most else too_large).append(candidate)
+            (found if candidate.peak_memory_bytes <= most else too_large).append(candidate)
     if not found:
-        least = min((candidate.peak for candidate in too_large), default=None)
+        least = min((candidate.peak_memory_bytes for candidate in too_large), default=None)
         raise nothing_fits_error(config, hardware, n_devices, least)
-    found.sort(key=lambda candidate: candidate.price(candidate.usual.seconds))
-    nearly_best = _LARGER * found[0].price(found[0].usual.seconds)
-    n_rows = max(each.n_rows for each in found if each.price(each.usual.seconds) <= nearly_best)
+    found.sort(key=lambda candidate: candidate.seconds_per_sample(candidate.usual.step_seconds))
+    nearly_best = _LARGER * found[0].seconds_per_sample(found[0].usual.step_seconds)
+    n_rows = max(each.n_rows for each in found if each.seconds_per_sample(each.usual.step_seconds) <= nearly_best)
     return [*(each for each in found if each.n_rows == n_rows), *(each for each in found if each.n_rows != n_rows)]
 
 
@@ -164,11 +164,14 @@ def shortlist(found: Sequence[Candidate]) -> list[Candidate]:
     These are the candidates that are nearly as fast as the best one, and the best one with automatic micro-batches.
     Candidates with equal recomputation follow each other, because they can share an engine.
     """
-    best = found[0].price(found[0].usual.seconds)
+    best = found[0].seconds_per_sample(found[0].usual.step_seconds)
     chosen: list[Candidate] = []
     for candidate in found:
-        alike = sum(each.kind == candidate.kind for each in chosen)
-        is_near = candidate.n_rows == found[0].n_rows and candidate.price(candidate.usual.seconds) <= _NEAR * best
+        alike = sum(each.settings_without_budget == candidate.settings_without_budget for each in chosen)
+        is_near = (
+            candidate.n_rows == found[0].n_rows
+            and candidate.seconds_per_sample(candidate.usual.step_seconds) <= _NEAR * best
+        )
         if is_near and alike < _OF_A_KIND and len(chosen) < _MOST:
             chosen.append(candidate)
     adaptable = next((candidate for candidate in found if candidate.settings.get(BUDGET) is None), found[0])
@@ -186,7 +189,7 @@ def _candidate(
     n_devices: int,
     limits: LengthLimits,
 ) -> Candidate:
-    usual = forecast(config, hardware, n_devices, limits.usual.prompt, limits.usual.answer)
+    usual = forecast(config, hardware, n_devices, limits.mean_lengths.prompt, limits.mean_lengths.answer)
     full = forecast(config, hardware, n_devices, limits.prompt, limits.answer)
     longest = -(-(limits.prompt + limits.answer) // config.engine.cp_size)
     if any(phase.budget is not None and phase.budget < longest for phase in full.phases):
@@ -197,7 +200,7 @@ def _candidate(
     return Candidate(settings=settings, full=full, usual=usual)
 
 
-def _combinations(
+def _candidate_settings(
     config: PolicyExperimentConfig, hardware: Hardware, given: Collection[str], limits: LengthLimits, keeps_bits: bool
 ) -> Iterator[dict[str, Any]]:
     """Yield the settings of each candidate, without those in `given` and those that are not tuned here.
@@ -266,5 +269,5 @@ def nothing_fits_error(
         options.append(f"set {command_line_of(way.changes)}" + (f" ({way.price})" if way.price else ""))
     options = options or ["choose a smaller model or a larger device"]
     text = "is {}, and no candidate fits into {} of the {} GiB of a device; {}"
-    numbers = (config.tune.mem_frac, gib(smaller.memory), gib(hardware.memory))
+    numbers = (config.tune.mem_frac, gib_text(smaller.memory), gib_text(hardware.memory))
     return ConfigError(Problem("tune.mem_frac", text, *numbers, ", or ".join(options)))

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from areno.config.teacher import is_teacher
-from areno.engine.decoder.grammar import ranges_of
+from areno.engine.decoder.grammar import to_ranges
 from areno.errors import ConfigError, Problem, all_of
-from areno.files.paths import model_setting
+from areno.files.paths import name_model_setting_in_errors
 from areno.models.registry import load_config
 from areno.plan.folders import load_tokenizer
 from areno.plan.plan import TrainerPlan
@@ -32,7 +32,7 @@ def _with_common_ids(role: RoleSpec, plan: TrainerPlan) -> RoleSpec:
     """Return a teacher with its `common_ids`. Raises ConfigError if it lacks ids of the actor, or ids differ."""
     if same_folder(role, plan.spec.actor):
         return role
-    with model_setting(role.key):
+    with name_model_setting_in_errors(role.key):
         theirs, ours = (load_config(path).vocab_size for path in (role.path, plan.spec.actor.path))
     own = other = plan.tokenizer.get_vocab()
     if any((Path(role.path) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -48,4 +48,4 @@ def _with_common_ids(role: RoleSpec, plan: TrainerPlan) -> RoleSpec:
     if (most := max(own.values())) >= theirs:
         text = "has {} rows in its vocabulary (vocab_size), and the tokenizer of the actor has the token id {}" + hint
         raise ConfigError(Problem(role.key, text, theirs, most))
-    return replace(role, common_ids=ranges_of([number for token, number in own.items() if token in other]))
+    return replace(role, common_ids=to_ranges([number for token, number in own.items() if token in other]))

@@ -27,7 +27,7 @@ from areno.config.policy_experiments import CriticExperimentConfig
 from areno.launch import run_recipe
 from areno.loss_fns.surrogates import Reduction
 from areno.recipes.grpo import TokenPolicyConfig
-from areno.schema.fields import as_in, forbid, setting
+from areno.schema.fields import forbid, setting, setting_as_in
 
 if TYPE_CHECKING:
     from areno.trainers.ppo import PPOTrainer
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 class PPOActorConfig(TokenPolicyConfig):
     """The actor of PPO (1707.06347). Advantages come from the critic by GAE (1506.02438)."""
 
-    c_clip: float | None = as_in(TokenPolicyConfig, "c_clip", 3.0)
-    reduction: Reduction = as_in(TokenPolicyConfig, "reduction", "token_mean")
-    kl_ctl: float = as_in(TokenPolicyConfig, "kl_ctl", 0.001)
+    c_clip: float | None = setting_as_in(TokenPolicyConfig, "c_clip", 3.0)
+    reduction: Reduction = setting_as_in(TokenPolicyConfig, "reduction", "token_mean")
+    kl_ctl: float = setting_as_in(TokenPolicyConfig, "kl_ctl", 0.001)
     adv_norm: NormConfig | None = setting(
         factory=lambda: NormConfig(mean_level="batch", std_level="batch"),
         help="Normalisation of the advantages over all response tokens of the batch (whitening). null: advantages "

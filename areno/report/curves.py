@@ -74,7 +74,7 @@ class Chart:
         return unit_of(self.names[0])
 
     @property
-    def counts(self) -> bool:
+    def shows_counts(self) -> bool:
         return is_count(self.unit)
 
 

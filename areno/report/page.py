@@ -18,9 +18,18 @@ from typing import Any
 from areno.errors import ArenoError
 from areno.files.durable import atomic_write_text
 from areno.report.curves import Chart, charts, is_count, unit_of
-from areno.report.verdict import differences, run_names, settings_today, verdict
-from areno.schema.values import flat
-from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, loss_is_meaningful, seconds
+from areno.report.verdict import differences, run_names, settings_with_current_names, verdict
+from areno.schema.values import flatten_settings
+from areno.tracking.reader import (
+    NAMES,
+    RunReader,
+    Series,
+    duration_text,
+    headlines,
+    last_step,
+    loss_is_meaningful,
+    run_seconds,
+)
 from areno.version import __version__
 
 SAMPLE_BYTES = 8 * 2**20  # of all compressed samples in the page
@@ -50,9 +59,9 @@ def page_contents(runs: Sequence[RunReader]) -> dict[str, Any]:
                 "path": str(run.path),
                 "status": run.status(),
                 "steps": last_step(run),
-                "duration": duration(seconds(run)),
+                "duration": duration_text(run_seconds(run)),
                 "versions": run.versions,
-                "settings": flat(settings_today(run)),
+                "settings": flatten_settings(settings_with_current_names(run)),
                 "overrides": run.overrides,
                 "series": series,
                 "forecast": run.forecast(),
@@ -65,7 +74,7 @@ def page_contents(runs: Sequence[RunReader]) -> dict[str, Any]:
         "verdict": verdict(runs, names, metrics),
         "headlines": _headlines(metrics),
         "charts": {
-            heading: [vars(chart) | {"unit": chart.unit, "counts": chart.counts} for chart in of]
+            heading: [vars(chart) | {"unit": chart.unit, "counts": chart.shows_counts} for chart in of]
             for heading, of in shown.items()
         },
         "constant": constant,
@@ -134,40 +143,46 @@ def packed_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
     packed: dict[int, str] = {}
     for step in steps:
         samples = [without_nan(sample) for sample in run.samples(step)]
-        index += [_index_line(step, number, sample) for number, sample in enumerate(samples)]
-        packed[step] = pack(samples)
+        index += [_index_row(step, number, sample) for number, sample in enumerate(samples)]
+        packed[step] = to_gzip_base64_json(samples)
         bare = [{name: value for name, value in sample.items() if name not in _TOKEN_VALUES} for sample in samples]
-        slim[step] = pack(bare) if bare != samples else packed[step]
+        slim[step] = to_gzip_base64_json(bare) if bare != samples else packed[step]
         sizes[step] = len(slim[step])
-    left = most_bytes - len(pack(index))
+    left = most_bytes - len(to_gzip_base64_json(index))
     full = sum(map(len, packed.values())) <= left
     kept = detailed = steps
     if not full:
-        kept = _evenly(steps, sizes, left)
-        detailed = _evenly(kept, {step: len(packed[step]) - sizes[step] for step in kept}, left - _total(sizes, kept))
+        kept = _evenly_spaced_steps(steps, sizes, left)
+        detailed = _evenly_spaced_steps(
+            kept, {step: len(packed[step]) - sizes[step] for step in kept}, left - _total_bytes(sizes, kept)
+        )
         packed = {step: packed[step] if step in detailed else slim[step] for step in kept}
     left_out = ""
     if not full or steps != all_steps:
         left_out = f"{len(all_steps) - len(kept)} of {len(all_steps)} steps are without samples"
         left_out += f" and {len(kept) - len(detailed)} without the values of single tokens, to keep this page small"
     shown = set(packed)
-    return {"index": pack([line for line in index if line[0] in shown]), "steps": packed, "left_out": left_out}
+    return {
+        "index": to_gzip_base64_json([line for line in index if line[0] in shown]),
+        "steps": packed,
+        "left_out": left_out,
+    }
 
 
-def _total(sizes: Mapping[int, int], steps: Sequence[int]) -> int:
+def _total_bytes(sizes: Mapping[int, int], steps: Sequence[int]) -> int:
     return sum(sizes[step] for step in steps)
 
 
-def _evenly(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> list[int]:
+def _evenly_spaced_steps(steps: Sequence[int], sizes: Mapping[int, int], most_bytes: int) -> list[int]:
     """Choose as many evenly spaced steps as fit, always with the first and the last step. [] if not even these fit."""
     for stride in range(1, len(steps) + 1):
         kept = [*steps[:-1:stride], steps[-1]]
-        if _total(sizes, kept) <= most_bytes:
+        if _total_bytes(sizes, kept) <= most_bytes:
             return kept
     return []
 
 
-def _index_line(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
+def _index_row(step: int, number: int, sample: Mapping[str, Any]) -> list[Any]:
     """Return the values that the table of samples shows for one sample.
 
     If the sample has no task, the end of its prompt is shown, because few-shot examples come before the question.
@@ -209,7 +224,7 @@ def without_nan(value: Any) -> Any:
     return [without_nan(one) for one in value] if isinstance(value, list) else value
 
 
-def pack(value: Any) -> str:
+def to_gzip_base64_json(value: Any) -> str:
     """Return a value as gzipped JSON in base64. The page unpacks it with the browser's DecompressionStream."""
     return _gzip_base64(json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str))
 

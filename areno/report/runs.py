@@ -16,11 +16,11 @@ from areno.tracking.reader import (
     Headline,
     RunReader,
     begin_time,
-    duration,
+    duration_text,
     headline,
     last_step,
     list_runs,
-    seconds,
+    run_seconds,
 )
 from areno.tracking.run_folder import algorithm_shown
 from areno.tracking.series import right_answers_are_meaningful
@@ -47,7 +47,7 @@ def _run_row(run: RunReader) -> list[str]:
     best = "" if found is None else f"{found.title} {found.best:.4g} at step {found.step}"
     state = f"[{_COLOURS[status]}]{status}[/]" if status else "-"
     algorithm = escape(algorithm_shown(run.path))
-    return [algorithm, begin_time(run), state, str(last_step(run)), best, duration(seconds(run))]
+    return [algorithm, begin_time(run), state, str(last_step(run)), best, duration_text(run_seconds(run))]
 
 
 def best_of(run: RunReader) -> Headline | None:

@@ -88,7 +88,7 @@ def summary_table(outcomes: Sequence[Any]) -> table.Table:
     return shown
 
 
-def count_lines(rows: Sequence[Any], outcomes: Sequence[Any]) -> Iterator[str]:
+def agreement_lines(rows: Sequence[Any], outcomes: Sequence[Any]) -> Iterator[str]:
     """Yield sentences: how many rewards are at least 1, and how many differ from the recorded ones."""
     right = sum(each.value is not None and each.value >= 1.0 - 1e-6 for each in outcomes)
     yield f"{right} of {len(outcomes)} rewards are at least 1 (accuracy)"

@@ -81,7 +81,7 @@ def summarise(run: str | Path, n_samples: int = 5) -> TraceSummary:
     for path in files:
         events = read_trace(path)
         bars = _duration_bars(events)
-        found = _steps(bars, {_ns(event["ts"]): event["args"]["step"] for event in events if _is_step(event)})
+        found = _steps(bars, {_us_to_ns(event["ts"]): event["args"]["step"] for event in events if _is_step(event)})
         steps |= {step.step: step for step in found}
         samples |= {(each.step, each.prompt, each.sample): each for each in _samples(events)}
     if not steps:
@@ -107,14 +107,16 @@ def _duration_bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
             processes[each["pid"]],
             tracks[each["tid"]],
             each["name"],
-            start := _ns(each["ts"]),
-            start + _ns(each["dur"]),
+            start := _us_to_ns(each["ts"]),
+            start + _us_to_ns(each["dur"]),
         )
         for each in events
         if each["ph"] == "X"
     ]
     calls = [(begin, end) for begin, end in _begin_end_pairs(events) if begin["cat"].endswith(" calls")]
-    return bars + [Bar(processes[one["pid"]], "", one["name"], _ns(one["ts"]), _ns(end["ts"])) for one, end in calls]
+    return bars + [
+        Bar(processes[one["pid"]], "", one["name"], _us_to_ns(one["ts"]), _us_to_ns(end["ts"])) for one, end in calls
+    ]
 
 
 def _begin_end_pairs(events: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], dict[str, Any]]]:
@@ -144,9 +146,11 @@ def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
         found.append(
             StepTimes(
                 step=numbers[step.start],
-                seconds=_seconds(step.end - step.start),
+                seconds=_ns_to_seconds(step.end - step.start),
                 phases=phases,
-                idle={rank: _seconds(step.end - step.start - _busy_ns(of_rank)) for rank, of_rank in devices.items()},
+                idle={
+                    rank: _ns_to_seconds(step.end - step.start - _busy_ns(of_rank)) for rank, of_rank in devices.items()
+                },
                 critical_path=_critical_path(step, inside),
             )
         )
@@ -177,9 +181,9 @@ def _phases(step: Bar, inside: Sequence[Bar]) -> dict[str, float]:
     reached = step.start
     for bar in sorted(inside, key=lambda bar: (bar.start, -bar.end)):
         if bar.start >= reached:  # not inside of the phase before it
-            phases[bar.name] += _seconds(bar.end - bar.start)
+            phases[bar.name] += _ns_to_seconds(bar.end - bar.start)
             reached = bar.end
-    phases["other"] = max(0.0, _seconds(step.end - step.start) - sum(phases.values()))
+    phases["other"] = max(0.0, _ns_to_seconds(step.end - step.start) - sum(phases.values()))
     return dict(phases)
 
 
@@ -208,7 +212,7 @@ def _critical_path(step: Bar, inside: dict[tuple[str, str], list[Bar]]) -> dict[
     for bars in kinds:
         gaps = _walk_back(gaps, bars, path)
     for start, end in gaps:
-        path[f"{DRIVER}: other"] += _seconds(end - start)
+        path[f"{DRIVER}: other"] += _ns_to_seconds(end - start)
     return dict(sorted(path.items(), key=lambda pair: -pair[1]))
 
 
@@ -229,7 +233,7 @@ def _walk_back(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, flo
             if running and running[0][0] < at:
                 bar = running[0][2]
                 until = max(bar.start, first)
-                path[f"{bar.process}: {bar.name}"] += _seconds(at - until)
+                path[f"{bar.process}: {bar.name}"] += _ns_to_seconds(at - until)
             else:
                 running.clear()  # they all begin later
                 until = max(first, waiting[-1].end) if waiting else first
@@ -247,7 +251,7 @@ def _samples(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
             continue
         phases, name, given = running[begin["id"]], begin["name"], begin.get("args", {})
         if name in _SAMPLED:
-            phases[name] = phases.get(name, 0.0) + _seconds(_ns(end["ts"]) - _ns(begin["ts"]))
+            phases[name] = phases.get(name, 0.0) + _ns_to_seconds(_us_to_ns(end["ts"]) - _us_to_ns(begin["ts"]))
         elif name == SAMPLE:
             del running[begin["id"]]
             if given["of"].isdigit():  # samples of an evaluation are named after it
@@ -257,11 +261,11 @@ def _samples(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
     return list(found.values())
 
 
-def _ns(microseconds: float) -> int:
+def _us_to_ns(microseconds: float) -> int:
     return round(microseconds * 1000)
 
 
-def _seconds(nanoseconds: int) -> float:
+def _ns_to_seconds(nanoseconds: int) -> float:
     return nanoseconds / 1e9
 
 

@@ -16,8 +16,17 @@ from areno.api.algorithms import algorithm_names, get_algorithm
 from areno.files.paths import read_if_exists
 from areno.launch.sweep_results import Outcome, Sweep, describe_lead, title_of_overrides
 from areno.schema.build import with_current_names
-from areno.schema.values import flat
-from areno.tracking.reader import NAMES, RunReader, Series, duration, headlines, last_step, only_critic_trained, seconds
+from areno.schema.values import flatten_settings
+from areno.tracking.reader import (
+    NAMES,
+    RunReader,
+    Series,
+    duration_text,
+    headlines,
+    last_step,
+    only_critic_trained,
+    run_seconds,
+)
 from areno.tracking.run_folder import algorithm_shown, recipe_of, script_of
 
 _LONGEST = 48  # characters of the settings in the name of a run
@@ -26,13 +35,13 @@ RUN_NAMES = ("trial_name", "experiment_name")  # these differ between runs of eq
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return dotted key -> its value in each configuration, for settings that differ. Names of runs are left out."""
-    settings = [flat(config) for config in configs]
+    settings = [flatten_settings(config) for config in configs]
     keys = dict.fromkeys(key for one in settings for key in one if key not in RUN_NAMES)
     values = {key: [one.get(key) for one in settings] for key in keys}
     return {key: found for key, found in values.items() if any(value != found[0] for value in found)}
 
 
-def settings_today(run: RunReader) -> Mapping[str, Any]:
+def settings_with_current_names(run: RunReader) -> Mapping[str, Any]:
     """Return the settings of a run under their current names. The recorded names may be older."""
     recipe = recipe_of(run.path)
     return with_current_names(get_algorithm(recipe).config, run.config) if recipe in algorithm_names() else run.config
@@ -41,7 +50,9 @@ def settings_today(run: RunReader) -> Mapping[str, Any]:
 def differences(runs: Sequence[RunReader]) -> dict[str, list[Any]]:
     """Return what differs between runs, as `differing_settings` does: algorithm and script, then the settings."""
     told = [{"algorithm": algorithm_shown(run.path), "script": script_of(run.path)} for run in runs]
-    return differing_settings([{**first, **settings_today(run)} for first, run in zip(told, runs, strict=True)])
+    return differing_settings(
+        [{**first, **settings_with_current_names(run)} for first, run in zip(told, runs, strict=True)]
+    )
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
@@ -101,8 +112,8 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
 
 def _single_run_verdict(run: RunReader, name: str, metrics: Mapping[str, Series]) -> dict[str, Any]:
     """Return the result of `verdict` for a single run: its status, and how its main scalar has changed."""
-    steps, taken = last_step(run), seconds(run)
-    state = f"{steps} step{'' if steps == 1 else 's'}" + (f" in {duration(taken)}" if taken else "")
+    steps, taken = last_step(run), run_seconds(run)
+    state = f"{steps} step{'' if steps == 1 else 's'}" + (f" in {duration_text(taken)}" if taken else "")
     state = ", ".join(filter(None, (run.status(), state)))
     found: dict[str, Any] = {"about": state, "title": name, "value": None, "std": None, "spread": "", "scalar": None}
     found |= {"notes": ["It has recorded no result yet."], "places": [], "best": None}
@@ -112,9 +123,9 @@ def _single_run_verdict(run: RunReader, name: str, metrics: Mapping[str, Series]
         scalar, line = _FALLBACK[0], of_run[_FALLBACK[0]]
     if line is None:
         return found
-    notes = [f"{_number(line.first)} at the start."]
+    notes = [f"{_number_text(line.first)} at the start."]
     if line.best is not None:
-        notes.append(f"Best: {_number(line.best)} at step {line.step}.")
+        notes.append(f"Best: {_number_text(line.best)} at step {line.step}.")
     if only_critic_trained(metrics):
         notes.append("Only the critic was trained so far (critic.warmup_steps), so the policy is that of the start.")
     about = {"title": line.title, "scalar": scalar, "spread": f"{scalar}, last value"}
@@ -210,7 +221,7 @@ def _comparison_verdict(sweep: Sweep, names: Sequence[str], notes: list[str], ki
         else [describe_lead(*((one["title"], one["value"], one["std"]) for one in places[:2]))[0]]
     )
     if len(first["runs"]) > 1 or len(places) == 1:
-        lead.append(f"The best single run is {names[sweep.best.number]}, with {_number(sweep.best.objective)}.")
+        lead.append(f"The best single run is {names[sweep.best.number]}, with {_number_text(sweep.best.objective)}.")
     return found | {"notes": lead + notes}
 
 
@@ -234,5 +245,5 @@ def _ranking(sweep: Sweep, names: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _number(value: float | None) -> str:
+def _number_text(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"

@@ -52,14 +52,16 @@ def score_program(
         ValueError: `record.solutions` has none of the supported forms: Python code, a list of texts, or inputs with
             outputs.
     """
-    tests, end = _tests(record.solutions), time.monotonic() + timeout_s
+    tests, end = _parse_tests(record.solutions), time.monotonic() + timeout_s
     program = block(record.completion, "python", "py", "python3")
     with temporary_folder("areno-code-") as folder:
         box = Box(folder, timeout_s, memory_mb, [_RUNNER, *read_paths])
         if isinstance(tests, Mapping):
             (Path(folder) / "program.py").write_text(program, encoding="utf-8", errors="replace")
             results = [
-                _prints_expected(replace(box, seconds=end - time.monotonic()), _text(given), _text(expected))
+                _prints_expected(
+                    replace(box, seconds=end - time.monotonic()), _program_text(given), _program_text(expected)
+                )
                 for given, expected in zip(tests["inputs"], tests["outputs"], strict=True)
             ]
             passed = sum(results) / len(results)
@@ -68,7 +70,7 @@ def score_program(
     return {"reward": passed if partial else float(passed == 1.0), "passed": passed}
 
 
-def _tests(solutions: Any) -> Any:
+def _parse_tests(solutions: Any) -> Any:
     """Return the tests in a row's `solutions`: a text, a list of texts, or a dictionary of inputs and outputs.
 
     Raises ValueError if the solutions have another form. A text that is a JSON object is parsed.
@@ -90,7 +92,7 @@ def _tests(solutions: Any) -> Any:
     )
 
 
-def _text(lines: Any) -> str:
+def _program_text(lines: Any) -> str:
     """Return an input or an output of the program as text. A list becomes one line per entry."""
     return lines if isinstance(lines, str) else "\n".join(map(str, lines)) if isinstance(lines, list) else str(lines)
 
@@ -101,10 +103,10 @@ def _prints_expected(box: Box, given: str, expected: str) -> bool:
         return False
     command = [sys.executable, "-I", "program.py"]
     status, output = run(command, box, stdin=given, stderr=False, max_output=_MAX_OUTPUT_CHARS)
-    return status == 0 and _lines(output) == _lines(expected)
+    return status == 0 and _stripped_lines(output) == _stripped_lines(expected)
 
 
-def _lines(text: str) -> list[str]:
+def _stripped_lines(text: str) -> list[str]:
     """Return the lines of an output, without white space at the end of each line and of the output."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 

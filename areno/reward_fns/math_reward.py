@@ -99,7 +99,11 @@ def reward_fn(record: Any) -> float:
             f"of at most {_MAX_ANSWER} characters"
         )
     return float(
-        _with_time_limit(lambda: _first_true(_is_right, solutions, [_ascii(after_reasoning(record.completion))]))
+        _with_time_limit(
+            lambda: _any_pair_equal(
+                _gives_all_answers, solutions, [_to_ascii_digits(after_reasoning(record.completion))]
+            )
+        )
     )
 
 
@@ -110,7 +114,7 @@ def warm_up() -> None:
     """
     for solution, answer in (("7", "$x^2+\\sqrt{3}$"), ("5", "so $(1,2)$ or 3/4 = 0.75 and 5\\%"), ("\\frac12", "0.4")):
         with contextlib.suppress(Exception):  # an error would appear again with real answers
-            _with_time_limit(partial(_is_right, (solution,), f"\\boxed{{{answer}}}"))
+            _with_time_limit(partial(_gives_all_answers, (solution,), f"\\boxed{{{answer}}}"))
 
 
 def final_answer(text: str) -> str | None:
@@ -120,7 +124,7 @@ def final_answer(text: str) -> str | None:
         text: A completion or a solution.
     """
     box = last_box(text)
-    return box if box is not None else _hashed(text)
+    return box if box is not None else _answer_after_hashes(text)
 
 
 # The solution ---------------------------------------------------------------------------------------------------------
@@ -152,7 +156,7 @@ def _solution_parts(solution: Any) -> tuple[str, ...]:
     """
     if not isinstance(solution, str | Number) or solution != solution:  # NaN is not equal to itself
         return ()
-    text = _ascii(after_reasoning(str(solution))).strip()
+    text = _to_ascii_digits(after_reasoning(str(solution))).strip()
     answers = tuple(dict.fromkeys(boxes(text))) or (final_answer(text) or _last_line(text) or text,)
     is_usable = sum(map(len, answers)) <= _MAX_ANSWER and all(map(_without_formatting, answers))
     return answers if is_usable else ()
@@ -163,7 +167,7 @@ def _distinct_answers(parts: tuple[str, ...]) -> tuple[str, ...]:
     """Return the answers in `parts` without those that equal an earlier answer, such as 1.5 after 3/2."""
     found: list[str] = []
     for part in parts:
-        if not any(_is_box(earlier, part) for earlier in found):
+        if not any(_box_matches(earlier, part) for earlier in found):
             found.append(part)
     return tuple(found)
 
@@ -173,15 +177,18 @@ def read_solution(text: str) -> _Solution:
     """Parse the text of a solution."""
     number = _without_exponents(text)
     is_number = _IS_NUMBER.fullmatch(number) is not None
-    values = _read_whole(number if is_number else text)
+    values = _parse_whole_answer(number if is_number else text)
     # Nothing is comparable with 1/0, so its text decides.
     return _Solution(
-        _without_formatting(text), _is_words(text), is_number, [value for value in values if value not in (zoo, nan)]
+        _without_formatting(text),
+        _is_only_words(text),
+        is_number,
+        [value for value in values if value not in (zoo, nan)],
     )
 
 
 @lru_cache(maxsize=256)
-def _read_together(parts: tuple[str, ...]) -> _Solution:
+def _read_as_set(parts: tuple[str, ...]) -> _Solution:
     """Parse several answers as one set, such as the two roots of an equation.
 
     math-verify drops answers that it cannot read. So the result's `values` hold only sets with as many members as
@@ -195,60 +202,60 @@ def _read_together(parts: tuple[str, ...]) -> _Solution:
 # The answer -----------------------------------------------------------------------------------------------------------
 
 
-def _is_right(parts: tuple[str, ...], completion: str) -> bool:
+def _gives_all_answers(parts: tuple[str, ...], completion: str) -> bool:
     """Return whether a completion gives all answers in `parts`, the answers of one solution.
 
     Raises any exception that math-verify raises.
     """
     parts = _distinct_answers(parts)
     if len(parts) == 1:
-        return _is_answer(read_solution(parts[0]), completion)
+        return _final_answer_matches(read_solution(parts[0]), completion)
     answer = final_answer(completion) or ""
     is_one = _ONE_VALUE.fullmatch(_without_formatting(answer)) is not None
     together = [] if is_one else _BETWEEN_ANSWERS.split(answer)
     for found in (boxes(completion)[-len(parts) :], together):
         if len(found) == len(parts):
-            right = [[_is_box(part, answer) for answer in found] for part in parts]
+            right = [[_box_matches(part, answer) for answer in found] for part in parts]
             if all(map(any, right)) and all(map(any, zip(*right, strict=True))):
                 return True
-    return not is_one and _is_answer(_read_together(parts), completion)
+    return not is_one and _final_answer_matches(_read_as_set(parts), completion)
 
 
-def _is_answer(solution: _Solution, completion: str) -> bool:
+def _final_answer_matches(solution: _Solution, completion: str) -> bool:
     """Return whether the final answer of a completion equals the solution."""
-    answer, read = last_box(completion), _read_formula
+    answer, read = last_box(completion), _parse_formula
     if answer is None:
-        answer, read = _hashed(completion), _read_whole
+        answer, read = _answer_after_hashes(completion), _parse_whole_answer
     if answer is None:
         end = _LONG_NUMBER.sub(" ", completion[-_MAX_TEXT:])
-        return _states_solution(solution, end) or _is_equal(solution, end, _parse_math)
-    return _is_same(solution, answer, read)
+        return _states_solution(solution, end) or _values_match(solution, end, _parse_math)
+    return _answers_match(solution, answer, read)
 
 
-def _is_box(text: str, box: str) -> bool:
+def _box_matches(text: str, box: str) -> bool:
     """Return whether `box`, the content of a box in a completion, equals `text`, one answer of a solution."""
-    return _is_same(read_solution(text), box, _read_formula)
+    return _answers_match(read_solution(text), box, _parse_formula)
 
 
-def _is_same(solution: _Solution, answer: str, read: Callable[[str], list[Any]]) -> bool:
+def _answers_match(solution: _Solution, answer: str, read: Callable[[str], list[Any]]) -> bool:
     """Return whether an answer has the same text as the solution, or the same value.
 
     `read` is the function that parses the answer into values.
     """
-    if _is_same_text(solution, _without_formatting(answer)):
+    if _texts_match(solution, _without_formatting(answer)):
         return True
-    return len(answer) <= _MAX_ANSWER and _is_equal(solution, answer, read)
+    return len(answer) <= _MAX_ANSWER and _values_match(solution, answer, read)
 
 
-def _is_equal(solution: _Solution, text: str, read: Callable[[str], list[Any]]) -> bool:
+def _values_match(solution: _Solution, text: str, read: Callable[[str], list[Any]]) -> bool:
     """Return whether a value that the parser `read` finds in a text equals a value of the solution."""
-    if solution.is_words and _is_words(text):
+    if solution.is_words and _is_only_words(text):
         return False
     found = read(_without_exponents(text) if solution.is_number else text)
-    return _first_true(partial(verify, timeout_seconds=0, raise_on_error=True), solution.values, found)
+    return _any_pair_equal(partial(verify, timeout_seconds=0, raise_on_error=True), solution.values, found)
 
 
-def _first_true(equal: Callable[[Any, Any], bool], golds: list[Any], found: list[Any]) -> bool:
+def _any_pair_equal(equal: Callable[[Any, Any], bool], golds: list[Any], found: list[Any]) -> bool:
     """Return whether `equal` is True for any pair of a value in `golds` and a value in `found`.
 
     If no pair is equal, and `equal` raised exceptions, the first of them is raised.
@@ -265,7 +272,7 @@ def _first_true(equal: Callable[[Any, Any], bool], golds: list[Any], found: list
     return False
 
 
-def _hashed(text: str) -> str | None:
+def _answer_after_hashes(text: str) -> str | None:
     """Return the number or formula after a #### mark, or None if no mark is followed by a number or formula.
 
     Of several such marks, the last counts.
@@ -299,7 +306,7 @@ def _parse_math(text: str) -> list[Any]:
     return found
 
 
-def _read_formula(text: str) -> list[Any]:
+def _parse_formula(text: str) -> list[Any]:
     """Parse a text as the content of a box, and return what math-verify reads (see `_parse_math`)."""
     found = _parse_math(f"\\boxed{{{text}}}")
     if percentage := _IS_PERCENTAGE.fullmatch(text):  # math-verify 0.9 reads none in a box
@@ -307,13 +314,13 @@ def _read_formula(text: str) -> list[Any]:
     return found
 
 
-def _read_whole(text: str) -> list[Any]:
+def _parse_whole_answer(text: str) -> list[Any]:
     """Parse a whole text as one answer, and return what math-verify reads (see `_parse_math`).
 
     Without dollar signs, math-verify alone would read only a part of a formula.
     """
-    has_more = _IN_MATH_MODE.search(text) or (_is_sentence(text) and not _is_words(text))
-    return _parse_math(text) if has_more or _IS_NUMBER.fullmatch(text) else _read_formula(text)
+    has_more = _IN_MATH_MODE.search(text) or (_is_sentence(text) and not _is_only_words(text))
+    return _parse_math(text) if has_more or _IS_NUMBER.fullmatch(text) else _parse_formula(text)
 
 
 def _without_exponents(text: str) -> str:
@@ -321,7 +328,7 @@ def _without_exponents(text: str) -> str:
     return _SCIENTIFIC.sub(lambda match: format(Decimal(match[0]), "f"), text)
 
 
-def _ascii(text: str) -> str:
+def _to_ascii_digits(text: str) -> str:
     """Replace Unicode digits and minus signs by ASCII, because math-verify does not recognize them."""
     return _FOREIGN.sub(lambda match: str(unicodedata.decimal(match[0], "-")), text)
 
@@ -340,7 +347,7 @@ def _has_words(text: str) -> bool:
     return any(not _FUNCTION.fullmatch(word.lower()) for word in _WORD.findall(text))
 
 
-def _is_words(text: str) -> bool:
+def _is_only_words(text: str) -> bool:
     r"""Return whether a text has only words, such as "forty two".
 
     False if it has a digit, an operator or a backslash, as in \text{}.
@@ -354,7 +361,7 @@ def _is_sentence(text: str) -> bool:
     return _has_words(text) and (not _OPERATOR.search(text) or _SENTENCE.search(text) is not None)
 
 
-def _is_same_text(solution: _Solution, plain: str) -> bool:
+def _texts_match(solution: _Solution, plain: str) -> bool:
     """Return whether `plain`, a text without formatting, is the text of the solution. For words, case is ignored."""
     return plain.casefold() == solution.plain.casefold() if solution.is_words else plain == solution.plain
 
@@ -370,7 +377,7 @@ def _states_solution(solution: _Solution, text: str) -> bool:
     places = [words if solution.is_words else words[-n_words:], _without_formatting(_last_line(text)).split()]
     for match in list(_STATED.finditer(text))[-1:]:
         places.append(_without_formatting(text[match.end() :]).split()[:n_words])
-    return any(_is_same_text(solution, " ".join(place).rstrip(" .,;!")) for place in places)
+    return any(_texts_match(solution, " ".join(place).rstrip(" .,;!")) for place in places)
 
 
 # Time -----------------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class LiveAgents:
         """Start agents. At the end of each, the result of `read(index of its item, outcome)` goes to `finished`."""
         server.prefetch(items)
         context = AgentContext(server.base_url, server.api_key, server.session, self._config.agent.timeout_s)
-        self._pool.begin(items, context, lambda place, outcome: self.finished.append(read(place, outcome)))
+        self._pool.begin(items, context, lambda index, outcome: self.finished.append(read(index, outcome)))
 
     def keep_servers(self, batches: Collection[int]) -> None:
         """Stop the servers of all batches but these."""

@@ -85,24 +85,24 @@ class Ranking:
             hint = did_you_mean(metric, self._names, "; there are " + ", ".join(sorted(self._names)))
             logger.warning("saver.best_metric: no step has recorded %s, so no checkpoint is the best%s", metric, hint)
 
-    def best(self, steps: Iterable[int]) -> list[int]:
+    def best_first(self, steps: Iterable[int]) -> list[int]:
         """Return the steps that have a value, the best first. Of equal values, the earlier step comes first."""
         sign = -1 if self.mode == "max" else 1
         valued = [(sign * value, step) for step in steps if (value := self.values.get(step)) is not None]
         return [step for _, step in sorted(valued)]
 
-    def kept(self, steps: Iterable[int]) -> set[int]:
+    def steps_to_keep(self, steps: Iterable[int]) -> set[int]:
         """Return the steps of the checkpoints to keep: the newest `saver.keep` and the best `saver.keep_best`.
 
         All are kept if saver.keep is null, or if saver.best_metric is set and no step has a value yet.
         """
         known = sorted(step for step in steps if step in self.values)
-        best = self.best(known)
+        best = self.best_first(known)
         if self.config.keep is None or (self.config.best_metric is not None and not best):
             return set(known)
         return {*known[-self.config.keep :], *best[: self.config.keep_best]}
 
-    def text(self, best: int | None) -> str:
+    def record_text(self, best: int | None) -> str:
         values = {str(step): value for step, value in sorted(self.values.items())}
         record = {"best_metric": self.config.best_metric, "best_mode": self.mode, "best_step": best, "values": values}
         return json.dumps(record, indent=2) + "\n"
@@ -140,7 +140,7 @@ class HubUpload:
         self._uploading: Path | None = None
         self._thread: threading.Thread | None = None  # None if no checkpoint waits
 
-    def push(self, folder: Path) -> None:
+    def start_upload(self, folder: Path) -> None:
         """Start to upload a checkpoint, or queue it until the current upload ends. Does not block."""
         with self._lock:
             if self._waiting is not None:
@@ -151,7 +151,7 @@ class HubUpload:
                 self._thread.start()
 
     @property
-    def needed(self) -> set[Path]:
+    def folders_in_use(self) -> set[Path]:
         """Folders of the checkpoints that are being uploaded or are queued. They must not be removed."""
         with self._lock:
             return {folder for folder in (self._waiting, self._uploading) if folder is not None}
@@ -296,7 +296,7 @@ class Saver:
                 return False
         logger.info("checkpoint saved: %s", self._path(step))
         if self._hub is not None:
-            self._hub.push(self._path(step))
+            self._hub.start_upload(self._path(step))
         self._tidy()
         return True
 
@@ -313,17 +313,17 @@ class Saver:
             self._hub.wait()
             self._tidy()
 
-    def has(self, step: int) -> bool:
+    def has_checkpoint(self, step: int) -> bool:
         """Return whether the checkpoint of a step is the newest complete one, or is being written."""
         return step in (self.saved_step, self._unfinished_step)
 
     @property
-    def newest(self) -> Path | None:
+    def newest_checkpoint(self) -> Path | None:
         return None if self.saved_step is None else self._path(self.saved_step)
 
     def was_interrupted(self, step: int) -> bool:
         """Return whether the previous process of this run ended before it had written this step's checkpoint."""
-        return step == self._interrupted_step and not self.has(step)
+        return step == self._interrupted_step and not self.has_checkpoint(step)
 
     @property
     def needs_evaluation(self) -> bool:
@@ -375,12 +375,12 @@ class Saver:
         if newest is None or (self.config.keep is None and self.config.best_metric is None):
             return
         steps = {step for step in self._steps() if self._path(step).exists()}
-        best = next(iter(self.ranking.best(steps)), None)
-        kept = {self._path(step) for step in self.ranking.kept(steps)} | {self._path(newest)}
-        kept |= set() if self._hub is None else self._hub.needed
+        best = next(iter(self.ranking.best_first(steps)), None)
+        kept = {self._path(step) for step in self.ranking.steps_to_keep(steps)} | {self._path(newest)}
+        kept |= set() if self._hub is None else self._hub.folders_in_use
         try:
             if self.config.best_metric is not None:
-                atomic_write_text(self.folder / "metrics.json", self.ranking.text(best))
+                atomic_write_text(self.folder / "metrics.json", self.ranking.record_text(best))
             if best is not None:
                 self._set_link("best", best)
             for step in sorted(steps) if self.config.keep is not None else ():

@@ -57,11 +57,11 @@ class Evaluator:
             self.n_without += 1
 
     @property
-    def is_exhausted(self) -> bool:
+    def should_stop_early(self) -> bool:
         """Whether the run should end, because evaluator.patience evaluations in a row brought no improvement."""
         return self.config.patience is not None and self.n_without >= self.config.patience
 
-    def describe(self) -> str:
+    def describe_early_stop(self) -> str:
         best = "" if self.best is None else f" (best {self.best:.6g}, step {self.best_step})"
         return f"eval/{self.metric} has not improved in {self.n_without} evaluations{best}"
 

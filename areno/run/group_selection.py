@@ -21,7 +21,7 @@ DECISION_STEPS = 16
 @dataclass(slots=True, eq=False)
 class Group:
     batch: int  # number of the prompt's batch, from 1
-    place: int  # index of the prompt in its batch
+    prompt_index: int  # index of the prompt in its batch
     item: PromptItem
     n_samples: int
     begun_at: int | None = None  # None until the step of its first token has ended; agents set it at once
@@ -30,7 +30,7 @@ class Group:
     is_postponed: bool = False  # it has no tokens, and waits for a step of postponed groups
 
     @property
-    def missing(self) -> int:
+    def n_missing_samples(self) -> int:
         return self.n_samples - len(self.finished)
 
     @property
@@ -41,13 +41,13 @@ class Group:
     @property
     def unfinished(self) -> list[GenerationOutput]:
         """The partial outputs of the unfinished samples, ordered by sample number."""
-        return [self.latest(sample) for sample in range(self.n_samples) if sample not in self.finished]
+        return [self.latest_output(sample) for sample in range(self.n_samples) if sample not in self.finished]
 
     def record(self, output: Any) -> None:
         self.finished[output.sample] = output
         self.parked.pop(output.sample, None)
 
-    def latest(self, sample: int) -> GenerationOutput:
+    def latest_output(self, sample: int) -> GenerationOutput:
         return self.finished.get(sample) or self.parked.get(sample) or _empty_output(sample)
 
 
@@ -64,7 +64,7 @@ def _empty_output(sample: int) -> GenerationOutput:
     return GenerationOutput(request_id=0, sample=sample, tokens=[], logprobs=[], versions=[], finish_reason=None)
 
 
-def n_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence[int]) -> int:
+def n_groups_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: Sequence[int]) -> int:
     """Return how many groups, the earliest first, a step must train so that every group meets its deadline.
 
     The deadline of a group is `limit` steps after the step that started to sample it, or the last step of the run. A
@@ -95,7 +95,7 @@ class FirstWholeGroups:
         self.known = [sample for group in groups for sample in self._certain_samples(group, group.outputs)]
 
     @property
-    def gone(self) -> Sequence[Group]:
+    def groups_no_longer_in_flight(self) -> Sequence[Group]:
         """The groups that are not in flight after this step: those that it trains on."""
         return self.taken
 
@@ -103,13 +103,13 @@ class FirstWholeGroups:
         """Return the samples on which the step is now sure to train, and was not before this call."""
         if group in self._due:
             found = finished
-        elif group.missing or not self._n_open:
+        elif group.n_missing_samples or not self._n_open:
             return []
         else:
             found = group.outputs
             self._n_open -= 1
             self._open.remove(group)
-        if not group.missing:
+        if not group.n_missing_samples:
             self.taken.append(group)
         return [(group, output) for output in found]
 
@@ -125,10 +125,10 @@ class FirstWholeGroups:
         return found
 
     @property
-    def missing(self) -> int:
+    def min_missing_samples(self) -> int:
         """The least number of further samples that make all groups of the step whole."""
-        due = sum(group.missing for group in self._due)
-        return due + sum(sorted(group.missing for group in self._open)[: self._n_open])
+        due = sum(group.n_missing_samples for group in self._due)
+        return due + sum(sorted(group.n_missing_samples for group in self._open)[: self._n_open])
 
 
 class Admission:
@@ -141,8 +141,8 @@ class Admission:
     are decoded at the same time.
 
     Decisions depend on the order of finished samples and on rewards, but not on when a reward is known. To this end,
-    `to_judge` names the groups whose rewards the caller must wait for. It names a group only if the step may be
-    complete, or if the device would otherwise decode fewer samples than it can. The earliest time is the decoding
+    `next_group_to_judge` names the groups whose rewards the caller must wait for. It names a group only if the step may
+    be complete, or if the device would otherwise decode fewer samples than it can. The earliest time is the decoding
     interval after the one in which the group became whole.
     """
 
@@ -161,11 +161,11 @@ class Admission:
         self._carried, self._due = list(begun), set(begun[:n_due])
         self._unknown: list[Group] = []  # whole groups whose rewards are not known yet, in the order of becoming whole
         self._later: list[Group] = []  # groups with different rewards for which the step has no place
-        self._n_old = 0  # unknown groups that were whole at the last `wait`
+        self._n_old = 0  # unknown groups that were whole at the last `end_interval`
         self._n_open = 0  # unfinished samples
 
     @property
-    def gone(self) -> Sequence[Group]:
+    def groups_no_longer_in_flight(self) -> Sequence[Group]:
         """The groups that are not in flight after this step: those that it trains on or drops."""
         return [*self.taken, *self.dropped]
 
@@ -189,8 +189,8 @@ class Admission:
                 break
             found.append(group)
         self.groups += found
-        self._n_open += sum(group.missing for group in found)
-        self._unknown += [group for group in found if not group.missing]
+        self._n_open += sum(group.n_missing_samples for group in found)
+        self._unknown += [group for group in found if not group.n_missing_samples]
         return found
 
     def add(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> None:
@@ -198,7 +198,7 @@ class Admission:
         for group, output in outputs:
             group.record(output)
             self._n_open -= 1
-            if not group.missing:
+            if not group.n_missing_samples:
                 self._unknown.append(group)
 
     def decide(
@@ -214,13 +214,13 @@ class Admission:
         """
         self.add(outputs)
         on_begin(self.begin())
-        while (group := self.to_judge()) is not None:
-            self.judge(is_uniform(group))
+        while (group := self.next_group_to_judge()) is not None:
+            self.record_uniformity(is_uniform(group))
             on_begin(self.begin())
-        self.wait()
+        self.end_interval()
         return 0 if self.is_over else self._n_open
 
-    def to_judge(self) -> Group | None:
+    def next_group_to_judge(self) -> Group | None:
         """Return a group whose rewards must be known before the rollout continues, or None."""
         if self.is_over or not self._unknown:
             return None
@@ -230,8 +230,8 @@ class Admission:
         is_needed = may_end or self._n_open < self._at_once
         return self._unknown[0] if self._n_old and is_needed else None
 
-    def judge(self, is_uniform: bool) -> None:
-        """Drop or accept the group that `to_judge` returned. `is_uniform`: its rewards are all equal."""
+    def record_uniformity(self, is_uniform: bool) -> None:
+        """Drop or accept the group that `next_group_to_judge` returned. `is_uniform`: its rewards are all equal."""
         group = self._unknown.pop(0)
         self._n_old -= self._n_old > 0
         if is_uniform:
@@ -244,7 +244,7 @@ class Admission:
         while self._later and len(self.taken) + len(self._due) < self.size:
             self.taken.append(self._later.pop(0))
 
-    def wait(self) -> None:
+    def end_interval(self) -> None:
         """End a decoding interval. From the next one on, `to_judge` may return the groups that are whole now."""
         self._n_old = len(self._unknown)
 

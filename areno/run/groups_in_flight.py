@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.run.group_selection import Admission, FirstWholeGroups, Group, n_due, n_tokens
+from areno.run.group_selection import Admission, FirstWholeGroups, Group, n_groups_due, n_tokens
 from areno.types import GenerationOutput, PromptItem
 
 logger = logging.getLogger("areno")
@@ -83,7 +83,7 @@ class GroupsInFlight:
             by_age = sorted(groups, key=lambda group: step if group.begun_at is None else group.begun_at)
             sizes = [size, *map(len, upcoming(limit))]
             # More than `size` are due only if a run with dynamic sampling has left them, and train in additional steps.
-            due = by_age[: min(size, n_due([group.begun_at for group in by_age], step, limit, sizes))]
+            due = by_age[: min(size, n_groups_due([group.begun_at for group in by_age], step, limit, sizes))]
             return FirstWholeGroups(groups, due, size)
         # At the end of a run, too few prompts are left for a step without the postponed ones.
         due = postponed[: max(0, size - len(groups))]
@@ -91,11 +91,11 @@ class GroupsInFlight:
 
     def admit(self, batch: int, items: Sequence[PromptItem], most: int | None = None) -> int:
         """Add the prompts of a batch that are not added yet, at most `most`. Return their number."""
-        new = [place for place in range(len(items)) if (batch, place) > self._newest]
+        new = [index for index in range(len(items)) if (batch, index) > self._newest]
         new = new if most is None else new[: max(0, most)]
         if not new:
             return 0
-        self.groups += [Group(batch, place, items[place], self._n_samples) for place in new]
+        self.groups += [Group(batch, index, items[index], self._n_samples) for index in new]
         self._newest = (batch, new[-1])
         return len(new)
 
@@ -121,7 +121,7 @@ class GroupsInFlight:
         begun = sorted(
             (group for group in self.groups if group.begun_at is not None), key=lambda group: group.begun_at or 0
         )
-        n = n_due([group.begun_at for group in begun], step, self._limit, [size] * (self._limit + 1))
+        n = n_groups_due([group.begun_at for group in begun], step, self._limit, [size] * (self._limit + 1))
         return Admission(begun, min(n, size), size, most, at_once, next_group)
 
     def end(
@@ -133,7 +133,7 @@ class GroupsInFlight:
                 group.parked[output.sample] = output
             else:
                 group.record(output)
-        gone = set(choice.gone)
+        gone = set(choice.groups_no_longer_in_flight)
         self.groups = [group for group in self.groups if group not in gone]
         n_thrown_away = 0
         for group in self.groups:
@@ -141,7 +141,7 @@ class GroupsInFlight:
                 continue
             n_sampled = sum(map(n_tokens, (*group.finished.values(), *group.parked.values())))
             if not self._limit:
-                group.is_postponed = group.is_postponed or (n_sampled > 0 and group.missing > 0)
+                group.is_postponed = group.is_postponed or (n_sampled > 0 and group.n_missing_samples > 0)
                 group.finished, group.parked = {}, {}
                 n_thrown_away += n_sampled
             elif n_sampled:
@@ -173,8 +173,8 @@ class GroupsInFlight:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the groups. If the sampling settings have changed, discard the tokens of the groups."""
-        batch, place = state["newest"]
-        self._newest = batch, place
+        batch, index = state["newest"]
+        self._newest = batch, index
         items = self._items_at([group["row"] for group in state["groups"]])
         self.groups = [
             Group(group["batch"], group["place"], item, self._n_samples)
@@ -197,7 +197,7 @@ _ARRAYS = {"tokens": "<i4", "logprobs": "<f8", "versions": "<i4"}
 def _group_to_json(group: Group, with_samples: bool) -> dict[str, Any]:
     return {
         "batch": group.batch,
-        "place": group.place,
+        "place": group.prompt_index,
         "row": group.item.index,
         "begun_at": group.begun_at if with_samples else None,
         "is_postponed": group.is_postponed,

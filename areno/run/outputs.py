@@ -86,9 +86,9 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         return self._progress.total_steps
 
     def _seconds(self) -> float:
-        return self._progress.seconds
+        return self._progress.elapsed_seconds
 
-    def announce(self, files: RunFiles) -> None:
+    def print_start(self, files: RunFiles) -> None:
         """Print facts and settings at the start of the run. Does nothing without facts."""
         if not self._texts.facts:
             return

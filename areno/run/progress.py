@@ -103,7 +103,7 @@ class RunProgress:
         return self._epoch or 0
 
     @property
-    def seconds(self) -> float:
+    def elapsed_seconds(self) -> float:
         """Seconds that the run has taken, including earlier processes of the same run."""
         return self._seconds_before + time.monotonic() - self._started
 
@@ -184,7 +184,7 @@ class RunProgress:
             self._upcoming.append((batch, self.loader.state_dict()))
         return batch is not None
 
-    def upcoming(self, n: int) -> list[Batch[Any]]:
+    def upcoming_batches(self, n: int) -> list[Batch[Any]]:
         """Return the batches of the next `n` steps without taking them. Fewer if the run ends before."""
         n = min(n, self.total_steps - self.step)
         while len(self._upcoming) < n and self._read_ahead():
@@ -203,21 +203,21 @@ class RunProgress:
             text = "a reward is %.4g, so a reward of 1 does not mean a right answer: accuracy, pass@k and avg@n are "
             logger.warning(text + "measured no more, and the result of the run is its mean reward", max(rewards))
 
-    def keep(self, **values: float) -> None:
+    def append_to_history(self, **values: float) -> None:
         """Append values of the current step to `history`."""
         for name, value in values.items():
             self.history.setdefault(name, []).append(float(value))
 
-    def recent(self, name: str, n: int = 1) -> float:
+    def recent_mean(self, name: str, n: int = 1) -> float:
         """Return the mean of the last `n` values in `history[name]`."""
         return float(np.mean(self.history[name][-n:]))
 
     def result(self, evaluated: Name, trained: str, n: int = 1) -> float:
         """Return the last value of `evaluated`. If it has none, return the mean of the last `n` of `trained`."""
-        name = self._first_recorded(evaluated)
-        return self.recent(name) if name in self.history else self.recent(trained, n)
+        name = self._first_recorded_name(evaluated)
+        return self.recent_mean(name) if name in self.history else self.recent_mean(trained, n)
 
-    def _first_recorded(self, name: Name) -> str:
+    def _first_recorded_name(self, name: Name) -> str:
         names = (name,) if isinstance(name, str) else name
         return next((one for one in names if one in self.history), names[-1])
 
@@ -227,8 +227,8 @@ class RunProgress:
         `names` maps each metric to n. Metrics without values and eval_* with a single value are left out.
         """
         return [
-            f"{name} {values[0]:.3f} -> {self.recent(name, n):.3f}"
-            for name, n in ((self._first_recorded(name), n) for name, n in names.items())
+            f"{name} {values[0]:.3f} -> {self.recent_mean(name, n):.3f}"
+            for name, n in ((self._first_recorded_name(name), n) for name, n in names.items())
             if len(values := self.history.get(name, [])) > name.startswith("eval_")
         ]
 
@@ -242,7 +242,7 @@ class RunProgress:
             "in_flight": self.in_flight.state_dict(),
             "history": {name: list(values) for name, values in self.history.items()},
             "counts_right": self.counts_right,
-            "seconds": self.seconds,
+            "seconds": self.elapsed_seconds,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """Writes the training states of a run, and continues the run from the newest one.
 
-A training state consists of weights, optimizers and the run's state dict. After every step, `Recovery.remember` records
-the state dict in memory. A state is written to disk when recover.freq_* says so, at the end of the run, and when the
-run is interrupted. `StateWriter` starts to write at the end of a step, and finishes while the next step runs. Before
-that, resume.py decides which run is resumed and which settings may change.
+A training state consists of weights, optimizers and the run's state dict. After every step, `Recovery.keep_run_state`
+records the state dict in memory. A state is written to disk when recover.freq_* says so, at the end of the run, and
+when the run is interrupted. `StateWriter` starts to write at the end of a step, and finishes while the next step runs.
+Before that, resume.py decides which run is resumed and which settings may change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from areno.config.run import RecoverConfig
 from areno.errors import ArenoError, CheckpointError, ConfigError, Key, Problem, WorkerLost
 from areno.files.durable import locked, remove
 from areno.run.progress import Trigger
-from areno.run.resume import STATE, EarlierRun, changes, refuse_changes
+from areno.run.resume import STATE, EarlierRun, changed_settings, refuse_changes
 from areno.run.states import ENGINE, State, States
 from areno.tracking.run_folder import RunFiles, versions
 from areno.version import __version__
@@ -121,7 +121,7 @@ class StateWriter:
         except (CheckpointError, OSError) as error:
             self._note_failure(step, error)
         except ArenoError:  # the engine has failed, so no state can become complete
-            self.drop()
+            self.abandon_write()
             raise
         return True
 
@@ -145,7 +145,7 @@ class StateWriter:
         except (CheckpointError, OSError) as error:
             self._note_failure(write.step, error)
         except ArenoError:
-            self.drop()
+            self.abandon_write()
             raise
         else:
             write.alarm.cancel()
@@ -187,7 +187,7 @@ class StateWriter:
         self.poll(wait=True)
         return self.written_step == step
 
-    def drop(self) -> None:
+    def abandon_write(self) -> None:
         """Stop writing the current state and remove its files. A state that has just become complete is kept."""
         write, self._write = self._write, None
         if write is not None:
@@ -202,18 +202,18 @@ class StateWriter:
         Raises CheckpointError if that does not suffice. A partly written state would fill the disk, so that the other
         files of the run could not be written.
         """
-        needed, place = self.states.size(), self.states.folder
+        needed, folder = self.states.newest_size_bytes(), self.states.folder
         for step in reversed(self.states.steps()[1:]):
-            if shutil.disk_usage(place).free >= needed:
+            if shutil.disk_usage(folder).free >= needed:
                 return
-            logger.warning("%s has little space left: the state of step %d makes room for the next one", place, step)
+            logger.warning("%s has little space left: the state of step %d makes room for the next one", folder, step)
             self.states.remove(step)
-        if (free := shutil.disk_usage(place).free) < needed:
-            raise CheckpointError("{} has {:.3g} GiB free, and it needs {:.3g}", place, free / 2**30, needed / 2**30)
+        if (free := shutil.disk_usage(folder).free) < needed:
+            raise CheckpointError("{} has {:.3g} GiB free, and it needs {:.3g}", folder, free / 2**30, needed / 2**30)
 
     def _note_failure(self, step: int, error: Exception) -> None:
         with suppress(OSError):
-            self.drop()
+            self.abandon_write()
         self.failure = str(error)
         last = "there is no other" if self.written_step is None else f"that of step {self.written_step} stays"
         logger.warning("the state of step %d could not be written: %s. The run continues; %s", step, error, last)
@@ -285,7 +285,7 @@ class Recovery(AbstractContextManager["Recovery"]):
 
     def _check_compatible(self, state: State) -> None:
         """Raise ConfigError if the run cannot continue from a state with the current settings, models and data."""
-        found = changes(type(self.config), state.record["config"], self._settings)
+        found = changed_settings(type(self.config), state.record["config"], self._settings)
         earlier = EarlierRun.find(self.folder)
         if earlier is not None:  # config.yaml has the changes that the user asked for by --resume
             earlier.refuse_other(self.config, None)
@@ -343,7 +343,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         times = "once" if self._n_restarts == 1 else f"{self._n_restarts} times"
         raise WorkerLost(text, lost, times, Key("recover.retries"), self.config.recover.retries) from lost
 
-    def count(self, lost: WorkerLost) -> None:
+    def count_restart(self, lost: WorkerLost) -> None:
         self._n_restarts += 1
         logger.warning("%s", lost)
         logger.warning(
@@ -353,11 +353,11 @@ class Recovery(AbstractContextManager["Recovery"]):
     def restart(self, lost: WorkerLost) -> None:
         """Restart all workers. They load the models of the start of the run, so call `load` next."""
         self._begun_at, self.resumes = self.files.sizes(), True
-        self.count(lost)
+        self.count_restart(lost)
         self._engine().restart()
         self.writer.poll(wait=True)  # by now it is known whether all ranks had written a state in progress
 
-    def remember(self, run: Mapping[str, Any]) -> None:
+    def keep_run_state(self, run: Mapping[str, Any]) -> None:
         """Record the run's state dict in memory. The next training state that is written to disk contains it."""
         self._last = {
             "areno": __version__,
@@ -378,15 +378,15 @@ class Recovery(AbstractContextManager["Recovery"]):
             self._waiting = not self.writer.begin(step, self._last)
 
     def write_now(self, step: int) -> None:
-        """Write a training state with the last state dict that `remember` received, and block until it is complete."""
+        """Write a training state with the last state dict of `keep_run_state`, and block until it is complete."""
         if self.is_on:
             self.writer.write(step, self._last)
 
     def write_at_interrupt(self, step: int) -> None:
         """Write a last training state when the run ends early.
 
-        If a model has been trained since the last call of `remember`, its weights do not fit the recorded state dict.
-        Then nothing is written, and the current step is lost.
+        If a model has been trained since the last call of `keep_run_state`, its weights do not fit the recorded state
+        dict. Then nothing is written, and the current step is lost.
         """
         last = self._last["run"]["step"] if self._last else 0
         if not self.is_on or not last:

@@ -53,7 +53,7 @@ class Change:
         return f"{self.key} {before} -> {now}"
 
 
-def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def changed_settings(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Return the settings that differ between two processes of a run, in the order of the fields of `cls`.
 
     `before` may have old names of settings that areno has renamed. Missing settings have their defaults.
@@ -62,10 +62,10 @@ def changes(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any
     pairs = _differences(with_defaults(cls, before), with_defaults(cls, now))
     rollout = now.get("rollout") or {}
     is_race = bool(rollout.get("max_head_offpolicyness") or rollout.get("prompts_ahead"))
-    return [Change(key, old, new, _on_resume(cls, key, is_race)) for key, old, new in pairs]
+    return [Change(key, old, new, _resume_rule(cls, key, is_race)) for key, old, new in pairs]
 
 
-def _on_resume(cls: type[Section], key: str, is_race: bool) -> OnResume:
+def _resume_rule(cls: type[Section], key: str, is_race: bool) -> OnResume:
     """Return how a resumed run treats a change of a setting, as the setting or the nearest section declares.
 
     `is_race`: the time at which prompts finish decides on which of them a step trains.
@@ -136,7 +136,7 @@ class EarlierRun:
         """
         if recipe is not None:
             self.refuse_recipe(recipe)
-        found = changes(type(config), self.config, asdict(config))
+        found = changed_settings(type(config), self.config, asdict(config))
         if self.states.steps() or run_folder.has_metrics(self.folder):  # otherwise it begins again, with any settings
             refuse_changes(found, self.folder, explicit)
         return found
@@ -156,7 +156,7 @@ def refuse_changes(found: Sequence[Change], folder: Path, explicit: bool) -> Non
         raise ConfigError(problems)
 
 
-def folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path:
+def run_folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path:
     """Return `run_dir` if given, else the folder of the run `trial_name` if it can be resumed, else a new folder."""
     if run_dir is not None:
         return Path(run_dir)
@@ -165,9 +165,9 @@ def folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path:
     ):
         earlier.refuse_running()
         if earlier.refuse_other(config, None):
-            run_folder.describe_again(earlier.folder, config)
+            run_folder.rewrite_description(earlier.folder, config)
         return earlier.folder
-    return run_folder.for_script(config)
+    return run_folder.make_folder_for_script(config)
 
 
 def run_to_resume(config: ExperimentConfig, folder: Path) -> EarlierRun | None:
@@ -196,20 +196,20 @@ def named_run(text: str, recipe: str) -> Path:
     return folder
 
 
-def resumes(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> bool:
-    """Return whether a command resumes what is in a folder. `sweep`: overrides of a sweep, None for a single run."""
+def resumes_existing(config: ExperimentConfig, folder: Path, sweep: list[str] | None) -> bool:
+    """Return whether a command resumes what is in a folder. `sweep`: overrides of a sweep, None for one run."""
     if sweep is None:
         return run_to_resume(config, folder) is not None
     if config.recover.mode == "off" or not run_folder.is_sweep(folder):
         return False
     before = sweep_of(folder)
-    if _comparable(type(config), before) != _comparable(type(config), sweep):
+    if _comparable_overrides(type(config), before) != _comparable_overrides(type(config), sweep):
         there = " ".join(line.lstrip("+") for line in before)
         raise ConfigError(Problem("trial_name", "{} holds another sweep ({}); choose another name", folder, there))
     return True
 
 
-def _comparable(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
+def _comparable_overrides(cls: type[ExperimentConfig], sweep: list[str]) -> list[str]:
     """Return the overrides of a sweep in a form that can be compared with those of an earlier start.
 
     Renamed settings get their current names. trial_name is left out, because it may be the start time of the sweep.
@@ -230,7 +230,7 @@ def accept_changes(
     changed = earlier.refuse_other(config, recipe, explicit)
     if changed:
         before = overrides_of(earlier.folder) if explicit else []
-        run_folder.describe_again(earlier.folder, config, [*before, *overrides])
+        run_folder.rewrite_description(earlier.folder, config, [*before, *overrides])
     return changed
 
 
@@ -249,7 +249,7 @@ def print_result(
 
     If the run has steps left, print nothing and return None.
     """
-    finished = earlier.states.finished
+    finished = earlier.states.finished_record
     if finished is None or any(change.on_resume is RUN_LENGTH for change in changed):
         return None
     step, result = finished["step"], finished["result"]
@@ -284,13 +284,13 @@ def print_resume_command(command: str, folder: Path) -> None:
 
 def print_sweep_command(folder: Path) -> None:
     """Print how to resume a sweep, if any of its runs is unfinished and has a training state."""
-    if any(EarlierRun(path).states.are_unfinished for path in folder.iterdir()):
+    if any(EarlierRun(path).states.run_is_unfinished for path in folder.iterdir()):
         print(f"to resume it: {_sweep_command(folder)}", file=sys.stderr)
 
 
 def print_next_commands(command: str, folder: Path) -> None:
     """Print the commands that report, evaluate, serve and continue a finished run, if stderr is a terminal."""
-    finished = EarlierRun(folder).states.finished
+    finished = EarlierRun(folder).states.finished_record
     if not sys.stderr.isatty():
         return
     quoted = shlex.quote(shown_path(folder))
@@ -314,12 +314,12 @@ def print_unfinished(command: str, experiment: Path) -> None:
     if not os.path.isdir(experiment):  # returns False for a name that is too long, where Path raises
         return
     folders = [path for path in experiment.iterdir() if run_folder.is_described(path) or run_folder.is_sweep(path)]
-    newest = max(folders, key=run_folder.begun_at, default=None)
+    newest = max(folders, key=run_folder.start_time, default=None)
     if newest is None:
         return
     is_sweep = run_folder.is_sweep(newest)
     runs = [EarlierRun(path) for path in (newest.iterdir() if is_sweep else [newest])]
-    if not any(run.is_running for run in runs) and any(run.states.are_unfinished for run in runs):
+    if not any(run.is_running for run in runs) and any(run.states.run_is_unfinished for run in runs):
         how = _sweep_command(newest) if is_sweep else resume_command(command, newest)
         print(f"This is a new run. {shown_path(newest)} is not finished; to resume it: {how}")
 

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from areno import heartbeat, trace
-from areno.api.metrics import Stopwatch, step_scalars, step_times, with_prefix
+from areno.api.metrics import Stopwatch, step_scalars, step_time_metrics, with_prefix
 from areno.config.experiments import ExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.errors import ArenoError, WorkerLost
@@ -34,13 +34,13 @@ from areno.files.durable import atomic_write_text
 from areno.files.interrupts import Stop
 from areno.plan.argument_checks import check_folder
 from areno.plan.forecast import Forecast
-from areno.plan.phases import compare, measured_lengths
+from areno.plan.phases import compare_with_recorded, measured_lengths
 from areno.run.checkpoints import Saver
 from areno.run.evaluator import Evaluator
 from areno.run.outputs import RunOutputs, RunTexts
 from areno.run.progress import Name, RunProgress
 from areno.run.recovery import RecoverableEngine, Recovery
-from areno.run.resume import folder_for
+from areno.run.resume import run_folder_for
 from areno.run.tracing import RunTracer
 from areno.tracking.accuracy import without_right
 from areno.tracking.console import RESUMED, log_done, log_stopped
@@ -105,7 +105,7 @@ class Run:
         if run_dir is not None:
             check_folder("run_dir", run_dir)
         self.config, self._models = config, models
-        self.folder = folder_for(config, run_dir)
+        self.folder = run_folder_for(config, run_dir)
         self.progress = RunProgress(config, loader)
         self.saver = Saver(config.saver, self.folder / "checkpoints", models.checkpoint_written)
         with ExitStack() as stack:
@@ -127,7 +127,7 @@ class Run:
         self._todo: list[str] = []  # "save" and "evaluate", if they are due after this step and not done
         self._has_begun = self._has_ended = self._stopped_early = False
         self._first = self.state_dict()
-        self.outputs.announce(self.recovery.files)
+        self.outputs.print_start(self.recovery.files)
 
     @property
     def step(self) -> int:
@@ -149,7 +149,7 @@ class Run:
         if self.outputs.display is not None:
             self.outputs.display.begin(self.step)
         self.progress.open_batches()
-        while not self.evaluator.is_exhausted:
+        while not self.evaluator.should_stop_early:
             self.tracer.before_step(self.step + 1)
             self.clock.reset()
             self._peaks = {}
@@ -159,9 +159,9 @@ class Run:
             self.tracer.begin_step(self.clock.began)
             self.outputs.begin_step()
             yield batch
-        if self.evaluator.is_exhausted and self.step < self.progress.total_steps:
+        if self.evaluator.should_stop_early and self.step < self.progress.total_steps:
             self._stopped_early = True
-            logger.info("early stopping: %s; see evaluator.patience", self.evaluator.describe())
+            logger.info("early stopping: %s; see evaluator.patience", self.evaluator.describe_early_stop())
         self.progress.log_epoch_end()
 
     def begin(self) -> None:
@@ -202,7 +202,9 @@ class Run:
         self.saver.poll()
         self.clock.close_step()
         self.tracer.end_step(self.step)
-        self.log(step_scalars({**stats, **step_times(self.clock)}, self.clock) | with_prefix("memory", self._peaks))
+        self.log(
+            step_scalars({**stats, **step_time_metrics(self.clock)}, self.clock) | with_prefix("memory", self._peaks)
+        )
         self.outputs.warn_of_divergence()
         step, epoch_ended = self.step, self.progress.epoch_ended
         save = self.saver.due(step, epoch_ended)
@@ -218,7 +220,7 @@ class Run:
 
         Each finished action is removed from `self._todo` and recorded, so that a resumed run does not repeat it.
         """
-        self.recovery.remember(self.state_dict())
+        self.recovery.keep_run_state(self.state_dict())
         with trace.span(trace.DRIVER, "state") if state_is_due else nullcontext():
             self.recovery.write(self.step, state_is_due)
         while self._todo:
@@ -229,7 +231,7 @@ class Run:
             else:
                 self.evaluate()
             self._todo.pop(0)
-            self.recovery.remember(self.state_dict())
+            self.recovery.keep_run_state(self.state_dict())
         self.stop.check()
 
     def evaluate(self) -> dict[str, float]:
@@ -241,7 +243,7 @@ class Run:
             scalars = without_right(scalars)
         if scalars:
             self.log(with_prefix("eval", scalars))
-            self.progress.keep(**{f"eval_{name}": value for name, value in scalars.items()})
+            self.progress.append_to_history(**{f"eval_{name}": value for name, value in scalars.items()})
         return scalars
 
     def finish(self, numbers: Mapping[Name, int]) -> None:
@@ -251,20 +253,20 @@ class Run:
         """
         self.during_steps.close()
         self.outputs.check_learned()
-        self._todo = ["save"] if not self.saver.has(self.step) else []
+        self._todo = ["save"] if not self.saver.has_checkpoint(self.step) else []
         self._todo += ["evaluate"] if self.evaluator.evaluated_step != self.step else []
         self._save_and_evaluate()
         self.saver.end()
-        self.recovery.remember(self.state_dict())
+        self.recovery.keep_run_state(self.state_dict())
         changes = self.progress.describe_changes(numbers)
         if self._stopped_early:
-            changes.append(f"stopped early: {self.evaluator.describe()}")
+            changes.append(f"stopped early: {self.evaluator.describe_early_stop()}")
         self.recovery.write_now(self.step)
         self._compare_with_forecast()
         self.outputs.warn_of_unscored()
-        if note := self.outputs.closing_note(self.saver.newest):
+        if note := self.outputs.closing_note(self.saver.newest_checkpoint):
             changes.append(note)
-        log_done(self.step, self.progress.seconds, ", ".join(changes), self.folder)
+        log_done(self.step, self.progress.elapsed_seconds, ", ".join(changes), self.folder)
         self._has_ended = True
         self.recovery.check_last(self.step)
 
@@ -273,7 +275,7 @@ class Run:
         try:
             metrics = {name: series.values for name, series in RunReader(self.folder).metrics().items()}
             lengths = measured_lengths(self.config, metrics)
-            compared = compare(self._models.forecast(*lengths).phases, metrics) if lengths else []
+            compared = compare_with_recorded(self._models.forecast(*lengths).phases, metrics) if lengths else []
             if compared:
                 content = json.dumps([asdict(phase) for phase in compared], indent=1)
                 atomic_write_text(self.folder / FORECAST, content + "\n")
@@ -290,7 +292,7 @@ class Run:
             self.recovery.record_finished(self.step, result, ended_by)
 
     def _before_phase(self, name: str) -> None:
-        self.pulse()
+        self.poll_state_and_interrupts()
         if name.startswith("train"):
             self.recovery.models_recorded = False
 
@@ -298,7 +300,7 @@ class Run:
         peak = self._models.engine().phase_memory_gib()
         self._peaks[name] = max(peak, self._peaks.get(name, 0.0))
 
-    def pulse(self) -> None:
+    def poll_state_and_interrupts(self) -> None:
         """Complete a state that is being written, if its files are ready. Call this often while the engine works.
 
         Raises KeyboardInterrupt after Ctrl-C or SIGTERM, unless a model has been trained since the last step.
@@ -308,7 +310,7 @@ class Run:
             self.stop.check()
 
     @contextmanager
-    def guarded(self) -> Iterator[None]:
+    def interrupts_delayed(self) -> Iterator[None]:
         """Delay Ctrl-C and SIGTERM until nothing is lost. If the block raises, write a training state."""
         with self.stop, heartbeat.working("the run"):
             try:
@@ -369,7 +371,7 @@ def fault_tolerant(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
     @functools.wraps(fit)
     def guarded_fit(loop: Loop) -> float:
         run = loop.run
-        with run.guarded():
+        with run.interrupts_delayed():
             lost: WorkerLost | None = None
             while True:
                 try:

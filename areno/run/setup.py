@@ -27,7 +27,7 @@ from areno.data.teacher_rows import teacher_rows
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, ConfigError, Key, Problem, WorkerLost, all_of, keys_renamed
-from areno.files.paths import model_setting
+from areno.files.paths import name_model_setting_in_errors
 from areno.models.folder import same_weights
 from areno.models.registry import load_config
 from areno.plan.devices import n_workers_here
@@ -38,7 +38,7 @@ from areno.plan.lr_schedule import device_warnings, schedule_warnings, staleness
 from areno.plan.phases import shared_decoder
 from areno.plan.plan import TrainerPlan, check_copies, plan_of_experiment
 from areno.plan.roles import experiment_roles
-from areno.plan.startup_log import startup_facts, without_answers
+from areno.plan.startup_log import describe_missing_answers, startup_facts
 from areno.plan.vocabularies import complete_roles
 from areno.run import tuning
 from areno.run.agents_across_steps import LiveAgents
@@ -46,7 +46,7 @@ from areno.run.evaluator import Evaluator
 from areno.run.outputs import RunTexts
 from areno.run.run import Run
 from areno.run.states import folder_fingerprint, rows_fingerprint
-from areno.schema.fields import unused
+from areno.schema.fields import unused_setting_problems
 from areno.scoring.judge import check_fields
 from areno.scoring.judge_readers import EndpointReader, JudgeReader, RoleReader
 from areno.scoring.pool import RewardPool
@@ -178,7 +178,7 @@ class Setup(Generic[Config]):
             models = SavedModels(config, loop.also_saved)
             self.run = self._open_run(plan, run_dir, models)
             stack.callback(self.run.close)
-            tuning.write(self.run.folder, tuned)
+            tuning.write_tuned_settings(self.run.folder, tuned)
 
             plan, self.roles = with_schedules(config, plan, self.roles, self.run.progress.total_steps)
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}
@@ -262,7 +262,7 @@ class Setup(Generic[Config]):
         texts = RunTexts(
             headline=self._loop.headline,
             reward=self._reward_name(),
-            unanswered="" if self.rewards is None or self.agents is not None else without_answers(self.loader),
+            unanswered="" if self.rewards is None or self.agents is not None else describe_missing_answers(self.loader),
             facts=startup_facts(config, plan, self.roles, self.loader) if trains else {},
             token_text=token_text,
             is_untrained=partial(_has_initial_weights, plan.spec),
@@ -323,7 +323,7 @@ class Setup(Generic[Config]):
             except WorkerLost as lost:
                 if self.config.scheduler.type == "local" or not self.run.recovery.may_restart:
                     self.run.recovery.give_up(lost)
-                self.run.recovery.count(lost)
+                self.run.recovery.count_restart(lost)
 
     def close(self) -> None:
         self._resources.close()
@@ -364,7 +364,7 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
         return None
     given = reward_fn is not None or config.reward.fn is not None
     if not given and (config.reward.has_model or config.agent.fn is not None or not config.needs_rewards):
-        if idle := unused(config.reward, in_build=True):
+        if idle := unused_setting_problems(config.reward, in_build=True):
             raise ConfigError([problem.under("reward") for problem in idle])
         return None
     return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=_n_devices(config)))
@@ -386,7 +386,7 @@ def _open_judge(config: ExperimentConfig, stack: ExitStack) -> JudgeReader | Non
     if judge.path is None:
         return None
     path = whole_model(judge.path, "reward.judge.path")
-    with model_setting("reward.judge.path"), keys_renamed({"tokenizer_path": "reward.judge.path"}.get):
+    with name_model_setting_in_errors("reward.judge.path"), keys_renamed({"tokenizer_path": "reward.judge.path"}.get):
         model, tokenizer = load_config(path), load_tokenizer(path)
     return RoleReader(judge, Vocabulary(path, model, tokenizer=tokenizer))
 

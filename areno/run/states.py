@@ -189,7 +189,7 @@ class States:
     def remove(self, step: int) -> None:
         atomic_remove(self._path(step))
 
-    def size(self) -> int:
+    def newest_size_bytes(self) -> int:
         """Return the size of the newest state in bytes. 0 without states."""
         newest = next(iter(self.steps()), None)
         files = [] if newest is None else self._path(newest).rglob("*")
@@ -199,7 +199,7 @@ class States:
         return self.folder / f"{_PREFIX}{step:06d}"
 
     @property
-    def finished(self) -> dict[str, Any] | None:
+    def finished_record(self) -> dict[str, Any] | None:
         """The content of finished.json: "step", "result" and "ended_by". None without it, or if it is damaged."""
         try:
             found = json.loads((self.folder / "finished.json").read_text(encoding="utf-8"))
@@ -209,8 +209,8 @@ class States:
             return None
 
     @property
-    def are_unfinished(self) -> bool:
-        return bool(self.steps()) and self.finished is None
+    def run_is_unfinished(self) -> bool:
+        return bool(self.steps()) and self.finished_record is None
 
     def set_finished(self, step: int | None, result: float | None = None, ended_by: str = "") -> None:
         """Write finished.json. If `step` is None, remove the file, because the run trains further."""

@@ -68,7 +68,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
     def begin_step(self, began: float) -> None:
         """Start the trace of a step, whose batch has been read. `began`: when reading began (time.perf_counter)."""
         if self._file is not None:
-            self._began = trace.at(began)
+            self._began = trace.from_perf_counter(began)
             trace.add(trace.DRIVER, "data", self._began, trace.now())
 
     def end_step(self, step: int) -> None:

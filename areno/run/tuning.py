@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
-from areno.cost.footprint import gib
+from areno.cost.footprint import gib_text
 from areno.errors import ConfigError, EngineError, Problem
 from areno.files.durable import atomic_write_text
 from areno.plan.hardware import Hardware, devices_here, this_cpu
@@ -30,12 +30,12 @@ from areno.plan.tuning_candidates import (
     CHOSEN,
     Candidate,
     candidates,
-    given_settings,
+    chosen_settings_given,
     nothing_fits_error,
     shortlist,
 )
 from areno.run.tuning_trials import MeasuredTrial, Trials
-from areno.schema.fields import changed
+from areno.schema.fields import changed_settings
 from areno.schema.values import value_at
 from areno.specs.engine import EngineSpec
 from areno.tracking.run_folder import TUNED, folder_of, is_described, settings_of
@@ -52,7 +52,7 @@ def tune(config: ExperimentConfig, given: Collection[str], reuse: str = "") -> s
     if not isinstance(config, PolicyExperimentConfig) or not config.tune.enabled:
         return None
     began = time.monotonic()
-    chosen = choose(config, given_settings(given))
+    chosen = choose_settings(config, chosen_settings_given(given))
     if not chosen:
         logger.info("tune: no setting is left to choose, so that nothing is tried")
         return None
@@ -76,14 +76,14 @@ def _tuned_yaml(chosen: Mapping[str, Any], base: str) -> str:
     return "\n".join([*lines, OmegaConf.to_yaml(nested)])
 
 
-def restore(config: ExperimentConfig, folder: Path, given: Collection[str] = ()) -> None:
+def restore_tuned_settings(config: ExperimentConfig, folder: Path, given: Collection[str] = ()) -> None:
     """Set the settings that were tuned when the run first started, except those that the user sets now.
 
     They are set even if tune.enabled is now false, because the run continues with the settings that it began with.
     """
     if not isinstance(config, PolicyExperimentConfig):  # another algorithm, with which the run cannot be resumed
         return
-    before, kept = settings_of(folder, TUNED), given_settings(given)
+    before, kept = settings_of(folder, TUNED), chosen_settings_given(given)
     found = {key: value_at(before, key) for key in CHOSEN if key not in kept}
     set_values(config, {key: value for key, value in found.items() if value is not None})
 
@@ -95,15 +95,15 @@ def tune_for_script(config: ExperimentConfig, run_dir: str | Path | None) -> str
     """
     if run_dir is not None and is_described(Path(run_dir)):
         return None
-    given = [key for key, _ in changed(config)]
+    given = [key for key, _ in changed_settings(config)]
     folder = folder_of(config, config.trial_name) if run_dir is None and config.trial_name else run_dir
     if folder is not None and (Path(folder) / TUNED).exists():
-        restore(config, Path(folder), given)
+        restore_tuned_settings(config, Path(folder), given)
         return None
     return tune(config, given)
 
 
-def write(folder: Path, text: str | None) -> None:
+def write_tuned_settings(folder: Path, text: str | None) -> None:
     if text is None:
         return
     try:
@@ -112,7 +112,7 @@ def write(folder: Path, text: str | None) -> None:
         raise ConfigError(Problem("cluster.fileroot", "cannot write to {}: {}", folder, error.strerror)) from error
 
 
-def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, Any]:
+def choose_settings(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, Any]:
     """Try the best candidates for a run, and return the settings of the fastest one that fits."""
     plan = plan_of_experiment(config)
     hardware, n_devices = _hardware(plan.spec), len(plan.spec.devices)
@@ -124,7 +124,7 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
     least: int | None = None  # peak of a candidate that is too large
     error: EngineError | None = None
     with Trials(plan, probes_rollout=AT_ONCE not in given) as trials:
-        smallest = min(found, key=lambda candidate: candidate.peak)
+        smallest = min(found, key=lambda candidate: candidate.peak_memory_bytes)
         for number, candidate in enumerate([*(tried := shortlist(found)), smallest]):
             is_last_resort = number == len(tried)
             if number and (not trials.may_begin(candidate) or (is_last_resort and fitting)):
@@ -135,14 +135,14 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
                 error = failure
                 logger.warning("tune: %s: discarded, %s", candidate, str(failure).partition("\n")[0])
                 continue
-            is_too_large = f"; discarded, more than {gib(most)} GiB" if measured.peak > most else ""
+            is_too_large = f"; discarded, more than {gib_text(most)} GiB" if measured.peak > most else ""
             logger.info("tune: %s: %s%s", candidate, _predicted_and_measured(candidate, measured), is_too_large)
             if is_too_large:
                 least = min(measured.peak, least or measured.peak)
             else:
                 fitting.append((candidate, measured))
     if fitting:
-        best, _ = min(fitting, key=lambda result: (-result[0].n_rows, result[0].price(result[1].step_s)))
+        best, _ = min(fitting, key=lambda result: (-result[0].n_rows, result[0].seconds_per_sample(result[1].step_s)))
         return dict(best.settings)
     if least is None and error is not None:
         raise error
@@ -151,8 +151,8 @@ def choose(config: PolicyExperimentConfig, given: Collection[str]) -> dict[str, 
 
 def _predicted_and_measured(candidate: Candidate, measured: MeasuredTrial) -> str:
     return (
-        f"{candidate.usual.seconds:.2f} s a step predicted, {measured.step_s:.2f} s measured; "
-        f"{gib(candidate.peak)} GiB predicted, {gib(measured.peak)} GiB measured"
+        f"{candidate.usual.step_seconds:.2f} s a step predicted, {measured.step_s:.2f} s measured; "
+        f"{gib_text(candidate.peak_memory_bytes)} GiB predicted, {gib_text(measured.peak)} GiB measured"
     )
 
 

@@ -148,7 +148,11 @@ class _Trial:
         decodes = self._rollout()
         factors = {phase.name: decodes for phase in self.candidate.usual.phases if phase.decodes}
         # A judge that writes is not tried. Its decoder works like the actor's, with a cache of the planned size.
-        peaks = [phase.peak / GIB for phase in self.candidate.full.phases if phase.decodes and phase.name != "rollout"]
+        peaks = [
+            phase.peak_memory_bytes / GIB
+            for phase in self.candidate.full.phases
+            if phase.decodes and phase.name != "rollout"
+        ]
         self._peak = max([self._peak, *peaks])
         rows, n_prompts = self._random_rows()
         predicted = {phase.name: phase for phase in self._predicted_phases(n_prompts).phases}
@@ -167,14 +171,16 @@ class _Trial:
         return step_s, int(self._peak * GIB) + self.candidate.usual.hardware.context_bytes
 
     def _predicted_phases(self, n_prompts: int, prompt: int | None = None, answer: int | None = None) -> Forecast:
-        """Return the forecast for part of a step's work. A length of None stands for the usual length."""
-        usual, found = self._limits.usual, self.candidate.usual
+        """Return the forecast for part of a step's work. A length of None stands for the mean."""
+        mean_lengths, found = self._limits.mean_lengths, self.candidate.usual
         data = replace(self.config.train_dataset, batch_size=n_prompts)
         rollout = replace(self.config.rollout, max_concurrent_rollouts=self._n_at_once)
         # A part of the rows need not divide into the updates of a step.
         trained = {name: replace(model, ppo_n_minibatches=1) for name, model in self.config.trained_models().items()}
         config = replace(self.config, train_dataset=data, rollout=rollout, **trained)
-        return forecast(config, found.hardware, found.n_devices, prompt or usual.prompt, answer or usual.answer)
+        return forecast(
+            config, found.hardware, found.n_devices, prompt or mean_lengths.prompt, answer or mean_lengths.answer
+        )
 
     @property
     def _n_at_once(self) -> int:
@@ -193,7 +199,7 @@ class _Trial:
         engine.begin_rollout(self.spec)
         if known is None:
             assert self._rollouts is not None
-            usual = self._limits.usual
+            usual = self._limits.mean_lengths
 
             def predicted(prompt: int, answer: int) -> float:
                 return self._predicted_phases(self.n_prompts, prompt, answer).phases[0].seconds
@@ -241,13 +247,13 @@ class _Trial:
 
         The rows can be trained in a few seconds, but are at least enough for a micro-batch on each device.
         """
-        layout, usual = self.plan.spec.layout, self._limits.usual
+        layout, usual = self.plan.spec.layout, self._limits.mean_lengths
 
         def passes(n_prompts: int) -> float:
             return sum(phase.seconds for phase in self._predicted_phases(n_prompts).phases if not phase.decodes)
 
         budgets = (phase.budget for phase in self.candidate.usual.phases if phase.budget is not None)
-        fill = max(budgets, default=1) * layout.cp_size * layout.data_size
+        fill = max(budgets, default=1) * layout.cp_size * layout.n_data_parallel_groups
         least = -(-fill // (self._n_samples * (usual.prompt + usual.answer)))
         n_prompts = min(self.n_prompts, max(least, _largest_in_time(self.n_prompts, passes, _TRAIN_S)))
         lengths = [
@@ -279,7 +285,7 @@ class _Trial:
     def _train(self, phase: Phase, role: str, rows: list[TrainSequence]) -> None:
         section: Any = vars(self.config)[role]
         accumulates = section.gradient_accumulation_steps if role == "actor" else None
-        spec: MicroBatchSpec = section.mb_spec if accumulates is None else section.mb_spec.counted
+        spec: MicroBatchSpec = section.mb_spec if accumulates is None else section.mb_spec.with_fixed_size
         if spec.is_automatic:
             spec = MicroBatchSpec(max_tokens_per_mb=phase.budget)
         update = UpdateSpec(
@@ -326,7 +332,7 @@ def _largest_in_time(most: int, seconds: Callable[[int], float], limit_s: float)
 
 def _warm_up(engine: Engine, config: PolicyExperimentConfig) -> None:
     row = _made_up_row(_WARM_UP_TOKENS, [1] * 2 * _WARM_UP_TOKENS, 1.0)
-    rows, spec = [row] * engine.spec.layout.data_size, MicroBatchSpec(mini_bs=1)
+    rows, spec = [row] * engine.spec.layout.n_data_parallel_groups, MicroBatchSpec(mini_bs=1)
     engine.train(rows, _loss_fn(config.divergence), UpdateSpec(spec, divergence=config.divergence))
     if isinstance(config, CriticExperimentConfig):
         engine.train(rows, value_loss_fn, UpdateSpec(spec), "critic")

@@ -105,13 +105,13 @@ def temporary_folder(prefix: str) -> Iterator[str]:
         try:
             while names := os.listdir(folder):
                 for name in names:
-                    _remove(name, folder)
+                    _remove_file_or_tree(name, folder)
         finally:
             os.close(folder)
         os.rmdir(path)
 
 
-def _remove(name: str, parent: int) -> None:
+def _remove_file_or_tree(name: str, parent: int) -> None:
     """Remove `name` in the open folder `parent`. Subfolders are moved to `parent`, which removes them later."""
     with contextlib.suppress(IsADirectoryError):
         return os.unlink(name, dir_fd=parent)

@@ -155,7 +155,7 @@ def _enter_pid_namespace() -> None:
             file.write(text)
 
 
-def limit(seconds: int, megabytes: int) -> None:
+def limit_resources(seconds: int, megabytes: int) -> None:
     """Limit CPU time and memory of each process, and the size and number of its files."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
@@ -176,13 +176,13 @@ def drop_privileges() -> None:
     system_call("capset", header, struct.pack("6I", effective & kept, permitted & kept, 0, 0, 0, 0))
 
 
-def path_rule(path: str, rights: int) -> tuple[int, int]:
+def open_path_rule(path: str, rights: int) -> tuple[int, int]:
     """Open a path as a rule (file descriptor, rights) for `ruleset`. A file gets only rights that files can have."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     return fd, rights if stat.S_ISDIR(os.stat(fd).st_mode) else rights & _OF_NO_FOLDER
 
 
-def ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
+def make_landlock_ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
     """Return the file descriptor of a Landlock ruleset for `limit_files`.
 
     It allows only the access to files that `rules` give. From ABI 6 on, it also forbids signals to processes outside.

@@ -39,8 +39,8 @@ def main(fd: int, abi: int, read: list[str], write: list[str]) -> None:
             return
     kernel.adopt_orphans()
     kernel.drop_privileges()
-    rules = [kernel.path_rule(path, kernel.READ) for name in read for path in glob.glob(name)]
-    rules += [kernel.path_rule(path, kernel.DEVICE) for name in write for path in glob.glob(name)]
+    rules = [kernel.open_path_rule(path, kernel.READ) for name in read for path in glob.glob(name)]
+    rules += [kernel.open_path_rule(path, kernel.DEVICE) for name in write for path in glob.glob(name)]
     with socket(AF_UNIX, SOCK_SEQPACKET, fileno=fd) as requests:
         _Server(requests, abi, rules, limited).serve()
 
@@ -106,9 +106,9 @@ class _Server:
 
     def _limits_of_files(self, request: dict[str, Any], opened: contextlib.ExitStack) -> int:
         """Return a Landlock ruleset for a command. Called before the fork, so that the fork copies fewer pages."""
-        rules = [kernel.path_rule(path, kernel.READ) for path in request["read"]]
-        rules.append(kernel.path_rule(request["folder"], kernel.WRITE))
-        limits = kernel.ruleset(self._abi, [*self._rules, *rules])
+        rules = [kernel.open_path_rule(path, kernel.READ) for path in request["read"]]
+        rules.append(kernel.open_path_rule(request["folder"], kernel.WRITE))
+        limits = kernel.make_landlock_ruleset(self._abi, [*self._rules, *rules])
         for fd in (limits, *(fd for fd, _ in rules)):
             opened.callback(os.close, fd)
         return limits
@@ -160,7 +160,7 @@ def _execute_limited(request: dict[str, Any], limits: int | None, calls: bytes, 
             os.dup2(fd, number)
         _end_first_without_memory()
         os.chdir(request["folder"])
-        kernel.limit(int(request["seconds"]) + 1, request["megabytes"])
+        kernel.limit_resources(int(request["seconds"]) + 1, request["megabytes"])
         if limits is not None:
             kernel.limit_files(limits)
         kernel.filter_calls(calls)

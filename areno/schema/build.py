@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from areno.errors import ConfigError, Key, Problem, suggestion
 from areno.schema.fields import REQUIRED, Missing, Section, Unused, partial_section, problems_between, rows, settings
-from areno.schema.values import InvalidValue, flat, show, value_at
+from areno.schema.values import InvalidValue, flatten_settings, show, value_at
 
 logger = logging.getLogger("areno.schema")
 
@@ -113,7 +113,7 @@ def current_key(cls: type[Section], key: str) -> str:
     nested: Any = None
     for name in reversed(key.split(".")):
         nested = {name: nested}
-    [current] = flat(with_current_names(cls, nested))
+    [current] = flatten_settings(with_current_names(cls, nested))
     return current
 
 
@@ -175,7 +175,7 @@ def with_defaults(
         if setting.sections and isinstance(value, Mapping):
             around = {key: values[key] for key in settings(setting.sections) if key in values}
             value = {
-                key: with_defaults(setting.sections, _merged(around, given)) if isinstance(given, Mapping) else given
+                key: with_defaults(setting.sections, _fill_in(around, given)) if isinstance(given, Mapping) else given
                 for key, given in value.items()
             }
         values[name] = required if value is REQUIRED else value
@@ -248,10 +248,10 @@ def _drop_repeated(problems: list[Problem], prefix: str, name: str, data: Mappin
                 problems.remove(problem)
 
 
-def _merged(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]:
+def _fill_in(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return `given`, with the values that it leaves out taken from `around`. Nested sections are merged."""
     inside = {
-        name: _merged(value, given[name])
+        name: _fill_in(value, given[name])
         for name, value in around.items()
         if isinstance(value, Mapping) and isinstance(given.get(name), Mapping)
     }

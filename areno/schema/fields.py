@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from areno.errors import ConfigError, Key, Problem
-from areno.schema.values import InvalidValue, convert, show, spelling
+from areno.schema.values import InvalidValue, convert, show, type_in_words
 
 REQUIRED: Any = dataclasses.MISSING
 """The default of a setting that has no default, so that a value is required."""
@@ -163,9 +163,9 @@ class Needs:
     def problem(self, key: str, value: Any, other: Any) -> Problem:
         """Return the problem of a setting without effect: "is 5, but <key> is null, so ...; set <key>, or ..."."""
         values = self.values or ((True,) if isinstance(other, bool) else ())
-        to = f" to {' or '.join(map(_plain, values))}" if values else ""
+        to = f" to {' or '.join(map(_plain_text, values))}" if values else ""
         so = f", so {self.so}" if self.so else ""
-        args = [_plain(value), Key(self.key), _plain(other)]
+        args = [_plain_text(value), Key(self.key), _plain_text(other)]
         if self.do:
             return Unused(key, f"is {{}}, but {{}} is {{}}{so}; {self.do}, or leave this out", *args)
         return Unused(key, f"is {{}}, but {{}} is {{}}{so}; set {{}}{to}, or leave this out", *args, Key(self.key))
@@ -188,13 +188,13 @@ class Unused(Problem):
         return type(self)(f"{prefix}.{self.key}", self.template, *args)
 
 
-def _plain(value: Any) -> str:
+def _plain_text(value: Any) -> str:
     """Return a value in the form for messages: text without quotes, 5.0 as "5", a whole section as "set"."""
     value = int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
     return "set" if isinstance(value, Section) else value if isinstance(value, str) else show(value)
 
 
-def as_in(
+def setting_as_in(
     section: type[Section], name: str, default: Any = REQUIRED, on_resume: OnResume | None = None, **bounds: float
 ) -> Any:
     """Declare a copy of the setting `name` of `section`, with another default, bounds or on_resume if given."""
@@ -211,7 +211,7 @@ def with_settings_of(section: type[Section], *names: str) -> Callable[[type[T]],
     def add(cls: type[T]) -> type[T]:
         cls.__annotations__ = {name: settings(section)[name].hint for name in names} | cls.__annotations__
         for name in names:
-            setattr(cls, name, as_in(section, name))
+            setattr(cls, name, setting_as_in(section, name))
         return cls
 
     return add
@@ -287,7 +287,7 @@ class Setting:
     @property
     def type_text(self) -> str:
         """The type in words, with its bounds: `int, more than 0, or null`."""
-        return spelling(self.hint, ", ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()))
+        return type_in_words(self.hint, ", ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()))
 
     def default_in(self, section: Section | None) -> Any:
         """Return the value in `section`, if given, otherwise the field's default. REQUIRED if there is none."""
@@ -376,12 +376,12 @@ def rows(
             yield from rows(setting.section, f"{prefix}{name}.", inner, of_section, heading)
 
 
-def changed(section: Section, prefix: str = "", default: Section | None = None) -> Iterator[tuple[str, Any]]:
+def changed_settings(section: Section, prefix: str = "", default: Section | None = None) -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) of each setting that differs from `default` or, without it, from its own default."""
     for name, field in settings(type(section)).items():
         value, usual = value_of(section, name), field.default_in(default)
         if isinstance(value, Section):
-            yield from changed(value, f"{prefix}{name}.", usual if isinstance(usual, Section) else None)
+            yield from changed_settings(value, f"{prefix}{name}.", usual if isinstance(usual, Section) else None)
         elif value != usual:
             yield prefix + name, value
 
@@ -443,7 +443,7 @@ def value_of(section: Section, name: str) -> Any:
     return vars(section)[name]
 
 
-def _unknown(section: Section) -> Any:
+def _raise_unknown_value(section: Section) -> Any:
     raise _UnknownValue
 
 
@@ -452,7 +452,7 @@ def partial_section(cls: type[T], known: dict[str, Any]) -> T:
 
     `problems_between` can check the section later. It skips each check that reads an unknown value.
     """
-    unknown = {name: property(_unknown) for name in settings(cls) if name not in known}
+    unknown = {name: property(_raise_unknown_value) for name in settings(cls) if name not in known}
     section: Any = object.__new__(type(cls.__name__, (cls,), unknown) if unknown else cls)
     vars(section).update(known)
     return section
@@ -471,10 +471,10 @@ def problems_between(section: Section, in_build: bool = False, sources: bool = T
         if isinstance(attribute, check) and not isinstance(attribute, skipped):
             with suppress(_UnknownValue):
                 found += list(attribute.rule(section))
-    return found + unused(section, in_build, sources)
+    return found + unused_setting_problems(section, in_build, sources)
 
 
-def unused(section: Section, in_build: bool = False, sources: bool = True) -> list[Problem]:
+def unused_setting_problems(section: Section, in_build: bool = False, sources: bool = True) -> list[Problem]:
     """Report the settings that are changed but have no effect because of another setting (`only_with`).
 
     Settings in nested sections count too, and keys are relative to `section`. A setting with its default value is never
@@ -492,7 +492,7 @@ def unused(section: Section, in_build: bool = False, sources: bool = True) -> li
     return found
 
 
-def dependents(cls: type[Section], name: str) -> list[str]:
+def settings_unused_without(cls: type[Section], name: str) -> list[str]:
     """Return the settings of a section that have no effect while the setting `name` is null."""
     return [key for key, _, need in _needs_of(cls) if need.key == name and key in settings(cls) and not need.values]
 
@@ -528,6 +528,6 @@ def _changed_settings(section: Section, key: str, field: Setting, besides: str) 
     """Yield (key, value) if the setting `key` is changed. If it is a section, check its settings except `besides`."""
     value, default = _value_at(section, key), field.default()
     if isinstance(value, Section) and isinstance(default, Section):
-        yield from (pair for pair in changed(value, f"{key}.", default) if pair[0] != besides)
+        yield from (pair for pair in changed_settings(value, f"{key}.", default) if pair[0] != besides)
     elif value != default:
         yield key, value

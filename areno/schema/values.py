@@ -82,7 +82,7 @@ def _convert_union(value: Any, hint: Any, arms: tuple[Any, ...]) -> Any:
         except InvalidValue as error:
             messages.append(str(error))
     if len(messages) > 1:
-        raise InvalidValue(f"is {show(value)}; expected {spelling(hint)}")
+        raise InvalidValue(f"is {show(value)}; expected {type_in_words(hint)}")
     ends = type(None) not in arms or messages[0].endswith(", or null")
     raise InvalidValue(messages[0] if ends else f"{messages[0]}, or null")
 
@@ -124,11 +124,13 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested settings to one dictionary with dotted keys. A list counts as one value."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        found |= (
+            flatten_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        )
     return found
 
 
@@ -139,21 +141,21 @@ def value_at(settings: Any, key: str) -> Any:
     return settings
 
 
-def spelling(hint: Any, bounds: str = "") -> str:
+def type_in_words(hint: Any, bounds: str = "") -> str:
     """Return a type in words: `int, more than 0, or null`, `auto | cpu | cuda`, `list of str`."""
     origin, arms = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        words = " or ".join(spelling(arm, bounds) for arm in arms if arm is not type(None))
+        words = " or ".join(type_in_words(arm, bounds) for arm in arms if arm is not type(None))
         null = ", or null" if bounds else " or null"
         return words + (null if type(None) in arms else "")
     if origin is Literal:
         return " | ".join(str(choice) for choice in arms)
     if origin is list:
-        return f"list of {spelling(arms[0])}"
+        return f"list of {type_in_words(arms[0])}"
     if origin is dict:
         if arms[1] is Any:
             return "mapping of names to values"
-        element = "sections" if is_dataclass(arms[1]) else spelling(arms[1])
+        element = "sections" if is_dataclass(arms[1]) else type_in_words(arms[1])
         return f"mapping of names to {f'({element})' if ' or ' in element else element}"
     if hint is type(None):  # a setting that a subclass takes away
         return "null"

@@ -24,7 +24,7 @@ from areno.scoring.judge_readers import KEY, JudgeReader, Score, Verdict, WriteR
 from areno.scoring.pool import report_failures
 from areno.scoring.records import CompletionRecord, Record, reward_problem
 from areno.types import RewardOutcome
-from areno.user_processes.pool import SlowTimer
+from areno.user_processes.pool import SlowCallTimer
 
 logger = logging.getLogger("areno.scoring")
 
@@ -53,7 +53,7 @@ def _field_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+def _conversation_text(messages: Sequence[Mapping[str, Any]]) -> str:
     texts = [_field_text(message.get("content") or message.get("tool_calls") or "") for message in messages]
     if len(texts) == 1:
         return texts[0]
@@ -139,7 +139,7 @@ class Judging(AbstractContextManager["Judging"]):
             row, answer, rendered = record.record, record.final_answer, record.rendered_completion
         if task.opens_reasoning and END_THINK not in rendered:
             answer = ""
-        prompt = task.prompt if isinstance(task.prompt, str) else _conversation(task.prompt)
+        prompt = task.prompt if isinstance(task.prompt, str) else _conversation_text(task.prompt)
         known = {**row, "solutions": record.solutions, "prompt": prompt}
         check_fields(self._config, known)
         return _JudgedAnswer(strip_reasoning(answer), {name: _field_text(known[name]) for name in self._field_names})
@@ -155,11 +155,13 @@ class Judging(AbstractContextManager["Judging"]):
 
     def outcomes(self) -> dict[int, RewardOutcome]:
         """Wait for all verdicts, and return the scores, from 0 to 1 and without weight. Call this after `complete`."""
-        slow, futures = SlowTimer(), list(self._asked.values())
+        slow, futures = SlowCallTimer(), list(self._asked.values())
         while wait(futures, _LOOK_S).not_done:
             heartbeat.beat()
             if slow.is_due():
-                logger.info("judge: %d of %d questions wait after %.0f s", self.n_open, len(futures), slow.seconds)
+                logger.info(
+                    "judge: %d of %d questions wait after %.0f s", self.n_open, len(futures), slow.elapsed_seconds
+                )
         outcome = self._outcome_by_comparison if self._config.compare else self._outcome_by_score
         return {number: outcome(number) for number in self._answers}
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from areno.config.judge import REASON, VERDICT, JudgeConfig, json_reply
+from areno.config.judge import REASON, VERDICT, JudgeConfig, json_reply_text
 from areno.data.chat_template import END_THINK, THINK, opens_reasoning, render_generation_prompt
 from areno.data.encode import decode_all, encode_generation_prompt
 from areno.engine.decoder.grammar import Vocabulary
@@ -126,7 +126,7 @@ class _LabelVerdicts:
     """
 
     def __init__(self, config: JudgeConfig, vocabulary: Vocabulary):
-        self._labels = _label_tokens(config.names, vocabulary.tokenizer)
+        self._labels = _label_tokens(config.label_names, vocabulary.tokenizer)
         self.n_more = len(self._labels[0])
         self.more = f"its label {self.n_more}"
 
@@ -152,8 +152,8 @@ class _JsonVerdicts:
             compiled = vocabulary.grammars.compile(self._grammar)
         except GrammarError as error:
             raise ConfigError(Problem(f"{KEY}.verdict", "is json, but {}", error)) from error
-        replies = [json_reply("", name) for name in config.names]
-        if missing := [reply for reply in replies if not vocabulary.grammars.can_write(compiled, reply)]:
+        replies = [json_reply_text("", name) for name in config.label_names]
+        if missing := [reply for reply in replies if not vocabulary.grammars.allows_start(compiled, reply)]:
             text = "is a model whose tokenizer cannot write {}; choose another one, or set {}=labels"
             problems.append(Problem(f"{KEY}.path", text, missing[0], Key(f"{KEY}.verdict")))
         if problems:
@@ -161,7 +161,7 @@ class _JsonVerdicts:
 
     def verdicts(self, questions: Sequence[list[int]], score: Score, write: WriteReplies) -> list[Verdict]:
         replies = [list(each.resp_tokens) for each in write(questions, self._params, grammar=self._grammar)]
-        labels = [name.casefold() for name in self._config.names]
+        labels = [name.casefold() for name in self._config.label_names]
         found = []
         for said in decode_all(self._tokenizer, replies, skip_special_tokens=True):
             verdict = _read_json(said, labels)
@@ -174,7 +174,7 @@ def json_grammar(config: JudgeConfig) -> str:
 
     The reason has no quotation marks and no escapes, because its token limit could cut an escape in two.
     """
-    before, after = config.reply_ends
+    before, after = config.json_reply_parts
     ends = " | ".join(map(json.dumps, after))
     limit = f"[max_tokens={config.max_tokens - config.n_verdict_tokens}]"
     return f"start: {json.dumps(before)} reason ({ends})\nreason{limit}: {_REASON}"
@@ -216,7 +216,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     def __init__(self, config: JudgeConfig):
         import openai  # takes most of a second
 
-        self._config, self._labels, self._openai = config, [name.casefold() for name in config.names], openai
+        self._config, self._labels, self._openai = config, [name.casefold() for name in config.label_names], openai
         self._key = os.environ.get(config.api_key_env or "", "").strip()
         if config.api_key_env is not None and not self._key:
             text = "names a variable that the environment lacks; export the key of the endpoint under this name"
@@ -230,7 +230,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         logger.info("judge: asking %s for a first reply", config.base_url)
         try:
             self._client = self._new_client()
-            self._submit(self._ask_with_timeout(f"Reply with {config.names[0]}.", attempts=1)).result()
+            self._submit(self._ask_with_timeout(f"Reply with {config.label_names[0]}.", attempts=1)).result()
         except Exception as error:  # of the client, of its parsers, or of a reply that is no completion
             self.close()
             text = "is {}, which does not answer: {}; check that the server runs, and base_url, model and api_key_env"
@@ -301,7 +301,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
             found = self._parse_reply(said, top)
             if found.probabilities:
                 return found
-            asked = f"Reply with nothing but one of: {', '.join(self._config.names)}."
+            asked = f"Reply with nothing but one of: {', '.join(self._config.label_names)}."
             if self._config.verdict == "json":
                 asked = f"Reply with JSON alone: {_EXAMPLE}."
             messages += [{"role": "assistant", "content": said or "..."}, {"role": "user", "content": asked}]
@@ -347,7 +347,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         return [*asked, ("", {})]
 
     def _schema(self) -> dict[str, Any]:
-        verdict = {"type": "string", "enum": list(self._config.names)}
+        verdict = {"type": "string", "enum": list(self._config.label_names)}
         properties = {REASON: {"type": "string"}, VERDICT: verdict}
         shape = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         return {"name": "verdict", "strict": True, "schema": shape}
@@ -400,7 +400,7 @@ def _parse_body(body: str) -> tuple[str, list[tuple[str, float]]]:
         raise ValueError(f"the reply is no chat completion: {body}") from error
 
 
-_EXAMPLE = json_reply("...", "...")
+_EXAMPLE = json_reply_text("...", "...")
 
 
 def _read_json(said: str, labels: Sequence[str]) -> Verdict:
@@ -414,7 +414,7 @@ def _read_json(said: str, labels: Sequence[str]) -> Verdict:
 
 def _no_verdict(found: Verdict, said: str, config: JudgeConfig) -> Verdict:
     """Return `found` with an error, for a reply `said` that contains no label."""
-    text = f"judge: the reply names none of {', '.join(config.names)}: {printable(said)[:_SHOWN_CHARS]!r}"
+    text = f"judge: the reply label_names none of {', '.join(config.label_names)}: {printable(said)[:_SHOWN_CHARS]!r}"
     if config.verdict == "labels":
         text += f"; a model that reasons first needs {KEY}.enable_thinking=false or {KEY}.verdict=json"
     return replace(found, status="error", message=text)

@@ -26,7 +26,7 @@ from areno.errors import ArenoError, EngineError, Problem
 from areno.scoring.functions import KEY, Given, reward_functions, shown_names
 from areno.scoring.records import Record
 from areno.types import RewardOutcome, RewardRecord
-from areno.user_processes.pool import Failure, SlowTimer, WorkerPool, default_workers
+from areno.user_processes.pool import Failure, SlowCallTimer, WorkerPool, default_workers
 from areno.user_processes.worker import Worker
 
 logger = logging.getLogger("areno.scoring")
@@ -94,7 +94,7 @@ class RewardPool(WorkerPool[RewardConfig]):
         if calls.n_unanswered >= _MAX_TIMEOUTS * len(self.workers) and (quiet_s >= QUIET_S or not self._has_answered):
             self._give_up(calls, quiet_s)
 
-    def slow_text(self, calls: _ScoringCalls, seconds: float) -> str:
+    def slow_scoring_text(self, calls: _ScoringCalls, seconds: float) -> str:
         """Return a log line: how many samples are not scored yet, how long this may take, and what to set."""
         config, n_together = self.config, max(_MAX_TOGETHER * worker.is_async or 1 for worker in self.workers)
         max_s = math.ceil(calls.n_open / (n_together * len(self.workers))) * config.timeout_s
@@ -146,26 +146,26 @@ class Scoring(AbstractContextManager["Scoring"]):
 
     def _watch(self, is_over: Callable[[], bool], wait: Callable[[], None]) -> None:
         """Call `wait` again and again until `is_over` returns True or the thread has ended."""
-        slow, turns = SlowTimer(), -1
+        slow, turns = SlowCallTimer(), -1
         while self._thread.is_alive() and not is_over():
             wait()
             if turns != self._turns:  # the thread is alive, and it enforces the time limit of each call
                 turns = self._turns
                 heartbeat.beat()
             if slow.is_due() and self._calls.n_open:
-                logger.info(self._pool.slow_text(self._calls, slow.seconds))
+                logger.info(self._pool.slow_scoring_text(self._calls, slow.elapsed_seconds))
 
     @property
     def n_known(self) -> int:
         return len(self._calls.outcomes)
 
-    def known(self, numbers: Sequence[int]) -> list[RewardOutcome]:
+    def wait_for_outcomes(self, numbers: Sequence[int]) -> list[RewardOutcome]:
         """Wait for the outcomes of some samples and return them. Other samples may still be added."""
-        self._watch(lambda: self.has(numbers), lambda: time.sleep(_BATCH_WAIT_S))
+        self._watch(lambda: self.are_scored(numbers), lambda: time.sleep(_BATCH_WAIT_S))
         self._raise_error()
         return [self._calls.outcomes[number] for number in numbers]
 
-    def has(self, numbers: Iterable[int]) -> bool:
+    def are_scored(self, numbers: Iterable[int]) -> bool:
         """Return whether all samples with these numbers have been scored."""
         return all(number in self._calls.outcomes for number in numbers)
 
@@ -205,7 +205,7 @@ class Scoring(AbstractContextManager["Scoring"]):
         except BaseException as error:
             self._error = error
         finally:
-            pool.call_s = calls.call_s
+            pool.call_s = calls.mean_call_s
             pool.drop_calls()  # a late answer would count for one of the next samples
 
 
@@ -238,7 +238,7 @@ class _ScoringCalls:
             self._payloads[position] = pickle.dumps(record, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # an object may raise anything when it is pickled
             text = f"the record cannot be sent to the reward process: {type(error).__name__}: {error}"
-            self.settle(position, RewardOutcome(None, "error", text))
+            self.record_outcome(position, RewardOutcome(None, "error", text))
         else:
             self.waiting.append(position)
 
@@ -247,7 +247,7 @@ class _ScoringCalls:
         self.spans[position] = span
         self._busy_ns += span[1] - span[0]
         status, value, text, parts = answer
-        self.settle(position, RewardOutcome(value, status, text, parts))
+        self.record_outcome(position, RewardOutcome(value, status, text, parts))
 
     def lost(self, worker: Worker, status: Failure, text: str) -> None:
         """Record a failure for the sample that crashed or blocked a process. Send the other samples of its chunk again.
@@ -259,7 +259,7 @@ class _ScoringCalls:
             self.alone.extend(worker.chunk)  # sent one at a time, the sample that crashed the process is found
         elif worker.chunk:
             first, *others = worker.chunk
-            self.settle(first, RewardOutcome(None, status, text))
+            self.record_outcome(first, RewardOutcome(None, status, text))
             self.waiting.extendleft(reversed(others))
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
@@ -276,13 +276,13 @@ class _ScoringCalls:
         if is_async:
             size = min(_MAX_TOGETHER, equal_share)
         else:
-            least = min(int(_CHUNK_S / max(self.call_s, 1e-9)), equal_share)
+            least = min(int(_CHUNK_S / max(self.mean_call_s, 1e-9)), equal_share)
             size = max(least, min(_MAX_CHUNK, math.ceil(len(self.waiting) / (4 * n_workers))))
         positions = [self.waiting.popleft() for _ in range(size)]
         return [(position, self._payloads[position]) for position in positions]
 
     @property
-    def call_s(self) -> float:
+    def mean_call_s(self) -> float:
         """Mean seconds of a call, including its wait for the driver. Before the first answer, an expected value."""
         return 1e-9 * self._busy_ns / len(self.spans) if self.spans else self._expected_call_s
 
@@ -291,9 +291,9 @@ class _ScoringCalls:
         self.waiting.clear()
         self.alone.clear()
         for position in list(self._payloads):
-            self.settle(position, outcome)
+            self.record_outcome(position, outcome)
 
-    def settle(self, position: int, outcome: RewardOutcome) -> None:
+    def record_outcome(self, position: int, outcome: RewardOutcome) -> None:
         self._payloads.pop(position, None)
         self.outcomes[position] = outcome
         self.n_open -= 1

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from areno.errors import ArenoError, ConfigError, Problem, printable
-from areno.files.user_code import describe_error, function_of, load_module
+from areno.files.user_code import describe_error, get_user_function, load_module
 from areno.reward_fns.built_in import Reward
 from areno.scoring.records import Answer, verdict
 from areno.user_processes.process import MAX_TEXT, ForkedCopies, ForkReturned, event_loop, is_async, unpickle
@@ -90,7 +90,7 @@ def _load_functions(functions: list[RewardFunction], key: str) -> list[_LoadedFu
                 file, _, name = source.code.rpartition(":")
                 if file not in modules:
                     modules[file] = load_module(file, key)
-                function, path = function_of(modules[file], name, file, key), Path(os.path.realpath(file))
+                function, path = get_user_function(modules[file], name, file, key), Path(os.path.realpath(file))
             with contextlib.suppress(ValueError):  # some callables have no signature to inspect
                 inspect.signature(function).bind(None)
             loaded.append(_LoadedFunction(function, source.name, source.weight, path, is_async(function), warm_up))
@@ -126,7 +126,7 @@ class _Scorer:
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop, created when it is first used."""
-        return event_loop(self.copies.end_copy)
+        return event_loop(self.copies.exit_if_copy)
 
     def score(self, chunk: Chunk) -> None:
         """Send an answer for each record as soon as it is scored. Async functions score concurrently."""

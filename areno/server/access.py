@@ -23,28 +23,32 @@ class PageGuard:
 
     def check(self, request: web.Request) -> None:
         host = request.headers.get("Host", "").lower()
-        if not {host, _name(host)} & {*_LOCAL, *self.hosts}:
+        if not {host, _host_without_port(host)} & {*_LOCAL, *self.hosts}:
             known = ", ".join([*_LOCAL, *sorted(self.hosts)])
             text = f"the header Host is {show(host)}; without an API key, only {known} are served (--allowed-hosts)"
             raise ApiError(403, text)
         origin = request.headers.get("Origin")
-        if origin is not None and origin not in self.origins and _name(origin.partition("://")[2]) not in _LOCAL:
+        if (
+            origin is not None
+            and origin not in self.origins
+            and _host_without_port(origin.partition("://")[2]) not in _LOCAL
+        ):
             text = f"the header Origin is {show(origin)}; without an API key, web pages need --allowed-origins"
             raise ApiError(403, text)
 
-    def headers(self, request: web.Request) -> dict[str, str]:
+    def cors_headers(self, request: web.Request) -> dict[str, str]:
         """Return the CORS headers for a page of an allowed origin, or {} for other requests."""
         origin = request.headers.get("Origin")
         return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"} if origin in self.origins else {}
 
-    def preflight(self, request: web.Request) -> web.Response | None:
-        if request.method != "OPTIONS" or not self.headers(request):
+    def preflight_response(self, request: web.Request) -> web.Response | None:
+        if request.method != "OPTIONS" or not self.cors_headers(request):
             return None
         asked = request.headers.get("Access-Control-Request-Headers", "*")
         allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": asked}
         return web.Response(status=204, headers=allowed)
 
 
-def _name(authority: str) -> str:
+def _host_without_port(authority: str) -> str:
     name, _, port = authority.rpartition(":")
     return name if port.isdecimal() else authority

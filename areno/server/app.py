@@ -23,7 +23,7 @@ from areno.server.access import PageGuard
 from areno.server.chat import ChatCompletions
 from areno.server.completions import Completions
 from areno.server.errors import ApiError
-from areno.server.json_bodies import decompress, read_json, too_large
+from areno.server.json_bodies import decompress, read_json, too_large_error
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder, prompt_threads
 from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion
@@ -98,7 +98,7 @@ class Server:
             return _error_response(error)
         except web.HTTPRequestEntityTooLarge:
             status = 413
-            return _error_response(too_large(self.sampler.limits.max_body))
+            return _error_response(too_large_error(self.sampler.limits.max_body))
         except web.HTTPException as error:
             status = error.status
             return _error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
@@ -130,11 +130,11 @@ class Server:
         if self.guard is None or (self.keys and request.path.startswith("/v1/")):
             return None
         self.guard.check(request)
-        return self.guard.preflight(request)
+        return self.guard.preflight_response(request)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         if self.guard is not None:
-            response.headers.update(self.guard.headers(request))
+            response.headers.update(self.guard.cors_headers(request))
 
     async def _read_body(self, request: web.Request) -> bytes:
         """Return a decompressed body. Raises ApiError 503 if the server shuts down before the body is complete."""
@@ -208,7 +208,7 @@ class Server:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(
-            text=self.sampler.metrics.text(self.sampler.gauges()),
+            text=self.sampler.metrics.prometheus_text(self.sampler.gauges()),
             headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
@@ -251,12 +251,12 @@ class Server:
                     async for chunk in stream:
                         if not response.prepared:
                             await response.prepare(request)
-                        await response.write(response_bodies.event(chunk))
+                        await response.write(response_bodies.server_sent_event(chunk))
                     await response.write(response_bodies.END)
             except ApiError as error:
                 if not response.prepared:
                     raise
-                await response.write(response_bodies.event(error.body()))
+                await response.write(response_bodies.server_sent_event(error.body()))
         await response.write_eof()
         return response
 

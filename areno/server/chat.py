@@ -53,7 +53,7 @@ class ChatCompletions:
         try:
             # The server caches checked requests, because the samples of a prompt begin with the same one.
             if (prompt := request.prompt()) is None:
-                template = self._template(request)
+                template = self._template_variables(request)
                 with self.sampler.engine.batcher.expecting():
                     prompt = await self.prompts.prompt_async(request.messages, request.tools, template)
                 if is_first_turn(request.messages):
@@ -65,11 +65,11 @@ class ChatCompletions:
         grammar = None
         if request.response_format is not None or (request.requires_call and self._enforces_calls):
             # A grammar of a large vocabulary takes a second the first time.
-            grammar = await self._grammars.run(lambda: self._grammar(request, prompt))
+            grammar = await self._grammars.run(lambda: self._grammar_text(request, prompt))
         try:
             # An answer that is not streamed is read in pieces, too, so that its text is parsed before many samples
             # finish at once.
-            sampled = self.sampler.request(
+            sampled = self.sampler.generation_request(
                 prompt.tokens,
                 request.options,
                 digest=prompt.digest,
@@ -84,7 +84,7 @@ class ChatCompletions:
         hidden = self.sampler.stop_ids | (self._special if request.options.params.skip_special_tokens else frozenset())
         return _OpenChat(self, request, prompt, sampled, hidden)
 
-    def _template(self, request: ChatRequest) -> Json:
+    def _template_variables(self, request: ChatRequest) -> Json:
         """Return the extra variables of the chat template, including the variable that `reasoning_effort` sets."""
         effort = request.reasoning_effort
         if effort is None:
@@ -101,7 +101,7 @@ class ChatCompletions:
             raise bad_field("reasoning_effort", f"is {effort}, but chat_template_kwargs sets another {name}")
         return {**request.template, name: value}
 
-    def _grammar(self, request: ChatRequest, prompt: Prompt) -> str | None:
+    def _grammar_text(self, request: ChatRequest, prompt: Prompt) -> str | None:
         """Return the grammar that enforces `response_format` and `tool_choice`, or None if neither constrains."""
         from areno.server.output_grammars import Constraint, compile_grammar, reasoning_after
 
@@ -172,7 +172,7 @@ class _OpenChat:
         if not self.returns_tokens:
             return to_json(body)
         tokens = [
-            written[index].text(index, output.finish_reason, message_digest(shown[index]["message"]))
+            written[index].choice_bytes(index, output.finish_reason, message_digest(shown[index]["message"]))
             for index, output in enumerate(outputs)
         ]
         return response_bodies.with_token_field(body, prompt, tokens)
@@ -207,7 +207,7 @@ class _OpenChat:
 
     def _usage(self, outputs: Sequence[GenerationOutput]) -> Json:
         n_completion = sum(len(output.tokens) for output in outputs)
-        return response_bodies.usage(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
+        return response_bodies.usage_field(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
     def _token_field(self, outputs: Sequence[GenerationOutput], messages: Sequence[Json]) -> Json:
         if not self.returns_tokens:

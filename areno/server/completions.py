@@ -54,7 +54,7 @@ class Completions:
                 if is_large
                 else self._encode_prompt(prompt)
             )
-            sampled.append(self._sampler.request(tokens, request.options, prompt_logprobs=scores_prompt))
+            sampled.append(self._sampler.generation_request(tokens, request.options, prompt_logprobs=scores_prompt))
         return _OpenCompletion(self, request, sampled)
 
     def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
@@ -99,7 +99,7 @@ class _OpenCompletion:
         return text, token_texts.finish(len(text))
 
     async def answer(self) -> bytes:
-        found = await _gather_or_cancel([self._endpoint._sampler.finished(one) for one in self._sampled])
+        found = await _gather_or_cancel([self._endpoint._sampler.finished_outputs(one) for one in self._sampled])
         n_tokens = sum(len(one.prompt) for one in self._sampled) + sum(
             len(one.tokens) for all_ in found for one in all_
         )
@@ -139,7 +139,7 @@ class _OpenCompletion:
     def _usage(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
         n_prompt = sum(len(one.prompt) for one in self._sampled)
         n_new = sum(len(output.tokens) for outputs in found for output in outputs) if self._request.wants_new else 0
-        return response_bodies.usage(n_prompt, n_new, sum(outputs[0].cached_tokens for outputs in found))
+        return response_bodies.usage_field(n_prompt, n_new, sum(outputs[0].cached_tokens for outputs in found))
 
     def _token_field(self, found: Sequence[Sequence[GenerationOutput]]) -> Json:
         wanted = self._request.options.token_ids

@@ -107,8 +107,8 @@ class TextStream:
 def n_partial(tokenizer: Any, tokens: Sequence[int]) -> int:
     """Return how many tokens at the end form an incomplete character."""
     tail = list(tokens[-_CONTEXT:])
-    places = range(len(tail), max(len(tail) - _MAX_BYTES, 0), -1)
-    ends = (end for end in places if not decode(tokenizer, tail[:end]).endswith(PART_OF_A_CHARACTER))
+    candidates = range(len(tail), max(len(tail) - _MAX_BYTES, 0), -1)
+    ends = (end for end in candidates if not decode(tokenizer, tail[:end]).endswith(PART_OF_A_CHARACTER))
     return len(tail) - next(ends, len(tail))
 
 
@@ -295,11 +295,11 @@ def _is_utf8(data: bytes) -> bool:
 
 def prompt_token_texts(tokenizer: Any, prompt: str) -> list[TokenText]:
     """Return the text of each token in a prompt. The texts add up to the prompt. Needs a fast tokenizer."""
-    places = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
+    spans = tokenizer(prompt, return_offsets_mapping=True)["offset_mapping"]
     ends, end = list[int](), 0
-    for number, place in enumerate(places):
-        is_amid = number + 1 < len(places) and place == places[number + 1] and place[1] > place[0]
-        end = end if is_amid else max(end, place[1])
+    for number, span in enumerate(spans):
+        is_amid = number + 1 < len(spans) and span == spans[number + 1] and span[1] > span[0]
+        end = end if is_amid else max(end, span[1])
         ends.append(end)
     ends = [len(prompt) if each == end else each for each in ends]  # spaces at the end may belong to no token
     texts = [prompt[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]

@@ -121,13 +121,13 @@ def decompress(body: bytes, encoding: str, max_bytes: int) -> bytes:
     except zlib.error as error:
         raise ApiError(400, f"the body is not valid {encoding}: {error}") from None
     if len(found) > max_bytes:
-        raise too_large(max_bytes)
+        raise too_large_error(max_bytes)
     if not stream.eof or stream.unused_data:
         raise ApiError(400, f"the body is not valid {encoding}: it is truncated or has trailing data")
     return found
 
 
-def too_large(max_bytes: int) -> ApiError:
+def too_large_error(max_bytes: int) -> ApiError:
     return ApiError(413, f"the request has more than {max_bytes} bytes", code="request_too_large")
 
 
@@ -155,10 +155,10 @@ class _InterruptibleDecoder(json.JSONDecoder):
     def __init__(self, **options: Any):
         super().__init__(**options)
         self._n_objects = 0
-        self.parse_array, self.parse_object = self._counted(JSONArray), self._counted(JSONObject)
+        self.parse_array, self.parse_object = self._with_object_limit(JSONArray), self._with_object_limit(JSONObject)
         self.scan_once = py_make_scanner(self)
 
-    def _counted(self, parse: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_object_limit(self, parse: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the parser of one list or object, so that it raises ApiError after MAX_OBJECTS calls."""
 
         def parse_counted(*args: Any) -> Any:

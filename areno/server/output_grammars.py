@@ -47,7 +47,7 @@ class Constraint:
     def grammar(self, special_tokens: Mapping[str, int]) -> str | None:
         """Return the text of the grammar, or None if nothing is constrained. Raises GrammarError for a wrong field."""
         lark = Lark(special_tokens)
-        return None if (answer := self.rules(lark)) is None else lark.text(answer)
+        return None if (answer := self.rules(lark)) is None else lark.grammar_text(answer)
 
     def key(self) -> str:
         how = [self.requires_call, self.parallel_tool_calls, self.parser.name, self.reasoning]
@@ -136,9 +136,9 @@ def compile_grammar(
     lark = Lark(compiler.special_tokens(tokenizer))
     if (answer := constraint.rules(lark)) is None:
         return None
-    if missing := [text for text in lark.literals if not compiler.has_tokens_for(text)]:
+    if missing := [text for text in lark.literals if not compiler.can_encode(text)]:
         raise GrammarError("the tokenizer cannot write {!r}, which the answer must contain", missing[0])
-    known[key] = lark.text(answer)
+    known[key] = lark.grammar_text(answer)
     if len(known) > MAX_GRAMMARS:
         known.popitem(last=False)
     return compiler.compile(known[key])

@@ -260,7 +260,9 @@ class PromptBuilder:
             self.cache.put((prompt.inputs_key, prompt.keys[-1]), prompt, len(prompt.tokens), prompt.text)
         return prompt
 
-    def text(self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None) -> str:
+    def render_text(
+        self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
+    ) -> str:
         """Render messages and the beginning of the assistant's turn. Any thread may call it."""
         if self.tokenizer.chat_template is None:
             raise DataError("the model's tokenizer has no chat template, so messages cannot be rendered")
@@ -282,7 +284,7 @@ class PromptBuilder:
         """Render the messages, and find the cached turn that they continue. Raises PromptTooLong."""
         control, in_form = control_tokens(self.tokenizer), template_messages(self.tokenizer, messages)
         escaped = control.escape_messages(in_form), control.escape(tools), control.escape(template)
-        text = self.text(*escaped)
+        text = self.render_text(*escaped)
         thinking, variables = self._variables(template)
         check_rendered(self.tokenizer, in_form, tools or None, thinking, True, **variables)
         draft = self._draft_after_turn(text, messages, inputs_key, keys) or _DraftPrompt(text, inputs_key, keys)
@@ -352,7 +354,7 @@ class PromptBuilder:
         if any((tag in body) != (tag in turn.body) for tag in (THINK, END_THINK)):
             return False  # the template has dropped the reasoning, which may be empty
         opened = turn.prompt.opens_reasoning
-        written, sampled = (_comparable(self.parser.parse(one, in_reasoning=opened)) for one in (body, turn.body))
+        written, sampled = (_meaning_of_turn(self.parser.parse(one, in_reasoning=opened)) for one in (body, turn.body))
         return written == sampled
 
     def _encode_new_text(self, draft: _DraftPrompt) -> tuple[list[int], Runs]:
@@ -387,7 +389,7 @@ class PromptBuilder:
             else each
             for each in messages
         ]
-        pieces = self.text(marked, tools, template).split(opening)
+        pieces = self.render_text(marked, tools, template).split(opening)
         spans, at = [], len(pieces[0])
         if len(pieces) != len(others) + 1 or "".join(pieces).replace(closing, "") != text:
             return []
@@ -434,7 +436,7 @@ def _mark_content(content: str, opening: str, closing: str) -> str:
     return f"{before}{opening}{words}{closing}{after}"
 
 
-def _comparable(message: ParsedMessage) -> tuple[Any, ...]:
+def _meaning_of_turn(message: ParsedMessage) -> tuple[Any, ...]:
     """Return the parts of a message that two renderings of the same turn must have in common."""
     calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
     return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls

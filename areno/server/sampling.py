@@ -30,7 +30,7 @@ class Histogram:
         self._counts[bisect_left(_SECONDS, value)] += 1
         self._sum += value
 
-    def lines(self, name: str) -> Iterator[str]:
+    def prometheus_lines(self, name: str) -> Iterator[str]:
         total = 0
         for bound, count in zip([*map(str, _SECONDS), "+Inf"], self._counts, strict=True):
             total += count
@@ -53,7 +53,7 @@ class ServerMetrics:
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = self.aborted = 0
         self.first_token, self.whole = Histogram(), Histogram()
 
-    def text(self, gauges: Iterable[tuple[str, str, float]]) -> str:
+    def prometheus_text(self, gauges: Iterable[tuple[str, str, float]]) -> str:
         """Return the text of the page /metrics, in Prometheus's format. `gauges` are (name, help text, value)."""
         lines = []
 
@@ -81,7 +81,7 @@ class ServerMetrics:
             "areno_request_seconds": ("From a request to the end of its answer.", self.whole),
         }
         for name, (about, histogram) in seconds.items():
-            metric(name, "histogram", about, histogram.lines(name))
+            metric(name, "histogram", about, histogram.prometheus_lines(name))
         return "\n".join(lines) + "\n"
 
 
@@ -127,7 +127,7 @@ class Sampler:
         self._seen: OrderedDict[int, int] = OrderedDict()  # digest of a prompt -> its requests without a seed
         self.n_samples = 0
 
-    def request(
+    def generation_request(
         self, prompt: list[int], options: SampleOptions, *, digest: int | None = None, **more: Any
     ) -> GenerationRequest:
         """Build the engine's request. Raises ApiError 400 if the engine cannot serve it.
@@ -215,7 +215,7 @@ class Sampler:
             self.metrics.aborted += not done
             self.metrics.whole.observe(time.monotonic() - started)
 
-    async def finished(self, request: GenerationRequest) -> list[GenerationOutput]:
+    async def finished_outputs(self, request: GenerationRequest) -> list[GenerationOutput]:
         """Return the finished samples, ordered by sample number. Raises the errors of `outputs`."""
         async with aclosing(self.outputs(request)) as stream:  # type: ignore[type-var]
             found = [output async for output in stream if output.finish_reason is not None]

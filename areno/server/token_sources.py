@@ -32,16 +32,19 @@ def token_digest(tokens: list[int]) -> int:
 
 
 def source_runs(
-    places: Iterable[tuple[int, int, int]], n_tokens: int, span_of: Callable[[int], tuple[int, int]], start: int = 0
+    content_spans: Iterable[tuple[int, int, int]],
+    n_tokens: int,
+    span_of: Callable[[int], tuple[int, int]],
+    start: int = 0,
 ) -> Runs:
     """Return the sources of the `n_tokens` tokens from character `start` on.
 
-    `span_of` returns the first and last character of a token, counted from `start`. `places` are (start, end, source)
-    of the messages' contents in order, in characters. Tokens outside of them have the source TEMPLATE.
+    `span_of` returns the first and last character of a token, counted from `start`. `content_spans` are (start, end,
+    source) of the messages' contents in order, in characters. Tokens outside of them have the source TEMPLATE.
     """
     runs: list[tuple[int, int]] = []
     at = 0
-    for begin, end, source in places:
+    for begin, end, source in content_spans:
         first = bisect_right(range(n_tokens), begin - start, lo=at, key=lambda token: span_of(token)[1])
         last = bisect_left(range(n_tokens), end - start, lo=first, key=lambda token: span_of(token)[0])
         runs += [(int(Source.TEMPLATE), first - at), (source, last - first)]

@@ -82,13 +82,15 @@ class Mlflow(Service):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[Metric(allowed(n), v, now, step) for n, v in scalars.items()])
+        self._client.log_batch(
+            self._id, metrics=[Metric(allowed_metric_name(n), v, now, step) for n, v in scalars.items()]
+        )
 
     def finish(self) -> None:
         self._client.set_terminated(self._id)
 
 
-def allowed(name: str) -> str:
+def allowed_metric_name(name: str) -> str:
     """Replace the characters of a scalar's name that MLflow refuses. For example, pass@4 becomes pass_at_4."""
     plain = name.replace("@", "_at_")
     return "".join(

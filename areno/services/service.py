@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from areno.schema.fields import Section
-from areno.schema.values import flat
+from areno.schema.values import flatten_settings
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RunInfo:
 
     def flat(self) -> dict[str, Any]:
         """Return the settings with dotted keys, such as "actor.optimizer.lr"."""
-        return flat(self.settings)
+        return flatten_settings(self.settings)
 
 
 class Service:

@@ -11,7 +11,7 @@ from areno.config.experiments import HeadName
 from areno.config.models import OptimizerConfig
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.layers.config import AdapterSpec
-from areno.schema.values import flat
+from areno.schema.values import flatten_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class RoleSpec:
 
     def difference(self, name: str, wanted: RoleSpec) -> str:
         """Return the error message for a role that is loaded with this spec and requested with another one."""
-        was, now = flat(dataclasses.asdict(self)), flat(dataclasses.asdict(wanted))
+        was, now = flatten_settings(dataclasses.asdict(self)), flatten_settings(dataclasses.asdict(wanted))
         fields = [field for field in {**now, **was} if now.get(field) != was.get(field)]
         changed = ", ".join(f"{field}={now.get(field)!r} (loaded with {was.get(field)!r})" for field in fields)
         how = "the actor is what the engine was built for" if name == "actor" else "call release_role to replace it"

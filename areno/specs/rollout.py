@@ -53,6 +53,6 @@ class RolloutSpec:
         return self.max_running if self.shared is None else max(self.shared.most, self.shared.usual)
 
     @property
-    def usual(self) -> int:
+    def n_samples_with_cache(self) -> int:
         """Number of samples, over all ranks, for which the KV cache has room if each has the maximum length."""
         return self.max_running if self.shared is None else self.shared.usual

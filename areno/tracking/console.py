@@ -53,7 +53,7 @@ class Progress:
     def update(self, done: int, tokens: int = 0, reward: float | None = None) -> None:
         """Show these totals since the start in the bar. Without a bar, log them at most every `interval_s` seconds."""
         self.done, self.tokens, self.reward = done, tokens, reward
-        now, rate = time.monotonic(), self.rate
+        now, rate = time.monotonic(), self.tokens_per_second
         if self._bar is not None:
             shown = f"{rate:,.0f} tok/s" + ("" if reward is None else f"  reward {reward:.3f}")
             self._bar.update(self._bar.task_ids[0], completed=done, state=shown)
@@ -63,7 +63,7 @@ class Progress:
             logger.info(text + ("" if reward is None else f" reward_mean={reward:.6f}"), extra=IN_FULL)
 
     @property
-    def rate(self) -> float:
+    def tokens_per_second(self) -> float:
         return self.tokens / max(time.monotonic() - self._started, 1e-9)
 
     def __exit__(self, *exc: object) -> None:

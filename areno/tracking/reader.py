@@ -23,7 +23,15 @@ from areno.files.paths import list_folder, read_if_exists
 from areno.schema.values import value_at
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
 from areno.tracking.metrics_file import MetricsFile, parse_lines
-from areno.tracking.run_folder import FORECAST, begun_at, is_described, is_sweep, overrides_of, settings_of, versions_of
+from areno.tracking.run_folder import (
+    FORECAST,
+    is_described,
+    is_sweep,
+    overrides_of,
+    settings_of,
+    start_time,
+    versions_of,
+)
 from areno.tracking.series import NOTHING, Curves, Series, drop_meaningless_right_answers
 
 logger = logging.getLogger(__name__)
@@ -312,7 +320,7 @@ def last_step(run: RunReader) -> int:
     return max((record["step"] for record in run.file.first_and_last()), default=0)
 
 
-def seconds(run: RunReader) -> float | None:
+def run_seconds(run: RunReader) -> float | None:
     """Return the seconds from the start of the first step to the last record, None with fewer than two records."""
     times = [record["time"] for record in run.file.first_and_last() if "time" in record]
     if len(times) < 2:
@@ -326,10 +334,10 @@ def begin_time(run: RunReader) -> str:
     times = [record["time"] for record in run.file.first_and_last() if "time" in record]
     if not times and not is_described(run.path):
         return "-"
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(times[0] if times else begun_at(run.path)))
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(times[0] if times else start_time(run.path)))
 
 
-def duration(taken: float | None) -> str:
+def duration_text(taken: float | None) -> str:
     """Format a duration in seconds as `1:02:03`, as `2:03` below an hour, or as `-` for None."""
     if taken is None:
         return "-"

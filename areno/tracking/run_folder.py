@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.durable import UNFINISHED, atomic_write_text, locked, make_folders, remove, remove_empty, sync
-from areno.files.paths import read_if_exists, read_start, root
+from areno.files.paths import data_root, read_first_bytes, read_if_exists
 from areno.files.small_yaml import YamlFault, describe_error, plain_yaml
 from areno.schema.fields import Section
 from areno.version import __version__
@@ -41,21 +41,21 @@ CLASS = "# Settings: "  # of a run that a script started: the class of its setti
 
 def settings_of(folder: Path, name: str = SETTINGS) -> dict[str, Any]:
     """Return the settings in config.yaml or tuned.yaml as nested dictionaries, {} without the file."""
-    found = _mapping(folder / name, _yaml(folder / name))
+    found = _checked_mapping(folder / name, _read_yaml(folder / name))
     return {name: value for name, value in found.items() if name != "defaults"}  # an entry of Hydra, and no setting
 
 
 def overrides_of(folder: Path) -> list[str]:
     """Return the settings given on the command line, such as "seed=2"."""
-    return _lines(folder / OVERRIDES, _yaml(folder / OVERRIDES))
+    return _checked_lines(folder / OVERRIDES, _read_yaml(folder / OVERRIDES))
 
 
 def sweep_of(folder: Path) -> list[str]:
     """Return the settings given on the command line of a sweep, as Hydra received them, such as "seed=1,2"."""
-    found = _yaml(folder / SWEEP)
+    found = _read_yaml(folder / SWEEP)
     for name in ("hydra", "overrides", "task"):
-        found = _mapping(folder / SWEEP, found).get(name)
-    return _lines(folder / SWEEP, found)
+        found = _checked_mapping(folder / SWEEP, found).get(name)
+    return _checked_lines(folder / SWEEP, found)
 
 
 def versions_of(folder: Path) -> dict[str, str | None]:
@@ -66,35 +66,35 @@ def versions_of(folder: Path) -> dict[str, str | None]:
         found = {} if content is None else json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ArenoError("{} cannot be read: {}", path, describe_error(error)) from error
-    return {name: None if value is None else str(value) for name, value in _mapping(path, found).items()}
+    return {name: None if value is None else str(value) for name, value in _checked_mapping(path, found).items()}
 
 
 def recipe_of(folder: Path) -> str:
     """Return the algorithm that a run was started with, such as "grpo". "" if a script started the run."""
-    first, _, _ = read_start(folder / SETTINGS).decode("utf-8", "replace").partition("\n")
+    first, _, _ = read_first_bytes(folder / SETTINGS).decode("utf-8", "replace").partition("\n")
     return first.removeprefix(RECIPE).strip() if first.startswith(RECIPE) else ""
 
 
 def script_of(folder: Path) -> str:
     """Return the user's file that defines the algorithm of a run or started the run, or ""."""
-    lines = read_start(folder / SETTINGS).decode("utf-8", "surrogateescape").splitlines()[:2]
+    lines = read_first_bytes(folder / SETTINGS).decode("utf-8", "surrogateescape").splitlines()[:2]
     return next((line.removeprefix(SCRIPT).strip() for line in lines if line.startswith(SCRIPT)), "")
 
 
 def algorithm_shown(folder: Path) -> str:
     """Return the name of a run's algorithm or, if a script started the run, of its configuration class."""
-    lines = read_start(folder / SETTINGS).decode("utf-8", "replace").splitlines()[:2]
+    lines = read_first_bytes(folder / SETTINGS).decode("utf-8", "replace").splitlines()[:2]
     return recipe_of(folder) or next((line.removeprefix(CLASS) for line in lines if line.startswith(CLASS)), "")
 
 
-def _yaml(path: Path) -> Any:
+def _read_yaml(path: Path) -> Any:
     try:
         return plain_yaml(path)
     except YamlFault as error:
         raise ArenoError("{} cannot be read: {}", path, error) from error
 
 
-def _mapping(path: Path, found: Any) -> dict[str, Any]:
+def _checked_mapping(path: Path, found: Any) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -102,7 +102,7 @@ def _mapping(path: Path, found: Any) -> dict[str, Any]:
     return {str(name): value for name, value in found.items()}
 
 
-def _lines(path: Path, found: Any) -> list[str]:
+def _checked_lines(path: Path, found: Any) -> list[str]:
     if found is None:
         return []
     if not isinstance(found, list) or any(isinstance(line, (list, dict)) for line in found):
@@ -161,7 +161,7 @@ class NewFolder:
             raise ConfigError(Problem("trial_name", "another run has just started in {}", self.path)) from error
         except OSError as error:
             self.discard()
-            raise _unwritable(self.path, error) from error
+            raise _unwritable_error(self.path, error) from error
 
     def discard(self) -> None:
         """Remove the files and folders of a run that failed before its first step.
@@ -210,7 +210,7 @@ def make_folder(run_dir: Path, new: bool = False) -> NewFolder | None:
     return NewFolder(run_dir, before)
 
 
-def for_script(config: ExperimentConfig) -> Path:
+def make_folder_for_script(config: ExperimentConfig) -> Path:
     """Make the folder <fileroot>/<experiment_name>/<trial_name or time>, and write settings and versions into it."""
     name = config.trial_name or time.strftime("%Y%m%d-%H%M%S")
     run_dir, count = folder_of(config, name), 1
@@ -235,7 +235,7 @@ def is_sweep(folder: Path) -> bool:
     return os.path.exists(folder / SWEEP)
 
 
-def begun_at(folder: Path) -> float:
+def start_time(folder: Path) -> float:
     """Return the time (seconds since 1970) at which a run or a sweep started, or last resumed with changed settings."""
     return (folder / (SWEEP if is_sweep(folder) else SETTINGS)).stat().st_mtime
 
@@ -248,20 +248,20 @@ def has_results(folder: Path) -> bool:
 
 def has_metrics(folder: Path) -> bool:
     """Return whether a run has metrics, which is the case after its first step or evaluation."""
-    return bool(read_start(folder / METRICS))
+    return bool(read_first_bytes(folder / METRICS))
 
 
-def describe_again(folder: Path, config: Section, overrides: list[str] | None = None) -> None:
+def rewrite_description(folder: Path, config: Section, overrides: list[str] | None = None) -> None:
     """Overwrite the settings and versions of a run that resumes. `overrides` None keeps overrides.yaml."""
     try:
         for name, content in _description(config, overrides or [], recipe_of(folder), script_of(folder)).items():
             if overrides is not None or name != OVERRIDES:
                 atomic_write_text(folder / name, content)
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise _unwritable_error(folder, error) from error
 
 
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
+def _unwritable_error(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(Problem("cluster.fileroot", "cannot write to {}: {}", folder, error.strerror))
 
 
@@ -288,9 +288,9 @@ def versions() -> dict[str, str | None]:
 
 def git_revision() -> str | None:
     """Return the git commit of areno's clone, with `-dirty` after local changes. None without a clone."""
-    if not (root() / ".git").exists():
+    if not (data_root() / ".git").exists():
         return None
-    command = ["git", "-C", str(root()), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(data_root()), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -85,7 +85,9 @@ class SampleFiles(Tracker):
         key, advice = "rollout.dump_n_samples", "set it to 0"
         if kept is None:
             key, advice = "rollout.dump_to_file", "set it to false"
-        _write(self.folder / f"{step:06d}.jsonl", self._encoder.encode(samples, {"step": step}, kept), key, advice)
+        _write_json_lines(
+            self.folder / f"{step:06d}.jsonl", self._encoder.encode(samples, {"step": step}, kept), key, advice
+        )
 
 
 class EvalFiles(Tracker):
@@ -94,7 +96,7 @@ class EvalFiles(Tracker):
 
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
         lines = self._encoder.encode(samples, {"step": step, "set": name or None})
-        _write(self.folder / name / f"{step:06d}.jsonl", lines, "cluster.fileroot", "set another folder")
+        _write_json_lines(self.folder / name / f"{step:06d}.jsonl", lines, "cluster.fileroot", "set another folder")
 
 
 def select_samples(groups: Sequence[int], most: int, step: int) -> list[bool]:
@@ -119,7 +121,7 @@ def select_samples(groups: Sequence[int], most: int, step: int) -> list[bool]:
     return kept
 
 
-def _write(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: str) -> None:
+def _write_json_lines(path: Path, lines: Iterable[Mapping[str, object]], key: str, advice: str) -> None:
     """Write JSON lines to a temporary file and rename it. Errors name the setting `key` and give `advice`."""
     unfinished = path.with_suffix(".tmp")
     try:

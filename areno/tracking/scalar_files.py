@@ -132,7 +132,7 @@ class TensorBoard(_ScalarFile):
         first = {sample.group: sample for sample in reversed(samples)}
         shown = sorted(first.values(), key=lambda sample: sample.group)[:_TEXTS]
         if shown:
-            self._append_summary(step, _text(tag, "\n\n---\n\n".join(map(_markdown, shown))))
+            self._append_summary(step, _text_summary(tag, "\n\n---\n\n".join(map(_markdown, shown))))
 
     def _append_summary(self, step: int, summary: Any) -> None:
         """Write a summary. An empty file first gets the format's version and the settings."""
@@ -158,7 +158,7 @@ class TensorBoard(_ScalarFile):
         self.append(buffer.getvalue())
 
 
-def _text(tag: str, text: str) -> Any:
+def _text_summary(tag: str, text: str) -> Any:
     """Return a summary for the tab TEXT. TensorBoard's own function needs TensorFlow."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata  # type: ignore[attr-defined]
     from tensorboard.compat.proto.tensor_pb2 import TensorProto  # type: ignore[attr-defined]
@@ -181,9 +181,11 @@ def _markdown(sample: ScoredSample) -> str:
     parts = "".join(f", {name} {value:.4g}" for name, value in outcome.parts.items())
     reward = outcome.status if outcome.value is None else f"{outcome.value:.4g}{parts}"
     texts = (("prompt", sample.item.text), ("completion", sample.completion))
-    blocks = (f"{name}\n\n" + "\n".join(f"    {line}" for line in _cut(text).splitlines()) for name, text in texts)
+    blocks = (
+        f"{name}\n\n" + "\n".join(f"    {line}" for line in _truncated_text(text).splitlines()) for name, text in texts
+    )
     return "\n\n".join([f"**reward {reward}**", *blocks])
 
 
-def _cut(text: str) -> str:
+def _truncated_text(text: str) -> str:
     return text if len(text) <= _TEXT_CHARS else f"{text[:_TEXT_CHARS]}..."

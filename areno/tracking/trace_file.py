@@ -71,7 +71,10 @@ class TraceFile:
         self._size = 0
         began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._origin / 1e9))
         self._known = set()
-        lines = [*self._name_events("driver", "main"), _metadata("process_labels", 1, 0, {"labels": f"began {began}"})]
+        lines = [
+            *self._name_events("driver", "main"),
+            _metadata_event("process_labels", 1, 0, {"labels": f"began {began}"}),
+        ]
         self._size = _write(self._file, ("[\n" + ",\n".join(lines)).encode() + _END)
 
     def write(self, events: Sequence[trace.Event]) -> None:
@@ -86,7 +89,7 @@ class TraceFile:
             if self._size > _MOST_BYTES:
                 self._file.close()
                 self._open()
-            lines = ",\n".join(self._lines(events))
+            lines = ",\n".join(self._json_of_events(events))
             self._file.seek(self._size - len(_END))
             self._size = self._size - len(_END) + _write(self._file, b",\n" + lines.encode() + _END)
         except OSError as error:
@@ -96,7 +99,7 @@ class TraceFile:
             self._file = None
             logger.warning("the trace cannot be written any more: %s: %s", self._folder, error.strerror)
 
-    def _lines(self, events: Sequence[trace.Event]) -> Iterator[str]:
+    def _json_of_events(self, events: Sequence[trace.Event]) -> Iterator[str]:
         """Yield the JSON of each event, and the names of new lanes."""
         by_lane: dict[str, list[trace.Event]] = {}
         for event in events:
@@ -106,18 +109,20 @@ class TraceFile:
             if not is_object:
                 group, _, track = lane.partition("/")
             yield from self._name_events(group, "" if is_object else track)
-            pid, tid = _ids(group, "" if is_object else track)
+            pid, tid = _process_and_thread_id(group, "" if is_object else track)
             nested = _nested_events(of_lane)
             yield from (
-                self._event_objects(group, track, nested, pid, tid) if is_object else self._bars(nested, pid, tid)
+                self._event_objects(group, track, nested, pid, tid)
+                if is_object
+                else self._json_of_bars(nested, pid, tid)
             )
 
-    def _bars(self, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int) -> Iterator[str]:
+    def _json_of_bars(self, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int) -> Iterator[str]:
         rest, origin = f'"pid":{pid},"tid":{tid}', self._origin
         for (_, name, start, end, arguments), _ in events:
             start = max(0, start - origin)
             times = f'"ts":{start / 1000:.3f},"dur":{max(0, end - origin - start) / 1000:.3f}'
-            yield f'{{"ph":"X","name":{_name(name)},{rest},{times}{_args(arguments)}}}'
+            yield f'{{"ph":"X","name":{_name(name)},{rest},{times}{_arguments_json(arguments)}}}'
 
     def _event_objects(
         self, group: str, track: str, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int
@@ -130,20 +135,20 @@ class TraceFile:
             lines += ends[: depth - len(ends) - 1 : -1] if len(ends) > depth else ()
             del ends[depth:]
             both = f'"name":{_name(name)},{rest},"ts":'
-            lines.append(f'{{"ph":"b",{both}{max(0, start - origin) / 1000:.3f}{_args(arguments)}}}')
+            lines.append(f'{{"ph":"b",{both}{max(0, start - origin) / 1000:.3f}{_arguments_json(arguments)}}}')
             ends.append(f'{{"ph":"e",{both}{max(0, end - origin) / 1000:.3f}}}')
         return lines + ends[::-1]
 
     def _name_events(self, group: str, track: str) -> Iterator[str]:
         """Yield the JSON that names the process and the track of a lane, unless the file has it already."""
-        pid, tid = _ids(group, track)
+        pid, tid = _process_and_thread_id(group, track)
         if (pid, 0) not in self._known:
             self._known.add((pid, 0))
-            yield _metadata("process_name", pid, 0, {"name": _PROCESSES.get(group, (pid, group))[1]})
-            yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
+            yield _metadata_event("process_name", pid, 0, {"name": _PROCESSES.get(group, (pid, group))[1]})
+            yield _metadata_event("process_sort_index", pid, 0, {"sort_index": pid})
         if track and (pid, tid) not in self._known:
             self._known.add((pid, tid))
-            yield _metadata("thread_name", pid, tid, {"name": track})
+            yield _metadata_event("thread_name", pid, tid, {"name": track})
 
     def close(self) -> None:
         self._writer.shutdown()
@@ -207,7 +212,7 @@ def _write(file: BinaryIO, content: bytes) -> int:
     return len(content)
 
 
-def _ids(group: str, track: str) -> tuple[int, int]:
+def _process_and_thread_id(group: str, track: str) -> tuple[int, int]:
     """Return (process id, thread id) of a lane. Thread ids differ between processes, as Perfetto expects it."""
     if group in _PROCESSES:
         pid = _PROCESSES[group][0]
@@ -234,12 +239,12 @@ def _nested_events(events: list[trace.Event]) -> list[tuple[trace.Event, int]]:
     return found
 
 
-def _metadata(name: str, pid: int, track: int, arguments: Mapping[str, Any]) -> str:
+def _metadata_event(name: str, pid: int, track: int, arguments: Mapping[str, Any]) -> str:
     tid = track or pid * _TRACKS
-    return f'{{"ph":"M","name":{_json(name)},"pid":{pid},"tid":{tid},"ts":0{_args(arguments)}}}'
+    return f'{{"ph":"M","name":{_json(name)},"pid":{pid},"tid":{tid},"ts":0{_arguments_json(arguments)}}}'
 
 
-def _args(arguments: Mapping[str, Any]) -> str:
+def _arguments_json(arguments: Mapping[str, Any]) -> str:
     """Return the arguments as the last field of an event's JSON, with a comma before it. "" without arguments."""
     return f',"args":{_json(arguments)}' if arguments else ""
 

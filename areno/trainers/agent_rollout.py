@@ -16,7 +16,7 @@ import numpy as np
 from areno.agents.pool import AgentOutcome
 from areno.agents.proxy import SessionProxy
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, LossMaskPolicy
-from areno.agents.trajectory_rows import (
+from areno.agents.turns_to_rows import (
     RowBuilder,
     reward_record,
 )
@@ -78,18 +78,18 @@ def sample_with_agents(
         found: dict[int, ScoredSample] = {}
         agents.output.begin_step()
 
-        def done(first: int, place: int, outcome: AgentOutcome) -> None:
-            item = every[first + place]
+        def done(first: int, index: int, outcome: AgentOutcome) -> None:
+            item = every[first + index]
             group = scorer.first_group + item.prompt_index
             sample, record = _scored_agent_sample(setup, items[item.prompt_index], item, outcome, rows, group)
             sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
-            found[first + place] = sample
-            scorer.add({first + place: (sample, record)})
+            found[first + index] = sample
+            scorer.add({first + index: (sample, record)})
 
         for first in range(0, len(every), size):
             server.prefetch(every[first : first + size])
             agents.run(every[first : first + size], context, lambda n_done: watch(), partial(done, first))
-    _log_rollout([found[place] for place in sorted(found)])
+    _log_rollout([found[index] for index in sorted(found)])
 
 
 def _log_begin(setup: PolicySetup, n_prompts: int, n_samples: int) -> None:
@@ -148,21 +148,21 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstWholeG
     """
     run, agents, n_samples = setup.run, setup.agents, setup.config.gconfig.n_samples
     assert agents is not None
-    places, taken = {group: index for index, group in enumerate(choice.groups)}, list[ScoredSample]()
+    index_of_group, taken = {group: index for index, group in enumerate(choice.groups)}, list[ScoredSample]()
     reward, copies = run.progress.last_reward, setup.trainer.engine.spec.layout.dp_size
     with live.running(), RolloutProgress("rollout", choice.size, n_samples, copies, reward) as progress:
 
         def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
             progress(outputs, stats)
-            run.pulse()
+            run.poll_state_and_interrupts()
 
         watch = _AgentWatch(setup.trainer.engine, report)
 
         def pass_on(certain: Sequence[tuple[Group, AgentSample]]) -> None:
             found = {}
             for group, sample in certain:
-                sample.scored.group = places[group]
-                found[places[group] * n_samples + sample.sample] = (sample.scored, sample.record)
+                sample.scored.group = index_of_group[group]
+                found[index_of_group[group] * n_samples + sample.sample] = (sample.scored, sample.record)
                 taken.append(sample.scored)
             take(found)
 
@@ -176,7 +176,7 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstWholeG
         if new := [group for group in choice.groups if group.begun_at is None]:
             _start_agents(setup, live, new)
         poll()
-        agents.run_until(lambda: not choice.missing, poll)
+        agents.run_until(lambda: not choice.min_missing_samples, poll)
         unfinished = set(run.progress.in_flight.groups) - set(choice.taken)
         live.keep_servers({group.batch for group in unfinished})
     if not setup.config.rollout.max_head_offpolicyness:  # after a run with a limit above 0; no agent is left
@@ -197,7 +197,7 @@ def _start_agents(setup: PolicySetup, live: LiveAgents, groups: Sequence[Group])
         items = list(AgentBatch.from_prompt_batch(Batch(items=[group.item for group in new]), n_samples))
         groups_of = [new[item.prompt_index] for item in items]
         for item, group in zip(items, groups_of, strict=True):
-            item.prompt_index = group.place  # as in a step that waits for all samples of its batch
+            item.prompt_index = group.prompt_index  # as in a step that waits for all samples of its batch
         live.begin(server, items, partial(_agent_sample, setup, items, groups_of, rows))
 
 
@@ -206,11 +206,11 @@ def _agent_sample(
     items: Sequence[AgentItem],
     groups: Sequence[Group],
     rows: RowBuilder,
-    place: int,
+    index: int,
     outcome: AgentOutcome,
 ) -> tuple[Group, AgentSample]:
-    """Return (group, sample) of the agent of `items[place]`. The agent has ended with `outcome`."""
-    item, group = items[place], groups[place]
+    """Return (group, sample) of the agent of `items[index]`. The agent has ended with `outcome`."""
+    item, group = items[index], groups[index]
     sample, record = _scored_agent_sample(setup, group.item, item, outcome, rows, 0)
     sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
     return group, AgentSample(item.sample_index, sample, record)
@@ -237,7 +237,7 @@ def _scored_agent_sample(
     if outcome.turns is None:
         return failed(f"agent_{outcome.status}", outcome.message)
     try:
-        trajectory = rows.trajectory(outcome.turns)
+        trajectory = rows.build_trajectory(outcome.turns)
     except BadTrajectory as error:
         return failed("agent_error", str(error))
     record = reward_record(agent_item, trajectory, setup.tokenizer, item.solutions)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from areno.agents.trajectories import AgentItem, LossMaskPolicy
-from areno.agents.trajectory_rows import (
+from areno.agents.turns_to_rows import (
     RowBuilder,
     needs_scoring,
     read_trajectories,
@@ -82,18 +82,18 @@ def score_missing(
     A log-probability is missing unless the policy sampled the token at the temperature of training. Other
     log-probabilities stay those of the weights that sampled the token, since importance ratios divide by them.
     """
-    places = [place for place, row in enumerate(sampled) if needs_scoring(row, sampling)]
-    if not places:
+    indices = [index for index, row in enumerate(sampled) if needs_scoring(row, sampling)]
+    if not indices:
         return []
     with trainer.clock.phase("recompute"):
-        scored = trainer.score_logprobs("actor", [sampled[place].tokens for place in places], sampling=sampling)
-    for place, logprobs in zip(places, scored, strict=True):
-        row, known = sampled[place], 0.0
+        scored = trainer.score_logprobs("actor", [sampled[index].tokens for index in indices], sampling=sampling)
+    for index, logprobs in zip(indices, scored, strict=True):
+        row, known = sampled[index], 0.0
         missing = row.trained
         if row.temperature == sampling.logprob_temperature:
-            missing, known = row.trained & ~row.sampled, np.asarray(rows[place].logprobs)
-        rows[place].logprobs = np.where(missing, logprobs, known)
-    return [sampled[place] for place in places]
+            missing, known = row.trained & ~row.sampled, np.asarray(rows[index].logprobs)
+        rows[index].logprobs = np.where(missing, logprobs, known)
+    return [sampled[index] for index in indices]
 
 
 def score_agents(

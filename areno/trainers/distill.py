@@ -19,8 +19,8 @@ from areno.run.run import fault_tolerant
 from areno.run.setup import RewardFns
 from areno.tracking.tracker import Tracker
 from areno.trainers.loop import RewardLoop
-from areno.trainers.rollout import collect_rollout, log_rollout, samples_logged, skip_step
-from areno.trainers.update import rows_of, set_teachers, update_policy
+from areno.trainers.rollout import collect_rollout, log_rollout, log_samples_at_end, skip_step
+from areno.trainers.update import make_training_rows, set_teachers, update_policy
 from areno.types import PromptItem, TrainSequence
 
 
@@ -68,14 +68,14 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
             rows = self.given_rows(batch.items[n_own:])
             if n_own:
                 rollout = collect_rollout(setup, replace(batch, items=batch.items[:n_own]))  # the student answers
-                if not rollout.kept and not rows:
+                if not rollout.kept_samples and not rows:
                     skip_step(setup, rollout)
                     continue
-                own = rows_of(setup, rollout)  # score the teacher, if the loss is the sampled form
+                own = make_training_rows(setup, rollout)  # score the teacher, if the loss is the sampled form
                 for row in own:
                     row.advantages = _advantages(row)
                 log_rollout(setup, rollout, own)
-                with samples_logged(setup, rollout, own):
+                with log_samples_at_end(setup, rollout, own):
                     trained = [*map(_without_rollout_fields, own), *rows] if rows else own
                     stats = update_policy(setup, trained)
                     for row, copied in zip(own, trained, strict=False):
@@ -84,7 +84,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
                 run.log_skipped(batch)
                 stats = update_policy(setup, rows)
             name = "distill_loss" if "distill_loss" in stats else "loss"  # a user's loss function need not return it
-            run.progress.keep(**{name: stats[name]})
+            run.progress.append_to_history(**{name: stats[name]})
             run.end_step(stats)
         run.finish({"distill_loss": 1, "loss": 1, EVALUATED_REWARDS: 1})
         return run.progress.result(EVALUATED_REWARDS, "loss" if "loss" in run.progress.history else "distill_loss")

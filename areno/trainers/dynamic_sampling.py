@@ -26,7 +26,7 @@ from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, 
 logger = logging.getLogger("areno")
 
 
-def with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray, int]:
+def choose_groups_with_signal(samples: Sequence[ScoredSample], size: int) -> tuple[np.ndarray, int]:
     """Choose the first `size` groups whose rewards differ.
 
     Return ((B,) bool mask of their samples, number of other groups). If there are none, choose groups with equal
@@ -130,7 +130,7 @@ class _RoundSteering:
         """Score finished samples, and return (number of unfinished samples, requests of further rounds)."""
         self.display(outputs, stats)
         self._scorer.take(outputs)
-        self._setup.run.pulse()
+        self._setup.run.poll_state_and_interrupts()
         before = len(self._unknown)
         for output in outputs:
             self._missing[output.request_id] -= 1

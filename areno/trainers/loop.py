@@ -109,7 +109,7 @@ class AnswerLoop(RowLoop[Config]):
         self.prepare()
         for batch in run.steps():
             stats = self.train_step(batch.items)
-            run.progress.keep(**{name: stats[name] for name in ("accuracy", "margin") if name in stats})
+            run.progress.append_to_history(**{name: stats[name] for name in ("accuracy", "margin") if name in stats})
             run.log_skipped(batch)
             run.end_step(stats)
         run.finish({"accuracy": 1, "margin": 1, "eval_accuracy": 1, "eval_margin": 1})

@@ -38,26 +38,26 @@ def correct_rows(rows: Sequence[TrainSequence], prox_logprobs: Sequence[Any], ac
     if not actor.recompute_logprob:
         weights = [np.ones(len(old)) for old in behave]
     if actor.use_decoupled_loss:
-        stats["rejected_frac"] = _share_masked(passed)
+        stats["rejected_frac"] = _masked_fraction(passed)
     if actor.m2_threshold is not None:
         keep = m2_keep(prox, behave, trained(rows, "advantages"), actor.m2_threshold)
-        stats["m2_masked_frac"] = _share_masked(keep)
+        stats["m2_masked_frac"] = _masked_fraction(keep)
         weights = [one * other for one, other in zip(weights, keep, strict=True)]
     set_trained(rows, "weights", weights)
     if actor.use_decoupled_loss:
         for row, kept in zip(rows, passed, strict=True):
-            places = trained_mask(row)
-            places[places] = kept
-            row.prompt_mask = ~places
+            mask = trained_mask(row)
+            mask[mask] = kept
+            row.prompt_mask = ~mask
     return {name: float(value) for name, value in stats.items()}
 
 
-def _share_masked(keep: Arrays) -> float:
+def _masked_fraction(keep: Arrays) -> float:
     kept = np.concatenate(keep)
     return float(1.0 - kept.mean()) if kept.size else 0.0
 
 
-def correct(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> dict[str, float]:
+def correct_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> dict[str, float]:
     """Apply `correct_rows` with log-probabilities from before the update, if the settings ask for a correction."""
     actor = setup.config.actor
     if not isinstance(actor, RatioConfig) or not actor.needs_proximal:

@@ -18,9 +18,9 @@ from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.trainers.loop import RewardLoop
 from areno.trainers.policy_only import PolicyOnlyTrainer
-from areno.trainers.rollout import Rollout, log_rollout, rollouts, samples_logged, skip_updates
+from areno.trainers.rollout import Rollout, log_rollout, log_samples_at_end, rollouts, skip_updates
 from areno.trainers.rows import rows_per_sample, sample_rewards
-from areno.trainers.update import rows_of, update
+from areno.trainers.update import make_training_rows, update
 from areno.types import ScoredSample, TrainSequence
 
 logger = logging.getLogger("areno")
@@ -72,11 +72,11 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         setup, run = self.setup, self.run
         for sampled in rollouts(setup):  # sample a group for each prompt, and score it
             rollout, pairs = self.pair(sampled)
-            rows = rows_of(setup, rollout) if pairs else []  # score the reference
+            rows = make_training_rows(setup, rollout) if pairs else []  # score the reference
             for row, sign in zip(rows, pair_signs(len(rows), pairs), strict=True):
                 row.advantages = np.where(np.asarray(row.prompt_mask, dtype=bool), 0.0, sign)  # for the log
             log_rollout(setup, rollout, rows)
-            with samples_logged(setup, rollout, rows):
+            with log_samples_at_end(setup, rollout, rows):
                 stats = self.train_pairs([rows[index] for pair in pairs for index in pair])
             run.end_step(stats)
         run.finish({"reward_mean": 5, EVALUATED_REWARDS: 1})
@@ -89,7 +89,7 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         has indices into the `kept` samples of this rollout, each of which has one training row.
         """
         config, samples = self.setup.config, rollout.samples
-        if n_apart := sum(n_rows > 1 for n_rows in rollout.sizes):
+        if n_apart := sum(n_rows > 1 for n_rows in rollout.rows_per_kept_sample):
             text = "%d samples of this step are in no pair: their agents' later turns do not begin with the tokens of "
             logger.warning(text + "the earlier turns, so each sample has several training rows", n_apart)
         able = [index for index in np.flatnonzero(rollout.keep).tolist() if self._is_comparable(samples[index])]
@@ -106,8 +106,8 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
             logger.warning(problem + " (%d samples are left out: cut off, empty, or in several training rows)", n_out)
         keep = np.zeros_like(rollout.keep)
         keep[[able[index] for pair in found for index in pair]] = True
-        places = (np.cumsum(keep) - 1)[able]  # of the samples among those that are kept
-        pairs = [(int(places[chosen]), int(places[rejected])) for chosen, rejected in found]
+        kept_index = (np.cumsum(keep) - 1)[able]  # of the samples among those that are kept
+        pairs = [(int(kept_index[chosen]), int(kept_index[rejected])) for chosen, rejected in found]
         return replace(rollout, keep=keep, scalars={**rollout.scalars, **scalars}), pairs
 
     def _is_comparable(self, sample: ScoredSample) -> bool:
@@ -119,7 +119,7 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         """Take the optimizer steps of the actor on rows in the order chosen, rejected, chosen, rejected, ..."""
         if not rows:
             return skip_updates(self.setup)
-        config, n_copies = self.setup.config, self.setup.trainer.engine.spec.layout.data_size
+        config, n_copies = self.setup.config, self.setup.trainer.engine.spec.layout.n_data_parallel_groups
         n_pairs = len(rows) // 2
         # Each copy of the model needs a pair in each update. Repeating all pairs does not change their mean.
         rows = [*rows] * -(-n_copies // n_pairs)

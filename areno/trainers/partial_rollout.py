@@ -22,7 +22,7 @@ from areno.run.group_selection import DECISION_STEPS, Admission, FirstWholeGroup
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agent_rollout import sample_live_agents
-from areno.trainers.dynamic_sampling import n_groups, warn_all_equal, with_signal
+from areno.trainers.dynamic_sampling import choose_groups_with_signal, n_groups, warn_all_equal
 from areno.trainers.forward_passes import StepScores
 from areno.trainers.reward_sources import Scorer
 from areno.types import Batch, GenerationOutput, GenerationRequest, PromptItem, ScoredSample
@@ -39,7 +39,7 @@ def sample_ahead(
     """
     run, config = setup.run, setup.config
     in_flight, step = run.progress.in_flight, run.step
-    n_ahead, upcoming, drops = config.prompts_ahead, run.progress.upcoming, config.rollout.dynamic_sampling
+    n_ahead, upcoming, drops = config.prompts_ahead, run.progress.upcoming_batches, config.rollout.dynamic_sampling
     number = run.progress.batches_taken
     choice = in_flight.begin(step, n_ahead, batch.items, lambda n: [each.items for each in upcoming(n)], number)
     before = [(group, part) for group in choice.groups for part in group.parked.values()]
@@ -59,7 +59,7 @@ def sample_ahead(
             samples = scorer.finish()
     keep, scalars = np.ones(len(samples), dtype=bool), dict[str, float]()
     if drops:
-        keep, dropped = with_signal(samples, n_groups(samples))
+        keep, dropped = choose_groups_with_signal(samples, n_groups(samples))
         scalars = {"rollout/sampling_rounds": int(len(batch) > 0), "rollout/dropped_groups": dropped}
     if setup.live_agents is not None:
         run.tracer.add_sessions(step, "rollout", samples)
@@ -75,17 +75,20 @@ def _sample_and_score(
 ) -> list[tuple[Group, GenerationOutput]]:
     """Sample and score until the groups of the step are complete. Return (group, output) of each stopped sample."""
     trainer, run, config = setup.trainer, setup.run, setup.config
-    params, places = sampling_params(config.gconfig), {group: index for index, group in enumerate(choice.groups)}
+    params, index_of_group = (
+        sampling_params(config.gconfig),
+        {group: index for index, group in enumerate(choice.groups)},
+    )
     requests, group_of = _remaining_requests(setup, choice.groups, itertools.count())
     reward, copies = run.progress.last_reward, trainer.engine.spec.layout.dp_size
     with RolloutProgress("rollout", choice.size, config.gconfig.n_samples, copies, reward) as progress:
 
         def take(certain: Sequence[tuple[Group, GenerationOutput]], stats: list[RolloutStats]) -> int:
-            outputs = [with_request_id(output, places[group]) for group, output in certain]
+            outputs = [with_request_id(output, index_of_group[group]) for group, output in certain]
             progress(outputs, stats)
             scorer.take(outputs)
-            run.pulse()
-            return choice.missing
+            run.poll_state_and_interrupts()
+            return choice.min_missing_samples
 
         def finished(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> tuple[int, list[GenerationRequest]]:
             return take(choice.add((group_of[output.request_id], output) for output in outputs), stats), []
@@ -140,7 +143,7 @@ def sample_replacing(
             log_stage("rollout_end")
         with run.clock.phase("reward"):  # waits for the rewards that are still being computed
             samples = scorer.finish()
-    taken, gone = set(admission.taken), set(admission.gone)
+    taken, gone = set(admission.taken), set(admission.groups_no_longer_in_flight)
     samples = [sample for sample in samples if admission.groups[sample.group] in gone]
     keep = np.array([admission.groups[sample.group] in taken for sample in samples])
     scalars = _staleness_metrics(setup, samples, keep, admission.groups, _n_recomputed(replacing.before), 0)
@@ -173,7 +176,7 @@ class _ReplacingSteering:
         found = [(self.group_of[output.request_id], output) for output in outputs]
         self._take(found)
         self.display([with_request_id(output, self._places[group]) for group, output in found], stats)
-        self._setup.run.pulse()
+        self._setup.run.poll_state_and_interrupts()
         requests: list[GenerationRequest] = []
         n_open = self._admission.decide(found, lambda groups: requests.extend(self._begin(groups)), self._is_uniform)
         return n_open, requests
@@ -203,7 +206,7 @@ def _remaining_requests(
 ) -> tuple[list[GenerationRequest], dict[int, Group]]:
     params, requests, group_of = sampling_params(setup.config.gconfig), [], {}
     for group in groups:
-        seed = request_seed(setup.run.progress.seed_of(group.batch), group.place)
+        seed = request_seed(setup.run.progress.seed_of(group.batch), group.prompt_index)
         whole = GenerationRequest(request_id=0, prompt=list(map(int, group.item.tokens)), params=params, seed=seed)
         for request in requests_of_rest(whole, group.unfinished, ids):
             requests.append(request)
@@ -219,7 +222,7 @@ def with_request_id(output: GenerationOutput, request_id: int) -> GenerationOutp
 
 def _n_recomputed(before: Iterable[tuple[Group, GenerationOutput]]) -> int:
     """Count the tokens of earlier rollouts whose KV was computed again because their samples continued."""
-    return sum(n_tokens(part) for group, part in before if n_tokens(group.latest(part.sample)) > n_tokens(part))
+    return sum(n_tokens(part) for group, part in before if n_tokens(group.latest_output(part.sample)) > n_tokens(part))
 
 
 def _staleness_metrics(

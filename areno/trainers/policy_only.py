@@ -6,10 +6,10 @@ from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.trainers.loop import RewardLoop
-from areno.trainers.off_policy_correction import correct
-from areno.trainers.rollout import log_rollout, rollouts, samples_logged
+from areno.trainers.off_policy_correction import correct_rollout
+from areno.trainers.rollout import log_rollout, log_samples_at_end, rollouts
 from areno.trainers.rows import joined, set_advantages
-from areno.trainers.update import rows_of, update_policy
+from areno.trainers.update import make_training_rows, update_policy
 
 
 class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
@@ -28,13 +28,13 @@ class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
         """
         setup, run = self.setup, self.run
         for rollout in rollouts(setup):  # sample a group for each prompt, and score it
-            rows = rows_of(setup, rollout)  # shape the rewards, score the reference
+            rows = make_training_rows(setup, rollout)  # shape the rewards, score the reference
             with run.clock.phase("advantage"):
-                advantages = self.advantages(joined(rows, rollout.sizes), rollout.groups)
-                set_advantages(rows, rollout.sizes, advantages)
+                advantages = self.advantages(joined(rows, rollout.rows_per_kept_sample), rollout.groups_of_kept_samples)
+                set_advantages(rows, rollout.rows_per_kept_sample, advantages)
             log_rollout(setup, rollout, rows)
-            stats = correct(setup, rollout, rows)  # weights for rows that another policy sampled
-            with samples_logged(setup, rollout, rows):
+            stats = correct_rollout(setup, rollout, rows)  # weights for rows that another policy sampled
+            with log_samples_at_end(setup, rollout, rows):
                 stats |= update_policy(setup, rows)
             run.end_step(stats)
         run.finish({"reward_mean": 5, EVALUATED_REWARDS: 1})

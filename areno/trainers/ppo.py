@@ -12,11 +12,11 @@ from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
 from areno.tracking.console import log_stage
 from areno.trainers.loop import RewardLoop
-from areno.trainers.off_policy_correction import correct
+from areno.trainers.off_policy_correction import correct_rollout
 from areno.trainers.policy_only import PolicyOnlyTrainer
-from areno.trainers.rollout import log_rollout, rollouts, samples_logged
+from areno.trainers.rollout import log_rollout, log_samples_at_end, rollouts
 from areno.trainers.rows import joined, set_advantages, trained, without_truncated
-from areno.trainers.update import rows_of, update_policy
+from areno.trainers.update import make_training_rows, update_policy
 from areno.types import TrainSequence
 
 logger = logging.getLogger("areno")
@@ -44,19 +44,23 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
             text += "lower it, or train for more steps (total_train_steps, total_train_epochs, total_train_n_seqs)"
             logger.warning(text, warmup, total)
         for rollout in rollouts(setup):  # sample completions of each prompt, and score them
-            rows = rows_of(setup, rollout)  # shape the rewards, score the reference
+            rows = make_training_rows(setup, rollout)  # shape the rewards, score the reference
             for row, values in zip(rows, rollout.scores.scores_of_rows("values", rows), strict=True):
                 row.values = values  # estimated before each token
             with run.clock.phase("advantage"):
-                advantages, returns = self.advantages(joined(rows, rollout.sizes), rollout.groups)
-                set_advantages(rows, rollout.sizes, advantages)
-                set_advantages(rows, rollout.sizes, returns, "returns")
+                advantages, returns = self.advantages(
+                    joined(rows, rollout.rows_per_kept_sample), rollout.groups_of_kept_samples
+                )
+                set_advantages(rows, rollout.rows_per_kept_sample, advantages)
+                set_advantages(rows, rollout.rows_per_kept_sample, returns, "returns")
             log_rollout(setup, rollout, rows)
             masked = config.critic.mask_no_eos_with_zero
-            stats = self.update_critic(without_truncated(rows, rollout.kept, rollout.sizes) if masked else rows)
-            with samples_logged(setup, rollout, rows):
+            stats = self.update_critic(
+                without_truncated(rows, rollout.kept_samples, rollout.rows_per_kept_sample) if masked else rows
+            )
+            with log_samples_at_end(setup, rollout, rows):
                 if run.step > warmup:
-                    stats |= correct(setup, rollout, rows)  # weights for rows that another policy sampled
+                    stats |= correct_rollout(setup, rollout, rows)  # weights for rows that another policy sampled
                     stats |= update_policy(setup, rows)
             run.end_step(stats)
         run.finish({"reward_mean": 5, EVALUATED_REWARDS: 1})

@@ -49,19 +49,19 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Wait until functions have scored all samples of a prompt. Return the rewards of samples that did not fail."""
         assert self._scoring is not None, "no reward function scores the samples"
         with self._setup.run.stop.interruptible():
-            outcomes = self._scoring.known(self._samples_of(number))
+            outcomes = self._scoring.wait_for_outcomes(self._samples_of(number))
         return [outcome.value for outcome in outcomes if outcome.value is not None]
 
     def has_rewards_of(self, number: int) -> bool:
         assert self._scoring is not None, "no reward function scores the samples"
-        return self._scoring.has(self._samples_of(number))
+        return self._scoring.are_scored(self._samples_of(number))
 
     def _samples_of(self, number: int) -> range:
         n_samples = self.gconfig.n_samples
         return range(number * n_samples, (number + 1) * n_samples)
 
-    def _judge_task(self, place: int) -> JudgeTask:
-        number = place // self.gconfig.n_samples
+    def _judge_task(self, index: int) -> JudgeTask:
+        number = index // self.gconfig.n_samples
         item = self.items[number]
         return JudgeTask(self._samples_of(number), item.messages or item.prompt, opens_reasoning(item.text))
 
@@ -90,8 +90,8 @@ class Scorer(AbstractContextManager["Scorer"]):
                 arrays=arrays,
                 spans=phase_spans(output.phases),
             )
-            place = output.request_id * self.gconfig.n_samples + output.sample
-            found[place] = (sample, CompletionRecord(prompt, arrays, text, raw))
+            index = output.request_id * self.gconfig.n_samples + output.sample
+            found[index] = (sample, CompletionRecord(prompt, arrays, text, raw))
         self.add(found)
 
     def _recorded_prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
@@ -103,7 +103,7 @@ class Scorer(AbstractContextManager["Scorer"]):
     def add(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
         """Start to score samples, {index in the rollout: (sample, record)}. A failed sample has no record."""
         self._found.update(found)
-        records = {place: record for place, (_, record) in found.items() if record is not None}
+        records = {index: record for index, (_, record) in found.items() if record is not None}
         for record in records.values():
             record.step, record.epoch = self._setup.run.step, self._setup.run.progress.epoch
         if self._scoring is not None:
@@ -130,14 +130,14 @@ class Scorer(AbstractContextManager["Scorer"]):
         A failed sample keeps the outcome that `add` received, which has no reward.
         """
         setup, found = self._setup, dict(sorted(self._found.items()))
-        asked = {place: (sample, record) for place, (sample, record) in found.items() if record is not None}
+        asked = {index: (sample, record) for index, (sample, record) in found.items() if record is not None}
         records, outcomes = [record for _, record in asked.values()], None
         if self._scoring is not None:
             with setup.run.stop.interruptible():
-                by_place = self._scoring.outcomes()
-            outcomes = [by_place[place] for place in asked]
-            for place, (sample, _) in asked.items():
-                if (span := self._scoring.span_of(place)) is not None:
+                by_index = self._scoring.outcomes()
+            outcomes = [by_index[index] for index in asked]
+            for index, (sample, _) in asked.items():
+                if (span := self._scoring.span_of(index)) is not None:
                     sample.spans.append(("scored", *span))
             report_failures(records, outcomes)
         own = [sample.trajectory.reward if sample.trajectory else None for sample, _ in asked.values()]
@@ -174,13 +174,13 @@ class Scorer(AbstractContextManager["Scorer"]):
         distinct_rows = list(dict.fromkeys(rows))
         tokens, ends = [list(tokens) for tokens, _ in distinct_rows], [list(ends) for _, ends in distinct_rows]
         of_steps = trainer.score_steps("reward", tokens, ends)
-        rewards = {row: steps.reduce(each) for row, each in zip(distinct_rows, of_steps, strict=True)}
+        rewards = {row: steps.reward_of_step_scores(each) for row, each in zip(distinct_rows, of_steps, strict=True)}
         return [rewards[row] for row in rows]
 
     def _add_judge_scores(
         self,
         judging: Judging,
-        places: Sequence[int],
+        indices: Sequence[int],
         records: Sequence[Record],
         outcomes: Sequence[RewardOutcome] | None,
         source: str,
@@ -194,7 +194,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             )
         with setup.run.stop.interruptible():
             verdicts = judging.outcomes()
-        found = [verdicts[place] for place in places]
+        found = [verdicts[index] for index in indices]
         return add_judged(records, outcomes, found, setup.config.reward.judge.weight, source)
 
     def __exit__(self, *exc: Any) -> None:

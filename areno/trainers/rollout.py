@@ -22,7 +22,7 @@ from areno.scoring.pool import no_reward_error
 from areno.tracking.accuracy import without_right
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agent_rollout import sample_with_agents
-from areno.trainers.dynamic_sampling import can_overlap, has_signal, n_groups, sample_rounds, with_signal
+from areno.trainers.dynamic_sampling import can_overlap, choose_groups_with_signal, has_signal, n_groups, sample_rounds
 from areno.trainers.forward_passes import StepScores
 from areno.trainers.partial_rollout import sample_ahead, sample_replacing
 from areno.trainers.reward_sources import Scorer
@@ -41,7 +41,7 @@ logger = logging.getLogger("areno")
 def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
     run, samples = setup.run, rollout.samples
     advantages_B = np.zeros(len(samples))
-    by_sample = joined(rows, rollout.sizes)
+    by_sample = joined(rows, rollout.rows_per_kept_sample)
     # Tokens that are not trained have advantage 0. So all tokens are summed, which is faster than trained() and mean().
     advantages_B[rollout.keep] = [
         np.add.reduce(np.asarray(row.advantages)) / max(1, n_trained(row)) for row in by_sample
@@ -57,7 +57,7 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
     run.log({**metrics, **group_metrics(samples), **rollout.scalars})
     if "rollout/rewards_mean" in metrics:
-        run.progress.keep(reward_mean=metrics["rollout/rewards_mean"])
+        run.progress.append_to_history(reward_mean=metrics["rollout/rewards_mean"])
 
 
 def reference_kl(actor: PolicyConfig, rows: Sequence[TrainSequence]) -> dict[str, float]:
@@ -87,7 +87,7 @@ def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
 
 
 @contextmanager
-def samples_logged(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> Iterator[None]:
+def log_samples_at_end(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> Iterator[None]:
     """Log the samples of a step at the end of a `with` block, even if the update inside the block fails.
 
     The log also has the log-probabilities from before the update, which the update stores in the rows.
@@ -101,7 +101,7 @@ def samples_logged(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSeq
 
 
 def _log_samples(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
-    for sample, row in zip(rollout.kept, joined(rows, rollout.sizes), strict=True):
+    for sample, row in zip(rollout.kept_samples, joined(rows, rollout.rows_per_kept_sample), strict=True):
         if sample.trajectory is not None:
             sample.advantages = trained([row], "advantages")[0]
             continue
@@ -124,24 +124,24 @@ class Rollout:
     scalars: Mapping[str, float] = field(default_factory=dict)  # rollout/* metrics of dynamic or stopped sampling
 
     @property
-    def kept(self) -> list[ScoredSample]:
+    def kept_samples(self) -> list[ScoredSample]:
         return [sample for sample, keep in zip(self.samples, self.keep, strict=True) if keep]
 
     @property
-    def sizes(self) -> list[int]:
+    def rows_per_kept_sample(self) -> list[int]:
         """The number of training rows of each kept sample."""
-        return rows_per_sample(self.kept)
+        return rows_per_sample(self.kept_samples)
 
     @property
-    def groups(self) -> list[int]:
-        return [sample.group for sample in self.kept]
+    def groups_of_kept_samples(self) -> list[int]:
+        return [sample.group for sample in self.kept_samples]
 
 
 def rollouts(setup: PolicySetup) -> Iterator[Rollout]:
     """Yield the rollout of each step of the run, and skip the update of steps without a sample to train on."""
     for batch in setup.run.steps():
         rollout = collect_rollout(setup, batch)
-        if rollout.kept:
+        if rollout.kept_samples:
             yield rollout
         else:
             skip_step(setup, rollout)
@@ -149,7 +149,7 @@ def rollouts(setup: PolicySetup) -> Iterator[Rollout]:
 
 def skip_step(setup: PolicySetup, rollout: Rollout) -> None:
     log_rollout(setup, rollout, [])
-    with samples_logged(setup, rollout, []):
+    with log_samples_at_end(setup, rollout, []):
         stats = skip_updates(setup)
     setup.run.end_step(stats)
 
@@ -202,7 +202,7 @@ def collect_rollout(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
             batches.append(more)
     keep, scalars = np.ones(len(samples), dtype=bool), {}
     if config.rollout.dynamic_sampling:
-        keep, dropped = with_signal(samples, len(batch))
+        keep, dropped = choose_groups_with_signal(samples, len(batch))
         scalars = {"rollout/sampling_rounds": len(batches), "rollout/dropped_groups": dropped}
     return _make_rollout(samples, keep, batches, scores, scalars)
 
@@ -245,7 +245,7 @@ def sample_and_score(
             def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
                 progress(outputs, stats)
                 scorer.take(outputs)
-                setup.run.pulse()
+                setup.run.poll_state_and_interrupts()
 
             if setup.agents is not None:
                 with progress:

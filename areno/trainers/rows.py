@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.agents.trajectory_rows import train_sequences
+from areno.agents.turns_to_rows import train_sequences
 from areno.config.models import KLConfig, PolicyConfig
 from areno.errors import ConfigError, DataError, Key, Problem
 from areno.loss_fns.advantages import gae, group_advantages, normalize_tokens, overlong_penalty, shape_rewards
@@ -129,8 +129,8 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
     if not isinstance(arrays, Sequence) or len(arrays) != len(rows):
         found = f"{len(arrays)} arrays" if isinstance(arrays, Sequence) else f"a {type(arrays).__name__}"
         raise DataError(f"{name}: {found} for {len(rows)} rows; a list with an array for each row is expected")
-    places = [trained_mask(row) for row in rows]
-    for index, (of_row, array) in enumerate(zip(places, arrays, strict=True)):
+    masks = [trained_mask(row) for row in rows]
+    for index, (of_row, array) in enumerate(zip(masks, arrays, strict=True)):
         if np.shape(array) != (n := np.count_nonzero(of_row),):
             raise DataError(
                 f"{name} of row {index} have shape {np.shape(array)}; one number for each of its {n} "
@@ -138,11 +138,11 @@ def set_trained(rows: Sequence[TrainSequence], name: str, arrays: Sequence[np.nd
             )
     if not rows:
         return
-    together = np.concatenate(places)  # one assignment for all rows, which is faster than one per row
+    together = np.concatenate(masks)  # one assignment for all rows, which is faster than one per row
     values = np.zeros(len(together))
     values[together] = np.concatenate(arrays)
     start = 0
-    for row, of_row in zip(rows, places, strict=True):
+    for row, of_row in zip(rows, masks, strict=True):
         vars(row)[name] = values[start : start + len(of_row)]
         start += len(of_row)
 

@@ -33,7 +33,7 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
         run, split = self.run, _SplitRowCounter()
         for batch in run.steps():
             stats = update(self.setup, sequences_of(batch.items))
-            run.progress.keep(loss=stats["loss"])
+            run.progress.append_to_history(loss=stats["loss"])
             run.log_skipped(batch)
             split.count(batch)
             run.end_step(stats)

@@ -18,7 +18,7 @@ from areno.config.teacher import Divergence, TeacherConfig
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import divide_steps
 from areno.engine.train.packing import StepBatches
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 from areno.run.setup import PolicySetup, Setup
 from areno.specs.update import OldLogprobs, UpdateSpec
 from areno.tracking.console import log_stage
@@ -47,18 +47,22 @@ def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
     return pack
 
 
-def rows_of(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
-    """Make the rows of `rollout.kept`, with shaped rewards, `ref_logprobs` and `teacher_logprobs`."""
+def make_training_rows(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
+    """Make the rows of `rollout.kept_samples`, with shaped rewards, `ref_logprobs` and `teacher_logprobs`."""
     config = setup.config
-    rewards_B = sample_rewards(rollout.kept, config.actor, config.gconfig.max_new_tokens)
+    rewards_B = sample_rewards(rollout.kept_samples, config.actor, config.gconfig.max_new_tokens)
     eos, version = setup.tokenizer.eos_token_id or 0, setup.trainer.engine.weights_version
-    rows = policy_rows(rollout.kept, rewards_B, eos, config.actor.mask_no_eos_with_zero, version)
-    score_agents(setup.trainer, rollout.kept, rows, config.gconfig)
+    rows = policy_rows(rollout.kept_samples, rewards_B, eos, config.actor.mask_no_eos_with_zero, version)
+    score_agents(setup.trainer, rollout.kept_samples, rows, config.gconfig)
     if config.ref is not None:
         for row, logprobs in zip(rows, rollout.scores.scores_of_rows("ref", rows), strict=True):
             row.ref_logprobs = logprobs
     if config.teacher is not None and (config.teacher.prompt_key is not None or config.teacher.by is not None):
-        samples = [sample for sample, size in zip(rollout.kept, rollout.sizes, strict=True) for _ in range(size)]
+        samples = [
+            sample
+            for sample, size in zip(rollout.kept_samples, rollout.rows_per_kept_sample, strict=True)
+            for _ in range(size)
+        ]
         set_teachers(setup, [sample.item for sample in samples], rows)
         for sample, row in zip(samples, rows, strict=True):
             sample.teacher = row.teacher

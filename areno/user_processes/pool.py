@@ -38,10 +38,10 @@ def default_workers(n_devices: int = 0, cgroup: Path = _CGROUP) -> int:
 def usable_cores(cgroup: Path = _CGROUP) -> int:
     """Return the number of CPU cores that this process may run on. A container's limit on CPU time lowers it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, math.floor(min(cores, _quota(cgroup))))
+    return max(1, math.floor(min(cores, _cpu_quota(cgroup))))
 
 
-def _quota(cgroup: Path) -> float:
+def _cpu_quota(cgroup: Path) -> float:
     """Return the container's limit on CPU time as a number of cores, or infinity."""
     for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # cgroup versions 2 and 1
         try:
@@ -121,12 +121,12 @@ class WorkerPool(Generic[Config]):
 
     def wait_ready(self) -> None:
         """Wait until every process has imported the user code. Raises ConfigError if one cannot."""
-        slow = SlowTimer()
+        slow = SlowCallTimer()
         while starting := [worker for worker in self.workers if worker.is_starting]:
-            self._wait(starting, None)
+            self._wait_for_workers(starting, None)
             heartbeat.beat()
             if slow.is_due():
-                self._logger.info("%s: importing %s takes %.0f s so far", self._key, self.name, slow.seconds)
+                self._logger.info("%s: importing %s takes %.0f s so far", self._key, self.name, slow.elapsed_seconds)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -160,7 +160,7 @@ class WorkerPool(Generic[Config]):
 
         A message on the connection `wake` also ends the wait. It is read and ignored.
         """
-        self._wait([worker for worker in self.workers if not worker.is_idle], work, wake, max_s)
+        self._wait_for_workers([worker for worker in self.workers if not worker.is_idle], work, wake, max_s)
 
     def drop_calls(self) -> None:
         """Kill the busy processes, so that their calls have no answer, and start new processes in their place."""
@@ -172,7 +172,7 @@ class WorkerPool(Generic[Config]):
         worker.end()
         self.workers[self.workers.index(worker)] = self._start_worker()
 
-    def _wait(
+    def _wait_for_workers(
         self, workers: list[Worker], work: Work | None, wake: Connection | None = None, max_s: float = _POLL_S
     ) -> None:
         """Do the work of `wait` for the given processes. `work` is None while they import the user code."""
@@ -207,7 +207,7 @@ class WorkerPool(Generic[Config]):
             elif kind_or_position == "left":
                 worker.has_left = True
             elif work is not None:
-                span = worker.answered(kind_or_position, self.config.timeout_s)
+                span = worker.remove_answered_call(kind_or_position, self.config.timeout_s)
                 self._trace_call(worker, kind_or_position, span)
                 work.answered(kind_or_position, value, span)
 
@@ -224,8 +224,8 @@ class WorkerPool(Generic[Config]):
             hangs = f"importing it took more than {IMPORT_LIMIT_S:g} s"
             why = hangs if status == "timeout" else self.import_text.format(text)
             raise ConfigError(Problem(self._key, f"{self.name}: {why}"))
-        for position in worker.running():
-            self._trace_call(worker, position, worker.elapsed(position))
+        for position in worker.running_calls():
+            self._trace_call(worker, position, worker.span_until_now(position))
         self._replace(worker)
         if work is not None:
             work.lost(worker, status, text)
@@ -242,7 +242,7 @@ def readable_connections(connections: Iterable[Connection], timeout_s: float = 0
     return {by_number[number] for number, _ in poll.poll(math.ceil(1000 * timeout_s))}
 
 
-class SlowTimer:
+class SlowCallTimer:
     """Decides when to log a long wait: after SLOW_S seconds, then whenever it has doubled since the last log."""
 
     def __init__(self) -> None:
@@ -250,11 +250,11 @@ class SlowTimer:
         self._due_at = self._started + SLOW_S
 
     @property
-    def seconds(self) -> float:
+    def elapsed_seconds(self) -> float:
         return time.monotonic() - self._started
 
     def is_due(self) -> bool:
         if time.monotonic() < self._due_at:
             return False
-        self._due_at = self._started + 2 * self.seconds
+        self._due_at = self._started + 2 * self.elapsed_seconds
         return True

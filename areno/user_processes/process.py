@@ -1,9 +1,9 @@
 """The code that runs in every process of user code, whether it calls reward functions or agents.
 
-The supervisor (areno/user_processes/supervisor.py) forks this process. Then `run` is called in it, with the function
-`serve(connection)` of areno.scoring.process or areno.agents.process. `serve` loads the user code and sends ("ready",
-is_async) to the driver. The driver then sends calls, each with a position, which is the index of the call in the
-driver's list of calls. `serve` answers each call with (position, answer).
+The supervisor (areno/user_processes/supervisor.py) forks this process. Then `serve_driver` is called in it, with the
+function `serve(connection)` of areno.scoring.process or areno.agents.process. `serve` loads the user code and sends
+("ready", is_async) to the driver. The driver then sends calls, each with a position, which is the index of the call in
+the driver's list of calls. `serve` answers each call with (position, answer).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ENDED = "a process that the agent forked returned or awaited, and was ended; en
 _COPY_LIMIT_S = 0.2  # seconds to wait for a forked copy of this process that leaves the user code
 
 
-def run(fd: int, serve: Callable[[Connection], None]) -> None:
+def serve_driver(fd: int, serve: Callable[[Connection], None]) -> None:
     """Call `serve` until the driver closes the socket `fd`, then end this process. Does not return.
 
     The problems of an ArenoError are sent to the driver.
@@ -64,7 +64,7 @@ def event_loop(end_copy: Callable[[], object]) -> Any:
     """Return an event loop that stops working in child processes that user code forks.
 
     A forked child shares the loop's connections and, on Linux, its epoll list. If the child ran the loop or closed a
-    connection, this process would no longer receive answers. A child that tries to run the loop calls `end_copy`
+    connection, this process would no longer receive answers. A child that tries to run the loop calls `exit_if_copy`
     instead, which must end the child.
     """
     from asyncio import SelectorEventLoop
@@ -113,7 +113,7 @@ class ForkedCopies:
 
         If `reports`, ForkReturned is then raised in the original process.
         """
-        self.end_copy()
+        self.exit_if_copy()
         try:
             yield
         except SystemExit:
@@ -121,11 +121,11 @@ class ForkedCopies:
                 os._exit(0)  # the copy has ended itself, as it should
             raise
         finally:
-            self.end_copy()
-            if self._pipe is not None and self._copy_left():
+            self.exit_if_copy()
+            if self._pipe is not None and self._copy_left_user_code():
                 raise ForkReturned("forked, and the forked process returned too; end it with os._exit()")
 
-    def end_copy(self) -> None:
+    def exit_if_copy(self) -> None:
         """If this process is a forked child, report that to the original process and end."""
         if os.getpid() != self._original:
             if not self._reports:
@@ -135,7 +135,7 @@ class ForkedCopies:
                     os.write(self._pipe[1], b".")
             os._exit(0)
 
-    def _copy_left(self) -> bool:
+    def _copy_left_user_code(self) -> bool:
         """Return whether a forked child has left the block of user code, and close the pipe on which it reports that.
 
         This waits until a child reports or all children have ended, at most _COPY_LIMIT_S seconds.

@@ -17,7 +17,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-from areno.user_processes.process import run
+from areno.user_processes.process import serve_driver
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _END_LIMIT_S = 5.0  # a process of another user, or one that waits for a dead disk, cannot be killed
@@ -60,7 +60,7 @@ def _become_worker(fd: int, module: str) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        run(fd, import_module(module).serve)
+        serve_driver(fd, import_module(module).serve)
     finally:
         os._exit(1)
 
@@ -91,7 +91,7 @@ def _end_all(worker: int) -> None:
             os.killpg(worker, signal.SIGKILL)
     give_up = time.monotonic() + _END_LIMIT_S
     while time.monotonic() < give_up:
-        for pid in _children():
+        for pid in _child_pids():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -102,7 +102,7 @@ def _end_all(worker: int) -> None:
         time.sleep(0.01)
 
 
-def _children() -> list[int]:
+def _child_pids() -> list[int]:
     """Read the process ids of this process's children from /proc, if it exists."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):

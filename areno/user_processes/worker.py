@@ -118,7 +118,7 @@ class Worker:
                 self._ends_at[position] = deadline
         self.sent, self.deadline = len(chunk), min(self.deadline, deadline)
 
-    def postpone(self, seconds: float) -> None:
+    def postpone_deadlines(self, seconds: float) -> None:
         """Extend the deadlines of all calls. The time limit for importing the user code does not change."""
         if not self.is_starting:
             self.deadline += seconds
@@ -168,14 +168,14 @@ class Worker:
             self.messages.append(unread[first:start])
         del unread[:start]
 
-    def answered(self, position: int, timeout_s: float) -> tuple[int, int]:
+    def remove_answered_call(self, position: int, timeout_s: float) -> tuple[int, int]:
         """Remove an answered call, set the next deadline, and return (start, end) of the call as times of areno.trace.
 
         Each call of an async function has its own deadline, counted from the time at which it was sent. Its start is
         that time, too.
         """
         self.chunk.remove(position)
-        span = self.elapsed(position)
+        span = self.span_until_now(position)
         del self._began_at[position]
         self._ends_at.pop(position, None)
         if not self.chunk:
@@ -186,11 +186,11 @@ class Worker:
             self.deadline, self._began_at[self.chunk[0]] = time.monotonic() + timeout_s, span[1]
         return span
 
-    def running(self) -> list[int]:
+    def running_calls(self) -> list[int]:
         """Return the indices of the calls that the process runs. A function that is not async runs one at a time."""
         return list(self.chunk) if self.is_async else list(self.chunk)[:1]
 
-    def elapsed(self, position: int) -> tuple[int, int]:
+    def span_until_now(self, position: int) -> tuple[int, int]:
         """Return (start, now) of a running call, as times of areno.trace."""
         return self._began_at[position], trace.now()
 

@@ -18,7 +18,7 @@ from areno import SamplingParams, Trainer, heartbeat
 from areno.agents import process
 from areno.agents.pool import AgentPool
 from areno.agents.trajectories import AgentBatch, AgentContext, BadTrajectory, LossMaskPolicy
-from areno.agents.trajectory_rows import RowBuilder
+from areno.agents.turns_to_rows import RowBuilder
 from areno.api.trainer import RolloutSession
 from areno.config.rollout import AgentConfig
 from areno.errors import ConfigError
@@ -84,7 +84,7 @@ def test_a_failing_agent_leaves_the_others_alone(session: RolloutSession) -> Non
     outcomes = dict(zip(prompts, run(session, *prompts), strict=True))
     for name in ("ok", "print", "fork", "loose", "thread"):
         assert outcomes[name].status == "ok", outcomes[name]
-        [row] = builder(session).trajectory(outcomes[name].turns).rows
+        [row] = builder(session).build_trajectory(outcomes[name].turns).rows
         assert 1 <= row.trained.sum() <= 4
     for name, message in wrong.items():
         assert outcomes[name].status == "error"
@@ -192,7 +192,7 @@ def test_what_was_not_sampled_here_is_told_when_rows_are_made(
 ) -> None:
     [outcome] = run(session, prompt)
     with pytest.raises(BadTrajectory, match=message):
-        builder(session).trajectory(outcome.turns)
+        builder(session).build_trajectory(outcome.turns)
 
 
 @pytest.mark.slow

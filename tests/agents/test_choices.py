@@ -22,7 +22,7 @@ from areno.agents.trajectories import (
     LossMaskPolicy,
     plain_results,
 )
-from areno.agents.trajectory_rows import RowBuilder
+from areno.agents.turns_to_rows import RowBuilder
 from areno.server.returned_responses import changed_parts, message_digest
 from areno.types import Trajectory
 from tests.helpers.agent_model import VOCAB, made
@@ -58,7 +58,7 @@ def trajectory(proxy: SessionProxy, *turns: AgentTrajectoryTurn) -> Trajectory:
     if isinstance(plain, BadTrajectory):
         raise plain
     conversations = proxy.server.chat.prompts
-    return RowBuilder(conversations, LossMaskPolicy(), VOCAB, proxy.session).trajectory(plain)
+    return RowBuilder(conversations, LossMaskPolicy(), VOCAB, proxy.session).build_trajectory(plain)
 
 
 def sampled(found: Trajectory) -> list[list[int]]:

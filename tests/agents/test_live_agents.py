@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from areno.agents.trajectory_rows import warn_of_temperatures
+from areno.agents.turns_to_rows import warn_of_temperatures
 from areno.api.metrics import Stopwatch
 from areno.api.trainer import Trainer
 from areno.config.rollout import GenerationConfig

@@ -19,7 +19,7 @@ from areno.agents.trajectories import (
     LossMaskPolicy,
     plain_turn,
 )
-from areno.agents.trajectory_rows import RowBuilder, read_trajectories
+from areno.agents.turns_to_rows import RowBuilder, read_trajectories
 from areno.errors import DataError
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder

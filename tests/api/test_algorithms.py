@@ -17,7 +17,7 @@ import pytest
 
 import areno
 from areno.api import Algorithm, algorithms, get_algorithm, register_algorithm
-from areno.api.algorithms import algorithm_names, own_algorithms
+from areno.api.algorithms import algorithm_names, built_in_algorithms
 from areno.cli.__main__ import main
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.errors import ConfigError
@@ -104,7 +104,7 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("not_installed")
 def test_a_checkout_that_is_not_installed_has_the_algorithms_of_areno() -> None:
-    assert tuple(algorithm_names()) == tuple(own_algorithms()) == tuple(BUILT_IN)
+    assert tuple(algorithm_names()) == tuple(built_in_algorithms()) == tuple(BUILT_IN)
     assert get_algorithm("sft").name == "sft"
     with pytest.raises(ConfigError) as caught:
         load(get_algorithm("gspo").config, "quickstart", ["pairs_per_prompt=1"])
@@ -113,7 +113,7 @@ def test_a_checkout_that_is_not_installed_has_the_algorithms_of_areno() -> None:
 
 @pytest.mark.usefixtures("not_installed")
 def test_a_copy_of_the_package_alone_is_no_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(algorithms, "root", lambda: tmp_path)
+    monkeypatch.setattr(algorithms, "data_root", lambda: tmp_path)
     with pytest.raises(ConfigError, match="it is not installed; run `pip install"):
         get_algorithm("gspo")
     with pytest.raises(ConfigError, match=r"^actor\.beta: unknown key"):  # the user's own mistake comes first

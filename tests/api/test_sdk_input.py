@@ -17,7 +17,7 @@ from areno import ArenoConfig, Trainer
 from areno.config.experiments import ExperimentConfig
 from areno.config.models import ModelConfig
 from areno.config.run import EngineConfig
-from areno.engine.decoder.grammar import text_ranges
+from areno.engine.decoder.grammar import find_ids_with_text
 from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Key, keys_renamed
 from areno.plan.plan import open_actor
 from tests.helpers.sdk_script import MODEL, SAMPLING, loss, plain_rows, sampled, session
@@ -133,7 +133,7 @@ def test_ids_of_the_embedding_without_a_token_are_known_to_the_decoder(tmp_path:
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": n + 200}))
     plan = open_actor(ExperimentConfig(experiment_name="e", actor=ModelConfig(path=str(model))), lambda: ["cpu"])
     assert plan.spec.texts == ((0, n),)
-    assert text_ranges(tokenizer, [n + 5, 0]) == ((0, n), (n + 5, n + 6))  # an end token may have no text
+    assert find_ids_with_text(tokenizer, [n + 5, 0]) == ((0, n), (n + 5, n + 6))  # an end token may have no text
 
 
 def test_settings_in_messages_become_arguments() -> None:

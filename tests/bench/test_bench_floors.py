@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areno.bench.device import decode_s, floors, prefill_s
+from areno.bench.device import decode_s, phase_floors, prefill_s
 from areno.bench.timing import Timed, measure
-from areno.bench.work import Work, model_folder, row, rows_of_outputs
+from areno.bench.work import Work, made_up_row, model_folder, rows_of_outputs
 from areno.cost.flops import TokenCost, attention_pairs, forward_flops, train_flops
 from areno.cost.time import Rates
 from areno.models.registry import load_config
@@ -100,12 +100,12 @@ def test_floors_are_those_that_others_worked_out(tmp_path: Path) -> None:
     for shape, tok_s in (("0.6b", 88_000), ("4b", 49_000), ("8b", 37_000)):
         ordinary = decode_s(cost_of(shape, tmp_path), work, H200, shared=False)
         assert work.n_new / ordinary == pytest.approx(tok_s, rel=0.02)
-    train = floors(cost_of("0.6b", tmp_path), work, H200, "train")
+    train = phase_floors(cost_of("0.6b", tmp_path), work, H200, "train")
     assert train["train_tok_s"] == pytest.approx(205_000, rel=0.01)
-    step = floors(cost_of("0.6b", tmp_path), work, H200, "step")
+    step = phase_floors(cost_of("0.6b", tmp_path), work, H200, "step")
     assert step["step_s"] == pytest.approx(1.4, rel=0.02)
     long = Work.uniform(256, 1, 100, 1024)
-    assert floors(cost_of("0.6b", tmp_path), long, H200, "rollout")["rollout_ordinary_tok_s"] == pytest.approx(
+    assert phase_floors(cost_of("0.6b", tmp_path), long, H200, "rollout")["rollout_ordinary_tok_s"] == pytest.approx(
         36_000, rel=0.05
     )
 
@@ -143,7 +143,7 @@ class Counting:
 
     def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
         self.calls.append(("rollout", work.n_new))
-        return [row(prompt, [1] * 2, [0.0] * 2, 0) for prompt in prompts]
+        return [made_up_row(prompt, [1] * 2, [0.0] * 2, 0) for prompt in prompts]
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
         self.calls.append(("train", len(rows)))
@@ -173,7 +173,7 @@ def test_repeats_come_after_a_warm_up_that_is_not_counted() -> None:
 def test_figures_are_medians_with_their_spread() -> None:
     work = Work.fixed(2, 2, 6, 4)
     seconds = {"rollout": [1.0, 2.0, 1.5], "train": [4.0, 2.0], "step": [6.0, 4.0], "prefill": [0.25]}
-    figures = Timed(seconds=seconds).figures(work)
+    figures = Timed(seconds=seconds).phase_figures(work)
     assert figures["rollout_s"] == 1.5
     assert figures["rollout_spread"] == pytest.approx(1 / 1.5)
     assert figures["rollout_tok_s"] == pytest.approx(16 / 1.5)
@@ -191,7 +191,7 @@ def test_rows_of_many_outputs_are_those_of_each_output() -> None:
     prompts = [[5, 6, 7], [8]]
     outputs = {0: [output(0, 0, 4), output(0, 1, 1)], 1: [output(1, 0, 0), output(1, 1, 3)]}
     expected = [
-        row(prompts[index], vars(each)["tokens"], vars(each)["logprobs"], each.sample)
+        made_up_row(prompts[index], vars(each)["tokens"], vars(each)["logprobs"], each.sample)
         for index, of_prompt in outputs.items()
         for each in of_prompt
     ]

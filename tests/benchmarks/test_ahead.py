@@ -53,12 +53,12 @@ def test_each_token_is_sampled_once(capsys: pytest.CaptureFixture[str], steps: l
     gone, n_sampled, last = [], 0, None
     for _, n_ahead, choice, each in steps:
         if n_ahead:
-            gone += choice.gone
+            gone += choice.groups_no_longer_in_flight
             n_sampled += each.sampled
             last = choice
             assert len(choice.taken) == 2
     assert last is not None
-    left = [group for group in last.groups if group not in last.gone]
+    left = [group for group in last.groups if group not in last.groups_no_longer_in_flight]
     ended = sum(len(output.tokens) for group in gone for output in group.outputs)
     parts = sum(
         len((group.finished.get(k) or group.parked[k]).tokens)
@@ -67,12 +67,12 @@ def test_each_token_is_sampled_once(capsys: pytest.CaptureFixture[str], steps: l
         if k in group.finished or k in group.parked
     )
     assert n_sampled == ended + parts
-    assert len(gone) == len({(group.batch, group.place) for group in gone})
-    lengths = {(group.batch, group.place): [len(output.tokens) for output in group.outputs] for group in gone}
+    assert len(gone) == len({(group.batch, group.prompt_index) for group in gone})
+    lengths = {(group.batch, group.prompt_index): [len(output.tokens) for output in group.outputs] for group in gone}
     waited = [choice for _, n_ahead, choice, _ in steps if not n_ahead]
     common = 0
     for group in (group for choice in waited for group in choice.taken):
-        if (known := lengths.get((group.batch, group.place))) is not None:
+        if (known := lengths.get((group.batch, group.prompt_index))) is not None:
             assert known == [len(output.tokens) for output in group.outputs]
             common += 1
     assert common > 1
@@ -82,7 +82,9 @@ def test_each_token_is_sampled_once(capsys: pytest.CaptureFixture[str], steps: l
 def test_groups_with_equal_rewards_are_replaced(capsys: pytest.CaptureFixture[str], steps: list[Any]) -> None:
     run_of(capsys, "--repeats", "3", "--equal-rewards", "0.5", "--max-head-offpolicyness", "2")
     for kind in (ahead._Replaces, ahead._Rounds):
-        assert any(len(choice.gone) > len(choice.taken) for found, _, choice, _ in steps if found is kind)
+        assert any(
+            len(choice.groups_no_longer_in_flight) > len(choice.taken) for found, _, choice, _ in steps if found is kind
+        )
 
 
 @pytest.mark.parametrize(

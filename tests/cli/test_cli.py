@@ -180,7 +180,7 @@ def test_extras_are_those_whose_packages_are_there(monkeypatch: pytest.MonkeyPat
     needed = ["pytest>=1; extra == 'one'", "pytest>=9999; extra == 'two'", "no-such-thing; extra == 'two'", "torch"]
     monkeypatch.setattr(env.metadata, "metadata", lambda name: Metadata())
     monkeypatch.setattr(env.metadata, "requires", lambda name: needed)
-    assert env.extras() == {"one": [], "two": ["pytest>=9999", "no-such-thing"]}
+    assert env.missing_requirements() == {"one": [], "two": ["pytest>=9999", "no-such-thing"]}
 
 
 @pytest.mark.slow
@@ -338,5 +338,5 @@ def test_the_shell_code_calls_us(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_generated_pages_are_current() -> None:
-    for page, text in reference.pages(ROOT / "docs").items():
+    for page, text in reference.generated_pages(ROOT / "docs").items():
         assert page.read_text(encoding="utf-8") == text, f"{page.name} is not up to date; run: make reference"

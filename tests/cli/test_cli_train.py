@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from areno.api import algorithms, get_algorithm
-from areno.api.algorithms import own_algorithms
+from areno.api.algorithms import built_in_algorithms
 from areno.cli import train_flags as flags
 from areno.cli.__main__ import main
 from areno.launch import command
@@ -31,7 +31,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
 
 
 def test_the_help_calls_a_value_the_default_only_if_it_is_that_of_all_recipes() -> None:
-    found = flags.flags()
+    found = flags.all_train_flags()
     for flag in found.values():
         if "Default: " in flag.row.setting.help.replace(" null: ", " Default: ") and "Default: " in flag.help:
             assert "(default " not in flag.help, flag.name
@@ -69,7 +69,7 @@ def reference() -> dict[str, tuple[str, str]]:
 def test_every_flag_of_the_reference_is_there_with_its_type_and_default() -> None:
     theirs = reference()
     assert len(theirs) == 61, sorted(theirs)
-    ours = flags.flags()
+    ours = flags.all_train_flags()
     differing = set()
     for name, (kind, default) in theirs.items():
         if name == "--algo":
@@ -196,7 +196,7 @@ CASES: list[tuple[str, str, dict]] = [
 
 def batches() -> Iterator[tuple[str, str, dict]]:
     """The cases, as many in one command as have no flag in common: to compose a configuration takes a while."""
-    for recipe in own_algorithms():
+    for recipe in built_in_algorithms():
         left = [case for case in CASES if case[0] == recipe]
         while left:
             taken: list[tuple[str, str, dict]] = []
@@ -227,12 +227,12 @@ def flat(settings: dict, prefix: str = "") -> dict:
     return found
 
 
-DEFAULTS = {recipe: flat(with_defaults(get_algorithm(recipe).config, {})) for recipe in own_algorithms()}
+DEFAULTS = {recipe: flat(with_defaults(get_algorithm(recipe).config, {})) for recipe in built_in_algorithms()}
 
 
 def test_no_flag_is_left_out_above() -> None:
     tried = {word.replace("--no-", "--") for _, words, _ in CASES for word in words.split() if word.startswith("--")}
-    assert tried == flags.flags().keys() | {"--algo"}
+    assert tried == flags.all_train_flags().keys() | {"--algo"}
 
 
 def test_flags_of_other_algorithms_are_ignored_with_a_warning(

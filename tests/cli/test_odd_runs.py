@@ -20,7 +20,7 @@ from areno.api import get_algorithm
 from areno.cli.__main__ import main
 from areno.launch import command
 from areno.recipes.gspo import GSPOConfig, loop
-from areno.report import page, replay
+from areno.report import page, replayed_tokens
 from tests.helpers.played import TASK, Main, Played, task_folder
 
 
@@ -168,8 +168,10 @@ def work(tmp_path, monkeypatch):
     """A folder `my` for --config-dir, and commands that load no model and draw no curve."""
     task_folder(tmp_path, monkeypatch)
     monkeypatch.setattr(page, "_plotly", lambda: "")
-    monkeypatch.setattr(replay, "plan_of_experiment", lambda config: SimpleNamespace(tokenizer=Tokenizer()))
-    monkeypatch.setattr(replay, "_logprobs", lambda plan, config, roles, tokens: (np.zeros(len(tokens)), None, None))
+    monkeypatch.setattr(replayed_tokens, "plan_of_experiment", lambda config: SimpleNamespace(tokenizer=Tokenizer()))
+    monkeypatch.setattr(
+        replayed_tokens, "_logprobs", lambda plan, config, roles, tokens: (np.zeros(len(tokens)), None, None)
+    )
     return tmp_path
 
 

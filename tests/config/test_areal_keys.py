@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from areno.api.algorithms import get_algorithm, own_algorithms
-from areno.launch.hints import NOT_HERE, hint
+from areno.api.algorithms import built_in_algorithms, get_algorithm
+from areno.launch.hints import NOT_HERE, setting_hint
 from areno.schema.build import earlier_names
 from areno.schema.fields import Row, rows
 from areno.schema.values import InvalidValue
@@ -82,7 +82,7 @@ def ours(recipe: str) -> dict[str, Row]:
     return found | {old: found[new] for old, new in earlier_names(get_algorithm(recipe).config).items()}
 
 
-@pytest.mark.parametrize("recipe", own_algorithms())
+@pytest.mark.parametrize("recipe", built_in_algorithms())
 def test_every_key_works_or_is_told(recipe: str) -> None:
     unknown, n_working = set(), 0
     for key, _ in expanded(CLASSES[recipe]):
@@ -91,7 +91,7 @@ def test_every_key_works_or_is_told(recipe: str) -> None:
         found = next((parent for parent in parents if parent not in ours(recipe)), None)  # what the error is about
         n_working += found is None
         unknown |= {found} - {None}
-    assert not [key for key in sorted(unknown) if not hint(key)]
+    assert not [key for key in sorted(unknown) if not setting_hint(key)]
     assert n_working > 60
 
 
@@ -115,7 +115,7 @@ def test_the_keys_of_a_rollout_that_does_not_wait(name: str, words: str | None) 
     if words is None:
         assert f"rollout.{name}" in ours("grpo")
         return
-    told = hint(f"rollout.{name}")
+    told = setting_hint(f"rollout.{name}")
     assert words in told
     assert not [key for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", told) if key not in ours("grpo")]
 
@@ -123,11 +123,11 @@ def test_the_keys_of_a_rollout_that_does_not_wait(name: str, words: str | None) 
 def test_the_page_names_what_is_told() -> None:
     """Each key that an error knows of, by its last name or its section's."""
     named = {word for code in codes(PAGE.read_text(encoding="utf-8")) for word in re.split(r"[.=]", code)}
-    of_areal = {key for recipe in own_algorithms() for key, _ in expanded(CLASSES[recipe])}
+    of_areal = {key for recipe in built_in_algorithms() for key, _ in expanded(CLASSES[recipe])}
     assert not [key for key in NOT_HERE if key in of_areal and key.rpartition(".")[2] not in named]
 
 
-@pytest.mark.parametrize("recipe", own_algorithms())
+@pytest.mark.parametrize("recipe", built_in_algorithms())
 def test_every_choice_is_taken_or_told(recipe: str) -> None:
     untold, n_taken = [], 0
     for key, found in expanded(CLASSES[recipe]):
@@ -136,12 +136,12 @@ def test_every_choice_is_taken_or_told(recipe: str) -> None:
                 ours(recipe)[key].setting.convert(choice)
                 n_taken += 1
             except InvalidValue:
-                untold += [] if hint(f"{key}={choice}") else [f"{key}={choice}"]
+                untold += [] if setting_hint(f"{key}={choice}") else [f"{key}={choice}"]
     assert not untold
     assert n_taken > 15
 
 
-@pytest.mark.parametrize("recipe", own_algorithms())
+@pytest.mark.parametrize("recipe", built_in_algorithms())
 def test_a_default_that_differs_has_a_row(recipe: str) -> None:
     page = [
         code.partition("=")

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from areno.api.algorithms import get_algorithm, own_algorithms
+from areno.api.algorithms import built_in_algorithms, get_algorithm
 from areno.launch.compose import load
-from areno.launch.hints import NOT_HERE, hint
+from areno.launch.hints import NOT_HERE, setting_hint
 from areno.schema.fields import rows
 from tests.helpers import warm_python
 from tests.helpers.agent_model import made
@@ -59,7 +59,7 @@ def test_our_settings_exist_and_have_these_defaults(page: Path) -> None:
     wrong, n_defaults = [], 0
     for recipe, code, states_default in of_ours(page):
         if is_setting(code):
-            recipes = [recipe] if recipe else own_algorithms()
+            recipes = [recipe] if recipe else built_in_algorithms()
             key, _, text = code.partition("=")
             wrong += [problem] if (problem := problem_of(code, recipes)) else []
             if text and states_default:
@@ -83,7 +83,7 @@ def test_errors_name_the_settings_of_the_page(page: Path) -> None:
                 here = {row.key for row in rows(cls)}
                 if not key.replace(".", "").replace("_", "").isalnum() or key in here or f"actor.{key}" in here:
                     continue
-                told = hint(key, cls=cls)
+                told = setting_hint(key, cls=cls)
                 n_told += 1
                 is_told = key in NOT_HERE or any(name in told for name in beside)
                 untold += [] if is_told else [f"{key}: {told} and not {sorted(beside)}"]

@@ -18,10 +18,10 @@ from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
 from areno.recipes.sft import SFTConfig
-from areno.run.resume import changes
+from areno.run.resume import changed_settings
 from areno.schema.build import build, with_defaults
 from areno.schema.fields import Section, check, rows, setting
-from areno.schema.values import InvalidValue, convert, spelling
+from areno.schema.values import InvalidValue, convert, type_in_words
 
 
 def smallest(**more) -> dict:
@@ -265,7 +265,7 @@ def test_the_switch_of_a_surrogate_is_another_name_of_its_choice(name):
     assert switched.actor.surrogate == name
     of_an_older_run = {"path": "model", "use_cispo_loss": False, "use_sapo_loss": False} | {f"use_{name}_loss": True}
     assert build(GRPOConfig, smallest() | {"actor": of_an_older_run}) == chosen
-    assert not changes(GRPOConfig, smallest() | {"actor": of_an_older_run}, asdict(chosen))
+    assert not changed_settings(GRPOConfig, smallest() | {"actor": of_an_older_run}, asdict(chosen))
     own = GRPOActorConfig(path="model", use_sapo_loss=True, sapo_tau_pos=2.0)
     assert own.surrogate_settings() == {"surrogate": "sapo", "sapo_tau_pos": 2.0, "sapo_tau_neg": 1.05}
 
@@ -339,10 +339,10 @@ def test_convert_refuses(value, hint, message):
 
 
 def test_spelling():
-    assert spelling(int | None) == "int or null"
-    assert spelling(list[str] | None) == "list of str or null"
-    assert spelling(Literal["a", "b"] | None) == "a | b or null"
-    assert spelling(dict[str, str | None] | None) == "mapping of names to (str or null) or null"
+    assert type_in_words(int | None) == "int or null"
+    assert type_in_words(list[str] | None) == "list of str or null"
+    assert type_in_words(Literal["a", "b"] | None) == "a | b or null"
+    assert type_in_words(dict[str, str | None] | None) == "mapping of names to (str or null) or null"
 
 
 def test_with_defaults():

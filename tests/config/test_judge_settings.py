@@ -62,7 +62,7 @@ def test_secrets_in_settings_are_refused_and_not_shown(settings, message):
 
 
 def test_labels_of_a_role_may_begin_with_the_same_letter():
-    assert JudgeConfig(path="m", labels=["bad", "better"]).names == ["bad", "better"]
+    assert JudgeConfig(path="m", labels=["bad", "better"]).label_names == ["bad", "better"]
 
 
 def test_settings_of_a_written_verdict_are_checked_together():
@@ -79,13 +79,13 @@ def test_an_endpoint_may_have_any_number_of_tokens():
 def test_the_longest_label_decides_how_many_tokens_a_verdict_takes():
     """In bytes of the reply in JSON: a token has at least one."""
     config = JudgeConfig(path="m", verdict="json", labels=["no", 'so "so" \u00e9'])
-    reply = json.dumps({"reason": "", "verdict": config.names[1]}, ensure_ascii=False)
+    reply = json.dumps({"reason": "", "verdict": config.label_names[1]}, ensure_ascii=False)
     assert config.n_verdict_tokens == len(reply.encode()) + 1
 
 
 def test_labels_may_begin_each_other_in_json():
     config = JudgeConfig(**REMOTE, verdict="json", labels=["1", "10"])
-    assert config.names == ["1", "10"]
+    assert config.label_names == ["1", "10"]
 
 
 @pytest.mark.parametrize("rubric", ["correct", "quality"])

@@ -8,12 +8,12 @@ from typing import Literal
 import pytest
 
 from areno.api import get_algorithm
-from areno.api.algorithms import own_algorithms
+from areno.api.algorithms import built_in_algorithms
 from areno.config.models import MicroBatchSpec
 from areno.config.optimizers import OPTIMIZERS
 from areno.errors import ConfigError, keys_renamed
 from areno.launch.compose import load
-from areno.launch.hints import NOT_HERE, hint
+from areno.launch.hints import NOT_HERE, setting_hint
 from areno.schema.build import build
 from areno.schema.fields import Needs, Section, rows, setting
 
@@ -235,15 +235,15 @@ def test_an_unknown_key_that_something_is_known_of(recipe, key, message):
 
 def test_a_variant_is_named_for_the_keys_that_it_sets(tmp_path):
     (file := tmp_path / "mine.yaml").write_text("actor:\n  reduction: token\n")
-    assert hint("actor.reduction", ("mine", file)).endswith("; variant=mine sets it")
+    assert setting_hint("actor.reduction", ("mine", file)).endswith("; variant=mine sets it")
     for key in ("actor.beta", "actor.reduction.mean", "critic"):
-        assert "mine" not in hint(key, ("mine", file))
+        assert "mine" not in setting_hint(key, ("mine", file))
 
 
 def test_what_is_said_not_to_be_there_is_not_there():
-    keys = {row.key for name in own_algorithms() for row in rows(get_algorithm(name).config)}
+    keys = {row.key for name in built_in_algorithms() for row in rows(get_algorithm(name).config)}
     assert not keys & set(NOT_HERE)
-    assert hint("never.heard.of") == ""
+    assert setting_hint("never.heard.of") == ""
 
 
 # The declaration of what a setting needs ------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_the_setting_that_is_needed_has_the_name_that_the_user_knows():
     assert str(caught.value).startswith("--width: is 2, but --mode is off, so nothing is drawn; set --mode to draw")
 
 
-@pytest.mark.parametrize("recipe", own_algorithms())
+@pytest.mark.parametrize("recipe", built_in_algorithms())
 def test_every_setting_that_is_needed_exists(recipe):
     """A need that names no setting would never be reported. A need may name a setting of the whole run."""
     cls = get_algorithm(recipe).config

@@ -38,16 +38,16 @@ def of(*models: ModelFootprint, world_size: int = 1, tp_size: int = 1, cp_size: 
 
 def test_bytes_worked_by_hand() -> None:
     n = parameters(QWEN3_8B)
-    assert of().resident == (2 + 4 + 4 + 8) * n
-    assert of(world_size=2, zero_stage=0).resident == 18 * n
-    assert of(world_size=2, zero_stage=1).resident == (2 + 4 + 2 + 4) * n
-    assert of(ACTOR, REF, world_size=4, zero_stage=1).resident == (2 + 4 + 1 + 2) * n + 2 * n
-    assert of(ACTOR, replace(REF, offload=True), world_size=4).resident == 18 * n
+    assert of().total_resident_bytes == (2 + 4 + 4 + 8) * n
+    assert of(world_size=2, zero_stage=0).total_resident_bytes == 18 * n
+    assert of(world_size=2, zero_stage=1).total_resident_bytes == (2 + 4 + 2 + 4) * n
+    assert of(ACTOR, REF, world_size=4, zero_stage=1).total_resident_bytes == (2 + 4 + 1 + 2) * n + 2 * n
+    assert of(ACTOR, replace(REF, offload=True), world_size=4).total_resident_bytes == 18 * n
     layers, once = 36 * (n - 2 * 151936 * 4096 - 4096) // 36, (n - 2 * 151936 * 4096 - 4096) // 36
-    assert of(world_size=4, zero_stage=2).resident == 5 * n + 4 * (n - layers + layers // 4 + 2 * once)
+    assert of(world_size=4, zero_stage=2).total_resident_bytes == 5 * n + 4 * (n - layers + layers // 4 + 2 * once)
     in_codes = replace(ACTOR, optimizer=OptimizerConfig(type="adam_8bit"))
-    assert of(in_codes).resident == pytest.approx((2 + 4 + 4 + 2 * (1 + 4 / 256)) * n)
-    assert of(world_size=2, tp_size=2).resident == pytest.approx(18 * n / 2, rel=1e-3)  # norms are on both
+    assert of(in_codes).total_resident_bytes == pytest.approx((2 + 4 + 4 + 2 * (1 + 4 / 256)) * n)
+    assert of(world_size=2, tp_size=2).total_resident_bytes == pytest.approx(18 * n / 2, rel=1e-3)  # norms are on both
 
 
 def test_a_teacher_is_on_the_device_while_the_actor_trains() -> None:
@@ -55,10 +55,10 @@ def test_a_teacher_is_on_the_device_while_the_actor_trains() -> None:
     n = parameters(QWEN3_8B)
     teacher = replace(REF, name="teacher", key="teacher.path", offload=True, in_training=True)
     ref = replace(REF, offload=True)
-    assert of(ACTOR, teacher).extra_in_use(ACTOR, training=True) == 2 * n
-    assert of(ACTOR, teacher).extra_in_use(ACTOR, training=False) == 0
-    assert of(ACTOR, ref).extra_in_use(ACTOR, training=True) == 0
-    assert of(ACTOR, teacher).most_extra_in_use == 2 * n
+    assert of(ACTOR, teacher).extra_bytes_in_use(ACTOR, training=True) == 2 * n
+    assert of(ACTOR, teacher).extra_bytes_in_use(ACTOR, training=False) == 0
+    assert of(ACTOR, ref).extra_bytes_in_use(ACTOR, training=True) == 0
+    assert of(ACTOR, teacher).max_extra_bytes_in_use == 2 * n
     alone, beside = (of(*models).training_pass(ACTOR) for models in ((ACTOR, ref), (ACTOR, teacher)))
     assert beside.logits_of_token == 2 * alone.logits_of_token > 0
     assert beside.of_token == alone.of_token
@@ -69,47 +69,56 @@ def test_offloaded_bytes_worked_by_hand() -> None:
     n, critic = parameters(QWEN3_8B), parameters(CRITIC.config)
     windows = 3 * 2**24
     away = replace(ACTOR, offload=True)
-    assert of(away).resident == 2 * n
-    assert of(away).extra_in_use(away, training=True) == pytest.approx(4 * n + (4 + 8) * windows, abs=99)
-    assert of(away).extra_in_use(away, training=False) == 0
+    assert of(away).total_resident_bytes == 2 * n
+    assert of(away).extra_bytes_in_use(away, training=True) == pytest.approx(4 * n + (4 + 8) * windows, abs=99)
+    assert of(away).extra_bytes_in_use(away, training=False) == 0
     assert of(away).offloaded_bytes == 12 * n
-    assert of(away).least_bytes == of(away).resident + of(away).most_extra_in_use + of().training_bytes(ACTOR, 256)
+    assert of(away).min_device_bytes == of(away).total_resident_bytes + of(
+        away
+    ).max_extra_bytes_in_use + of().training_bytes(ACTOR, 256)
     assert of(away).fits(80 * GIB)
     assert of(away, world_size=2, zero_stage=1).offloaded_bytes == 6 * n
     in_codes = replace(away, optimizer=OptimizerConfig(type="adam_8bit"))
     assert of(in_codes).offloaded_bytes == pytest.approx((4 + 2 * (1 + 4 / 256)) * n)
-    assert of(in_codes).most_extra_in_use < of(away).most_extra_in_use
+    assert of(in_codes).max_extra_bytes_in_use < of(away).max_extra_bytes_in_use
     in_sgd = replace(away, optimizer=OptimizerConfig(type="sgd"))
-    assert (of(in_sgd).offloaded_bytes, of(in_sgd).most_extra_in_use - 4 * n) == (
+    assert (of(in_sgd).offloaded_bytes, of(in_sgd).max_extra_bytes_in_use - 4 * n) == (
         4 * n,
         pytest.approx(4 * windows, abs=99),
     )
     frozen = replace(away, optimizer=None)
-    assert (of(frozen).resident, of(frozen).offloaded_bytes, of(frozen).most_extra_in_use) == (2 * n, 0, 0)
+    assert (of(frozen).total_resident_bytes, of(frozen).offloaded_bytes, of(frozen).max_extra_bytes_in_use) == (
+        2 * n,
+        0,
+        0,
+    )
     resting = replace(CRITIC, offload=True)
     both = of(ACTOR, resting)
-    assert both.resident == 18 * n
-    assert both.extra_in_use(resting, training=False) == 2 * critic
-    assert both.extra_in_use(resting, training=True) == pytest.approx(6 * critic + 12 * windows, abs=99)
+    assert both.total_resident_bytes == 18 * n
+    assert both.extra_bytes_in_use(resting, training=False) == 2 * critic
+    assert both.extra_bytes_in_use(resting, training=True) == pytest.approx(6 * critic + 12 * windows, abs=99)
     assert both.offloaded_bytes == 14 * critic
     in_float32 = replace(of(away), itemsize=4)  # the weights are the masters
-    assert (in_float32.resident, in_float32.offloaded_bytes) == (4 * n, 8 * n)
+    assert (in_float32.total_resident_bytes, in_float32.offloaded_bytes) == (4 * n, 8 * n)
     small = replace(away, config=replace(QWEN3_8B, num_layers=1, vocab_size=8, hidden_size=8, intermediate_size=8))
-    assert of(small).most_extra_in_use == (4 + 12) * parameters(small.config)  # less than three windows
+    assert of(small).max_extra_bytes_in_use == (4 + 12) * parameters(small.config)  # less than three windows
 
 
 def test_adapters_worked_by_hand() -> None:
     """What is trained is the adapters; a 32B model of 61 GiB then fits one device of 80."""
     n, adapters = parameters(QWEN3_8B), 36 * 32 * ((4096 + 4096) + (4096 + 4096) + (12288 + 4096))
     actor = replace(ACTOR, lora=LoraSpec(adapters=ADAPTERS))
-    assert of(actor).resident == 2 * (n + adapters) + (4 + 4 + 8) * adapters
-    assert of(actor, world_size=2, zero_stage=1).resident == 2 * (n + adapters) + (4 + 2 + 4) * adapters
-    assert of(replace(actor, optimizer=None)).resident == 2 * (n + adapters)
+    assert of(actor).total_resident_bytes == 2 * (n + adapters) + (4 + 4 + 8) * adapters
+    assert of(actor, world_size=2, zero_stage=1).total_resident_bytes == 2 * (n + adapters) + (4 + 2 + 4) * adapters
+    assert of(replace(actor, optimizer=None)).total_resident_bytes == 2 * (n + adapters)
     copies = 2 * 36 * 32 * (4096 + 4096 + 12288)  # of each A, below the weights
-    assert of(actor, copies_a=True).resident == of(actor).resident + copies
-    assert of(copies_a=True).resident == of().resident
+    assert of(actor, copies_a=True).total_resident_bytes == of(actor).total_resident_bytes + copies
+    assert of(copies_a=True).total_resident_bytes == of().total_resident_bytes
     on_two = 36 * 32 * ((4096 + 2048) + (2048 + 4096) + (6144 + 4096))
-    assert of(actor, world_size=2, tp_size=2).resident == 2 * parameters(QWEN3_8B, Layout.one_copy(2)) + 18 * on_two
+    assert (
+        of(actor, world_size=2, tp_size=2).total_resident_bytes
+        == 2 * parameters(QWEN3_8B, Layout.one_copy(2)) + 18 * on_two
+    )
     large = replace(actor, config=QWEN3_32B)
     assert of(large).fits(80 * GIB)
     assert not of(replace(large, lora=None)).fits(139 * GIB)
@@ -271,7 +280,9 @@ def test_advice_is_never_what_is_set_and_always_helps(on_cuda: bool, layout: dic
 
 
 def test_the_table_says_it_all() -> None:
-    table = of(ACTOR, replace(REF, offload=True), world_size=4, tp_size=2, zero_stage=1, budget=8192).table(80 * GIB)
+    table = of(ACTOR, replace(REF, offload=True), world_size=4, tp_size=2, zero_stage=1, budget=8192).memory_table_text(
+        80 * GIB
+    )
     first, head, actor, ref, work, left, away = table.splitlines()
     assert first == "memory of each device in GiB, with tp_size=2, 2 copies, zero_stage=1:"
     assert head.split() == ["weights", "gradients", "masters", "moments", "sum"]
@@ -280,12 +291,12 @@ def test_the_table_says_it_all() -> None:
     assert work.startswith("KV cache: 0.07 for 1,000 tokens; activations of a micro-batch of 8,192 tokens: ")
     assert left == "45.8 of 80.0 are taken, which leaves 29.4 for these"
     assert away == "offload keeps 7.63 in host memory; a model in use takes up to 7.63 more of its device"
-    alone = of(replace(ACTOR, offload=True)).table(80 * GIB).splitlines()
+    alone = of(replace(ACTOR, offload=True)).memory_table_text(80 * GIB).splitlines()
     assert alone[2].startswith("actor (masters, moments in host memory) ")
     assert alone[-1] == "offload keeps 91.5 in host memory; a model in use takes up to 31.1 more of its device"
     small = replace(ACTOR, config=replace(QWEN3_8B, num_layers=1, vocab_size=8, hidden_size=8, intermediate_size=8))
-    assert of(small).summary(80 * GIB).startswith("memory of each device: less than 0.01 of 80.0 GiB for ")
-    short = of(ACTOR, REF).summary(80 * GIB)
+    assert of(small).memory_summary(80 * GIB).startswith("memory of each device: less than 0.01 of 80.0 GiB for ")
+    short = of(ACTOR, REF).memory_summary(80 * GIB)
     assert short == "memory of each device: 152.6 of 80.0 GiB for actor, ref"
 
 
@@ -295,7 +306,7 @@ def test_the_table_tells_what_layers_with_windows_keep() -> None:
 
     def told(*kinds: LayerKind) -> str:
         actor = replace(ACTOR, config=replace(QWEN3_8B, kinds=kinds), optimizer=None)
-        *_, work, _ = of(actor).table(80 * GIB).splitlines()
+        *_, work, _ = of(actor).memory_table_text(80 * GIB).splitlines()
         return work
 
     whole = f"KV cache: {36 * 1000 * token / GIB:.2f} for 1,000 tokens"
@@ -341,7 +352,7 @@ def built(folder: Path, **settings: Any) -> EngineSpec:
 
 def test_an_engine_that_cannot_fit_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder(tmp_path)
-    monkeypatch.setattr("areno.engine.roles.device_bytes", no_room)
+    monkeypatch.setattr("areno.engine.roles.available_memory_bytes", no_room)
     with pytest.raises(
         EngineError,
         match=r"^actor cannot fit: each device needs 0.00 GiB at least \(tp_size=1, one copy\), and has 0.00; ",
@@ -358,7 +369,7 @@ def test_a_role_that_finds_no_room_is_refused_and_the_rest_stays(tmp_path: Path)
         worker: Any = worker_of(engine)
         short, _ = engine.memory_table()
         assert short.endswith("GiB for actor")
-        worker.roles._device_bytes = int(worker.roles.footprint.least_bytes / (1 - RESERVE)) + 2
+        worker.roles._device_bytes = int(worker.roles.footprint.min_device_bytes / (1 - RESERVE)) + 2
         with pytest.raises(EngineError, match="actor and critic cannot fit"):
             engine.ensure_roles({"critic": critic(folder)})
         assert engine.memory_table()[0].endswith("GiB for actor")

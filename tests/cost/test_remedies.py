@@ -111,7 +111,7 @@ DIVIDE = "or divide the model over more devices (engine.tp_size)"
 def test_training_runs_out(
     section: str, mb_spec: Any, recomputes: bool, decoder: Any, optimizer: Any, said: str
 ) -> None:
-    beside = [] if decoder is None else remedies.beside_training(DecoderConfig(**decoder))
+    beside = [] if decoder is None else remedies.smaller_cache_in_training_options(DecoderConfig(**decoder))
     role = RoleSpec(path="/m", key=f"{section}.path", optimizer=OptimizerConfig(type=optimizer))
     options = remedies.training_remedies(
         role, MicroBatchSpec(**mb_spec), recomputes=recomputes, beside=beside, on_cuda=False

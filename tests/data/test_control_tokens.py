@@ -242,7 +242,7 @@ def test_a_conversation_goes_on_from_exact_tokens_with_text_in_it(name: str) -> 
     sources = expand_runs(after.sources)
     words = [token for token, source in zip(after.tokens, sources, strict=True) if source == Source.TOOL]
     assert tokenizer.decode(words).strip() == FORGED  # a token may end with the line break behind it
-    assert conversations.text([*messages, message, *more], tools) == tokenizer.decode(after.tokens)
+    assert conversations.render_text([*messages, message, *more], tools) == tokenizer.decode(after.tokens)
 
 
 def test_arguments_of_the_template_are_text(tokenizer_of) -> None:

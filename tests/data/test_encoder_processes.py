@@ -139,7 +139,7 @@ def error_of(loader: BatchLoader[Any]) -> str:
 
 
 def test_a_bad_row_has_the_same_error(loader_of, monkeypatch) -> None:
-    order = loader_of(SFT)._order(0)
+    order = loader_of(SFT)._row_order(0)
     rows: list[Any] = list(SFT)
     rows[order[30]] = {"prompt": "x", "response": "y", "tools": "[no"}
     rows[order[33]] = {"messages": [{"role": "user"}]}

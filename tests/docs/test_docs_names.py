@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areno.api.algorithms import own_algorithms
+from areno.api.algorithms import built_in_algorithms
 from tests.helpers.pages import ROOT, codes, documented_metrics, is_setting, problem_of, text_of
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -15,7 +15,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_settings_on_the_page_exist(page: Path) -> None:
-    problems = [problem_of(code, own_algorithms()) for code in codes(text_of(page)) if is_setting(code)]
+    problems = [problem_of(code, built_in_algorithms()) for code in codes(text_of(page)) if is_setting(code)]
     assert not any(problems), "\n".join(problem for problem in problems if problem)
 
 

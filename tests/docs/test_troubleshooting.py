@@ -53,9 +53,9 @@ OF_SCRIPTS = [
 
 
 def ends_of_workers() -> list[Message]:
-    """How a worker ended: `_raise_end(rank, how)`."""
+    """How a worker ended: `_raise_worker_lost(rank, how)`."""
     file = ARENO / "engine/processes/spawned.py"
-    said = re.findall(r'_raise_end\(rank, (?:".*?" if .*? else )?f?"(.*?)"\)', file.read_text(encoding="utf-8"))
+    said = re.findall(r'_raise_worker_lost\(rank, (?:".*?" if .*? else )?f?"(.*?)"\)', file.read_text(encoding="utf-8"))
     return [Message(str(file), re.sub(r"\{.*?\}", "…", f"… {text}")) for text in said]
 
 

@@ -13,11 +13,11 @@ from areno.config.rollout import DecoderConfig
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence as Sample
+from areno.engine.dispatcher import Dispatcher
 from areno.engine.engine import Engine
 from areno.engine.reports import RolloutStats
-from areno.engine.requests import Dispatcher
 from areno.specs.rollout import RolloutSpec
-from areno.types import RETURNED, Begun, GenerationOutput, GenerationRequest
+from areno.types import RETURNED, BegunCompletion, GenerationOutput, GenerationRequest
 from tests.helpers.tiny_engine import ROLLOUT, model_folder, request, spec, tokens_of
 
 
@@ -34,7 +34,9 @@ def dispatcher(n_copies: int, slots: int, requests: Sequence[GenerationRequest])
 
 def sent(out: Dispatcher) -> dict[int, list[tuple[int, int, int]]]:
     """By copy, what is due now: (number, first sample, samples)."""
-    return {rank: [(part.request_id, part.first_sample, part.n_samples) for part in batch] for rank, batch in out.due()}
+    return {
+        rank: [(part.request_id, part.first_sample, part.n_samples) for part in batch] for rank, batch in out.take_due()
+    }
 
 
 def end_of(number: int, sample: int = 0, reason: Any = "stop") -> GenerationOutput:
@@ -57,7 +59,7 @@ def test_the_longest_go_first_and_each_to_the_copy_with_least_to_do() -> None:
 
 def test_equal_prompts_become_neighbours_except_for_interrupted_samples() -> None:
     requests = [replace(asked(number, 10), prompt=[7, number % 3]) for number in range(7)]
-    requests[1] = replace(requests[1], begun=Begun(tokens=[1], logprobs=[0.0], versions=[0]))
+    requests[1] = replace(requests[1], begun=BegunCompletion(tokens=[1], logprobs=[0.0], versions=[0]))
     assert sent(dispatcher(1, 9, requests)) == {0: [(number, 0, 1) for number in (0, 3, 6, 1, 2, 5, 4)]}
     by_copy = {0: [(0, 0, 1), (6, 0, 1), (2, 0, 1), (4, 0, 1)], 1: [(1, 0, 1), (3, 0, 1), (5, 0, 1)]}
     requests[1].begun = None
@@ -70,16 +72,16 @@ def test_what_there_is_no_room_for_goes_to_the_copy_that_is_done_first() -> None
     out = dispatcher(2, 2, [asked(number, 10, 2) for number in range(8)])
     assert {rank: len(parts) for rank, parts in sent(out).items()} == {0: 2, 1: 2}
     for number in (1, 3, 3, 1):  # copy 1 gets on, copy 0 does not
-        assert [each.request_id for each in out.received([end_of(number)])] == [number]
+        assert [each.request_id for each in out.count_received([end_of(number)])] == [number]
     assert sent(out) == {1: [(4, 0, 2), (5, 0, 2)]}
 
 
 def test_one_copy_gets_everything_at_once_and_requests_go_by_their_own_numbers() -> None:
     out = dispatcher(1, 1, [asked(70, 1, 4), asked(71, 2)])
     assert sent(out) == {0: [(0, 0, 4), (1, 0, 1)]}
-    [output] = out.received([end_of(0, sample=2)])
+    [output] = out.count_received([end_of(0, sample=2)])
     assert (output.request_id, output.sample) == (70, 2)
-    assert (out.missing, 70 in out, 72 in out) == ({70: 3, 71: 1}, True, False)
+    assert (out.n_missing_by_request, 70 in out, 72 in out) == ({70: 3, 71: 1}, True, False)
     assert out.choose_to_rebalance(waiting(3)) is None
 
 
@@ -95,8 +97,8 @@ def test_a_copy_gives_back_what_it_has_not_begun_when_another_one_is_idle() -> N
     assert out.choose_to_rebalance(waiting(2, 2)) is None  # nobody is idle
     assert out.choose_to_rebalance(waiting(2, 0)) == (0, 1)
     assert out.choose_to_rebalance(waiting(2, 0)) is None  # it has just been asked
-    assert list(out.received([end_of(2, RETURNED)])) == []
-    assert out.missing == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert list(out.count_received([end_of(2, RETURNED)])) == []
+    assert out.n_missing_by_request == {0: 2, 1: 2, 2: 2, 3: 2}
     assert sent(out) == {1: [(2, 0, 2)]}
     assert out.n_samples == [2, 6]
 
@@ -104,11 +106,11 @@ def test_a_copy_gives_back_what_it_has_not_begun_when_another_one_is_idle() -> N
 def test_a_request_is_ended_where_it_is() -> None:
     out = dispatcher(2, 2, [asked(number, 10, 2) for number in (5, 6, 7, 8, 9)])
     assert sent(out) == {0: [(0, 0, 2), (2, 0, 2)], 1: [(1, 0, 2), (3, 0, 2)]}
-    assert (out.sent(6), list(out.dropped(6))) == ([(1, 1)], [])
-    assert out.sent(9) == []
-    dropped = [(each.request_id, each.sample, each.finish_reason, 9 in out) for each in out.dropped(9)]
+    assert (out.sent_parts(6), list(out.drop_unsent(6))) == ([(1, 1)], [])
+    assert out.sent_parts(9) == []
+    dropped = [(each.request_id, each.sample, each.finish_reason, 9 in out) for each in out.drop_unsent(9)]
     assert dropped == [(9, 0, "abort", True), (9, 1, "abort", False)]
-    assert out.sent(99) == list(out.dropped(99)) == []
+    assert out.sent_parts(99) == list(out.drop_unsent(99)) == []
 
 
 def test_the_scheduler_gives_whole_requests_back_that_have_not_begun() -> None:
@@ -145,18 +147,18 @@ def test_two_copies_share_uneven_work_and_draw_the_same_samples(folder: Path) ->
     # A driver that looks late finds nothing to be given back any more: then it tries again.
     for devices, rollout, most in ((1, ROLLOUT, 1), (2, few_blocks, 20)):
         with Engine(spec(folder, devices, optimizer=None)) as engine:
-            received = engine.dispatcher.received
+            received = engine.dispatcher.count_received
 
             def counted(outputs: Sequence[GenerationOutput], received: Any = received) -> Any:
                 nonlocal n_returned
                 n_returned += sum(output.sample == RETURNED for output in outputs)
                 return received(outputs)
 
-            engine.dispatcher.received = counted  # type: ignore[method-assign]
+            engine.dispatcher.count_received = counted  # type: ignore[method-assign]
             while most and not n_returned:
                 engine.begin_rollout(rollout)
                 found.append(tokens_of(engine.generate(requests)))
-                assert not engine.dispatcher.missing
+                assert not engine.dispatcher.n_missing_by_request
                 engine.end_rollout()
                 most -= 1
     assert all(each == found[0] for each in found[1:])

@@ -158,7 +158,7 @@ def test_every_layout_is_as_one_rank(one: dict[str, Any], name: str, tmp_path: P
     (tmp_path / "model").symlink_to(one["path"] / "model")
     with Engine(spec(one["path"] / "model", optimizer=OPTIMIZER, **LAYOUTS[name])) as engine:
         found = outcome(engine, one["rows"], tmp_path)
-        n_copies = engine.spec.layout.data_size
+        n_copies = engine.spec.layout.n_data_parallel_groups
     for when in ("before", "after"):
         for ours, expected in zip(found[when], one[when], strict=True):
             np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)

@@ -117,7 +117,7 @@ def test_routes_are_the_experts_that_a_forward_pass_chooses(engine: Engine, fold
         assert routes is not None
         assert routes.shape == (len(tokens) - 1, 2, 2)
         assert routes.dtype == np.uint8
-        assert np.array_equal(routes, model.routing.recorded()[:-1].numpy())
+        assert np.array_equal(routes, model.routing.recorded_experts()[:-1].numpy())
         model.routing.begin()
 
 

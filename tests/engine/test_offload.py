@@ -109,7 +109,7 @@ def test_a_cache_that_stays_leaves_room_for_gradients(folder: Path) -> None:
         found = worker.roles.footprint
         away = tuple(dataclasses.replace(model, offload=True) for model in found.models)
         worker.roles.footprint = dataclasses.replace(found, models=away)
-        extra = worker.roles.footprint.most_extra_in_use
+        extra = worker.roles.footprint.max_extra_bytes_in_use
         assert extra > 4 * engine.info.n_params
         rollout_spec = RolloutSpec(max_running=4, max_len=64)
         worker.free_bytes = lambda: extra + 1000
@@ -126,12 +126,12 @@ def test_a_cache_that_stays_leaves_room_for_gradients(folder: Path) -> None:
 def test_what_had_come_leaves_again_where_the_rest_finds_no_room() -> None:
     params, scratch = torch.arange(10.0), torch.arange(5.0)
     offload = OffloadedBuffers([params], [scratch])
-    arrive = offload._scratch[0].arrive
-    offload._scratch[0].arrive = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("no room"))  # type: ignore[method-assign]
+    arrive = offload._scratch[0].copy_to_device
+    offload._scratch[0].copy_to_device = lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("no room"))  # type: ignore[method-assign]
     with pytest.raises(torch.OutOfMemoryError), offload.on_device(training=True):
         pass
     assert (params.untyped_storage().nbytes(), scratch.untyped_storage().nbytes()) == (0, 0)
-    offload._scratch[0].arrive = arrive  # type: ignore[method-assign]
+    offload._scratch[0].copy_to_device = arrive  # type: ignore[method-assign]
     with offload.on_device(training=True):
         assert (params.tolist(), scratch.untyped_storage().nbytes()) == ([*range(10)], 20)
 

@@ -18,7 +18,7 @@ from areno.engine.requests import RequestRefused, requests_of_rest
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
-from areno.types import Begun, GenerationOutput, GenerationRequest
+from areno.types import BegunCompletion, GenerationOutput, GenerationRequest
 from tests.helpers.parked import in_pieces, told, whole
 from tests.helpers.tiny_engine import model_folder, request, spec, train_rows
 
@@ -127,17 +127,17 @@ def test_new_weights_go_on_as_if_all_tokens_before_were_theirs(folder: Path, mon
     ("more", "words"),
     [
         ({"n_samples": 2}, "continues one sample"),
-        ({"begun": Begun([], [], [])}, "1 to 11 are possible"),
-        ({"begun": Begun([2] * 12, [-1.0] * 12, [0] * 12)}, "1 to 11 are possible"),
-        ({"begun": Begun([2, 3], [-1.0], [0, 0])}, "one for each token"),
-        ({"begun": Begun([64], [-1.0], [0])}, "token id 64"),
+        ({"begun": BegunCompletion([], [], [])}, "1 to 11 are possible"),
+        ({"begun": BegunCompletion([2] * 12, [-1.0] * 12, [0] * 12)}, "1 to 11 are possible"),
+        ({"begun": BegunCompletion([2, 3], [-1.0], [0, 0])}, "one for each token"),
+        ({"begun": BegunCompletion([64], [-1.0], [0])}, "token id 64"),
         ({"stream": True}, "partial outputs"),
         ({"top_logprobs": 2}, "top or raw log-probabilities"),
     ],
 )
 def test_what_cannot_continue_is_refused(engine: Engine, more: dict[str, Any], words: str) -> None:
     given = request(1)
-    for name, value in {"begun": Begun([2, 3], [-1.0, -1.0], [0, 0]), **more}.items():
+    for name, value in {"begun": BegunCompletion([2, 3], [-1.0, -1.0], [0, 0]), **more}.items():
         setattr(given, name, value)
     engine.begin_rollout(ROOMY)
     with pytest.raises(RequestRefused, match=words):

@@ -203,7 +203,7 @@ def test_an_engine_keeps_nothing_of_a_stream_that_is_cancelled_at_its_beginning(
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while engine.streams.are_open or engine.batcher._pending:
+        while engine.streams.has_consumers or engine.batcher._pending:
             await asyncio.sleep(0.001)
 
     with Engine(spec(model_folder(tmp_path)), "inline") as engine:

@@ -108,10 +108,10 @@ def test_a_consumer_that_stops_aborts_its_request_and_no_other(engine: Engine) -
     (output,) = asyncio.run(main())
     assert len(output.tokens) == LONG
     deadline = time.monotonic() + 60
-    while engine.dispatcher.missing and time.monotonic() < deadline:
+    while engine.dispatcher.n_missing_by_request and time.monotonic() < deadline:
         assert engine.poll(0.1) == []  # what an abandoned request still gives is nobody's
-    assert not engine.dispatcher.missing
-    assert not engine.streams.are_open
+    assert not engine.dispatcher.n_missing_by_request
+    assert not engine.streams.has_consumers
     engine.end_rollout()
 
 
@@ -213,7 +213,7 @@ class Scripted:
     def __init__(self, polls: list[list[GenerationOutput]], n_requests: int = 1):
         self.polls, self.n_requests, self.sent = polls, n_requests, []
 
-    def cast(self, dp_rank: int, method: str, *args: Any) -> None:
+    def call_nowait(self, dp_rank: int, method: str, *args: Any) -> None:
         self.sent.append((method, *args))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
@@ -256,9 +256,12 @@ def test_poll_passes_partial_outputs_on(scripted: Engine) -> None:
     scripted.submit([request(0), request(1)])
     partial = [scripted.poll(0.0) for _ in range(2)]
     assert [[output.tokens for output in outputs] for outputs in partial] == [[[5]], [[6, 7]]]
-    assert (scripted.dispatcher.n_samples, scripted.dispatcher.missing) == ([2], {0: 1, 1: 1})  # they finish nothing
+    assert (scripted.dispatcher.n_samples, scripted.dispatcher.n_missing_by_request) == (
+        [2],
+        {0: 1, 1: 1},
+    )  # they finish nothing
     assert [output.request_id for _ in range(2) for output in scripted.poll(0.0)] == [1, 0]
-    assert (scripted.dispatcher.n_samples, scripted.dispatcher.missing) == ([0], {})
+    assert (scripted.dispatcher.n_samples, scripted.dispatcher.n_missing_by_request) == ([0], {})
 
 
 def test_generate_returns_finished_samples_only(scripted: Engine) -> None:
@@ -297,9 +300,9 @@ def test_a_stream_out_of_time_aborts_its_request(engine: Engine) -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(main())
     deadline = time.monotonic() + 60
-    while engine.dispatcher.missing and time.monotonic() < deadline:
+    while engine.dispatcher.n_missing_by_request and time.monotonic() < deadline:
         engine.poll(0.1)
-    assert not engine.dispatcher.missing
+    assert not engine.dispatcher.n_missing_by_request
     engine.end_rollout()
 
 

@@ -144,11 +144,11 @@ def test_time_limits_do_not_count_the_time_in_which_the_clock_is_paused() -> Non
         clock.pause()
         clock.pause()
         await asyncio.sleep(0.3)
-        early = consumer.queue.empty()
+        early = consumer.queue.is_empty()
         clock.resume()
         await asyncio.sleep(0.2)
         limit.cancel()
-        return early, consumer.queue.empty()
+        return early, consumer.queue.is_empty()
 
     assert asyncio.run(timed()) == (True, False)
 
@@ -160,6 +160,6 @@ def test_a_limit_that_is_cancelled_says_nothing() -> None:
         limit.cancel()
         TimeLimit(consumer, RunningClock(), None).cancel()
         await asyncio.sleep(0.1)
-        return consumer.queue.empty()
+        return consumer.queue.is_empty()
 
     assert asyncio.run(timed())

@@ -45,8 +45,8 @@ class KnownDrafter:
     def prepare(self, sequences: list[Sequence]) -> None:
         pass
 
-    def verified(self, found: list[tuple[Sequence, int]]) -> None:
+    def count_verified(self, found: list[tuple[Sequence, int]]) -> None:
         pass
 
-    def finished(self, sequences: list[Sequence]) -> None:
+    def learn_finished(self, sequences: list[Sequence]) -> None:
         self.n_finished += len(sequences)

@@ -139,7 +139,7 @@ def compare(
     if device == "cuda":
         patch = mock.patch("areno.kernels.backend.is_installed", return_value=False)
     else:
-        patch = mock.patch("areno.kernels.backend.interprets", return_value=False)
+        patch = mock.patch("areno.kernels.backend.is_triton_interpreted", return_value=False)
     with patch:
         expected = run(build(torch.float32, device, **changes), "sdpa", is_fused=False, shares=shares)
     if dtype != torch.float32:  # the same weights, rounded

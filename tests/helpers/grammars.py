@@ -38,7 +38,7 @@ class ByteGrammar:
         eos = _bytes().eos_token
         state, text = GrammarState(self._matcher.deep_copy(), _bytes().vocab_size, frozenset([eos])), bytearray()
         for _ in range(most):
-            tokens = allowed(state.mask())
+            tokens = allowed(state.allowed_token_mask())
             assert not state.matcher.is_error(), f"nothing can follow {bytes(text)!r}"
             if eos in tokens and (len(tokens) == 1 or rng.randrange(2)):
                 return text.decode()

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 
 PER_TOKEN = ("old_logprobs", "advantages", "ref_logprobs", "entropy", "weights", "values", "returns")
 # 1e-6 and 1e-5 are what is promised; in float64 there is more to be had.

@@ -37,7 +37,7 @@ def new_decoder(
     """Rows may be as long as the context."""
     vocabulary: Any = SimpleNamespace(
         eos_token_ids=eos_token_ids,
-        texts=texts,
+        ids_with_text=texts,
         tokenizer=SimpleNamespace(decode=detokenize),
         grammars=SimpleNamespace(compile=compile_grammar),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.api import get_algorithm
-from areno.api.algorithms import own_algorithms
+from areno.api.algorithms import built_in_algorithms
 from areno.cli.__main__ import main
 from areno.launch.command import run as run_recipe
 from areno.schema.fields import Row, rows
@@ -77,7 +77,7 @@ def value_of(text: str) -> Any:
 def is_setting(code: str) -> bool:
     """Whether code means to be a setting: `section.key`, `section.key=value` or `key=value`."""
     key = code.partition("=")[0]
-    tops = {key.partition(".")[0] for recipe in own_algorithms() for key in known(recipe)}
+    tops = {key.partition(".")[0] for recipe in built_in_algorithms() for key in known(recipe)}
     is_written_so = re.fullmatch(r"\w+(\.\w+)*(=\S+)?", code) is not None and ("." in key or "=" in code)
     return is_written_so and "…" not in code and key.split(".")[0] in tops
 
@@ -103,7 +103,7 @@ def sections(page: Path) -> list[tuple[str, str]]:
     recipes = [heading.split()[0].lower() for heading in parts[1::2]]
     return [
         ("", parts[0]),
-        *zip((name if name in own_algorithms() else "" for name in recipes), parts[2::2], strict=True),
+        *zip((name if name in built_in_algorithms() else "" for name in recipes), parts[2::2], strict=True),
     ]
 
 

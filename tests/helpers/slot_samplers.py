@@ -31,7 +31,7 @@ def settings_of(
         for i, (slot, given) in enumerate(zip(order.tolist(), params, strict=True))
     ]
     slot_sampler = SlotSampler(slots, vocab, torch.device(device), texts)
-    slot_sampler.assign(torch.from_numpy(SlotSampler.pack(sequences)).to(device))
+    slot_sampler.assign_settings(torch.from_numpy(SlotSampler.pack_settings(sequences)).to(device))
     if (counts := SlotSampler.pack_counts(sequences)) is not None:
         slot_sampler.assign_counts(*(torch.from_numpy(part).to(device) for part in counts))
     return slot_sampler, order.to(device)

@@ -130,7 +130,7 @@ def forward_logits(tokens: list[int], of: Transformer | None = None) -> torch.Te
     device = of.embed.weight.device
     row = torch.tensor(tokens, device=device)
     cu = torch.tensor([0, len(tokens)], dtype=torch.int32, device=device)
-    with torch.no_grad(), mock.patch("areno.kernels.backend.interprets", return_value=False):
+    with torch.no_grad(), mock.patch("areno.kernels.backend.is_triton_interpreted", return_value=False):
         attend = PackedAttend(cu, len(tokens), choose_backend("native", device, of.embed.weight.dtype))
         return of.logits(of(row, torch.arange(len(tokens), device=device), attend))
 

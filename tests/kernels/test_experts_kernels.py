@@ -34,7 +34,7 @@ def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32)
 
 
 def plain() -> Any:
-    return mock.patch("areno.kernels.backend.interprets", return_value=False)
+    return mock.patch("areno.kernels.backend.is_triton_interpreted", return_value=False)
 
 
 def compare_routing(device: str = "cpu") -> None:
@@ -136,7 +136,7 @@ def compare_told_layers() -> None:
             how = {"recompute": True} if is_fused else {}
             numbers = run(model, "sdpa", is_fused, **how)
             [load] = model.routing.loads.values()
-            found.append((*numbers, model.routing.recorded(), *vars(load).values()))
+            found.append((*numbers, model.routing.recorded_experts(), *vars(load).values()))
             model.routing.begin(given, None, 5)
             without = run(model, "sdpa", is_fused, **how)[2]
     for got, expected in zip(found[1], found[0], strict=True):
@@ -226,7 +226,7 @@ def test_a_decoder_with_experts_on_the_gpu_is_that_of_the_cpu(use_graphs: bool) 
 
 @pytest.mark.gpu
 def test_torch_s_own_product_is_right_where_it_is_used() -> None:
-    assert triton._is_right(0), "see the log for what is wrong with it; areno's own kernel stands in"
+    assert triton._is_grouped_mm_right(0), "see the log for what is wrong with it; areno's own kernel stands in"
     x, weight = random(1024, 128, device="cuda", dtype=torch.bfloat16), random(4, 64, 128, device="cuda")
     ends = torch.tensor([100, 100, 700, 900], dtype=torch.int32, device="cuda")
     matrices = weight.bfloat16()

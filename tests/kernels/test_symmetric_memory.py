@@ -44,7 +44,7 @@ def test_an_error_without_a_first_line_is_one_as_well(
     text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(symmetric_memory, "SymmetricMemory", mock.Mock(side_effect=RuntimeError(text)))
-    monkeypatch.setattr(symmetric_memory, "_is_any", lambda here, *_: here)
+    monkeypatch.setattr(symmetric_memory, "_any_rank", lambda here, *_: here)
     with caplog.at_level("INFO", "areno"):
         assert open_symmetric_memory(None, CPU) is None
     assert (text.strip() or "RuntimeError") in caplog.text
@@ -75,7 +75,7 @@ def test_each_rank_tries_the_memory_with_numbers_of_its_own(monkeypatch: pytest.
     memory.all_gather = lambda x: x[None]
     memory.connect = lambda: None
     monkeypatch.setattr(symmetric_memory, "SymmetricMemory", lambda *_: memory)
-    monkeypatch.setattr(symmetric_memory, "_is_any", lambda here, *_: here)
+    monkeypatch.setattr(symmetric_memory, "_any_rank", lambda here, *_: here)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     for rank in range(2):
         torch.manual_seed(1)  # processes begin with the same state

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from areno.api.algorithms import get_algorithm, own_algorithms
+from areno.api.algorithms import built_in_algorithms, get_algorithm
 from areno.cli.__main__ import main
 from areno.errors import ConfigError
 from areno.launch import command
 from areno.launch.compose import load
-from areno.launch.hints import all_keys, hint
+from areno.launch.hints import all_setting_keys, setting_hint
 from areno.launch.other_tools import COUNTERPARTS, EQUAL, HOLDS, PARTS
 from areno.schema.fields import rows
 
@@ -195,17 +195,17 @@ def test_a_contradiction_on_the_command_line_is_an_error() -> None:
 
 def test_no_limit_of_rows_is_the_context(tmp_path: Path) -> None:
     config = load(get_algorithm("sft").config, "quickstart_base", ["train_dataset.max_length=null"])
-    assert config.train_dataset.longest > 10**9
+    assert config.train_dataset.max_length_or_unlimited > 10**9
 
 
-@pytest.mark.parametrize("recipe", own_algorithms())
+@pytest.mark.parametrize("recipe", built_in_algorithms())
 def test_hints_name_settings_that_the_algorithm_has(recipe: str) -> None:
     cls = get_algorithm(recipe).config
     here = {row.key for row in rows(cls)}
     for key in (*COUNTERPARTS, *EQUAL, *HOLDS, *PARTS, "actor.max_new_tokens", "critic.temperature"):
-        named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+", hint(key, cls=cls))) & all_keys()
-        assert named <= here, (key, hint(key, cls=cls))
-    assert all(set(ours) <= all_keys() for ours in COUNTERPARTS.values())
+        named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+", setting_hint(key, cls=cls))) & all_setting_keys()
+        assert named <= here, (key, setting_hint(key, cls=cls))
+    assert all(set(ours) <= all_setting_keys() for ours in COUNTERPARTS.values())
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_hints_name_settings_that_the_algorithm_has(recipe: str) -> None:
     ],
 )
 def test_names_of_other_tools(recipe: str, key: str, told: str) -> None:
-    assert hint(key, cls=get_algorithm(recipe).config).startswith(f"; {told}")
+    assert setting_hint(key, cls=get_algorithm(recipe).config).startswith(f"; {told}")
 
 
 def test_keys_of_unknown_sections_are_told_apart() -> None:

@@ -13,7 +13,7 @@ from areno.errors import ConfigError
 from areno.launch import command, compose
 from areno.recipes.gspo import GSPOActorConfig, GSPOConfig, loop
 from areno.report.tables import compare_tables
-from areno.run.resume import changes
+from areno.run.resume import changed_settings
 from areno.schema import build
 from areno.schema.build import earlier_names, with_current_names
 from areno.schema.fields import Section, setting
@@ -164,7 +164,7 @@ def test_a_run_of_an_earlier_version(work, caplog, monkeypatch, capsys):
     stored = RunReader(folder).config
     assert (stored["actor"]["warmth"], "heat" in stored["actor"]) == (2, False)
 
-    assert changes(Now, stored, {**stored, "actor": {**stored["actor"], "warmth": 3.0}})[0].key == "actor.heat"
+    assert changed_settings(Now, stored, {**stored, "actor": {**stored["actor"], "warmth": 3.0}})[0].key == "actor.heat"
     monkeypatch.setattr(algorithms, "algorithm_entry_points", dict)
     monkeypatch.setitem(
         algorithms.registered, "gspo", Played(name="gspo", config=Now, loop=loop, default="small", main=Main())

@@ -53,7 +53,7 @@ def compare_frozen() -> None:
         for is_fused in (False, True):
             model = build(torch.float32, "cpu", **changes)
             freeze(model, names)
-            with mock.patch("areno.kernels.backend.interprets", return_value=is_fused):
+            with mock.patch("areno.kernels.backend.is_triton_interpreted", return_value=is_fused):
                 attend = PackedAttend(torch.tensor([0, 3, 5], dtype=torch.int32), 3, "sdpa")
                 assert model.runs_fused(attend) == is_fused
                 model(torch.arange(5), torch.tensor([0, 1, 2, 0, 1]), attend, recompute=True).square().sum().backward()
@@ -111,7 +111,7 @@ def compare_rank(rank: int, rendezvous: str) -> None:
 
 def compare_share(rank: int, **like: Any) -> None:
     changes: dict[str, Any] = {**BARE, "num_heads": 4, "num_layers": 1, **like}
-    with mock.patch("areno.kernels.backend.interprets", return_value=False):
+    with mock.patch("areno.kernels.backend.is_triton_interpreted", return_value=False):
         alone = build(torch.float32, "cpu", **changes)
         expected = run(alone, "sdpa", is_fused=False)
     whole = dict(alone.named_parameters())

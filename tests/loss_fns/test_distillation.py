@@ -9,9 +9,9 @@ import torch
 
 from areno.config.teacher import Divergence
 from areno.errors import DataError
+from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.distillation import distillation_loss_fn, sampled_reverse_kl
 from areno.loss_fns.grpo import grpo_loss_fn
-from areno.loss_fns.pack import DataPack
 from tests.helpers.loss_rows import PRECISIONS, all_trained, pack_of, random_rows, trained
 
 

@@ -13,7 +13,7 @@ import torch
 
 from areno.errors import DataError
 from areno.loss_fns import dpo_loss_fn
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 
 # Loss ----------------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 
 from areno.errors import DataError
 from areno.loss_fns import kto_loss_fn, reward_model_loss_fn
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 
 # Trained tokens of each row, with holes.
 MASKS = [[0, 1, 1], [0, 0, 1, 0, 1], [0, 1], [0, 0, 0, 1, 1, 1], [0, 1, 0]]

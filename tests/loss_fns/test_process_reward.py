@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from areno.loss_fns import process_reward_loss_fn
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 
 # Label of each marked token, None elsewhere.
 LABELS = [

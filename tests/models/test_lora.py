@@ -102,7 +102,7 @@ def test_the_reference_is_the_base(trained: Engine, folder: Path) -> None:
     assert scored(trained, "actor", ROWS) == before
     roles = worker_of(trained).roles
     assert roles["ref"].backend is roles["actor"].backend
-    assert list(roles.trained()) == ["actor"]
+    assert list(roles.trained_roles()) == ["actor"]
     assert "ref" not in trained.memory_table()[1]
     trained.release_role("ref")
     train(trained, 1)

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from areno.errors import CheckpointError
-from areno.files.paths import model_setting
+from areno.files.paths import name_model_setting_in_errors
 from areno.models.config import UNUSED
 from areno.models.families import FAMILIES
 from areno.models.registry import load_config
@@ -107,13 +107,13 @@ def test_a_folder_without_config_or_with_a_broken_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["actor.path", "ref.path", "model_path"])
 def test_errors_name_the_setting_that_the_model_comes_from(key: str, tmp_path: Path) -> None:
     folder = tmp_path / "actor.path"  # a word of the message that is no setting
-    with pytest.raises(CheckpointError) as caught, model_setting(key):
+    with pytest.raises(CheckpointError) as caught, name_model_setting_in_errors(key):
         load_config(folder)
     expected = f"{folder} does not exist; expected a local model folder or a hub id `owner/name` ({key})"
     assert str(caught.value) == expected
     folder.mkdir()
     (folder / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError) as caught, model_setting(key):
+    with pytest.raises(CheckpointError) as caught, name_model_setting_in_errors(key):
         load_config(folder)
     assert str(caught.value) == f"{key}: {folder}/config.json holds a list, expected a JSON object"
 

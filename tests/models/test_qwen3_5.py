@@ -122,7 +122,7 @@ def decode_with_kernels(folder: str, device: str, use_graphs: bool) -> None:
     for changes in settings:
         outputs, decoder = decode(model, use_graphs=use_graphs, **changes)
         assert (decoder.stats.graph_replays > 0) == use_graphs
-        with mock.patch("areno.kernels.backend.interprets", return_value=False):
+        with mock.patch("areno.kernels.backend.is_triton_interpreted", return_value=False):
             expected = trained_logprobs(plain, outputs)
         assert apart([out.logprobs for out in outputs.values()], expected) < 1e-3
 

@@ -309,15 +309,15 @@ def test_a_disk_that_fills_up_while_writing_weights(tmp_path: Path) -> None:
 
 def test_paths_that_are_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
-        hub.resolve(tmp_path / "nowhere")
+        hub.resolve_model_folder(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="does not exist"):
-        hub.resolve("./nowhere/at/all")
+        hub.resolve_model_folder("./nowhere/at/all")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="is a file"):
-        hub.resolve(tmp_path / "file")
+        hub.resolve_model_folder(tmp_path / "file")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
-    assert hub.resolve("~/model") == tmp_path / "model"
+    assert hub.resolve_model_folder("~/model") == tmp_path / "model"
 
 
 def test_a_hub_id_without_network_says_so_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +329,7 @@ def test_a_hub_id_without_network_says_so_quickly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
     start = time.monotonic()
     with pytest.raises(CheckpointError, match=r"owner/never-downloaded .*ConnectionError.*actor\.path"):
-        hub.resolve("owner/never-downloaded")
+        hub.resolve_model_folder("owner/never-downloaded")
     assert time.monotonic() - start < 5
 
 

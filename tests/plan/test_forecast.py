@@ -18,7 +18,7 @@ from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.models.known_shapes import known_shape
 from areno.plan.forecast import Forecast, forecast
-from areno.plan.hardware import devices_here, hardware_of, names
+from areno.plan.hardware import devices_here, hardware_names, hardware_of
 from areno.plan.settings_that_fit import FittingChange, ways_to_fit
 from tests.helpers.pages import ROOT, blocks
 
@@ -92,8 +92,8 @@ def test_against_measurements(
 ) -> None:
     found = predicted(recipe, *settings, device=device)
     assert found.fits
-    assert 0.98 <= found.peak / 2**30 / peak <= 1.05
-    assert found.seconds == pytest.approx(sum(seconds.values()), rel=0.15)
+    assert 0.98 <= found.peak_memory_bytes / 2**30 / peak <= 1.05
+    assert found.step_seconds == pytest.approx(sum(seconds.values()), rel=0.15)
     assert {phase.name: phase.seconds for phase in found.phases} == pytest.approx(seconds, rel=0.15)
 
 
@@ -146,7 +146,7 @@ def test_a_run_that_does_not_fit_gets_ways_that_fit() -> None:
     ]
     assert [way.learns_otherwise for way in on_one] == [False, False, True]
     with_8_bits, offloaded, adapters = on_one
-    assert with_8_bits.forecast.seconds < offloaded.forecast.seconds
+    assert with_8_bits.forecast.step_seconds < offloaded.forecast.step_seconds
     assert "92 GiB of host memory" in offloaded.price
     assert "host" not in adapters.price
     assert all(way.changes["engine.world_size"] > 1 for way in ways[len(on_one) :])
@@ -171,7 +171,7 @@ def test_a_pair_is_listed_only_if_it_is_faster_than_one_of_its_changes() -> None
     ways = ways_of(predicted("ppo", "actor.path=Qwen/Qwen3-8B", *KL, *CRITIC))
     for one, other in itertools.permutations(ways, 2):
         if one.changes.items() < other.changes.items():
-            assert other.forecast.seconds < 0.97 * one.forecast.seconds
+            assert other.forecast.step_seconds < 0.97 * one.forecast.step_seconds
 
 
 def test_a_model_that_needs_many_devices_and_a_change_gets_both() -> None:
@@ -205,7 +205,7 @@ def test_shared_prompts_shorten_training_and_scoring() -> None:
     for one, other in zip(shared.phases[1:], apart.phases[1:], strict=True):
         assert 9 / 16 * 0.9 < one.seconds / other.seconds < 0.75
     short = [forecast(config("grpo", *settings, f), hardware_of("h200"), 1, 16, 256) for f in AUTO_AND_OFF]
-    assert short[0].seconds == short[1].seconds  # it would save less than a tenth
+    assert short[0].step_seconds == short[1].step_seconds  # it would save less than a tenth
 
 
 def test_several_teachers_divide_the_rows() -> None:
@@ -218,8 +218,10 @@ def test_several_teachers_divide_the_rows() -> None:
     assert [half.name for half in halves] == ["score teacher.a", "score teacher.b"]
     assert sum(half.n_tokens for half in halves) == whole.n_tokens
     assert sum(half.seconds for half in halves) < 1.5 * whole.seconds  # twice the overhead of a pass
-    alone = predicted("gspo", settings[0]).footprint.resident
-    assert two.footprint.resident - alone == pytest.approx(2 * (one.footprint.resident - alone), rel=0.01)
+    alone = predicted("gspo", settings[0]).footprint.total_resident_bytes
+    assert two.footprint.total_resident_bytes - alone == pytest.approx(
+        2 * (one.footprint.total_resident_bytes - alone), rel=0.01
+    )
 
 
 def test_teachers_of_whole_distributions_are_in_the_training_passes(tmp_path: Path) -> None:
@@ -243,8 +245,8 @@ def test_teachers_of_whole_distributions_are_in_the_training_passes(tmp_path: Pa
 def test_more_memory_and_devices_lower_the_need() -> None:
     settings = ["actor.path=Qwen/Qwen3-8B", "engine.zero_stage=2"]
     four, eight = (predicted("grpo", *settings, n=n) for n in (4, 8))
-    assert four.footprint.resident > eight.footprint.resident
-    assert four.seconds > eight.seconds
+    assert four.footprint.total_resident_bytes > eight.footprint.total_resident_bytes
+    assert four.step_seconds > eight.step_seconds
     with pytest.raises(ConfigError, match="does not divide the number of devices"):
         predicted("grpo", "actor.path=Qwen/Qwen3-8B", "engine.tp_size=2", n=3)
 
@@ -259,9 +261,9 @@ def test_runs_without_a_rollout(recipe: str) -> None:
     assert "KV cache" not in found.phases[0].terms
 
 
-@pytest.mark.parametrize("device", names())
+@pytest.mark.parametrize("device", hardware_names())
 def test_every_device_can_be_planned_for(device: str) -> None:
-    assert predicted("gspo", "actor.path=Qwen/Qwen3-0.6B", device=device).seconds > 0
+    assert predicted("gspo", "actor.path=Qwen/Qwen3-0.6B", device=device).step_seconds > 0
     assert devices_here()
 
 

@@ -44,7 +44,7 @@ COUNTDOWN: list[tuple[str, list[str], tuple[int, int], dict[str, float]]] = [
 
 
 def assert_near(found: Forecast, seconds: dict[str, float]) -> None:
-    assert found.seconds == pytest.approx(sum(seconds.values()), rel=0.2)
+    assert found.step_seconds == pytest.approx(sum(seconds.values()), rel=0.2)
     assert {phase.name: phase.seconds for phase in found.phases} == pytest.approx(seconds, rel=0.25)
 
 

@@ -10,7 +10,7 @@ from areno.api.algorithms import get_algorithm
 from areno.launch.compose import load
 from areno.plan.forecast import forecast
 from areno.plan.hardware import hardware_of
-from areno.plan.phases import compare, measured_lengths
+from areno.plan.phases import compare_with_recorded, measured_lengths
 
 
 def config(recipe: str, *settings: str) -> Any:
@@ -42,7 +42,7 @@ def test_each_phase_is_compared_with_its_own_scalars():
         metrics |= {f"time/{clock}": [9.0 * number, 1.0 * number, 2.0 * number]}
         metrics |= {f"memory/{clock}": [10.0 + number, 20.0 + number, 3.0]}
     del metrics["memory/ref"]
-    compared = compare(found.phases, metrics)
+    compared = compare_with_recorded(found.phases, metrics)
     assert [(each.name, each.seconds[1], each.gib[1]) for each in compared] == [
         ("rollout", 2.0, 21.0),
         ("score critic", 6.0, 23.0),
@@ -52,7 +52,7 @@ def test_each_phase_is_compared_with_its_own_scalars():
     ]
     rollout, step = found.phases[0], compared[-1]
     assert compared[0].seconds[0] == rollout.seconds
-    assert compared[0].gib[0] == rollout.peak / 2**30
+    assert compared[0].gib[0] == rollout.peak_memory_bytes / 2**30
     assert step.seconds[0] == pytest.approx(sum(p.seconds for p in found.phases if p.clock != "ref"))
-    assert step.gib[0] == pytest.approx(max(p.peak for p in found.phases if p.clock != "ref") / 2**30)
-    assert compare(found.phases, {}) == compare(found.phases, {"time/step": [1.0]}) == []
+    assert step.gib[0] == pytest.approx(max(p.peak_memory_bytes for p in found.phases if p.clock != "ref") / 2**30)
+    assert compare_with_recorded(found.phases, {}) == compare_with_recorded(found.phases, {"time/step": [1.0]}) == []

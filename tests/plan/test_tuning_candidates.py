@@ -23,7 +23,7 @@ from areno.plan.tuning_candidates import (
     Candidate,
     LengthLimits,
     candidates,
-    given_settings,
+    chosen_settings_given,
     shortlist,
 )
 
@@ -52,7 +52,7 @@ def test_candidates_differ_in_samples_at_once_cache_recomputation_and_micro_batc
     assert values(of, DROP) == values(of, RECOMPUTE) == {True, False}
     assert values(of, BUDGET) >= {None, 1024, 8192, 32768}
     assert values(of, BATCH) == {None}
-    prices = [candidate.price(candidate.usual.seconds) for candidate in of]
+    prices = [candidate.seconds_per_sample(candidate.usual.step_seconds) for candidate in of]
     assert prices == sorted(prices)
 
 
@@ -60,7 +60,7 @@ def test_candidates_differ_in_samples_at_once_cache_recomputation_and_micro_batc
 def test_every_candidate_fits_the_share_of_the_memory(share: float) -> None:
     of = found(*LARGE, f"tune.mem_frac={share}", given=())
     assert of
-    assert all(candidate.peak <= share * H100.memory for candidate in of)
+    assert all(candidate.peak_memory_bytes <= share * H100.memory for candidate in of)
     assert all(candidate.full.fits and candidate.usual.fits for candidate in of)
 
 
@@ -72,7 +72,7 @@ def test_settings_that_are_given_are_kept() -> None:
     for key in (AT_ONCE, DROP, RECOMPUTE):
         assert values(found(SMALL, given={BATCH, key}), key) == {None}
     assert values(found(SMALL, "actor.mb_spec.mini_bs=4", given={BATCH, "actor.mb_spec.mini_bs"}), BUDGET) == {None}
-    assert given_settings(["actor.mb_spec", "train_dataset.path"]) == {BUDGET, "actor.mb_spec.mini_bs"}
+    assert chosen_settings_given(["actor.mb_spec", "train_dataset.path"]) == {BUDGET, "actor.mb_spec.mini_bs"}
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_deterministic_runs_keep_what_changes_bits(exact: bool, device: Hardware
 def test_the_fastest_are_tried_with_one_that_can_adapt() -> None:
     of = found(*LARGE)
     tried = shortlist(of)
-    assert tried[0].kind == of[0].kind
+    assert tried[0].settings_without_budget == of[0].settings_without_budget
     assert len(tried) <= 7
     assert any(candidate.settings[BUDGET] is None for candidate in tried)
     recomputes = [candidate.config.actor.gradient_checkpointing for candidate in tried]
@@ -154,4 +154,4 @@ def test_what_does_not_fit_gets_ways_that_fit() -> None:
 def test_a_cpu_has_no_cache_to_drop_and_no_context() -> None:
     of = found(device=replace(this_cpu(), memory=2**34))
     assert values(of, DROP) == {None}
-    assert min(candidate.peak for candidate in of) < 2**30
+    assert min(candidate.peak_memory_bytes for candidate in of) < 2**30

@@ -21,7 +21,7 @@ from areno.launch import command
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn
 from areno.plan.sdk_arguments import ArenoConfig
 from areno.report.recorded_sample import recorded_row
-from areno.report.replay import attribute_loss, choose_checkpoint
+from areno.report.replayed_tokens import attribute_loss, choose_checkpoint
 from areno.tracking.reader import RunReader
 from areno.trainers.update import measure_loss
 from areno.types import SamplingParams, TrainSequence

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from areno.errors import ArenoError
-from areno.report.page import pack, packed_samples, page_contents, write_report
+from areno.report.page import packed_samples, page_contents, to_gzip_base64_json, write_report
 from areno.report.verdict import differing_settings, short_names
 from areno.tracking.reader import RunReader, Series, headlines, run_folders
 from areno.tracking.run_folder import FORECAST
@@ -390,4 +390,4 @@ def test_the_extra_is_named(tmp_path):
 
 
 def test_packing_keeps_odd_text():
-    assert unpacked(pack({"a": "\ud800 </script>"}))
+    assert unpacked(to_gzip_base64_json({"a": "\ud800 </script>"}))

@@ -14,7 +14,7 @@ from areno.report.page import page_contents
 from areno.report.runs import runs_table
 from areno.report.tables import compare_tables
 from areno.tracking.display.display import end_table
-from areno.tracking.reader import RunReader, duration
+from areno.tracking.reader import RunReader, duration_text
 from tests.helpers.made_up_runs import make_run
 
 
@@ -34,7 +34,7 @@ def test_tables(tmp_path):
     assert "seed" in settings
     assert "actor" not in settings
     assert "0.6" in results
-    assert duration(3723.4) == "1:02:03"
+    assert duration_text(3723.4) == "1:02:03"
     with pytest.raises(ArenoError, match="there is no run below"):
         runs_table(tmp_path / "a" / "logs")
 

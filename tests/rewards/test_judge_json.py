@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 
-from areno.config.judge import JudgeConfig, json_reply
+from areno.config.judge import JudgeConfig, json_reply_text
 from areno.engine.decoder.grammar import GrammarCompiler, Vocabulary
 from areno.errors import ConfigError
 from areno.models.registry import load_config
@@ -49,7 +49,7 @@ def reader_of(folder: Path, **settings: Any) -> RoleReader:
 def test_labels_that_begin_with_marks_are_read(labels: list[str]) -> None:
     lowered = [label.casefold() for label in labels]
     for place, label in enumerate(labels):
-        verdict = _read_json(json_reply("It is so.", label), lowered)
+        verdict = _read_json(json_reply_text("It is so.", label), lowered)
         assert verdict.probabilities == tuple(float(other == place) for other in range(len(labels)))
         assert _verdict_of_label(f"{label.strip()} \n", lowered, {}).probabilities == verdict.probabilities
 
@@ -72,7 +72,7 @@ def test_any_walk_through_the_grammar_ends_in_time_with_a_label(labels: list[str
     for walk in range(8):
         state, tokens = grammar.start(), list[int]()
         while not state.finished:
-            may = [token for token in allowed(state.mask()) if token < len(tokenizer)]
+            may = [token for token in allowed(state.allowed_token_mask()) if token < len(tokenizer)]
             if walk % 4:
                 may = [token for token in may if '"' not in tokenizer.decode([token]) and token != eos] or may
             if walk % 4 == 3:

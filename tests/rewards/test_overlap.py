@@ -141,8 +141,10 @@ def test_answers_before_a_broken_message_count(
 ) -> None:
     one = pool(workers=1)
     one.wait_ready()
-    wait = one._wait
-    monkeypatch.setattr(one, "_wait", lambda *args: (time.sleep(0.1), wait(*args)))  # so that it reads all at once
+    wait = one._wait_for_workers
+    monkeypatch.setattr(
+        one, "_wait_for_workers", lambda *args: (time.sleep(0.1), wait(*args))
+    )  # so that it reads all at once
     found = one.outcomes([record(text) for text in ("a", "a", "breaks", "a")])
     assert [outcome.value for outcome in found] == [1.0, 1.0, None, 1.0]
     assert "ended its process (exit code 3)" in found[2].message
@@ -154,7 +156,7 @@ def test_a_pool_knows_the_time_of_a_call_from_the_step_before(pool: Callable[...
     one.outcomes([record("a")] * 40)
     assert 0 < one.call_s < 1
     with one.scoring() as scoring:
-        assert scoring._calls.call_s == one.call_s
+        assert scoring._calls.mean_call_s == one.call_s
 
 
 @pytest.mark.slow
@@ -296,7 +298,7 @@ def test_the_phases_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] += 0.5
     clock.close_step()
     assert clock.seconds == {"rollout": 2.0, "other": 1.5}
-    assert clock.total == 3.5
+    assert clock.total_seconds == 3.5
     clock.reset()
     clock.close_step()
     assert clock.seconds == {"other": 0.0}

@@ -67,7 +67,7 @@ def test_a_checkpoint_has_its_name_when_all_of_it_is_written(tmp_path: Path) -> 
     made.save(disk.write, 1)
     assert not made.poll()
     assert names(tmp_path) == [".owner", ".tmp-step-000001"]
-    assert made.has(1)
+    assert made.has_checkpoint(1)
     assert made.saved_step is None
     disk.written = True
     assert made.poll()
@@ -128,7 +128,7 @@ def test_what_is_under_way_is_dropped_when_the_run_goes_back_to_a_state(tmp_path
     disk.written = True
     assert made.poll()
     assert names(tmp_path) == [".owner"]
-    assert not made.has(1)
+    assert not made.has_checkpoint(1)
 
 
 def test_a_run_tells_at_its_next_step_that_a_checkpoint_was_lost(tmp_path: Path) -> None:

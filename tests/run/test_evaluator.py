@@ -166,7 +166,7 @@ def test_a_run_is_exhausted_after_so_many_evaluations_without_an_improvement(val
     exhausted = []
     for step in range(1, len(values) + 1):
         of_run.evaluate(step)
-        exhausted.append(of_run.is_exhausted)
+        exhausted.append(of_run.should_stop_early)
     assert (exhausted.index(True) + 1 if True in exhausted else None) == ends_at
 
 
@@ -174,8 +174,8 @@ def test_the_metric_of_one_of_several_sets():
     of_run = evaluator([1.0, 2.0], name="hard", patience=1, metric="hard/loss")
     assert of_run.evaluate(1)["hard/loss"] == 1.0
     of_run.evaluate(2)
-    assert of_run.is_exhausted
-    assert of_run.describe() == "eval/hard/loss has not improved in 1 evaluations (best 1, step 1)"
+    assert of_run.should_stop_early
+    assert of_run.describe_early_stop() == "eval/hard/loss has not improved in 1 evaluations (best 1, step 1)"
 
 
 def test_a_metric_that_is_not_measured():
@@ -225,7 +225,7 @@ def test_a_run_that_comes_to_its_end_has_not_stopped_early(tmp_path):
     run = run_with(tmp_path, VALUES, [], total_train_steps=6)
     train(run)
     run.close()
-    assert run.evaluator.is_exhausted
+    assert run.evaluator.should_stop_early
     assert "early" not in (tmp_path / "logs/run.log").read_text()
 
 

@@ -47,7 +47,7 @@ def test_a_run_that_fails_in_its_first_step_keeps_its_log(work, monkeypatch):
 
     settings = [*reward("False"), "evaluator.eval_before_train=false"]
     with monkeypatch.context() as patch:
-        patch.setattr(policy_only, "rows_of", lost)
+        patch.setattr(policy_only, "make_training_rows", lost)
         assert go("gspo", *settings) == 1
     folder = folder_of("gspo")
     assert "stopped in step 1" in (folder / "logs/run.log").read_text()

@@ -172,7 +172,7 @@ def test_the_log_of_a_run_has_what_was_told_before_it(tmp_path):
 def test_a_run_that_ends_says_so_once(tmp_path):
     run = start(tmp_path, total_train_epochs=1)
     for _ in run.steps():
-        run.progress.keep(loss=3.0 - run.step)
+        run.progress.append_to_history(loss=3.0 - run.step)
         run.end_step({})
     run.finish({"loss": 1, "eval_loss": 1})
     run.close()
@@ -191,7 +191,9 @@ def test_a_run_is_complete_even_if_it_cannot_be_compared_with_its_forecast(tmp_p
     run = start(tmp_path, total_train_epochs=1)
     monkeypatch.setattr(run._models, "forecast", lambda *lengths: SimpleNamespace(phases=[]))
     monkeypatch.setattr("areno.run.run.measured_lengths", lambda *_: (1, 1))
-    monkeypatch.setattr("areno.run.run.compare", lambda *_: [ComparedPhase(name="step", seconds=(1, 1), gib=(1, 1))])
+    monkeypatch.setattr(
+        "areno.run.run.compare_with_recorded", lambda *_: [ComparedPhase(name="step", seconds=(1, 1), gib=(1, 1))]
+    )
     for _ in run.steps():
         run.end_step({})
     if damage == "metrics":
@@ -208,10 +210,10 @@ def test_a_run_is_complete_even_if_it_cannot_be_compared_with_its_forecast(tmp_p
 def test_what_is_told_at_the_end_is_the_mean_of_the_last_steps(tmp_path):
     run = start(tmp_path)
     for value in (0.0, 1.0, 2.0, 6.0):
-        run.progress.keep(reward_mean=value)
-    assert run.progress.recent("reward_mean") == 6.0
-    assert run.progress.recent("reward_mean", 3) == 3.0
-    assert run.progress.recent("reward_mean", 9) == 2.25
+        run.progress.append_to_history(reward_mean=value)
+    assert run.progress.recent_mean("reward_mean") == 6.0
+    assert run.progress.recent_mean("reward_mean", 3) == 3.0
+    assert run.progress.recent_mean("reward_mean", 9) == 2.25
     run.close()
 
 
@@ -249,7 +251,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(tmp_path, stop_at, shuffl
         seen = []
         for batch in run.steps():
             seen.append((run.step, run.progress.seed, [item.tokens[0] for item in batch.items]))
-            run.progress.keep(loss=float(run.step))
+            run.progress.append_to_history(loss=float(run.step))
             run.end_step({})
             if run.step == until:
                 break

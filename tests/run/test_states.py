@@ -245,7 +245,7 @@ def test_older_states_make_room(writer, monkeypatch, caplog):
     """There is room for two states. The newest one stays until the next is complete."""
     states, _, folder = writer
     assert states.write(1, {})
-    size = states.states.size()
+    size = states.states.newest_size_bytes()
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, (2 - len(states.states.steps())) * size)
     )

@@ -23,7 +23,7 @@ from areno.launch.compose import load
 from areno.plan.tuning_candidates import AT_ONCE, BATCH, BUDGET, DROP, RECOMPUTE, Candidate
 from areno.recipes.gspo import ALGORITHM
 from areno.run import tuning, tuning_trials
-from areno.run.tuning import choose
+from areno.run.tuning import choose_settings
 from areno.run.tuning_trials import MeasuredTrial, Trials
 from areno.schema.values import value_at
 from areno.tracking.run_folder import settings_of
@@ -92,7 +92,7 @@ def test_trials_need_no_weights_and_leave_nothing(
     settings += ["ref=default", "train_dataset.loader=no_such_file.py"]
     monkeypatch.chdir(tmp_path)
     with caplog.at_level(logging.INFO, "areno"):
-        chosen = choose(config(*settings, recipe="ppo"), ())
+        chosen = choose_settings(config(*settings, recipe="ppo"), ())
     assert {AT_ONCE, RECOMPUTE, BATCH} <= chosen.keys()
     assert len(told(caplog)) == 2
     assert all("s a step predicted" in line and "GiB measured" in line for line in told(caplog))
@@ -110,7 +110,7 @@ def test_trials_of_a_run_with_a_judge_of_few_tokens(
     actor = char_judge(tmp_path / "actor")
     settings = ["reward.fn=null", f"reward.judge.path={MODEL}", f"reward.judge.verdict={verdict}"]
     with caplog.at_level(logging.INFO, "areno"):
-        chosen = choose(config(f"actor.path={actor}", *settings, recipe="grpo"), ())
+        chosen = choose_settings(config(f"actor.path={actor}", *settings, recipe="grpo"), ())
     assert {AT_ONCE, RECOMPUTE, BATCH} <= chosen.keys()
     assert len(told(caplog)) == 2
     assert all("GiB measured" in line for line in told(caplog))
@@ -129,7 +129,7 @@ def test_trials_compute_the_divergence_from_a_teacher(
     monkeypatch.setattr(Engine, "train", recorded)
     shutil.copytree(MODEL, tmp_path / "teacher")
     settings = ["teacher=default", f"teacher.path={tmp_path / 'teacher'}", "teacher.loss_type=reverse_kl"]
-    assert choose(config(*settings), ())
+    assert choose_settings(config(*settings), ())
     assert len(seen) == 3  # to warm up, and in two trials
     assert set(seen) == {(Divergence("reverse_kl"), True)}
 
@@ -147,7 +147,7 @@ def test_a_candidate_that_fails_is_discarded_with_its_engine(
 
     monkeypatch.setattr(tuning_trials._Trial, "_train", run_out_of_memory)
     with caplog.at_level(logging.INFO, "areno"):
-        chosen = choose(config("actor.gradient_checkpointing=false"), {RECOMPUTE})
+        chosen = choose_settings(config("actor.gradient_checkpointing=false"), {RECOMPUTE})
     first, second = told(caplog)
     assert first.endswith("discarded, out of device memory in training (tried to allocate 1 GiB): lower it")
     assert "measured" in second
@@ -163,7 +163,7 @@ def test_trials_on_a_gpu(caplog: pytest.LogCaptureFixture, pids: list[int]) -> N
     for drops in ("false", "true"):
         settings = [f"{DROP}={drops}", "engine.device=cuda", "engine.world_size=1", "ref=default", "actor.kl_ctl=0.1"]
         with caplog.at_level(logging.INFO, "areno"):
-            chosen = choose(config(*settings), {DROP})
+            chosen = choose_settings(config(*settings), {DROP})
         assert {AT_ONCE, RECOMPUTE, BATCH} <= chosen.keys()
         assert DROP not in chosen
     assert any("the KV cache dropped" in line and "GiB measured" in line for line in told(caplog))
@@ -203,63 +203,63 @@ def test_the_fastest_candidate_is_chosen(made_up: type[MadeUp]) -> None:
         return MeasuredTrial(step_s=0.5 if len(made_up.tried) == 3 else 1.0, peak=0)
 
     made_up.result = staticmethod(result)
-    chosen = choose(config(), ())
+    chosen = choose_settings(config(), ())
     assert chosen == made_up.tried[2].settings
     assert len(made_up.tried) >= 4
 
 
 @pytest.mark.slow
 def test_equal_times_keep_micro_batches_that_adapt(made_up: type[MadeUp]) -> None:
-    chosen = choose(config(), ())
+    chosen = choose_settings(config(), ())
     assert chosen[BUDGET] is None
     assert chosen[BATCH] == chosen[AT_ONCE] // 4 == 8
 
 
 def test_only_the_size_of_micro_batches_is_left(made_up: type[MadeUp]) -> None:
     given = {AT_ONCE, DROP, RECOMPUTE, BATCH}
-    assert choose(config("train_dataset.batch_size=64"), given) == {BUDGET: None}
+    assert choose_settings(config("train_dataset.batch_size=64"), given) == {BUDGET: None}
     n_tried = len(made_up.tried)
     assert n_tried > 1
-    assert choose(config(), given | {BUDGET}) == {}
+    assert choose_settings(config(), given | {BUDGET}) == {}
     assert len(made_up.tried) == n_tried
 
 
 @pytest.mark.slow
 def test_no_trial_begins_that_would_end_too_late(made_up: type[MadeUp]) -> None:
     made_up.seconds = 40.0
-    choose(config(), ())
+    choose_settings(config(), ())
     assert len(made_up.tried) <= 2
     made_up.seconds = 400.0
-    choose(config(), ())
+    choose_settings(config(), ())
     assert len(made_up.tried) == 1
 
 
 def test_what_needs_least_memory_is_tried_last_and_only_if_nothing_else_fits(made_up: type[MadeUp]) -> None:
-    choose(config(), ())
+    choose_settings(config(), ())
     usual = len(made_up.tried)
 
     def result(candidate: Candidate) -> MeasuredTrial:
         return MeasuredTrial(step_s=1.0, peak=2**60 if len(made_up.tried) <= usual else 0)
 
     made_up.result = staticmethod(result)
-    chosen = choose(config(), ())
+    chosen = choose_settings(config(), ())
     assert len(made_up.tried) == usual + 1
     assert chosen == made_up.tried[-1].settings
-    assert made_up.tried[-1].peak == min(candidate.peak for candidate in made_up.tried)
+    assert made_up.tried[-1].peak_memory_bytes == min(candidate.peak_memory_bytes for candidate in made_up.tried)
 
 
 @pytest.mark.slow
 def test_nothing_fits(made_up: type[MadeUp]) -> None:
     made_up.result = staticmethod(lambda candidate: MeasuredTrial(step_s=1.0, peak=2**60))
     with pytest.raises(ConfigError, match=r"tune.mem_frac: is 0.9, and no candidate fits into .* GiB of a device; "):
-        choose(config(), ())
+        choose_settings(config(), ())
 
     def fail(candidate: Candidate) -> MeasuredTrial:
         raise EngineError("out of device memory: lower it")
 
     made_up.result = staticmethod(fail)
     with pytest.raises(EngineError, match="out of device memory: lower it"):
-        choose(config(), ())
+        choose_settings(config(), ())
 
 
 def test_a_rollout_is_not_tried_if_its_size_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_a_rollout_is_not_tried_if_its_size_is_given(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(tuning_trials._Trial, "_generate", generate)
     monkeypatch.setattr(tuning, "shortlist", lambda found: found[:1])
-    chosen = choose(config(f"{AT_ONCE}=24"), {AT_ONCE})
+    chosen = choose_settings(config(f"{AT_ONCE}=24"), {AT_ONCE})
     assert AT_ONCE not in chosen
     assert chosen[BATCH] == 6
 
@@ -286,7 +286,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
         made = {AT_ONCE: 8, RECOMPUTE: False, BUDGET: 512, BATCH: 2}
         return {key: value for key, value in made.items() if key not in given}
 
-    monkeypatch.setattr(tuning, "choose", choose_made_up)
+    monkeypatch.setattr(tuning, "choose_settings", choose_made_up)
     return asked
 
 
@@ -342,7 +342,7 @@ def test_an_error_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> None:
         raise ConfigError("nothing fits")
 
-    monkeypatch.setattr(tuning, "choose", fail)
+    monkeypatch.setattr(tuning, "choose_settings", fail)
     with pytest.raises(SystemExit):
         start(tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from areno.agents.trajectories import AgentItem, BadTrajectory, LossMaskPolicy
-from areno.agents.trajectory_rows import RowBuilder, reward_record
+from areno.agents.turns_to_rows import RowBuilder, reward_record
 from areno.data.chat_template import render
 from areno.errors import DataError
 from areno.server import errors
@@ -80,7 +80,9 @@ def test_rows_of_real_conversations_are_what_the_template_renders(name: str, eve
             expected.append((asked, said))
         if not turns:
             continue
-        trajectory = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer), "s").trajectory(turns)
+        trajectory = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer), "s").build_trajectory(
+            turns
+        )
         n_turns, n_joined = n_turns + len(turns), n_joined + len(turns) - len(trajectory.rows)
         # Every prompt is the template's own text, as tokens.
         for turn, (asked, _) in zip(turns, expected, strict=True):
@@ -145,7 +147,9 @@ def test_reasoning_that_the_template_drops_begins_a_new_row(tiny: Any) -> None:
     first = turn_of(conversations, [USER], said, None, answer)
     second = turn_of(conversations, [USER, answer, OTHER], "fine<|im_end|>", None)
     assert "think hard" not in tiny.decode(second["tokens"]["prompt_token_ids"])
-    trajectory = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer)).trajectory([first, second])
+    trajectory = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer)).build_trajectory(
+        [first, second]
+    )
     expected = [len(tiny.encode(text)) for text in (said, "fine<|im_end|>")]
     assert [row.trained.sum() for row in trajectory.rows] == expected
 
@@ -160,7 +164,7 @@ def test_a_call_whose_json_the_template_writes_otherwise_stays_one_row(tiny: Any
     first = turn_of(conversations, [USER], said, tools, answer)
     second = turn_of(conversations, [USER, answer, result], "ok<|im_end|>", tools)
     builder = RowBuilder(conversations, LossMaskPolicy(tool_results=True), len(conversations.tokenizer))
-    trajectory = builder.trajectory([first, second])
+    trajectory = builder.build_trajectory([first, second])
     [row] = trajectory.rows
     text = tiny.decode(row.tokens)
     assert said in text
@@ -185,7 +189,9 @@ def test_a_call_that_no_template_could_write_stays_the_text_that_it_is(tiny: Any
     result = {"role": "tool", "tool_call_id": "c", "content": "no such place"}
     first = turn_of(conversations, [USER], said, tools, answer)
     second = turn_of(conversations, [USER, answer, result], "ok<|im_end|>", tools)
-    rows = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer)).trajectory([first, second]).rows
+    rows = (
+        RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer)).build_trajectory([first, second]).rows
+    )
     assert said in tiny.decode(rows[-1].tokens)
 
 
@@ -195,10 +201,10 @@ def test_a_turn_with_messages_that_the_template_refuses(tiny: Any, monkeypatch: 
     known = list(conversations.cache._entries)
     builder = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer))
     with pytest.raises(BadTrajectory, match=r"they say .*and you"):
-        builder.trajectory([{**turn, "messages": [OTHER]}])
+        builder.build_trajectory([{**turn, "messages": [OTHER]}])
     monkeypatch.setattr(tiny, "chat_template", "{{ raise_exception('system first') }}")
     with pytest.raises(BadTrajectory, match=r"of the request .1 messages.: the chat template refuses .*first"):
-        builder.trajectory([{**turn, "messages": [OTHER]}])
+        builder.build_trajectory([{**turn, "messages": [OTHER]}])
     assert list(conversations.cache._entries) == known  # which are the server's
 
 
@@ -236,7 +242,7 @@ def test_a_policy_says_which_spans_are_trained(tiny: Any, policy: LossMaskPolicy
     first = turn_of(conversations, [USER], said, tools, answer)
     result = {"role": "tool", "tool_call_id": "c", "content": "3"}
     second = turn_of(conversations, [USER, answer, result], "done<|im_end|>", tools)
-    [row] = RowBuilder(conversations, policy, len(conversations.tokenizer)).trajectory([first, second]).rows
+    [row] = RowBuilder(conversations, policy, len(conversations.tokenizer)).build_trajectory([first, second]).rows
     assert tiny.decode(np.array(row.tokens)[row.trained].tolist()) == expected.format(call)
 
 
@@ -245,7 +251,7 @@ def test_several_conversations_of_one_agent_are_rows_of_their_own(tiny: Any) -> 
     one = turn_of(conversations, [USER], "a<|im_end|>", None)
     other = turn_of(conversations, [OTHER], "b<|im_end|>", None)
     further = turn_of(conversations, [USER, one["message"], OTHER], "c<|im_end|>", None)
-    trajectory = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer)).trajectory(
+    trajectory = RowBuilder(conversations, LossMaskPolicy(), len(conversations.tokenizer)).build_trajectory(
         [one, other, further]
     )
     assert [int(row.sampled.sum()) for row in trajectory.rows] == [4, 2]

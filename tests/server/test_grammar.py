@@ -46,7 +46,7 @@ def drawn(grammar: Grammar | None, tokenizer: Any, seed: int, most: int = 200) -
     assert grammar is not None
     rng, state, tokens = random.Random(seed), grammar.start(), []
     for _ in range(most):
-        token = rng.choice(allowed(state.mask()))
+        token = rng.choice(allowed(state.allowed_token_mask()))
         state.accept(token)
         assert not state.error
         if state.finished:
@@ -147,7 +147,7 @@ def test_reasoning_comes_first_where_the_model_reasons(tokenizer: Any) -> None:
         text = 'hm {}\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
         text = text if opened else f"<think>{text}"
         for token in [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]:
-            assert token in allowed(state.mask()), tokenizer.decode([token])
+            assert token in allowed(state.allowed_token_mask()), tokenizer.decode([token])
             state.accept(token)
         assert state.finished
     finished = [drawn(grammar, tokenizer, seed) for seed in range(30)]
@@ -198,7 +198,7 @@ def test_objects_end_with_their_properties_unless_the_schema_says_more(tiny: Any
         assert grammar is not None
         state = grammar.start()
         for token in [*tiny.encode(text, add_special_tokens=False), tiny.eos_token_id]:
-            if token not in allowed(state.mask()):
+            if token not in allowed(state.allowed_token_mask()):
                 return False
             state.accept(token)
         return state.finished
@@ -215,7 +215,7 @@ def test_objects_end_with_their_properties_unless_the_schema_says_more(tiny: Any
 def test_ids_that_the_tokenizer_does_not_have_are_never_allowed(tiny: Any) -> None:
     grammar = compile_grammar(Constraint(response_format={"type": "json_object"}), tiny, len(tiny) + 50)
     assert grammar is not None
-    mask = grammar.start().mask()
+    mask = grammar.start().allowed_token_mask()
     assert mask.dtype == np.int32
     assert mask.shape == (-(-(len(tiny) + 50) // 32),)
     assert max(allowed(mask)) < len(tiny)

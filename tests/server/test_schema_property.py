@@ -29,7 +29,7 @@ HOW: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "deran
 
 def json_grammar(schema: Any, is_free: bool) -> ByteGrammar:
     lark = Lark({})
-    return ByteGrammar(lark.text(JsonRules(lark, Document(schema), Style(is_free=is_free)).root()))
+    return ByteGrammar(lark.grammar_text(JsonRules(lark, Document(schema), Style(is_free=is_free)).root()))
 
 
 def written(family: str, arguments: dict[str, Any], quotes: bool) -> str:

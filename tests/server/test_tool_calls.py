@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areno.files.paths import root
+from areno.files.paths import data_root
 from areno.server.parsers import (
     PARSERS,
     ParsedMessage,
@@ -395,6 +395,6 @@ def test_which_parser_a_template_asks_for(tokenizer_of: Any) -> None:
 
 
 def test_nothing_of_the_parsers_can_execute_what_it_reads() -> None:
-    for path in (root() / "areno/server/parsers").glob("*.py"):
+    for path in (data_root() / "areno/server/parsers").glob("*.py"):
         source = path.read_text(encoding="utf-8")
         assert not any(f"{name}(" in source for name in ("eval", "exec", "compile", "__import__")), path

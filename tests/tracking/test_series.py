@@ -15,7 +15,7 @@ import pytest
 from areno.errors import ArenoError
 from areno.report.runs import best_of, runs_table
 from areno.tracking.metrics_file import MetricsFile
-from areno.tracking.reader import RunReader, headlines, seconds
+from areno.tracking.reader import RunReader, headlines, run_seconds
 from areno.tracking.series import MAX_POINTS, Curves, Series, drop_meaningless_right_answers
 from tests.helpers.made_up_runs import make_run
 
@@ -58,7 +58,7 @@ def test_only_what_is_asked_for_is_read(tmp_path):
     file = run.path / "logs/metrics.jsonl"
     assert run.file.series("train/loss") == run.series("train/loss")
     assert [line["step"] for line in run.file.first_and_last()] == [1, 40]
-    assert seconds(run) == 80.0
+    assert run_seconds(run) == 80.0
     assert run.file.series("train") == run.file.series("nothing") == Series([], [])
     with file.open("a") as lines:
         lines.write('{"step": 41, "train/loss": 1.0')  # the run writes this line at the moment

@@ -25,7 +25,7 @@ from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
 from areno.schema.fields import Section, setting
 from areno.services import installed_services
-from areno.services.mlflow import allowed
+from areno.services.mlflow import allowed_metric_name
 from areno.services.service import RunInfo, Service
 from areno.tracking import recorder as services_tracker
 from areno.tracking.recorder import RESUMED, ServiceTracker, check_services, open_trackers
@@ -190,7 +190,7 @@ def test_mlflow_in_files(tmp_path, uri, monkeypatch):
     history = client.get_metric_history(run.info.run_id, "rollout/rewards_mean")
     assert sorted((each.step, each.value) for each in history) == REWARDS
     assert run.data.metrics[RESUMED] == 2.0
-    assert allowed("eval/pass@4 <x>") == "eval/pass_at_4 _x_"
+    assert allowed_metric_name("eval/pass@4 <x>") == "eval/pass_at_4 _x_"
 
 
 class Faulty(Service):

@@ -11,7 +11,7 @@ from areno.tracking.display.board import (
     ShownSample,
     Snapshot,
 )
-from areno.tracking.display.view import draw, rows_of
+from areno.tracking.display.view import render_lines, rows_of
 
 
 def a_look(seed=0, **more):
@@ -61,7 +61,7 @@ def shown(lines):
 def test_the_display_fits_its_terminal(size):
     width, height = size
     for seed in range(40):
-        lines = shown(draw(a_look(seed), "a / b", width, height))
+        lines = shown(render_lines(a_look(seed), "a / b", width, height))
         assert len(lines) < height
         assert max(map(cell_len, lines)) < width
         assert all(text.isprintable() for text in lines)
@@ -69,7 +69,7 @@ def test_the_display_fits_its_terminal(size):
 
 def test_what_the_display_says_at_a_glance():
     look = a_look(n_warnings=2, warning="for 10 steps no sample was better than another")
-    lines = "\n".join(shown(draw(look, "quickstart / a", 120, 40)))
+    lines = "\n".join(shown(render_lines(look, "quickstart / a", 120, 40)))
     for text in (
         "quickstart / a",
         "step 37/100",
@@ -86,7 +86,7 @@ def test_what_the_display_says_at_a_glance():
     ):
         assert text in lines, text
     assert "loss" not in lines, "that of a policy says nothing"
-    assert "stopping" in shown(draw(a_look(note="stopping soon"), "t", 80, 24))[2]
+    assert "stopping" in shown(render_lines(a_look(note="stopping soon"), "t", 80, 24))[2]
 
 
 def test_numbers_that_are_the_same_all_the_time_are_told_once():
@@ -99,10 +99,10 @@ def test_the_critic_and_a_policy_that_is_not_trained_yet_are_shown():
     course = (1.0, [0.0, 1.0])
     names = ("rollout/rewards_mean", "train/explained_variance", "train/critic_loss", "rollout/ref_kl")
     trends = {name: (at, [at, 2.0]) for at, name in enumerate(names)}
-    lines = "\n".join(shown(draw(a_look(trends=trends), "t", 120, 40)))
+    lines = "\n".join(shown(render_lines(a_look(trends=trends), "t", 120, 40)))
     told = ("critic: explained variance", "critic: loss", "KL to the reference", "the policy is not trained yet")
     assert [text in lines for text in told] == [True] * 4
-    trained = draw(a_look(trends=trends | {"train/loss": course, "train/kl_loss": course}), "t", 120, 40)
+    trained = render_lines(a_look(trends=trends | {"train/loss": course, "train/kl_loss": course}), "t", 120, 40)
     assert "not trained yet" not in "\n".join(shown(trained))
 
 

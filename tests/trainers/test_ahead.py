@@ -16,7 +16,7 @@ import pytest
 
 from areno.api.trainer import Trainer
 from areno.errors import ArenoError, ConfigError
-from areno.run.group_selection import FirstWholeGroups, Group, n_due
+from areno.run.group_selection import FirstWholeGroups, Group, n_groups_due
 from areno.run.groups_in_flight import GroupsInFlight
 from areno.trainers import rollout
 from areno.types import GenerationOutput, PromptItem, TrainSequence
@@ -46,12 +46,14 @@ def output(sample: int, n_tokens: int = 3, reason: Any = "stop") -> GenerationOu
 
 
 def test_groups_are_due_in_their_last_step_or_before_if_later_steps_have_no_room():
-    assert n_due([1, 1, 3, None], step=3, limit=2, sizes=[2, 2, 2]) == 2  # those of step 1
-    assert n_due([2, 2, 2, None], step=3, limit=2, sizes=[2, 2, 2]) == 1  # three are due in step 4, which trains two
-    assert n_due([2, 2, 2, None], step=3, limit=2, sizes=[2, 4, 2]) == 0
-    assert n_due([None, None, None], step=3, limit=2, sizes=[2, 1]) == 2  # the run ends with step 4
-    assert n_due([None, None], step=4, limit=2, sizes=[2]) == 2
-    assert n_due([1], step=1, limit=0, sizes=[1]) == 1
+    assert n_groups_due([1, 1, 3, None], step=3, limit=2, sizes=[2, 2, 2]) == 2  # those of step 1
+    assert (
+        n_groups_due([2, 2, 2, None], step=3, limit=2, sizes=[2, 2, 2]) == 1
+    )  # three are due in step 4, which trains two
+    assert n_groups_due([2, 2, 2, None], step=3, limit=2, sizes=[2, 4, 2]) == 0
+    assert n_groups_due([None, None, None], step=3, limit=2, sizes=[2, 1]) == 2  # the run ends with step 4
+    assert n_groups_due([None, None], step=4, limit=2, sizes=[2]) == 2
+    assert n_groups_due([1], step=1, limit=0, sizes=[1]) == 1
 
 
 def test_due_groups_belong_to_the_step_and_the_first_whole_ones_fill_it():
@@ -63,14 +65,14 @@ def test_due_groups_belong_to_the_step_and_the_first_whole_ones_fill_it():
         return [(group, output.sample) for group, output in samples]
 
     assert known(choice.known) == [(old, 0)]  # the step trains on all samples of a group that is due
-    assert choice.missing == 3
+    assert choice.min_missing_samples == 3
     assert choice.add([(second, output(0)), (third, output(1))]) == []
-    assert choice.missing == 2
+    assert choice.min_missing_samples == 2
     added = choice.add([(third, output(0)), (second, output(1))])  # both are whole; third was before
     assert known(added) == [(third, 0), (third, 1)]
-    assert choice.missing == 1
+    assert choice.min_missing_samples == 1
     assert known(choice.add([(old, output(1))])) == [(old, 1)]
-    assert choice.missing == 0
+    assert choice.min_missing_samples == 0
     assert choice.taken == [third, old]
 
 
@@ -96,7 +98,7 @@ def test_a_simulated_run_trains_each_prompt_once_and_in_time(limit, ahead, sizes
         waiting = [(each, k) for each in choice.groups for k in range(2) if k not in each.finished]
         draw.shuffle(waiting)
         n_known = len(choice.known)
-        while choice.missing:
+        while choice.min_missing_samples:
             each, sample = waiting.pop()
             begun_at[each.item.index] = begun_at.get(each.item.index, step) if limit else step
             n_known += len(choice.add([(each, output(sample))]))
@@ -125,7 +127,7 @@ def test_tail_batching_samples_as_many_prompts_as_it_is_told(ahead):
         choice = begun(in_flight, batches, step, ahead)
         n_sampled.append(len(choice.groups))
         for each in choice.groups:
-            if choice.missing:
+            if choice.min_missing_samples:
                 choice.add([(each, output(0))])
         in_flight.end(step, choice, [(each, output(0, 1, None)) for each in choice.groups if not each.finished])
     assert set(n_sampled) == {8, 8 + ahead}
@@ -139,7 +141,7 @@ def test_postponed_prompts_have_steps_of_their_own():
         rounds.append([each.item.index for each in choice.groups])
         long = [each for each in choice.groups if each.item.index % 10 == 0]  # the first prompt of each batch
         for each in [*(each for each in choice.groups if each not in long), *long]:
-            if choice.missing:
+            if choice.min_missing_samples:
                 choice.add([(each, output(0))])
         stopped = [(each, output(0, 4, None)) for each in choice.groups if not each.finished]
         assert in_flight.end(step, choice, stopped) == 4 * len(stopped)
@@ -158,7 +160,7 @@ def test_groups_are_written_and_read():
     in_flight.end(1, choice, [(first, output(2, 5, None)), (first, output(0, 0, None))])
     other = GroupsInFlight(prompts_at, 3, 1)
     other.load_state_dict(json.loads(json.dumps(in_flight.state_dict())))
-    assert [(each.batch, each.place, each.begun_at) for each in other.groups] == [(1, 0, 1), (2, 0, None)]
+    assert [(each.batch, each.prompt_index, each.begun_at) for each in other.groups] == [(1, 0, 1), (2, 0, None)]
     [read, new] = other.groups
     assert (read.is_postponed, new.is_postponed) == (False, True)
     assert read.item.index == 10
@@ -174,7 +176,7 @@ def test_groups_are_written_and_read():
     assert (read.finished[1].routes == first.finished[1].routes).all()
     assert [part.sample for part in new.unfinished] == [0, 1, 2]
     begun(other, batches, 2, 1)
-    assert [(each.batch, each.place) for each in other.groups] == [(1, 0), (2, 0), (2, 1), (3, 0)]
+    assert [(each.batch, each.prompt_index) for each in other.groups] == [(1, 0), (2, 0), (2, 1), (3, 0)]
 
 
 @pytest.mark.parametrize(("n_samples", "limit", "ahead"), [(1, 4, 8), (2, 1, 2), (2, 0, 2), (2, 0, 0)])
@@ -194,7 +196,7 @@ def test_after_a_change_of_settings_all_prompts_are_trained_with_new_samples(n_s
         choice = begun(in_flight, batches, step, ahead)
         assert all(not part.tokens for each in choice.groups for part in each.unfinished)
         waiting = [(each, k) for each in choice.groups for k in range(n_samples)]
-        while choice.missing:
+        while choice.min_missing_samples:
             each, sample = waiting.pop()
             choice.add([(each, output(sample))])
         in_flight.end(step, choice, [(each, output(k, 0, None)) for each, k in waiting])

@@ -59,11 +59,11 @@ def test_a_simulated_run_trains_or_drops_each_prompt_once_and_in_time(limit, ahe
         missing: list[tuple[Group, int]] = []
         while True:
             new = admission.begin()
-            while (group := admission.to_judge()) is not None:
-                assert not group.missing
-                admission.judge(group.item.index in uniform)
+            while (group := admission.next_group_to_judge()) is not None:
+                assert not group.n_missing_samples
+                admission.record_uniformity(group.item.index in uniform)
                 new += admission.begin()
-            admission.wait()
+            admission.end_interval()
             missing += [(group, k) for group in new for k in range(n_samples) if k not in group.finished]
             in_play = [group for group in admission.groups if group not in admission.dropped]
             assert len(in_play) <= size + ahead
@@ -81,7 +81,7 @@ def test_a_simulated_run_trains_or_drops_each_prompt_once_and_in_time(limit, ahe
                 begun_at.setdefault(group.item.index, step)
         in_flight.end(step, admission, parts)
         assert len(admission.taken) == size or not in_flight.groups
-        for group in admission.gone:
+        for group in admission.groups_no_longer_in_flight:
             assert step - begun_at[group.item.index] <= limit
         trained.update(group.item.index for group in admission.taken)
         dropped.update(group.item.index for group in admission.dropped)
@@ -100,11 +100,11 @@ def test_without_dynamic_sampling_a_resumed_run_trains_what_is_left():
     admission = before.begin_replacing(1, 4, 10, 100, lambda: next(numbered, None))
     groups = admission.begin()
     admission.add((group, ended(0)) for group in groups[:5])
-    admission.wait()
-    while (group := admission.to_judge()) is not None:
-        admission.judge(group is groups[2])
+    admission.end_interval()
+    while (group := admission.next_group_to_judge()) is not None:
+        admission.record_uniformity(group is groups[2])
     before.end(1, admission, [(group, ended(0, None, 1)) for group in groups[5:]])
-    seen = Counter(group.item.index for group in admission.gone)
+    seen = Counter(group.item.index for group in admission.groups_no_longer_in_flight)
     in_flight = GroupsInFlight(lambda indices: [items[index] for index in indices], 1, limit)
     in_flight.load_state_dict(before.state_dict())
     n_taken = len(batches) - len(list(numbered))
@@ -116,8 +116,8 @@ def test_without_dynamic_sampling_a_resumed_run_trains_what_is_left():
             break
         left = batches[n_taken:]
         choice = in_flight.begin(step, 2, batch, lambda n, left=left: left[:n], n_taken)
-        missing = [group for group in choice.groups if group.missing]
-        while choice.missing:
+        missing = [group for group in choice.groups if group.n_missing_samples]
+        while choice.min_missing_samples:
             choice.add([(missing.pop(), ended(0))])
         assert all(step - (group.begun_at or step) <= limit for group in choice.taken)
         seen.update(group.item.index for group in choice.taken)
@@ -132,18 +132,18 @@ def test_rewards_are_not_waited_for_while_the_device_is_full():
     groups = admission.begin()
     assert [group.item.index for group in groups] == list(range(8))
     admission.add([(groups[2], ended(0))])
-    assert admission.to_judge() is None  # it has just become whole
-    admission.wait()
-    assert admission.to_judge() is None  # seven samples are open, and six are decoded at once
+    assert admission.next_group_to_judge() is None  # it has just become whole
+    admission.end_interval()
+    assert admission.next_group_to_judge() is None  # seven samples are open, and six are decoded at once
     admission.add([(groups[1], ended(0)), (groups[0], ended(0))])
-    assert admission.to_judge() is groups[2]
-    admission.judge(True)
+    assert admission.next_group_to_judge() is groups[2]
+    admission.record_uniformity(True)
     assert [group.item.index for group in admission.begin()] == [8]
-    assert admission.to_judge() is None  # six samples are open
-    admission.wait()
+    assert admission.next_group_to_judge() is None  # six samples are open
+    admission.end_interval()
     admission.add([(groups[3], ended(0))])
-    assert admission.to_judge() is groups[1]  # in the order of becoming whole
-    admission.judge(False)
+    assert admission.next_group_to_judge() is groups[1]  # in the order of becoming whole
+    admission.record_uniformity(False)
     assert admission.taken == [groups[1]]
     assert admission.dropped == [groups[2]]
 

@@ -19,7 +19,7 @@ from areno.errors import ConfigError, DataError
 from areno.launch import command
 from areno.launch.compose import load
 from areno.plan.plan import plan_of_experiment
-from areno.report.replay import Replay, replay
+from areno.report.replayed_tokens import Replay, replay
 from areno.tracking.reader import RunReader
 from areno.trainers.distill import DistillTrainer
 from areno.types import TrainSequence

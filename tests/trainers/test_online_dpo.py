@@ -246,7 +246,7 @@ def test_few_pairs_are_shared_by_many_copies(online: Variant, tmp_path: Path, mo
             "areno.trainers.online_dpo.update", lambda setup, rows, **how: given.append((rows, how["n_minibatches"]))
         )
         engine = trainer.setup.trainer.engine
-        monkeypatch.setattr(type(engine.spec.layout), "data_size", 4)
+        monkeypatch.setattr(type(engine.spec.layout), "n_data_parallel_groups", 4)
         for n_pairs in (1, 3, 9, 40):
             trainer.train_pairs([TrainSequence(reward=i) for i in range(2 * n_pairs)])
     rows, updates = zip(*given, strict=True)

@@ -127,7 +127,9 @@ def test_answers_are_cut_and_scored_as_rows_are(trained):
     assert (prompt_alone, end) == (tuple(prompt[:-1]), (len(prompt) - 2,))
     assert split_steps("a\n \nb", "\n") == ["a", "b"]
     scores = [0.5, 0.2, 0.4]
-    reduced = {how: StepReader(tokenizer, "?", how, 9).reduce(scores) for how in ("min", "mean", "last", "prod")}
+    reduced = {
+        how: StepReader(tokenizer, "?", how, 9).reward_of_step_scores(scores) for how in ("min", "mean", "last", "prod")
+    }
     assert reduced == pytest.approx({"min": 0.2, "mean": 1.1 / 3, "last": 0.4, "prod": 0.04})
 
 

@@ -34,7 +34,7 @@ def rows_of(run: Played) -> list[list[tuple[list[int], list[float], float]]]:
 @pytest.mark.slow
 def test_rounds_that_overlap_draw_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun_early, open_now = [], [0]
-    submit, received = Engine.submit, Engine._received
+    submit, received = Engine.submit, Engine._with_callers_ids
 
     def spied_submit(self: Engine, requests: Any) -> None:
         requests = list(requests)
@@ -50,7 +50,7 @@ def test_rounds_that_overlap_draw_the_same(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(dynamic_sampling, "DECISION_STEPS", 2)  # the answers are short
         patch.setattr(Engine, "submit", spied_submit)
-        patch.setattr(Engine, "_received", spied_received)
+        patch.setattr(Engine, "_with_callers_ids", spied_received)
         together = play("grpo", tmp_path / "together", *LONG, reward_fn=odd_length)
     assert any(begun_early)
     monkeypatch.setattr(rollout, "can_overlap", lambda setup: False)

@@ -17,7 +17,7 @@ from areno.launch.compose import load
 from areno.run.group_selection import Admission, Group
 from areno.tracking.reader import RunReader
 from areno.trainers import rollout
-from areno.trainers.dynamic_sampling import with_signal
+from areno.trainers.dynamic_sampling import choose_groups_with_signal
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 from tests import kill_runs
 from tests.helpers import agent_runs
@@ -46,10 +46,10 @@ def scored(group: int, reward: float | None) -> ScoredSample:
 
 def test_dropped_groups_with_rewards_are_chosen() -> None:
     samples = [scored(group, reward) for group, reward in [(0, None), (0, None), (1, 1.0), (1, None), (2, 0.0)]]
-    keep, dropped = with_signal(samples, 1)
+    keep, dropped = choose_groups_with_signal(samples, 1)
     assert [sample.group for sample, kept in zip(samples, keep, strict=True) if kept] == [1]  # its sample with a reward
     assert dropped == 3
-    assert not with_signal(samples[:2], 1)[0].any()
+    assert not choose_groups_with_signal(samples[:2], 1)[0].any()
 
 
 def test_a_step_that_replaces_prompts_keeps_dropped_groups_with_rewards() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.cost.kv_layout import KVGroup, tables_with_windows
+from areno.cost.kv_layout import KVGroup, n_tables_with_windows
 
 EMPTY_PREFIX = 0  # id of the prefix before the first block
 
@@ -55,7 +55,7 @@ class BlockManager:
         self.n_blocks, self.block_size, self.groups = n_blocks, block_size, tuple(groups)
         self.scratch = n_blocks  # stands where a sequence has no group block
         self.blocks_over_all_groups = sum(group.n_tables for group in groups)  # blocks of a group block of every group
-        self.blocks_over_window_groups = tables_with_windows(groups)  # of those with windows alone
+        self.blocks_over_window_groups = n_tables_with_windows(groups)  # of those with windows alone
         self.has_windows = self.blocks_over_window_groups > 0
         self.n_available = n_blocks  # blocks that are free, and those that can be evicted
         self.free_blocks = deque(range(n_blocks))
@@ -76,7 +76,7 @@ class BlockManager:
         """Return the blocks of a group block in use, one for each block table of its group."""
         return self._physical_blocks[first]
 
-    def match(self, tokens: list[int], max_group_blocks: int) -> PrefixMatch:
+    def match_prefix(self, tokens: list[int], max_group_blocks: int) -> PrefixMatch:
         """Return the longest prefix of a prompt, up to `max_group_blocks`, that is cached in every group of layers.
 
         In a group with a sliding window, only the blocks that the first token after the prefix attends to must be
@@ -218,8 +218,8 @@ class BlockTables:
     def allocate_prompt(self, match: PrefixMatch, n_tokens: int) -> int:
         """Acquire the cached prefix, allocate blocks for the rest of a prompt, and return the number of new blocks.
 
-        After a preemption, `n_tokens` includes the completion so far. For layers with a window, `extend` allocates the
-        new blocks later, before each prefill chunk.
+        After a preemption, `n_tokens` includes the completion so far. For layers with a window, `allocate_until`
+        allocates the new blocks later, before each prefill chunk.
         """
         blocks, n_taken = self._blocks, 0
         blocks.acquire(match.cached_blocks())
@@ -257,7 +257,7 @@ class BlockTables:
             each.n_skipped, each.capacity = list(self.n_skipped), self.capacity
             each.n_registered, each.prefix_id = self.n_registered, self.prefix_id
 
-    def extend(self, end: int) -> None:
+    def allocate_until(self, end: int) -> None:
         blocks = self._blocks
         for group, group_blocks in enumerate(self.group_blocks):
             group_blocks += blocks.allocate(max(0, blocks.blocks_for(end) - len(group_blocks)), group)
@@ -293,7 +293,7 @@ class BlockTables:
             self.n_registered = i + 1
 
     @staticmethod
-    def new_entries(tables: Sequence[BlockTables], slots: Sequence[int]) -> np.ndarray:
+    def take_new_entries(tables: Sequence[BlockTables], slots: Sequence[int]) -> np.ndarray:
         """Return the block table entries that are not on the device yet, and mark them as uploaded.
 
         `slots` are the sequences' rows in the tables on the device. Returns (4, n) int64: table, slot, column, block.

@@ -51,13 +51,13 @@ def kv_cache_blocks(
     least = torch.tensor([free_bytes() - reserved], device=model.output.weight.device)
     free = int(model.tp.all_reduce(least, torch.distributed.ReduceOp.MIN).item())
     affordable = wanted.affordable_blocks(free)
-    room = layout.max_sequence_tokens(layout.pool_size(max(affordable, 0)), max_len)
+    room = layout.max_sequence_tokens(layout.pool_blocks(max(affordable, 0)), max_len)
     if room < max_len:
         raise _too_small_error(
             room, max_len, wanted.n_slots if wanted.states else 0, wanted.states, reserved > 0 or beside_actor
         )
     if affordable < wanted.needed and engine.engine.deterministic and not engine.engine.exact:
-        fewest_blocks, block_size = layout.memory_of(layout.blocks_for(max_len)), layout.block_size
+        fewest_blocks, block_size = layout.full_blocks(layout.blocks_for(max_len)), layout.block_size
         raise EngineError(
             "{} is true, but the KV cache has room for {} of {} tokens, and which samples run together would come "
             "from the free memory: set {}={}, so that it is the same in each run, or lower {}, or also set {}=true",
@@ -159,11 +159,11 @@ class StateCache:
         self.layers = [DeltaStates(inputs[layer], matrices[layer]) for layer in range(n)]
         self._all = (inputs, matrices)
 
-    def step(self, layer: int, proj_BP: Tensor, weights: DeltaWeights, slots_B: Tensor) -> Tensor:
+    def decode_step(self, layer: int, proj_BP: Tensor, weights: DeltaWeights, slots_B: Tensor) -> Tensor:
         """Compute a decoding step of recurrent layer `layer`, (B, P) -> (B, I), and update the states in place."""
         return delta_step(proj_BP, weights, self.layers[layer], slots_B)
 
-    def rows(
+    def prefill_rows(
         self,
         layer: int,
         proj_NP: Tensor,
@@ -203,11 +203,11 @@ class RouteCache:
     def __init__(self, routing: Routing, n_blocks: int, block_size: int, device: torch.device):
         self._routing, self._block_size, self._device = routing, block_size, device
         shape = (n_blocks + 1, block_size, routing.n_layers, routing.experts.top_k)
-        self.routes = torch.full(shape, routing.none, dtype=routing.dtype, device=device)
+        self.routes = torch.full(shape, routing.unknown_expert, dtype=routing.dtype, device=device)
 
     def store(self, indices_N: Tensor) -> None:
         """Store the experts of the last forward pass at the indices that `KVCache.token_indices` returns."""
-        recorded_NLk = self._routing.recorded()[: len(indices_N)]  # without padding
+        recorded_NLk = self._routing.recorded_experts()[: len(indices_N)]  # without padding
         self.routes.flatten(0, 1).index_copy_(0, indices_N, recorded_NLk)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:

@@ -160,13 +160,13 @@ class DecodeGraphs:
         self._padding = np.array(padding, dtype=np.int64)[:, None]
         self.graphs = GraphCache[GraphKey](captures, at_once=True)
 
-    def size_for(self, n_rows: int) -> int:
+    def captured_size_for(self, n_rows: int) -> int:
         return next(size for size in self._sizes if size >= n_rows)
 
     def run(self, rows: np.ndarray, split: AttentionSplit, flags: SamplingFlags) -> Tensor:
         """Pad the batch to the next of `sizes`, and run the decode step. The next call overwrites the result."""
         (n_inputs, n_rows), groups = rows.shape, split.prefix_groups_GR
-        size = self.size_for(n_rows)
+        size = self.captured_size_for(n_rows)
         end, group_shape, splits = 2 + n_inputs * size, None if groups is None else groups.shape, split.splits
         host = self.graphs.pinned_memory(end + (0 if groups is None else groups.size))
         packed = host.numpy()

@@ -79,10 +79,13 @@ class Decoder:
         # Routes are kept in the blocks of the first group, and a sample's are read when it ends.
         context_len, by_window = config.max_position_embeddings, not spec.keeps_routes(rollout.role)
         layout = KVLayout.from_config(config, block_size, rollout.max_len, by_window=by_window)
-        self.blocks = BlockManager(layout.pool_size(n_blocks), block_size, layout.groups)
-        max_running, max_prefill_tokens = spec.layout.of_copy(rollout.n_slots), rollout.decoder.max_prefill_tokens
+        self.blocks = BlockManager(layout.pool_blocks(n_blocks), block_size, layout.groups)
+        max_running, max_prefill_tokens = (
+            spec.layout.samples_per_copy(rollout.n_slots),
+            rollout.decoder.max_prefill_tokens,
+        )
         self._scheduler = Scheduler(self.blocks, max_running, max_prefill_tokens, reuses_prefixes=config.delta is None)
-        self.runner = Runner(model, self.blocks, layout, spec, rollout, attn_backend, vocabulary.texts)
+        self.runner = Runner(model, self.blocks, layout, spec, rollout, attn_backend, vocabulary.ids_with_text)
         self.limits = RequestLimits(
             vocab_size=model.config.vocab_size,
             context_len=context_len,
@@ -215,7 +218,7 @@ class Decoder:
             self.reset_cache()
         scheduled = self._scheduler.schedule(self._propose_drafts if drafts else None)
         if drafts and scheduled.drafts is None and self.drafter is not None:  # no draft is left
-            self.drafter.verified([(sequence, 0) for sequence in scheduled.decode])
+            self.drafter.count_verified([(sequence, 0) for sequence in scheduled.decode])
         self._n_decode_steps += bool(scheduled.decode)
         self._n_draft_steps += scheduled.drafts is not None
         launched = self.runner.launch(scheduled)
@@ -282,7 +285,7 @@ class Decoder:
         if finished:
             cache = self.runner.routes
             if self.drafter is not None:
-                self.drafter.finished(finished)
+                self.drafter.learn_finished(finished)
             # While the blocks are theirs: what comes to the device later may write over them.
             routes = None
             if cache is not None:
@@ -305,7 +308,7 @@ class Decoder:
         self._n_generated += len(plain)
         touched = self._find_affected(pending, plain, table.has_stopped(plain_slots, tokens_B[plain]), streams)
         by_host = np.flatnonzero(by_host_B).tolist()
-        top, raw = (pending.top(), pending.raw()) if by_host else ([], [])
+        top, raw = (pending.wait_for_top_scores(), pending.wait_for_raw_logprobs()) if by_host else ([], [])
         for row in by_host:
             touched[row] = sequence = pending.sequences[row]
             if not math.isfinite(logprobs_B[row]):
@@ -357,7 +360,7 @@ class Decoder:
     ) -> list[Sequence]:
         """Accept a step with TableDrafts: tokens up to and with the first token that differs from its draft."""
         table, slots_B, number = self._scheduler.table, pending.slots_B, np.arange(drafts.n_rows)
-        tokens_BR, logprobs_BR, inputs_BR = pending.rows(drafts.n_rows)
+        tokens_BR, logprobs_BR, inputs_BR = pending.wait_for_rows(drafts.n_rows)
         right_BJ, counts_B, stops_B = accepted_rows(tokens_BR, inputs_BR, table.stop_ids[slots_B])
         is_wanted_B = table.owner[slots_B] == pending.owners_B
         right_BJ, counts_B = right_BJ & is_wanted_B[:, None], np.where(is_wanted_B, counts_B, 0)
@@ -423,7 +426,12 @@ class Decoder:
     ) -> list[Sequence]:
         """Accept a step whose drafts are lists: tokens up to and with the first token that differs from its draft."""
         tokens_N, logprobs_N = pending.wait()
-        tokens, logprobs, top, raw = tokens_N.tolist(), logprobs_N.tolist(), pending.top(), pending.raw()
+        tokens, logprobs, top, raw = (
+            tokens_N.tolist(),
+            logprobs_N.tolist(),
+            pending.wait_for_top_scores(),
+            pending.wait_for_raw_logprobs(),
+        )
         is_wanted_B = self._scheduler.table.owner[pending.slots_B] == pending.owners_B
         touched, found, row = dict[int, Sequence](), list[tuple[Sequence, int]](), 0
         for sequence, draft, is_wanted in zip(pending.sequences, drafts, is_wanted_B.tolist(), strict=True):
@@ -440,7 +448,7 @@ class Decoder:
             found.append((sequence, self._count_verified(sequence, draft, sequence.n_new - n_before)))
             touched[first] = sequence
         if self.drafter is not None:
-            self.drafter.verified(found)
+            self.drafter.count_verified(found)
         # A rejected row may have left numbers in the cache that are not finite.
         self._has_bad_blocks |= not np.isfinite(logprobs_N).all()
         return self._after_accepted(touched, streams)
@@ -452,7 +460,7 @@ class Decoder:
         self._n_accepted += n_right
         self._scheduler.table.rewind(np.array([sequence.slot]))
         if n_new:
-            self.runner.verified(sequence, n_new)
+            self.runner.note_verified(sequence, n_new)
         return n_right
 
     def _fail_sample(self, sequence: Sequence) -> None:

@@ -31,10 +31,10 @@ class StepCosts:
     verification: float  # of a step with drafts, beyond that of its rows
     most_rows: int
 
-    def plain_time(self, n_rows: int) -> float:
+    def plain_step_cost(self, n_rows: int) -> float:
         return self.fixed + n_rows
 
-    def time(self, n_rows: int, length: int) -> float:
+    def drafted_step_cost(self, n_rows: int, length: int) -> float:
         return self.fixed + self.verification + n_rows * (1 + length)
 
     def possible_lengths(self, n_rows: int) -> list[int]:
@@ -109,9 +109,10 @@ class DraftLength:
 
     def _tried_length(self, n_rows: int) -> int:
         """Return the largest length with which a step takes at most twice as long as without drafts."""
-        costs, most = self.costs, 2 * self.costs.plain_time(n_rows)
+        costs, most = self.costs, 2 * self.costs.plain_step_cost(n_rows)
         return max(
-            (length for length in costs.possible_lengths(n_rows) if costs.time(n_rows, length) <= most), default=0
+            (length for length in costs.possible_lengths(n_rows) if costs.drafted_step_cost(n_rows, length) <= most),
+            default=0,
         )
 
     def _best_length(self, n_rows: int, relative_acceptance_B: np.ndarray) -> int:
@@ -120,14 +121,14 @@ class DraftLength:
         average = (self._right.sum() + 2) / (self._tried.sum() + 4)
         right_J = (self._right + 4 * average) / (self._tried + 4)
         gained_J = np.cumsum(np.cumprod(right_J))
-        best, found = self.costs.plain_time(n_rows) / _LEAST_GAIN, 0
+        best, found = self.costs.plain_step_cost(n_rows) / _LEAST_GAIN, 0
         for length in self.costs.possible_lengths(n_rows):
             gained_B = np.minimum(gained_J[length - 1] * relative_acceptance_B, length)
             steps_per_token = float((1 / (1 + gained_B)).mean())
-            best, found = min((best, found), (steps_per_token * self.costs.time(n_rows, length), length))
+            best, found = min((best, found), (steps_per_token * self.costs.drafted_step_cost(n_rows, length), length))
         return found
 
-    def count(self, tried_J: np.ndarray, right_J: np.ndarray) -> None:
+    def count_right_by_position(self, tried_J: np.ndarray, right_J: np.ndarray) -> None:
         """Add counts for each position in a draft: how many sequences had right tokens before it, and also at it."""
         self._tried[: len(tried_J)] += tried_J
         self._right[: len(right_J)] += right_J

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from areno.engine.decoder.attention_split import AttentionSplit, PrefixGroups
 from areno.engine.decoder.cuda_graphs import Captures, DecodeGraphs, GraphCache, GraphKey, drafting_sizes
-from areno.engine.decoder.grammar import masks_along
+from areno.engine.decoder.grammar import allowed_token_masks_along_draft
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.kernels.backend import to_device
@@ -125,7 +125,7 @@ class DraftedRows:
             row += 1 + len(draft)
         return np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
 
-    def masks(self, n_words: int) -> np.ndarray | None:
+    def grammar_masks(self, n_words: int) -> np.ndarray | None:
         """Return the grammar mask for the token that each row draws, (N, W) int32. None without grammars."""
         if all(sequence.grammar is None for sequence in self.sequences):
             return None
@@ -133,7 +133,7 @@ class DraftedRows:
         row = 0
         for draft in self.drafts:
             if (grammar := self.sequences[row].grammar) is not None:
-                masks_NW[row : row + 1 + len(draft)] = masks_along(grammar, draft)[:, :n_words]
+                masks_NW[row : row + 1 + len(draft)] = allowed_token_masks_along_draft(grammar, draft)[:, :n_words]
             row += 1 + len(draft)
         return masks_NW
 
@@ -218,7 +218,7 @@ class NgramSteps:
         shared_B, groups_GR = np.zeros_like(before_B), None
         if self._group_size:
             shared_B = before_B // self._block_size * self._block_size
-            n_groups = len(slots_B) if graphs is None else graphs.size_for(len(slots_B))
+            n_groups = len(slots_B) if graphs is None else graphs.captured_size_for(len(slots_B))
             groups_GR = np.full((n_groups, self._group_size), -1, dtype=np.int64)
             groups_GR[: len(slots_B), :n_rows] = np.arange(len(slots_B) * n_rows).reshape(-1, n_rows)
         groups = PrefixGroups(shared_B, groups_GR, shared_B.tolist())

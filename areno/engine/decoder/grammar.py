@@ -43,8 +43,8 @@ class GrammarState:
         self.finished = False
         self.error = ""
 
-    def mask(self) -> np.ndarray:
-        return masks([self])[0]
+    def allowed_token_mask(self) -> np.ndarray:
+        return allowed_token_masks([self])[0]
 
     def accept(self, token: int) -> None:
         if not self.matcher.consume_token(token) or self.matcher.is_error():
@@ -66,7 +66,7 @@ class Grammar:
         return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._eos)
 
 
-def masks(states: Sequence[GrammarState]) -> np.ndarray:
+def allowed_token_masks(states: Sequence[GrammarState]) -> np.ndarray:
     """Return the masks of tokens that may come next, int32 (states, ceil(vocab / 32)).
 
     Token t is allowed if bit t % 32 of entry t // 32 is set. All states must have the same vocabulary.
@@ -77,7 +77,7 @@ def masks(states: Sequence[GrammarState]) -> np.ndarray:
     return out_KW
 
 
-def masks_along(state: GrammarState, draft: Sequence[int]) -> np.ndarray:
+def allowed_token_masks_along_draft(state: GrammarState, draft: Sequence[int]) -> np.ndarray:
     """Return the mask of the next token, and the mask after each token of a draft that the grammar allows."""
     out_KW = np.zeros((1 + len(draft), -(-state.vocab_size // 32)), dtype=np.int32)
     matcher = state.matcher.deep_copy() if draft else state.matcher
@@ -111,18 +111,18 @@ class GrammarCompiler:
             raise GrammarError("the grammar cannot be compiled: {}", _error_reason(matcher.get_error()))
         grammar = Grammar(text, matcher, self.vocab_size, self._eos)
         start = grammar.start()
-        start.mask()
+        start.allowed_token_mask()
         if start.matcher.is_error():
             why = _error_reason(start.matcher.get_error())
             raise GrammarError("the grammar allows no token of this tokenizer at the start of an answer ({})", why)
         return grammar
 
-    def can_write(self, grammar: Grammar, text: str) -> bool:
+    def allows_start(self, grammar: Grammar, text: str) -> bool:
         """Return whether a grammar allows a completion to begin with a text, as the tokenizer encodes it."""
         tokens = self.ll_tokenizer.tokenize_str(text)
         return grammar.start().n_allowed(tokens) == len(tokens)
 
-    def has_tokens_for(self, text: str) -> bool:
+    def can_encode(self, text: str) -> bool:
         """Return whether the tokenizer can write a text. If not, it writes another, such as "<unk>"."""
         return self.ll_tokenizer.decode_bytes(self.ll_tokenizer.tokenize_str(text)) == text.encode()
 
@@ -135,15 +135,15 @@ class GrammarCompiler:
 TextRanges = tuple[tuple[int, int], ...]
 
 
-def text_ranges(tokenizer: Any, eos_token_ids: Iterable[int]) -> TextRanges:
+def find_ids_with_text(tokenizer: Any, eos_token_ids: Iterable[int]) -> TextRanges:
     """Return the token ids that have a text or end a completion, as ranges (first, end).
 
     The embedding of a model may have more rows than its tokenizer has texts. Ids without a text are not sampled.
     """
-    return ranges_of([*tokenizer.get_vocab().values(), *eos_token_ids])
+    return to_ranges([*tokenizer.get_vocab().values(), *eos_token_ids])
 
 
-def ranges_of(ids: Sequence[int]) -> TextRanges:
+def to_ranges(ids: Sequence[int]) -> TextRanges:
     found = np.unique(np.array(ids, dtype=np.int64))
     parts = np.split(found, np.flatnonzero(np.diff(found) > 1) + 1)
     return tuple((int(part[0]), int(part[-1]) + 1) for part in parts if len(part))
@@ -192,8 +192,8 @@ class Vocabulary:
         return {*self._config.eos_token_ids, *(token for token in more if token is not None)}
 
     @cached_property
-    def texts(self) -> TextRanges:
-        return text_ranges(self.tokenizer, self.eos_token_ids) if self._texts is None else self._texts
+    def ids_with_text(self) -> TextRanges:
+        return find_ids_with_text(self.tokenizer, self.eos_token_ids) if self._texts is None else self._texts
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -236,20 +236,20 @@ def grammar_error(text: str) -> str:
     return _error_reason(matcher.get_error()) if matcher.is_error() else ""
 
 
-def accepts_answer(text: str, answer: str) -> bool:
-    """Return whether `answer` is a whole completion in the grammar `text`, which has no special tokens."""
-    state, tokens = _byte_matcher(text).deep_copy(), _byte_tokenizer().tokenize_str(answer)
+def accepts_answer(grammar: str, answer: str) -> bool:
+    """Return whether `answer` is a whole completion in the grammar `grammar`, which has no special tokens."""
+    state, tokens = _byte_matcher(grammar).deep_copy(), _byte_tokenizer().tokenize_str(answer)
     return state.validate_tokens(tokens) == len(tokens) and state.consume_tokens(tokens) and state.is_accepting()
 
 
 def matches_nothing(term: str) -> bool:
     """Return whether a terminal of a grammar matches no text. `term` is its body, which must compile."""
-    return _has_no_start(f"start: T\nT: {term}") and not _has_no_start(f'start: T | "a"\nT: {term}')
+    return _allows_no_token(f"start: T\nT: {term}") and not _allows_no_token(f'start: T | "a"\nT: {term}')
 
 
-def _has_no_start(text: str) -> bool:
+def _allows_no_token(text: str) -> bool:
     state = GrammarState(_byte_matcher(text).deep_copy(), _byte_tokenizer().vocab_size, frozenset())
-    state.mask()
+    state.allowed_token_mask()
     return state.matcher.is_error()
 
 

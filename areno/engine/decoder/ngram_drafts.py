@@ -121,7 +121,7 @@ class _SlotTexts:
         self.owner, self.n_new, self.n_entered, self.scope = np.zeros((4, n_slots), dtype=np.int64)
         self.n_steps, self.n_right = np.zeros((2, n_slots))
 
-    def count(self, slots_B: np.ndarray, n_right_B: np.ndarray) -> None:
+    def count_right(self, slots_B: np.ndarray, n_right_B: np.ndarray) -> None:
         self.n_steps[slots_B] += 1
         self.n_right[slots_B] += n_right_B
         many = slots_B[self.n_steps[slots_B] > _MOST_STEPS]
@@ -218,7 +218,7 @@ class NgramDrafter:
         is_done = n_new < budget and not self._pending
         self._is_prepared = is_done or self._n_preparations >= _MOST_PREPARATIONS
 
-    def finished(self, sequences: list[Sequence]) -> None:
+    def learn_finished(self, sequences: list[Sequence]) -> None:
         """Store the completions of finished sequences for later drafts. The sequences must still be in the batch."""
         slots, slots_B = _slots_of(sequences)
         n_known_B = np.zeros(len(sequences), dtype=np.int64)
@@ -265,10 +265,12 @@ class NgramDrafter:
             n_new_B=slots.n_new[slots_B],
             limits_B=slots.capacity[slots_B],
             follows_B=np.zeros(len(slots_B), dtype=bool),
-            verified=self._verified,
+            verified=self._update_verified,
         )
 
-    def _verified(self, drafts: TableDrafts, tokens_BR: np.ndarray, n_new_B: np.ndarray, right_BJ: np.ndarray) -> None:
+    def _update_verified(
+        self, drafts: TableDrafts, tokens_BR: np.ndarray, n_new_B: np.ndarray, right_BJ: np.ndarray
+    ) -> None:
         """Update the contexts of the slots, and the counts of right tokens. Called as `TableDrafts.verified`."""
         texts, slots_B = self._texts, drafts.slots_B
         if texts is None:  # another rollout has begun since
@@ -278,19 +280,19 @@ class NgramDrafter:
         texts.n_new[slots_B] += n_new_B
         # A draft of a sequence at its limit counts as wrong. Few sequences are.
         rows = np.flatnonzero(n_new_B)
-        self._count(slots_B[rows], right_BJ[rows].sum(1), drafts.n_tokens)
+        self._count_right(slots_B[rows], right_BJ[rows].sum(1), drafts.n_tokens)
 
-    def verified(self, found: list[tuple[Sequence, int]]) -> None:
+    def count_verified(self, found: list[tuple[Sequence, int]]) -> None:
         """Count `found`, each sequence's number of right tokens. Tokens that were cut off a draft count as wrong."""
         if found and self._texts is not None:
             _, slots_B = _slots_of([sequence for sequence, _ in found])
-            self._count(slots_B, np.array([n_right for _, n_right in found]), self._n_proposed)
+            self._count_right(slots_B, np.array([n_right for _, n_right in found]), self._n_proposed)
 
-    def _count(self, slots_B: np.ndarray, n_right_B: np.ndarray, n_drafted: int) -> None:
+    def _count_right(self, slots_B: np.ndarray, n_right_B: np.ndarray, n_drafted: int) -> None:
         assert self._texts is not None
-        self._texts.count(slots_B, n_right_B)
+        self._texts.count_right(slots_B, n_right_B)
         n_reached = (n_right_B[:, None] >= np.arange(n_drafted + 1)).sum(0)
-        self.length.count(n_reached[:-1], n_reached[1:])
+        self.length.count_right_by_position(n_reached[:-1], n_reached[1:])
 
     def _slot_texts(self, slots: SlotTable) -> _SlotTexts:
         if self._texts is None:

@@ -70,7 +70,7 @@ class Runner:
         self.model, self.attn_backend, self.is_exact = model, attn_backend, spec.engine.exact
         self.fixed_order = attn_backend == "fixed_order"
         self.device = model.device
-        max_running = spec.layout.of_copy(rollout.n_slots)
+        max_running = spec.layout.samples_per_copy(rollout.n_slots)
         n_blocks, n_slots = blocks.n_blocks, max_running + 1
         self.blocks = blocks
         self.cache = KVCache(model, n_blocks, layout, n_slots)
@@ -105,7 +105,7 @@ class Runner:
         use_graphs = on_cuda and not rollout.decoder.eager_decode
         if use_graphs and self.uses_prefix_groups:
             captures = Captures(self.device, may_fail=model.tp.size == 1)
-            sizes = sorted({*bucket_sizes(max_running), spec.layout.of_copy(rollout.usual)})
+            sizes = sorted({*bucket_sizes(max_running), spec.layout.samples_per_copy(rollout.n_samples_with_cache)})
             self.graphs = DecodeGraphs(self._decode, sizes, (max_running, 0, 0, 0), captures)
             if self._pads_prefills:
                 scratch = blocks.scratch * blocks.block_size
@@ -216,7 +216,7 @@ class Runner:
             pending.append(PendingTokens(scheduled.decode, scheduled.slots_B, owners_B, sampled, scheduled.drafts))
         return pending
 
-    def verified(self, sequence: Sequence, n_accepted: int) -> None:
+    def note_verified(self, sequence: Sequence, n_accepted: int) -> None:
         """Record that a sequence got `n_accepted` tokens from a verification. The next launch tells the device."""
         self._verified[sequence.slot] = sequence
         if sequence.is_penalized:
@@ -241,12 +241,12 @@ class Runner:
     def _upload_slots(self, new: list[Sequence], slots_B: np.ndarray, scheduled: SchedulerOutput) -> None:
         if changed := [*new, *scheduled.grown]:
             slots = [each.slot for each in changed]
-            entries = BlockTables.new_entries([each.block_tables for each in changed], slots)
+            entries = BlockTables.take_new_entries([each.block_tables for each in changed], slots)
             if entries.size:
                 in_table, in_row, in_column, blocks = self._upload(entries)
                 self.cache.tables[in_table, in_row, in_column] = blocks.int()
         if new:
-            self.sampler.assign(self._upload(SlotSampler.pack(new)))
+            self.sampler.assign_settings(self._upload(SlotSampler.pack_settings(new)))
             is_penalized = scheduled.table.is_penalized[slots_B].any()
             if is_penalized and (counts := SlotSampler.pack_counts(new)) is not None:
                 self.sampler.assign_counts(*map(self._upload, counts))
@@ -316,7 +316,7 @@ class Runner:
         continues_R = self._upload(goes_on) if goes_on.any() else None
 
         def recur(layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-            return states.rows(layer, proj_NP, weights, rows, slots_R, continues_R)
+            return states.prefill_rows(layer, proj_NP, weights, rows, slots_R, continues_R)
 
         return CachedAttend(attend, recur)
 
@@ -355,7 +355,7 @@ class Runner:
         n_rows, lengths_B = len(sequences), table.n_kv[slots_B]
         rows = np.empty((4, n_rows), dtype=np.int64)
         rows[:3] = slots_B, lengths_B - 1, table.n_sampled[slots_B] - 1
-        size = n_rows if self.graphs is None else self.graphs.size_for(n_rows)
+        size = n_rows if self.graphs is None else self.graphs.captured_size_for(n_rows)
         split = self._split(
             sequences,
             max_groups=max(1, 2 * size // self.group_size) if self.uses_prefix_groups else 0,
@@ -390,7 +390,7 @@ class Runner:
         rows = np.stack([slots_N, drafted.positions_N, drafted.index_N, split.shared_lens_B, drafted.tokens_N])
         edits = LogitEdits.for_batch(drafted.sequences, self._upload) if needs_edits else None
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
-        masks_NW = drafted.masks(self.sampler.n_words) if flags.masked else None
+        masks_NW = drafted.grammar_masks(self.sampler.n_words) if flags.masked else None
         rows_5N = self._upload(rows)
         sampler = self.sampler.at_rows(
             rows_5N[0],
@@ -454,7 +454,7 @@ class Runner:
 
         mix: Attend = attend
         if (states := self.states) is not None:
-            mix = CachedAttend(attend, lambda layer, given, weights: states.step(layer, given, weights, slots_B))
+            mix = CachedAttend(attend, lambda layer, given, weights: states.decode_step(layer, given, weights, slots_B))
         indices_B = None if self.routes is None else self.cache.token_indices(batch.table_TW, slots_B, positions_B)
         tokens_B = self.sampler.tensors.last_token[slots_B] if of_rows is None else rows[4]
         hidden_BD = self._forward(tokens_B, positions_B, mix, indices_B)

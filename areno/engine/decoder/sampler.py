@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.engine.decoder.draft_verification import Drafts
-from areno.engine.decoder.grammar import masks
+from areno.engine.decoder.grammar import allowed_token_masks
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.kernels.backend import HostCopy
 from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.sampling import SamplingFlags, SamplingSettings, TextIds, sample_slots
-from areno.kernels.sampling.reference import COLUMNS, apply_masks, policy_logprobs, without_banned
+from areno.kernels.sampling.reference import COLUMNS, apply_masks, mask_banned_tokens, policy_logprobs
 from areno.layers.parallel import ParallelGroup
 from areno.types import TokenScores
 
@@ -103,8 +103,8 @@ class SlotSampler:
         )
 
     @staticmethod
-    def pack(sequences: list[Sequence]) -> np.ndarray:
-        """Return the settings of sequences that have a new slot, (rows, len(sequences)) int64, for `assign`.
+    def pack_settings(sequences: list[Sequence]) -> np.ndarray:
+        """Return the settings of sequences that have a new slot, (rows, len(sequences)) int64, for `assign_settings`.
 
         The first rows are the settings in `_ROWS`, the others are banned tokens. The number of banned tokens is 0 or a
         power of two, so that few kernel variants are compiled. Floats are stored as the bits of a float64.
@@ -130,7 +130,7 @@ class SlotSampler:
                 banned_KN[: len(sequence.stop_ids), columns] = np.array(sorted(sequence.stop_ids))[:, None]
         return packed
 
-    def assign(self, packed: Tensor) -> None:
+    def assign_settings(self, packed: Tensor) -> None:
         rows, tensors, banned_KN = dict(zip(_ROWS, packed, strict=False)), self.tensors, packed[len(_ROWS) :]
         slots = rows.pop("slot")
         for name, row in rows.items():
@@ -183,7 +183,7 @@ class SlotSampler:
         slots = np.array([sequence.slot for sequence in with_grammar + freed], dtype=np.int64)
         masks_KW = np.full((len(slots), self.n_words), -1, dtype=np.int32)
         if with_grammar:
-            found = masks([sequence.grammar for sequence in with_grammar if sequence.grammar is not None])
+            found = allowed_token_masks([sequence.grammar for sequence in with_grammar if sequence.grammar is not None])
             masks_KW[: len(with_grammar)] = found[:, : masks_KW.shape[1]]
         self._masked_slots.difference_update(sequence.slot for sequence in freed)
         self._masked_slots.update(sequence.slot for sequence in with_grammar)
@@ -297,7 +297,7 @@ class LogitEdits:
             edited_RV -= self.presence_R[:, None] * (counts_RV > 0)
             drawn_RV = edited_RV - self.frequency_R[:, None] * counts_RV
         if flags.n_banned:
-            drawn_RV = without_banned(drawn_RV, slots_R, positions_R, settings)
+            drawn_RV = mask_banned_tokens(drawn_RV, slots_R, positions_R, settings)
         if sampler.masks_SW is not None:
             drawn_RV = apply_masks(drawn_RV, sampler.masks_SW, slots_R)
         if settings.texts is not None:
@@ -377,18 +377,18 @@ class PendingTokens:
         sampled = self.copy.wait()
         return sampled[0].astype(np.int64), sampled[1]
 
-    def rows(self, n_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def wait_for_rows(self, n_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Wait for a pass with TableDrafts. Returns tokens, log-probabilities and input tokens, (B, R) each."""
         tokens_N, logprobs_N = self.wait()
         inputs_N = self.copy.wait()[2].astype(np.int64)
         return tokens_N.reshape(-1, n_rows), logprobs_N.reshape(-1, n_rows), inputs_N.reshape(-1, n_rows)
 
-    def top(self) -> list[TokenScores]:
+    def wait_for_top_scores(self) -> list[TokenScores]:
         """Wait, and return the most likely tokens of each row. A list is empty if the request does not ask for them."""
         sampled = self.copy.wait()
         return token_scores(sampled[3:], sampled.shape[1])
 
-    def raw(self) -> list[float]:
+    def wait_for_raw_logprobs(self) -> list[float]:
         """Wait, and return each row's log-probability at temperature 1, if its request sets `raw_logprobs`."""
         sampled = self.copy.wait()
         return sampled[2 if len(sampled) > 2 else 1].tolist()

@@ -386,7 +386,7 @@ class Scheduler:
         end = min(len(leader.tokens), leader.n_kv + budget)
         if self.blocks.has_windows:
             end = min(end, self._max_prefill_end(leader))
-            leader.block_tables.extend(end)
+            leader.block_tables.allocate_until(end)
         if end > leader.n_kv:
             chunks.append(Chunk(prefill, leader.n_kv, end))
             budget -= end - leader.n_kv
@@ -412,7 +412,7 @@ class Scheduler:
         n_tokens, size = len(leader.tokens), self.blocks.block_size
         # The last token is always computed: its hidden state gives the logits of the first sampled token.
         n_matched = 0 if leader.scores_prompt or not self.reuses_prefixes else (n_tokens - 1) // size
-        match = self.blocks.match(leader.tokens, n_matched)
+        match = self.blocks.match_prefix(leader.tokens, n_matched)
         # One spare block for each running sequence, or the newcomer would soon be preempted again.
         reserve = len(self.running) * self.blocks.blocks_over_all_groups
         n_new = self._max_new_blocks(match, n_tokens)

@@ -13,7 +13,7 @@ from areno import trace
 from areno.engine.decoder.block_manager import BlockTables
 from areno.engine.decoder.grammar import GrammarState
 from areno.engine.decoder.slots import SlotTable
-from areno.types import Begun, FinishReason, GenerationOutput, GenerationRequest, TokenScores
+from areno.types import BegunCompletion, FinishReason, GenerationOutput, GenerationRequest, TokenScores
 
 Detokenize = Callable[[list[int]], str]
 
@@ -107,7 +107,7 @@ class Sequence:
         table.take(slot, self.stop_ids)
         table.n_kv[slot], table.n_sampled[slot], table.n_new[slot] = 0, len(self.logprobs), len(self.logprobs)
         table.n_prompt[slot], table.max_new[slot], table.min_new[slot] = self.n_prompt, self.max_new, self.min_new
-        table.is_filtered[slot], table.is_penalized[slot] = self.is_filtered, self.is_penalized
+        table.is_filtered[slot], table.is_penalized[slot] = self.uses_top_k_or_top_p, self.is_penalized
         table.has_grammar[slot], table.needs_edits[slot] = self.grammar is not None, self.needs_edits
         request = self.request
         table.needs_host[slot] = bool(
@@ -148,7 +148,7 @@ class Sequence:
             return self.completion[0]
         return np.array(self.tokens[self.n_prompt :], dtype=np.int64)
 
-    def resume_from(self, begun: Begun) -> None:
+    def resume_from(self, begun: BegunCompletion) -> None:
         """Append completion tokens of an earlier rollout. The sequence continues as if it had been preempted."""
         self.tokens += begun.tokens
         self.logprobs += begun.logprobs
@@ -182,7 +182,7 @@ class Sequence:
         return self.completion is None and len(self.tokens) == len(self.request.prompt)
 
     @property
-    def is_filtered(self) -> bool:
+    def uses_top_k_or_top_p(self) -> bool:
         params = self.request.params
         return not params.is_greedy and (params.top_k > 0 or params.top_p < 1)
 

@@ -114,7 +114,7 @@ class LocalProcesses:
         self.processes, self._pipes, self._stack_trace_pipes = {}, {}, {}
 
 
-def on_this_machine(spec: EngineSpec) -> LocalProcesses:
+def start_on_this_machine(spec: EngineSpec) -> LocalProcesses:
     # The driver opens the rendezvous port, so that no other program can take it, and rank 0 listens at it.
     with socket.create_server((spec.addresses[0].host, 0)) as listener:
         return LocalProcesses(spec, range(spec.world_size), listener.getsockname()[1], listener)

@@ -110,11 +110,11 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     backend, device_id = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_FOREVER, device_id=device_id)
-    ranks = torch.arange(size).view(layout.data_size, layout.cp_size, -1)
+    ranks = torch.arange(size).view(layout.n_data_parallel_groups, layout.cp_size, -1)
     tp_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).tolist())
     dp_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).T.tolist())
     states = dist.new_group(backend="gloo", timeout=_FOREVER)
-    (dp_rank, tp_rank), together, exact = layout.place_of(rank), layout.copy_of(rank), spec.engine.exact
+    (dp_rank, tp_rank), together, exact = layout.copy_and_shard_of(rank), layout.copy_of(rank), spec.engine.exact
     symmetric_memory = None
     hosts = {spec.addresses[each].host for each in together}
     if layout.is_sharded and device.type == "cuda" and len(hosts) == 1 and (len(together) == 2 or not exact):
@@ -127,6 +127,6 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
         cp_group, _ = dist.new_subgroups_by_enumeration(ranks.transpose(1, 2).flatten(0, 1).tolist())
         data_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(1).T.tolist())
         cp = ParallelGroup(cp_rank, layout.cp_size, cp_group)
-        data = ParallelGroup(data_rank, layout.data_size, data_group)
+        data = ParallelGroup(data_rank, layout.n_data_parallel_groups, data_group)
     broadcast = CommandBroadcast(store, str(dp_rank), tp_rank, len(together)) if layout.is_sharded else None
     return ParallelContext(rank, device, tp, dp, cp, data, broadcast, states)

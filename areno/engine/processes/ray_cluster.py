@@ -53,7 +53,7 @@ class Node:
         """Return whether Ray's process accepts connections. Ray itself notices a lost node after half a minute."""
         return _listens(self.host, self.port)
 
-    def devices(self, kind: str) -> int:
+    def n_devices(self, kind: str) -> int:
         return self.gpus if kind == "cuda" else self.cpus
 
 
@@ -112,7 +112,7 @@ def connect(n_nodes: int, n_devices: int | None = None) -> None:
         except Exception as error:  # Ray raises exceptions of its transport
             where = "the Ray cluster of this machine" if given in (None, _AUTO) else f"the Ray cluster at {given}"
             raise ConfigError(
-                Problem(_KEY, "is ray, but {} cannot be joined: {}", where, one_line(str(error)))
+                Problem(_KEY, "is ray, but {} cannot be joined: {}", where, shortened_to_one_line(str(error)))
             ) from error
         if n_nodes > 1:
             text = (
@@ -154,20 +154,20 @@ def _address_to_join(given: str | None) -> str | None:
         raise ConfigError(Problem(_KEY, text, Key("cluster.n_nodes"))) from error
 
 
-def error_text(error: BaseException) -> str:
+def ray_error_text(error: BaseException) -> str:
     """Return one line that says why an actor or its node has ended, from Ray's long message."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if lines and type(error).__name__ == "OutOfMemoryError":  # its last line says where to read more
-        return f"killed by Ray for lack of memory: {one_line(lines[0])}"
+        return f"killed by Ray for lack of memory: {shortened_to_one_line(lines[0])}"
     last = lines[-1] if lines else type(error).__name__
     _, found, detail = last.partition("Worker exit detail: ")
     if not found:
-        return one_line(last)
+        return shortened_to_one_line(last)
     guess = ", perhaps killed for lack of memory" if any(guesses in detail for guesses in _GUESSES) else ""
-    return f"the process of Ray that held its workers has ended{guess}: {one_line(detail)}"
+    return f"the process of Ray that held its workers has ended{guess}: {shortened_to_one_line(detail)}"
 
 
-def one_line(words: str) -> str:
+def shortened_to_one_line(words: str) -> str:
     """Shorten a message from Ray to one line of at most 250 characters, without Ray's guesses at the cause."""
     for guesses in _GUESSES:
         words = words.partition(guesses)[0]
@@ -234,7 +234,7 @@ def _start_local_cluster(ray: Any, n_cpus: int, quiet: dict[str, Any]) -> None:
         text = "is ray, but Ray cannot be started on this machine: {}"
         if isinstance(error, OSError):  # most often its sockets, whose paths may have 107 bytes
             text += "; set RAY_TMPDIR to a folder with a short path that can be written"
-        raise ConfigError(Problem(_KEY, text, one_line(str(error)))) from error
+        raise ConfigError(Problem(_KEY, text, shortened_to_one_line(str(error)))) from error
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # so that Ray ends all of its processes
@@ -282,7 +282,9 @@ def free_devices(kind: str) -> dict[str, int]:
     return {node: int(held.get(resource_name(kind), 0)) for node, held in state.available_resources_per_node().items()}
 
 
-def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, key: Key | None = TIMEOUT) -> list[Node]:
+def wait_for_nodes(
+    enough: Callable[[list[Node]], bool], timeout: float, what: str, key: Key | None = TIMEOUT
+) -> list[Node]:
     """Wait until `enough` accepts the nodes or the timeout passes. The caller must check the result again.
 
     The log calls the awaited nodes `what`, and names `key` as the setting of the timeout.
@@ -300,15 +302,15 @@ def wait_for(enough: Callable[[list[Node]], bool], timeout: float, what: str, ke
 
 def has_room(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> bool:
     """Return whether at least `n_nodes` of the nodes have `n_each` or more devices each, free or in use."""
-    return sum(node.devices(kind) >= n_each for node in found) >= n_nodes
+    return sum(node.n_devices(kind) >= n_each for node in found) >= n_nodes
 
 
 def device_sets_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> int:
     """Return how many sets of `n_each` devices the nodes can hold, at most `n_nodes`. A node may hold several."""
-    return min(n_nodes, sum(node.devices(kind) // n_each for node in found))
+    return min(n_nodes, sum(node.n_devices(kind) // n_each for node in found))
 
 
-def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited: float) -> Problem:
+def no_room_problem(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited: float) -> Problem:
     key = "cluster.n_nodes" if n_nodes > 1 else "cluster.n_gpus_per_node"
     size = n_nodes if n_nodes > 1 else n_each
     text = "is {}, and the run takes {}, but the Ray cluster has {}; areno waited {:g} s for more ({} changes that)"
@@ -317,16 +319,16 @@ def no_room(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited:
 
 def describe_request(kind: str, n_nodes: int, n_each: int) -> str:
     """Return the nodes that a run needs in words, such as `2 nodes with 8 GPUs each`."""
-    return f"{_count(n_nodes, 'node')} with {_count(n_each, resource_name(kind))}{' each' if n_nodes > 1 else ''}"
+    return f"{_counted(n_nodes, 'node')} with {_counted(n_each, resource_name(kind))}{' each' if n_nodes > 1 else ''}"
 
 
 def describe_nodes(found: Sequence[Node]) -> str:
     """Return a list of nodes in words, such as `2 nodes: 10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.2 (8 GPUs, 64 CPUs)`."""
     if not found:
         return "no node"
-    each = (f"{node.host} ({_count(node.gpus, _GPU)}, {_count(node.cpus, _CPU)})" for node in found)
-    return f"{_count(len(found), 'node')}: {', '.join(each)}"
+    each = (f"{node.host} ({_counted(node.gpus, _GPU)}, {_counted(node.cpus, _CPU)})" for node in found)
+    return f"{_counted(len(found), 'node')}: {', '.join(each)}"
 
 
-def _count(n: int, what: str) -> str:
+def _counted(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"

@@ -85,12 +85,14 @@ class RayProcesses:
         except self._ray.exceptions.RayTaskError as error:  # the node is alive and reports the cause
             self.close()
             raise EngineError(
-                "the workers cannot be started on their node: {}", ray_cluster.error_text(error)
+                "the workers cannot be started on their node: {}", ray_cluster.ray_error_text(error)
             ) from error
         except self._ray.exceptions.RayError as error:
             lost_nodes.update(node.id for node in self._nodes)  # one of them; the others are free in a moment
             self.close()
-            raise WorkerLost("a node was lost while its workers started: {}", ray_cluster.error_text(error)) from error
+            raise WorkerLost(
+                "a node was lost while its workers started: {}", ray_cluster.ray_error_text(error)
+            ) from error
         except BaseException:
             self.close()
             raise
@@ -103,10 +105,10 @@ class RayProcesses:
         kind, n_nodes, n_each = spec.devices[0].partition(":")[0], spec.n_nodes, spec.world_size // spec.n_nodes
         what = ray_cluster.describe_request(kind, n_nodes, n_each)
         if lost_nodes:
-            ray_cluster.wait_for(
+            ray_cluster.wait_for_nodes(
                 partial(has_noticed_losses, kind, n_each), _FORGET_S, "Ray to see which node is gone", None
             )
-        found = ray_cluster.wait_for(
+        found = ray_cluster.wait_for_nodes(
             lambda found: ray_cluster.has_room(found, kind, n_nodes, n_each), spec.setup_timeout, what
         )
         spread = ray_cluster.has_room(found, kind, n_nodes, n_each)
@@ -115,7 +117,7 @@ class RayProcesses:
             while list(spec.engine.layout(n_shares * n_each).problems()):
                 n_shares -= 1
             if not n_shares:
-                raise ConfigError(ray_cluster.no_room(kind, n_nodes, n_each, found, spec.setup_timeout))
+                raise ConfigError(ray_cluster.no_room_problem(kind, n_nodes, n_each, found, spec.setup_timeout))
             if n_shares < n_nodes:
                 n_copies, there_is = spec.engine.layout(n_shares * n_each).dp_size, ray_cluster.describe_nodes(found)
                 text = "going on with %d of %d copies of the model, on what is left: the Ray cluster has %s, "
@@ -207,7 +209,7 @@ class RayProcesses:
             text = "areno {} cannot be started on node {}: {}"
             if getattr(error, "actor_init_failed", False):  # a Python error, such as a missing module
                 text += "; install the same version of areno on all nodes"
-            raise EngineError(text, versions()["areno"], node.host, ray_cluster.error_text(error)) from error
+            raise EngineError(text, versions()["areno"], node.host, ray_cluster.ray_error_text(error)) from error
 
     # -- work ------------------------------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class RayProcesses:
             except self._ray.exceptions.ActorUnavailableError:
                 return self._mark_lost(node, "its connection has ended")
             except Exception as error:  # Ray raises various exceptions when an actor, its node or Ray itself has ended
-                return self._mark_lost(node, ray_cluster.error_text(error))
+                return self._mark_lost(node, ray_cluster.ray_error_text(error))
             self.counters[first:last] = counters[first:last] or self.counters[first:last]
             if arrived != ([], []):
                 self._inbox.put(arrived)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from areno import heartbeat, trace
-from areno.engine.processes.local import LocalProcesses, on_this_machine
+from areno.engine.processes.local import LocalProcesses, start_on_this_machine
 from areno.engine.processes.messages import Command, Outputs, Reply, WorkerFailure, pack
 from areno.engine.processes.watchdog import Watchdog, WorkerHeartbeats
 from areno.engine.reports import RolloutStats
@@ -37,7 +37,7 @@ class SpawnedGroup:
     `spec` describes the workers that were started: a Ray cluster may have started fewer ranks.
     """
 
-    def __init__(self, spec: EngineSpec, start: Callable[[EngineSpec], Processes] = on_this_machine):
+    def __init__(self, spec: EngineSpec, start: Callable[[EngineSpec], Processes] = start_on_this_machine):
         self.command = ""
         self._lost: WorkerLost | None = None  # set when the watchdog has killed all workers
         self._gone: list[int] = []  # ranks whose connection has ended
@@ -88,14 +88,14 @@ class SpawnedGroup:
         finally:
             self.heartbeats.together = False
 
-    def cast(self, dp_rank: int, method: str, *args: Any) -> None:
+    def call_nowait(self, dp_rank: int, method: str, *args: Any) -> None:
         """Send a command without waiting, from any thread. If it fails, a later `poll` or `call` raises the error."""
         self._send_command(self._layout.leaders[dp_rank], Command(method, pack(method, args), None))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Return the outputs that have arrived since the last call, after at most `timeout` seconds.
 
-        Raises WorkerLost if a worker has ended, and the worker's ArenoError if decoding or a command of `cast` failed.
+        Raises WorkerLost if a worker has ended, and the worker's ArenoError if decoding or a `call_nowait` failed.
         """
         if not self._ready:
             self._receive(timeout)
@@ -113,7 +113,7 @@ class SpawnedGroup:
     def stack_traces(self) -> dict[int, tuple[str, str]]:
         return {} if self.processes is None else self.processes.stack_traces()
 
-    def name(self, rank: int) -> str:
+    def worker_name(self, rank: int) -> str:
         return f"worker {rank} ({self.spec.addresses[rank]})"
 
     def mark_lost(self, error: WorkerLost) -> None:
@@ -133,7 +133,7 @@ class SpawnedGroup:
         processes = self._open_processes
         try:
             with self._sending[rank]:
-                self.heartbeats.sent(rank, command.method)
+                self.heartbeats.record_command(rank, command.method)
                 processes.send(rank, command)
         except (BrokenPipeError, ConnectionResetError):
             self._raise_death(rank)
@@ -172,16 +172,16 @@ class SpawnedGroup:
             trace.extend(message.events)
             self._host_bytes[rank] = message.host_bytes
             if message.error is not None:
-                message.error = self._name_host(rank, message.error)
+                message.error = self._with_host(rank, message.error)
         if isinstance(message, Outputs):
             self._ready.extend(message.outputs)
-            self._stats[self._layout.place_of(rank)[0]] = message.stats
+            self._stats[self._layout.copy_and_shard_of(rank)[0]] = message.stats
         elif message.id is None:
             self._error = self._error or message.error
         elif message.id == self._last_id:  # other replies are to an earlier command that failed on another rank
             self._replies[rank] = message
 
-    def _name_host(self, rank: int, error: ArenoError) -> ArenoError:
+    def _with_host(self, rank: int, error: ArenoError) -> ArenoError:
         """Add the host of `rank` to a CheckpointError, in a run on several nodes."""
         if self.spec.n_nodes == 1 or not isinstance(error, CheckpointError):
             return error
@@ -222,14 +222,14 @@ class SpawnedGroup:
         code = self._open_processes.exit_codes(rank, _DEATH_WAIT_S)[rank]
         self._raise_if_killed()  # other workers may end because one was killed
         self._raise_error()  # an error sent by the worker says more than its exit code
-        self._raise_end(rank, "stopped answering" if code is None else f"ended with exit code {code}")
+        self._raise_worker_lost(rank, "stopped answering" if code is None else f"ended with exit code {code}")
 
     def _raise_if_killed(self) -> None:
         for rank, code in self._open_processes.exit_codes().items():
             if code is not None and code < 0:
                 name = signal.Signals(-code).name
                 why = ", perhaps by the kernel for lack of memory" if name == "SIGKILL" else ""
-                self._raise_end(rank, f"was killed by {name}{why}")
+                self._raise_worker_lost(rank, f"was killed by {name}{why}")
 
-    def _raise_end(self, rank: int, how: str) -> NoReturn:
-        raise WorkerLost(f"{self.name(rank)} {how}")
+    def _raise_worker_lost(self, rank: int, how: str) -> NoReturn:
+        raise WorkerLost(f"{self.worker_name(rank)} {how}")

@@ -56,7 +56,7 @@ class WorkerHeartbeats:
         self._commands = ["start"] * layout.world_size  # name of the last command sent to each rank
         self.together = True
 
-    def sent(self, leader: int, command: str) -> None:
+    def record_command(self, leader: int, command: str) -> None:
         for rank in self._layout.copy_of(leader):
             self._sent[rank] += 1
             self._commands[rank] = command
@@ -69,11 +69,11 @@ class WorkerHeartbeats:
     def _has_open_command(self, rank: int) -> bool:
         return self.counters[FIELDS * rank + _DONE] < self._sent[rank]
 
-    def progress(self, rank: int) -> list[int]:
+    def progress_counters(self, rank: int) -> list[int]:
         """Return the counters of a rank. Any progress changes at least one of the FIELDS integers."""
         return self.counters[FIELDS * rank : FIELDS * (rank + 1)]
 
-    def command(self, rank: int) -> str:
+    def current_command(self, rank: int) -> str:
         """Return the name of the method that a rank executes, or "decoding"."""
         return self._commands[rank] if self._has_open_command(rank) else "decoding"
 
@@ -106,7 +106,7 @@ class WatchedGroup(Protocol):
 
     def stack_traces(self) -> dict[int, tuple[str, str]]: ...
 
-    def name(self, rank: int) -> str: ...
+    def worker_name(self, rank: int) -> str: ...
 
     def mark_lost(self, error: WorkerLost) -> None:
         """Kill the worker processes, and raise `error` in pending and later calls of the group."""
@@ -165,7 +165,7 @@ class Watchdog:
         if heartbeats is None or self._lost:
             return due
         for rank in range(heartbeats.world_size):
-            progress = heartbeats.progress(rank)
+            progress = heartbeats.progress_counters(rank)
             if not heartbeats.is_due(rank) or progress != self._seen.get(rank):
                 self._quiet[rank] = 0.0
             else:
@@ -182,12 +182,12 @@ class Watchdog:
         not wait for other ranks.
         """
         assert self._group.heartbeats is not None
-        traces, name = self._group.stack_traces(), self._group.name
+        traces, name = self._group.stack_traces(), self._group.worker_name
         # A rank that waits in a collective is not to blame, unless all ranks do.
         guilty = [rank for rank in due if not stack_traces.waits_for_other_ranks(traces[rank][1])] or due
         stopped = [rank for rank in guilty if traces[rank][0]]
         first = (stopped or guilty)[0]
-        command, seconds = self._group.heartbeats.command(first), self._quiet[first]
+        command, seconds = self._group.heartbeats.current_command(first), self._quiet[first]
         who = ", ".join(name(rank) for rank in stopped or guilty)
         how = f", since it {traces[first][0]}," if stopped else ""
         text = "{} made no progress for {:.0f} s in {}{} and was ended; raise {} ({:g}) if this can take longer"
@@ -230,7 +230,7 @@ class Watchdog:
         alike: dict[tuple[str, ...], list[str]] = {}  # many ranks hang at the same line
         for rank, (state, shown) in traces.items():
             title = "; ".join(word for word in (notes.get(rank), state and f"it {state}") if word)
-            alike.setdefault((title, shown), []).append(self._group.name(rank))
+            alike.setdefault((title, shown), []).append(self._group.worker_name(rank))
         found = [(f"{', '.join(names)}: {title}", shown) for (title, shown), names in alike.items()]
         found.append(("driver:", stack_traces.driver_stack_traces(threading.get_ident())))
         text = "\n".join([what, *(f"{title}\n{textwrap.indent(shown, '    ')}" for title, shown in found)])

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from areno import heartbeat, trace
 from areno.cost.remedies import MORE_DEVICES
-from areno.engine.device_memory import out_of_memory_hint, resident_bytes
+from areno.engine.device_memory import out_of_memory_hint, process_resident_bytes
 from areno.engine.processes.child import follow_parent
 from areno.engine.processes.messages import Command, Outputs, Reply, execute, picklable_error
 from areno.engine.processes.stack_traces import StackTraceServer
@@ -68,8 +68,8 @@ def worker_main(
     except Exception as error:
         with suppress(BrokenPipeError, ConnectionResetError):
             pipe.send(Reply(0, error=picklable_error(error, rank)))
-            _exit(1)
-        _exit(0)  # the driver has closed the group, for example after Ctrl-C
+            _exit_process(1)
+        _exit_process(0)  # the driver has closed the group, for example after Ctrl-C
     inbox: SimpleQueue[Command | None] = SimpleQueue()
     if context.is_leader:
         threading.Thread(target=_read_commands, args=(pipe, inbox), daemon=True, name="areno-commands").start()
@@ -80,13 +80,13 @@ def worker_main(
     except Exception as error:
         with suppress(BrokenPipeError, ConnectionResetError):  # another rank failed, so the driver has closed the group
             pipe.send(Reply(None, error=_error_to_send(error, context)))
-        _exit(1)
+        _exit_process(1)
     if dist.is_initialized():
         dist.destroy_process_group()
-    _exit(0)
+    _exit_process(0)
 
 
-def _exit(code: int) -> NoReturn:
+def _exit_process(code: int) -> NoReturn:
     """Flush stdout and stderr, and end the process at once.
 
     A regular exit of an interpreter with torch takes a second, and torch may warn about an open process group.
@@ -131,7 +131,7 @@ def _execute_and_decode(
                 reply.error = _error_to_send(error, context)
             own_heartbeat.finish_command(worker.has_work)
             if command.id is not None or (reply.error is not None and context.is_leader):
-                reply.events, reply.host_bytes = trace.take(), resident_bytes()
+                reply.events, reply.host_bytes = trace.take(), process_resident_bytes()
                 pipe.send(reply)
         if not worker.has_work and inbox.empty():
             worker.tidy()

@@ -33,7 +33,7 @@ class InlineGroup:
         self.spec, self.command = spec, "start"
         self._worker: Worker | None = None
         self._end: Callable[[], None] | None = None  # undoes the settings made in this process
-        # Another thread may call `cast` while this thread decodes, so the command waits for the next `poll` or `call`.
+        # Another thread may use `call_nowait` while this one decodes; the command waits for the next `poll` or `call`.
         self._inbox: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         self.watchdog = Watchdog(spec.engine.stall_timeout_s, self)
         try:
@@ -62,7 +62,7 @@ class InlineGroup:
         return self._worker
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        self._run_casts()
+        self._run_queued_calls()
         return [self._execute(method, args)]
 
     def _execute(self, method: str, args: Sequence[Any]) -> Any:
@@ -77,11 +77,11 @@ class InlineGroup:
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         return self.call(method, *args[0])
 
-    def cast(self, dp_rank: int, method: str, *args: Any) -> None:
+    def call_nowait(self, dp_rank: int, method: str, *args: Any) -> None:
         """Queue a command, which the next `poll` or `call` executes. Any thread may call this."""
         self._inbox.put((method, args))
 
-    def _run_casts(self) -> None:
+    def _run_queued_calls(self) -> None:
         while not self._inbox.empty():
             method, args = self._inbox.get()
             self._execute(method, args)
@@ -90,7 +90,7 @@ class InlineGroup:
         """Decode until there are new outputs, no requests, or `timeout` seconds have passed."""
         deadline = time.monotonic() + timeout
         while True:
-            self._run_casts()
+            self._run_queued_calls()
             if not self.worker.has_work:
                 return []
             if (outputs := self._execute("step", ())) or time.monotonic() > deadline:
@@ -114,7 +114,7 @@ class InlineGroup:
     def stack_traces(self) -> dict[int, tuple[str, str]]:
         return {}
 
-    def name(self, rank: int) -> str:
+    def worker_name(self, rank: int) -> str:
         return f"worker {rank}"
 
     def mark_lost(self, error: WorkerLost) -> None:

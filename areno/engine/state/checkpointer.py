@@ -100,7 +100,7 @@ class StateCheckpointer:
             target=self._write, args=(folder, files, planner, check), daemon=True, name="areno-state-writer"
         )
         self._thread.start()
-        for role in self._roles.trained().values():
+        for role in self._roles.trained_roles().values():
             flat, optimizer = flat_and_optimizer(role.backend)
             if flat.in_host:
                 optimizer.before_step.append(self._wait_for_files)
@@ -130,7 +130,7 @@ class StateCheckpointer:
         self._wait_for_files()
         if self._stream is not None:
             torch.cuda.current_stream().synchronize()  # the last update has stored masters and moments in host memory
-        roles, context = self._roles.trained(), self._context
+        roles, context = self._roles.trained_roles(), self._context
         readers: list[Reader] = []
 
         def check() -> None:
@@ -166,7 +166,7 @@ class StateCheckpointer:
 
         shares: list[_Share] = []
         dtypes: dict[str, torch.dtype] = {}
-        roles = self._roles.trained()
+        roles = self._roles.trained_roles()
         for name, role in roles.items():
             dtypes |= {buffer: tensor.dtype for buffer, tensor in buffers_of(name, role.backend).items()}
             flat, _ = flat_and_optimizer(role.backend)
@@ -181,7 +181,7 @@ class StateCheckpointer:
         """Start to copy this rank's shares into host memory. Buffers that are in host memory are not copied."""
         from areno.engine.state.storage import HostFile
 
-        roles = self._roles.trained()
+        roles = self._roles.trained_roles()
         sources: dict[str, list[Tensor]] = {}
         in_host: dict[str, list[Tensor]] = {}
         for share in shares:
@@ -277,7 +277,7 @@ def _wait_on_stream(event: torch.cuda.Event) -> None:
 def _buffer_views(buffer: Tensor, role: Role, start: int, stop: int) -> list[Tensor]:
     """Return elements [start, stop) as views of at most PINNED_BYTES, of host memory for an offloaded role."""
     size, parts, begin = PINNED_BYTES // buffer.element_size(), [], 0
-    for whole in role.offload.at_rest(buffer) or [buffer]:
+    for whole in role.offload.host_copies(buffer) or [buffer]:
         low, high = max(start - begin, 0), min(stop - begin, whole.numel())
         parts += [whole[at : min(at + size, high)] for at in range(low, high, size)]
         begin += whole.numel()

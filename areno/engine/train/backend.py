@@ -41,7 +41,7 @@ from areno.kernels.backend import to_device
 from areno.kernels.logprobs import KEEP_BYTES, Head, Teacher, selected_logprobs
 from areno.kernels.logprobs.divergence import CommonIds
 from areno.layers.attention import PrefixKeys
-from areno.loss_fns.pack import DataPack, checked_result
+from areno.loss_fns.data_pack import DataPack, checked_result
 from areno.models.transformer import Transformer
 from areno.specs.engine import EngineSpec, SharePrefixes
 from areno.specs.role import RoleSpec
@@ -78,7 +78,7 @@ class TrainBackend:
         self.model, self.role, self.context, self.attn_backend = model, role, context, attn_backend
         self.device, self.exact, self._beside = model.device, spec.engine.exact, beside
         on_cuda = self.device.type == "cuda"
-        self.score_sharing, self.train_sharing = _sharing_rules(model, role, spec.share_prefixes)
+        self.score_sharing, self.train_sharing = _prefix_sharing_rules(model, role, spec.share_prefixes)
         self._split = spec.splits_tokens
         self._multiple = model.tp.size if self._split else 1  # of the number of tokens of a pass
         self._prefix: PrefixPass | None = None  # begun by the last micro-batch
@@ -294,7 +294,7 @@ class TrainBackend:
         self._routing.begin(packed, share)
         recompute = self.role.gradient_checkpointing
         waits = stores is not None  # for the passes that read the keys
-        n_kept = self.kept_layers.count(len(share.tokens_n), waits) if recompute else 0
+        n_kept = self.kept_layers.n_kept_layers(len(share.tokens_n), waits) if recompute else 0
         how = {"recompute": recompute, "n_kept": n_kept, "split": self._split}
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
@@ -486,11 +486,13 @@ class TrainBackend:
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
         recomputes = self.role.gradient_checkpointing or not torch.is_grad_enabled()
         on_cuda = self.device.type == "cuda"
-        fitting = self.kept_layers.fitting
+        fitting = self.kept_layers.fitting_micro_batch_text
         return training_hint(self.role, mb_spec, fitting, self._beside, recomputes=recomputes, on_cuda=on_cuda)
 
 
-def _sharing_rules(model: Transformer, role: RoleSpec, when: SharePrefixes) -> tuple[PrefixSharing, PrefixSharing]:
+def _prefix_sharing_rules(
+    model: Transformer, role: RoleSpec, when: SharePrefixes
+) -> tuple[PrefixSharing, PrefixSharing]:
     on_cuda, itemsize = model.device.type == "cuda", model.embed.weight.element_size()
     rule = partial(PrefixSharing.from_setting, when, model.config, itemsize, on_cuda=on_cuda, tp_size=model.tp.size)
     return rule(trains=False), rule(trains=True, adapters=role.adapters)

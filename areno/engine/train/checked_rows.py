@@ -333,7 +333,7 @@ class RouteShape(NamedTuple):
         return np.uint8 if self.n_experts < 2**8 else np.int16
 
     @property
-    def none(self) -> int:
+    def unknown_expert(self) -> int:
         """Value that marks a token with unknown experts: the largest value of the dtype."""
         return int(np.iinfo(self.dtype).max)
 
@@ -344,10 +344,10 @@ class RouteShape(NamedTuple):
 
 
 def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str) -> np.ndarray:
-    """Check the routes of a row's first tokens, and pad them with `shape.none` to all tokens of the row."""
+    """Check the routes of a row's first tokens, and pad them with `shape.unknown_expert` to all tokens of the row."""
     if shape is None:
         raise DataError(f"{name}: routes are given, but the model has no experts; leave them out")
-    whole = np.full((n_tokens, shape.n_layers, shape.top_k), shape.none, dtype=shape.dtype)
+    whole = np.full((n_tokens, shape.n_layers, shape.top_k), shape.unknown_expert, dtype=shape.dtype)
     if routes is None:
         return whole
     routes = np.asarray(routes)
@@ -361,7 +361,7 @@ def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str)
         raise DataError(
             f"{name}: routes are {routes.dtype} of shape {routes.shape}; whole numbers, {expected}, expected"
         )
-    given = routes[routes != shape.none]
+    given = routes[routes != shape.unknown_expert]
     if given.size and not 0 <= given.min() <= given.max() < shape.n_experts:
         wrong = int(given.min() if given.min() < 0 else given.max())
         raise DataError(f"{name}: routes hold {wrong}; the model's experts are 0 to {shape.n_experts - 1}")

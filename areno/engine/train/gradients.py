@@ -176,12 +176,12 @@ class StepStats:
         for name, value in stats.items():
             value = value.detach().double()
             if value.dim():
-                self.maximum(f"{name}_max", value)
+                self.add_maximum(f"{name}_max", value)
                 count = value.new_full((), value.numel())  # new_tensor would copy from the host, and wait
                 value = torch.stack([count, value.sum(), value.square().sum()])
             self._sums[name] = self._sums.get(name, 0.0) + value
 
-    def maximum(self, name: str, values: Tensor) -> None:
+    def add_maximum(self, name: str, values: Tensor) -> None:
         """Add values to a statistic that reports the largest value, or 0 if it has no values."""
         low = torch.full((1,), -torch.inf, dtype=torch.float64, device=self.device)
         self._maxima[name] = torch.cat([values.detach().double(), self._maxima.get(name, low)]).amax(0, keepdim=True)

@@ -18,7 +18,14 @@ from areno.cost.flops import TokenCost, forward_flops, train_flops
 from areno.cost.prefix_sharing import PrefixSharing
 from areno.engine.reports import EngineInfo
 from areno.engine.train.checked_rows import FlatRows, read_tokens
-from areno.engine.train.shared_prefixes import LinkedGroups, Rows, linked_groups, n_computed, order_to_share, pieces
+from areno.engine.train.shared_prefixes import (
+    LinkedGroups,
+    Rows,
+    linked_groups,
+    n_computed,
+    order_to_share,
+    sharing_groups,
+)
 from areno.errors import DataError, EngineError, Key
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
@@ -179,7 +186,7 @@ def divide_steps(
                 indices = rows_of_unit[[own_units[at] for at in chain(*chain(*found))]].ravel().tolist()
                 own, sizes = rows.select(indices), [[per_unit * len(batch) for batch in group] for group in found]
             else:  # the rank takes part in collectives, but adds nothing to the loss
-                indices, own, sizes = [], _cheap_rows(rows, rows_of_unit[step][:, 0]), [[1]]
+                indices, own, sizes = [], _shortest_untrained_rows(rows, rows_of_unit[step][:, 0]), [[1]]
             of_ranks.append(StepMicroBatches(own, sizes, n_tokens, n_rows, 0, rank_shares, indices))
         rounds = max(of_rank.n_backward for of_rank in of_ranks)
         for of_rank, steps in zip(of_ranks, shares, strict=True):
@@ -226,7 +233,7 @@ def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, s
     total = sum(n_tokens)
     shares: list[list[int]] = []
     for most in (total, max(1, total // (_PIECES * n_shares))):
-        found = pieces(units, most)
+        found = sharing_groups(units, most)
         of_pieces = [
             piece.size * sum(costs[i] for i in piece.units) / sum(n_tokens[i] for i in piece.units) for piece in found
         ]
@@ -239,7 +246,7 @@ def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, s
     return [sorted(i for place in share for i in found[place].units) for share in shares]
 
 
-def _cheap_rows(rows: FlatRows, indices: np.ndarray) -> FlatRows:
+def _shortest_untrained_rows(rows: FlatRows, indices: np.ndarray) -> FlatRows:
     """Return two untrained tokens of the shortest of some rows, for a rank that has no row of its own."""
     row = rows[int(indices[rows.lengths[indices].argmin()])]
     fields = {name: numbers[:2] for name, numbers in row.fields.items()}
@@ -364,7 +371,7 @@ def row_micro_batches(
     if cp_size == 1:
         found = linked_groups(units, most, sharing, order)
     else:
-        found = [LinkedGroups([piece], [piece.n_computed]) for piece in pieces(units, most)]
+        found = [LinkedGroups([piece], [piece.n_computed]) for piece in sharing_groups(units, most)]
     alone = [each.pieces[0] for each in found if len(each.pieces) == 1]
     linked = [each for each in found if len(each.pieces) > 1]
     batches = micro_batches([piece.size for piece in alone], spec, cp_size)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.train.packing import PackedTokens
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 from areno.specs.update import OldLogprobs
 
 Batches = Sequence[tuple[PackedTokens, DataPack]]

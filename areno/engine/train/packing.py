@@ -28,7 +28,7 @@ from areno.kernels.backend import to_device
 from areno.kernels.copies import copy_rows
 from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
 from areno.layers.parallel import ParallelGroup
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class PackedTokens:
     def indices_to_predict(self) -> Tensor:
         return self.positions_N.nonzero().squeeze(-1) if self.predicted_T is None else self.predicted_T
 
-    def in_rows(self, numbers_N: Tensor) -> Tensor:
+    def expand_to_rows(self, numbers_N: Tensor) -> Tensor:
         """Copy values of the N tokens to the U tokens of the rows. Gradients flow back."""
         return numbers_N if self.shared is None else copy_rows(numbers_N, self.shared.indices_U)
 
@@ -287,7 +287,7 @@ def _pack_rows(rows: FlatRows, packed: PackedTokens, step: StepMicroBatches, row
     if packed.shared is None:
         of_rows = {"tokens": packed.tokens_N, "trained_T": packed.predicted_T}
     else:
-        arrays["trained_T"], of_rows = np.flatnonzero(rows.trained), {"tokens": packed.in_rows(packed.tokens_N)}
+        arrays["trained_T"], of_rows = np.flatnonzero(rows.trained), {"tokens": packed.expand_to_rows(packed.tokens_N)}
     return DataPack(
         **of_rows,  # type: ignore[arg-type]
         n_rows=len(rows),
@@ -385,5 +385,5 @@ class LocalTokens:
         """Put values at their token indices (0 elsewhere), sum over context-parallel ranks, and return (U,)."""
         numbers_N = torch.zeros(self.n_tokens, dtype=torch.float32, device=indices_T.device)
         numbers_N = self.attend.context.reduce_out(numbers_N.index_copy(0, indices_T, numbers_T))
-        numbers_U, shared = self.packed.in_rows(numbers_N), self.packed.shared
+        numbers_U, shared = self.packed.expand_to_rows(numbers_N), self.packed.shared
         return numbers_U if shared is None or shared.wanted_U is None else numbers_U.where(shared.wanted_U, 0.0)

@@ -40,13 +40,13 @@ class KeptLayers:
         self.teacher: object | None = None
         self._of_model = PassBytes.for_training(model.config, itemsize, layout, split=split)
         self._share = 1.0  # share of the free memory to use; lowered after running out of memory
-        self._last = 0  # result of `count` for the current pass
+        self._last = 0  # result of `n_kept_layers` for the current pass
 
     @property
     def _pass_bytes(self) -> PassBytes:
         return self._of_model if self.teacher is None else self._of_model.with_two_heads()
 
-    def count(self, n_tokens: int, waits: bool = False) -> int:
+    def n_kept_layers(self, n_tokens: int, waits: bool = False) -> int:
         """Return how many layers keep their products: none if other passes precede the backward pass (`waits`)."""
         if self._free is None or not torch.is_grad_enabled():
             return 0
@@ -57,7 +57,7 @@ class KeptLayers:
         self._last = self._pass_bytes.fitting_layers(n_tokens, room, len(self._model.layers))
         return self._last
 
-    def fitting(self) -> str:
+    def fitting_micro_batch_text(self) -> str:
         """Return the end of an error message that says how many tokens the largest possible micro-batch has."""
         if self._free is None:
             return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from areno.engine.train.gradients import StepStats
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 
 
 def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, before_N: Tensor | None) -> None:
@@ -26,7 +26,7 @@ def compare_with_rollout(stats: StepStats, pack: DataPack, logprobs_N: Tensor, b
     of_rows = pack.row_mean(pack.mean_rows(diff_T).abs())
     means = {"logp_diff_mean": pack.token_mean(diff_T), "logp_abs_diff_mean": pack.token_mean(diff_T.abs())}
     stats.add({**means, "logp_row_diff_mean": of_rows})
-    stats.maximum("logp_abs_diff_max", diff_T.abs())
+    stats.add_maximum("logp_abs_diff_max", diff_T.abs())
     if pack.staleness is not None:
         on_policy_T = pack.of_rows(pack.staleness) == 0
-        stats.maximum("on_policy_logp_abs_diff_max", diff_T.abs() * on_policy_T)
+        stats.add_maximum("on_policy_logp_abs_diff_max", diff_T.abs() * on_policy_T)

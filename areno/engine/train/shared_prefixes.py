@@ -273,7 +273,7 @@ def _n_computed_by_unit(units: Sequence[Rows]) -> Iterator[int]:
         yield one + other - common * is_shared
 
 
-def pieces(units: Sequence[Rows], most: int) -> list[UnitGroup]:
+def sharing_groups(units: Sequence[Rows], most: int) -> list[UnitGroup]:
     """Group units that share prefixes into groups of a size up to `most`. Compares only the first row of each unit."""
     return _group_units(_added_units(units), most)
 
@@ -321,7 +321,7 @@ class LinkedGroups(NamedTuple):
 def linked_groups(
     units: Sequence[Rows], most: int, sharing: PrefixSharing, order: Iterable[tuple[int, int]] | None = None
 ) -> list[LinkedGroups]:
-    """Divide units of rows into pieces as `pieces` does, and link pieces that have a prefix in common.
+    """Divide units of rows into pieces as `sharing_groups` does, and link pieces that have a prefix in common.
 
     The common prefixes of linked pieces are computed in a separate forward pass, before the pieces. Their keys, values
     and activations stay in memory until the last piece is done, so linked pieces are smaller than others. Only units of
@@ -338,7 +338,7 @@ def linked_groups(
         apart = _group_units(group, most)
         linked = _linked_groups(group, most) if len(apart) > 1 and len(units[0]) == 1 else None
         # Compared with tokens alone: pieces that are not linked are put together, so launches do not limit them.
-        if linked and sharing.estimated_time(linked.passes) < FASTER * sum(piece.n_computed for piece in apart):
+        if linked and sharing.time_in_tokens(linked.passes) < FASTER * sum(piece.n_computed for piece in apart):
             found.append(linked)
         else:
             found += [LinkedGroups([piece], [piece.n_computed]) for piece in apart]

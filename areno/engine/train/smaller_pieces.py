@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
-from areno.engine.device_memory import free_unused, is_out_of_memory
+from areno.engine.device_memory import free_unused_memory, is_out_of_memory
 
 T = TypeVar("T")
 
@@ -28,4 +28,4 @@ def retry_with_smaller_pieces(attempt: Callable[[], T], divide: Callable[[], boo
                 traceback.clear_frames(each.__traceback__)  # they hold the tensors of the pass that failed
             if not divide():
                 raise
-        free_unused()
+        free_unused_memory()

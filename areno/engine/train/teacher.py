@@ -15,7 +15,7 @@ from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass
 from areno.kernels.logprobs import Teacher
 from areno.kernels.logprobs.divergence import CommonIds, ListedTeacher, WholeTeacher
 from areno.layers.attention import PrefixKeys
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 
 RunLayers = Callable[[PackedTokens, PrefixKeys | None], tuple[Tensor, LocalTokens]]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from areno.kernels.adam import reference
 from areno.kernels.adam.reference import BLOCK, Update
-from areno.kernels.backend import by_device
+from areno.kernels.backend import dispatch_by_device
 
 __all__ = ["BLOCK", "Update", "adam", "adam_8bit", "squares_and_nonzeros"]
 
-adam = by_device(reference.adam)
-adam_8bit = by_device(reference.adam_8bit)
-squares_and_nonzeros = by_device(reference.squares_and_nonzeros)
+adam = dispatch_by_device(reference.adam)
+adam_8bit = dispatch_by_device(reference.adam_8bit)
+squares_and_nonzeros = dispatch_by_device(reference.squares_and_nonzeros)
 """Return [sum of squares, number of nonzero elements], float64."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areno.kernels.backend import by_device
+from areno.kernels.backend import dispatch_by_device
 from areno.kernels.copies import reference
 
 __all__ = ["copy_rows", "order_of_copies", "sum_copies"]
@@ -27,7 +27,7 @@ def order_of_copies(rows_M: Tensor, n_rows: int) -> tuple[Tensor, Tensor]:
     return order_M, torch.searchsorted(sorted_M, torch.arange(n_rows + 1, device=rows_M.device))
 
 
-sum_copies = by_device(reference.sum_copies)
+sum_copies = dispatch_by_device(reference.sum_copies)
 """Return the sum of the copies of each row, (N, X), zeros for a row without copies. Copies are contiguous."""
 
 

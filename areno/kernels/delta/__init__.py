@@ -26,7 +26,7 @@ P = X + I + 2 H projections of a token, side by side: channels of the convolutio
 
 from __future__ import annotations
 
-from areno.kernels.backend import by_device
+from areno.kernels.backend import dispatch_by_device
 from areno.kernels.delta import reference
 from areno.kernels.delta.parts import DeltaGradients, DeltaStates, DeltaWeights, RowChunks
 
@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 
-delta_rows = by_device(reference.delta_rows)
+delta_rows = dispatch_by_device(reference.delta_rows)
 """Return the output (N, I), and the states after the last tokens of the R rows (None unless `return_states`)."""
-delta_rows_backward = by_device(reference.delta_rows_backward)
+delta_rows_backward = dispatch_by_device(reference.delta_rows_backward)
 """Return the gradients with respect to projections and weights. The latter are None unless `of_weights`."""
-delta_step = by_device(reference.delta_step)
+delta_step = dispatch_by_device(reference.delta_step)

@@ -26,7 +26,7 @@ def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slot
     q_BGK, k_BGK, v_BHV = to_heads(mixed_BX, weights, proj_BP.dtype)
     shared = weights.n_heads // weights.n_key_heads
     q_BHK, k_BHK = (part.repeat_interleave(shared, dim=1) for part in (q_BGK, k_BGK))
-    decay_BH, beta_BH = gates(b_BH, a_BH, weights)
+    decay_BH, beta_BH = decay_and_beta(b_BH, a_BH, weights)
     state_BHKV = states.matrices_SHKV.index_select(0, slots_B) * decay_BH.exp()[..., None, None]
     missing_BHV = v_BHV - (state_BHKV * k_BHK.unsqueeze(-1)).sum(-2)
     state_BHKV = state_BHKV + k_BHK.unsqueeze(-1) * (missing_BHV * beta_BH.unsqueeze(-1)).unsqueeze(-2)
@@ -49,7 +49,7 @@ def delta_rows(
     if return_states:
         inputs_RXw = _conv_states(x_NX, None if initial is None else initial.inputs_SXw, weights, chunks)
     q_NGK, k_NGK, v_NHV = to_heads(F.silu(mixed_NX), weights, proj_NP.dtype)
-    decay_NH, beta_NH = gates(b_NH, a_NH, weights)
+    decay_NH, beta_NH = decay_and_beta(b_NH, a_NH, weights)
     state_RHKV = None if initial is None else initial.matrices_SHKV
     out_NHV, state_RHKV = chunked_delta(q_NGK, k_NGK, v_NHV, decay_NH, beta_NH, chunks, state_RHKV)
     after = None if inputs_RXw is None else DeltaStates(inputs_RXw, state_RHKV)
@@ -80,7 +80,7 @@ def to_heads(mixed_NX: Tensor, weights: DeltaWeights, dtype: torch.dtype) -> tup
     return q, k, v
 
 
-def gates(b_NH: Tensor, a_NH: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
+def decay_and_beta(b_NH: Tensor, a_NH: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
     """Return the logarithm g of the state's decay, at most 0, and beta, the fraction of the stored value to replace."""
     decay_NH = -weights.A_log_H.float().exp() * F.softplus(a_NH.float() + weights.dt_bias_H.float())
     return decay_NH, b_NH.float().sigmoid()

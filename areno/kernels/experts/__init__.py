@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from areno.kernels.backend import by_device, use_triton
+from areno.kernels.backend import dispatch_by_device, use_triton
 from areno.kernels.experts import reference
 
 
@@ -30,7 +30,7 @@ class Groups(NamedTuple):
     ends_E: Tensor  # int32, index after the last copy of each expert of this rank
 
 
-choose_experts = by_device(reference.choose_experts)
+choose_experts = dispatch_by_device(reference.choose_experts)
 """Return the experts with the largest logits, the largest first, int64, and their float32 weights (N, k).
 
 The weights are those of the softmax over all experts, divided by their sum for each token if `normalised`.
@@ -55,23 +55,23 @@ def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
     return Groups(choices_M // top_k, choices_M, places.view_as(chosen_Nk), ends_E)
 
 
-grouped_matmul = by_device(reference.grouped_matmul)
+grouped_matmul = dispatch_by_device(reference.grouped_matmul)
 """Return the product of each row with its expert's matrix, (M, O). Weights are (E, O, I), `transposed` (E, I, O).
 
 For `engine.exact`, the torch reference pads each group to a multiple of `row_multiple` rows. The Triton kernel computes
 each row by itself, and needs `row_multiple` 1.
 """
 
-add_grouped_matmul = by_device(reference.add_grouped_matmul)
+add_grouped_matmul = dispatch_by_device(reference.add_grouped_matmul)
 """Add a^T b over the rows of each expert to its weight gradient in place, summed in the dtype of `out_EOI`."""
 
-combine = by_device(reference.combine)
+combine = dispatch_by_device(reference.combine)
 """Return the weighted sum (N, D) of each token's expert outputs, in the order of its choices, in at least fp32.
 
 If the weights are None, they are 1. Choices of experts on other ranks count as 0.
 """
 
-weighted_swiglu_backward = by_device(reference.weighted_swiglu_backward)
+weighted_swiglu_backward = dispatch_by_device(reference.weighted_swiglu_backward)
 """Compute y = w * silu(gate) * up again, with the router weight w of each row, and its gradients.
 
 The results are the gradient of gate and up, y, and the float32 gradient of w, which is 0 after the last group.

@@ -34,10 +34,10 @@ def library_matmul(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor |
     """
     if not x_MI.is_cuda or x_MI.dtype != torch.bfloat16 or not _is_aligned(x_MI, weight_EIO):
         return None
-    return _product(x_MI, weight_EIO, ends_E) if _is_right(x_MI.device.index or 0) else None
+    return _torch_grouped_mm(x_MI, weight_EIO, ends_E) if _is_grouped_mm_right(x_MI.device.index or 0) else None
 
 
-def _product(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
+def _torch_grouped_mm(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor:
     public = getattr(F, "grouped_mm", None)
     return (public or torch._grouped_mm)(x_MI, weight_EIO, offs=ends_E)
 
@@ -51,7 +51,7 @@ def _is_aligned(x_MI: Tensor, weight_EIO: Tensor) -> bool:
 
 
 @functools.cache
-def _is_right(device: int) -> bool:
+def _is_grouped_mm_right(device: int) -> bool:
     """Return whether grouped_mm gives right results for uneven and empty groups, and for rows after the last group."""
     # For other GPUs, torch has no grouped kernel: the host waits for the sizes of the groups, and loops over them.
     if not is_hopper(f"cuda:{device}"):
@@ -65,7 +65,7 @@ def _is_right(device: int) -> bool:
         ends_E = torch.tensor(sizes, device="cuda").cumsum(0).int()
         for weight_EIO in (weight_EOI.transpose(1, 2), weight_EOI.transpose(1, 2).contiguous()):
             try:
-                found_MO = _product(x_MI, weight_EIO, ends_E)[: sum(sizes)]
+                found_MO = _torch_grouped_mm(x_MI, weight_EIO, ends_E)[: sum(sizes)]
                 rows = x_MI[: sum(sizes)].split(list(sizes))
                 pairs = zip(rows, weight_EIO, strict=True)
                 expected_MO = torch.cat([part.float() @ matrix.float() for part, matrix in pairs])
@@ -89,11 +89,11 @@ _TILES = (
 _LIBRARY_ROWS = 64  # mean number of rows of an expert from which on grouped_mm is used
 
 
-def _tiles(n_rows: int, n_experts: int) -> tuple[int, int, int, int, int]:
+def _tile_sizes(n_rows: int, n_experts: int) -> tuple[int, int, int, int, int]:
     return next(tile for most, tile in _TILES if n_rows <= most * n_experts)
 
 
-def _stages(x: Tensor, n_stages: int) -> int:
+def _pipeline_stages(x: Tensor, n_stages: int) -> int:
     """Return `n_stages`, but 2 for fp32, because more would not fit into the shared memory of every GPU."""
     return n_stages if x.element_size() < 4 else 2
 
@@ -110,7 +110,7 @@ def grouped_matmul(
             return done
     n_columns = weight.shape[2] if transposed else weight.shape[1]
     out_MO = x_MI.new_empty((n_rows, n_columns))
-    rows, columns, inputs, n_warps, n_stages = _tiles(n_rows, n_experts)
+    rows, columns, inputs, n_warps, n_stages = _tile_sizes(n_rows, n_experts)
     # The last tile of each group may not be full, so there may be one more tile per group.
     n_tiles = triton.cdiv(n_rows, rows) + min(n_experts, n_rows)
     by_output, by_input = (1, 2) if not transposed else (2, 1)
@@ -132,7 +132,7 @@ def grouped_matmul(
             COLUMNS=columns,
             INPUTS=inputs,
             num_warps=n_warps,
-            num_stages=_stages(x_MI, n_stages),
+            num_stages=_pipeline_stages(x_MI, n_stages),
         )
     return out_MO
 
@@ -205,7 +205,7 @@ def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tens
         INPUTS=inputs,
         ROWS=rows,
         num_warps=n_warps,
-        num_stages=_stages(a_MO, 3),
+        num_stages=_pipeline_stages(a_MO, 3),
     )
 
 

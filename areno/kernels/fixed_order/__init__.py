@@ -11,11 +11,11 @@ heads, K key heads, C head dimension; R packed sequences (rows).
 
 from __future__ import annotations
 
-from areno.kernels.backend import by_device
+from areno.kernels.backend import dispatch_by_device
 from areno.kernels.fixed_order import reference
 from areno.kernels.fixed_order.reference import SPAN, n_spans, padded_attention, row_multiple, span_start
 
 __all__ = ["SPAN", "n_spans", "packed_attention", "padded_attention", "row_multiple", "span_start"]
 
-packed_attention = by_device(reference.packed_attention)
+packed_attention = dispatch_by_device(reference.packed_attention)
 """Return the output (N, H, C), and the log-sum-exp of scaled scores (H, N) in float32, or None from plain torch."""

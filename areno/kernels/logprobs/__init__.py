@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areno.kernels.backend import implementation
+from areno.kernels.backend import kernel_module_for
 from areno.kernels.logprobs import reference
 from areno.kernels.matmul import add_matmul, float32_matmul
 
@@ -62,7 +62,9 @@ def sampled_logprobs(
 
 
 def kernels_for(x: Tensor) -> Any:
-    return reference if x.dtype == torch.float64 else implementation(x, __name__)  # the Triton kernels compute in fp32
+    return (
+        reference if x.dtype == torch.float64 else kernel_module_for(x, __name__)
+    )  # the Triton kernels compute in fp32
 
 
 def log_softmax(

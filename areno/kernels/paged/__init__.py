@@ -8,11 +8,11 @@ Shape letters: B rows, H query heads, K key heads (H is a multiple of K), C head
 
 from __future__ import annotations
 
-from areno.kernels.backend import by_device
+from areno.kernels.backend import dispatch_by_device
 from areno.kernels.paged import reference
 from areno.kernels.paged.reference import PagedBatch, max_group_rows
 
 __all__ = ["PagedBatch", "decode_attention", "max_group_rows"]
 
-decode_attention = by_device(reference.decode_attention)
+decode_attention = dispatch_by_device(reference.decode_attention)
 """Write new keys and values at each row's last position, and return its attention over all its positions."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from areno.kernels.backend import by_device, use_triton
+from areno.kernels.backend import dispatch_by_device, use_triton
 from areno.kernels.sampling import drafts, reference
 from areno.kernels.sampling.drafts import CONTEXT, LEVELS, NgramTable, add_texts
 from areno.kernels.sampling.random_keys import sample_keys
@@ -42,7 +42,7 @@ __all__ = [
 _LEAST_ROWS, _MOST_INPUTS = 32, 1024
 
 
-sample_slots = by_device(reference.sample_slots)
+sample_slots = dispatch_by_device(reference.sample_slots)
 """Sample one token for each row. The logits may be overwritten."""
 
 
@@ -61,7 +61,7 @@ def can_sample_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:
     return use_triton(logits_BV) and not (flags.filtered or flags.penalized or flags.masked)
 
 
-draft_tokens = by_device(drafts.draft_tokens)
+draft_tokens = dispatch_by_device(drafts.draft_tokens)
 """Draft the next J = `n_tokens` tokens of each row, (B, J) int64, for speculative decoding.
 
 Each token is drafted from the entry of one suffix of the row: the first suffix in the order of LEVELS that has an

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.kernels.sampling.random_keys import mixed_bits, shifted_right, uniform
+from areno.kernels.sampling.random_keys import logical_shift_right, mixed_bits, uniform
 from areno.kernels.sampling.reference import SamplingSettings
 
 # (tokens of the suffix, whether it counts only in texts of the same scope), the most reliable first. In a replay of
@@ -96,7 +96,7 @@ def add_texts(table: NgramTable, texts_4N: Tensor) -> None:
     begins_M, ends_M = _with_edge(differs, at_start=True), _with_edge(differs, at_start=False)
     first_M = torch.where(begins_M, number_M, 0).cummax(0).values
     last_M = torch.where(ends_M, number_M, len(keys_M)).flip(0).cummin(0).values.flip(0)
-    entry_M = shifted_right(keys_M, 64 - table.n_bits)
+    entry_M = logical_shift_right(keys_M, 64 - table.n_bits)
     tag_M = (keys_M & _TAG).int()
     # Of several new suffixes with one entry, the last one is kept.
     is_last_of_entry_M = _with_edge(entry_M[1:] != entry_M[:-1], at_start=False)[last_M]
@@ -131,7 +131,7 @@ def draft_tokens(
     drafts = []
     for number in range(n_tokens):
         keys_BL = _keys(table, context_BW, scopes_B)
-        entry_BL = shifted_right(keys_BL, 64 - table.n_bits)
+        entry_BL = logical_shift_right(keys_BL, 64 - table.n_bits)
         has_entry_BL = (table.tags[entry_BL] == (keys_BL & _TAG)) & (table.counts[entry_BL] > 0) & (keys_BL != _NONE)
         level_B1 = has_entry_BL.int().argmax(1, keepdim=True)  # the first
         entry_B = entry_BL.gather(1, level_B1).squeeze(1)

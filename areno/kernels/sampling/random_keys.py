@@ -17,13 +17,13 @@ _MIX_2 = 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
 
 
-def _signed(value: int) -> int:
+def _to_signed_64(value: int) -> int:
     """Return the signed 64-bit integer with the same low 64 bits."""
     value &= _WORD
     return value - (1 << 64) if value >> 63 else value
 
 
-def _mix(value: int) -> int:
+def _splitmix64_finalizer(value: int) -> int:
     value &= _WORD
     value = (value ^ (value >> 30)) * _MIX_1 & _WORD
     value = (value ^ (value >> 27)) * _MIX_2 & _WORD
@@ -32,22 +32,22 @@ def _mix(value: int) -> int:
 
 def sample_keys(seed: int, samples: Iterable[int]) -> list[int]:
     """Return the key that seeds the random numbers of each sample of a request."""
-    of_request = _mix(seed + _GOLDEN)
-    return [_signed(_mix(of_request + (sample + 1) * _GOLDEN)) for sample in samples]
+    of_request = _splitmix64_finalizer(seed + _GOLDEN)
+    return [_to_signed_64(_splitmix64_finalizer(of_request + (sample + 1) * _GOLDEN)) for sample in samples]
 
 
 def mixed_bits(value_B: Tensor) -> Tensor:
     """Mix the bits with the finalizer of splitmix64, so that each input bit changes about half of the output bits."""
-    value_B = (value_B ^ shifted_right(value_B, 30)) * _signed(_MIX_1)
-    value_B = (value_B ^ shifted_right(value_B, 27)) * _signed(_MIX_2)
-    return value_B ^ shifted_right(value_B, 31)
+    value_B = (value_B ^ logical_shift_right(value_B, 30)) * _to_signed_64(_MIX_1)
+    value_B = (value_B ^ logical_shift_right(value_B, 27)) * _to_signed_64(_MIX_2)
+    return value_B ^ logical_shift_right(value_B, 31)
 
 
-def shifted_right(value_B: Tensor, bits: int) -> Tensor:
+def logical_shift_right(value_B: Tensor, bits: int) -> Tensor:
     """Shift right and fill with zeros. torch's own shift fills with the sign."""
     return (value_B >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def uniform(key_B: Tensor, position_B: Tensor) -> Tensor:
     """Return a float64 in [0, 1) with 53 random bits for each row, which depends only on key and position."""
-    return shifted_right(mixed_bits(key_B + (position_B + 1) * _signed(_GOLDEN)), 11).double() * 2.0**-53
+    return logical_shift_right(mixed_bits(key_B + (position_B + 1) * _to_signed_64(_GOLDEN)), 11).double() * 2.0**-53

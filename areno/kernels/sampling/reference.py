@@ -105,7 +105,7 @@ def sample_slots(
         uniform(settings.key[slots_B], positions_B),
         top_k_B=settings.top_k[slots_B] if flags.filtered else None,
         top_p_B=settings.top_p[slots_B] if flags.filtered else None,
-        edited_BV=_edited(logits_BV, slots_B, positions_B, settings, flags) if flags.edits else None,
+        edited_BV=_with_penalties_and_bans(logits_BV, slots_B, positions_B, settings, flags) if flags.edits else None,
         absent_N=None if settings.texts is None else settings.texts.absent_N,
     )
     settings.last_token[slots_B] = tokens_B
@@ -115,17 +115,17 @@ def sample_slots(
     return torch.stack((tokens_B.double(), logprobs_B.double()))
 
 
-def _edited(
+def _with_penalties_and_bans(
     logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings, flags: SamplingFlags
 ) -> Tensor:
     edited_BV = logits_BV.clone()
     if flags.penalized:
         assert settings.counts is not None
         edited_BV -= settings.penalty[slots_B, None] * settings.counts[slots_B]
-    return without_banned(edited_BV, slots_B, positions_B, settings) if flags.n_banned else edited_BV
+    return mask_banned_tokens(edited_BV, slots_B, positions_B, settings) if flags.n_banned else edited_BV
 
 
-def without_banned(logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings) -> Tensor:
+def mask_banned_tokens(logits_BV: Tensor, slots_B: Tensor, positions_B: Tensor, settings: SamplingSettings) -> Tensor:
     banned_BK, vocab = settings.banned[slots_B], logits_BV.shape[1]
     holds_BK = (banned_BK >= 0) & (positions_B < settings.min_new[slots_B])[:, None]
     index_BK = torch.where(holds_BK, banned_BK, vocab)  # unused entries write to an extra column
@@ -150,13 +150,13 @@ def sample_tokens(
     +inf logit gets log-probability NaN and any token.
     """
     scaled_BV = logits_BV / temperature_B[:, None]
-    weights_BV, best_B, sums_BC, log_norm_B = _weights(scaled_BV)
+    weights_BV, best_B, sums_BC, log_norm_B = _softmax_weights(scaled_BV)
     scaled_drawn_BV = scaled_BV
     if edited_BV is not None:
         scaled_drawn_BV = edited_BV / temperature_B[:, None]
-        weights_BV, best_B, sums_BC, _ = _weights(scaled_drawn_BV)
+        weights_BV, best_B, sums_BC, _ = _softmax_weights(scaled_drawn_BV)
     if absent_N is not None:
-        weights_BV, best_B, sums_BC = _without_absent(absent_N, scaled_drawn_BV, weights_BV, best_B, sums_BC)
+        weights_BV, best_B, sums_BC = _mask_ids_without_text(absent_N, scaled_drawn_BV, weights_BV, best_B, sums_BC)
     if top_k_B is not None and top_p_B is not None:
         weights_BV *= _kept_by_top_k_and_top_p(weights_BV, top_k_B, top_p_B)
         sums_BC = _chunk_sums(weights_BV)
@@ -168,7 +168,7 @@ def sample_tokens(
     return tokens_B, logprobs_B
 
 
-def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _softmax_weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return weights exp(x - maximum), the best token, chunk sums (B, C) float64, and the log-sum-exp of each row."""
     top_B, best_B = scaled_BV.max(dim=-1)
     weights_BV = (scaled_BV - top_B[:, None]).exp_()
@@ -176,12 +176,12 @@ def _weights(scaled_BV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return weights_BV, best_B, sums_BC, top_B + sums_BC.sum(-1).log().float()
 
 
-def _without_absent(
+def _mask_ids_without_text(
     absent_N: Tensor, scaled_BV: Tensor, weights_BV: Tensor, best_B: Tensor, sums_BC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weights, best tokens and chunk sums without the ids `absent_N`. The weights may be changed."""
     if scaled_BV.is_cuda or torch.isin(best_B, absent_N).any():  # a GPU would have to wait for the answer
-        return _weights(scaled_BV.index_fill(1, absent_N, -torch.inf))[:3]
+        return _softmax_weights(scaled_BV.index_fill(1, absent_N, -torch.inf))[:3]
     weights_BV.index_fill_(1, absent_N, 0)
     first = int(absent_N[0]) // _CHUNK
     sums_BC[:, first:] = _chunk_sums(weights_BV[:, first * _CHUNK :])

@@ -132,7 +132,7 @@ def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory |
             step()
         except (RuntimeError, ImportError, AttributeError) as error:  # torch's symmetric memory is not a stable API
             has_failed, problem = True, (str(error).strip() or type(error).__name__).splitlines()[0]
-        if _is_any(has_failed, group, device):
+        if _any_rank(has_failed, group, device):
             logger.info("decoding sums over NCCL: no memory shared between GPUs (%s)", problem)
             return None
     [memory] = found
@@ -140,14 +140,16 @@ def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory |
     # Random data differ on each rank and in each call, so the test notices data left from an earlier call.
     generator = torch.Generator(device).manual_seed(dist.get_rank(group))
     # Four calls of each size: calls use three slots in turn, so the fourth uses a slot that was emptied.
-    wrong = [n_bytes for n_bytes in sizes for _ in range(4) if not _is_right(memory, n_bytes, group, generator)]
-    if _is_any(bool(wrong), group, device):
+    wrong = [
+        n_bytes for n_bytes in sizes for _ in range(4) if not _are_collectives_right(memory, n_bytes, group, generator)
+    ]
+    if _any_rank(bool(wrong), group, device):
         logger.warning("decoding sums over NCCL: over shared memory they are wrong (of %s bytes)", wrong)
         return None
     return memory
 
 
-def _is_right(memory: SymmetricMemory, n_bytes: int, group: Any, generator: torch.Generator) -> bool:
+def _are_collectives_right(memory: SymmetricMemory, n_bytes: int, group: Any, generator: torch.Generator) -> bool:
     """Return whether `all_reduce` and `all_gather` of a random tensor of `n_bytes` bytes are right on this rank."""
     x = torch.randint(-4, 5, (n_bytes // 2,), generator=generator, device=memory.device).bfloat16()  # sums are exact
     expected = x.clone()
@@ -157,7 +159,7 @@ def _is_right(memory: SymmetricMemory, n_bytes: int, group: Any, generator: torc
     return torch.equal(summed, expected) and torch.equal(every.sum(0), expected)
 
 
-def _is_any(here: bool, group: Any, device: torch.device) -> bool:
+def _any_rank(here: bool, group: Any, device: torch.device) -> bool:
     """Return whether `here` is True on any rank."""
     found = torch.tensor(float(here), device=device)
     dist.all_reduce(found, group=group)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from areno.models.config import Family, LayerKind, TransformerConfig, read_decoder, with_windows
+from areno.models.config import Family, LayerKind, TransformerConfig, read_decoder, with_sliding_windows
 from areno.models.folder import RawConfig
-from areno.models.rope import read_two_ropes
+from areno.models.rope_config import read_two_ropes
 
 
-def read(raw: RawConfig) -> TransformerConfig:
+def read_gemma3(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a Gemma 3 model.
 
     Attention scores are divided by the square root of `query_pre_attn_scalar`, which may differ from the head size.
     """
-    raw.assume(sliding_window=4096, rope_theta=1e6, tie_word_embeddings=True, num_key_value_heads=4)
+    raw.set_defaults(sliding_window=4096, rope_theta=1e6, tie_word_embeddings=True, num_key_value_heads=4)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if raw.get(name, float, 0.0):
             raw.refuse(name, "null, since capped logits are not implemented")
@@ -42,7 +42,7 @@ def read(raw: RawConfig) -> TransformerConfig:
     )
     config = replace(config, kinds=(LayerKind(rope),) * config.num_layers)
     pattern = raw.get("sliding_window_pattern", int, 6, ge=1)
-    config = with_windows(raw, config, lambda layer: (layer + 1) % pattern != 0, local)
+    config = with_sliding_windows(raw, config, lambda layer: (layer + 1) % pattern != 0, local)
     return replace(
         config,
         qk_norm=True,
@@ -58,7 +58,7 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     value_architecture="Gemma3TextForSequenceClassification",
     has_step_class=False,
-    read=read,
+    read=read_gemma3,
     names={
         "post_attention_norm": ("post_attention_layernorm",),
         "pre_mlp_norm": ("pre_feedforward_layernorm",),

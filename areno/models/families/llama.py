@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from areno.layers.config import Rope
-from areno.models.config import UNUSED_WINDOW, Family, LayerKind, TransformerConfig, read_decoder, with_windows
+from areno.models.config import UNUSED_WINDOW, Family, LayerKind, TransformerConfig, read_decoder, with_sliding_windows
 from areno.models.folder import RawConfig
 
 
@@ -31,18 +31,18 @@ LLAMA = Family(
 
 def read_mistral(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a Mistral model. An absent `sliding_window` means 4096, and null means no window."""
-    raw.assume(sliding_window=4096, num_key_value_heads=8)
-    return with_window(raw, read_decoder(raw, "mistral", may_slide=True))
+    raw.set_defaults(sliding_window=4096, num_key_value_heads=8)
+    return with_sliding_window(raw, read_decoder(raw, "mistral", may_slide=True))
 
 
-def with_window(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
+def with_sliding_window(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
     """Return the shape with `sliding_window` in all layers, if it is set. `layer_types` may not contradict it."""
     types = raw.get("layer_types", list, [])
     has_window = raw.get("sliding_window", int, 0, ge=1) > 0
     if any(kind != ("sliding_attention" if has_window else "full_attention") for kind in types):
         raw.refuse("layer_types", f"no such field, as in {config.family} all layers go by sliding_window")
         return config
-    return with_windows(raw, config, lambda layer: has_window)
+    return with_sliding_windows(raw, config, lambda layer: has_window)
 
 
 MISTRAL = Family(
@@ -54,7 +54,7 @@ MISTRAL = Family(
 
 def read_phi3(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a Phi-3 or Phi-4 model. All layers have the window `sliding_window`, if the field is set."""
-    raw.assume(rms_norm_eps=1e-5)
+    raw.set_defaults(rms_norm_eps=1e-5)
     config = read_decoder(raw, "phi3", partial_rotary=1.0, may_slide=True)
     for name in ("resid_pdrop", "embd_pdrop"):
         if raw.get(name, float, 0.0):
@@ -62,7 +62,7 @@ def read_phi3(raw: RawConfig) -> TransformerConfig:
     for name in ("full_attn_mod", "interpolate_factor"):  # fields of Phi-4-mini's own code, unknown to transformers
         if raw.get(name, int, 1, ge=0) != 1:
             raw.refuse(name, "1")
-    return with_window(raw, config)
+    return with_sliding_window(raw, config)
 
 
 PHI3 = Family(
@@ -83,7 +83,7 @@ def read_smollm3(raw: RawConfig) -> TransformerConfig:
     `no_rope_layers` has a 1 for each layer with rotary positions, and a 0 for each layer without. If the field is
     absent, every `no_rope_layer_interval`-th layer (default: every fourth) has no rotary positions.
     """
-    raw.assume(rope_theta=2e6, tie_word_embeddings=True, num_key_value_heads=4)
+    raw.set_defaults(rope_theta=2e6, tie_word_embeddings=True, num_key_value_heads=4)
     config = read_decoder(raw, "smollm3", may_slide=True, may_bias=True)
     mlp_bias = raw.get("mlp_bias", bool, False)
     interval = raw.get("no_rope_layer_interval", int, 4, ge=1)
@@ -95,7 +95,7 @@ def read_smollm3(raw: RawConfig) -> TransformerConfig:
     kinds = tuple(LayerKind(config.rope if flag else nope) for flag in rotated[: config.num_layers])
     config = replace(config, kinds=kinds, mlp_bias=mlp_bias)
     if raw.get("use_sliding_window", bool, False) and raw.get("sliding_window", int, 0, ge=1):
-        config = with_windows(raw, config, lambda layer: not rotated[layer])
+        config = with_sliding_windows(raw, config, lambda layer: not rotated[layer])
     return config
 
 

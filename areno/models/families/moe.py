@@ -27,7 +27,7 @@ def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
     plain = _layers(raw, "mlp_only_layers", config.num_layers)
     plain |= {index for index in range(config.num_layers) if (index + 1) % step}
     if len(plain) == config.num_layers:
-        raw.wrong("mlp_only_layers and decoder_sparse_step leave no layer with experts; expected at least one")
+        raw.add_problem("mlp_only_layers and decoder_sparse_step leave no layer with experts; expected at least one")
     experts = _read_experts(
         raw,
         ("num_experts", "num_local_experts"),  # transformers 5 writes the second
@@ -47,7 +47,9 @@ def read_mixtral(raw: RawConfig) -> TransformerConfig:
         raw.refuse("router_jitter_noise", "0, since the router has no noise")
     sections = raw.values, raw.values.get("rope_parameters"), raw.values.get("rope_scaling")
     if not any(isinstance(section, dict) and section.get("rope_theta") for section in sections):
-        raw.wrong("rope_theta is missing, expected the base of the rotary frequencies (Mixtral's own is 1000000.0)")
+        raw.add_problem(
+            "rope_theta is missing, expected the base of the rotary frequencies (Mixtral's own is 1000000.0)"
+        )
     experts = _read_experts(
         raw, ("num_local_experts", "num_experts"), inner_size=config.intermediate_size, normalised=True
     )
@@ -59,7 +61,7 @@ def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> Exper
     given = [field for field in fields if raw.values.get(field) is not None] or [fields[0]]
     n_experts = raw.get(given[0], int, ge=1, le=2**15 - 1)
     if len(given) == 2 and raw.get(given[1], int, ge=1) != n_experts:
-        raw.wrong(f"{given[1]} is {raw.values[given[1]]}, and {given[0]} is {n_experts}; expected one number")
+        raw.add_problem(f"{given[1]} is {raw.values[given[1]]}, and {given[0]} is {n_experts}; expected one number")
     top_k = raw.get("num_experts_per_tok", int, ge=1)
     if top_k > n_experts:
         raw.refuse("num_experts_per_tok", f"at most {given[0]}={n_experts}")

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from areno.models.config import Family, LayerKind, TransformerConfig, read_decoder, with_windows
+from areno.models.config import Family, LayerKind, TransformerConfig, read_decoder, with_sliding_windows
 from areno.models.folder import RawConfig
-from areno.models.rope import read_two_ropes
+from areno.models.rope_config import read_two_ropes
 
 _NORMS = {"post_attention_norm": ("post_attention_layernorm",), "post_mlp_norm": ("post_feedforward_layernorm",)}
 
 
 def read_olmo2(raw: RawConfig) -> TransformerConfig:
-    raw.assume(rms_norm_eps=1e-5)
+    raw.set_defaults(rms_norm_eps=1e-5)
     return replace(read_decoder(raw, "olmo2", may_bias=True), qk_norm_whole=True, norms="after")
 
 
 def read_olmo3(raw: RawConfig) -> TransformerConfig:
     """Read the shape of an OLMo 3 model. Without `layer_types`, three of four layers have a window."""
-    raw.assume(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=5e5)
+    raw.set_defaults(rms_norm_eps=1e-5, sliding_window=4096, rope_theta=5e5)
     rope, local = read_two_ropes(raw, raw.get("max_position_embeddings", int, ge=1), "rope_theta")
     config = read_decoder(raw, "olmo3", may_slide=True, may_bias=True, rope=rope)
     config = replace(config, kinds=(LayerKind(rope),) * config.num_layers)
-    config = with_windows(raw, config, lambda layer: (layer + 1) % 4 != 0, local)
+    config = with_sliding_windows(raw, config, lambda layer: (layer + 1) % 4 != 0, local)
     return replace(config, qk_norm_whole=True, norms="after")
 
 

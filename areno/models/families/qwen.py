@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from areno.layers.config import Delta
-from areno.models.config import UNUSED_WINDOW, Family, TransformerConfig, read_decoder, with_windows
+from areno.models.config import UNUSED_WINDOW, Family, TransformerConfig, read_decoder, with_sliding_windows
 from areno.models.folder import RawConfig
-from areno.models.rope import read_rope
+from areno.models.rope_config import read_rope
 
 
 def read_qwen2(raw: RawConfig) -> TransformerConfig:
@@ -23,19 +23,19 @@ def read_qwen2(raw: RawConfig) -> TransformerConfig:
 
     q, k and v always have biases, for which `config.json` has no field.
     """
-    return with_late_windows(raw, replace(read_decoder(raw, "qwen2", may_slide=True), qkv_bias=True))
+    return with_sliding_windows_from_layer(raw, replace(read_decoder(raw, "qwen2", may_slide=True), qkv_bias=True))
 
 
-def with_late_windows(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
+def with_sliding_windows_from_layer(raw: RawConfig, config: TransformerConfig) -> TransformerConfig:
     """Return the shape with the window `sliding_window` in the layers from the index `max_window_layers` on.
 
     If the file has `layer_types`, that field names the layers in place of `max_window_layers`. If `use_sliding_window`
     is not true, no layer has a window, and a sliding layer in `layer_types` is a problem.
     """
-    raw.assume(sliding_window=4096)
+    raw.set_defaults(sliding_window=4096)
     first = raw.get("max_window_layers", int, 28, ge=0)
     if raw.get("use_sliding_window", bool, False) and raw.get("sliding_window", int, 0, ge=1):
-        return with_windows(raw, config, lambda layer: layer >= first)
+        return with_sliding_windows(raw, config, lambda layer: layer >= first)
     if "sliding_attention" in raw.get("layer_types", list, []):
         raw.refuse("layer_types", "'full_attention' in every layer without use_sliding_window")
     return config
@@ -52,7 +52,7 @@ QWEN2 = Family(
 def read_qwen3(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a Qwen3 model. An absent `head_dim` is 128, whatever the hidden size."""
     config = read_decoder(raw, "qwen3", default_head_dim=128, may_slide=True, may_bias=True)
-    return with_late_windows(raw, replace(config, qk_norm=True))
+    return with_sliding_windows_from_layer(raw, replace(config, qk_norm=True))
 
 
 QWEN3 = Family(

@@ -26,10 +26,18 @@ from areno.server.parsers.patterns import (
     json_expression,
     lark_literal,
     pattern_fault,
-    text_fault,
+    text_schema_fault,
     whole_text_term,
 )
-from areno.server.parsers.schemas import Alternative, Document, ObjectForm, Place, prefix_of, schemas_of, size_bounds
+from areno.server.parsers.schemas import (
+    Alternative,
+    Document,
+    ObjectSchema,
+    Place,
+    schemas_of,
+    size_bounds,
+    split_array_items,
+)
 
 _SPACE = r"([ \t]|\r?\n[ \t]{0,40})?"  # bounded, since a model might never stop writing it
 _PLAIN = r'[^"\\\x00-\x1f]'
@@ -72,14 +80,14 @@ class JsonRules:
 
     def root(self) -> str:
         """Return the rule of the whole schema. Raises GrammarError if no finite value satisfies it."""
-        return self.require(self.value([self._document.root]))
+        return self.require(self.value_rule([self._document.root]))
 
     def require(self, rule: str | None) -> str:
         if rule is None:
             raise GrammarError("the schema cannot be compiled: no value of finite length can satisfy it")
         return rule
 
-    def value(self, places: Iterable[Place]) -> str | None:
+    def value_rule(self, places: Iterable[Place]) -> str | None:
         """Return the rule of the values that match all schemas in `places`, or None if there is no such value."""
         places, key = _distinct_schemas(places)
         if key in self._open:
@@ -89,7 +97,7 @@ class JsonRules:
                 return None
             name = self._values[key] = self._lark.reserve()
             self._open.add(key)
-            terms = [term for each in self._document.alternatives(places) for term in self._alternative(each)]
+            terms = [term for each in self._document.alternatives(places) for term in self._alternative_terms(each)]
             self._open.discard(key)
             if terms:
                 self._lark.define(name, " | ".join(dict.fromkeys(terms)))
@@ -119,39 +127,44 @@ class JsonRules:
     def _alternative_has_finite_value(self, alternative: Alternative, seen: set[_Key]) -> bool:
         document, kinds = self._document, self._document.kinds(alternative)
         if document.literals(alternative) is not None:
-            return bool(self._alternative(alternative))
-        if self._scalars(alternative):
+            return bool(self._alternative_terms(alternative))
+        if self._scalar_terms(alternative):
             return True
         n_items = min(size_bounds(alternative, "Items")[0], _n_prefix(alternative) + 1)
         if "array" in kinds and all(
-            self._has_finite_value(document.items_at(at, alternative), seen) for at in range(n_items)
+            self._has_finite_value(document.item_schemas(at, alternative), seen) for at in range(n_items)
         ):
             return True
         return "object" in kinds and all(
-            self._has_finite_value(document.places_of(name, alternative), seen)
+            self._has_finite_value(document.property_schemas(name, alternative), seen)
             for name in document.required(alternative)
         )
 
-    def _alternative(self, alternative: Alternative) -> list[str]:
+    def _alternative_terms(self, alternative: Alternative) -> list[str]:
         if (values := self._document.literals(alternative)) is not None:
-            return self._literals([value for value in values if self.may_be(value, alternative)])
-        kinds, found = self._document.kinds(alternative), self._scalars(alternative)
-        containers = [self._array(alternative)] if "array" in kinds else []
-        containers += [self._object(alternative)] if "object" in kinds else []
+            return self._literal_terms([value for value in values if self.may_be(value, alternative)])
+        kinds, found = self._document.kinds(alternative), self._scalar_terms(alternative)
+        containers = [self._array_rule(alternative)] if "array" in kinds else []
+        containers += [self._object_rule(alternative)] if "object" in kinds else []
         return found + [each for each in containers if each is not None]
 
-    def _scalars(self, alternative: Alternative) -> list[str]:
+    def _scalar_terms(self, alternative: Alternative) -> list[str]:
         kinds = self._document.kinds(alternative)
         found: list[str | None] = [self._words["null"]] if "null" in kinds else []
         found += [self._words["true"], self._words["false"]] if "boolean" in kinds else []
-        found += self._number(alternative, "number" not in kinds) if "integer" in kinds else []
-        found += [self._string(alternative)] if "string" in kinds else []
+        found += self._number_terms(alternative, "number" not in kinds) if "integer" in kinds else []
+        found += [self._string_term(alternative)] if "string" in kinds else []
         return [each for each in found if each is not None]
 
-    def _literals(self, values: list[Any]) -> list[str]:
+    def _literal_terms(self, values: list[Any]) -> list[str]:
         is_plain = [isinstance(each, str | int | float) and not isinstance(each, bool) for each in values]
-        found = [self.literal(each) for each, plain in zip(values, is_plain, strict=True) if not plain]
-        terms = [term for each, plain in zip(values, is_plain, strict=True) if plain for term in self._spellings(each)]
+        found = [self.literal_rule(each) for each, plain in zip(values, is_plain, strict=True) if not plain]
+        terms = [
+            term
+            for each, plain in zip(values, is_plain, strict=True)
+            if plain
+            for term in self._literal_spellings(each)
+        ]
         return found + ([self._lark.terminal(" | ".join(terms))] if terms else [])
 
     def may_be(self, value: Any, alternative: Alternative) -> bool:
@@ -163,24 +176,24 @@ class JsonRules:
 
     # Numbers ---------------------------------------------------------------------------------------------------------
 
-    def _number(self, alternative: Alternative, is_integer: bool) -> list[str | None]:
+    def _number_terms(self, alternative: Alternative, is_integer: bool) -> list[str | None]:
         found = self._document.range_of(alternative)
         step, n_parts = 1, 0  # integers are multiples of `step`, fractions of 1 / n_parts
         for schema in schemas_of(alternative):
             if "multipleOf" in schema:
                 divisor = Fraction(repr(schema["multipleOf"]))
                 if divisor.numerator > 1 and divisor.denominator > 1 and not is_integer:
-                    self._document.leave_out(f"multipleOf {schema['multipleOf']!r} for numbers with fractions")
+                    self._document.relax_or_refuse(f"multipleOf {schema['multipleOf']!r} for numbers with fractions")
                 elif divisor.denominator > _MAX_PARTS or divisor.numerator > 2**31:
-                    self._document.leave_out(f"multipleOf {schema['multipleOf']!r}")
+                    self._document.relax_or_refuse(f"multipleOf {schema['multipleOf']!r}")
                 else:
                     step, n_parts = math.lcm(step, divisor.numerator), math.gcd(n_parts, divisor.denominator)
         if n_parts == 0:
             return [self._lark.terminal_of(found.terms(is_integer))]
-        fractions = [] if is_integer or n_parts == 1 else found.steps(n_parts)
-        return [self._multiples(found, step), self._lark.terminal_of(fractions)]
+        fractions = [] if is_integer or n_parts == 1 else found.in_units_of(n_parts)
+        return [self._multiples_term(found, step), self._lark.terminal_of(fractions)]
 
-    def _multiples(self, range_: Range, step: int) -> str | None:
+    def _multiples_term(self, range_: Range, step: int) -> str | None:
         """Return the expression of the integers in a range that are multiples of `step`, or None if there are none."""
         if step == 1:
             return self._lark.terminal_of(range_.terms(integer=True))
@@ -200,15 +213,15 @@ class JsonRules:
             if (name := schema.get("format")) in FORMATS:
                 formats.append(name)
             elif name not in (None, "unknown"):
-                self._document.leave_out(f"format {name!r}")
+                self._document.relax_or_refuse(f"format {name!r}")
             if (pattern := schema.get("pattern")) is not None:
                 if fault := pattern_fault(pattern):
-                    self._document.leave_out(f"pattern {pattern!r} ({fault})")
+                    self._document.relax_or_refuse(f"pattern {pattern!r} ({fault})")
                 else:
                     patterns.append(pattern)
         return list(dict.fromkeys(patterns)), list(dict.fromkeys(formats))
 
-    def _string(self, alternative: Alternative) -> str | None:
+    def _string_term(self, alternative: Alternative) -> str | None:
         (low, high), (patterns, formats) = size_bounds(alternative, "Length"), self.text_words(alternative)
         if high is not None and low > high:
             return None
@@ -216,28 +229,28 @@ class JsonRules:
         if has_length + len(patterns) + len(formats) > 1 or any(decimal_term(each) is None for each in patterns):
             words: dict[str, Any] = {"type": "string", "minLength": low} | ({} if high is None else {"maxLength": high})
             words["allOf"] = [{"pattern": each} for each in (*patterns, *(f"^({FORMATS[each]})$" for each in formats))]
-            if not (fault := text_fault(words)):
+            if not (fault := text_schema_fault(words)):
                 text = json_expression(words)
                 return None if grammar_error(f"start: {text}") else self._lark.rule(text)
-            self._document.leave_out(f"the keywords of a string beside each other ({fault})")
+            self._document.relax_or_refuse(f"the keywords of a string beside each other ({fault})")
             patterns, formats = [], []
         if not patterns and not formats:
             return self._lark.terminal(lark_literal(f'"{self._char}{repetition_range(low, high)}"'))
         term = decimal_term(patterns[0]) if patterns else f"({lark_literal(FORMATS[formats[0]])})"
         return self._lark.terminal_of([f"{json.dumps(chr(34))} {term} {json.dumps(chr(34))}"])
 
-    def literal(self, value: Any) -> str:
+    def literal_rule(self, value: Any) -> str:
         """Return the expression of exactly this value."""
         if isinstance(value, list):
-            return self._brackets("[]", f" {self.comma} ".join(map(self.literal, value)), not value)
+            return self._brackets("[]", f" {self.comma} ".join(map(self.literal_rule, value)), not value)
         if isinstance(value, dict):
-            fields = [f"{self._name(name)} {self.literal(each)}" for name, each in value.items()]
+            fields = [f"{self._property_name_term(name)} {self.literal_rule(each)}" for name, each in value.items()]
             return self._brackets("{}", f" {self.comma} ".join(fields), not value)
         if isinstance(value, bool) or value is None:
             return self._words[json.dumps(value)]
-        return self._lark.terminal(" | ".join(self._spellings(value)))
+        return self._lark.terminal(" | ".join(self._literal_spellings(value)))
 
-    def _spellings(self, value: str | float) -> list[str]:
+    def _literal_spellings(self, value: str | float) -> list[str]:
         """Return terms that match each way to write a string or number."""
         if not isinstance(value, str):
             forms = [json.dumps(value)]
@@ -252,9 +265,9 @@ class JsonRules:
             else lark_literal(f'"{self._text_spellings(value)}"')
         ]
 
-    def _name(self, name: str) -> str:
+    def _property_name_term(self, name: str) -> str:
         """Return the expression of a property's name and the colon after it."""
-        [term] = self._spellings(name)
+        [term] = self._literal_spellings(name)
         return self._lark.terminal(f"{term} {lark_literal(self._colon)}")
 
     def _text_spellings(self, text: str) -> str:
@@ -272,16 +285,16 @@ class JsonRules:
             closing = self._lark.terminal(f"{lark_literal(self._space)} {closing}")
         return f"{opening} {f'({content})?' if may_be_empty and content else content} {closing}"
 
-    def _array(self, alternative: Alternative) -> str | None:
+    def _array_rule(self, alternative: Alternative) -> str | None:
         (low, high), n_prefix = size_bounds(alternative, "Items"), _n_prefix(alternative)
         items: list[str] = []
         for at in range(n_prefix if high is None else min(n_prefix, high)):
-            item = self.value(self._document.items_at(at, alternative))
+            item = self.value_rule(self._document.item_schemas(at, alternative))
             if item is None:
                 high = at
                 break
             items.append(item)
-        rest = None if high == len(items) else self.value(self._document.items_at(n_prefix, alternative))
+        rest = None if high == len(items) else self.value_rule(self._document.item_schemas(n_prefix, alternative))
         if rest is None:
             high = len(items)
         if high is not None and low > high:
@@ -297,15 +310,18 @@ class JsonRules:
             tail = self._lark.rule(f"{self.comma if at else ''} {items[at]} {tail}")
         return self._brackets("[]", tail, low == 0)
 
-    def _object(self, alternative: Alternative) -> str | None:
-        form = self._document.object_form(alternative)
-        content = self.fields(
-            form, lambda name, value: f"{self._name(name)} {value}", self.comma, self._unlisted_property(form)
+    def _object_rule(self, alternative: Alternative) -> str | None:
+        form = self._document.object_schema(alternative)
+        content = self.properties_rule(
+            form,
+            lambda name, value: f"{self._property_name_term(name)} {value}",
+            self.comma,
+            self._unlisted_property_rule(form),
         )
         return None if content is None else self._brackets("{}", *content)
 
-    def fields(
-        self, form: ObjectForm, write: Callable[[str, str], str], comma: str, other: str | None = None
+    def properties_rule(
+        self, form: ObjectSchema, write: Callable[[str, str], str], comma: str, other: str | None = None
     ) -> tuple[str, bool] | None:
         """Return (expression of one or more properties, whether an object may be empty), or None if no object matches.
 
@@ -314,18 +330,18 @@ class JsonRules:
         """
         listed: list[tuple[str, bool]] = []
         for name, places in form.properties.items():
-            value = self.property_value(name, places)
+            value = self.property_value_rule(name, places)
             if value is not None:
                 listed.append((write(name, value), name in form.required))
             elif name in form.required:
                 return None
         return self._sequence(listed, other, comma, (form.low, form.high))
 
-    def property_value(self, name: str, places: Sequence[Place]) -> str | None:
+    def property_value_rule(self, name: str, places: Sequence[Place]) -> str | None:
         """Return the expression of the value of a property, or None if there is no such value."""
-        return self.value(places)
+        return self.value_rule(places)
 
-    def _unlisted_property(self, form: ObjectForm) -> str | None:
+    def _unlisted_property_rule(self, form: ObjectSchema) -> str | None:
         """Return the rule of one property that is not listed, or None if there can be none."""
         taken = f" & ~{lark_literal('|'.join(map(self._text_spellings, form.properties)))}" if form.properties else ""
         found, terms = (
@@ -334,9 +350,9 @@ class JsonRules:
         )
         for pattern, term in terms:
             if term is None or grammar_error(f"start: T\nT: {term}"):
-                self._document.leave_out(f"patternProperties {pattern!r}")
+                self._document.relax_or_refuse(f"patternProperties {pattern!r}")
             elif matches_nothing(f"({term}) & {_PLAIN_NAME}") and not matches_nothing(term):
-                self._document.leave_out(f"patternProperties {pattern!r}, whose names need escapes")
+                self._document.relax_or_refuse(f"patternProperties {pattern!r}, whose names need escapes")
         known = [f"({term})" for _, term in terms if term is not None]
         for (_, places), (_, term) in zip(form.patterns, terms, strict=True):
             if term is not None:
@@ -349,14 +365,14 @@ class JsonRules:
         for names, places in found:
             quoted = f"{json.dumps(chr(34))} ({names}) {lark_literal(chr(34) + self._colon)}"
             name = self._lark.terminal_of([quoted]) if known else self._lark.terminal(quoted)
-            if name is not None and (value := self.value(places)) is not None:
+            if name is not None and (value := self.value_rule(places)) is not None:
                 rules.append(f"{name} {value}")
         return self._lark.rule(" | ".join(rules)) if rules else None
 
     def _sequence(
         self, items: Sequence[tuple[str, bool]], other: str | None, comma: str, limits: tuple[int, int | None]
     ) -> tuple[str, bool] | None:
-        """Do the work of `fields`. `items` are (expression, whether required), and `limits` bound their number."""
+        """Do the work of `properties_rule`. `items` are (expression, is required), and `limits` bound their number."""
         low, high = limits
         n_needed = sum(required for _, required in items)
         if len(items) - n_needed > _MAX_OPTIONAL:
@@ -365,7 +381,7 @@ class JsonRules:
         if (high is not None and max(low, n_needed) > high) or (other is None and low > len(items)):
             return None
         if other is not None and low - n_needed > 1:  # two of the names that are not listed may be equal
-            self._document.leave_out(f"minProperties {low}")
+            self._document.relax_or_refuse(f"minProperties {low}")
         if low > 1 or (high is not None and (other is not None or high < len(items))):
             return self._counted_sequence(items, other, comma, low, high)
         # A part of the sequence: its items, as (the first without a comma, each with one, whether one is required).
@@ -432,7 +448,7 @@ def _distinct_schemas(places: Iterable[Place]) -> tuple[list[Place], _Key]:
 
 
 def _n_prefix(alternative: Alternative) -> int:
-    return max((len(prefix_of(schema)[0]) for schema in schemas_of(alternative)), default=0)
+    return max((len(split_array_items(schema)[0]) for schema in schemas_of(alternative)), default=0)
 
 
 def repetition_range(low: int, high: int | None) -> str:

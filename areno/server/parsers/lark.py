@@ -70,14 +70,14 @@ class Lark:
     def literal(self, text: str) -> str:
         """Match exactly this text. Special tokens in it match as token ids."""
         parts, at = [], 0
-        places = {tag: place for tag in self._special if (place := text.find(tag)) >= 0}
-        while places:
-            place, _, tag = min((place, -len(tag), tag) for tag, place in places.items())
-            parts += [self._quoted_literal(text[at:place])] if place > at else []
+        index_of_tag = {tag: index for tag in self._special if (index := text.find(tag)) >= 0}
+        while index_of_tag:
+            index, _, tag = min((index, -len(tag), tag) for tag, index in index_of_tag.items())
+            parts += [self._quoted_literal(text[at:index])] if index > at else []
             parts.append(f"<[{self._special[tag]}]>")
-            at = place + len(tag)
-            found = {tag: place if place >= at else text.find(tag, at) for tag, place in places.items()}
-            places = {tag: place for tag, place in found.items() if place >= 0}
+            at = index + len(tag)
+            found = {tag: index if index >= at else text.find(tag, at) for tag, index in index_of_tag.items()}
+            index_of_tag = {tag: index for tag, index in found.items() if index >= 0}
         parts += [self._quoted_literal(text[at:])] if at < len(text) else []
         return " ".join(parts) or '""'
 
@@ -106,6 +106,6 @@ class Lark:
         body = " | ".join(terms)
         return None if not body or ("&" in body and matches_nothing(body)) else self.terminal(body)
 
-    def text(self, start: str) -> str:
+    def grammar_text(self, start: str) -> str:
         """Return the whole grammar, in which an answer must match `start`."""
         return "\n".join([_HEADER, f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items())])

@@ -114,7 +114,7 @@ class MessageStream:
         self._source, self._deltas = Cursor(), list[MessageDelta]()
         self._n_calls, self._has_content = 0, False
         self._space = ""  # whitespace around calls, which belongs to the next text, if there is any
-        self._reading = self._message(in_reasoning)
+        self._reading = self._read_message(in_reasoning)
 
     def feed(self, delta: str) -> list[MessageDelta]:
         """Return the new deltas that later text cannot change."""
@@ -127,7 +127,7 @@ class MessageStream:
         self._source.ended = True
         return self.feed(delta)
 
-    def _message(self, in_reasoning: bool) -> Reading[None]:
+    def _read_message(self, in_reasoning: bool) -> Reading[None]:
         """Parse the whole message. This and the methods it uses append to `self._deltas`."""
         source = self._source
         if not in_reasoning:
@@ -135,12 +135,12 @@ class MessageStream:
             in_reasoning = yield from source.accept(THINK)
         if in_reasoning:
             source.forget()
-            yield from self._reasoning()
+            yield from self._read_reasoning()
         else:
             source.at = 0  # the whitespace is part of the content
-        yield from self._content()
+        yield from self._read_content()
 
-    def _reasoning(self) -> Reading[None]:
+    def _read_reasoning(self) -> Reading[None]:
         source = self._source
         yield from source.skip_newlines()
         while True:
@@ -150,7 +150,7 @@ class MessageStream:
                 border = len(source.text)
             # Newlines before the closing tag belong to the tag.
             border = source.at + len(source.text[source.at : border].rstrip("\n"))
-            self._emit_to(border, reasoning=True)
+            self._emit_until(border, reasoning=True)
             if end >= 0 or source.ended:
                 break
             yield
@@ -158,7 +158,7 @@ class MessageStream:
         yield from source.skip_newlines()
         source.forget()
 
-    def _content(self) -> Reading[None]:
+    def _read_content(self) -> Reading[None]:
         source, at_boundary = self._source, True
         while True:
             if self._n_calls and at_boundary:
@@ -171,18 +171,18 @@ class MessageStream:
                 start = len(source.text)
             words_end = source.at + len(source.text[source.at : start].rstrip())
             at_boundary = at_boundary and words_end == source.at
-            self._emit_to(words_end)
+            self._emit_until(words_end)
             if after_tag is None and source.ended:
                 if not self._n_calls:
-                    self._emit_to(len(source.text))
+                    self._emit_until(len(source.text))
                 return
             if after_tag is None:
                 yield
                 continue
-            # `_emit_to` dropped the text before the cursor, so positions have moved.
-            at_boundary = yield from self._calls(start - words_end, after_tag - words_end)
+            # `_emit_until` dropped the text before the cursor, so positions have moved.
+            at_boundary = yield from self._read_calls(start - words_end, after_tag - words_end)
 
-    def _calls(self, start: int, after_tag: int) -> Reading[bool]:
+    def _read_calls(self, start: int, after_tag: int) -> Reading[bool]:
         """Read the calls after the tag, which is text[start:after_tag]. If there are none, the tag becomes content."""
         source = self._source
         source.at = after_tag
@@ -190,7 +190,7 @@ class MessageStream:
         calls = yield from self._family.read_calls(source, tag, self._tools)
         if not calls:
             source.at = 0
-            self._emit_to(max(after_tag, start + 1))
+            self._emit_until(max(after_tag, start + 1))
             return False
         self._space += source.text[:start]
         for name, arguments in calls:
@@ -200,7 +200,7 @@ class MessageStream:
         source.forget()
         return True
 
-    def _emit_to(self, end: int, reasoning: bool = False) -> None:
+    def _emit_until(self, end: int, reasoning: bool = False) -> None:
         """Append the text from the cursor to index `end` as a delta, and remove it from the cursor's text."""
         source = self._source
         if text := source.text[source.at : end]:

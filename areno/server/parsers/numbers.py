@@ -59,12 +59,12 @@ class Range:
     @lru_cache(1024)  # noqa: B019 - the ranges of schemas are few and small
     def terms(self, integer: bool) -> list[str]:
         """Return terms of a Lark terminal (llguidance). Each number of this range matches one of them."""
-        found = self._positive(integer)
+        found = self._positive_terms(integer)
         if self.low is None or self.low < 0 or (self.low_float < 0 and not integer):
-            found += [f'"-" {term}' for term in self.mirrored()._positive(integer)]
+            found += [f'"-" {term}' for term in self.mirrored()._positive_terms(integer)]
         return found
 
-    def _positive(self, integer: bool) -> list[str]:
+    def _positive_terms(self, integer: bool) -> list[str]:
         low, high = max(self.low or 0, 0), self.high
         has_whole = low < 10**MAX_DIGITS and (high is None or low <= high)
         found = [f"/{_natural_range(low, high)}/"] if has_whole else []
@@ -73,12 +73,12 @@ class Range:
         start, end = max(self.low_float, 0.0), self.high_float
         return found + _fractions(start, end) + _with_exponent(start, end)
 
-    def steps(self, n: int) -> list[str]:
+    def in_units_of(self, n: int) -> list[str]:
         """Return terms for fractions in the range that are multiples of 1 / n. n has no prime factors but 2 and 5."""
-        places = next(places for places in range(1, n + 1) if 10**places % n == 0)
-        step = 10**places // n
-        ends = [f"{digits:0{places}}".rstrip("0") for digits in range(step, 10**places, step)]
-        ends = [f"[0-9]{{1,{places}}}"] if step == 1 else ends
+        n_decimals = next(n_decimals for n_decimals in range(1, n + 1) if 10**n_decimals % n == 0)
+        step = 10**n_decimals // n
+        ends = [f"{digits:0{n_decimals}}".rstrip("0") for digits in range(step, 10**n_decimals, step)]
+        ends = [f"[0-9]{{1,{n_decimals}}}"] if step == 1 else ends
         digits = f"({'|'.join([f'({chr(124).join(ends)})0*', '0+'])})"
         found = list[str]()
         for sign, each in (("", self), ('"-" ', self.mirrored())):

@@ -60,7 +60,7 @@ def lark_literal(regex: str) -> str:
     return f"/{''.join(pieces)}/" if pieces else '""'
 
 
-def text_fault(words: dict[str, Any]) -> str:
+def text_schema_fault(words: dict[str, Any]) -> str:
     """Return why the schema keywords of a string cannot be enforced, or "" if they can, even if no string matches."""
     return grammar_error(_or_null(words))
 
@@ -77,7 +77,7 @@ def json_expression(schema: dict[str, Any]) -> str:
 
 def pattern_fault(pattern: str) -> str:
     """Return why a pattern cannot be enforced, or ""."""
-    return "" if decimal_term(pattern) else text_fault({"pattern": pattern})
+    return "" if decimal_term(pattern) else text_schema_fault({"pattern": pattern})
 
 
 @lru_cache(4096)

@@ -70,7 +70,7 @@ def _call_grammar(lark: Lark, name: str, document: Document) -> str:
             raise GrammarError("{!r} cannot be the name of an argument in a Python call; rename the argument", key)
         return f"{lark.literal(f'{key}=')} {value}"
 
-    found = [rules.fields(form, argument, rules.comma) for form in document.forms]
+    found = [rules.properties_rule(form, argument, rules.comma) for form in document.object_schemas]
     contents = [f"{content}{'?' if may_be_empty else ''}" for content, may_be_empty in filter(None, found)]
     content = rules.require(lark.rule(" | ".join(contents)) if contents else None)
     return lark.rule(f"{lark.literal(f'{name}(')} {content} {lark.literal(')')}")
@@ -103,18 +103,18 @@ class _LiteralParser:
         calls: list[RawCall] = []
         yield from self._expect("[")
         while not (yield from self._skip_end_or_comma("]", calls)):
-            calls.append((yield from self._call()))
+            calls.append((yield from self._read_call()))
         return calls
 
     def read_whole_literal(self) -> Reading[Any]:
         """Read one literal that is the whole text."""
-        value = yield from self._value(0)
+        value = yield from self._read_value(0)
         yield from self._source.skip_space()
         if (yield from self._source.peek()):
             raise Malformed
         return value
 
-    def _call(self) -> Reading[RawCall]:
+    def _read_call(self) -> Reading[RawCall]:
         name = yield from self._read_name()
         yield from self._expect("(")
         arguments: dict[str, Any] = {}
@@ -123,7 +123,7 @@ class _LiteralParser:
             yield from self._expect("=")
             if not key.isidentifier() or key in arguments:
                 raise Malformed
-            arguments[key] = yield from self._value(0)
+            arguments[key] = yield from self._read_value(0)
         try:
             return name, dump_json(arguments)
         except ValueError as error:
@@ -159,48 +159,48 @@ class _LiteralParser:
         yield from self._source.skip_space()
         return (yield from self._source.accept(closing))
 
-    def _value(self, depth: int) -> Reading[Any]:
+    def _read_value(self, depth: int) -> Reading[Any]:
         yield from self._source.skip_space()
         char = yield from self._source.peek()
         if depth > MAX_NESTED or not char:
             raise Malformed
         if char in "'\"":
-            return (yield from self._string(char))
+            return (yield from self._read_string(char))
         if char in "[(":
-            return (yield from self._list(char, depth))
+            return (yield from self._read_list(char, depth))
         if char == "{":
-            return (yield from self._dict(depth))
+            return (yield from self._read_dict(depth))
         if char.isdecimal() or char in "+-.":
-            return (yield from self._number())
+            return (yield from self._read_number())
         word = yield from self._read_name()
         if word not in _WORDS:
             raise Malformed
         return _WORDS[word]
 
-    def _list(self, opening: str, depth: int) -> Reading[Any]:
+    def _read_list(self, opening: str, depth: int) -> Reading[Any]:
         """Read a list or a tuple as a list, and `(value)` as the value."""
         closing = "]" if opening == "[" else ")"
         items: list[Any] = []
         yield from self._expect(opening)
         while not (yield from self._skip_end_or_comma(closing, items)):
-            items.append((yield from self._value(depth + 1)))
+            items.append((yield from self._read_value(depth + 1)))
         bare = (
             opening == "(" and len(items) == 1 and not self._source.text[: self._source.at - 1].rstrip().endswith(",")
         )
         return items[0] if bare else items
 
-    def _dict(self, depth: int) -> Reading[dict[str, Any]]:
+    def _read_dict(self, depth: int) -> Reading[dict[str, Any]]:
         items: dict[str, Any] = {}
         yield from self._expect("{")
         while not (yield from self._skip_end_or_comma("}", items)):
-            key = yield from self._value(depth + 1)
+            key = yield from self._read_value(depth + 1)
             yield from self._expect(":")
             if not isinstance(key, str):
                 raise Malformed
-            items[key] = yield from self._value(depth + 1)
+            items[key] = yield from self._read_value(depth + 1)
         return items
 
-    def _number(self) -> Reading[int | float]:
+    def _read_number(self) -> Reading[int | float]:
         start = self._source.at
         while (char := (yield from self._source.peek())) and (char.isalnum() or char in "+-._"):
             self._source.at += 1
@@ -212,7 +212,7 @@ class _LiteralParser:
                 continue
         raise Malformed
 
-    def _string(self, quote: str) -> Reading[str]:
+    def _read_string(self, quote: str) -> Reading[str]:
         source = self._source
         is_long = yield from source.accept(quote * 3)
         end = quote * 3 if is_long else quote
@@ -224,10 +224,10 @@ class _LiteralParser:
             if char == "" or (char == "\n" and not is_long):
                 raise Malformed
             source.at += 1
-            chars.append((yield from self._escape()) if char == "\\" else char)
+            chars.append((yield from self._read_escape()) if char == "\\" else char)
         return "".join(chars)
 
-    def _escape(self) -> Reading[str]:
+    def _read_escape(self) -> Reading[str]:
         r"""Read an escape sequence after its backslash. Unknown and octal escapes, except \0, keep their backslash."""
         source = self._source
         char = yield from source.peek()

@@ -29,11 +29,11 @@ from areno.server.parsers.pythonic import parse_literal
 from areno.server.parsers.schemas import (
     Alternative,
     Document,
-    ObjectForm,
+    ObjectSchema,
     Place,
     arguments_of,
-    is_same,
-    kind_of,
+    json_type_of,
+    json_values_are_equal,
     schemas_of,
     size_bounds,
 )
@@ -150,7 +150,7 @@ class _Parameters:
     def types(self, key: str) -> tuple[frozenset[str], list[Any]]:
         """Return the types of a parameter (empty if any is allowed), and its values in `enum` or `const`."""
         document = self._document
-        if document is None or not (found := document.argument(key)):
+        if document is None or not (found := document.property_alternatives(key)):
             return frozenset(), []
         values = [value for each in found for value in document.literals(each) or ()]
         return frozenset().union(*(_named_kinds(document, each) for each in found)), values
@@ -183,7 +183,7 @@ class _Parameters:
 def _named_kinds(document: Document, alternative: Alternative) -> frozenset[str]:
     """Return the types that the schema names. Empty if it allows all types."""
     if (values := document.literals(alternative)) is not None:
-        return frozenset(map(kind_of, values))
+        return frozenset(map(json_type_of, values))
     kinds = document.kinds(alternative)
     return frozenset() if kinds == document.kinds(()) else kinds
 
@@ -214,7 +214,10 @@ def _call_grammar(lark: Lark, name: str, document: Document) -> str:
             raise GrammarError("the name {!r} {}", key, why)
         return f"{lark.literal(f'{PARAMETER}{key}>' + chr(10))} {value}"
 
-    found = [values.fields(form, parameter, "", values.other(form)) for form in document.forms]
+    found = [
+        values.properties_rule(form, parameter, "", values.unlisted_parameter_rule(form))
+        for form in document.object_schemas
+    ]
     contents = [f"{content}{'?' if may_be_empty else ''}" for content, may_be_empty in filter(None, found)]
     content = values.require(lark.rule(" | ".join(contents)) if contents else None)
     return lark.rule(f"{lark.literal(f'{FUNCTION}{name}>' + chr(10))} {content} {lark.literal(END_FUNCTION)}")
@@ -227,10 +230,10 @@ class _ParameterRules(JsonRules):
         super().__init__(lark, document, Style())
         self._json, self._known = JsonRules(lark, document, Style()), _Parameters(document)
 
-    def property_value(self, name: str, places: Sequence[Place]) -> str | None:
+    def property_value_rule(self, name: str, places: Sequence[Place]) -> str | None:
         kinds, values = self._known.types(name)
         if kinds and "string" not in kinds:
-            value = self._json.value(places)
+            value = self._json.value_rule(places)
             return None if value is None else f"{value} {self._lark.literal(_END)}"
         document, terms = self._document, list[str]()
         found = document.alternatives(places)
@@ -249,7 +252,7 @@ class _ParameterRules(JsonRules):
                 if (
                     END_PARAMETER not in text
                     and PARAMETER not in text
-                    and is_same(self._known.convert_value(name, text), value)
+                    and json_values_are_equal(self._known.convert_value(name, text), value)
                 ):
                     terms.append(self._lark.literal(text + _END))
         return f"({' | '.join(dict.fromkeys(terms))})" if terms else None
@@ -261,7 +264,7 @@ class _ParameterRules(JsonRules):
         for pattern in patterns:
             term = decimal_term(pattern) or whole_text_term(pattern)
             if term is None or grammar_error(f"start: T\nT: {term}"):
-                self._document.leave_out(f"pattern {pattern!r} in a string without quotes")
+                self._document.relax_or_refuse(f"pattern {pattern!r} in a string without quotes")
             else:
                 terms.append(term)
         low, high = size_bounds(alternative, "Length")
@@ -274,8 +277,8 @@ class _ParameterRules(JsonRules):
         term = f"({' & '.join([*terms, _NO_TAGS, *(f'~{each}' for each in others)])})"
         return None if (terms or others) and matches_nothing(term) else self._lark.term_before_tag(term, end)
 
-    def other(self, form: ObjectForm) -> str | None:
-        value = None if form.others is None or form.patterns else self.property_value(_UNLISTED, form.others)
+    def unlisted_parameter_rule(self, form: ObjectSchema) -> str | None:
+        value = None if form.others is None or form.patterns else self.property_value_rule(_UNLISTED, form.others)
         if value is None:
             return None
         taken = "|".join(map(escaped, form.properties))

@@ -55,7 +55,7 @@ Alternative = tuple["Place | Siblings", ...]
 
 
 @dataclass
-class ObjectForm:
+class ObjectSchema:
     """The properties that objects may have: listed ones in order, ones whose names match a pattern, and others."""
 
     properties: dict[str, tuple[Place, ...]]
@@ -85,7 +85,7 @@ class Document:
         self._references = References(root)
         self.root = self._references.root
 
-    def leave_out(self, what: str) -> None:
+    def relax_or_refuse(self, what: str) -> None:
         if self.strict:
             why = "a grammar cannot enforce it; change the schema, or set strict to false, so that it is left out"
             raise GrammarError("the schema cannot be compiled: Unimplemented: {}: {}", what, why)
@@ -122,7 +122,7 @@ class Document:
             elif word in ("anyOf", "oneOf"):
                 found = _combinations(found, self._branches(word, [(each, base) for each in value]))
             elif word in _UNENFORCED and _has_effect(word, schema):
-                self.leave_out(word)
+                self.relax_or_refuse(word)
                 found = _combinations(
                     found, [(Siblings([self._expand(each, base) for each in _applied_subschemas(word, schema)]),)]
                 )
@@ -131,11 +131,11 @@ class Document:
 
     def _branches(self, word: str, places: list[Place]) -> list[Alternative]:
         branches = [self._expand(*place) for place in places]
-        is_tagged = self._are_tagged(branches)
+        is_tagged = self._have_discriminator(branches)
         if word == "oneOf" and not is_tagged:
             pairs = ((one, other) for at, one in enumerate(branches) for other in branches[:at])
             if not all(self._are_disjoint(one, other) for one, other in pairs):
-                self.leave_out("oneOf with branches that overlap")
+                self.relax_or_refuse("oneOf with branches that overlap")
         if is_tagged or not _list_properties(branches):
             return [each for branch in branches for each in branch]
         found: list[Alternative] = []
@@ -144,45 +144,47 @@ class Document:
             found += [(before, *each, after) for each in branch]
         return found
 
-    def _are_tagged(self, branches: list[list[Alternative]]) -> bool:
+    def _have_discriminator(self, branches: list[list[Alternative]]) -> bool:
         """Return whether all branches require the same property, with different values, so that only one can match."""
         found = [each for branch in branches for each in branch]
         if any(self.kinds(each) != {"object"} for each in found):
             return False
         for name in self.required(found[0]) if found else ():
-            tags = [self._tags(name, each) for branch in branches for each in branch]
+            tags = [self._discriminator_values(name, each) for branch in branches for each in branch]
             if all(tags) and len(frozenset().union(*tags)) == sum(map(len, tags)):
                 return True
         return len(found) <= 1
 
-    def _tags(self, name: str, alternative: Alternative) -> frozenset[Any]:
+    def _discriminator_values(self, name: str, alternative: Alternative) -> frozenset[Any]:
         """Return the values that `const` and `enum` leave for a property. Empty if it has neither or is optional."""
-        found = self.alternatives(self.places_of(name, alternative)) if name in self.required(alternative) else []
+        found = (
+            self.alternatives(self.property_schemas(name, alternative)) if name in self.required(alternative) else []
+        )
         values = [self.literals(each) for each in found]
         if None in values:
             return frozenset()
         return frozenset(_comparison_key(value) for of_one in values for value in of_one or ())
 
     def _are_disjoint(self, one: Sequence[Alternative], other: Sequence[Alternative], depth: int = 0) -> bool:
-        return all(self.are_apart(a, b, depth) for a in one for b in other)
+        return all(self.are_alternatives_disjoint(a, b, depth) for a in one for b in other)
 
-    def are_apart(self, one: Alternative, other: Alternative, depth: int = 0) -> bool:
+    def are_alternatives_disjoint(self, one: Alternative, other: Alternative, depth: int = 0) -> bool:
         """Return True only if it is certain that no value matches both alternatives."""
         for a, b in ((one, other), (other, one)):
             if (values := self.literals(a)) is not None:
                 return all(self.rejects(value, b) for value in values)
         shared = self.kinds(one) & self.kinds(other)
-        return all(self._kind_is_apart(kind, one, other, depth) for kind in shared)
+        return all(self._is_kind_disjoint(kind, one, other, depth) for kind in shared)
 
-    def _kind_is_apart(self, kind: str, one: Alternative, other: Alternative, depth: int) -> bool:
+    def _is_kind_disjoint(self, kind: str, one: Alternative, other: Alternative, depth: int) -> bool:
         if kind in ("integer", "number"):
             return self.range_of(one).is_disjoint(self.range_of(other), kind == "integer")
         if kind == "object":
             names = self.required(one) | self.required(other)
             return depth < _MAX_DEPTH and any(
                 self._are_disjoint(
-                    self.alternatives(self.places_of(name, one)),
-                    self.alternatives(self.places_of(name, other)),
+                    self.alternatives(self.property_schemas(name, one)),
+                    self.alternatives(self.property_schemas(name, other)),
                     depth + 1,
                 )
                 for name in names
@@ -225,7 +227,7 @@ class Document:
     def required(self, alternative: Alternative) -> dict[str, None]:
         return dict.fromkeys(name for schema in schemas_of(alternative) for name in schema.get("required", ()))
 
-    def places_of(self, name: str, alternative: Alternative) -> tuple[Place, ...]:
+    def property_schemas(self, name: str, alternative: Alternative) -> tuple[Place, ...]:
         """Return the schemas that a property of an object must match."""
         found: list[Place] = []
         for schema, base in _schema_places(alternative):
@@ -238,7 +240,7 @@ class Document:
 
     def rejects(self, value: Any, alternative: Alternative) -> bool:
         """Return True only if a value certainly does not match an alternative. Patterns and formats are not checked."""
-        if kind_of(value) not in self.kinds(alternative):
+        if json_type_of(value) not in self.kinds(alternative):
             return True
         if any(
             _comparison_key(value) not in self._values_of(schema)
@@ -258,11 +260,11 @@ class Document:
         if len(value) < low or (high is not None and len(value) > high):
             return True
         if isinstance(value, list):
-            return any(self.rejects_all(each, self.items_at(at, alternative)) for at, each in enumerate(value))
+            return any(self.rejects_all(each, self.item_schemas(at, alternative)) for at, each in enumerate(value))
         if isinstance(value, dict):
             is_short = not self.required(alternative).keys() <= value.keys()
             return is_short or any(
-                self.rejects_all(each, self.places_of(name, alternative)) for name, each in value.items()
+                self.rejects_all(each, self.property_schemas(name, alternative)) for name, each in value.items()
             )
         return False
 
@@ -276,14 +278,14 @@ class Document:
     def rejects_all(self, value: Any, places: Iterable[Place]) -> bool:
         return all(self.rejects(value, each) for each in self.alternatives(places))
 
-    def items_at(self, at: int, alternative: Alternative) -> tuple[Place, ...]:
+    def item_schemas(self, at: int, alternative: Alternative) -> tuple[Place, ...]:
         found: list[Place] = []
         for schema, base in _schema_places(alternative):
-            first, rest = prefix_of(schema)
+            first, rest = split_array_items(schema)
             found += [(first[at], base)] if at < len(first) else [(rest, base)]
         return tuple(found)
 
-    def object_form(self, alternative: Alternative) -> ObjectForm:
+    def object_schema(self, alternative: Alternative) -> ObjectSchema:
         """Return which properties the objects of an alternative may have.
 
         If `properties` is set and `additionalProperties` is not, an unlisted property is only allowed if it is
@@ -305,9 +307,9 @@ class Document:
                 supplied = self._properties_of_siblings(part, alternative)
                 properties |= {name: supplied[name] for name in supplied if name not in own and name not in properties}
         properties |= {name: () for name in self.required(alternative) if name not in properties}
-        properties = {name: (*places, *self.places_of(name, alternative)) for name, places in properties.items()}
+        properties = {name: (*places, *self.property_schemas(name, alternative)) for name, places in properties.items()}
         low, high = size_bounds(alternative, "Properties")
-        form = ObjectForm(properties, set(self.required(alternative)), low=low, high=high)
+        form = ObjectSchema(properties, set(self.required(alternative)), low=low, high=high)
         patterns = dict.fromkeys(name for each in schemas_of(alternative) for name in each.get("patternProperties", ()))
         form.patterns = [(pattern, self._schemas_of_pattern(pattern, alternative)) for pattern in patterns]
         if not is_closed:
@@ -332,7 +334,7 @@ class Document:
         """Return the properties of sibling branches. A branch counts if a value may match it and the alternative."""
         found: dict[str, tuple[list[Any], str]] = {}
         for other in (each for branch in siblings.branches for each in branch if _list_properties([[each]])):
-            if not self.are_apart(other, alternative):
+            if not self.are_alternatives_disjoint(other, alternative):
                 for schema, base in _schema_places(other):
                     for name, each in schema.get("properties", {}).items():
                         found.setdefault(name, ([], base))[0].append(each)
@@ -346,32 +348,32 @@ class Document:
         return self._made[key]
 
     @cached_property
-    def forms(self) -> list[ObjectForm]:
-        found: list[ObjectForm] = []
+    def object_schemas(self) -> list[ObjectSchema]:
+        found: list[ObjectSchema] = []
         for alternative in self.alternatives([self.root]):
             values = self.literals(alternative)
             if values is not None:
-                found += [self._form_of(value) for value in values if isinstance(value, dict)]
+                found += [self._object_schema_of_value(value) for value in values if isinstance(value, dict)]
             elif "object" in self.kinds(alternative):
-                found.append(self.object_form(alternative))
+                found.append(self.object_schema(alternative))
         return found
 
-    def _form_of(self, value: dict[str, Any]) -> ObjectForm:
-        return ObjectForm({name: self._constant(each) for name, each in value.items()}, set(value))
+    def _object_schema_of_value(self, value: dict[str, Any]) -> ObjectSchema:
+        return ObjectSchema({name: self._const_schema(each) for name, each in value.items()}, set(value))
 
-    def _constant(self, value: Any) -> tuple[Place, ...]:
+    def _const_schema(self, value: Any) -> tuple[Place, ...]:
         return ((self._constants.setdefault(id(value), {"const": value}), ""),)
 
-    def argument(self, name: str) -> list[Alternative]:
+    def property_alternatives(self, name: str) -> list[Alternative]:
         """Return the alternatives of the property `name`, collected from all alternatives of the root schema."""
         found: list[Alternative] = []
         for alternative in self.alternatives([self.root]):
             values = self.literals(alternative)
             if values is None:
-                found += self.alternatives(self.places_of(name, alternative))
+                found += self.alternatives(self.property_schemas(name, alternative))
             else:
                 objects = [value for value in values if isinstance(value, dict) and name in value]
-                found += [each for value in objects for each in self.alternatives(self._constant(value[name]))]
+                found += [each for value in objects for each in self.alternatives(self._const_schema(value[name]))]
         return found
 
 
@@ -411,14 +413,14 @@ def size_bounds(alternative: Alternative, word: str) -> tuple[int, int | None]:
     return max(low, default=0), min((each for each in high if each <= MAX_SIZE), default=None)
 
 
-def prefix_of(schema: dict[str, Any]) -> tuple[list[Any], Any]:
+def split_array_items(schema: dict[str, Any]) -> tuple[list[Any], Any]:
     """Return the schemas of the first elements of an array, and of the elements after them."""
     if isinstance(schema.get("items"), list):  # as in older drafts
         return schema["items"], schema.get("additionalItems", True)
     return schema.get("prefixItems", []), schema.get("items", True)
 
 
-def kind_of(value: Any) -> str:
+def json_type_of(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
@@ -430,7 +432,7 @@ def _is_fixed(schema: dict[str, Any]) -> bool:
     return "const" in schema or "enum" in schema
 
 
-def is_same(one: Any, other: Any) -> bool:
+def json_values_are_equal(one: Any, other: Any) -> bool:
     """Return whether two values are equal in JSON, where 1 equals 1.0 but not true."""
     return _comparison_key(one) == _comparison_key(other)
 

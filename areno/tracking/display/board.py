@@ -255,6 +255,6 @@ def _shown_sample(sample: ScoredSample) -> ShownSample:
 
 def _work_text() -> str:
     for one in console.active_progress[-1:]:
-        rate = f", {one.rate:,.0f} tok/s" if one.tokens else ""
+        rate = f", {one.tokens_per_second:,.0f} tok/s" if one.tokens else ""
         return f"{one.done}/{one.total} {one.unit}{rate}"
     return ""

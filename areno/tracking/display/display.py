@@ -17,11 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from areno.config.experiments import ExperimentConfig
-from areno.schema.fields import changed
+from areno.schema.fields import changed_settings
 from areno.schema.values import show
 from areno.tracking.display.board import Board, Warnings
 from areno.tracking.display.screen import Line, Screen, can_draw
-from areno.tracking.display.view import draw
+from areno.tracking.display.view import render_lines
 from areno.tracking.reader import RunReader, headlines
 from areno.tracking.run_log import Console, RunLog, host_listens
 from areno.tracking.tracker import Tracker
@@ -118,7 +118,7 @@ class Display(Tracker):
         return min(os.get_terminal_size(self._stream.fileno()).columns or 80, 120) - 1
 
     def _lines(self, width: int, height: int) -> list[Line]:
-        return draw(self.board.snapshot(), self._title, width, height)
+        return render_lines(self.board.snapshot(), self._title, width, height)
 
     def _final_text(self) -> str:
         run = RunReader(self._folder)
@@ -141,7 +141,7 @@ def settings_shown(config: ExperimentConfig, overrides: Sequence[str]) -> dict[s
     """
     known = {"experiment_name", "trial_name", "actor.path", "train_dataset.path"}  # other lines of the panel show them
     known |= {line.partition("=")[0].lstrip("+") for line in overrides}
-    settings = [f"{key}={show(value)}" for key, value in changed(config) if key not in known]
+    settings = [f"{key}={show(value)}" for key, value in changed_settings(config) if key not in known]
     told = {"given": " ".join(overrides), "settings": " ".join(settings)}
     return {name: text for name, text in told.items() if text}
 

@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 
 from areno.tracking.display.board import ShownSample, Snapshot, sparkline
 from areno.tracking.display.screen import Line
-from areno.tracking.reader import duration, loss_is_meaningful, only_critic_trained
+from areno.tracking.reader import duration_text, loss_is_meaningful, only_critic_trained
 
 _TITLE, _VALUE = 26, 9  # cells of the title and of the value of a row
 _TWO_COLUMNS = 100  # the least width for two columns, in cells
@@ -56,7 +56,7 @@ _ROWS = (
 _PART = "rollout/reward/"  # the beginning of the names of the parts of a reward
 
 
-def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
+def render_lines(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
     """Return fewer lines than `height`, each narrower than `width`, the most important ones first."""
     width -= 1  # after a line of full width, some terminals start another line
     lines = [_horizontal_rule(title, width), *_progress_lines(look, width)]
@@ -74,7 +74,7 @@ def draw(look: Snapshot, title: str, width: int, height: int) -> list[Line]:
         each = max(1, min(4, left // len(look.samples)))
         lines += [[], _horizontal_rule(f"samples of step {look.samples_step}", width)]
         for sample in look.samples[:left]:
-            lines += _sample(sample, width, each)
+            lines += _sample_lines(sample, width, each)
     return [_fit_line(line, width) for line in lines]
 
 
@@ -95,8 +95,8 @@ def rows_of(look: Snapshot) -> list[Row]:
 def _progress_lines(look: Snapshot, width: int) -> Iterator[Line]:
     """Draw two lines: the progress of the run, and the current phase with the times of the last step."""
     share = look.step / look.total if look.total else 0.0
-    told = [f"step {look.step}/{look.total}", f"{100 * share:3.0f} %", f"{duration(look.elapsed)} elapsed"]
-    told += [f"{duration(look.left)} left"] if look.left is not None else []
+    told = [f"step {look.step}/{look.total}", f"{100 * share:3.0f} %", f"{duration_text(look.elapsed)} elapsed"]
+    told += [f"{duration_text(look.left)} left"] if look.left is not None else []
     first, *rest = told
     bar = max(0, width - sum(map(len, told)) - 3 * len(told))
     done = round(bar * share)
@@ -117,13 +117,13 @@ def _scalar_lines(rows: Sequence[Row], look: Snapshot, width: int, trend: int) -
     """Draw title, value, sparkline (at most `trend` wide) and, for a main row, the first value."""
     for row in rows:
         value, course = look.trends[row.name]
-        text = _cut_to_width(f" {row.title:<{_TITLE}}{_number(value, row.share):>{_VALUE}}  ", width)
+        text = _cut_to_width(f" {row.title:<{_TITLE}}{_number_text(value, row.share):>{_VALUE}}  ", width)
         line = sparkline(course, max(0, trend))
         if not row.is_main:
             yield [(text, ""), (line, "blue")]
             continue
         first = next((one for one in course if math.isfinite(one)), math.nan)
-        began = f"  from {_number(first, row.share)}" if len(course) > 1 and trend > 0 else ""
+        began = f"  from {_number_text(first, row.share)}" if len(course) > 1 and trend > 0 else ""
         yield [(text, "bold"), (line, "green"), (began, "dim")]
 
 
@@ -141,7 +141,7 @@ def _other_scalars(rows: Sequence[Row], look: Snapshot, width: int) -> Iterator[
         yield [*left, (" " * space, ""), *(part for line in right for part in line)]
 
 
-def _sample(sample: ShownSample, width: int, n_lines: int) -> Iterator[Line]:
+def _sample_lines(sample: ShownSample, width: int, n_lines: int) -> Iterator[Line]:
     """Draw a sample in at most `n_lines` lines: the end of its prompt and the beginning of its completion."""
     reward = f" {sample.reward:>6}  "
     room = width - len(reward)
@@ -186,7 +186,7 @@ def _end_of_text(text: str, width: int) -> str:
     return _cut_to_width(text if len(text) <= width else "…" + text[1 - width :], width)
 
 
-def _number(value: float, share: bool) -> str:
+def _number_text(value: float, share: bool) -> str:
     if share:
         return f"{100 * value:.1f} %"
     return f"{value / 1000:,.1f}k" if abs(value) >= 10_000 else f"{value:.4g}"

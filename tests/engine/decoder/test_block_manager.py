@@ -10,7 +10,7 @@ from areno.engine.decoder.block_manager import EMPTY_PREFIX, BlockManager, Prefi
 def fill(manager: BlockManager, tokens: list[int]) -> list[int]:
     """Acquire blocks for these tokens, sharing what is found and registering what is full."""
     size = manager.block_size
-    match = manager.match(tokens, len(tokens) // size)
+    match = manager.match_prefix(tokens, len(tokens) // size)
     found, prefix_id = match.cached_blocks(), match.prefix_id
     manager.acquire(found)
     blocks = found + manager.allocate(manager.blocks_for(len(tokens)) - len(found))
@@ -23,11 +23,11 @@ def test_only_the_exact_prefix_is_found() -> None:
     manager = BlockManager(8, 2)
     blocks = fill(manager, [1, 2, 3, 4, 5])
     assert len(blocks) == 3
-    assert manager.match([1, 2, 3, 4, 9, 9], 3).cached_blocks() == blocks[:2]
-    assert manager.match([1, 2, 3, 4, 9, 9], 1).cached_blocks() == blocks[:1]
+    assert manager.match_prefix([1, 2, 3, 4, 9, 9], 3).cached_blocks() == blocks[:2]
+    assert manager.match_prefix([1, 2, 3, 4, 9, 9], 1).cached_blocks() == blocks[:1]
     # The same tokens after another prefix are other content.
-    assert manager.match([3, 4], 1) == PrefixMatch(0, EMPTY_PREFIX, [[]], [0])
-    assert manager.match([1, 3, 3, 4], 2) == PrefixMatch(0, EMPTY_PREFIX, [[]], [0])
+    assert manager.match_prefix([3, 4], 1) == PrefixMatch(0, EMPTY_PREFIX, [[]], [0])
+    assert manager.match_prefix([1, 3, 3, 4], 2) == PrefixMatch(0, EMPTY_PREFIX, [[]], [0])
 
 
 def test_released_blocks_are_found_until_evicted_oldest_and_last_of_the_prefix_first() -> None:
@@ -38,10 +38,10 @@ def test_released_blocks_are_found_until_evicted_oldest_and_last_of_the_prefix_f
     manager.release(young)
     assert (manager.n_available, len(manager.cached_group_blocks)) == (4, 4)
     assert manager.allocate()[0] == old[1]
-    assert manager.match([1, 2], 2).cached_blocks() == old[:1]
+    assert manager.match_prefix([1, 2], 2).cached_blocks() == old[:1]
     assert manager.allocate()[0] == old[0]
-    assert manager.match([1, 2], 2).cached_blocks() == []
-    assert manager.match([7, 8], 2).cached_blocks() == young
+    assert manager.match_prefix([1, 2], 2).cached_blocks() == []
+    assert manager.match_prefix([7, 8], 2).cached_blocks() == young
 
 
 def test_use_makes_a_block_young_again() -> None:
@@ -82,7 +82,7 @@ def test_equal_content_in_two_blocks_is_registered_once() -> None:
     assert manager.register(second, EMPTY_PREFIX, (1,)) == prefix_id
     manager.release([first, second])
     assert len(manager.cached_group_blocks) == 1
-    assert manager.match([1], 1).cached_blocks() == [first]
+    assert manager.match_prefix([1], 1).cached_blocks() == [first]
 
 
 def test_reset_leaves_nothing_to_find_and_loses_no_block() -> None:
@@ -90,7 +90,7 @@ def test_reset_leaves_nothing_to_find_and_loses_no_block() -> None:
     held, released = fill(manager, [1, 2]), fill(manager, [3])
     manager.release(released)
     manager.reset()
-    assert manager.match([1, 2], 2).cached_blocks() == manager.match([3], 1).cached_blocks() == []
+    assert manager.match_prefix([1, 2], 2).cached_blocks() == manager.match_prefix([3], 1).cached_blocks() == []
     assert (manager.n_available, len(manager.cached_group_blocks)) == (2, 0)
     manager.release(held)
     assert (manager.n_available, len(manager.cached_group_blocks)) == (4, 0)
@@ -107,7 +107,7 @@ def test_random_use_keeps_content_apart_and_loses_no_block() -> None:
         if roll < 0.02:
             manager.reset()
         elif roll < 0.55 and manager.n_available >= manager.blocks_for(len(tokens)):
-            n_found = len(manager.match(tokens, len(tokens) // 2).cached_blocks())
+            n_found = len(manager.match_prefix(tokens, len(tokens) // 2).cached_blocks())
             blocks = fill(manager, tokens)
             for i, block in enumerate(blocks):
                 prefix = tuple(tokens[: 2 * i + 2])

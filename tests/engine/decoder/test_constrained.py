@@ -78,7 +78,7 @@ def by_hand(request_id: int, sample: int, device: str = "cpu") -> tuple[list[int
     while len(logprobs) < params.max_new_tokens and not state.finished:
         logits = forward_logits(row, model(device))[-1].cpu().double() / params.temperature
         weights = torch.zeros(VOCAB, dtype=torch.float64)
-        weights[allowed(state.mask())] = logits.softmax(-1)[allowed(state.mask())]
+        weights[allowed(state.allowed_token_mask())] = logits.softmax(-1)[allowed(state.allowed_token_mask())]
         position = torch.tensor([len(logprobs)])
         number = uniform(torch.tensor([sample_keys(item.seed, [sample])[0]]), position)
         drawn = torch.searchsorted(weights.cumsum(-1), number * weights.sum(), right=True)
@@ -108,7 +108,7 @@ def check(of: Decoder, device: str = "cpu") -> None:
             for sample in range(item.n_samples):
                 output, state = outputs[item.request_id, sample], compiler().compile(GROUPS).start()
                 for token in output.tokens:
-                    assert token in allowed(state.mask())
+                    assert token in allowed(state.allowed_token_mask())
                     state.accept(token)
                 assert output.finish_reason == ("stop" if state.finished else "length")
                 if item.request_id < 34:

@@ -221,7 +221,7 @@ class Batch:
         return each
 
     def finish(self, each: Sequence) -> None:
-        self.drafter.finished([self.join(each)])
+        self.drafter.learn_finished([self.join(each)])
 
     def propose(self, rows: list[Sequence], n: int) -> Any:
         """Proposals of n tokens, whatever the lengths of earlier drafts say."""
@@ -339,7 +339,9 @@ def test_before_a_try_the_texts_are_entered_in_small_parts() -> None:
         batch.finish(sequence([*COMPLETION, *range(100, 400)], request_id=number))
     batch.table, batch.n_joined = SlotTable(16), 0
     rows = [batch.join(sequence(COMPLETION[:4], [7, 2, 3, number], request_id=100 + number)) for number in range(16)]
-    drafter.length.count(np.array([40.0]), np.array([0.0]))  # too few to know well that drafts are wrong
+    drafter.length.count_right_by_position(
+        np.array([40.0]), np.array([0.0])
+    )  # too few to know well that drafts are wrong
     counts: list[tuple[int, int]] = []
     while not drafter.is_due(len(rows)):
         assert len(counts) < 20
@@ -362,7 +364,7 @@ def test_before_a_try_the_texts_are_entered_in_small_parts() -> None:
 def test_drafts_are_tried_although_new_samples_arrive_in_each_step(steps_of_rollout: int) -> None:
     batch = Batch(prepares=True)
     drafter = batch.drafter
-    drafter.length.count(np.array([40.0]), np.array([0.0]))
+    drafter.length.count_right_by_position(np.array([40.0]), np.array([0.0]))
     n_steps = 0
     while not drafter.is_due(200):
         assert n_steps < 100
@@ -374,14 +376,14 @@ def test_drafts_are_tried_although_new_samples_arrive_in_each_step(steps_of_roll
         n_steps += 1
         if n_steps % steps_of_rollout == 0:
             drafter.begin(COSTS)
-            drafter.length.count(np.array([20.0]), np.array([0.0]))
+            drafter.length.count_right_by_position(np.array([20.0]), np.array([0.0]))
             drafter.is_due(200)
     assert n_steps == 64
 
 
 def test_a_cpu_tries_drafts_without_preparation() -> None:
     drafter = Batch().drafter
-    drafter.length.count(np.array([40.0]), np.array([0.0]))
+    drafter.length.count_right_by_position(np.array([40.0]), np.array([0.0]))
     assert drafter.is_due(16)
 
 

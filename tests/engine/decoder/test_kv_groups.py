@@ -40,7 +40,7 @@ def gemma(n_layers: int, window: int, context: int = 131072) -> TransformerConfi
 
 def held_tokens(config: TransformerConfig, block_size: int, n_tokens: int) -> int:
     """Summed over layers, how many tokens' keys a layer must have, in whole blocks: the least that is possible."""
-    windows = [config.kind(layer).window or n_tokens for layer in range(config.num_layers)]
+    windows = [config.layer_kind(layer).window or n_tokens for layer in range(config.num_layers)]
     return sum(-(-min(window, n_tokens) // block_size) * block_size for window in windows)
 
 
@@ -49,7 +49,7 @@ def test_a_long_row_of_gemma_takes_hardly_more_than_its_layers_see(n_layers: int
     config = gemma(n_layers, window)
     layout = KVLayout.from_config(config, 32, 32768)
     assert layout.n_tables <= 8
-    taken, before = layout.comparable_size(32768) * 32, n_layers * 32768
+    taken, before = layout.sequence_size(32768) * 32, n_layers * 32768
     assert held_tokens(config, 32, 32768) <= taken < 1.25 * held_tokens(config, 32, 32768)
     assert taken < 0.26 * before
     assert layout.blocks_for(32768) + 2 * layout.n_tables >= sum(
@@ -70,7 +70,7 @@ def test_what_groups_would_not_save_is_one_group() -> None:
     config = gemma(26, 512)
     for layout in (KVLayout.from_config(config, 32, 512), KVLayout.from_config(config, 32, 32768, by_window=False)):
         assert layout.groups == (KVGroup(None),)
-        assert (layout.n_tables, layout.layers_per_block, layout.pool_size(7)) == (1, 26, 7)
+        assert (layout.n_tables, layout.layers_per_block, layout.pool_blocks(7)) == (1, 26, 7)
     all_local = KVLayout.from_config(gemma(5, 512), 32, 32768)
     assert all_local.groups == (KVGroup(512),)
     assert all_local.blocks_for(32768) == 18  # the window, a part of a block on either side, and the next one
@@ -89,7 +89,7 @@ def preemptions(n_samples: int, *, by_window: bool) -> int:
     """Of samples of 40 + 600 tokens that begin together, in the memory of 2,000 tokens of 24 layers, where 20 of these
     may have a window of 32 tokens."""
     layout = KVLayout.from_config(gemma(24, 32), 8, 640, by_window=by_window)
-    scheduler = Scheduler(BlockManager(layout.pool_size(250), 8, layout.groups), 64, 4096)
+    scheduler = Scheduler(BlockManager(layout.pool_blocks(250), 8, layout.groups), 64, 4096)
     for number in range(n_samples):
         asked = GenerationRequest(request_id=number, prompt=[number] * 40, params=SamplingParams())
         common: dict[str, Any] = {"request": asked, "max_new": 600, "stop_ids": frozenset()}
@@ -144,7 +144,7 @@ class Device:
         prefilled = [each for chunk in plan.chunks if chunk.is_last for each in chunk.prefill.sequences]
         for sequence in prefilled + plan.decode:
             if sequence.block_tables.n_uploaded * size < sequence.block_tables.capacity:
-                entries = BlockTables.new_entries([sequence.block_tables], [sequence.slot])
+                entries = BlockTables.take_new_entries([sequence.block_tables], [sequence.slot])
                 for table, slot, column, block in entries.T.tolist():
                     self.tables[table, slot, column] = block
         for chunk in plan.chunks:

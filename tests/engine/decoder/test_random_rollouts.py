@@ -52,7 +52,7 @@ def smallest(model: Transformer, block_size: int, n_tokens: int) -> int:
     """Blocks of the smallest cache with room for one sequence of so many tokens."""
     context = model.config.max_position_embeddings
     layout = KVLayout.from_config(model.config, block_size, context)
-    return next(n for n in range(1, 400) if layout.max_sequence_tokens(layout.pool_size(n), context) >= n_tokens)
+    return next(n for n in range(1, 400) if layout.max_sequence_tokens(layout.pool_blocks(n), context) >= n_tokens)
 
 
 @pytest.mark.slow

@@ -210,7 +210,7 @@ def test_settings_travel_to_their_slots() -> None:
     hot = sequence(2, sample_keys(7, [1])[0], SamplingParams(temperature=0.3, top_k=5, top_p=0.9))
     cold = sequence(0, -3, SamplingParams(temperature=0.0))
     best = sequence(3, 9, SamplingParams(greedy=True, temperature=0.4, top_k=5))
-    slot_sampler.assign(torch.from_numpy(SlotSampler.pack([hot, cold, best])))
+    slot_sampler.assign_settings(torch.from_numpy(SlotSampler.pack_settings([hot, cold, best])))
     settings = slot_sampler.tensors
     assert settings.key[[2, 0]].tolist() == [sample_keys(7, [1])[0], -3]
     # The log-probability of a greedy draw is at its temperature; only temperature 0 stands for 1.

@@ -19,7 +19,7 @@ from areno.engine.exact import make_exact
 from areno.kernels.paged import decode_attention
 from areno.models.registry import build_model
 from areno.models.transformer import Transformer
-from areno.types import Begun, GenerationOutput, GenerationRequest
+from areno.types import BegunCompletion, GenerationOutput, GenerationRequest
 from tests.helpers.drafters import KnownDrafter
 from tests.helpers.family_cases import random_model
 from tests.helpers.tiny_decoder import EOS, VOCAB, Outputs, assert_all_blocks_are_free, make_decoder, model, request
@@ -47,7 +47,7 @@ REQUESTS = [
     request(12, 7, stop_token_ids=[8, 9, 10], n_samples=4, max_new_tokens=30),
     request(13, 7, stop=["hu", "c"], n_samples=4, max_new_tokens=30, min_new_tokens=3),
     edited(request(14, 7, n_samples=2, max_new_tokens=22), pieces=True),
-    edited(request(15, 9, max_new_tokens=21), begun=Begun([7, 8, 9], [-1.0, -2.0, -3.0], [0, 0, 0])),
+    edited(request(15, 9, max_new_tokens=21), begun=BegunCompletion([7, 8, 9], [-1.0, -2.0, -3.0], [0, 0, 0])),
 ]
 LETTERS = ["<pad>", "?", "_", "<eos>", ",", *string.ascii_lowercase]
 
@@ -278,7 +278,7 @@ def test_a_parked_sample_goes_on_with_drafts() -> None:
             outputs[key] = part
             continue
         item = by_id[part.request_id]
-        begun = Begun(part.tokens, part.logprobs, part.versions) if part.tokens else None
+        begun = BegunCompletion(part.tokens, part.logprobs, part.versions) if part.tokens else None
         rest = edited(item, request_id=1000 + number, n_samples=1, first_sample=part.sample, begun=begun)
         of = make_decoder(
             exact_model(),

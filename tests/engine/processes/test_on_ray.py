@@ -20,7 +20,7 @@ from areno.api.trainer import Trainer
 from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
 from areno.engine.processes import ray_cluster as cluster
 from areno.engine.processes import ray_workers
-from areno.engine.processes.ray_cluster import Node, describe_nodes, device_sets_left, has_room, no_room
+from areno.engine.processes.ray_cluster import Node, describe_nodes, device_sets_left, has_room, no_room_problem
 from areno.engine.processes.ray_host import NodeReport, create_probe_file, interface_of, versions
 from areno.engine.processes.ray_workers import check_folders, check_versions
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
@@ -168,7 +168,7 @@ def test_what_is_left_of_a_layout() -> None:
     assert device_sets_left([SMALL, HEAD], "cuda", 2, 4) == 1
     assert device_sets_left([SMALL, HEAD], "cuda", 2, 8) == 0
     assert device_sets_left([BIG], "cpu", 2, 8) == 2, "no more than there were"
-    assert str(no_room("cuda", 2, 8, [BIG, HEAD], 30.0)) == (
+    assert str(no_room_problem("cuda", 2, 8, [BIG, HEAD], 30.0)) == (
         "cluster.n_nodes: is 2, and the run takes 2 nodes with 8 GPUs each, but the Ray cluster has 2 nodes: "
         "10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.3 (0 GPUs, 16 CPUs); areno waited 30 s for more (scheduler.setup_timeout "
         "changes that)"
@@ -216,7 +216,7 @@ def test_a_node_that_is_lost_while_models_load_counts_for_the_retries(
             assert not trainers[1].__exit__.called, "it stays open"
         assert len(trainers) == tries
         assert trainers[0].__exit__.called, "nothing of the first is left"
-        assert run.recovery.count.call_count == tries - 1
+        assert run.recovery.count_restart.call_count == tries - 1
 
 
 def report(host: str = "10.0.0.2", missing: tuple[str, ...] = (), **other: str) -> NodeReport:
@@ -335,14 +335,14 @@ Worker unexpectedly exits with a connection error code 2. End of file. Some comm
     ],
 )
 def test_what_ray_says_is_one_line(words: str, line: str) -> None:
-    assert cluster.error_text(RuntimeError(words)) == line
+    assert cluster.ray_error_text(RuntimeError(words)) == line
 
 
 def test_a_process_that_ray_killed_for_lack_of_memory() -> None:
     """The last line of that error is where to read about it."""
     error = type("OutOfMemoryError", (RuntimeError,), {})
     words = "1 worker(s) were killed: the memory of the node is 31 of 32 GB.\n\nRefer to https://docs.ray.io/"
-    assert cluster.error_text(error(words)) == (
+    assert cluster.ray_error_text(error(words)) == (
         "killed by Ray for lack of memory: 1 worker(s) were killed: the memory of the node is 31 of 32 GB"
     )
 

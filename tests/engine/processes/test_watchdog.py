@@ -23,7 +23,7 @@ from areno.config.models import MicroBatchSpec
 from areno.engine.engine import Engine
 from areno.engine.processes import stack_traces, watchdog
 from areno.errors import EngineError, WorkerLost
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
-from areno.engine.processes.local import on_this_machine
+from areno.engine.processes.local import start_on_this_machine
 from areno.engine.processes.messages import Command, pack
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.worker_main import _read_commands
@@ -28,7 +28,7 @@ from areno.engine.processes.workers import InlineGroup, WorkerGroup, start_worke
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import divide_steps
 from areno.errors import CheckpointError, EngineError
-from areno.loss_fns.pack import DataPack
+from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.sft import sft_loss_fn
 from areno.specs.role import RoleSpec
 from areno.specs.update import UpdateSpec
@@ -99,7 +99,7 @@ def test_a_worker_starts_and_ends_as_it_does_for_users(cold_workers: None, folde
 
 def test_a_worker_that_nobody_waits_for_any_more_ends_without_a_traceback(folder: Path) -> None:
     """The driver was interrupted while its workers came up. Python reports an exception with exit code 1."""
-    with contextlib.closing(on_this_machine(spec(folder))) as processes:
+    with contextlib.closing(start_on_this_machine(spec(folder))) as processes:
         processes._pipes[0].close()
         assert processes.exit_codes(0, timeout=60) == {0: 0}
 
@@ -168,7 +168,7 @@ def test_an_error_about_files_names_the_machine_where_there_are_several(
 
 def test_an_error_nobody_waits_for_comes_with_the_next_poll(group: SpawnedGroup) -> None:
     group.call("begin_rollout", ROLLOUT)
-    group.cast(0, "submit", [request(0), request(1, n_samples=0)])
+    group.call_nowait(0, "submit", [request(0), request(1, n_samples=0)])
     with pytest.raises(EngineError, match="request 1 cannot be served: n_samples is 0"):
         poll(group, 2)
     assert [output.request_id for output in poll(group, 1)] == [0]
@@ -187,7 +187,7 @@ def test_inline_and_spawned_groups_have_one_face(group: SpawnedGroup, folder: Pa
     outputs = []
     for each in (inline, group):
         each.call("begin_rollout", ROLLOUT)
-        each.cast(0, "submit", MIXED)
+        each.call_nowait(0, "submit", MIXED)
         finished = poll(each, 10)
         outputs.append({(output.request_id, output.sample) for output in finished})
         (stats,) = each.stats()
@@ -237,7 +237,7 @@ def test_long_commands_of_two_threads_arrive_whole(folder: Path) -> None:
 
         def casts() -> None:
             for _ in range(n_sent):
-                group.cast(0, "abort", unknown)
+                group.call_nowait(0, "abort", unknown)
 
         thread = threading.Thread(target=casts)
         thread.start()
@@ -264,7 +264,7 @@ def test_a_killed_worker_ends_the_group_with_the_signal_named(folder: Path, busy
             train(group, sleepy)
     elif busy == "decoding":
         group.call("begin_rollout", ROLLOUT)
-        group.cast(0, "submit", [request(i, max_new_tokens=400, ignore_eos=True) for i in range(16)])
+        group.call_nowait(0, "submit", [request(i, max_new_tokens=400, ignore_eos=True) for i in range(16)])
         group.poll(0.1)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=message):

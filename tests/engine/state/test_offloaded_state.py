@@ -21,7 +21,7 @@ from areno.engine.train.optimizer_offload import HostBuffer
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
-from areno.run.resume import changes
+from areno.run.resume import changed_settings
 from tests.helpers.critics import OPTIMIZER, critic, critic_rows
 from tests.helpers.processes import worker_of
 from tests.helpers.states import FORMATS, content, same, saved
@@ -62,7 +62,7 @@ def step(engine: Engine) -> list[Any]:
 
 def buffers(engine: Engine) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    for name, role in worker_of(engine).roles.trained().items():
+    for name, role in worker_of(engine).roles.trained_roles().items():
         with role.on_device():
             found |= {f"{name}.{kind}": tensor for kind, tensor in state_of(role.backend).items()}
     return found
@@ -97,7 +97,7 @@ def test_what_rests_on_the_device_and_what_does_not(folder: Path) -> None:
     """The actor keeps its weights, the critic nothing. Neither has gradients while it is not trained."""
     with built(folder, True, dtype="bfloat16") as engine:
         step(engine)
-        for name, role in worker_of(engine).roles.trained().items():
+        for name, role in worker_of(engine).roles.trained_roles().items():
             flat, optimizer = role.backend.flat, role.backend.optimizer
             assert isinstance(flat.masters, HostBuffer)
             assert all(isinstance(moment, HostBuffer) for moment in optimizer.moments.values())
@@ -202,5 +202,5 @@ def test_too_little_host_memory_ends_the_start(folder: Path, monkeypatch: pytest
 def test_offload_may_change_within_a_run() -> None:
     before = {"experiment_name": "a", "actor": {"path": "m"}}
     now = {"experiment_name": "a", "actor": {"path": "m", "offload": True}, "enable_offload": True}
-    found = {change.key: change.on_resume.kind for change in changes(SupervisedExperimentConfig, before, now)}
+    found = {change.key: change.on_resume.kind for change in changed_settings(SupervisedExperimentConfig, before, now)}
     assert found == {"actor.offload": "harmless", "enable_offload": "harmless"}

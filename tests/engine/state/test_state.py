@@ -67,7 +67,7 @@ def steps(engine: Engine, n: int) -> list[Any]:
 def buffers(engine: Engine) -> dict[str, torch.Tensor]:
     """All that a worker in this process keeps of its trained roles, the padding between parameters included."""
     found = {}
-    for name, role in worker_of(engine).roles.trained().items():
+    for name, role in worker_of(engine).roles.trained_roles().items():
         optimizer = role.backend.optimizer
         found[f"{name}.params"], found[f"{name}.masters"] = role.backend.flat.params, role.backend.flat.masters
         found |= {f"{name}.{kind}": tensor for kind, tensor in optimizer.moments.items()}

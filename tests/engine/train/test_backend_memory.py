@@ -32,7 +32,7 @@ def test_layers_are_kept_as_memory_allows():
     each = 100 * 4 * (layer.attention.qkv.weight.shape[0] + layer.mlp.gate_up.weight.shape[0])
 
     def kept(n_tokens, free):
-        return KeptLayers(model, lambda: free).count(n_tokens)
+        return KeptLayers(model, lambda: free).n_kept_layers(n_tokens)
 
     first = next(free for free in range(0, 2**33, each // 4) if kept(100, free))
     assert kept(100, 0) == 0
@@ -70,7 +70,7 @@ def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
     monkeypatch.setattr(backend.model, "forward", short_of_memory)
     sizes = itertools.count(step=100_000)
     growing = KeptLayers(backend.model, lambda: next(sizes))
-    enough = 100_000 * next(n for n in itertools.count() if growing.count(80) == 2)
+    enough = 100_000 * next(n for n in itertools.count() if growing.n_kept_layers(80) == 2)
     backend.kept_layers = KeptLayers(backend.model, lambda: enough)
     stats, other = loss_and_gradient(backend, rows, grpo_loss_fn, spec)
     assert stats == pytest.approx(expected)

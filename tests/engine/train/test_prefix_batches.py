@@ -16,7 +16,7 @@ from areno.engine.train import shared_prefixes
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import divide_steps, row_micro_batches
 from areno.engine.train.packing import pack_group
-from areno.engine.train.shared_prefixes import build_forest, n_computed, order_to_share, pieces
+from areno.engine.train.shared_prefixes import build_forest, n_computed, order_to_share, sharing_groups
 from areno.layers.config import AdapterSpec
 from areno.specs.update import UpdateSpec
 from tests.helpers.large_shapes import QWEN3_06B, QWEN3_8B
@@ -138,7 +138,7 @@ def test_a_group_larger_than_a_micro_batch_is_cut() -> None:
     spec, units = MicroBatchSpec(max_tokens_per_mb=60), [[row] for row in rows]
     groups = row_micro_batches(units, spec, sharing=ON)[0]
     assert [len(batch) for (batch,) in groups] == [3, 3, 3]  # the prompt is too long to be kept: computed three times
-    (piece,) = pieces([[rows[0]]], 5)  # a single row may exceed the budget
+    (piece,) = sharing_groups([[rows[0]]], 5)  # a single row may exceed the budget
     assert piece == ([0], 30, 30)
     units = [[row] for row in group(8, [10] * 9, VOCAB)]
     (linked,) = row_micro_batches(units, spec, sharing=ON)[0]

@@ -38,7 +38,9 @@ def read_rope(
         other = _read_section(parameters, *how)
         if other.theta != rope.theta or (other.kind != "default" and other != rope):
             expected = "expected one of them, with rope_theta in it"
-            raw.wrong(f"rope_scaling says {_rope_text(rope)}, and rope_parameters says {_rope_text(other)}; {expected}")
+            raw.add_problem(
+                f"rope_scaling says {_rope_text(rope)}, and rope_parameters says {_rope_text(other)}; {expected}"
+            )
     return replace(rope, interleaved=interleaved)
 
 

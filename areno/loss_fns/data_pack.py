@@ -144,12 +144,12 @@ def checked_result(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the result of a loss function. Raises EngineError unless it is a valid (loss, statistics)."""
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise EngineError(
-            f"loss_fn returned {_described(returned)}; (loss, stats) is expected, stats a dict, such as {{}}"
+            f"loss_fn returned {_describe_result(returned)}; (loss, stats) is expected, stats a dict, such as {{}}"
         )
     loss, stats = returned
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         raise EngineError(
-            f"the loss of loss_fn is {_described(loss)}; a float tensor with no dimensions is expected: this "
+            f"the loss of loss_fn is {_describe_result(loss)}; a float tensor with no dimensions is expected: this "
             "micro-batch's share of the loss, as pack.token_mean and pack.row_mean give it"
         )
     if not loss.requires_grad:
@@ -160,13 +160,13 @@ def checked_result(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
     for name, value in stats.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.dim() > 1:
             raise EngineError(
-                f"stats[{name!r}] of loss_fn is {_described(value)}; a tensor is expected, with no dimensions for a "
-                "share (they are summed over micro-batches) or with one for single observations"
+                f"stats[{name!r}] of loss_fn is {_describe_result(value)}; a tensor is expected, with no dimensions "
+                "for a share (they are summed over micro-batches) or with one for single observations"
             )
     return loss, dict(stats)
 
 
-def _described(value: Any) -> str:
+def _describe_result(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, tuple):

@@ -67,7 +67,7 @@ class RowBuilder:
             if trained
         ]
 
-    def trajectory(self, turns: Sequence[PlainTurn]) -> Trajectory:
+    def build_trajectory(self, turns: Sequence[PlainTurn]) -> Trajectory:
         """Build the trajectory of one item, with one or more rows.
 
         Raises BadTrajectory if there are no turns, a turn was changed after it was sampled, or a row is too long.
@@ -85,7 +85,7 @@ class RowBuilder:
             row = max((row for row in rows if row.is_prefix_of(tokens.prompt)), key=len, default=None)
             if row is None:
                 rows.append(row := _OpenRow())
-            row.extend(tokens, self._trained_mask(turn, tokens.sampled, is_last=number == len(turns) - 1))
+            row.append_turn(tokens, self._trained_mask(turn, tokens.sampled, is_last=number == len(turns) - 1))
             if self._context is not None and len(row) > self._context:
                 raise BadTrajectory(f"it has {len(row)} tokens, more than the model's context of {self._context}")
         last = turns[-1]
@@ -128,7 +128,7 @@ class RowBuilder:
         read = self._prompts.tokenizer.decode(prompt, skip_special_tokens=False)
         start = f"its messages are not those of the request ({len(messages)} messages): "
         try:
-            text = self._prompts.text(messages, turn["tools"])
+            text = self._prompts.render_text(messages, turn["tools"])
         except DataError as error:
             return f"{start}{error}"
         if text == read:
@@ -152,7 +152,7 @@ class RowBuilder:
         for token in tokens:
             text += stream.feed([token])
             ends.append(len(text))
-        start = call_start(self._prompts.parser, text + stream.finish())
+        start = first_tool_call_index(self._prompts.parser, text + stream.finish())
         return next((index for index, end in enumerate(ends) if end > start), len(tokens))
 
 
@@ -171,7 +171,7 @@ class _OpenRow:
     def is_prefix_of(self, prompt: list[int]) -> bool:
         return prompt[: len(self.tokens)] == self.tokens
 
-    def extend(self, tokens: TurnTokens, trained: np.ndarray) -> None:
+    def append_turn(self, tokens: TurnTokens, trained: np.ndarray) -> None:
         """Append a turn whose prompt begins with the tokens of this row. `trained` is bool [len(tokens.sampled)]."""
         self.tokens = [*tokens.prompt, *tokens.sampled]
         self._sources = [*tokens.sources, (int(Source.SAMPLED), len(tokens.sampled))]
@@ -181,8 +181,8 @@ class _OpenRow:
     def to_token_row(self, trained_sources: list[int]) -> TokenRow:
         """Return the row as arrays.
 
-        A sampled token is trained if `extend` received True for it. Any other token is trained if its `Source` is in
-        `trained_sources`. The first token is never trained.
+        A sampled token is trained if `append_turn` received True for it. Any other token is trained if its `Source` is
+        in `trained_sources`. The first token is never trained.
         """
         n_tokens, sources = len(self.tokens), expand_runs(self._sources)
         sampled, trained = np.zeros(n_tokens, dtype=bool), np.isin(sources, trained_sources)
@@ -215,7 +215,7 @@ def read_trajectories(returned: Any, builder: RowBuilder) -> list[tuple[AgentIte
         for item, turns in zip(items, plain_results(returned, items), strict=True):
             if isinstance(turns, BadTrajectory):
                 raise turns
-            found.append((item, builder.trajectory(turns)))
+            found.append((item, builder.build_trajectory(turns)))
     except BadTrajectory as error:
         where = f"trajectory {len(found)}: " if found else ""
         raise DataError(f"{where}{error}".replace("it returned", "the agent returned")) from error
@@ -270,7 +270,7 @@ def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, wai
         logger.warning(text, ", ".join("several" if each is None else f"{each:g}" for each in others), own)
 
 
-def call_start(parser: ToolCallParser, text: str) -> int:
+def first_tool_call_index(parser: ToolCallParser, text: str) -> int:
     """Return the index of the character at which the first tool call begins, or len(text) if there is none."""
     for index in range(len(text)):
         if not text.startswith(parser.tags, index):
