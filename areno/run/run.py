@@ -39,8 +39,9 @@ from areno.run.checkpoints import Saver
 from areno.run.evaluator import Evaluator
 from areno.run.outputs import RunOutputs, RunTexts
 from areno.run.progress import Name, RunProgress
-from areno.run.recovery import RecoverableEngine, Recovery
+from areno.run.recovery import Recovery
 from areno.run.resume import run_folder_for
+from areno.run.state_writer import RecoverableEngine
 from areno.run.tracing import RunTracer
 from areno.tracking.accuracy import without_right
 from areno.tracking.console import RESUMED, log_done, log_stopped

@@ -3,7 +3,7 @@
 Each folder is either complete or absent.
 
 <run>/state/step-000012/engine/        weights and optimizers with their checksums, written by Engine.save_state
-                        run.json       state dict, settings and fingerprints of the run, see Recovery.remember
+                        run.json       state dict, settings and fingerprints of the run, see Recovery.keep_run_state
                         manifest.json  the sizes of these files and the checksum of run.json; it is written last
 <run>/state/latest                     the name of the newest state
             finished.json              only if the run has finished: last step, result, and the setting that ended it

@@ -17,7 +17,7 @@ from areno.engine.engine import Engine
 from areno.errors import CheckpointError, EngineError
 from areno.files.durable import locked
 from areno.files.paths import find_file
-from areno.run.recovery import StateWriter
+from areno.run.state_writer import StateWriter
 from areno.run.states import States
 from tests import kill_runs
 from tests.helpers.resumed import folder_of, go, killed_after, log, states, stopped_sft, whole
