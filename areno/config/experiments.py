@@ -11,7 +11,7 @@ from areno.config.optimizers import WITH_MOMENTS
 from areno.config.resuming import FROM_HERE, KEEPS_FOLDER, NEVER, RUN_LENGTH, SAME_CONTENT, SPEED, SPEED_AND_ORDER
 from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
-from areno.schema.fields import Missing, Needs, Section, build_check, check, forbid, setting, source_check
+from areno.schema.fields import Missing, Needs, Section, build_check, check, require, setting, source_check
 
 MAX_NAME_BYTES = 255  # bytes in the name of a folder, on every common file system
 EVALUATION = Needs("valid_dataset", so="nothing is evaluated", do="set valid_dataset.path", in_build=True)
@@ -199,21 +199,19 @@ class ExperimentConfig(Section):
                 text = "is true, but {} is null, so there are no agent sessions; set it, or leave this out"
                 yield Problem(key, text, Key("agent.fn"))
 
-    @forbid(
+    @require(
         "cluster.n_nodes",
         "is {self.cluster.n_nodes}, but scheduler.type=local runs on this machine alone; set scheduler.type=ray, "
         "or lower it to 1",
     )
-    def nodes_without_a_cluster(self) -> bool:
-        """Return whether several nodes are set without scheduler.type=ray."""
-        return self.cluster.n_nodes > 1 and self.scheduler.type == "local"
+    def several_nodes_have_scheduler(self) -> bool:
+        return self.cluster.n_nodes <= 1 or self.scheduler.type != "local"
 
-    @forbid(
+    @require(
         "engine.workers", "is inline, which runs in this process, but scheduler.type=ray starts processes; leave it out"
     )
-    def inline_on_a_cluster(self) -> bool:
-        """Return whether workers=inline, inside the driver process, is set although Ray starts the workers."""
-        return self.engine.workers == "inline" and self.scheduler.type == "ray"
+    def inline_workers_are_local(self) -> bool:
+        return self.engine.workers != "inline" or self.scheduler.type != "ray"
 
     @check
     def check_devices_per_node(self) -> Iterator[Problem]:
@@ -359,13 +357,12 @@ class ProcessRewardActorConfig(models.ModelConfig):
         may_be_blank=True,
     )
 
-    @forbid(
+    @require(
         "use_lora",
         "is true, but adapters leave the head as it is, which a process reward model must learn; set it to false",
     )
-    def adapters_without_a_head(self) -> bool:
-        """Return whether LoRA is set. LoRA adapters would not train the head of the process reward model."""
-        return self.use_lora
+    def head_is_trainable(self) -> bool:
+        return not self.use_lora
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from areno.config.resuming import FROM_HERE, SPEED
 from areno.errors import Key, Problem
-from areno.schema.fields import Needs, Section, check, forbid, setting
+from areno.schema.fields import Needs, Section, check, require, setting
 
 CHOICES = ("A", "B")
 """The labels of a comparison of two answers."""
@@ -242,10 +242,9 @@ class JudgeConfig(Section):
             text = "is set, but neither path nor base_url is, so there is no judge; set one of them, or leave this out"
             yield from (Problem(name, text) for name in _OF_ANY if not self.is_default(name))
 
-    @forbid("model", "is null; name the model of the endpoint {self.base_url}")
-    def endpoint_without_model(self) -> bool:
-        """Return whether base_url is set without the name of the endpoint's model."""
-        return self.base_url is not None and not self.model
+    @require("model", "is null; name the model of the endpoint {self.base_url}")
+    def endpoint_has_model(self) -> bool:
+        return self.base_url is None or bool(self.model)
 
     @check
     def check_endpoint_address(self) -> Iterator[Problem]:
@@ -263,44 +262,40 @@ class JudgeConfig(Section):
         elif not is_http:
             yield Problem("base_url", f"is {self.base_url!r}; an address such as http://localhost:8000/v1 is expected")
 
-    @forbid("api_key_env", "is no name of an environment variable; set it to the name, and not to the key itself")
-    def key_in_place_of_its_name(self) -> bool:
-        """Return whether api_key_env is no valid variable name. It may hold the key itself, so no message shows it."""
+    @require("api_key_env", "is no name of an environment variable; set it to the name, and not to the key itself")
+    def api_key_env_is_name(self) -> bool:
+        # The value may be the key itself, so the message does not show it.
         name = self.api_key_env
-        return name is not None and not (name.isascii() and name.isidentifier())
+        return name is None or (name.isascii() and name.isidentifier())
 
-    @forbid(
+    @require(
         "max_tokens",
         "is {self.max_tokens}, but the verdict alone may take {self.n_verdict_tokens} tokens; raise it to at least "
         "{self.min_reply_tokens}, so that there is room for a reason",
     )
-    def max_tokens_without_a_reason(self) -> bool:
-        """Return whether max_tokens of a judge in the run is too small for a short reason and a verdict in JSON."""
-        return self.verdict == "json" and self.path is not None and self.max_tokens < self.min_reply_tokens
+    def reply_has_room_for_reason(self) -> bool:
+        return self.verdict != "json" or self.path is None or self.max_tokens >= self.min_reply_tokens
 
-    @forbid("labels", "is {self.labels}; at least two different labels that are not blank are expected")
-    def labels_that_say_nothing(self) -> bool:
-        """Return whether there are fewer than two labels, a label is blank, or two labels differ in case alone."""
+    @require("labels", "is {self.labels}; at least two different labels that are not blank are expected")
+    def labels_are_distinct(self) -> bool:
         labels = [label.strip().casefold() for label in self.label_names]
-        return len(labels) < 2 or not all(labels) or len(set(labels)) < len(labels)
+        return len(labels) >= 2 and all(labels) and len(set(labels)) == len(labels)
 
-    @forbid("labels", "is {self.labels}, where a label begins another one; choose others, or set verdict=json")
-    def labels_within_labels(self) -> bool:
-        """Return whether one label is the beginning of another, so that the first token of a reply may fit both."""
+    @require("labels", "is {self.labels}, where a label begins another one; choose others, or set verdict=json")
+    def labels_are_prefix_free(self) -> bool:
         labels = [label.casefold() for label in self.label_names]
         pairs = [(one, other) for one in labels for other in labels if one is not other]
-        return self.verdict == "labels" and any(other.startswith(one) for one, other in pairs)
+        return self.verdict != "labels" or not any(other.startswith(one) for one, other in pairs)
 
-    @forbid(
+    @require(
         "labels",
         "is {self.labels}, where labels begin with the same letter, so that the first token of a reply may not "
         "distinguish them; choose others, or set verdict=json",
     )
-    def labels_of_one_letter(self) -> bool:
-        """Return whether two labels begin with the same letter, so that the first token of a reply may fit both."""
+    def labels_have_distinct_first_letters(self) -> bool:
         letters = {label.strip().casefold()[:1] for label in self.label_names}
         is_read = self.verdict == "labels" and self.base_url is not None
-        return is_read and len(letters) < len(self.label_names) and not self.labels_within_labels()
+        return not is_read or len(letters) >= len(self.label_names) or not self.labels_are_prefix_free()
 
     @check
     def check_template_fields(self) -> Iterator[Problem]:

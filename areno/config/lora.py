@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areno.config.resuming import NEVER, SAME_CONTENT
-from areno.schema.fields import Needs, Section, forbid, setting
+from areno.schema.fields import Needs, Section, require, setting
 
 ALL_LINEAR = "all-linear"
 FROM_FOLDER = ("lora_rank", "lora_alpha", "target_modules", "use_rslora")
@@ -60,12 +60,10 @@ class LoraConfig(Section):
         on_resume=SAME_CONTENT,
     )
 
-    @forbid("target_modules", "is empty; name linear layers, or leave it out for all of them")
-    def adapters_of_nothing(self) -> bool:
-        """Return whether target_modules names no layer."""
-        return not self.target_modules
+    @require("target_modules", "is empty; name linear layers, or leave it out for all of them")
+    def has_target_modules(self) -> bool:
+        return bool(self.target_modules)
 
-    @forbid("target_modules", "has all-linear beside others; all-linear alone stands for all of them")
-    def all_and_some(self) -> bool:
-        """Return whether target_modules has both all-linear and names of layers."""
-        return ALL_LINEAR in self.target_modules and len(self.target_modules) > 1
+    @require("target_modules", "has all-linear beside others; all-linear alone stands for all of them")
+    def all_linear_stands_alone(self) -> bool:
+        return ALL_LINEAR not in self.target_modules or len(self.target_modules) <= 1

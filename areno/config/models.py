@@ -14,7 +14,7 @@ from areno.config.lora import LoraConfig
 from areno.config.optimizers import OPTIMIZERS, WITH_MOMENTS, OptimizerType
 from areno.config.resuming import FROM_HERE, FROM_STATE, NEVER, SAME_CONTENT, SPEED
 from areno.errors import Problem
-from areno.schema.fields import Flag, Needs, Section, check, forbid, setting
+from areno.schema.fields import Flag, Needs, Section, check, require, setting
 
 _ADAM_8BIT = Flag(
     "--adam-8bit",
@@ -227,33 +227,28 @@ class UpdatedModelConfig(Section):
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Size of micro-batches", on_resume=SPEED)
     optimizer: OptimizerConfig = setting(factory=OptimizerConfig, help="Optimizer and learning-rate schedule")
 
-    @forbid(
+    @require(
         "optimizer.lr_decay_steps",
         "is null, but with gradient_accumulation_steps and mb_spec.max_tokens_per_mb the number of updates depends on "
         "the rows; set it",
     )
-    def schedule_of_unknown_length(self) -> bool:
-        """Return whether the learning rate decays over all updates although the number of updates cannot be known."""
+    def decay_length_is_known(self) -> bool:
         unknown = self.gradient_accumulation_steps is not None and self.mb_spec.max_tokens_per_mb is not None
         decays = self.optimizer.lr_scheduler_type != "constant"
-        return unknown and decays and self.optimizer.lr_decay_steps is None
+        return not unknown or not decays or self.optimizer.lr_decay_steps is not None
 
 
 @dataclass(kw_only=True)
 class ModelConfig(LoraConfig, UpdatedModelConfig):
     """Settings of the trained model, its adapters and its updates. Supervised fine-tuning needs no more."""
 
-    @forbid(
+    @require(
         "use_lora",
         "is true, and so is init_from_scratch. Adapters are saved without the model that they are on, and that would "
         "be lost; train the model whole",
     )
-    def adapters_on_nothing_that_stays(self) -> bool:
-        """Return whether adapters would be trained on a randomly initialised base model.
-
-        An adapter checkpoint does not contain the base, so such a checkpoint would be useless.
-        """
-        return self.use_lora and self.init_from_scratch
+    def adapters_have_saved_base(self) -> bool:
+        return not self.use_lora or not self.init_from_scratch
 
 
 _OVERLONG = Needs("overlong_reward_penalty", so="no reward is reduced")
@@ -319,14 +314,13 @@ class PolicyConfig(ModelConfig):
         help="Normalisation that turns rewards into advantages. null: the advantage of a sample is its reward",
     )
 
-    @forbid(
+    @require(
         "ppo_n_minibatches",
         "is {self.ppo_n_minibatches}, and gradient_accumulation_steps is {self.gradient_accumulation_steps}. Both cut "
         "the batch into optimizer steps; set only one of them",
     )
-    def two_ways_to_cut_the_batch(self) -> bool:
-        """Return whether ppo_n_minibatches and gradient_accumulation_steps both set the optimizer steps per batch."""
-        return self.ppo_n_minibatches > 1 and self.gradient_accumulation_steps is not None
+    def one_setting_divides_batch(self) -> bool:
+        return self.ppo_n_minibatches <= 1 or self.gradient_accumulation_steps is None
 
     @property
     def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:
@@ -391,15 +385,14 @@ class KLConfig(PolicyConfig):
         """Coefficient of the KL that is subtracted from the rewards. 0 if the KL is a term of the loss instead."""
         return self.kl_ctl if self.use_kl_in_reward else 0.0
 
-    @forbid(
+    @require(
         "adv_norm.mean_leave1out",
         "needs one advantage per sample. With use_kl_in_reward, only group advantages are per sample; set "
         "adv_norm.mean_level=group",
     )
-    def leave_one_out_over_tokens(self) -> bool:
-        """Return whether a leave-one-out mean is set for advantages that differ between tokens."""
+    def leave_one_out_is_over_samples(self) -> bool:
         norm = self.adv_norm
-        return norm is not None and norm.mean_leave1out and self.use_kl_in_reward and norm.mean_level != "group"
+        return norm is None or not norm.mean_leave1out or not self.use_kl_in_reward or norm.mean_level == "group"
 
 
 @dataclass(kw_only=True)

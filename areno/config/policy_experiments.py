@@ -13,7 +13,7 @@ from areno.config.reward import RewardConfig
 from areno.config.rollout import AgentConfig, GenerationConfig, RolloutConfig, TuneConfig
 from areno.config.teacher import Divergence, TeacherConfig
 from areno.errors import ConfigError, Key, Problem
-from areno.schema.fields import Needs, Unused, check, forbid, setting, source_check
+from areno.schema.fields import Needs, Unused, check, require, setting, source_check
 
 
 @dataclass(kw_only=True)
@@ -104,26 +104,24 @@ class PolicyExperimentConfig(ExperimentConfig):
         """
         raise ConfigError(f"{type(self).__name__} describes no advantages; give the trainer an advantage_fn")
 
-    @forbid(
+    @require(
         "ref.offload",
         "is true, but with actor.use_lora the reference is the actor without its adapters, which stays on the device; "
         "leave it out",
     )
-    def offloaded_base(self) -> bool:
-        """Return whether ref.offload is set although the reference is the actor without its adapters."""
-        return self.ref is not None and self.ref.offload and self.ref.path is None and self.actor.use_lora
+    def reference_is_offloadable(self) -> bool:
+        return self.ref is None or not self.ref.offload or self.ref.path is not None or not self.actor.use_lora
 
-    @forbid(
+    @require(
         "teacher.offload",
         "is true, but with actor.use_lora the teacher is the actor without its adapters, which stays on the device; "
         "leave it out",
     )
-    def offloaded_base_as_teacher(self) -> bool:
-        """Return whether teacher.offload is set although the teacher is the actor without its adapters."""
+    def teacher_is_offloadable(self) -> bool:
         teacher = self.teacher
         if teacher is None or teacher.follows_actor:
-            return False
-        return teacher.offload and set(teacher.paths.values()) == {None} and self.actor.use_lora
+            return True
+        return not teacher.offload or set(teacher.paths.values()) != {None} or not self.actor.use_lora
 
     @property
     def divergence(self) -> Divergence | None:
@@ -149,61 +147,55 @@ class PolicyExperimentConfig(ExperimentConfig):
                 text += "would the teacher; copy the teacher to another folder"
                 yield Problem(self.teacher.key_of(role), text)
 
-    @forbid(
+    @require(
         "teacher.prompt_key",
         "is {self.teacher.prompt_key!r}, but a later row of an agent (agent.fn) begins with other turns, which the "
         "prompt would replace; leave it out",
     )
-    def teacher_prompts_of_agents(self) -> bool:
-        """Return whether teacher.prompt_key is set in a run with agents. It would replace the agents' earlier turns."""
-        return self.teacher is not None and self.teacher.prompt_key is not None and self.agent.fn is not None
+    def teacher_prompt_keeps_agent_turns(self) -> bool:
+        return self.teacher is None or self.teacher.prompt_key is None or self.agent.fn is None
 
-    @forbid(
+    @require(
         "engine.cp_size",
         "is {self.engine.cp_size}, but a teacher with a prompt of its own (teacher.prompt_key) and a loss over the "
         "whole vocabulary (teacher.loss_type={self.teacher.loss_type}) does not support context parallelism; set it "
         "to 1, or teacher.loss_type=sampled_reverse_kl",
     )
-    def split_teacher_prompts(self) -> bool:
-        """Return whether cp_size is above 1 with a teacher.prompt_key and a loss over the whole vocabulary."""
+    def teacher_prompts_are_on_one_rank(self) -> bool:
         teacher = self.teacher
         prompts = teacher is not None and teacher.prompt_key is not None and teacher.divergence is not None
-        return prompts and self.engine.cp_size > 1
+        return not prompts or self.engine.cp_size <= 1
 
-    @forbid("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
-    def groups_of_one(self) -> bool:
-        """Return whether advantages or rewards are normalised over groups that have one sample."""
-        return self.gconfig.n_samples < 2 and bool(self._norms_of_groups())
+    @require("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
+    def groups_have_several_samples(self) -> bool:
+        return self.gconfig.n_samples >= 2 or not self._norms_of_groups()
 
     def _norms_of_groups(self) -> list[str]:
         norms = {"adv_norm": self.actor.adv_norm, "reward_norm": self.actor.reward_norm}
         return [name for name, norm in norms.items() if norm and "group" in (norm.mean_level, norm.std_level)]
 
-    @forbid(
+    @require(
         "actor.routing_replay",
         "is true, but the turns of agents (agent.fn) do not bring the experts of their tokens; set it to false",
     )
-    def routes_of_agents(self) -> bool:
-        """Return whether routing replay is set in a run with agents. Samples of agents do not record the experts."""
-        return self.actor.routing_replay and (self.agent.fn is not None or self.agent.is_environment)
+    def routes_are_recorded(self) -> bool:
+        return not self.actor.routing_replay or (self.agent.fn is None and not self.agent.is_environment)
 
-    @forbid(
+    @require(
         "engine.deterministic",
         "is true, but agents ask for samples when their own code does, so that two runs differ; set it to false. With "
         "engine.exact=true, what each of their requests draws does not depend on the others",
     )
-    def agents_keep_no_time(self) -> bool:
-        """Return whether engine.deterministic is set in a run with agents. Requests of agents come in any order."""
-        return self.engine.deterministic and (self.agent.fn is not None or self.agent.is_environment)
+    def request_order_is_fixed(self) -> bool:
+        return not self.engine.deterministic or (self.agent.fn is None and not self.agent.is_environment)
 
-    @forbid(
+    @require(
         "reward.judge.compare",
         "is true, but the {self.single_samples} has one sample of a prompt, which is compared with nothing; sample "
         "several",
     )
-    def comparisons_of_one(self) -> bool:
-        """Return whether a judge compares samples although rollout or evaluation draws one sample per prompt."""
-        return self.reward.judge.compare and self.single_samples != ""
+    def judge_has_samples_to_compare(self) -> bool:
+        return not self.reward.judge.compare or self.single_samples == ""
 
     @property
     def single_samples(self) -> str:
@@ -214,13 +206,12 @@ class PolicyExperimentConfig(ExperimentConfig):
         alone = evaluates and self.eval_gconfig is not None and self.eval_gconfig.n_samples == 1
         return "evaluation (eval_gconfig.n_samples)" if alone else ""
 
-    @forbid(
+    @require(
         "rollout.dynamic_sampling",
         "drops groups whose rewards are all equal; with gconfig.n_samples=1 it drops every group",
     )
-    def samples_that_cannot_differ(self) -> bool:
-        """Return whether dynamic sampling would drop every group, because groups have one sample."""
-        return self.rollout.dynamic_sampling and self.gconfig.n_samples < 2
+    def rewards_can_differ_in_group(self) -> bool:
+        return not self.rollout.dynamic_sampling or self.gconfig.n_samples >= 2
 
     @check
     def check_greedy_samples(self) -> Iterator[Problem]:
@@ -235,31 +226,28 @@ class PolicyExperimentConfig(ExperimentConfig):
         keys = [Key(name) for name in ("gconfig.n_samples", "agent.fn", "eval_gconfig", "gconfig.n_samples")]
         yield Problem("gconfig.greedy", text, self.gconfig.n_samples, *keys)
 
-    @forbid(
+    @require(
         "actor.overlong_tokens",
         "is {self.actor.overlong_tokens}, more than gconfig.max_new_tokens={self.gconfig.max_new_tokens}; lower it",
     )
-    def overlong_zone_too_large(self) -> bool:
-        """Return whether the overlong penalty begins before the first token of a completion."""
-        return (self.actor.overlong_tokens or 0) > self.gconfig.max_new_tokens
+    def overlong_tokens_fit_completion(self) -> bool:
+        return (self.actor.overlong_tokens or 0) <= self.gconfig.max_new_tokens
 
-    @forbid(
+    @require(
         "tune.max_samples",
         "is {self.tune.max_samples}, less than the gconfig.n_samples={self.gconfig.n_samples} samples of one prompt; "
         "raise it",
     )
-    def less_than_a_group_to_tune(self) -> bool:
-        """Return whether tune.max_samples leaves no room for the samples of a single prompt."""
-        return self.tune.enabled and self.tune.max_samples < self.gconfig.n_samples
+    def tuning_has_room_for_group(self) -> bool:
+        return not self.tune.enabled or self.tune.max_samples >= self.gconfig.n_samples
 
-    @forbid(
+    @require(
         "tune.enabled",
         "is true, but scheduler.type=ray runs on other machines, and candidates are tried on this machine alone; set "
         "it to false",
     )
-    def tuning_on_a_cluster(self) -> bool:
-        """Return whether tuning is set for a run on a Ray cluster."""
-        return self.tune.enabled and self.scheduler.type == "ray"
+    def tuning_is_local(self) -> bool:
+        return not self.tune.enabled or self.scheduler.type != "ray"
 
     @property
     def prompts_ahead(self) -> int:
@@ -282,70 +270,63 @@ class PolicyExperimentConfig(ExperimentConfig):
         """Whether prompts are replaced during a rollout that does not wait for its longest samples."""
         return self.replaces_prompts and self.rollout.max_head_offpolicyness > 0
 
-    @forbid(
+    @require(
         "rollout.dynamic_sampling",
         "is true, but with prompts_ahead and max_head_offpolicyness=0 a step does not replace prompts; set "
         "max_head_offpolicyness above 0, or dynamic_bs=true to replace none",
     )
-    def replacements_postponed(self) -> bool:
-        """Return whether prompts would be replaced in a run with prompts_ahead and max_head_offpolicyness=0."""
-        return self.replaces_prompts and self.prompts_ahead > 0 and not self.rollout.max_head_offpolicyness
+    def replacements_are_within_step(self) -> bool:
+        return not self.replaces_prompts or self.prompts_ahead == 0 or self.rollout.max_head_offpolicyness > 0
 
-    @forbid(
+    @require(
         "rollout.dynamic_sampling",
         "is true, but with max_head_offpolicyness above 0 prompts are replaced during the rollout, when rewards of "
         "agents (agent.fn), of reward.path and of reward.judge are not known yet; set dynamic_bs=true to replace none, "
         "or max_head_offpolicyness=0",
     )
-    def replacements_by_late_rewards(self) -> bool:
-        """Return whether prompts would be replaced during the rollout although rewards are not known yet."""
-        return self.replaces_in_flight and (self.agent.fn is not None or self.reward.has_model)
+    def rewards_precede_replacements(self) -> bool:
+        return not self.replaces_in_flight or (self.agent.fn is None and not self.reward.has_model)
 
-    @forbid(
+    @require(
         "rollout.prompts_ahead",
         "is {self.rollout.prompts_ahead}, more than the prompts that the next steps train (train_dataset.batch_size, "
         "times max_head_offpolicyness if that is above 0); lower it",
     )
-    def too_many_prompts_ahead(self) -> bool:
-        """Return whether more prompts are sampled ahead than can be trained within max_head_offpolicyness steps."""
+    def prompts_ahead_are_trained_in_time(self) -> bool:
         most = max(1, self.rollout.max_head_offpolicyness) * self.train_dataset.batch_size
-        return (self.rollout.prompts_ahead or 0) > most
+        return (self.rollout.prompts_ahead or 0) <= most
 
-    @forbid(
+    @require(
         "rollout.prompts_ahead",
         "is {self.prompts_ahead} with max_head_offpolicyness=0, which throws samples away and repeats them later. What "
         "agents (agent.fn) have done cannot be taken back; leave it out, or set max_head_offpolicyness above 0",
     )
-    def agents_postponed(self) -> bool:
-        """Return whether agents would be stopped and started again in a later step. What they did cannot be undone."""
-        return self.prompts_ahead > 0 and not self.rollout.max_head_offpolicyness and self.agent.fn is not None
+    def agents_are_never_restarted(self) -> bool:
+        return self.prompts_ahead == 0 or self.rollout.max_head_offpolicyness > 0 or self.agent.fn is None
 
-    @forbid(
+    @require(
         "rollout.drop_rollout_state",
         "is true, but with max_head_offpolicyness above 0 the rollout of agents (agent.fn) does not end before the "
         "run, so the KV cache stays; set it to false",
     )
-    def kept_for_agents(self) -> bool:
-        """Return whether the KV cache would be freed after a rollout although agents' requests are in progress."""
-        return self.rollout.drop_rollout_state and self.rollout.max_head_offpolicyness > 0 and self.agent.fn is not None
+    def kv_cache_stays_for_agents(self) -> bool:
+        return not self.rollout.drop_rollout_state or self.rollout.max_head_offpolicyness == 0 or self.agent.fn is None
 
-    @forbid(
+    @require(
         "agent.whole_batch",
         "is true, but with rollout.max_head_offpolicyness above 0 agents start and end one by one, in no batch; set it "
         "to false",
     )
-    def batches_in_flight(self) -> bool:
-        """Return whether agent.whole_batch is set in a run whose steps do not wait for all agents."""
-        return self.agent.whole_batch and self.rollout.max_head_offpolicyness > 0
+    def whole_batches_are_awaited(self) -> bool:
+        return not self.agent.whole_batch or self.rollout.max_head_offpolicyness == 0
 
-    @forbid(
+    @require(
         "agent.whole_batch",
         "is true, but an environment of the verifiers package (agent.fn) runs its samples one after the other; set it "
         "to false",
     )
-    def batches_of_environments(self) -> bool:
-        """Return whether agent.whole_batch is set for an environment. It runs its samples one after the other."""
-        return self.agent.whole_batch and self.agent.is_environment
+    def whole_batches_are_of_agents(self) -> bool:
+        return not self.agent.whole_batch or not self.agent.is_environment
 
     @property
     def rows_per_step(self) -> int:
@@ -367,14 +348,13 @@ class PolicyExperimentConfig(ExperimentConfig):
         """Largest number of units in a step. A unit is the `rows_per_item` rows that stay together, such as a pair."""
         return self.train_dataset.batch_size * self.trained_per_prompt // self.rows_per_item()
 
-    @forbid(
+    @require(
         "actor.ppo_n_minibatches",
         "is {self.actor.ppo_n_minibatches}, which does not divide the {self.rows_per_step} rows of a step "
         "(train_dataset.batch_size * gconfig.n_samples)",
     )
-    def uneven_minibatches(self) -> bool:
-        """Return whether actor.ppo_n_minibatches cannot divide the rows of a step evenly."""
-        return self.rows_per_step % self.actor.ppo_n_minibatches != 0
+    def minibatches_are_even(self) -> bool:
+        return self.rows_per_step % self.actor.ppo_n_minibatches == 0
 
 
 @dataclass(kw_only=True)
@@ -425,23 +405,21 @@ class PairedPolicyExperimentConfig(PolicyExperimentConfig):
         """Largest number of samples of a prompt that are trained: those of its pairs."""
         return 2 * self.pairs_per_prompt
 
-    @forbid(
+    @require(
         "pairs_per_prompt",
         "is {self.pairs_per_prompt}, which needs {self.trained_per_prompt} samples of a prompt, two for each pair, but "
         "gconfig.n_samples={self.gconfig.n_samples}; raise gconfig.n_samples, or lower pairs_per_prompt",
     )
-    def more_pairs_than_samples(self) -> bool:
-        """Return whether a prompt has too few samples for its pairs, each of which has two."""
-        return self.trained_per_prompt > self.gconfig.n_samples
+    def samples_suffice_for_pairs(self) -> bool:
+        return self.trained_per_prompt <= self.gconfig.n_samples
 
-    @forbid(
+    @require(
         "actor.ppo_n_minibatches",
         "is {self.actor.ppo_n_minibatches}, which does not divide the {self.units_per_step} pairs of a step "
         "(train_dataset.batch_size * pairs_per_prompt)",
     )
-    def uneven_minibatches(self) -> bool:
-        """Return whether actor.ppo_n_minibatches cannot divide the pairs of a step evenly."""
-        return self.units_per_step % self.actor.ppo_n_minibatches != 0
+    def minibatches_are_even(self) -> bool:
+        return self.units_per_step % self.actor.ppo_n_minibatches == 0
 
 
 @dataclass(kw_only=True)
@@ -450,13 +428,12 @@ class KLExperimentConfig(PolicyExperimentConfig):
 
     actor: models.KLConfig = setting(help="The policy")
 
-    @forbid("actor.kl_ctl", "is {self.actor.kl_ctl}, but there is no reference model; add ref=default")
-    def kl_without_reference(self) -> bool:
-        """Return whether a KL penalty is set without a reference model."""
-        return self.actor.kl_ctl > 0 and self.ref is None
+    @require("actor.kl_ctl", "is {self.actor.kl_ctl}, but there is no reference model; add ref=default")
+    def kl_has_reference(self) -> bool:
+        return self.actor.kl_ctl == 0 or self.ref is not None
 
     @check
-    def unused_reference(self) -> Iterator[Problem]:
+    def reference_is_used(self) -> Iterator[Problem]:
         """Report a reference model without a KL penalty."""
         if self.ref is not None and self.actor.kl_ctl == 0:
             text, key = "is loaded but not used, since {} is 0; set {} or ref=null", Key("actor.kl_ctl")
@@ -473,11 +450,10 @@ class CriticExperimentConfig(KLExperimentConfig):
         """Return role -> section of the actor and the critic."""
         return {"actor": self.actor, "critic": self.critic}
 
-    @forbid(
+    @require(
         "critic.ppo_n_minibatches",
         "is {self.critic.ppo_n_minibatches}, which does not divide the {self.rows_per_step} rows of a step "
         "(train_dataset.batch_size * gconfig.n_samples)",
     )
-    def uneven_critic_minibatches(self) -> bool:
-        """Return whether critic.ppo_n_minibatches cannot divide the rows of a step evenly."""
-        return self.rows_per_step % self.critic.ppo_n_minibatches != 0
+    def critic_minibatches_are_even(self) -> bool:
+        return self.rows_per_step % self.critic.ppo_n_minibatches == 0

@@ -12,7 +12,7 @@ from typing import Literal
 
 from areno.config.models import PolicyConfig
 from areno.errors import Problem
-from areno.schema.fields import Needs, Section, check, forbid, setting
+from areno.schema.fields import Needs, Section, check, require, setting
 
 
 @dataclass(kw_only=True)
@@ -49,10 +49,9 @@ class RejectionSamplingConfig(Section):
     upper: float = setting(5.0, help="Upper bound of the metric", gt=0)
     lower: float | None = setting(None, help="Lower bound of the metric. null: no lower bound")
 
-    @forbid("action", "is clamp, which limits a ratio, but metric is {self.metric}; use mask")
-    def clamp_without_ratio(self) -> bool:
-        """Return whether action=clamp is set for a metric that is not an importance weight."""
-        return self.action == "clamp" and self.metric != "ratio"
+    @require("action", "is clamp, which limits a ratio, but metric is {self.metric}; use mask")
+    def clamp_has_ratio(self) -> bool:
+        return self.action != "clamp" or self.metric == "ratio"
 
     @check
     def check_kl_bounds(self) -> Iterator[Problem]:
@@ -64,19 +63,14 @@ class RejectionSamplingConfig(Section):
         elif self.lower >= 0:
             yield Problem("lower", f"is {self.lower}, but a kl_k1 of 0 (no difference) must pass; use lower < 0")
 
-    @forbid("lower", "is {self.lower}, but it must be less than upper={self.upper}")
-    def bounds_out_of_order(self) -> bool:
-        """Return whether `lower` is not less than `upper`, so that no value lies between the bounds."""
-        return self.lower is not None and self.lower >= self.upper
+    @require("lower", "is {self.lower}, but it must be less than upper={self.upper}")
+    def bounds_are_ordered(self) -> bool:
+        return self.lower is None or self.lower < self.upper
 
-    @forbid("upper", "is {self.upper} and lower is {self.lower}; a ratio needs 0 < lower < 1 < upper")
-    def ratio_of_one_outside(self) -> bool:
-        """Return whether metric=ratio is set with bounds that reject a ratio of 1, or with a negative `lower`.
-
-        The ratio is 1 for tokens on which the proximal and the behaviour policy agree.
-        """
+    @require("upper", "is {self.upper} and lower is {self.lower}; a ratio needs 0 < lower < 1 < upper")
+    def bounds_include_ratio_of_one(self) -> bool:
         below = self.lower is not None and not 0 < self.lower < 1
-        return self.metric == "ratio" and (self.upper <= 1 or below)
+        return self.metric != "ratio" or (self.upper > 1 and not below)
 
 
 @dataclass(kw_only=True)
@@ -125,27 +119,22 @@ class RatioConfig(PolicyConfig):
         gt=0,
     )
 
-    @forbid(
+    @require(
         "prox_logp_method",
         "is loglinear, but rejection_sampling and m2_threshold need proximal log-probabilities before the update; set "
         "it to recompute",
     )
-    def loglinear_decides_late(self) -> bool:
-        """Return whether prox_logp_method=loglinear is set together with rejection_sampling or m2_threshold.
-
-        These two need proximal log-probabilities before the update, but loglinear computes them only during the update.
-        """
+    def proximal_logprobs_precede_update(self) -> bool:
         needed = self.rejection_sampling is not None or self.m2_threshold is not None
-        return self.prox_logp_method == "loglinear" and needed
+        return self.prox_logp_method != "loglinear" or not needed
 
-    @forbid(
+    @require(
         "recompute_logprob",
         "is false, but use_decoupled_loss compares with the policy before the update, not with the rollout; leave "
         "recompute_logprob out",
     )
-    def decoupled_from_the_rollout(self) -> bool:
-        """Return whether the decoupled PPO loss would use the behaviour policy as its proximal policy."""
-        return self.use_decoupled_loss and not self.recompute_logprob
+    def decoupled_loss_recomputes(self) -> bool:
+        return not self.use_decoupled_loss or self.recompute_logprob
 
     @property
     def ratio_level(self) -> Literal["token", "sequence"]:

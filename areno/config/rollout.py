@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from areno.config.resuming import FROM_HERE, SPEED, SPEED_AND_ORDER
 from areno.errors import ConfigError, Problem
-from areno.schema.fields import Flag, Needs, Section, forbid, setting, setting_as_in, settings
+from areno.schema.fields import Flag, Needs, Section, require, setting, setting_as_in, settings
 
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures count as 0: logits divided by them would leave the range of float32."""
@@ -130,25 +130,21 @@ class SamplingConfig(Section):
         """Whether a setting that `_edit` declares differs from its default, so that sampling needs `LogitEdits`."""
         return any(vars(self)[name] != default for name, default in _logit_edit_defaults())
 
-    @forbid("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
-    def shortest_above_longest(self) -> bool:
-        """Return whether min_new_tokens exceeds max_new_tokens."""
-        return self.min_new_tokens > self.max_new_tokens
+    @require("min_new_tokens", "is {self.min_new_tokens}, more than max_new_tokens={self.max_new_tokens}; lower it")
+    def min_new_tokens_fit_max(self) -> bool:
+        return self.min_new_tokens <= self.max_new_tokens
 
-    @forbid("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
-    def no_token_to_sample(self) -> bool:
-        """Return whether top_k is 0, which keeps no token."""
-        return self.top_k == 0
+    @require("top_k", "is 0, which keeps no token; use -1 for all or a positive number")
+    def top_k_keeps_tokens(self) -> bool:
+        return self.top_k != 0
 
-    @forbid("stop", "contains an empty string, which would end every completion; leave it out")
-    def empty_stop_string(self) -> bool:
-        """Return whether a stop string is empty."""
-        return "" in (self.stop or [])
+    @require("stop", "contains an empty string, which would end every completion; leave it out")
+    def stop_strings_have_text(self) -> bool:
+        return "" not in (self.stop or [])
 
-    @forbid("stop_token_ids", "is {self.stop_token_ids}; token ids are at least 0")
-    def negative_stop_token(self) -> bool:
-        """Return whether a stop token is negative."""
-        return min(self.stop_token_ids or [0]) < 0
+    @require("stop_token_ids", "is {self.stop_token_ids}; token ids are at least 0")
+    def stop_token_ids_are_valid(self) -> bool:
+        return min(self.stop_token_ids or [0]) >= 0
 
 
 def flags_unused_by_greedy() -> dict[str, str]:
@@ -207,13 +203,12 @@ class GenerationConfig(SamplingConfig):
             text = f"is {self.temperature}, but {section}.greedy takes the most likely token; "
             yield Problem(f"{section}.temperature", f"{text}set {section}.greedy=false")
 
-    @forbid(
+    @require(
         "max_tokens",
         "is {self.max_tokens}, which leaves no room for a prompt beside max_new_tokens={self.max_new_tokens}",
     )
-    def no_room_for_prompts(self) -> bool:
-        """Return whether max_new_tokens fills max_tokens (prompt plus completion), so that no prompt fits."""
-        return self.max_tokens is not None and self.max_tokens <= self.max_new_tokens
+    def prompts_have_room(self) -> bool:
+        return self.max_tokens is None or self.max_tokens > self.max_new_tokens
 
 
 @dataclass(kw_only=True)

@@ -10,8 +10,8 @@ from areno.config.layout import Layout
 from areno.config.resuming import NEVER, RUN_LENGTH, SPEED_AND_ORDER
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.build import build
-from areno.schema.fields import Flag, Needs, Section, check, forbid, setting, with_sections
-from areno.schema.values import is_no_folder, show
+from areno.schema.fields import Flag, Needs, Section, check, require, setting, with_sections
+from areno.schema.values import may_be_folder, show
 from areno.services import GROUP, SERVICES, installed_service, installed_services
 from areno.services.service import Service
 
@@ -146,10 +146,9 @@ class SaverConfig(FrequencyConfig):
         only_with=Needs("push_to_hub", so="nothing is uploaded"),
     )
 
-    @forbid("path", "is {self.path!r}; the path of a folder is expected")
-    def no_path(self) -> bool:
-        """Return whether the value of the setting `path` cannot be the path of a folder."""
-        return is_no_folder(self.path)
+    @require("path", "is {self.path!r}; the path of a folder is expected")
+    def path_may_be_folder(self) -> bool:
+        return may_be_folder(self.path)
 
 
 _EARLY_STOPPING = Needs("patience", so="the run is not ended early")
@@ -190,13 +189,12 @@ class EvaluatorConfig(FrequencyConfig):
         0.0, help="Smallest change of evaluator.metric that counts as an improvement", ge=0, only_with=_EARLY_STOPPING
     )
 
-    @forbid(
+    @require(
         "patience",
         "is {self.patience}, but nothing is evaluated during training; set freq_steps, freq_epochs or freq_secs",
     )
-    def patience_without_evaluations(self) -> bool:
-        """Return whether early stopping is set although nothing is evaluated during training."""
-        return self.patience is not None and self.freq_steps is self.freq_epochs is self.freq_secs is None
+    def patience_has_evaluations(self) -> bool:
+        return self.patience is None or (self.freq_steps, self.freq_epochs, self.freq_secs) != (None, None, None)
 
 
 @dataclass(kw_only=True)
@@ -276,23 +274,20 @@ class EngineConfig(Section):
             text = "is {}, but a node has {} devices of the run; tensor parallel stays inside a node"
             yield Problem("tp_size", text, self.tp_size, n_devices)
 
-    @forbid("attn_backend", "is flash, but exact=true has an attention of its own; leave one of the two out")
-    def flash_with_exact(self) -> bool:
-        """Return whether flash attention is set together with `exact`, which computes attention by other kernels."""
-        return self.exact and self.attn_backend == "flash"
+    @require("attn_backend", "is flash, but exact=true has an attention of its own; leave one of the two out")
+    def exact_attention_is_native(self) -> bool:
+        return not self.exact or self.attn_backend != "flash"
 
-    @forbid(
+    @require(
         "sequence_parallel",
         "is true, which changes the order of sums, but exact=true keeps one order; leave one of them out",
     )
-    def sums_of_shares_are_not_exact(self) -> bool:
-        """Return whether sequence parallelism is set together with `exact`."""
-        return self.exact and self.sequence_parallel is True
+    def exact_sums_keep_order(self) -> bool:
+        return not self.exact or self.sequence_parallel is not True
 
-    @forbid("sequence_parallel", "is true, but tp_size=1 has no ranks that share tokens; leave one of them out")
-    def sequence_parallel_alone(self) -> bool:
-        """Return whether sequence parallelism is set without tensor parallelism."""
-        return self.sequence_parallel is True and self.tp_size == 1
+    @require("sequence_parallel", "is true, but tp_size=1 has no ranks that share tokens; leave one of them out")
+    def sequence_parallel_has_ranks(self) -> bool:
+        return self.sequence_parallel is not True or self.tp_size != 1
 
     @check
     def check_world_size(self) -> Iterator[Problem]:
@@ -332,10 +327,9 @@ class ClusterConfig(Section):
         on_resume=SPEED_AND_ORDER,
     )
 
-    @forbid("fileroot", "is {self.fileroot!r}; the path of a folder is expected")
-    def no_path(self) -> bool:
-        """Return whether the value of the setting `fileroot` cannot be the path of a folder."""
-        return is_no_folder(self.fileroot)
+    @require("fileroot", "is {self.fileroot!r}; the path of a folder is expected")
+    def path_may_be_folder(self) -> bool:
+        return may_be_folder(self.fileroot)
 
 
 @dataclass(kw_only=True)
@@ -372,10 +366,9 @@ class TensorBoardConfig(Section):
         ),
     )
 
-    @forbid("path", "is {self.path!r}; the path of a folder is expected")
-    def no_path(self) -> bool:
-        """Return whether the value of the setting `path` cannot be the path of a folder."""
-        return is_no_folder(self.path)
+    @require("path", "is {self.path!r}; the path of a folder is expected")
+    def path_may_be_folder(self) -> bool:
+        return may_be_folder(self.path)
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from areno.config.resuming import SPEED
 from areno.errors import Problem
-from areno.schema.fields import Needs, Section, check, forbid, setting
+from areno.schema.fields import Needs, Section, check, require, setting
 
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 SAMPLED = "sampled_reverse_kl"
@@ -159,25 +159,21 @@ class TeacherConfig(Section):
             text = "is null, but models names teachers; set it to the field of a dataset row with the teacher's name"
             yield Problem("by", text)
 
-    @forbid("path", "is {self.path}, but models names the teachers; leave one of them out")
-    def path_beside_models(self) -> bool:
-        """Return whether both path and models are set."""
-        return self.models is not None and self.path is not None
+    @require("path", "is {self.path}, but models names the teachers; leave one of them out")
+    def only_path_or_models(self) -> bool:
+        return self.models is None or self.path is None
 
-    @forbid("models", "is set, but follows_actor is true, so the actor is the teacher; leave one of them out")
-    def models_beside_actor(self) -> bool:
-        """Return whether models is set although the actor is the teacher."""
-        return self.models is not None and self.follows_actor
+    @require("models", "is set, but follows_actor is true, so the actor is the teacher; leave one of them out")
+    def only_models_or_actor(self) -> bool:
+        return self.models is None or not self.follows_actor
 
-    @forbid("path", "is {self.path}, but follows_actor is true, so the actor is the teacher; leave one of them out")
-    def two_teachers(self) -> bool:
-        """Return whether a model is named although the actor is the teacher."""
-        return self.follows_actor and self.path is not None
+    @require("path", "is {self.path}, but follows_actor is true, so the actor is the teacher; leave one of them out")
+    def only_path_or_actor(self) -> bool:
+        return not self.follows_actor or self.path is None
 
-    @forbid("offload", "is true, but follows_actor is true, and the actor stays on the device; leave it out")
-    def offloaded_actor(self) -> bool:
-        """Return whether the teacher is offloaded although it is the actor."""
-        return self.follows_actor and self.offload
+    @require("offload", "is true, but follows_actor is true, and the actor stays on the device; leave it out")
+    def actor_stays_on_device(self) -> bool:
+        return not self.follows_actor or not self.offload
 
     @property
     def divergence(self) -> Divergence | None:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 
 from areno.config.models import MicroBatchSpec
-from areno.config.run import is_no_folder
+from areno.config.run import may_be_folder
 from areno.config.teacher import Divergence
 from areno.data.row_schema import json_text_problem, messages_problem
 from areno.engine.requests import check_params
@@ -49,7 +49,7 @@ def check_positive(name: str, value: Any) -> None:
 def check_folder(name: str, path: Any) -> None:
     """Raise ConfigError unless an argument is a possible path of a folder. The folder need not exist."""
     text = str(path) if isinstance(path, (str, Path)) else ""
-    if is_no_folder(text) or text_problem(text):
+    if not may_be_folder(text) or text_problem(text):
         raise ConfigError([Problem(name, f"is {path!r}; the name of a folder is expected")])
 
 

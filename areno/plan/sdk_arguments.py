@@ -21,7 +21,7 @@ from areno.errors import Problem
 from areno.plan.devices import find_devices
 from areno.plan.plan import TrainerPlan, open_actor
 from areno.schema.build import build
-from areno.schema.fields import Section, check, forbid, setting, setting_as_in, settings, with_settings_of
+from areno.schema.fields import Section, check, require, setting, setting_as_in, settings, with_settings_of
 
 
 @dataclass
@@ -94,10 +94,10 @@ class BackendSettings(Section):
         10.0, help="seconds between log lines that show the progress of decoding", gt=0
     )
 
-    @forbid("devices", "is {self.devices}; the ids of different CUDA devices are expected, from 0")
-    def not_different_ids(self) -> bool:
+    @require("devices", "is {self.devices}; the ids of different CUDA devices are expected, from 0")
+    def device_ids_are_distinct(self) -> bool:
         ids = self.devices or []
-        return len({*ids}) < len(ids) or min(ids, default=0) < 0
+        return len({*ids}) >= len(ids) and min(ids, default=0) >= 0
 
 
 @dataclass(kw_only=True)
@@ -109,9 +109,9 @@ class TrainerSettings(Section):
     metrics_log_dir: str | None = setting(None, help="folder of TensorBoard event files")
     custom_config: BackendSettings = setting(factory=BackendSettings, help="an areno.ArenoConfig")
 
-    @forbid("model_path", "is empty; a model folder or hub id is expected")
-    def no_model(self) -> bool:
-        return not self.model_path.strip()
+    @require("model_path", "is empty; a model folder or hub id is expected")
+    def has_model_path(self) -> bool:
+        return bool(self.model_path.strip())
 
     @check
     def check_copies(self) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ from areno.config.policy_experiments import DistillExperimentConfig
 from areno.config.teacher import SAMPLED, TeacherConfig
 from areno.errors import Problem
 from areno.launch import run_recipe
-from areno.schema.fields import build_check, forbid, setting
+from areno.schema.fields import build_check, require, setting
 
 if TYPE_CHECKING:
     from areno.trainers.distill import DistillTrainer
@@ -70,25 +70,25 @@ class DistillConfig(DistillExperimentConfig):
             return "train/distill_loss of the last step", "min"
         return super().objective()
 
-    @forbid(
+    @require(
         "teacher.loss_type",
         "is sampled_reverse_kl, which needs answers of the student, but on_policy_share={self.on_policy_share} takes "
         "answers of the dataset, too; set it to reverse_kl, forward_kl or jsd, or on_policy_share=1",
     )
-    def sampled_form_of_given_answers(self) -> bool:
-        return self.on_policy_share < 1 and self.teacher.loss_type == SAMPLED
+    def sampled_loss_has_student_answers(self) -> bool:
+        return self.on_policy_share >= 1 or self.teacher.loss_type != SAMPLED
 
-    @forbid("on_policy_share", "is {self.on_policy_share}, but agents (agent.fn) have no given answers; set it to 1")
-    def given_answers_of_agents(self) -> bool:
-        return self.on_policy_share < 1 and (self.agent.fn is not None or self.agent.is_environment)
+    @require("on_policy_share", "is {self.on_policy_share}, but agents (agent.fn) have no given answers; set it to 1")
+    def agents_sample_all_answers(self) -> bool:
+        return self.on_policy_share >= 1 or (self.agent.fn is None and not self.agent.is_environment)
 
-    @forbid(
+    @require(
         "on_policy_share",
         "is {self.on_policy_share}, but with rollout.max_head_offpolicyness or rollout.prompts_ahead a step samples "
         "other prompts than those of its batch; set it to 1",
     )
-    def given_answers_in_flight(self) -> bool:
-        return self.on_policy_share < 1 and self.prompts_ahead > 0
+    def given_answers_match_batch(self) -> bool:
+        return self.on_policy_share >= 1 or self.prompts_ahead <= 0
 
     @build_check
     def check_teacher_differs(self) -> Iterator[Problem]:
@@ -101,12 +101,12 @@ class DistillConfig(DistillExperimentConfig):
             text += "or set teacher.prompt_key to a field with another prompt"
             yield Problem(teacher.key_of(next(iter(teacher.paths))), text)
 
-    @forbid(
+    @require(
         "rollout.dynamic_sampling",
         "is true, but rewards do not train a student, so no prompts are replaced; set it to false",
     )
-    def replaced_prompts(self) -> bool:
-        return self.rollout.dynamic_sampling
+    def prompts_stay(self) -> bool:
+        return not self.rollout.dynamic_sampling
 
 
 def loop() -> type[DistillTrainer]:

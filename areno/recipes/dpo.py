@@ -21,7 +21,7 @@ from areno.config.experiments import LossFn, PreferenceExperimentConfig
 from areno.config.models import ModelConfig
 from areno.launch import run_recipe
 from areno.loss_fns.preferences import PreferenceLossConfig
-from areno.schema.fields import forbid, setting
+from areno.schema.fields import require, setting
 
 if TYPE_CHECKING:
     from areno.trainers.dpo import DPOTrainer
@@ -46,9 +46,9 @@ class DPOConfig(PreferenceExperimentConfig):
     def needs_reference(self) -> bool:
         return self.actor.needs_reference
 
-    @forbid("ref.path", "is set, but actor.loss_type={self.actor.loss_type} uses no reference model; leave it out")
-    def unused_reference(self) -> bool:
-        return self.ref.path is not None and not self.actor.needs_reference
+    @require("ref.path", "is set, but actor.loss_type={self.actor.loss_type} uses no reference model; leave it out")
+    def reference_is_used(self) -> bool:
+        return self.ref.path is None or self.actor.needs_reference
 
 
 def loop() -> type[DPOTrainer]:

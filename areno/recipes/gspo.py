@@ -22,7 +22,7 @@ from areno.config.policy_experiments import KLExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.launch import run_recipe
 from areno.loss_fns.surrogates import Clip, ImportanceLevel
-from areno.schema.fields import forbid, setting
+from areno.schema.fields import require, setting
 
 if TYPE_CHECKING:
     from areno.trainers.policy_only import PolicyOnlyTrainer
@@ -43,9 +43,9 @@ class GSPOActorConfig(Clip, RatioConfig, KLConfig):
     def ratio_level(self) -> ImportanceLevel:
         return "sequence"
 
-    @forbid("prox_logp_method", "is loglinear, which needs token ratios; use recompute, or the grpo recipe")
-    def proximal_policy_of_tokens(self) -> bool:
-        return self.prox_logp_method == "loglinear"
+    @require("prox_logp_method", "is loglinear, which needs token ratios; use recompute, or the grpo recipe")
+    def proximal_policy_is_recomputed(self) -> bool:
+        return self.prox_logp_method != "loglinear"
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, UnpairedExperimentConfig
 from areno.config.models import ModelConfig
 from areno.launch import run_recipe
-from areno.schema.fields import forbid, setting
+from areno.schema.fields import require, setting
 
 if TYPE_CHECKING:
     from areno.trainers.kto import KTOTrainer
@@ -60,9 +60,11 @@ class KTOConfig(UnpairedExperimentConfig):
         weights = {"desirable_weight": actor.desirable_weight, "undesirable_weight": actor.undesirable_weight}
         return partial(kto_loss_fn, beta=actor.beta, **weights)
 
-    @forbid("train_dataset.batch_size", "is 1, but the reference point of KTO needs answers to other prompts; raise it")
-    def nothing_to_mismatch(self) -> bool:
-        return self.train_dataset.batch_size < 2
+    @require(
+        "train_dataset.batch_size", "is 1, but the reference point of KTO needs answers to other prompts; raise it"
+    )
+    def batch_has_other_prompts(self) -> bool:
+        return self.train_dataset.batch_size >= 2
 
 
 def loop() -> type[KTOTrainer]:

@@ -23,7 +23,7 @@ from areno.config.models import PolicyConfig, RefConfig
 from areno.config.policy_experiments import PairedPolicyExperimentConfig
 from areno.launch import run_recipe
 from areno.loss_fns.preferences import PreferenceLossConfig
-from areno.schema.fields import forbid, setting
+from areno.schema.fields import require, setting
 
 if TYPE_CHECKING:
     from areno.trainers.online_dpo import OnlineDPOTrainer
@@ -76,13 +76,13 @@ class OnlineDPOConfig(PairedPolicyExperimentConfig):
 
         return partial(dpo_loss_fn, **self.actor.loss_settings())
 
-    @forbid("ref", "is null, but actor.loss_type={self.actor.loss_type} compares with a reference model; leave it out")
-    def missing_reference(self) -> bool:
-        return self.ref is None and self.actor.needs_reference
+    @require("ref", "is null, but actor.loss_type={self.actor.loss_type} compares with a reference model; leave it out")
+    def needed_reference_is_there(self) -> bool:
+        return self.ref is not None or not self.actor.needs_reference
 
-    @forbid("ref", "is loaded but not used by actor.loss_type={self.actor.loss_type}; set ref=null")
-    def unused_reference(self) -> bool:
-        return self.ref is not None and not self.actor.needs_reference
+    @require("ref", "is loaded but not used by actor.loss_type={self.actor.loss_type}; set ref=null")
+    def reference_is_used(self) -> bool:
+        return self.ref is None or self.actor.needs_reference
 
 
 def loop() -> type[OnlineDPOTrainer]:

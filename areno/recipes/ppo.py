@@ -27,7 +27,7 @@ from areno.config.policy_experiments import CriticExperimentConfig
 from areno.launch import run_recipe
 from areno.loss_fns.surrogates import Reduction
 from areno.recipes.grpo import TokenPolicyConfig
-from areno.schema.fields import forbid, setting, setting_as_in
+from areno.schema.fields import require, setting, setting_as_in
 
 if TYPE_CHECKING:
     from areno.trainers.ppo import PPOTrainer
@@ -57,9 +57,9 @@ class PPOActorConfig(TokenPolicyConfig):
         flag="--lam",
     )
 
-    @forbid("adv_norm.mean_leave1out", "needs one advantage per sample; PPO has one per token")
-    def leave_one_out_over_tokens(self) -> bool:
-        return self.adv_norm is not None and self.adv_norm.mean_leave1out
+    @require("adv_norm.mean_leave1out", "needs one advantage per sample; PPO has one per token")
+    def leave_one_out_is_over_samples(self) -> bool:
+        return self.adv_norm is None or not self.adv_norm.mean_leave1out
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn, RewardModelExperimentConfig
 from areno.config.models import ModelConfig
 from areno.launch import run_recipe
-from areno.schema.fields import forbid, setting
+from areno.schema.fields import require, setting
 
 if TYPE_CHECKING:
     from areno.trainers.reward_model import RewardModelTrainer
@@ -44,12 +44,12 @@ class RewardModelActorConfig(ModelConfig):
         ge=0,
     )
 
-    @forbid(
+    @require(
         "use_lora",
         "is true, but adapters leave the score head as it is, which a reward model must learn; set it to false",
     )
-    def adapters_without_a_head(self) -> bool:
-        return self.use_lora
+    def head_is_trainable(self) -> bool:
+        return not self.use_lora
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from areno.errors import ConfigError, Problem
 from areno.reward_fns.answers import accepted, after_reasoning, block, boxes, last_box, marked_answer
-from areno.schema.fields import Section, check, forbid, setting
+from areno.schema.fields import Section, check, require, setting
 
 logger = logging.getLogger(__name__)
 
@@ -271,10 +271,9 @@ class LengthReward(Reward):
         ge=0,
     )
 
-    @forbid("min_tokens", "is {self.min_tokens}, more than max_tokens={self.max_tokens}")
-    def limits_cross(self) -> bool:
-        """Return whether the lower limit exceeds the upper limit."""
-        return self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens
+    @require("min_tokens", "is {self.min_tokens}, more than max_tokens={self.max_tokens}")
+    def limits_are_ordered(self) -> bool:
+        return self.min_tokens is None or self.max_tokens is None or self.min_tokens <= self.max_tokens
 
     def unusable(self, limit_s: float) -> Iterator[Problem]:
         """Report a problem if neither limit is set.

@@ -243,14 +243,14 @@ class source_check(build_check):
     """Marks a rule about rows or rewards, which a script may pass to a trainer in place of naming them."""
 
 
-def forbid(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
-    """Return a decorator for a method that tells whether a state is forbidden. The check reports a problem about `key`.
+def require(key: str, text: str) -> Callable[[Callable[[Any], bool]], check]:
+    """Return a decorator for a method that returns whether a rule holds. If not, the check reports a problem of `key`.
 
-    The message is `text`, in which `{self.name}` stands for the value of a field.
+    The problem's message is `text`, in which `{self.name}` stands for the value of a field.
     """
 
-    def mark(is_forbidden: Callable[[Any], bool]) -> check:
-        return check(lambda section: [Problem(key, text.format(self=section))] if is_forbidden(section) else [])
+    def mark(holds: Callable[[Any], bool]) -> check:
+        return check(lambda section: [] if holds(section) else [Problem(key, text.format(self=section))])
 
     return mark
 

@@ -162,6 +162,6 @@ def type_in_words(hint: Any, bounds: str = "") -> str:
     return f"{hint.__name__}, {bounds}" if bounds else hint.__name__
 
 
-def is_no_folder(path: str | None) -> bool:
-    """Return whether a text cannot be the path of a folder, such as "" or `~name` for an unknown user."""
-    return path is not None and (not path.strip() or "\0" in path or os.path.expanduser(path).startswith("~"))
+def may_be_folder(path: str | None) -> bool:
+    """Return whether a value is None or can be the path of a folder. "" and `~name` of an unknown user cannot."""
+    return path is None or (bool(path.strip()) and "\0" not in path and not os.path.expanduser(path).startswith("~"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from areno.schema.fields import Section, forbid, setting
+from areno.schema.fields import Section, require, setting
 from areno.services.service import RunInfo, Service
 
 _PUNCTUATION = "_-./ :"
@@ -35,10 +35,9 @@ class MlflowConfig(Section):
     project: str | None = setting(None, help="Name of the MLflow experiment. null: experiment_name")
     name: str | None = setting(None, help="Name of the run in MLflow. null: the name of the run's folder")
 
-    @forbid("tracking_uri", "is {self.tracking_uri}, but mode is local; set mode=online for a server")
-    def server_of_local(self) -> bool:
-        """Return whether mode=local is combined with the address of a server."""
-        return self.mode == "local" and (self.tracking_uri or "").startswith("http")
+    @require("tracking_uri", "is {self.tracking_uri}, but mode is local; set mode=online for a server")
+    def local_mode_has_no_server(self) -> bool:
+        return self.mode != "local" or not (self.tracking_uri or "").startswith("http")
 
 
 class Mlflow(Service):
