@@ -283,9 +283,11 @@ class JudgeConfig(Section):
 
     @require("labels", "is {self.labels}, where a label begins another one; choose others, or set verdict=json")
     def labels_are_prefix_free(self) -> bool:
+        return self.verdict != "labels" or not self._has_prefix_labels()
+
+    def _has_prefix_labels(self) -> bool:
         labels = [label.casefold() for label in self.label_names]
-        pairs = [(one, other) for one in labels for other in labels if one is not other]
-        return self.verdict != "labels" or not any(other.startswith(one) for one, other in pairs)
+        return any(other.startswith(one) for one in labels for other in labels if one is not other)
 
     @require(
         "labels",
@@ -295,7 +297,7 @@ class JudgeConfig(Section):
     def labels_have_distinct_first_letters(self) -> bool:
         letters = {label.strip().casefold()[:1] for label in self.label_names}
         is_read = self.verdict == "labels" and self.base_url is not None
-        return not is_read or len(letters) >= len(self.label_names) or not self.labels_are_prefix_free()
+        return not is_read or len(letters) >= len(self.label_names) or self._has_prefix_labels()
 
     @check
     def check_template_fields(self) -> Iterator[Problem]:
