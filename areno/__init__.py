@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from areno.files import interrupts
 from areno.version import __version__ as __version__
 
-interrupts.begin()  # a command imports this module first
+interrupts.exit_on_interrupt()  # a command imports this module first
 
 __all__ = [
     "Areno",

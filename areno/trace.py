@@ -57,7 +57,7 @@ def end() -> None:
     """Stop recording, and drop all events that have not been taken."""
     global active
     active = False
-    take()
+    drain_events()
 
 
 def now() -> int:
@@ -108,7 +108,7 @@ def _span(lane: str, name: str, arguments: Mapping[str, Any]) -> Iterator[None]:
         add(lane, name, start, now(), **arguments)
 
 
-def take() -> list[Event]:
+def drain_events() -> list[Event]:
     """Return all events that were recorded since the last call, and forget them."""
     taken = list(_events)
     del _events[: len(taken)]  # an event that another thread has added meanwhile stays

@@ -50,23 +50,23 @@ def _run(settings: Settings) -> None:
     module = BENCHMARKS[settings.benchmark]
     with tempfile.TemporaryDirectory() as folder:
         found = module.run(settings if module is trl else with_derived_settings(settings), Path(folder))
-    text = phases.text_page(found) if module is phases else page(found)
+    text = phases.text_page(found) if module is phases else figures_page(found)
     print(json.dumps(found) if settings.json else text)
 
 
-def page(found: dict[str, Any]) -> str:
+def figures_page(found: dict[str, Any]) -> str:
     """Format figures as text. Dictionaries become table rows, without their lists. Each other figure gets a line."""
     rows = {name: value for name, value in found.items() if isinstance(value, dict)}
     columns = list(dict.fromkeys(name for row in rows.values() for name in row if not isinstance(row[name], list)))
     width = max(map(len, found))
     lines = [" " * width + "".join(f"  {column:>10}" for column in columns)] * bool(rows)
     for name, row in rows.items():
-        cells = (f"  {_shown(row.get(column, '')):>{max(10, len(column))}}" for column in columns)
+        cells = (f"  {_value_text(row.get(column, '')):>{max(10, len(column))}}" for column in columns)
         lines.append(f"{name:<{width}}{''.join(cells)}")
-    return "\n".join([*lines, *(f"{name:<{width}}  {_shown(found[name])}" for name in found if name not in rows)])
+    return "\n".join([*lines, *(f"{name:<{width}}  {_value_text(found[name])}" for name in found if name not in rows)])
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return str(value)

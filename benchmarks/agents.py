@@ -15,8 +15,8 @@ from areno.bench.areno_contender import ArenoContender, requests
 from areno.bench.arguments import Settings
 from areno.config.rollout import AgentConfig
 from areno.types import SamplingParams
-from benchmarks.texts import Texts, add_tokenizer_argument
-from benchmarks.turns import in_turn, speeds
+from benchmarks.texts import RandomTexts, add_tokenizer_argument
+from benchmarks.turns import speeds, time_interleaved
 
 _TIMEOUT_S = 600.0
 
@@ -31,7 +31,7 @@ def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:
 
     ours = ArenoContender(settings, *checked_model(settings, folder))
     work, tokenizer = settings.work, AutoTokenizer.from_pretrained(settings.tokenizer)
-    words = Texts(tokenizer)
+    words = RandomTexts(tokenizer)
     agent = AgentConfig(fn=str(Path(__file__).with_name("one_turn_agent.py")), timeout_s=_TIMEOUT_S)
     with ours.engine as engine, AgentPool(agent, n_devices=1) as pool:
         pool.wait_ready()
@@ -42,7 +42,7 @@ def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:
         # Each way gets prompts of its own, so that neither finds the other's in the prefix cache.
         def direct(repeat: int) -> Any:
             conversations = ([{"role": "user", "content": text}] for text in words.draw(work, "direct", repeat))
-            prompts = [proxy.server.chat.prompts.prompt(messages).tokens for messages in conversations]
+            prompts = [proxy.server.chat.prompts.build_prompt(messages).tokens for messages in conversations]
             return partial(engine.generate, requests(work, prompts))
 
         def by_agents(repeat: int) -> Any:
@@ -57,6 +57,6 @@ def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:
 
             return roll_out
 
-        seconds = in_turn({"direct": direct, "agents": by_agents}, settings.repeats)
+        seconds = time_interleaved({"direct": direct, "agents": by_agents}, settings.repeats)
         proxy.stop()
-    return speeds(work.n_new, seconds)
+    return speeds(work.n_new_tokens, seconds)

@@ -20,11 +20,11 @@ from typing import Any
 from areno.bench.__main__ import checked_model
 from areno.bench.areno_contender import ArenoContender
 from areno.bench.arguments import Settings, positive_int, raise_problems
-from areno.engine.requests import requests_of_rest
+from areno.engine.requests import continuation_requests
 from areno.run.group_selection import DECISION_STEPS, Admission, Group, n_tokens
 from areno.run.groups_in_flight import GroupsInFlight
 from areno.types import GenerationOutput, GenerationRequest, PromptItem, SamplingParams
-from benchmarks.turns import in_turn
+from benchmarks.turns import time_interleaved
 
 _SIGMA = 0.8  # of the logarithm of a length
 _STEPS_BEFORE = (
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass
-class _Step:
+class _StepFigures:
     """The figures of a rollout, in tokens."""
 
     sampled: int
@@ -69,11 +69,11 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
     )
     ours = ArenoContender(settings, *checked_model(settings, folder))
     with ours.engine:
-        waits = (_Rounds if equal else _Steps)(ours, settings, 0)
-        ahead = (_Replaces if equal else _Steps)(ours, settings, settings.ahead)
+        waits = (_RoundRollouts if equal else _Rollouts)(ours, settings, 0)
+        ahead = (_ReplacingRollouts if equal else _Rollouts)(ours, settings, settings.ahead)
         for _ in range(_STEPS_BEFORE):
             ahead.step()
-        seconds = in_turn({"waits": lambda _: waits.step, "ahead": lambda _: ahead.step}, settings.repeats)
+        seconds = time_interleaved({"waits": lambda _: waits.step, "ahead": lambda _: ahead.step}, settings.repeats)
     found = {}
     for name, way in (("waits", waits), ("ahead", ahead)):
         steps = way.steps[-settings.repeats :]
@@ -88,7 +88,7 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
     return {**found, "ratio": found["ahead"]["tok_s"] / found["waits"]["tok_s"]}
 
 
-class _Steps:
+class _Rollouts:
     """Rollouts. If `n_ahead`, the number of prompts beyond a step's batch, is 0, a step waits for all its samples."""
 
     decision_steps: int | None = None  # decoding steps between two decisions; None lets the engine choose
@@ -96,28 +96,28 @@ class _Steps:
 
     def __init__(self, ours: ArenoContender, settings: Settings, n_ahead: int):
         self._ours, self.settings, self.n_ahead = ours, settings, n_ahead
-        prompts = settings.work.prompts(ours.vocab_size, 0)
+        prompts = settings.work.random_prompts(ours.vocab_size, 0)
         self.items = [PromptItem(prompt="", text="", tokens=tokens) for tokens in prompts]
         limit = settings.max_head_offpolicyness if n_ahead else 0
         self.in_flight = GroupsInFlight(lambda indices: [], settings.work.n_samples, limit)
         self.at_once = settings.at_once or settings.work.n_rows
         self.n_batches = 0
-        self.steps: list[_Step] = []
+        self.steps: list[_StepFigures] = []
 
-    def batch(self) -> tuple[int, list[PromptItem]]:
+    def next_batch(self) -> tuple[int, list[PromptItem]]:
         """Return (number, prompts) of the next batch."""
         self.n_batches += 1
         return self.n_batches, self.items
 
     def begin(self, number: int) -> list[Group]:
         """Begin the step with this number, and return the groups to sample."""
-        _, items = self.batch()
-        self.choice = self.in_flight.begin(number, self.n_ahead, items, lambda n: [items] * n)
+        _, items = self.next_batch()
+        self.choice = self.in_flight.begin_rollout(number, self.n_ahead, items, lambda n: [items] * n)
         return list(self.choice.groups)
 
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
         """Record finished samples. Return (number of unfinished samples of the step, groups that begin)."""
-        self.choice.add(found)
+        self.choice.record_outputs(found)
         return self.choice.min_missing_samples, []
 
     def step(self) -> None:
@@ -126,8 +126,8 @@ class _Steps:
         def requests(groups: Sequence[Group]) -> list[GenerationRequest]:
             found = list[GenerationRequest]()
             for group in groups:
-                for part in group.unfinished:
-                    [request] = requests_of_rest(self._request(group, part.sample), [part], ids)
+                for part in group.unfinished_outputs:
+                    [request] = continuation_requests(self._request(group, part.sample), [part], ids)
                     found.append(request)
                     group_of[request.request_id] = group
                     before.append((group, part, n_tokens(part)))
@@ -138,7 +138,7 @@ class _Steps:
         missing, more = self.add([])
         due = requests([*first, *more])
         self._ours.begin_rollout(self.at_once, max(self.settings.work.row_lens))
-        engine.hold()
+        engine.hold_decoding()
         while missing:
             if due:
                 engine.submit(due)
@@ -152,9 +152,9 @@ class _Steps:
             n_tokens(ended.get((group, part.sample)) or group.latest_output(part.sample)) for group, part, _ in before
         ]
         went_on = [old for (_, _, old), new in zip(before, now, strict=True) if new > old]
-        self.in_flight.end(number, self.choice, parked)
+        self.in_flight.end_rollout(number, self.choice, parked)
         trained = sum(n_tokens(output) for group in self.choice.taken for output in group.outputs)
-        self.steps.append(_Step(sum(now) - sum(old for _, _, old in before), trained, sum(went_on)))
+        self.steps.append(_StepFigures(sum(now) - sum(old for _, _, old in before), trained, sum(went_on)))
 
     def _request(self, group: Group, sample: int) -> GenerationRequest:
         """Return the request of a sample, whose length depends only on the prompt and the number of the sample."""
@@ -169,14 +169,16 @@ class _Steps:
         return random.Random(f"reward {group.batch}.{group.prompt_index}").random() < self.settings.equal_rewards
 
 
-class _Replaces(_Steps):
+class _ReplacingRollouts(_Rollouts):
     """Rollouts that do not wait, and replace groups with equal rewards. A reward is known as soon as a sample ends."""
 
     decision_steps = DECISION_STEPS
 
     def begin(self, number: int) -> list[Group]:
         size = len(self.items)
-        self.choice = self.in_flight.begin_replacing(number, size, size + self.n_ahead, self.at_once, self.batch)
+        self.choice = self.in_flight.begin_dynamic_sampling(
+            number, size, size + self.n_ahead, self.at_once, self.next_batch
+        )
         return []
 
     def add(self, found: Iterable[tuple[Group, GenerationOutput]]) -> tuple[int, list[Group]]:
@@ -184,7 +186,7 @@ class _Replaces(_Steps):
         return self.choice.decide(found, more.extend, self.has_equal_rewards), more
 
 
-class _Rounds(_Steps):
+class _RoundRollouts(_Rollouts):
     """Rollouts that wait, and sample a further batch as soon as dropped groups show that the step needs it.
 
     A step trains on the first groups with different rewards in the order of the prompts, and drops the others.
@@ -204,7 +206,7 @@ class _Rounds(_Steps):
         more = list[Group]()
         size, groups = len(self.items), self.choice.groups
         while len(groups) - self._n_equal < size:
-            number, items = self.batch()
+            number, items = self.next_batch()
             more += [Group(number, place, item, self.settings.work.n_samples) for place, item in enumerate(items)]
             groups += more[-size:]
         n_missing = sum(group.n_missing_samples for group in groups)

@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from areno.bench.arguments import Settings
 from areno.bench.device import synchronize
-from areno.bench.work import Work, made_up_row
+from areno.bench.work import Workload, synthetic_row
 from areno.errors import EngineError
 from areno.models.registry import load_config
 from areno.trainers.rows import n_trained, prompt_masks, token_rows
@@ -74,7 +74,7 @@ class TransformersContender:
                 enable = getattr(model, name, None) or model.gradient_checkpointing_enable
                 enable({"use_reentrant": False})
             self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)
-        self.warm_up = settings.work.with_new_at_most(_WARM_UP_TOKENS) if settings.rolls_out else None
+        self.warm_up = settings.work.with_max_new_tokens(_WARM_UP_TOKENS) if settings.rolls_out else None
         self.prompts_at_once = len(settings.work.prompt_lens)
         self.rows_at_once = max(1, min(settings.tokens_per_mb, _MAX_TOKENS) // max(settings.work.row_lens))
         synchronize(self.device)
@@ -92,7 +92,7 @@ class TransformersContender:
             out["rows_at_once"] = self.rows_at_once
         return out
 
-    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
+    def rollout(self, work: Workload, prompts: list[list[int]]) -> list[TrainSequence]:
         self.model.eval()
         rows: list[TrainSequence] = []
         while len(rows) < len(prompts) * work.n_samples:
@@ -107,7 +107,7 @@ class TransformersContender:
             for index, (tokens, logprobs) in enumerate(zip(*generated, strict=True)):
                 number, sample = start + index // work.n_samples, index % work.n_samples
                 new = slice(0, work.new_lens[number])
-                rows.append(made_up_row(prompts[number], tokens[new], logprobs[new], sample))
+                rows.append(synthetic_row(prompts[number], tokens[new], logprobs[new], sample))
         return rows
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class TransformersContender:
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=self.device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
         mask = (torch.arange(width, device=self.device) >= width - lens[:, None]).long()
-        seen = _DrawnLogprobs()
+        seen = _SampledLogprobs()
         out = self.model.generate(
             ids,
             attention_mask=mask,
@@ -125,7 +125,7 @@ class TransformersContender:
             num_return_sequences=n_samples,
             logits_processor=[seen],
         )
-        return out[:, width:].tolist(), seen.finish(out).tolist()
+        return out[:, width:].tolist(), seen.finish_logprobs(out).tolist()
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
         assert self._optimizer is not None
@@ -184,12 +184,12 @@ def _try_in_memory(at_once: int, body: Callable[..., T], *args: Any) -> T | None
     return None
 
 
-class _DrawnLogprobs:
+class _SampledLogprobs:
     """Logits processor for `generate` that changes nothing, and records the log-probability of each sampled token.
 
     A token's log-probability is recorded in the step after its sampling, when the token is known: the last of
-    `input_ids`, [R, T]. So the log-softmax of `scores`, [R, V], is kept for the next call, and `finish` is called after
-    the last step.
+    `input_ids`, [R, T]. So the log-softmax of `scores`, [R, V], is kept for the next call, and `finish_logprobs` is
+    called after the last step.
     """
 
     def __init__(self) -> None:
@@ -197,15 +197,15 @@ class _DrawnLogprobs:
         self._drawn: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self._take(input_ids)
+        self._record(input_ids)
         self._before = torch.log_softmax(scores.float(), dim=-1)
         return scores
 
-    def finish(self, ids: Tensor) -> Tensor:
-        self._take(ids)
+    def finish_logprobs(self, ids: Tensor) -> Tensor:
+        self._record(ids)
         return torch.stack(self._drawn, dim=1)
 
-    def _take(self, ids: Tensor) -> None:
+    def _record(self, ids: Tensor) -> None:
         if self._before is not None:
             self._drawn.append(self._before.gather(-1, ids[:, -1:])[:, 0])
 
@@ -235,7 +235,7 @@ class VllmContender:
     def figures(self) -> dict[str, float]:
         return {}
 
-    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
+    def rollout(self, work: Workload, prompts: list[list[int]]) -> list[TrainSequence]:
         from vllm import SamplingParams  # type: ignore[import-not-found]
 
         params = [
@@ -248,5 +248,5 @@ class VllmContender:
             for sample, drawn in enumerate(output.outputs):
                 tokens = list(drawn.token_ids)
                 logprobs = [step[token].logprob for step, token in zip(drawn.logprobs, tokens, strict=True)]
-                rows.append(made_up_row(prompt, tokens, logprobs, sample))
+                rows.append(synthetic_row(prompt, tokens, logprobs, sample))
         return rows

@@ -24,11 +24,11 @@ from unittest import mock
 
 from areno.bench.__main__ import checked_model
 from areno.bench.arguments import Settings, positive_int
-from areno.bench.work import Work
+from areno.bench.work import Workload
 from areno.cost.flops import TokenCost
 from areno.cost.token_budget import SCORE, TRAIN
 from areno.engine import engine as engine_module
-from areno.engine.processes.messages import Outputs, pack
+from areno.engine.processes.messages import WorkerOutputs, pack_command
 from areno.engine.reports import EngineInfo, RolloutStats
 from areno.engine.requests import RequestLimits
 from areno.engine.train.micro_batches import TrainResult
@@ -40,7 +40,7 @@ from areno.specs.rollout import RolloutSpec
 from areno.tracking.reader import RunReader
 from areno.trainers.policy_only import PolicyOnlyTrainer
 from areno.types import GenerationOutput, GenerationRequest
-from benchmarks.texts import Texts, add_tokenizer_argument
+from benchmarks.texts import RandomTexts, add_tokenizer_argument
 
 Completion = Callable[[GenerationRequest, int], list[int]]
 """(a request, the number of a sample) -> the tokens of the sample."""
@@ -91,13 +91,13 @@ class SimulatedWorkers:
 
         All arguments are pickled, but only those of the first rank are used.
         """
-        packed = [pack(method, each) for each in args]
+        packed = [pack_command(method, each) for each in args]
         answers: dict[str, Callable[..., Any]] = {
             "info": self._info,
             "begin_rollout": self._begin_rollout,
             "train": self._train,
             "weights_version": lambda: self._version,
-            "saved": lambda: True,
+            "is_saved": lambda: True,
             "phase_memory_gib": lambda: 0.0,
             "memory_table": lambda: ("no memory", ""),
             "token_budgets": lambda: {"actor": {TRAIN: 16384, SCORE: 16384}},
@@ -113,7 +113,7 @@ class SimulatedWorkers:
 
     def call_nowait(self, dp_rank: int, method: str, *args: Any) -> None:
         """Accept a command that needs no reply. Only `submit` has an effect: its requests are sampled."""
-        sent, now = pack(method, args), time.perf_counter()
+        sent, now = pack_command(method, args), time.perf_counter()
         if method == "submit":
             if self._sampled_at is None:
                 self._idle_s, self._sampled_at = now - self._trained_at, now
@@ -162,7 +162,7 @@ class SimulatedWorkers:
         self._submitted = []
         for (rank, ends), outputs in done.items():
             self._n += 1
-            message = pickle.dumps(Outputs(outputs, self.stats()[rank]), pickle.HIGHEST_PROTOCOL)
+            message = pickle.dumps(WorkerOutputs(outputs, self.stats()[rank]), pickle.HIGHEST_PROTOCOL)
             n_tokens = sum(len(output.tokens) for output in outputs)
             heapq.heappush(self._due, (ends, rank, self._n, n_tokens, message))
             self._sampled_at = max(self._sampled_at or 0.0, ends)
@@ -227,7 +227,7 @@ def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer)
-    work, n_steps, words = settings.work, settings.repeats + 1, Texts(tokenizer)
+    work, n_steps, words = settings.work, settings.repeats + 1, RandomTexts(tokenizer)
     texts = [text for number in range(n_copies * n_steps) for text in words.draw(work, "prompt", number)]
     rows = [{"prompt": text, "solutions": str(41 + index % 2)} for index, text in enumerate(texts)]
     completions, groups = _completions(tokenizer, words, work), []
@@ -264,10 +264,10 @@ def _medians(settings: Settings, folder: str, n_copies: int) -> dict[str, float]
     return {name: statistics.median(values[1:]) for name, values in series.items()}  # the first step warms up
 
 
-def _completions(tokenizer: Any, words: Texts, work: Work) -> Completion:
+def _completions(tokenizer: Any, words: RandomTexts, work: Workload) -> Completion:
     """Return made-up completions that end with a boxed answer. All are encoded first, so that a call costs little."""
     answer = [*tokenizer.encode(_ANSWER), tokenizer.eos_token_id]
-    texts = words.draw(Work.fixed(len(work.new_lens), 1, 2 * max(work.new_lens), 1), "completion", 0)
+    texts = words.draw(Workload.fixed(len(work.new_lens), 1, 2 * max(work.new_lens), 1), "completion", 0)
     tokens = [
         [encoded[shift : shift + max(1, new_len - len(answer))] + answer for shift in range(_SHIFTS)]
         for encoded, new_len in zip(map(tokenizer.encode, texts), work.new_lens, strict=True)

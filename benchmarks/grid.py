@@ -22,7 +22,7 @@ from areno.bench.__main__ import checked_model
 from areno.bench.areno_contender import ArenoContender, requests
 from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
-from areno.bench.work import Work, rows_of_outputs
+from areno.bench.work import Workload, rows_of_outputs
 from areno.config.datasets import DatasetConfig
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig, GenerationConfig, RolloutConfig, TuneConfig
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Point:
+class GridPoint:
     """Settings of memory and speed."""
 
     at_once: int
@@ -59,10 +59,10 @@ class Point:
         return f"{self.at_once} at once, {budget}, {recompute}{', cache dropped' if self.drop else ''}"
 
 
-def grid_of(n_rows: int) -> Iterator[Point]:
+def grid_points(n_rows: int) -> Iterator[GridPoint]:
     """Yield the 20 points of the grid. Points that can share an engine follow each other."""
     for recompute, at_once, budget in itertools.product((True, False), (n_rows, max(1, n_rows // 2)), BUDGETS):
-        yield Point(at_once, budget, recompute)
+        yield GridPoint(at_once, budget, recompute)
 
 
 def run(settings: Settings, folder: Path) -> dict[str, Any]:
@@ -73,10 +73,10 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
     model, n_rows = checked_model(settings, folder), settings.work.n_rows
     began = time.perf_counter()
     of = choose_settings(_config(settings, *model), {BATCH})
-    chosen = Point(of.get(AT_ONCE, n_rows), of.get(BUDGET), of.get(RECOMPUTE, True), of.get(DROP, False))
+    chosen = GridPoint(of.get(AT_ONCE, n_rows), of.get(BUDGET), of.get(RECOMPUTE, True), of.get(DROP, False))
     tune_s, points = time.perf_counter() - began, dict[str, dict[str, Any]]()
     with closing(_Bench(settings, model)) as bench:
-        for point in [chosen, *grid_of(n_rows)]:
+        for point in [chosen, *grid_points(n_rows)]:
             name = str(point) if points else f"tune: {point}"
             # The same lengths in each step of each point, so that the warm-up records the CUDA graphs of the others.
             points[name] = bench.measure(point, [0] * (1 + settings.repeats))
@@ -127,7 +127,7 @@ class _Bench:
         if ours is not None:
             ours.engine.close()
 
-    def measure(self, point: Point, seeds: Sequence[int]) -> dict[str, Any]:
+    def measure(self, point: GridPoint, seeds: Sequence[int]) -> dict[str, Any]:
         """Run a step for each seed, which draws its lengths. The first step is a warm-up."""
         try:
             ours = self._contender(point)
@@ -144,7 +144,7 @@ class _Bench:
             "peak_gib": max(peak),
         }
 
-    def _contender(self, point: Point) -> ArenoContender:
+    def _contender(self, point: GridPoint) -> ArenoContender:
         if self._ours is None or self._engine_of != point.recompute:
             self.close()
             self._ours = ArenoContender(self._settings.replaced(recompute=point.recompute), *self._model)
@@ -152,15 +152,15 @@ class _Bench:
         self._ours.engine.spec.mb_spec = MicroBatchSpec(max_tokens_per_mb=point.budget)
         return self._ours
 
-    def _step(self, ours: ArenoContender, point: Point, draw: random.Random) -> tuple[float, float, float]:
+    def _step(self, ours: ArenoContender, point: GridPoint, draw: random.Random) -> tuple[float, float, float]:
         """Run a step with lengths from `draw`, and return (seconds of rollout, of training, peak memory in GiB)."""
         limits, engine = self._settings.work, ours.engine
-        lens = [tuple(draw.randint(1, most) for _ in limits.prompt_lens) for most in _most(limits)]
-        work = Work(prompt_lens=lens[0], new_lens=lens[1], n_samples=limits.n_samples, name="")
-        prompts = work.prompts(ours.vocab_size, self._tokens.randrange(2**31))
+        lens = [tuple(draw.randint(1, most) for _ in limits.prompt_lens) for most in _max_lens(limits)]
+        work = Workload(prompt_lens=lens[0], new_lens=lens[1], n_samples=limits.n_samples, name="")
+        prompts = work.random_prompts(ours.vocab_size, self._tokens.randrange(2**31))
         spec = RolloutSpec(
             max_running=point.at_once,
-            max_len=min(sum(_most(limits)), engine.info.context_len),
+            max_len=min(sum(_max_lens(limits)), engine.info.context_len),
             decoder=DecoderConfig.of(self._settings),
             keeps_cache=not point.drop,
         )
@@ -174,5 +174,5 @@ class _Bench:
         return sampled - began, time.perf_counter() - sampled, max(peak, stats["memory_gib"])
 
 
-def _most(work: Work) -> tuple[int, int]:
+def _max_lens(work: Workload) -> tuple[int, int]:
     return max(work.prompt_lens), max(work.new_lens)

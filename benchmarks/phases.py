@@ -17,7 +17,7 @@ from areno.bench.__main__ import run as run_phases
 from areno.bench.areno_contender import ArenoContender
 from areno.bench.arguments import PLAIN, Settings, add_phase_arguments, raise_problems
 from areno.bench.report import text_page
-from areno.bench.timing import Timed, log_progress, measure
+from areno.bench.timing import PhaseTimes, log_progress, measure
 from benchmarks.contenders import TransformersContender, VllmContender
 from benchmarks.profile import busy_s, idle_share, phase_table, trace
 
@@ -34,12 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(settings: Settings, folder: Path) -> dict[str, Any]:
-    _check(settings)
+    _check_settings(settings)
     profile = partial(_profile, settings) if settings.profile else None
     return run_phases(settings, checked_model(settings, folder), _run_other, profile)
 
 
-def _check(settings: Settings) -> None:
+def _check_settings(settings: Settings) -> None:
     kind, device, world_size, file = settings.kind, settings.device, settings.world_size, settings.profile
     others = [name for name in settings.against if name != PLAIN]
     vllm = "vllm" in others
@@ -71,9 +71,9 @@ def _run_other(name: str, settings: Settings, model: Model) -> dict[str, Any]:
     }
 
 
-def _profile(settings: Settings, ours: ArenoContender, timed: Timed) -> dict[str, float]:
+def _profile(settings: Settings, ours: ArenoContender, timed: PhaseTimes) -> dict[str, float]:
     """Trace each timed phase once, write the kernel tables to the file of `--profile`, and return the idle shares."""
-    prompts, figures = settings.work.prompts(ours.vocab_size, -3), timed.phase_figures(settings.work)
+    prompts, figures = settings.work.random_prompts(ours.vocab_size, -3), timed.phase_figures(settings.work)
     bodies: dict[str, Any] = {
         "rollout": lambda: ours.rollout(settings.work, prompts),
         "train": lambda: ours.train(timed.rows),

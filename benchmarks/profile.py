@@ -56,7 +56,7 @@ GROUPS = (*dict.fromkeys(name for name, _ in _GROUPS), "other")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class KernelSpan:
     """The time interval of one kernel, copy or fill on the device."""
 
     name: str
@@ -64,7 +64,7 @@ class Span:
     end: int
 
 
-def group_of(name: str) -> str:
+def kernel_group(name: str) -> str:
     """Return the group of a kernel in the table, such as "attention" or "gemm"."""
     if name in _own_kernels():
         return _own_kernels()[name]
@@ -85,7 +85,7 @@ def _own_kernels() -> dict[str, str]:
     }
 
 
-def busy_s(spans: Iterable[Span]) -> float:
+def busy_s(spans: Iterable[KernelSpan]) -> float:
     """Return the seconds in which at least one kernel ran. Kernels of several streams may overlap."""
     busy, reached = 0, 0
     for span in sorted(spans, key=lambda span: span.start):
@@ -94,7 +94,7 @@ def busy_s(spans: Iterable[Span]) -> float:
     return busy / 1e9
 
 
-def trace(body: Callable[[], object]) -> list[Span]:
+def trace(body: Callable[[], object]) -> list[KernelSpan]:
     """Run a function, and record all activity on this process's CUDA device.
 
     The raw events are used, since torch's own summary takes minutes for the hundred thousands of kernels in a rollout.
@@ -105,13 +105,13 @@ def trace(body: Callable[[], object]) -> list[Span]:
         torch.cuda.synchronize()
     raw: Any = profiler.profiler
     return [
-        Span(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
+        KernelSpan(event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
         for event in raw.kineto_results.events()
         if str(event.device_type()).endswith("CUDA") and event.duration_ns() > 0 and not event.is_user_annotation()
     ]
 
 
-def phase_table(phase: str, spans: Sequence[Span], wall_s: float) -> str:
+def phase_table(phase: str, spans: Sequence[KernelSpan], wall_s: float) -> str:
     """Format the profile of a phase that takes `wall_s` without the profiler."""
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
@@ -125,12 +125,16 @@ def phase_table(phase: str, spans: Sequence[Span], wall_s: float) -> str:
         f"{'group':24}{'seconds':>10}{'share %':>9}{'calls':>9}{'us each':>10}",
     ]
     for group in GROUPS:
-        names = [name for name in seconds if group_of(name) == group]
+        names = [name for name in seconds if kernel_group(name) == group]
         if names:
-            lines.append(_line(group.ljust(24), sum(seconds[n] for n in names), total, sum(counts[n] for n in names)))
+            lines.append(
+                _table_line(group.ljust(24), sum(seconds[n] for n in names), total, sum(counts[n] for n in names))
+            )
     lines.append(f"-- the longest {min(_MAX_LISTED, len(seconds))} kernels, with their group")
     for name in sorted(seconds, key=lambda name: -seconds[name])[:_MAX_LISTED]:
-        lines.append(_line(" " * 24, seconds[name], total, counts[name]) + f"  [{group_of(name)}] {name[:160]}")
+        lines.append(
+            _table_line(" " * 24, seconds[name], total, counts[name]) + f"  [{kernel_group(name)}] {name[:160]}"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -139,5 +143,5 @@ def idle_share(busy: float, wall_s: float) -> float:
     return max(0.0, 1 - busy / wall_s)
 
 
-def _line(head: str, seconds: float, total: float, calls: int) -> str:
+def _table_line(head: str, seconds: float, total: float, calls: int) -> str:
     return f"{head}{seconds:10.5f}{100 * seconds / total:9.2f}{calls:9d}{1e6 * seconds / calls:10.2f}"

@@ -13,7 +13,7 @@ from typing import Any
 from areno.bench.__main__ import checked_model
 from areno.bench.areno_contender import ArenoContender
 from areno.bench.arguments import Settings
-from benchmarks.turns import in_turn, speeds
+from benchmarks.turns import speeds, time_interleaved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +37,8 @@ def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:
         kinds["stop string"] = {"stop": ["</answer>"]}
 
     def rollout(params: dict[str, Any], repeat: int) -> Any:
-        return partial(ours.rollout, work, work.prompts(ours.vocab_size, repeat), **params)
+        return partial(ours.rollout, work, work.random_prompts(ours.vocab_size, repeat), **params)
 
     with ours.engine:
-        seconds = in_turn({name: partial(rollout, params) for name, params in kinds.items()}, settings.repeats)
-    return speeds(work.n_new, seconds)
+        seconds = time_interleaved({name: partial(rollout, params) for name, params in kinds.items()}, settings.repeats)
+    return speeds(work.n_new_tokens, seconds)

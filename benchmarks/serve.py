@@ -26,11 +26,11 @@ from areno.bench.__main__ import checked_model
 from areno.bench.areno_contender import ArenoContender, requests
 from areno.bench.arguments import Settings, positive_int
 from areno.server.app import build_server
-from areno.server.sampling import Sampler, ServerLimits
+from areno.server.sampling import EngineClient, ServerLimits
 from areno.server.threads import ServerThread
 from areno.types import SamplingParams
-from benchmarks.texts import Texts, add_tokenizer_argument
-from benchmarks.turns import in_turn, speeds
+from benchmarks.texts import RandomTexts, add_tokenizer_argument
+from benchmarks.turns import speeds, time_interleaved
 
 _MAX_PROCESSES = 8
 _N_ALONE = 8  # requests of one client, for the time to its first token
@@ -106,13 +106,13 @@ def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:
 
     ours = ArenoContender(settings, *checked_model(settings, folder))
     work, tokenizer, n_clients = settings.work, AutoTokenizer.from_pretrained(settings.tokenizer), settings.clients
-    words = Texts(tokenizer)
+    words = RandomTexts(tokenizer)
     n_processes = max(1, min(_MAX_PROCESSES, (os.cpu_count() or 2) // 2, n_clients))
     firsts: dict[int, list[float]] = {1: [], n_clients: []}  # seconds to the first token
     with ours.engine as engine, get_context("spawn").Pool(n_processes) as processes:
         limits = ours.begin_rollout(n_clients, 2 * max(work.row_lens) + 64)  # a text may have more tokens than words
-        sampler = Sampler(engine, limits, SamplingParams(), ServerLimits(), seed=0)
-        sampler = Sampler(engine, limits, SamplingParams(), ServerLimits(), seed=0)
+        sampler = EngineClient(engine, limits, SamplingParams(), ServerLimits(), seed=0)
+        sampler = EngineClient(engine, limits, SamplingParams(), ServerLimits(), seed=0)
         server = build_server(sampler, tokenizer, models=["bench"], keys=[])
         thread = ServerThread(server.application)
         url = thread.start()
@@ -139,10 +139,10 @@ def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:
             return partial(ask, words.draw(work, "streams", repeat), n_clients, stream=True)
 
         try:
-            seconds = in_turn({"direct": direct, "answers": answers, "streams": streams}, settings.repeats)
+            seconds = time_interleaved({"direct": direct, "answers": answers, "streams": streams}, settings.repeats)
         finally:
             thread.stop()
-    found = speeds(work.n_new, seconds)
+    found = speeds(work.n_new_tokens, seconds)
     for n, values in firsts.items():
         median, late = np.percentile(values, [50, 99]).tolist()
         found[f"{n} client{'s'[: n > 1]}"] = {"first_token_median_s": median, "first_token_p99_s": late}

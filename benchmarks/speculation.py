@@ -17,14 +17,14 @@ from typing import Any
 from areno.bench.__main__ import checked_model
 from areno.bench.areno_contender import ArenoContender
 from areno.bench.arguments import Settings, positive_int
-from areno.bench.work import Work, model_folder
+from areno.bench.work import Workload, model_folder
 from areno.engine.reports import DraftCounts
 from areno.launch.compose import load
 from areno.plan.plan import sampling_params
 from areno.recipes import grpo
 from areno.types import GenerationRequest, SamplingParams
 from benchmarks.trl_contender import prompts_of
-from benchmarks.turns import in_turn
+from benchmarks.turns import time_interleaved
 
 _EPOCHS = 3  # rollouts of all prompts before the timed ones
 _WARM_UP = 7  # further rollouts of each number of samples, which capture the CUDA graphs
@@ -66,8 +66,8 @@ def _requests(settings: Settings, folder: str, vocab_size: int) -> list[Generati
         n_samples = settings.work.n_samples
         params = SamplingParams(max_new_tokens=settings.new_tokens, ignore_eos=True)
         n_prompts = -(-max(settings.batches) // n_samples)
-        work = Work.fixed(n_prompts, n_samples, settings.prompt_len, settings.new_tokens)
-        prompts = work.prompts(vocab_size, 0)
+        work = Workload.fixed(n_prompts, n_samples, settings.prompt_len, settings.new_tokens)
+        prompts = work.random_prompts(vocab_size, 0)
     else:
         model = str(Path(folder).absolute()).replace('"', '\\"')
         config: Any = load(grpo.ALGORITHM.config, settings.config, [f'actor.path="{model}"', *settings.overrides])
@@ -92,7 +92,7 @@ def _compare(ours: ArenoContender, requests: list[GenerationRequest], n_rows: in
         seed = _EPOCHS + _WARM_UP + 1 + repeat
         return lambda: found[mode].append(_roll_out(ours, chosen, mode, seed))
 
-    seconds = in_turn({mode: partial(rollout, mode) for mode in found}, repeats)
+    seconds = time_interleaved({mode: partial(rollout, mode) for mode in found}, repeats)
     off, on = (
         statistics.median(
             sum(map(len, tokens)) / taken for (tokens, _), taken in zip(found[mode][1:], times, strict=True)
@@ -105,7 +105,11 @@ def _compare(ours: ArenoContender, requests: list[GenerationRequest], n_rows: in
         for with_drafts, without in zip(one, other, strict=True)
     ]
     counts = found["on"][-1][1]
-    shares = {"acceptance": counts.acceptance, "step_share": counts.step_share, "same": sum(pairs) / len(pairs)}
+    shares = {
+        "acceptance": counts.acceptance_rate,
+        "step_share": counts.drafted_step_share,
+        "same": sum(pairs) / len(pairs),
+    }
     return {"rows": len(chosen) * n_samples, "off": off, "on": on, "ratio": on / off, **shares, **asdict(counts)}
 
 

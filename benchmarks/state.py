@@ -18,7 +18,7 @@ from typing import Any
 from areno.bench.__main__ import checked_model
 from areno.bench.areno_contender import ArenoContender
 from areno.bench.arguments import Settings
-from benchmarks.turns import in_turn
+from benchmarks.turns import time_interleaved
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,20 +34,20 @@ def run(settings: Settings, folder: Path) -> dict[str, float]:
     """
     model = checked_model(settings, folder)
     with tempfile.TemporaryDirectory(prefix="areno-bench-", dir=settings.folder) as states:
-        return _measured(settings, model, Path(states) / "state")
+        return _measure(settings, model, Path(states) / "state")
 
 
-def _measured(settings: Settings, model: tuple[str, bool], path: Path) -> dict[str, float]:
+def _measure(settings: Settings, model: tuple[str, bool], path: Path) -> dict[str, float]:
     ours = ArenoContender(settings, *model)
 
     def step(seed: int) -> None:
-        ours.train(ours.rollout(settings.work, settings.work.prompts(ours.vocab_size, seed)))
+        ours.train(ours.rollout(settings.work, settings.work.random_prompts(ours.vocab_size, seed)))
 
-    def alone(repeat: int) -> Callable[[], None]:
-        ours.engine.state_written(wait=True)
+    def step_alone(repeat: int) -> Callable[[], None]:
+        ours.engine.is_state_written(wait=True)
         return lambda: step(2 * repeat)
 
-    def with_a_state(repeat: int) -> Callable[[], None]:
+    def step_with_save(repeat: int) -> Callable[[], None]:
         shutil.rmtree(path, ignore_errors=True)
 
         def save_and_step() -> None:
@@ -58,18 +58,18 @@ def _measured(settings: Settings, model: tuple[str, bool], path: Path) -> dict[s
 
     with ours.engine:
         n_params = ours.engine.info.n_params
-        seconds = in_turn({"step": alone, "state_step": with_a_state}, settings.repeats)
-        ours.engine.state_written(wait=True)
+        seconds = time_interleaved({"step": step_alone, "state_step": step_with_save}, settings.repeats)
+        ours.engine.is_state_written(wait=True)
         shutil.rmtree(path)
-        written_s = _timed(lambda: (ours.engine.save_state(path), ours.engine.state_written(wait=True)))
+        written_s = _seconds(lambda: (ours.engine.save_state(path), ours.engine.is_state_written(wait=True)))
     for file in path.iterdir():
         _evict_from_page_cache(file)
     started = time.perf_counter()
     ours = ArenoContender(settings, *model)
     with ours.engine:
-        load_s = _timed(lambda: ours.engine.load_state(path))
+        load_s = _seconds(lambda: ours.engine.load_state(path))
         resume_s = time.perf_counter() - started
-        resumed_step_s = _timed(lambda: step(-9))
+        resumed_step_s = _seconds(lambda: step(-9))
     n_bytes = sum(file.stat().st_size for file in path.iterdir())
     step_s, state_step_s = map(statistics.median, seconds.values())
     return {
@@ -86,7 +86,7 @@ def _measured(settings: Settings, model: tuple[str, bool], path: Path) -> dict[s
     }
 
 
-def _timed(body: Callable[[], Any]) -> float:
+def _seconds(body: Callable[[], Any]) -> float:
     started = time.perf_counter()
     body()
     return time.perf_counter() - started

@@ -42,7 +42,7 @@ from benchmarks.trl_contender import (
     Training,
     n_rows,
     prompts_of,
-    smaller,
+    smaller_divisor,
     train_with_trl,
     trl_problems,
     trl_settings,
@@ -95,14 +95,14 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
         place = out / time.strftime(f"seed-{seed}-%Y%m%d-%H%M%S")
         place.mkdir()
         log_progress(f"trl: seed {seed}, {n_steps} steps by areno, results in {place}")
-        ours = _in_a_process(train_with_areno, settings.algo, config, place / "areno")
+        ours = _run_in_process(train_with_areno, settings.algo, config, place / "areno")
         log_progress(f"trl: seed {seed}, {n_steps} steps by TRL")
         theirs = _trained_by_trl(config, items[seed], rows_at_once, settings.device, ours.n_threads, place / "trl")
         rows_at_once = theirs.rows_at_once or rows_at_once  # what ran out of memory once would again
-        before = _in_a_process(solve_rate, config, config.actor.path, place / "evaluation-base")
+        before = _run_in_process(solve_rate, config, config.actor.path, place / "evaluation-base")
         for name, training in (("areno", ours), ("trl", theirs)):
-            after = _in_a_process(solve_rate, config, training.model, place / f"evaluation-{name}")
-            found[f"seed {seed}, {name}"] = figures(training, before, after)
+            after = _run_in_process(solve_rate, config, training.model, place / f"evaluation-{name}")
+            found[f"seed {seed}, {name}"] = training_figures(training, before, after)
             trainings[name].append(training)
         of_trl = trl_settings(config, n_steps, rows_at_once, settings.device)
         found["trl_settings"] = ", ".join(f"{name}={value}" for name, value in of_trl.items())
@@ -110,11 +110,11 @@ def run(settings: Settings, folder: Path) -> dict[str, Any]:
         found["ratio"] = statistics.median(ratios)
         if settings.folder is not None:  # after each seed, so that an interruption leaves results
             atomic_write_text(out / "result.json", json.dumps(found, indent=2) + "\n")
-            atomic_write_text(out / "curves.svg", picture(found["runs"], trainings))
+            atomic_write_text(out / "curves.svg", reward_chart(found["runs"], trainings))
     return found
 
 
-def figures(training: Training, before: float, after: float) -> dict[str, Any]:
+def training_figures(training: Training, before: float, after: float) -> dict[str, Any]:
     """Return the figures of a training, which changes the solve rate from `before` to `after`."""
     first, tenth = min(_WARM_UP, (len(training.step_s) - 1) // 2), max(1, len(training.rewards) // 10)
     return {
@@ -128,7 +128,7 @@ def figures(training: Training, before: float, after: float) -> dict[str, Any]:
     }
 
 
-def picture(title: str, trainings: Mapping[str, Sequence[Training]]) -> str:
+def reward_chart(title: str, trainings: Mapping[str, Sequence[Training]]) -> str:
     """Draw the rewards of each library, as means over the seeds."""
     curves = {
         name: list(map(statistics.mean, zip(*(training.rewards for training in each), strict=True)))
@@ -155,7 +155,7 @@ def config_of(settings: Settings, seed: int) -> PolicyExperimentConfig:
     return with_formulas_of_trl(config)
 
 
-def _only(config: PolicyExperimentConfig, **changes: Any) -> PolicyExperimentConfig:
+def _only_training(config: PolicyExperimentConfig, **changes: Any) -> PolicyExperimentConfig:
     """Return settings that write a checkpoint at the end and nothing else that takes time."""
     return replace(
         config,
@@ -167,7 +167,7 @@ def _only(config: PolicyExperimentConfig, **changes: Any) -> PolicyExperimentCon
     )
 
 
-class _Steps(Tracker):
+class _StepTimer(Tracker):
     """Measures the steps of a run, from the end of a step to the end of the next one. Call `begin` before the first."""
 
     def __init__(self, found: Training):
@@ -189,8 +189,8 @@ class _Steps(Tracker):
 def train_with_areno(algo: str, config: PolicyExperimentConfig, folder: Path) -> Training:
     """Train by a recipe of areno, without evaluation."""
     found = Training(str(folder / "checkpoints" / "latest"))
-    steps = _Steps(found)
-    config = _only(config, valid_dataset=None, eval_gconfig=None)
+    steps = _StepTimer(found)
+    config = _only_training(config, valid_dataset=None, eval_gconfig=None)
     with _ALGORITHMS[algo].loop()(config, run_dir=folder, trackers=[steps]) as trainer:
         steps.begin()
         trainer.fit()
@@ -210,21 +210,21 @@ def _trained_by_trl(
     size: int | None = rows_at_once
     while size is not None:
         log_progress(f"trl: micro-batches of {size} rows")
-        if (found := _in_a_process(train_with_trl, config, items, size, device, n_threads, folder)) is not None:
+        if (found := _run_in_process(train_with_trl, config, items, size, device, n_threads, folder)) is not None:
             return found
         log_progress("trl: out of device memory; training begins again with smaller micro-batches")
-        size = smaller(n_rows(config), size)
+        size = smaller_divisor(n_rows(config), size)
     raise ArenoError("TRL runs out of device memory even with one row at a time")
 
 
 def solve_rate(config: PolicyExperimentConfig, model: str, folder: Path) -> float:
     """Return the share of sampled answers to the validation set that are right."""
-    config = _only(config, actor=replace(config.actor, path=model))
+    config = _only_training(config, actor=replace(config.actor, path=model))
     with PolicyEvaluation(config, run_dir=folder) as evaluation:
         return evaluation.evaluate()["accuracy"]
 
 
-def _in_a_process(work: Callable[..., T], *arguments: Any) -> T:
+def _run_in_process(work: Callable[..., T], *arguments: Any) -> T:
     """Return the result of a function that runs in a new process, whose output goes to stderr."""
     with _first_gpu(), ProcessPoolExecutor(1, get_context("spawn"), _print_to_stderr) as pool:
         try:

@@ -157,7 +157,7 @@ def n_rows(config: PolicyExperimentConfig) -> int:
     return config.train_dataset.batch_size * config.gconfig.n_samples
 
 
-def smaller(rows: int, rows_at_once: int) -> int | None:
+def smaller_divisor(rows: int, rows_at_once: int) -> int | None:
     """Return the largest divisor of `rows` that is at most half of `rows_at_once`, or None."""
     return next((size for size in range(rows_at_once // 2, 0, -1) if rows % size == 0), None)
 
@@ -170,7 +170,7 @@ def prompts_of(config: PolicyExperimentConfig, n_steps: int) -> list[PromptItem]
     context = TokenLimit(load_config(config.actor.path).max_position_embeddings, "the model's context")
     loader = row_loader("prompt", rows, encode, section, context, seed=config.seed)
     try:
-        batches = list(itertools.islice(loader.epochs(config.total_train_epochs), n_steps))
+        batches = list(itertools.islice(loader.batches_until_epoch(config.total_train_epochs), n_steps))
     finally:
         loader.close()
     if len(batches) < n_steps or any(len(batch.items) < section.batch_size for batch in batches):
@@ -236,14 +236,14 @@ def _train(
     trainer = Trainer(
         model=config.actor.path,
         processing_class=tokenizer,
-        reward_funcs=_reward(config, items, pool),
+        reward_funcs=_reward_fn(config, items, pool),
         args=trl.GRPOConfig(output_dir=str(folder), **settings),
         train_dataset=Dataset.from_list([{"prompt": item.text, "place": place} for place, item in enumerate(items)]),
     )
     trainer.remove_callback(PrinterCallback)
     model: Any = trainer.model
     generation = model.generate = _Stopwatch(model.generate)
-    trainer.add_callback(_steps_of(found, generation, n_steps))
+    trainer.add_callback(_step_callback(found, generation, n_steps))
     trainer.train()
     trainer.save_model(found.model)
     return found
@@ -256,7 +256,7 @@ def _check_tokens(tokenizer: Any, items: Sequence[PromptItem]) -> None:
             raise DataError("TRL would encode the prompt of row {} in another way than areno", item.index)
 
 
-def _reward(config: PolicyExperimentConfig, items: Sequence[PromptItem], pool: RewardPool) -> Callable[..., Any]:
+def _reward_fn(config: PolicyExperimentConfig, items: Sequence[PromptItem], pool: RewardPool) -> Callable[..., Any]:
     tokenizer, skips = load_tokenizer(_tokenizer_folder(config)), config.gconfig.skip_special_tokens
 
     def reward(completion_ids: list[list[int]], place: list[int], trainer_state: Any, **_: Any) -> list[float]:
@@ -288,11 +288,11 @@ class _Stopwatch:
         return found
 
 
-def _steps_of(found: Training, generation: _Stopwatch, n_steps: int) -> Any:
+def _step_callback(found: Training, generation: _Stopwatch, n_steps: int) -> Any:
     """Return a callback of transformers that adds the reward and the seconds of each step to `found`."""
     from transformers import TrainerCallback
 
-    class Steps(TrainerCallback):
+    class StepTimer(TrainerCallback):
         """Measures each step from the end of the step before it. A step ends when its metrics are logged."""
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -309,4 +309,4 @@ def _steps_of(found: Training, generation: _Stopwatch, n_steps: int) -> Any:
             told = f"reward {found.rewards[-1]:.3f}, {found.step_s[-1]:.2f} s"
             log_progress(f"trl: step {len(found.rewards)}/{n_steps}, {told}")
 
-    return Steps()
+    return StepTimer()

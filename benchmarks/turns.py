@@ -14,7 +14,7 @@ Way = Callable[[int], Callable[[], Any]]
 """A function of the number of a repeat (-1: warm-up). It prepares the repeat, and returns the function to time."""
 
 
-def in_turn(ways: Mapping[str, Way], repeats: int) -> dict[str, list[float]]:
+def time_interleaved(ways: Mapping[str, Way], repeats: int) -> dict[str, list[float]]:
     """Return the seconds of all repeats of each way after a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(-1, repeats):

@@ -162,11 +162,11 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     if _has_few_rows(capability, str(dtype).removeprefix("torch.")):
         few_rows.n_multiprocessors = gluon_few_rows.n_multiprocessors = lambda _: 132
         for has_gluon in {False, capability == 90 and jit.HAS_GLUON}:
-            jit.runs_gluon = lambda *_, found=has_gluon: found
+            jit.can_run_gluon = lambda *_, found=has_gluon: found
             sizes = [(1024, 1024), (1024, 3072)] if has_gluon else [(96, 128), (50, 100)]
             for n_rows, size in product((4, 64), sizes):
                 x, weight = torch.zeros(n_rows, size[1], dtype=dtype), torch.zeros(size, dtype=dtype)
-                few_rows.product(x, weight, weight[:, 0].contiguous())
+                few_rows.few_rows_matmul(x, weight, weight[:, 0].contiguous())
                 few_rows.partial_products(x, weight)
                 for gelu in (False, True):
                     few_rows.gated_product(x, weight, gelu)
@@ -177,7 +177,7 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
                     for reads_early, of_groups in product((False, True), (batch, alone)):
                         decode_attention(*qkv, blocks, replace(of_groups, pdl=True, reads_early=reads_early))
     numbers = torch.zeros(4, 16, dtype=torch.int32)
-    shared = symmetric_memory.GroupMemory(
+    shared = symmetric_memory.PeerBuffers(
         rank=0, size=2, inboxes=1 << 40, turns=numbers, outboxes=1 << 40, signals=1 << 40, counts=numbers
     )
     symmetric_memory.all_reduce(some, shared)

@@ -147,7 +147,7 @@ async def run_episode(
             episode.messages.append(message)
             if choice.finish_reason == "length":
                 episode.ended = "length"
-            elif await _answer_assistant(environment, message, episode):
+            elif await _step_environment(environment, message, episode):
                 episode.ended = "done"
             elif len(episode.turns) == max_turns:
                 episode.ended = "max_turns"
@@ -166,7 +166,7 @@ async def replay(environment: Environment, messages: Sequence[Message]) -> float
     try:
         await _call_method(environment.reset)
         for message in messages:
-            if message.get("role") == "assistant" and await _answer_assistant(environment, message, episode):
+            if message.get("role") == "assistant" and await _step_environment(environment, message, episode):
                 break
     finally:
         await _call_method(environment.close)
@@ -224,7 +224,7 @@ def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[f
     return reward_fn
 
 
-async def _answer_assistant(environment: Environment, message: Message, episode: Episode) -> bool:
+async def _step_environment(environment: Environment, message: Message, episode: Episode) -> bool:
     """Pass an assistant message to the environment, and its result to `episode`. Return whether the task is over."""
     written = message.get("tool_calls") or []
     if not written:

@@ -91,7 +91,7 @@ class AgentPool(WorkerPool[AgentConfig]):
         on_wait: Callable[[int], object] = lambda n: None,
         on_done: OnDone = lambda index, outcome: None,
     ) -> list[AgentOutcome]:
-        """Run the agent for all items, and return their outcomes in order. Items that `begin` queued also run.
+        """Run the agent for all items, and return their outcomes in order. Items that `submit` queued also run.
 
         `on_wait` gets the number of finished items, at least every half second. If `on_done` raises an exception, all
         unfinished items are stopped.
@@ -102,11 +102,11 @@ class AgentPool(WorkerPool[AgentConfig]):
             found[index] = outcome
             on_done(index, outcome)
 
-        self.begin(items, context, store_outcome)
+        self.submit(items, context, store_outcome)
         self.run_until(lambda: len(found) == len(items), lambda: on_wait(len(found)))
         return [found[index] for index in range(len(items))]
 
-    def begin(self, items: Sequence[AgentItem], context: AgentContext, on_done: OnDone) -> None:
+    def submit(self, items: Sequence[AgentItem], context: AgentContext, on_done: OnDone) -> None:
         """Queue items. They are sent to processes, and `on_done` is called, only during `run_until` and `run`."""
         calls = [items] if self.config.whole_batch and items else [[item] for item in items]
         self._running.add(calls, context, on_done)
@@ -114,32 +114,32 @@ class AgentPool(WorkerPool[AgentConfig]):
     def run_until(self, is_enough: Callable[[], bool], on_wait: Callable[[], object]) -> None:
         """Run agents until `is_enough` returns True. The unfinished agents continue after that.
 
-        `on_wait` is called at least every half second, and after outcomes. If an exception ends this method, all
-        unfinished items are stopped.
+        `on_wait` is called at least every half second, and whenever an agent has ended. If an exception ends this
+        method, all unfinished items are stopped.
         """
         if not self.workers:
             raise EngineError("the {} processes are not running; call start() first", self.section)
         try:
             while not is_enough():
                 self._send_items()
-                self.wait(self._running)
+                self.wait_for_answers(self._running)
                 heartbeat.beat()  # this loop enforces the time limit of the agents, so waiting is no hang
                 on_wait()
         except BaseException:
-            self.drop_calls()  # a late answer would be taken for the answer to a later item
+            self.restart_busy_workers()  # a late answer would be taken for the answer to a later item
             raise
 
     def _send_items(self) -> None:
         """Send the queued items to the processes, also to processes that run other items."""
-        while (found := self._running.take_next(self.workers)) is not None:
+        while (found := self._running.pop_ready_group(self.workers)) is not None:
             worker, numbers = found
-            worker.send(self._running.payloads(numbers), self.config.timeout_s)
+            worker.send_calls(self._running.payloads(numbers), self.config.timeout_s)
 
     def suspend(self) -> None:
-        """Pause the time limits of the agents until `resume`. Their outcomes stay in the processes meanwhile."""
+        """Pause the time limits of the agents until `resume`. Outcomes before that are collected later."""
         self._suspended_at = time.monotonic()
         for worker in self.workers:
-            worker.post((SUSPEND, self._suspended_at))
+            worker.send_message((SUSPEND, self._suspended_at))
 
     def resume(self) -> None:
         if self._suspended_at is None:
@@ -147,12 +147,12 @@ class AgentPool(WorkerPool[AgentConfig]):
         now = time.monotonic()
         for worker in self.workers:
             worker.postpone_deadlines(now - self._suspended_at)
-            worker.post((RESUME, now))
+            worker.send_message((RESUME, now))
         self._suspended_at = None
 
-    def drop_calls(self) -> None:
+    def restart_busy_workers(self) -> None:
         """Kill the busy processes, and start new processes in their place."""
-        super().drop_calls()
+        super().restart_busy_workers()
         self._running = _PendingCalls(self.n_workers)
         self.resume()
 
@@ -176,7 +176,7 @@ class _PendingCalls:
         shares = [list(range(first + start, self._next, self._n_workers)) for start in range(self._n_workers)]
         self.groups += [share for share in shares if share]
 
-    def take_next(self, workers: Sequence[Worker]) -> tuple[Worker, list[int]] | None:
+    def pop_ready_group(self, workers: Sequence[Worker]) -> tuple[Worker, list[int]] | None:
         """Remove a group that can be sent now, and return it with its process. None if all groups have to wait.
 
         A group of calls that were in a process that died or hung is only sent to an idle process, so that the call at
@@ -217,12 +217,12 @@ class _PendingCalls:
             self._fail(number, AgentOutcome("error", None, text))
             return None
 
-    def answered(self, position: int, answer: Any, span: tuple[int, int]) -> None:
+    def record_answer(self, position: int, answer: Any, span: tuple[int, int]) -> None:
         """Record the answer to a call: one (status, turns, message) for all its items, or a list with one for each."""
         answers = answer if isinstance(answer, list) else [answer] * len(self._calls[position].items)
         self._finish_call(position, [AgentOutcome(*each, span=span) for each in answers])
 
-    def lost(self, worker: Worker, status: Failure, text: str) -> None:
+    def handle_lost_worker(self, worker: Worker, status: Failure, text: str) -> None:
         """Requeue the unfinished items of a process that ended or hung, or record that they failed."""
         if worker.chunk and worker.has_left:
             self.groups.appendleft(list(worker.chunk))

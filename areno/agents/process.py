@@ -46,7 +46,7 @@ from areno.engine.output_streams import RunningClock
 from areno.errors import ConfigError, Problem
 from areno.files.user_code import describe_error, split_spec
 from areno.server.errors import CONTEXT_FULL
-from areno.user_processes.process import MAX_TEXT, ForkedCopies, event_loop, is_async
+from areno.user_processes.process import MAX_TEXT, ForkedChildren, is_async, new_event_loop
 
 DEFAULT_FUNCTION = "run_agent"
 SUSPEND, RESUME = "suspend", "resume"
@@ -87,9 +87,9 @@ def serve(connection: Connection) -> None:
     """Run agents until the driver closes the connection (EOFError). Raises ArenoError for a wrong agent function."""
     _share_tls_contexts()
     spec, key, timeout_s = connection.recv()
-    copies = ForkedCopies(connection, reports=False)
+    copies = ForkedChildren(connection, reports=False)
     file, name = split_spec(spec, DEFAULT_FUNCTION)
-    with copies.user_code():
+    with copies.guard_user_code():
         function = load_agent(file, name, key)
     try:
         with contextlib.suppress(ValueError):  # some callables have no signature to inspect
@@ -106,12 +106,12 @@ class _Runner:
     """Runs the agent for chunks of calls, several at the same time, and sends their answers."""
 
     def __init__(
-        self, connection: Connection, function: Callable[..., Any], path: Path, timeout_s: float, copies: ForkedCopies
+        self, connection: Connection, function: Callable[..., Any], path: Path, timeout_s: float, copies: ForkedChildren
     ):
         self._connection, self._function, self._path = connection, function, path
         self._timeout_s, self._copies = timeout_s, copies
         self._is_async = is_async(function)
-        self._loop = event_loop(copies.exit_if_copy)
+        self._loop = new_event_loop(copies.exit_if_child)
         # The item of each task, to find the one that blocks the loop.
         self._positions: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         self._loop.set_task_factory(self._task_factory)
@@ -240,7 +240,7 @@ class _Runner:
         try:
             context, items = pickle.loads(payload)
             batch = AgentBatch.of_items(items)
-            with self._copies.user_code():
+            with self._copies.guard_user_code():
                 if self._is_async:
                     returned = await self._function(context, batch)
                 else:

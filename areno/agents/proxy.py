@@ -14,11 +14,11 @@ from typing import Any
 from areno.agents.trajectories import AgentItem
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
-from areno.server.access import PageGuard
+from areno.server.access import OriginGuard
 from areno.server.app import build_server
 from areno.server.errors import ApiError
 from areno.server.messages import read_messages
-from areno.server.sampling import Sampler, ServerLimits
+from areno.server.sampling import EngineClient, ServerLimits
 from areno.server.threads import ServerThread
 from areno.types import Message, SamplingParams
 
@@ -50,13 +50,13 @@ class SessionProxy:
         names = dict.fromkeys([POLICY, Path(engine.spec.actor.path).name, engine.spec.actor.path])
         limits = ServerLimits(timeout_s=timeout_s, max_samples=_MAX_SAMPLES)
         self.server = build_server(
-            Sampler(engine, request_limits, defaults, limits, seed),
+            EngineClient(engine, request_limits, defaults, limits, seed),
             tokenizer,
             models=list(names),
             keys=[self.api_key],
             thinking=thinking,
             session=self.session,
-            guard=PageGuard(),
+            guard=OriginGuard(),
         )
         self._thread = ServerThread(self.server.application)
         self.base_url = f"{self._thread.start()}/v1"

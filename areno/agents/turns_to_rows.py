@@ -24,14 +24,14 @@ from areno.agents.trajectories import (
 )
 from areno.config.rollout import SamplingConfig
 from areno.errors import DataError
-from areno.schema.values import show
+from areno.schema.values import format_value
 from areno.server.detokenize import TextStream
 from areno.server.errors import ApiError
 from areno.server.messages import conversation_keys, read_messages
 from areno.server.parsers import ToolCallParser
 from areno.server.prompt_builder import PromptBuilder
 from areno.server.returned_responses import TurnTokens, changed_parts
-from areno.server.token_sources import Source, expand_runs
+from areno.server.token_sources import TokenSource, expand_runs
 from areno.types import RewardRecord, TokenRow, TrainSequence, Trajectory
 
 logger = logging.getLogger("areno")
@@ -60,9 +60,9 @@ class RowBuilder:
         self._trained_sources = [
             int(source)
             for source, trained in (
-                (Source.TOOL, policy.tool_results),
-                (Source.SYSTEM, policy.system_prompt),
-                (Source.USER, policy.user_prompt),
+                (TokenSource.TOOL, policy.tool_results),
+                (TokenSource.SYSTEM, policy.system_prompt),
+                (TokenSource.USER, policy.user_prompt),
             )
             if trained
         ]
@@ -118,8 +118,8 @@ class RowBuilder:
             shown = {name: turn["message"].get(name) for name in changed}
             sampled = self._prompts.tokenizer.decode(tokens.sampled, skip_special_tokens=False)
             raise BadTrajectory(
-                f"turn {number}: the message of its response was changed after it was sampled: it has {show(shown)}, "
-                f"and the sampled text is {show(sampled)}; return the response unchanged"
+                f"turn {number}: the message of its response was changed after it was sampled: it has "
+                f"{format_value(shown)}, and the sampled text is {format_value(sampled)}; return the response unchanged"
             )
         return tokens
 
@@ -143,10 +143,10 @@ class RowBuilder:
         text = policy.assistant_text and (policy.final_assistant_text or not is_last)
         if text == policy.assistant_tool_calls or not turn["message"].get("tool_calls"):
             return np.full(len(tokens), text)
-        start = self._first_tool_call(tokens)
+        start = self._tool_call_start(tokens)
         return np.repeat([text, policy.assistant_tool_calls], [start, len(tokens) - start])
 
-    def _first_tool_call(self, tokens: list[int]) -> int:
+    def _tool_call_start(self, tokens: list[int]) -> int:
         """Return the index of the first token of a tool call, or len(tokens) if there is no tool call."""
         stream, ends, text = TextStream(self._prompts.tokenizer, frozenset()), [], ""
         for token in tokens:
@@ -174,15 +174,15 @@ class _OpenRow:
     def append_turn(self, tokens: TurnTokens, trained: np.ndarray) -> None:
         """Append a turn whose prompt begins with the tokens of this row. `trained` is bool [len(tokens.sampled)]."""
         self.tokens = [*tokens.prompt, *tokens.sampled]
-        self._sources = [*tokens.sources, (int(Source.SAMPLED), len(tokens.sampled))]
+        self._sources = [*tokens.sources, (int(TokenSource.SAMPLED), len(tokens.sampled))]
         self._pieces.append((len(tokens.prompt), trained, tokens.logprobs, tokens.versions))
         self._temperatures.add(tokens.temperature)
 
     def to_token_row(self, trained_sources: list[int]) -> TokenRow:
         """Return the row as arrays.
 
-        A sampled token is trained if `append_turn` received True for it. Any other token is trained if its `Source` is
-        in `trained_sources`. The first token is never trained.
+        A sampled token is trained if `append_turn` received True for it. Any other token is trained if its
+        `TokenSource` is in `trained_sources`. The first token is never trained.
         """
         n_tokens, sources = len(self.tokens), expand_runs(self._sources)
         sampled, trained = np.zeros(n_tokens, dtype=bool), np.isin(sources, trained_sources)

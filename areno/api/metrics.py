@@ -18,7 +18,7 @@ from areno import heartbeat, trace
 from areno.config.experiments import pass_at_k_values
 from areno.data.loader import BatchLoader
 from areno.errors import EngineError
-from areno.tracking.accuracy import RIGHT, exceed_one
+from areno.tracking.accuracy import RIGHT, has_reward_above_one
 from areno.tracking.scalar_files import Jsonl, TensorBoard
 from areno.tracking.tracker import Tracker, Trackers
 from areno.types import PromptBatch, PromptItem, ScoredSample, TrainSequence
@@ -233,7 +233,7 @@ def _sample_stats(
             stats |= {f"{name}_mean": values.mean(), f"{name}_std": values.std()}
     if len(rewards):
         stats |= {"rewards_max": np.max(rewards), "rewards_min": np.min(rewards)}
-        if not exceed_one(rewards):
+        if not has_reward_above_one(rewards):
             stats["accuracy"] = accuracy(rewards)
     if n_tokens := sum(lengths["response_len"]):
         stats["logprobs_mean"] = np.concatenate(logprobs).sum() / n_tokens

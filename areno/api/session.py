@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _MAX_PROMPTS = 200_000  # prompts that are remembered
 
 
-class ExpectedLengths:
+class CompletionLengthEstimator:
     """Estimates the number of tokens in a completion of a prompt from earlier rollouts.
 
     The estimate for a prompt is the mean length of its completions in the last rollout that contained it. The estimate
@@ -75,7 +75,7 @@ def request_seed(seed: int, index: int) -> int:
     return (seed << 32) + (seed >> 32) * 0x9E3779B97F4A7C15 + index
 
 
-class Sessions:
+class SessionState:
     """State shared by the rollout sessions of one Trainer, of which at most one is open."""
 
     def __init__(self, engine: Engine, plan: TrainerPlan):
@@ -85,7 +85,7 @@ class Sessions:
         self.longest = _SHORTEST  # tokens of a sequence
         self.most = _FEWEST  # samples at once, if max_running is None
         self.interrupted = False  # whether Ctrl-C interrupted a rollout
-        self.lengths = ExpectedLengths()
+        self.lengths = CompletionLengthEstimator()
 
     def require_open(self, what: str) -> RolloutSession:
         """Return the open session. If there is none, raise an EngineError that quotes the method name `what`."""
@@ -94,7 +94,7 @@ class Sessions:
             raise EngineError(f"{what} was called outside a rollout session; {hint}")
         return self.open
 
-    def require_none(self, what: str) -> None:
+    def require_no_session(self, what: str) -> None:
         """If a session is open, raise an EngineError that quotes the method `what`. Else call `end_interrupted`."""
         if self.open is not None and not self.open.is_suspended:
             hint = "which is for drawing samples only; leave its `with` block first"
@@ -137,7 +137,7 @@ class RolloutSession:
         is_suspended: Whether the session is between `suspend` and `resume`.
     """
 
-    def __init__(self, sessions: Sessions, max_running: int | None, proxy: ProxySettings | None = None):
+    def __init__(self, sessions: SessionState, max_running: int | None, proxy: ProxySettings | None = None):
         self._sessions, self._max_running, self._settings = sessions, max_running, proxy
         self._running_spec: RolloutSpec | None = None  # the rollout settings that the engine decodes with now
         self.is_suspended = False
@@ -194,9 +194,9 @@ class RolloutSession:
         """
         check_count("n_tokens", n_tokens)
         self._check_open("prepare")
-        self._make_room(n_tokens)
+        self._grow_kv_cache(n_tokens)
 
-    def _make_room(self, n_tokens: int, n_samples: int = 1) -> None:
+    def _grow_kv_cache(self, n_tokens: int, n_samples: int = 1) -> None:
         sessions, plan, running = self._sessions, self._sessions.plan, self._running_spec
         longest, most = sessions.longest, sessions.most
         if n_tokens > longest:
@@ -249,7 +249,7 @@ class RolloutSession:
             )
             for index, tokens in enumerate(prompt_tokens)
         ]
-        self._make_room_for(requests)
+        self._grow_kv_cache_for(requests)
 
         def progress_unless_cancelled(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
             raise_if_cancelled()
@@ -262,8 +262,8 @@ class RolloutSession:
         pairs = zip(requests, sequences, strict=True)
         return [RolloutResult(prompt_tokens=request.prompt, sequences=sampled) for request, sampled in pairs]
 
-    def _make_room_for(self, requests: Sequence[GenerationRequest]) -> None:
-        self._make_room(self._longest_sequence(requests), sum(request.n_samples for request in requests))
+    def _grow_kv_cache_for(self, requests: Sequence[GenerationRequest]) -> None:
+        self._grow_kv_cache(self._longest_sequence(requests), sum(request.n_samples for request in requests))
 
     def _longest_sequence(self, requests: Sequence[GenerationRequest]) -> int:
         context = self._sessions.engine.info.context_len
@@ -297,8 +297,8 @@ class RolloutSession:
                 return engine.park()
             raise_if_cancelled()
             if due and not n_open:
-                self._make_room_for(due)
-                engine.hold()
+                self._grow_kv_cache_for(due)
+                engine.hold_decoding()
             # Longer prompts wait, because making the cache larger would end the samples in progress.
             running = self._running_spec
             if due and running is not None and self._longest_sequence(due) <= running.max_len:
@@ -317,7 +317,7 @@ class RolloutSession:
             if self._settings is not None:
                 self._proxy = self.serve(self._settings)
             elif sessions.plan.max_len is not None:
-                self._make_room(0)
+                self._grow_kv_cache(0)
         except BaseException:
             sessions.open = None
             raise
@@ -335,7 +335,7 @@ class RolloutSession:
         engine, plan = self._sessions.engine, self._sessions.plan
         # Conversations grow, and enlarging the cache would end conversations in progress.
         context = engine.info.context_len
-        self._make_room(min(max(settings.params.max_context_len or context, longest), context), _SERVED)
+        self._grow_kv_cache(min(max(settings.params.max_context_len or context, longest), context), _SERVED)
         assert self._room is not None
         proxy = SessionProxy(
             engine,

@@ -12,10 +12,10 @@ from typing import Any
 
 from areno.agents.trajectories import LossMaskPolicy
 from areno.api.metrics import MetricsRecorder, StepLog, Stopwatch
-from areno.api.session import ProxySettings, RolloutSession, RolloutSteering, Sessions, request_seed, sequence_of
+from areno.api.session import ProxySettings, RolloutSession, RolloutSteering, SessionState, request_seed, sequence_of
 from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.models import ROWS_COUNTED, MicroBatchSpec
-from areno.config.rollout import DecoderConfig, SamplingConfig, at_temperature
+from areno.config.rollout import DecoderConfig, SamplingConfig, sampling_at_temperature
 from areno.config.teacher import Divergence
 from areno.data.encode import encode_generation_prompt
 from areno.data.loader import given_prompt_loader
@@ -144,7 +144,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 self._steps.recorder = self._resources.enter_context(MetricsRecorder(self._metrics_log_dir))
             self._plan = plan = self._open_plan()
             engine = self._resources.enter_context(Engine(plan.spec, plan.workers))
-        self._engine, self._sessions = engine, Sessions(engine, plan)
+        self._engine, self._sessions = engine, SessionState(engine, plan)
         log_model(engine)
 
     # -- what there is ---------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
     def _engine_outside_rollout(self, what: str) -> Engine:
         """Return the engine. If a rollout session is open, raise an EngineError that quotes the method name `what`."""
         engine = self.engine
-        self._sessions.require_none(what)
+        self._sessions.require_no_session(what)
         return engine
 
     def _refuse_closed(self) -> None:
@@ -400,7 +400,12 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """
         sampling = self._sampling_config(temperature, sampling)
         accumulates = gradient_accumulation_steps is not None
-        how = (self._micro_batches(mini_bs, mb_spec, accumulates), n_minibatches, gradient_accumulation_steps, sampling)
+        how = (
+            self._resolve_micro_batch_spec(mini_bs, mb_spec, accumulates),
+            n_minibatches,
+            gradient_accumulation_steps,
+            sampling,
+        )
         more = {"rows_per_unit": rows_per_unit, "old_logprobs": old_logprobs, "divergence": divergence}
         update = UpdateSpec(*how, seed=seed, **more)
         return self._run_training("actor", batch_data, loss_fn, update)
@@ -439,14 +444,16 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         check_positive("cliprange_value", cliprange_value)
         check_positive("value_loss_coef", value_loss_coef)
         loss_fn = partial(value_loss_fn, cliprange_value=cliprange_value, value_loss_coef=value_loss_coef)
-        mb_spec = self._micro_batches(mini_bs, mb_spec, gradient_accumulation_steps is not None)
+        mb_spec = self._resolve_micro_batch_spec(mini_bs, mb_spec, gradient_accumulation_steps is not None)
         update = UpdateSpec(mb_spec, n_minibatches, gradient_accumulation_steps, seed=seed)
         return self._run_training(role, batch_data, loss_fn, update)
 
     def _sampling_config(self, temperature: float | None, sampling: SamplingConfig | None) -> SamplingConfig:
-        return at_temperature(temperature) if temperature is not None else sampling or self.sampling
+        return sampling_at_temperature(temperature) if temperature is not None else sampling or self.sampling
 
-    def _micro_batches(self, mini_bs: int | None, mb_spec: MicroBatchSpec | None, accumulates: bool) -> MicroBatchSpec:
+    def _resolve_micro_batch_spec(
+        self, mini_bs: int | None, mb_spec: MicroBatchSpec | None, accumulates: bool
+    ) -> MicroBatchSpec:
         """Return `mb_spec` or, if it is None, the spec of `mini_bs` and the engine's max_tokens_per_mb.
 
         If neither sets a size, the engine chooses it. If `accumulates` (gradient accumulation is set), the size is then
@@ -554,7 +561,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         """
         if len(step_ends) != len(token_rows):
             raise DataError(f"step_ends has {len(step_ends)} lists for {len(token_rows)} rows")
-        scored = self._run_scoring("score_steps", self.engine.steps, role, token_rows, mb_spec)
+        scored = self._run_scoring("score_steps", self.engine.step_probabilities, role, token_rows, mb_spec)
         for number, (row, ends) in enumerate(zip(scored, step_ends, strict=True)):
             if wrong := [end for end in ends if not 0 <= end < len(row)]:
                 raise DataError(f"step_ends[{number}] has {wrong[0]}, but row {number} has {len(row)} tokens")
@@ -588,7 +595,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             raise ConfigError(f"grammar: is {grammar!r}; the text of a grammar or None is expected")
         rollout, engine = self._plan.rollout, self.engine
 
-        def completed(role: str, rows: Sequence[Sequence[int]]) -> list[list[GenerationOutput]]:
+        def complete_rows(role: str, rows: Sequence[Sequence[int]]) -> list[list[GenerationOutput]]:
             requests = [
                 GenerationRequest(
                     request_id=index,
@@ -601,13 +608,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             ]
             return engine.complete(role, requests, DecoderConfig.of(rollout), rollout.max_concurrent_rollouts)
 
-        return [sequence_of(output) for [output] in self._run_scoring("complete", completed, role, token_rows)]
+        return [sequence_of(output) for [output] in self._run_scoring("complete", complete_rows, role, token_rows)]
 
     def _run_scoring(
         self, what: str, score: Callable[..., list[Any]], role: str, rows: Any, *settings: Any
     ) -> list[Any]:
         """Check that no rollout session is open and that `rows` are valid, and call `score(role, rows, *settings)`."""
-        self._sessions.require_none(what)
+        self._sessions.require_no_session(what)
         check_token_rows(rows, "token_rows", may_be_empty=True)
         if not rows:
             return []
@@ -661,7 +668,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         Raises CheckpointError if a checkpoint cannot be written.
         """
         with self._named():
-            return self.engine.saved()
+            return self.engine.is_saved()
 
     def close(self) -> None:
         """End the worker processes, free the devices and close the metrics files. Further calls do nothing."""

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def exit_code(command: Callable[[], None]) -> int:
     """Run a command, and print its error. Return 0, 2 for a wrong argument, 1 for a failure, 130 for Ctrl-C."""
-    interrupts.end()
+    interrupts.raise_on_interrupt()
     logging.basicConfig(level=logging.INFO, format="bench: %(message)s", stream=sys.stderr)
     try:
         command()
@@ -82,7 +82,7 @@ def run(
 def checked_model(settings: Settings, folder: Path) -> Model:
     """Return the model of the settings. Raises ConfigError if its context is too short for the batch.
 
-    For the name of a shape, such as "qwen3-4b", the configuration of such a model is written to `folder`.
+    If the settings name a shape, such as "qwen3-4b", its configuration is written to `folder`.
     """
     path, random_init = model_folder(settings.shape, folder)
     longest, context_len = max(settings.work.row_lens), load_config(path).max_position_embeddings

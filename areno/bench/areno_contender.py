@@ -16,8 +16,8 @@ import numpy as np
 
 from areno.bench.arguments import Settings
 from areno.bench.device import memory_watched
-from areno.bench.timing import Timed, log_progress, measure
-from areno.bench.work import Work, rows_of_outputs
+from areno.bench.timing import PhaseTimes, log_progress, measure
+from areno.bench.work import Workload, rows_of_outputs
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig
 from areno.config.run import EngineConfig
@@ -88,7 +88,7 @@ class ArenoContender:
             raise ConfigError([Problem("--routing-replay", f"is for models with experts; {settings.shape} has none")])
         self.cache_tokens = 0
 
-    def first_tokens(self) -> dict[str, float]:
+    def time_first_tokens(self) -> dict[str, float]:
         """Run two short rollouts. Return seconds, all measured from the moment at which the engine begins to start.
 
         `start_s` is when the engine has started, `first_token_s` when every sample has one token, and `second_token_s`
@@ -96,7 +96,7 @@ class ArenoContender:
         """
         work, out = self._settings.work, {"start_s": self.start_s}
         for name, max_new in (("first_token_s", 1), ("second_token_s", 2)):
-            self.rollout(work.with_new_at_most(max_new), work.prompts(self.vocab_size, -2))
+            self.rollout(work.with_max_new_tokens(max_new), work.random_prompts(self.vocab_size, -2))
             out[name] = time.perf_counter() - self._created
         return out
 
@@ -106,7 +106,7 @@ class ArenoContender:
         max_len = min(max_len, self.engine.info.context_len)
         return self.engine.begin_rollout(RolloutSpec(max_running=max_running, max_len=max_len, decoder=settings))
 
-    def rollout(self, work: Work, prompts: list[list[int]], **params: Any) -> list[TrainSequence]:
+    def rollout(self, work: Workload, prompts: list[list[int]], **params: Any) -> list[TrainSequence]:
         n_running = self._settings.at_once or self._settings.work.n_rows
         self.cache_tokens = self.begin_rollout(n_running, max(self._settings.work.row_lens)).cache_tokens
         outputs = self.engine.generate(requests(work, prompts, **params))
@@ -133,14 +133,14 @@ class ArenoContender:
         if settings.teacher is not None:
             loss_fn = partial(distillation_loss_fn, policy_loss_fn=loss_fn, sampled=settings.teacher == SAMPLED)
         stats = self.engine.train(rows, loss_fn, update)
-        self.engine.wait()
+        self.engine.synchronize()
         return stats
 
     def logprobs(self, rows: Sequence[TrainSequence]) -> list[np.ndarray]:
         return self.engine.logprobs("actor", token_rows(rows), routes=[item.routes for item in rows])
 
 
-def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[GenerationRequest]:
+def requests(work: Workload, prompts: list[list[int]], **params: Any) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             request_id=index,
@@ -153,7 +153,7 @@ def requests(work: Work, prompts: list[list[int]], **params: Any) -> list[Genera
     ]
 
 
-Profile = Callable[[ArenoContender, Timed], dict[str, float]]
+Profile = Callable[[ArenoContender, PhaseTimes], dict[str, float]]
 """A function that repeats the timed phases and returns figures about them, in the process of the engine."""
 
 
@@ -164,7 +164,7 @@ def run_areno(
     with memory_watched(settings.device, on=profile is None) as device_peak:
         ours = ArenoContender(settings, *model, "auto" if profile is None else "inline")
         with ours.engine:
-            figures: dict[str, Any] = ours.first_tokens() if settings.rolls_out else {"start_s": ours.start_s}
+            figures: dict[str, Any] = ours.time_first_tokens() if settings.rolls_out else {"start_s": ours.start_s}
             ours.engine.peak_memory_gib()  # resets the peak
             timed = measure(ours, settings.kind, settings.work, settings.repeats)
             figures |= timed.phase_figures(settings.work)

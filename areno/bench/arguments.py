@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NoReturn, get_args
 
-from areno.bench.work import Work
+from areno.bench.work import Workload
 from areno.config.optimizers import OptimizerType
 from areno.config.teacher import SAMPLED, DivergenceKind
 from areno.errors import ConfigError, Problem
@@ -24,7 +24,7 @@ class Settings(argparse.Namespace):
 
     kind: Kind
     shape: str
-    work: Work
+    work: Workload
     device: str
     dtype: str
     world_size: int
@@ -50,7 +50,7 @@ class Settings(argparse.Namespace):
         return [f"cuda:{index}" for index in range(first, first + self.world_size)]
 
     @property
-    def n_copies(self) -> int:
+    def n_replicas(self) -> int:
         """Number of copies of the model. In a rollout, each copy samples its share of the batch."""
         return self.world_size // self.tp_size
 
@@ -152,10 +152,10 @@ def with_derived_settings(settings: Settings) -> Settings:
     _check_settings(settings)
     settings.dtype = settings.dtype or str(default_dtype([settings.device])).removeprefix("torch.")
     if settings.uniform:
-        settings.work = Work.uniform(settings.prompts or 256, settings.samples or 1, *settings.uniform)
+        settings.work = Workload.uniform(settings.prompts or 256, settings.samples or 1, *settings.uniform)
     else:
         lengths = settings.prompt_len, settings.new_tokens
-        settings.work = Work.fixed(settings.prompts or 32, settings.samples or 8, *lengths)
+        settings.work = Workload.fixed(settings.prompts or 32, settings.samples or 8, *lengths)
     return settings
 
 

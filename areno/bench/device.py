@@ -23,12 +23,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from areno.bench.work import Work
+from areno.bench.work import Workload
 from areno.cost.flops import TokenCost, forward_flops, mean_attention_pairs, train_flops
 from areno.cost.time import Rates
 
 
-def decode_s(cost: TokenCost, work: Work, rates: Rates, *, shared: bool, copies: int = 1) -> float:
+def min_decode_s(cost: TokenCost, work: Workload, rates: Rates, *, shared: bool, copies: int = 1) -> float:
     """Return the least seconds of all decoding steps, if all samples run at once.
 
     The first token of a sample comes from the prefill. Step j = 1, 2, ... samples the next token for each sample with
@@ -46,7 +46,7 @@ def decode_s(cost: TokenCost, work: Work, rates: Rates, *, shared: bool, copies:
         moved = float((seen_L + (n_samples - 1) * _mean_keys_attended(cost, j)).sum()) if shared else seen
         n_rows = n_samples * len(prompt_L)
         flops = (2.0 * cost.active_params + cost.rule_flops) * n_rows + cost.attn_flops * seen
-        weights = copies * cost.moved_params(n_rows / copies) * cost.itemsize
+        weights = copies * cost.params_read(n_rows / copies) * cost.itemsize
         total += rates.min_seconds(weights + cost.kv_bytes * moved + 2 * cost.state_bytes * n_rows, flops)
     return total
 
@@ -56,16 +56,16 @@ def _mean_keys_attended(cost: TokenCost, lengths: np.ndarray | int) -> np.ndarra
     return sum((share * np.minimum(lengths, window or np.inf) for window, share in cost.windows), np.zeros(()))
 
 
-def prefill_s(cost: TokenCost, work: Work, rates: Rates, copies: int = 1) -> float:
+def min_prefill_s(cost: TokenCost, work: Workload, rates: Rates, copies: int = 1) -> float:
     """Return the least seconds to compute every prompt once, with the LM head only for its last token."""
     n_tokens = sum(work.prompt_lens)
     flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
     flops += cost.attn_flops * mean_attention_pairs(cost, work.prompt_lens) + cost.rule_flops * n_tokens
-    weights = copies * cost.moved_params(n_tokens / copies) * cost.itemsize
+    weights = copies * cost.params_read(n_tokens / copies) * cost.itemsize
     return rates.min_seconds(weights + cost.kv_bytes * n_tokens + cost.state_bytes * work.n_rows, flops)
 
 
-def phase_floors(cost: TokenCost, work: Work, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
+def phase_floors(cost: TokenCost, work: Workload, rates: Rates, kind: str, copies: int = 1) -> dict[str, float]:
     """Return the least seconds, the FLOPs and the most tokens per second of each phase in one kind of work.
 
     With `_shared` in the name, the samples of a prompt read its keys and values together. With `_ordinary`, each sample
@@ -73,15 +73,15 @@ def phase_floors(cost: TokenCost, work: Work, rates: Rates, kind: str, copies: i
     """
     out: dict[str, float] = {}
     if kind in ("rollout", "step"):
-        out["prefill_s"] = prefill_s(cost, work, rates, copies)
+        out["prefill_s"] = min_prefill_s(cost, work, rates, copies)
         for name in ("ordinary", "shared"):
-            out[f"decode_{name}_s"] = decode_s(cost, work, rates, shared=name == "shared", copies=copies)
+            out[f"decode_{name}_s"] = min_decode_s(cost, work, rates, shared=name == "shared", copies=copies)
             out[f"rollout_{name}_s"] = out["prefill_s"] + out[f"decode_{name}_s"]
-            out[f"rollout_{name}_tok_s"] = work.n_new / out[f"rollout_{name}_s"]
+            out[f"rollout_{name}_tok_s"] = work.n_new_tokens / out[f"rollout_{name}_s"]
     n_tokens = sum(work.row_lens)
     if kind in ("train", "step"):
         out["train_flops"] = train_flops(cost, work.row_lens)
-        out["train_needed_flops"] = train_flops(cost, work.row_lens, head_tokens=work.n_new)
+        out["train_needed_flops"] = train_flops(cost, work.row_lens, head_tokens=work.n_new_tokens)
         out["train_s"] = out["train_flops"] / rates.matmul_flops_s
         out["train_tok_s"] = n_tokens / out["train_s"]
     if kind == "logprob":

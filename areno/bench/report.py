@@ -40,8 +40,8 @@ def result_record(
     other library and phase, areno's tokens per second divided by those of the library.
     """
     rates = rates.for_devices(settings.world_size)
-    floor = phase_floors(cost, settings.work, rates, settings.kind, settings.n_copies)
-    ours = results["areno"] = {**results["areno"], **_against_floor(results["areno"], floor, rates)}
+    floor = phase_floors(cost, settings.work, rates, settings.kind, settings.n_replicas)
+    ours = results["areno"] = {**results["areno"], **_compare_with_floor(results["areno"], floor, rates)}
     tok_s = [f"{phase}_tok_s" for phase in _PHASES]
     values = vars(settings)
     return {
@@ -75,7 +75,7 @@ def _version(package: str) -> str:
         return "not installed as a package"
 
 
-def _against_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) -> dict[str, float]:
+def _compare_with_floor(ours: dict[str, Any], floor: dict[str, float], rates: Rates) -> dict[str, float]:
     """Compare areno's figures with the floor.
 
     `percent_of` is the speed in percent of the floor's speed. `mfu` is the share of the device's measured FLOPs per

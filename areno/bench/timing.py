@@ -1,6 +1,6 @@
 """Time the repeats of a batch of work by one contender, which is areno or another library.
 
-`measure` runs a warm-up and then timed repeats. `Timed` holds the seconds of each phase and computes medians and
+`measure` runs a warm-up and then timed repeats. `PhaseTimes` holds the seconds of each phase and computes medians and
 spread.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areno.bench.arguments import Kind
-from areno.bench.work import Work
+from areno.bench.work import Workload
 from areno.types import TrainSequence
 
 
@@ -25,7 +25,7 @@ class Contender(Protocol):
     name: str
     vocab_size: int
 
-    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
+    def rollout(self, work: Workload, prompts: list[list[int]]) -> list[TrainSequence]:
         """Sample every prompt as often and as long as `work` says, and return a training row for each sample."""
         ...
 
@@ -37,7 +37,7 @@ class Contender(Protocol):
 
 
 @dataclass
-class Timed:
+class PhaseTimes:
     """The measured times of a contender."""
 
     warm_up_s: float = 0.0
@@ -46,7 +46,7 @@ class Timed:
     stats: list[dict[str, float]] = field(default_factory=list)  # of training in each repeat
     rows: list[TrainSequence] = field(default_factory=list)  # of the last repeat
 
-    def phase_figures(self, work: Work) -> dict[str, float]:
+    def phase_figures(self, work: Workload) -> dict[str, float]:
         """Return `PHASE_s` (median), `PHASE_spread` ((longest - shortest) / median) and `PHASE_tok_s` of each phase.
 
         `decode_s` is the rollout without prefill, and `other_s` the part of a step outside of rollout and training.
@@ -57,7 +57,7 @@ class Timed:
             out[f"{phase}_s"] = median
             out[f"{phase}_spread"] = (max(seconds) - min(seconds)) / median
             if phase != "prefill":
-                tokens = work.n_new if phase == "rollout" else sum(work.row_lens)
+                tokens = work.n_new_tokens if phase == "rollout" else sum(work.row_lens)
                 out[f"{phase}_tok_s"] = tokens / median
         if "prefill" in self.seconds:
             out["decode_s"] = max(0.0, out["rollout_s"] - out["prefill_s"])
@@ -66,9 +66,11 @@ class Timed:
         return out
 
 
-def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up: Work | None = None) -> Timed:
+def measure(
+    contender: Contender, kind: Kind, work: Workload, repeats: int, warm_up: Workload | None = None
+) -> PhaseTimes:
     """Run a warm-up, perhaps with a shorter batch, and then timed repeats of a batch of work."""
-    timed = Timed()
+    timed = PhaseTimes()
     for repeat in range(-1, repeats):
         started = time.perf_counter()
         seconds = _run_once(contender, kind, (warm_up or work) if repeat < 0 else work, repeat, timed)
@@ -85,10 +87,10 @@ def measure(contender: Contender, kind: Kind, work: Work, repeats: int, warm_up:
     return timed
 
 
-def _run_once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: Timed) -> dict[str, float]:
+def _run_once(contender: Contender, kind: Kind, work: Workload, repeat: int, timed: PhaseTimes) -> dict[str, float]:
     seconds: dict[str, float] = {}
     if kind in ("rollout", "step"):
-        prompts = work.prompts(contender.vocab_size, repeat)
+        prompts = work.random_prompts(contender.vocab_size, repeat)
         started = time.perf_counter()
         timed.rows = contender.rollout(work, prompts)
         seconds["rollout"] = time.perf_counter() - started
@@ -105,9 +107,9 @@ def _run_once(contender: Contender, kind: Kind, work: Work, repeat: int, timed: 
         contender.logprobs(timed.rows)
         seconds["logprob"] = time.perf_counter() - started
     if "rollout" in seconds:  # with other prompts, since some libraries cache the prompts that they have seen
-        prompts = work.prompts(contender.vocab_size, repeat + 1_000_000)
+        prompts = work.random_prompts(contender.vocab_size, repeat + 1_000_000)
         started = time.perf_counter()
-        contender.rollout(work.with_new_at_most(1), prompts)
+        contender.rollout(work.with_max_new_tokens(1), prompts)
         seconds["prefill"] = time.perf_counter() - started
     return seconds
 

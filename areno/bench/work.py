@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from areno.errors import ConfigError, Problem
-from areno.models.known_shapes import SHAPES, known_shape
+from areno.models.known_shapes import SHAPES, published_config
 from areno.types import GenerationOutput, TrainSequence
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Workload:
     """One batch of prompts and completions, described by their lengths in tokens."""
 
     prompt_lens: tuple[int, ...]
@@ -30,25 +30,25 @@ class Work:
     name: str
 
     @staticmethod
-    def fixed(n_prompts: int, n_samples: int, prompt_len: int, new_tokens: int) -> Work:
+    def fixed(n_prompts: int, n_samples: int, prompt_len: int, new_tokens: int) -> Workload:
         name = f"{n_prompts} x {n_samples}, prompt {prompt_len}, {new_tokens} new tokens"
         prompt_lens, new_lens = (prompt_len,) * n_prompts, (new_tokens,) * n_prompts
-        return Work(prompt_lens=prompt_lens, new_lens=new_lens, n_samples=n_samples, name=name)
+        return Workload(prompt_lens=prompt_lens, new_lens=new_lens, n_samples=n_samples, name=name)
 
     @staticmethod
-    def uniform(n_prompts: int, n_samples: int, low: int, high: int) -> Work:
+    def uniform(n_prompts: int, n_samples: int, low: int, high: int) -> Workload:
         """Return a batch with uniform lengths for each prompt, always the same for the same arguments."""
         draw = random.Random(0)
         lens = [draw.randint(low, high) for _ in range(2 * n_prompts)]
         name = f"{n_prompts} x {n_samples}, prompt and new tokens uniform in {low}..{high}"
-        return Work(prompt_lens=tuple(lens[::2]), new_lens=tuple(lens[1::2]), n_samples=n_samples, name=name)
+        return Workload(prompt_lens=tuple(lens[::2]), new_lens=tuple(lens[1::2]), n_samples=n_samples, name=name)
 
     @property
     def n_rows(self) -> int:
         return len(self.prompt_lens) * self.n_samples
 
     @property
-    def n_new(self) -> int:
+    def n_new_tokens(self) -> int:
         """Number of sampled tokens in the whole batch."""
         return sum(self.new_lens) * self.n_samples
 
@@ -58,10 +58,10 @@ class Work:
         lens = [a + b for a, b in zip(self.prompt_lens, self.new_lens, strict=True)]
         return [length for length in lens for _ in range(self.n_samples)]
 
-    def with_new_at_most(self, max_new: int) -> Work:
+    def with_max_new_tokens(self, max_new: int) -> Workload:
         return replace(self, new_lens=tuple(min(max_new, new_len) for new_len in self.new_lens))
 
-    def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
+    def random_prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
         draw = random.Random(seed)
         return [draw.choices(range(vocab_size), k=length) for length in self.prompt_lens]
 
@@ -69,8 +69,8 @@ class Work:
         """Draw training rows of random tokens, to train or score without a rollout."""
         draw = random.Random(-1 - seed)
         return [
-            made_up_row(prompt, draw.choices(range(vocab_size), k=new_len), [-10.0] * new_len, sample)
-            for prompt, new_len in zip(self.prompts(vocab_size, seed), self.new_lens, strict=True)
+            synthetic_row(prompt, draw.choices(range(vocab_size), k=new_len), [-10.0] * new_len, sample)
+            for prompt, new_len in zip(self.random_prompts(vocab_size, seed), self.new_lens, strict=True)
             for sample in range(self.n_samples)
         ]
 
@@ -78,7 +78,7 @@ class Work:
 def rows_of_outputs(
     prompts: Sequence[Sequence[int]], outputs: Mapping[int, Sequence[GenerationOutput]]
 ) -> list[TrainSequence]:
-    """Build a training row from each sample of a rollout. The advantages are made up, see `made_up_row`."""
+    """Build a training row from each sample of a rollout. The advantages are made up, see `synthetic_row`."""
     samples = [each for of_prompt in outputs.values() for each in of_prompt]
     if not samples:
         return []
@@ -107,7 +107,7 @@ def rows_of_outputs(
     ]
 
 
-def made_up_row(prompt: Sequence[int], response: Any, logprobs: Any, sample: int) -> TrainSequence:
+def synthetic_row(prompt: Sequence[int], response: Any, logprobs: Any, sample: int) -> TrainSequence:
     """Build a training row of arrays. The advantage is made up: 1 for odd and -1 for even indices of samples."""
     n_prompt, n_tokens = len(prompt), len(prompt) + len(response)
     tokens, drawn, advantages = np.empty(n_tokens, np.int64), np.zeros(n_tokens), np.zeros(n_tokens)
@@ -124,7 +124,7 @@ def model_folder(shape: str, folder: Path, **changes: Any) -> tuple[str, bool]:
     """
     if Path(shape).is_dir():
         return shape, not any(Path(shape).glob("*.safetensors"))
-    if (config := known_shape(shape)) is None:
+    if (config := published_config(shape)) is None:
         expected = ", ".join(SHAPES)
         raise ConfigError([Problem("--shape", f"is {shape!r}; expected a model folder or one of {expected}")])
     folder.mkdir(parents=True, exist_ok=True)

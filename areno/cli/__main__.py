@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(unknown_flags(parser, others))
         if words[0] in _SLOW and not _SILENT & set(words) and sys.stderr.isatty():
             print(f"areno {__version__}: {words[0]} starts ...", file=sys.stderr, flush=True)
-        interrupts.end()
+        interrupts.raise_on_interrupt()
         if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may not be UTF-8
             sys.stdout.reconfigure(errors="backslashreplace")
         return module.run(arguments)

@@ -34,7 +34,7 @@ class Finding(NamedTuple):
 
 def findings(path: Path) -> Iterator[Finding]:
     """Check a model folder, or a config.json alone, without reading weights."""
-    from areno.models.adapters import is_adapter
+    from areno.models.adapters import is_adapter_folder
 
     folder = path.parent if path.name == "config.json" else path
     if not folder.is_dir():
@@ -44,7 +44,7 @@ def findings(path: Path) -> Iterator[Finding]:
     yield from _try_part("model", lambda: _check_model(folder, config))
     for read in config:
         yield from _describe_special_layers(read)
-    if path is folder and not is_adapter(folder):
+    if path is folder and not is_adapter_folder(folder):
         yield from _try_part("weights", lambda: _check_weights(folder, config))
         yield from _try_part("tokenizer", lambda: _check_tokenizer(folder))
 
@@ -60,16 +60,16 @@ def _try_part(part: str, work: Callable[[], str]) -> Iterator[Finding]:
 
 def _check_model(folder: Path, config: list[TransformerConfig]) -> str:
     """Return a description of a model, and append its configuration to `config`."""
-    from areno.models.adapters import base_of, is_adapter
-    from areno.models.parameters import parameters
+    from areno.models.adapters import base_model_of, is_adapter_folder
+    from areno.models.parameters import n_parameters
     from areno.models.registry import head_of, load_config
 
-    if is_adapter(folder):
-        base = base_of(folder)
+    if is_adapter_folder(folder):
+        base = base_model_of(folder)
         raise CheckpointError("{} holds adapters and no model; check the one they are for: {}", folder, base)
     read = load_config(folder, head_of(folder))
     config.append(read)
-    about = f"{read.family}, {read.num_layers} layers, {parameters(read) / 1e6:.1f}M parameters"
+    about = f"{read.family}, {read.num_layers} layers, {n_parameters(read) / 1e6:.1f}M parameters"
     return f"{about}, {read.max_position_embeddings} tokens of context"
 
 
@@ -145,18 +145,18 @@ class _CheckReport:
     debug: bool
     failed: list[str] = field(default_factory=list)
 
-    def line(self, mark: str, name: str, text: object) -> None:
+    def print_line(self, mark: str, name: str, text: object) -> None:
         print(f"{mark:<5} {name:<18} {text}", flush=True)
 
     def attempt(self, name: str, work: Callable[[], str]) -> bool:
         """Call `work`, print its text or its error, and return whether it succeeded."""
         try:
-            self.line("ok", name, work())
+            self.print_line("ok", name, work())
         except Exception as error:  # a broken installation may raise anything, and the user needs to see it
             if self.debug:
                 traceback.print_exc()
             said = str(error) if isinstance(error, ArenoError) else f"{type(error).__name__}: {error}"
-            self.line("FAIL", name, said)
+            self.print_line("FAIL", name, said)
             self.failed.append(name)
             return False
         return True
@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_folder(report: _CheckReport, path: Path) -> int:
     for part, text, is_wrong in findings(path):
-        report.line("FAIL" if is_wrong else "ok", part, text)
+        report.print_line("FAIL" if is_wrong else "ok", part, text)
         report.failed += [part] * is_wrong
     return 1 if report.failed else 0
 
@@ -191,7 +191,7 @@ def _run_checks(report: _CheckReport, arguments: argparse.Namespace) -> None:
         report.attempt("reward processes", _check_rewards)
         _check_model_of_areno(report, arguments)
     for name, missing in _missing_extras():
-        report.line("-", f"extra {name}", f"is not installed; pip install 'areno[{name}]' brings {missing}")
+        report.print_line("-", f"extra {name}", f"is not installed; pip install 'areno[{name}]' brings {missing}")
 
 
 def _check_packages() -> str:
@@ -242,7 +242,7 @@ def _check_kernels(kind: str) -> str:
     import torch
 
     from areno.kernels.attention import BACKENDS, choose_backend
-    from areno.kernels.backend import default_dtype, use_triton
+    from areno.kernels.backend import can_use_triton, default_dtype
     from areno.kernels.logprobs import selected_logprobs
 
     device = _device_names(kind)[0]
@@ -253,7 +253,7 @@ def _check_kernels(kind: str) -> str:
     expected = (hidden.float() @ head.float().T).log_softmax(-1)[torch.arange(8, device=device), targets]
     if not torch.allclose(found, expected, atol=0.05):
         raise ArenoError("the kernel of log-probabilities is wrong by {}", (found - expected).abs().max().item())
-    form = "Triton" if use_triton(hidden) else "plain torch"
+    form = "Triton" if can_use_triton(hidden) else "plain torch"
     return f"{form}; attention by {BACKENDS[choose_backend('auto', device, dtype)]}"
 
 

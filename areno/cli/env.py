@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = environment()
+    found = collect_environment()
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def environment() -> dict[str, Any]:
+def collect_environment() -> dict[str, Any]:
     import torch
 
     from areno.kernels.attention import BACKENDS, choose_backend

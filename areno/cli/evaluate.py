@@ -121,9 +121,9 @@ def _run(arguments: argparse.Namespace) -> int:
     config, recipe = _evaluation_config(of_run, model, arguments, settings)
     config = without_training(config, model)
     output = _output_folder(arguments.output, of_run, model)
-    folder = run_folder.make_folder(output)
+    folder = run_folder.make_run_folder(output)
     assert folder is not None
-    folder.describe(config, settings, recipe)
+    folder.write_description(config, settings, recipe)
     try:
         with RunLog(own_process=True):
             scalars = evaluate_model(config, output, step)
@@ -146,10 +146,10 @@ def _find_model(named: str) -> tuple[Path | None, str, int]:
     The folder of the run is None, and the step is 0, if they are not known.
     """
     from areno.tracking.reader import RunReader
-    from areno.tracking.run_folder import is_described
+    from areno.tracking.run_folder import has_description
 
     folder = Path(named).expanduser()
-    if is_described(folder) or (folder / "logs").is_dir():
+    if has_description(folder) or (folder / "logs").is_dir():
         latest = RunReader(folder).latest_checkpoint()
         if latest is None:
             raise ArenoError("{} has no checkpoint yet; name a model folder, with --run {}", folder, folder)
@@ -161,7 +161,7 @@ def _find_model(named: str) -> tuple[Path | None, str, int]:
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
         text = "{} is neither the folder of a run nor that of a model: it has no config.json or adapter_config.json"
         raise ConfigError(Problem("FOLDER", text, folder))
-    of_run = next((parent for parent in folder.resolve().parents if is_described(parent)), None)
+    of_run = next((parent for parent in folder.resolve().parents if has_description(parent)), None)
     number = folder.resolve().name.removeprefix("step-")
     return of_run, str(folder), int(number) if number.isdecimal() else 0
 
@@ -198,11 +198,11 @@ def _evaluation_config(
     from areno.config.policy_experiments import PolicyExperimentConfig
     from areno.launch.compose import load, mention_version
     from areno.schema.build import with_current_names
-    from areno.tracking.run_folder import is_described, settings_of
+    from areno.tracking.run_folder import has_description, settings_of
 
     algorithm = get_algorithm(_RECIPE)
     if of_run is not None:
-        if not is_described(of_run):
+        if not has_description(of_run):
             raise ConfigError(Problem("--run", "{} is not the folder of a run: it has no config.yaml", of_run))
         algorithm = algorithm_of(of_run)
     if of_run is not None and issubclass(algorithm.config, PolicyExperimentConfig):

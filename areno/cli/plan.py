@@ -60,12 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from areno.plan import hardware
     from areno.plan.forecast import forecast
-    from areno.plan.settings_that_fit import ways_to_fit
+    from areno.plan.settings_that_fit import fitting_changes
 
     for name in ("devices", "prompt_tokens", "answer_tokens"):
         if (value := vars(arguments)[name]) is not None and value < 1:
             raise ConfigError(Problem(f"--{name.replace('_', '-')}", f"is {value}; it must be at least 1"))
-    here = [hardware.hardware_of(arguments.device)] if arguments.device else hardware.devices_here()
+    here = [hardware.hardware_of(arguments.device)] if arguments.device else hardware.local_devices()
     algorithm, settings = _split_command(arguments.command)
     config = _compose_config(algorithm, settings)
     names = settings[-1] | {"engine.world_size": "--devices"}
@@ -78,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     with keys_renamed(names.get):
         found = predict(config, n_devices)
         _check_lengths(found, arguments)
-    ways = [] if found.fits else ways_to_fit(found, predict)
+    ways = [] if found.fits else fitting_changes(found, predict)
     if arguments.json:
-        print(json.dumps(as_json(algorithm.name, found, ways), indent=2))
+        print(json.dumps(plan_record(algorithm.name, found, ways), indent=2))
     else:
         _print_plan(algorithm.name, found, ways, is_limit=arguments.answer_tokens is None)
         if not arguments.device and not here[0].is_cuda:
@@ -188,7 +188,7 @@ def _compose_config(algorithm: Algorithm, given: tuple[str, Path | None, list[st
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
-def as_json(algorithm: str, found: Forecast, ways: Sequence[FittingChange]) -> dict[str, Any]:
+def plan_record(algorithm: str, found: Forecast, ways: Sequence[FittingChange]) -> dict[str, Any]:
     """Return a plan as plain values: bytes, seconds and tokens. Times are None if the run does not fit."""
     return {
         "algorithm": algorithm,
@@ -253,14 +253,14 @@ def _print_plan(algorithm: str, found: Forecast, ways: Sequence[FittingChange], 
         table.add_row(
             phase.name,
             f"{phase.seconds:.2f}" if found.fits else "-",
-            _with_k(phase.n_tokens / phase.seconds) if found.fits else "-",
+            _thousands_text(phase.n_tokens / phase.seconds) if found.fits else "-",
             f"{phase.peak_memory_bytes / 2**30:.1f}",
             ", ".join(f"{name} {n_bytes / 2**30:.1f}" for name, n_bytes in largest),
             "" if phase.budget is None else f"{phase.budget:,}",
         )
     console.print(table)
     console.print()
-    _memory_picture(console, found)
+    _print_memory_chart(console, found)
     console.print()
     if found.fits:
         console.print(
@@ -304,11 +304,11 @@ def _host_text(found: Forecast) -> str:
     return f" It also takes {n_bytes / 2**30:.0f} GiB of host memory." if n_bytes else ""
 
 
-def _with_k(n: float) -> str:
+def _thousands_text(n: float) -> str:
     return f"{n / 1000:.1f}k" if n >= 1000 else f"{n:.0f}"
 
 
-def _memory_picture(console: Console, found: Forecast) -> None:
+def _print_memory_chart(console: Console, found: Forecast) -> None:
     """Draw a bar of letters for the memory of each phase, and a line at the memory of the device."""
     from rich.text import Text
 

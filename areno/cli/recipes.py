@@ -18,10 +18,10 @@ def run(arguments: argparse.Namespace) -> int:
 
     about = {name: (get_algorithm(name).config.__doc__ or "").strip().splitlines()[0] for name in algorithm_names()}
     parts = [
-        help.columns("algorithms (areno train --algo NAME, or python -m areno.recipes.NAME)", about),
-        help.files("tasks (--config-name NAME)", yaml_files.tasks()),
-        help.files("tested runs (--config-name NAME)", yaml_files.experiments()),
-        help.files("variants (variant=NAME)", yaml_files.variants()),
+        help.two_column_text("algorithms (areno train --algo NAME, or python -m areno.recipes.NAME)", about),
+        help.file_list_text("tasks (--config-name NAME)", yaml_files.task_files()),
+        help.file_list_text("tested runs (--config-name NAME)", yaml_files.experiment_files()),
+        help.file_list_text("variants (variant=NAME)", yaml_files.variant_files()),
     ]
     print("\n\n".join(parts))
     return 0

@@ -16,7 +16,7 @@ from typing import Any
 from areno.api.algorithms import built_in_algorithms, get_algorithm
 from areno.cli.train_flags import HEADINGS, TrainFlag, all_train_flags
 from areno.launch.hints import join_by_and
-from areno.schema.fields import Row, rows
+from areno.schema.fields import SettingRow, setting_rows
 
 _TABLES_START, _TABLES_END = "<!-- generated: tables of flags -->", "<!-- end of the generated tables -->"
 _HEAD = """\
@@ -40,15 +40,15 @@ The page is generated from the dataclasses in `areno/config/`, `areno/recipes/`,
 
 
 def settings_page() -> str:
-    merged: dict[str, dict[str, Row]] = {}
+    merged: dict[str, dict[str, SettingRow]] = {}
     for recipe in built_in_algorithms():
-        for row in rows(get_algorithm(recipe).config):
+        for row in setting_rows(get_algorithm(recipe).config):
             merged.setdefault(row.key, {})[recipe] = row
     sections = dict.fromkeys(key.rpartition(".")[0] for key in merged)
     return _HEAD + "".join(_section_text(name, merged) for name in sections)
 
 
-def _section_text(name: str, merged: dict[str, dict[str, Row]]) -> str:
+def _section_text(name: str, merged: dict[str, dict[str, SettingRow]]) -> str:
     lines = ["", f"## {name or 'Top level'}", ""]
     if name:
         by_recipe = merged[name]
@@ -56,7 +56,7 @@ def _section_text(name: str, merged: dict[str, dict[str, Row]]) -> str:
         absent = [recipe for recipe, other in by_recipe.items() if other.default == "null"]
         where = "" if len(absent) == len(by_recipe) else f" ({', '.join(absent)})"
         optional = f" Optional, default null{where}." if absent else ""
-        lines += [f"{_about_setting(by_recipe)}{optional}{_recipe_note(by_recipe)}", ""]
+        lines += [f"{_setting_help(by_recipe)}{optional}{_recipe_note(by_recipe)}", ""]
     of_section = merged.get(name, {})
     classes = {recipe: row.setting.section for recipe, row in of_section.items()}
     lines += [_class_line(classes or {recipe: get_algorithm(recipe).config for recipe in built_in_algorithms()}), ""]
@@ -68,7 +68,7 @@ def _section_text(name: str, merged: dict[str, dict[str, Row]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _setting_cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
+def _setting_cells(row: SettingRow, by_recipe: dict[str, SettingRow]) -> Iterator[str]:
     yield f"`{row.key}`"
     yield _escape(row.setting.type_text)
     defaults = {recipe: other.default for recipe, other in by_recipe.items()}
@@ -76,10 +76,10 @@ def _setting_cells(row: Row, by_recipe: dict[str, Row]) -> Iterator[str]:
         yield _escape(row.default)
     else:
         yield _escape(", ".join(f"{default} ({recipe})" for recipe, default in defaults.items()))
-    yield _escape(_about_setting(by_recipe)) + (_recipe_note(by_recipe) if "." in row.key else "")
+    yield _escape(_setting_help(by_recipe)) + (_recipe_note(by_recipe) if "." in row.key else "")
 
 
-def _about_setting(by_recipe: dict[str, Row]) -> str:
+def _setting_help(by_recipe: dict[str, SettingRow]) -> str:
     """Return the help text of a setting.
 
     If recipes have different texts, each text follows the names of its recipes.
@@ -92,7 +92,7 @@ def _about_setting(by_recipe: dict[str, Row]) -> str:
     return " ".join(f"*With {join_by_and(names)}:* {help}." for help, names in recipes.items())
 
 
-def _recipe_note(by_recipe: dict[str, Row]) -> str:
+def _recipe_note(by_recipe: dict[str, SettingRow]) -> str:
     return "" if len(by_recipe) == len(built_in_algorithms()) else f" *Recipes: {', '.join(by_recipe)}.*"
 
 

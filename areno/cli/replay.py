@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from areno.report.terminal import print_tables
 
 if TYPE_CHECKING:
-    from areno.report.replayed_tokens import Replay, Token
+    from areno.report.replayed_tokens import Replay, ReplayedToken
 
 _SHOWN_CHARS = 200  # shown from the end of the prompt and from the beginning of the completion
 
@@ -79,7 +79,7 @@ def _summary_lines(found: Replay, step: int, number: int) -> dict[str, str]:
 
     sample = found.sample
     prompt, completion = (repr(sample.get(name) or "")[1:-1] for name in ("prompt", "completion"))
-    differences = [abs(token.difference) for token in found.tokens if token.trained and token.difference is not None]
+    differences = [abs(token.log_ratio) for token in found.tokens if token.trained and token.log_ratio is not None]
     lines = {
         "sample": f"{number} of step {step}",
         "prompt": prompt if len(prompt) <= _SHOWN_CHARS else f"... {prompt[-_SHOWN_CHARS:]}",
@@ -106,11 +106,11 @@ def _token_table(found: Replay, with_prompt: bool) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    from areno.report.terminal import cell_text, right
+    from areno.report.terminal import cell_text, right_aligned
 
     has_teacher = any(token.teacher is not None for token in found.tokens)
     numbers = ("then", "now", "ratio", "advantage", "loss", "gradient", *(["teacher"] if has_teacher else []))
-    table = Table(right(""), "token", "trained", *map(right, numbers))
+    table = Table(right_aligned(""), "token", "trained", *map(right_aligned, numbers))
     first = next((index for index, token in enumerate(found.tokens) if token.trained), 0)
     for index, token in enumerate(found.tokens):
         if with_prompt or index >= first:
@@ -121,5 +121,5 @@ def _token_table(found: Replay, with_prompt: bool) -> Any:
     return table
 
 
-def _probability_ratio(token: Token) -> float | None:
-    return None if token.difference is None else math.exp(min(token.difference, 700.0))
+def _probability_ratio(token: ReplayedToken) -> float | None:
+    return None if token.log_ratio is None else math.exp(min(token.log_ratio, 700.0))

@@ -26,14 +26,14 @@ SOLVED, REWARD = "eval/accuracy", "rollout/rewards_mean"
 
 
 @dataclass(frozen=True)
-class Bands:
+class ExpectedRanges:
     """The expected results of a reproduction. Each is a range (least, most) of the share of solved test problems."""
 
     base: tuple[float, float]
     trained: tuple[float, float]
     factor: float  # by which the share must grow at least
 
-    def judge(self, base: float, trained: float) -> Iterator[tuple[bool, str]]:
+    def verdicts(self, base: float, trained: float) -> Iterator[tuple[bool, str]]:
         """Yield (whether it is as expected, text) for each of the two shares and for the growth."""
         for name, rate, band in (("base model", base, self.base), ("after RL", trained, self.trained)):
             met = band[0] <= rate <= band[1]
@@ -42,14 +42,14 @@ class Bands:
         yield grown >= self.factor, f"growth of the solve rate: {grown:.2f} times; expected at least {self.factor:g}"
 
 
-REPRODUCTIONS: dict[str, dict[str, Bands]] = {
+REPRODUCTIONS: dict[str, dict[str, ExpectedRanges]] = {
     "countdown": {
-        "cpu": Bands(base=(0.07, 0.22), trained=(0.15, 0.5), factor=1.4),
-        "gpu": Bands(base=(0.05, 0.09), trained=(0.27, 0.43), factor=3.0),
+        "cpu": ExpectedRanges(base=(0.07, 0.22), trained=(0.15, 0.5), factor=1.4),
+        "gpu": ExpectedRanges(base=(0.05, 0.09), trained=(0.27, 0.43), factor=3.0),
     },
     "arithmetic": {
-        "cpu": Bands(base=(0.07, 0.25), trained=(0.13, 0.45), factor=1.3),
-        "gpu": Bands(base=(0.07, 0.13), trained=(0.22, 0.4), factor=2.2),
+        "cpu": ExpectedRanges(base=(0.07, 0.25), trained=(0.13, 0.45), factor=1.3),
+        "gpu": ExpectedRanges(base=(0.07, 0.13), trained=(0.22, 0.4), factor=2.2),
     },
 }
 """Name -> size -> bands. docs/learning.md has the same bands."""
@@ -172,7 +172,7 @@ def _quoted(path: Any) -> str:
     return '"' + str(path).replace('"', '\\"') + '"'
 
 
-def _collect_result(folder: Path, bands: Bands) -> dict[str, Any]:
+def _collect_result(folder: Path, bands: ExpectedRanges) -> dict[str, Any]:
     """Return the curve, the evaluations and the verdict of the reinforcement learning in a run folder."""
     from areno.tracking.reader import RunReader
 
@@ -189,7 +189,7 @@ def _collect_result(folder: Path, bands: Bands) -> dict[str, Any]:
     return {
         "curve": {"steps": curve.steps, "rewards": curve.values},
         "evaluations": evaluations,
-        "verdict": list(bands.judge(*evaluations["accuracy"])),
+        "verdict": list(bands.verdicts(*evaluations["accuracy"])),
     }
 
 

@@ -99,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
             with RewardPool(config, tracebacks=True) as pool:
                 pool.wait_ready()
                 started = time.monotonic()
-                outcomes = pool.outcomes(records)
+                outcomes = pool.compute_outcomes(records)
                 seconds, how = time.monotonic() - started, f", with {pool.n_workers} processes"
         if config.judge.is_set:
             outcomes, judging_s = _with_judge_scores(config.judge, records, outcomes)
@@ -119,23 +119,23 @@ def _with_judge_scores(
     judge: JudgeConfig, records: Sequence[RewardRecord], outcomes: list[RewardOutcome] | None
 ) -> tuple[list[RewardOutcome], float]:
     """Add a judge's scores to the rewards, if there are any. Return (rewards, seconds). Equal prompts form a group."""
-    from areno.scoring.judge import JudgeTask, Judging, add_judged
-    from areno.scoring.judge_readers import EndpointReader
+    from areno.scoring.judge import JudgeTask, Judging, add_judge_scores
+    from areno.scoring.judge_readers import EndpointJudge
 
     groups: dict[str, list[int]] = {}  # prompt -> its samples
     for index, record in enumerate(records):
         groups.setdefault(str(record.record["prompt"]), []).append(index)
     tasks = [JudgeTask(groups[str(prompt)], prompt) for prompt in (record.record["prompt"] for record in records)]
-    with EndpointReader(judge) as reader, Judging(judge, reader, tasks.__getitem__) as judging:
+    with EndpointJudge(judge) as reader, Judging(judge, reader, tasks.__getitem__) as judging:
         started = time.monotonic()
         judging.add(dict(enumerate(records)))
-        found = judging.outcomes()
+        found = judging.collect_outcomes()
         seconds = time.monotonic() - started
-    return add_judged(records, outcomes, [found[index] for index in range(len(records))], judge.weight), seconds
+    return add_judge_scores(records, outcomes, [found[index] for index in range(len(records))], judge.weight), seconds
 
 
 def _reward_config(arguments: argparse.Namespace) -> Any:
-    from areno.config.reward import OnlyReward
+    from areno.config.reward import RewardOnlyConfig
     from areno.launch.hints import setting_hint
     from areno.schema.build import build
 
@@ -150,7 +150,7 @@ def _reward_config(arguments: argparse.Namespace) -> Any:
     if functions:
         # One function is the reward itself, as in reward.fn=reward.py. Several functions are its parts.
         given = {"fn": functions[0] if len(functions) == 1 else functions, "workers": 2, **given}
-    config = build(OnlyReward, {"reward": {**given, **settings}}, [], setting_hint).reward
+    config = build(RewardOnlyConfig, {"reward": {**given, **settings}}, [], setting_hint).reward
     if config.judge.path is not None:
         text = "is {}, which only a run loads; serve it (areno serve) and set {}"
         raise ConfigError(Problem("reward.judge.path", text, config.judge.path, Key("reward.judge.base_url")))
@@ -197,7 +197,7 @@ def _recorded_samples(run: RunReader, step: int | None) -> list[Any]:
 
 def _reward_record(row: Any, where: str) -> Any:
     """Return the RewardRecord of a row with prompt and completion, each a text or a list of messages as in TRL."""
-    from areno.schema.values import show as shown
+    from areno.schema.values import format_value as shown
     from areno.types import RewardRecord
 
     if not isinstance(row, Mapping) or not {"prompt", "completion"} <= row.keys():
@@ -244,7 +244,7 @@ def _as_messages(said: Any, role: str) -> list[dict[str, Any]]:
 
 
 def _print_errors(outcomes: Sequence[Any]) -> int:
-    """Print why samples have no reward, with the messages of the first ones, and return the exit code."""
+    """Print why samples have no reward, with the error messages of the first few, and return the exit code."""
     failed = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.value is None]
     for number, outcome in failed[:_SHOWN_ERRORS]:
         print(f"\nsample {number}: {outcome.status}\n{outcome.message}", file=sys.stderr)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from areno.files.interrupts import signal_handlers
 
 if TYPE_CHECKING:
-    from areno.server.access import PageGuard
+    from areno.server.access import OriginGuard
     from areno.server.sampling import ServerLimits
 
 logger = logging.getLogger("areno")
@@ -266,13 +266,13 @@ def _server_limits(arguments: argparse.Namespace) -> ServerLimits:
     )
 
 
-def _page_guard(arguments: argparse.Namespace) -> PageGuard | None:
+def _page_guard(arguments: argparse.Namespace) -> OriginGuard | None:
     """Return the guard against requests of web pages. It is None for a server with an API key, which needs no guard."""
-    from areno.server.access import PageGuard
+    from areno.server.access import OriginGuard
 
     if arguments.api_key:
         return None
-    return PageGuard(frozenset(arguments.allowed_hosts), frozenset(arguments.allowed_origins))
+    return OriginGuard(frozenset(arguments.allowed_hosts), frozenset(arguments.allowed_origins))
 
 
 def _run_server(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
@@ -283,9 +283,9 @@ def _run_server(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
     from areno.engine.engine import Engine
     from areno.plan.devices import find_devices
     from areno.plan.lora import folder_with_tokenizer, with_model
-    from areno.plan.plan import open_actor
+    from areno.plan.plan import plan_of_actor
     from areno.server.app import build_server
-    from areno.server.sampling import Sampler
+    from areno.server.sampling import EngineClient
     from areno.server.threads import ServerThread
     from areno.specs.rollout import RolloutSpec
     from areno.types import SamplingParams
@@ -300,14 +300,14 @@ def _run_server(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
         tokenizer_path=folder_with_tokenizer(path),
         allow_control_tokens=arguments.allow_control_tokens,
     )
-    plan = open_actor(config, partial(find_devices, engine_config))
+    plan = plan_of_actor(config, partial(find_devices, engine_config))
     decoder = DecoderConfig.of(arguments)
     limits = _server_limits(arguments)
-    with Engine(plan.spec.frozen(), plan.workers) as engine:
+    with Engine(plan.spec.without_optimizer(), plan.workers) as engine:
         context = min(arguments.max_model_len or engine.info.context_len, engine.info.context_len)
         room = engine.begin_rollout(RolloutSpec(max_running=arguments.max_running, max_len=context, decoder=decoder))
         names = arguments.served_model_name or [arguments.folder, Path(plan.spec.actor.path).name]
-        sampler = Sampler(
+        sampler = EngineClient(
             engine,
             replace(room, context_len=context),
             SamplingParams(max_new_tokens=context, max_context_len=context),

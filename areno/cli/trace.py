@@ -21,13 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from areno.errors import ConfigError, Problem
     from areno.report.terminal import print_tables
-    from areno.report.trace_summary import summarise, tables
+    from areno.report.trace_summary import summarise, summary_tables
 
     if arguments.samples < 0:
         raise ConfigError(Problem("--samples", f"is {arguments.samples}; it must be at least 0"))
     summary = summarise(arguments.run, arguments.samples)
     if arguments.json:
-        print(json.dumps(summary.as_json(), indent=2))
+        print(json.dumps(summary.as_dict(), indent=2))
     else:
-        print_tables(*tables(summary))
+        print_tables(*summary_tables(summary))
     return 0

@@ -13,8 +13,8 @@ from areno.api.algorithms import Algorithm, algorithm_names, algorithm_of, built
 from areno.cli import train_flags
 from areno.cli.train_flags import HEADINGS, TASK, TrainFlag
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean, keys_renamed
-from areno.schema.fields import rows
-from areno.tracking.run_folder import is_described, recipe_of
+from areno.schema.fields import setting_rows
+from areno.tracking.run_folder import has_description, recipe_of
 
 _DEFAULT = "gspo"
 _ABOUT = """\
@@ -86,9 +86,9 @@ def settings_of(arguments: argparse.Namespace, complete: bool = False) -> tuple[
 
     With `complete`, missing settings, such as the data, are problems.
     """
-    from areno.launch.command import name_config
+    from areno.launch.command import split_config_path
 
-    name_config(arguments)
+    split_config_path(arguments)
     arguments.config_name = arguments.config_name or TASK
     algorithm = _chosen_algorithm(arguments)
     own_task = arguments.config_name != TASK or arguments.resume is not None
@@ -108,7 +108,7 @@ def _chosen_algorithm(arguments: argparse.Namespace) -> Algorithm:
     """Return the algorithm that `--algo` names, or the algorithm of the run that `--resume` names."""
     name = arguments.algo
     folder = Path(arguments.resume).expanduser() if arguments.resume else None
-    if folder is not None and is_described(folder):  # otherwise --resume raises the error of the folder
+    if folder is not None and has_description(folder):  # otherwise --resume raises the error of the folder
         of_run = recipe_of(folder)
         if not (name or of_run):
             raise ConfigError(Problem("--algo", "is missing; {} does not say which algorithm it is a run of", folder))
@@ -126,7 +126,7 @@ def _chosen_algorithm(arguments: argparse.Namespace) -> Algorithm:
 
 def _flag_names(algorithm: Algorithm, settings: Sequence[str]) -> dict[str, str]:
     """Return setting -> flag, by which errors name a setting. Settings given as key=value are left out."""
-    names = {row.key: row.flag.name for row in rows(algorithm.config) if row.flag.name}
+    names = {row.key: row.flag.name for row in setting_rows(algorithm.config) if row.flag.name}
     for setting in settings:
         names.pop(setting.lstrip("+~").partition("=")[0], None)
     return names
@@ -151,9 +151,9 @@ def _setting_problems(
 def _task_names(**_: Any) -> list[str]:
     from areno.launch import yaml_files
 
-    return [*yaml_files.tasks(), *yaml_files.experiments()]
+    return [*yaml_files.task_files(), *yaml_files.experiment_files()]
 
 
 def _setting_keys(parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
     algorithm = parsed_args.algo if parsed_args.algo in algorithm_names() else _DEFAULT
-    return (f"{row.key}=" for row in rows(get_algorithm(algorithm).config) if not row.setting.section)
+    return (f"{row.key}=" for row in setting_rows(get_algorithm(algorithm).config) if not row.setting.section)

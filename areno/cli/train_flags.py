@@ -14,7 +14,7 @@ from areno.api.algorithms import built_in_algorithms, get_algorithm
 from areno.config.models import OptimizerConfig
 from areno.errors import Problem, did_you_mean
 from areno.launch.hints import join_by_and, settings_of_other_tool
-from areno.schema.fields import Flag, Row, Section, rows
+from areno.schema.fields import Flag, Section, SettingRow, setting_rows
 
 logger = logging.getLogger("areno.cli")
 
@@ -44,14 +44,14 @@ class TrainFlag:
     declared: Flag
     value: str | None  # value that a switch sets; None for a flag with an argument
     negative: bool  # there is also a --no- form
-    keys: dict[str, list[Row]] = field(default_factory=dict)  # recipe -> settings that it sets
+    keys: dict[str, list[SettingRow]] = field(default_factory=dict)  # recipe -> settings that it sets
 
     @property
     def name(self) -> str:
         return self.declared.name
 
     @property
-    def row(self) -> Row:
+    def row(self) -> SettingRow:
         return next(iter(self.keys.values()))[0]
 
     @property
@@ -101,7 +101,7 @@ def all_train_flags() -> dict[str, TrainFlag]:
     """Return {name: flag} for the flags of all recipes of areno. A name begins with dashes."""
     found: dict[str, TrainFlag] = {}
     for recipe in built_in_algorithms():
-        for row in rows(get_algorithm(recipe).config):
+        for row in setting_rows(get_algorithm(recipe).config):
             for flag in _flags_of(row):
                 found.setdefault(flag.name, flag).keys.setdefault(recipe, []).append(row)
     return found
@@ -125,7 +125,7 @@ def unknown_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> list
     return found
 
 
-def _flags_of(row: Row) -> Iterator[TrainFlag]:
+def _flags_of(row: SettingRow) -> Iterator[TrainFlag]:
     if row.flag.name == "--kl-loss-coef":
         yield TrainFlag(declared=_USE_KL, value="", negative=True)
     if row.flag.name:
@@ -141,8 +141,8 @@ def overrides_of_flags(
     `given` has the value of each flag as text, or a bool for a switch. `own_task` means that the user named a task file
     or a run to resume. Settings without a flag may then differ from their defaults.
     """
-    of_algorithm: dict[str, list[Row]] = {}
-    for row in rows(cls):
+    of_algorithm: dict[str, list[SettingRow]] = {}
+    for row in setting_rows(cls):
         for flag in _flags_of(row):
             of_algorithm.setdefault(flag.name, []).append(row)
     known = all_train_flags()
@@ -179,7 +179,7 @@ def merge_with_settings(
     return list(dict.fromkeys([*found, *settings])), problems
 
 
-def _settings_of_flag(flag: TrainFlag, settings: Iterable[Row], value: Any, own_task: bool) -> Iterator[str]:
+def _settings_of_flag(flag: TrainFlag, settings: Iterable[SettingRow], value: Any, own_task: bool) -> Iterator[str]:
     """Yield key=value for each setting that a flag sets to the value of the flag."""
     if flag.name == "--kl-loss-type":
         value = _KL_TYPES.get(value, value)
@@ -190,7 +190,7 @@ def _settings_of_flag(flag: TrainFlag, settings: Iterable[Row], value: Any, own_
             yield f"{row.key.removesuffix('mini_bs')}max_tokens_per_mb=null"
 
 
-def _kl_overrides(use: bool, given: Mapping[str, Any], kl_ctl: Row, cls: type[Section]) -> Iterator[str]:
+def _kl_overrides(use: bool, given: Mapping[str, Any], kl_ctl: SettingRow, cls: type[Section]) -> Iterator[str]:
     if not use:
         yield from (f"{kl_ctl.key}=0", *([] if _is_null(cls, "ref") else ["ref=null"]))
     elif kl_ctl.default == "0.0":
@@ -223,7 +223,7 @@ def _number(text: str) -> float | None:
 
 
 def _is_null(cls: type[Section], section: str) -> bool:
-    return any(row.key == section and row.default == "null" for row in rows(cls))
+    return any(row.key == section and row.default == "null" for row in setting_rows(cls))
 
 
 def _quoted(text: str, is_text: bool) -> str:

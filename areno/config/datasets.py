@@ -9,7 +9,17 @@ from typing import Any, Literal
 
 from areno.config.resuming import FROM_HERE, SAME_CONTENT
 from areno.errors import Key, Problem
-from areno.schema.fields import Flag, Missing, Needs, Section, check, setting, setting_as_in, settings, source_check
+from areno.schema.fields import (
+    Flag,
+    MissingSetting,
+    Needs,
+    Section,
+    check,
+    setting,
+    setting_as_in,
+    settings,
+    source_check,
+)
 
 ChangedTurns = Literal["split", "last_turn", "as_rendered", "error"]
 
@@ -141,7 +151,7 @@ class DatasetConfig(Section):
         return self.max_length or sys.maxsize
 
     @property
-    def is_given(self) -> bool:
+    def has_source(self) -> bool:
         """Whether a source of rows is set: a path or a loader."""
         return self.path is not None or self.loader is not None
 
@@ -151,7 +161,7 @@ class DatasetConfig(Section):
 
         The settings path and split determine these keys.
         """
-        if self.dataset_kwargs and not self.is_given:
+        if self.dataset_kwargs and not self.has_source:
             text = "is set, but {} and {} are null, so nothing is loaded"
             yield Problem("dataset_kwargs", text, Key("path"), Key("loader"))
         for name in self.dataset_kwargs or ():
@@ -187,11 +197,11 @@ class ValidSetConfig(DatasetConfig):
     @source_check
     def check_has_data(self) -> Iterator[Problem]:
         """Report that the section has neither a path nor a loader, so that there are no rows to read."""
-        if not self.is_given:
-            yield Missing("path", f"{MISSING_ROWS}; for a run without evaluation, use valid_dataset=null")
+        if not self.has_source:
+            yield MissingSetting("path", f"{MISSING_ROWS}; for a run without evaluation, use valid_dataset=null")
 
 
-def set_name_problems(names: Collection[Any]) -> Iterator[str]:
+def eval_set_name_problems(names: Collection[Any]) -> Iterator[str]:
     """Yield the problems with names of evaluation sets, which become parts of metric and file names.
 
     Args:
@@ -227,7 +237,7 @@ class ValidDatasetConfig(ValidSetConfig):
     def check_set_names(self) -> Iterator[Problem]:
         """Report names of sets that cannot be parts of metric and file names."""
         if self.sets is not None:
-            yield from (Problem("sets", text) for text in set_name_problems(self.sets))
+            yield from (Problem("sets", text) for text in eval_set_name_problems(self.sets))
 
     def by_name(self) -> dict[str, ValidSetConfig]:
         """Return name -> settings of each evaluation set. A single set has the name ""."""

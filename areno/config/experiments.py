@@ -11,7 +11,7 @@ from areno.config.optimizers import WITH_MOMENTS
 from areno.config.resuming import FROM_HERE, KEEPS_FOLDER, NEVER, RUN_LENGTH, SAME_CONTENT, SPEED, SPEED_AND_ORDER
 from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
-from areno.schema.fields import Missing, Needs, Section, build_check, check, require, setting, source_check
+from areno.schema.fields import MissingSetting, Needs, Section, build_check, check, require, setting, source_check
 
 MAX_NAME_BYTES = 255  # bytes in the name of a folder, on every common file system
 EVALUATION = Needs("valid_dataset", so="nothing is evaluated", do="set valid_dataset.path", in_build=True)
@@ -136,7 +136,7 @@ class ExperimentConfig(Section):
         return 1
 
     @property
-    def units_per_step(self) -> int:
+    def items_per_step(self) -> int:
         """Largest number of units in a step. A unit is the `rows_per_item` rows that stay together, such as a pair."""
         return self.train_dataset.batch_size
 
@@ -144,15 +144,15 @@ class ExperimentConfig(Section):
         """Return whether a model is offloaded, by the setting `offload` of its section or by enable_offload."""
         return self.enable_offload or section.offload
 
-    def brings_rows(self) -> bool:
+    def has_own_rows(self) -> bool:
         """Return whether the run has training rows even if train_dataset names no source."""
         return False
 
     @source_check
     def check_has_data(self) -> Iterator[Problem]:
         """Report a run without a source of training rows."""
-        if not self.train_dataset.is_given and not self.brings_rows():
-            yield Missing("train_dataset.path", datasets.MISSING_ROWS)
+        if not self.train_dataset.has_source and not self.has_own_rows():
+            yield MissingSetting("train_dataset.path", datasets.MISSING_ROWS)
 
     @build_check
     def check_evaluation_has_data(self) -> Iterator[Problem]:

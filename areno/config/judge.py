@@ -44,7 +44,7 @@ def json_reply_text(reason: str, label: str) -> str:
     return json.dumps({REASON: reason, VERDICT: label}, ensure_ascii=False)
 
 
-def fields_of(template: str) -> set[str]:
+def template_fields(template: str) -> set[str]:
     """Return the names in braces of a template, a text in the syntax of str.format.
 
     Raises:
@@ -214,7 +214,7 @@ class JudgeConfig(Section):
         return self.n_verdict_tokens + _LEAST_REASON
 
     @property
-    def question(self) -> str:
+    def question_template(self) -> str:
         """The template of the question, with fields in braces."""
         if self.template is not None:
             return self.template
@@ -305,7 +305,7 @@ class JudgeConfig(Section):
         if self.template is None:
             return
         try:
-            named = fields_of(self.template)
+            named = template_fields(self.template)
         except ValueError as error:
             yield Problem("template", f"cannot be filled in: {error}")
             return

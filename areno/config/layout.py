@@ -26,11 +26,11 @@ class Layout:
     cp_size: int = 1
 
     @classmethod
-    def one_copy(cls, n_ranks: int) -> Layout:
+    def single_replica(cls, n_ranks: int) -> Layout:
         """Return the layout of a single copy of a model, sharded over `n_ranks` ranks."""
         return cls(n_ranks, n_ranks)
 
-    def samples_per_copy(self, n_samples: int) -> int:
+    def samples_per_replica(self, n_samples: int) -> int:
         """Return the most samples that one copy of the model decodes if `n_samples` are divided among the copies."""
         return max(1, -(-n_samples // self.dp_size))
 
@@ -54,11 +54,11 @@ class Layout:
         """The first rank of each copy."""
         return range(0, self.world_size, self.tp_size)
 
-    def copy_and_shard_of(self, rank: int) -> tuple[int, int]:
+    def replica_and_shard(self, rank: int) -> tuple[int, int]:
         """Return (index of the copy, index of the shard) that a rank holds."""
         return divmod(rank, self.tp_size)
 
-    def copy_of(self, rank: int) -> range:
+    def replica_ranks(self, rank: int) -> range:
         """Return all ranks that hold the same copy of the model as `rank`, including `rank` itself."""
         leader = rank - rank % self.tp_size
         return range(leader, leader + self.tp_size)

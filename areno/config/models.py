@@ -332,7 +332,7 @@ class PolicyConfig(ModelConfig):
         return "recompute"
 
     @property
-    def kl_in_reward(self) -> float:
+    def kl_reward_coef(self) -> float:
         """Coefficient of the KL that is subtracted from the rewards. 0 subtracts none."""
         return 0.0
 
@@ -376,12 +376,12 @@ class KLConfig(PolicyConfig):
     )
 
     @property
-    def kl_in_loss(self) -> float:
+    def kl_loss_coef(self) -> float:
         """Coefficient of the KL term in the loss. 0 if the KL is subtracted from the rewards instead."""
         return 0.0 if self.use_kl_in_reward else self.kl_ctl
 
     @property
-    def kl_in_reward(self) -> float:
+    def kl_reward_coef(self) -> float:
         """Coefficient of the KL that is subtracted from the rewards. 0 if the KL is a term of the loss instead."""
         return self.kl_ctl if self.use_kl_in_reward else 0.0
 

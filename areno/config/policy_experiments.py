@@ -13,7 +13,7 @@ from areno.config.reward import RewardConfig
 from areno.config.rollout import AgentConfig, GenerationConfig, RolloutConfig, TuneConfig
 from areno.config.teacher import Divergence, TeacherConfig
 from areno.errors import ConfigError, Key, Problem
-from areno.schema.fields import Needs, Unused, check, require, setting, source_check
+from areno.schema.fields import Needs, UnusedSetting, check, require, setting, source_check
 
 
 @dataclass(kw_only=True)
@@ -57,7 +57,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         only_with=Needs("rollout.dynamic_sampling", so="no prompts are dropped"),
     )
 
-    def brings_rows(self) -> bool:
+    def has_own_rows(self) -> bool:
         """Return whether the agent is an environment of the verifiers package, which has its own rows."""
         return self.agent.is_environment
 
@@ -67,7 +67,7 @@ class PolicyExperimentConfig(ExperimentConfig):
     @source_check
     def check_has_reward(self) -> Iterator[Problem]:
         """Report a run without reward function, reward model or agent."""
-        return self.reward.problems_without_reward(self.agent.fn is not None) if self.needs_rewards else iter(())
+        return self.reward.missing_reward_problems(self.agent.fn is not None) if self.needs_rewards else iter(())
 
     def eval_metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
@@ -86,7 +86,7 @@ class PolicyExperimentConfig(ExperimentConfig):
     def check_eval_gconfig(self) -> Iterator[Problem]:
         """Report that eval_gconfig sets a temperature although evaluation is greedy and does not use a temperature."""
         if self.eval_gconfig is not None:
-            yield from self.eval_gconfig.unused_in_evaluation("eval_gconfig")
+            yield from self.eval_gconfig.greedy_evaluation_problems("eval_gconfig")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
         """Compute the advantages that the settings describe. A recipe overrides this method.
@@ -129,7 +129,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         return None if self.teacher is None else self.teacher.divergence
 
     @property
-    def actor_teaches(self) -> bool:
+    def uses_actor_as_teacher(self) -> bool:
         """Whether training passes use the actor as the teacher, with another prompt or without its adapters."""
         teacher = self.teacher
         if teacher is None or teacher.divergence is None:
@@ -145,7 +145,7 @@ class PolicyExperimentConfig(ExperimentConfig):
                 assert self.teacher is not None
                 text = "is the folder of the actor, which starts with random weights (actor.init_from_scratch), and so "
                 text += "would the teacher; copy the teacher to another folder"
-                yield Problem(self.teacher.key_of(role), text)
+                yield Problem(self.teacher.path_key(role), text)
 
     @require(
         "teacher.prompt_key",
@@ -168,9 +168,9 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @require("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
     def groups_have_several_samples(self) -> bool:
-        return self.gconfig.n_samples >= 2 or not self._norms_of_groups()
+        return self.gconfig.n_samples >= 2 or not self._group_norm_keys()
 
-    def _norms_of_groups(self) -> list[str]:
+    def _group_norm_keys(self) -> list[str]:
         norms = {"adv_norm": self.actor.adv_norm, "reward_norm": self.actor.reward_norm}
         return [name for name, norm in norms.items() if norm and "group" in (norm.mean_level, norm.std_level)]
 
@@ -191,14 +191,14 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @require(
         "reward.judge.compare",
-        "is true, but the {self.single_samples} has one sample of a prompt, which is compared with nothing; sample "
-        "several",
+        "is true, but the {self.single_sample_phase} has one sample of a prompt, which is compared with nothing; "
+        "sample several",
     )
     def judge_has_samples_to_compare(self) -> bool:
-        return not self.reward.judge.compare or self.single_samples == ""
+        return not self.reward.judge.compare or self.single_sample_phase == ""
 
     @property
-    def single_samples(self) -> str:
+    def single_sample_phase(self) -> str:
         """The part of the run (rollout or evaluation) that draws one sample per prompt, in words. "" if none does."""
         evaluates = self.valid_dataset is not None
         if self.gconfig.n_samples == 1:
@@ -221,7 +221,7 @@ class PolicyExperimentConfig(ExperimentConfig):
             return
         text = "is true, so the {} samples of a prompt ({}) would be equal, and only agents ({}) make them differ; "
         text += "set it to false ({} has a setting of its own), or {}=1"
-        if norms := self._norms_of_groups():
+        if norms := self._group_norm_keys():
             text += " with " + " and ".join(f"actor.{name}=null" for name in norms)
         keys = [Key(name) for name in ("gconfig.n_samples", "agent.fn", "eval_gconfig", "gconfig.n_samples")]
         yield Problem("gconfig.greedy", text, self.gconfig.n_samples, *keys)
@@ -334,19 +334,19 @@ class PolicyExperimentConfig(ExperimentConfig):
         return self.train_dataset.batch_size * self.gconfig.n_samples
 
     @property
-    def samples_at_once(self) -> int:
+    def max_concurrent_samples(self) -> int:
         """Largest number of samples that decode at the same time in training, over all devices."""
         return self.rollout.max_concurrent_rollouts or self.rows_per_step
 
     @property
-    def trained_per_prompt(self) -> int:
+    def trained_samples_per_prompt(self) -> int:
         """Largest number of samples of a prompt that are trained. The others only get rewards."""
         return self.gconfig.n_samples
 
     @property
-    def units_per_step(self) -> int:
+    def items_per_step(self) -> int:
         """Largest number of units in a step. A unit is the `rows_per_item` rows that stay together, such as a pair."""
-        return self.train_dataset.batch_size * self.trained_per_prompt // self.rows_per_item()
+        return self.train_dataset.batch_size * self.trained_samples_per_prompt // self.rows_per_item()
 
     @require(
         "actor.ppo_n_minibatches",
@@ -401,25 +401,25 @@ class PairedPolicyExperimentConfig(PolicyExperimentConfig):
         return 2
 
     @property
-    def trained_per_prompt(self) -> int:
+    def trained_samples_per_prompt(self) -> int:
         """Largest number of samples of a prompt that are trained: those of its pairs."""
         return 2 * self.pairs_per_prompt
 
     @require(
         "pairs_per_prompt",
-        "is {self.pairs_per_prompt}, which needs {self.trained_per_prompt} samples of a prompt, two for each pair, but "
-        "gconfig.n_samples={self.gconfig.n_samples}; raise gconfig.n_samples, or lower pairs_per_prompt",
+        "is {self.pairs_per_prompt}, which needs {self.trained_samples_per_prompt} samples of a prompt, two for each "
+        "pair, but gconfig.n_samples={self.gconfig.n_samples}; raise gconfig.n_samples, or lower pairs_per_prompt",
     )
     def samples_suffice_for_pairs(self) -> bool:
-        return self.trained_per_prompt <= self.gconfig.n_samples
+        return self.trained_samples_per_prompt <= self.gconfig.n_samples
 
     @require(
         "actor.ppo_n_minibatches",
-        "is {self.actor.ppo_n_minibatches}, which does not divide the {self.units_per_step} pairs of a step "
+        "is {self.actor.ppo_n_minibatches}, which does not divide the {self.items_per_step} pairs of a step "
         "(train_dataset.batch_size * pairs_per_prompt)",
     )
     def minibatches_are_even(self) -> bool:
-        return self.units_per_step % self.actor.ppo_n_minibatches == 0
+        return self.items_per_step % self.actor.ppo_n_minibatches == 0
 
 
 @dataclass(kw_only=True)
@@ -437,7 +437,7 @@ class KLExperimentConfig(PolicyExperimentConfig):
         """Report a reference model without a KL penalty."""
         if self.ref is not None and self.actor.kl_ctl == 0:
             text, key = "is loaded but not used, since {} is 0; set {} or ref=null", Key("actor.kl_ctl")
-            yield Unused("ref", text, key, key)
+            yield UnusedSetting("ref", text, key, key)
 
 
 @dataclass(kw_only=True)

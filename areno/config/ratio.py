@@ -146,7 +146,7 @@ class RatioConfig(PolicyConfig):
         return None
 
     @property
-    def clip_against_rollout(self) -> float | None:
+    def rollout_clip_range(self) -> float | None:
         """Lower clip range if ratios divide by probabilities from the rollout, or by interpolated probabilities.
 
         None if ratios divide by the probabilities of a training pass, or if the loss does not clip. Interpolation is
@@ -166,10 +166,10 @@ class RatioConfig(PolicyConfig):
         """
         if not self.recompute_logprob:
             return "rollout"
-        return self.prox_of_loss
+        return self.loss_prox_logp_method
 
     @property
-    def prox_of_loss(self) -> Literal["recompute", "loglinear"]:
+    def loss_prox_logp_method(self) -> Literal["recompute", "loglinear"]:
         """Argument `prox_logp_method` of loss functions. "metrics" has the same loss as "recompute"."""
         return "loglinear" if self.prox_logp_method == "loglinear" else "recompute"
 
@@ -179,7 +179,7 @@ class RatioConfig(PolicyConfig):
         return self.use_decoupled_loss or not self.recompute_logprob or self.m2_threshold is not None
 
     @property
-    def needs_proximal(self) -> bool:
+    def needs_proximal_logprobs(self) -> bool:
         """Whether a forward pass must score the rows before the update, to weight or mask their tokens."""
         decoupled = self.use_decoupled_loss and self.prox_logp_method != "loglinear"
         return decoupled or self.m2_threshold is not None

@@ -10,7 +10,7 @@ from areno.config.judge import JudgeConfig
 from areno.config.resuming import FROM_HERE, SPEED
 from areno.errors import Problem
 from areno.reward_fns.built_in import BUILT_IN_REWARDS
-from areno.schema.fields import Missing, Needs, Section, check, setting, settings, with_sections
+from areno.schema.fields import MissingSetting, Needs, Section, check, setting, settings, with_sections
 
 _SECTIONS = {
     name: (reward, f"Settings of the built-in reward function {name}. Used if reward.fn names {name}")
@@ -94,7 +94,7 @@ class RewardConfig(Section):
     )
 
     @property
-    def functions(self) -> list[str]:
+    def function_names(self) -> list[str]:
         """The reward functions that `fn` names, as a list. Empty if `fn` is null."""
         return [self.fn] if isinstance(self.fn, str) else self.fn or []
 
@@ -103,7 +103,7 @@ class RewardConfig(Section):
         """Whether a model gives a reward: a reward model or a judge."""
         return self.path is not None or self.judge.is_set
 
-    def problems_without_reward(self, by_agent: bool) -> Iterator[Problem]:
+    def missing_reward_problems(self, by_agent: bool) -> Iterator[Problem]:
         """Yield a problem if no reward function, reward model or judge is set, unless an agent gives the reward.
 
         Args:
@@ -112,15 +112,15 @@ class RewardConfig(Section):
         if self.fn is None and not self.has_model and not by_agent:
             text = "missing (file.py[:function] or the built-in math); or set reward.path to a reward model, or "
             text += "reward.judge.path to a model that reads"
-            yield Missing("reward.fn", text)
+            yield MissingSetting("reward.fn", text)
 
     @check
     def check_functions_and_weights(self) -> Iterator[Problem]:
         """Report an empty list of functions, or weights whose number differs from the number of functions."""
         if self.fn == []:
             yield Problem("fn", "is an empty list; name a function, or set it to null")
-        elif self.fn is not None and self.weights is not None and len(self.weights) != len(self.functions):
-            many = "1 function" if len(self.functions) == 1 else f"{len(self.functions)} functions"
+        elif self.fn is not None and self.weights is not None and len(self.weights) != len(self.function_names):
+            many = "1 function" if len(self.function_names) == 1 else f"{len(self.function_names)} functions"
             text = f"has {len(self.weights)} numbers for {many}; give one for each"
             yield Problem("weights", text)
 
@@ -128,18 +128,18 @@ class RewardConfig(Section):
     def check_built_in_settings(self) -> Iterator[Problem]:
         """Report settings of a built-in reward that `fn` does not name."""
         for name in _SECTIONS:
-            if name not in self.functions and not self.is_default(name):
+            if name not in self.function_names and not self.is_default(name):
                 yield Problem(name, f"has settings, but reward.fn does not name {name}; leave them out")
 
     @check
     def check_built_in_functions(self) -> Iterator[Problem]:
         """Report the problems that each built-in reward named by `fn` finds in its own settings."""
-        for name in (name for name in self.functions if name in _SECTIONS and name in vars(self)):
-            yield from (problem.under(name) for problem in vars(self)[name].unusable(self.timeout_s))
+        for name in (name for name in self.function_names if name in _SECTIONS and name in vars(self)):
+            yield from (problem.under(name) for problem in vars(self)[name].find_problems(self.timeout_s))
 
 
 @dataclass(kw_only=True)
-class OnlyReward(Section):
+class RewardOnlyConfig(Section):
     """The section `reward` alone, for commands that score completions outside of a run."""
 
     reward: RewardConfig = setting(factory=RewardConfig, help="Reward function", required_in_build=True)

@@ -161,7 +161,7 @@ def _logit_edit_defaults() -> list[tuple[str, Any]]:
     return [(field.name, field.default) for field in declared if "edits_logits" in field.metadata]
 
 
-def at_temperature(value: Any) -> SamplingConfig:
+def sampling_at_temperature(value: Any) -> SamplingConfig:
     """Return sampling settings with this temperature and, for the rest, the defaults.
 
     Args:
@@ -193,7 +193,7 @@ class GenerationConfig(SamplingConfig):
     # Training divides by the temperature, so it cannot be 0 in a run.
     temperature: float = setting_as_in(SamplingConfig, "temperature", ge=MIN_TEMPERATURE)
 
-    def unused_in_evaluation(self, section: str) -> Iterator[Problem]:
+    def greedy_evaluation_problems(self, section: str) -> Iterator[Problem]:
         """Yield a problem if a temperature is set although evaluation is greedy and does not use a temperature.
 
         In training, the temperature of greedy samples still scales the logits. `section` is "gconfig" or

@@ -11,7 +11,7 @@ from areno.config.resuming import NEVER, RUN_LENGTH, SPEED_AND_ORDER
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.build import build
 from areno.schema.fields import Flag, Needs, Section, check, require, setting, with_sections
-from areno.schema.values import may_be_folder, show
+from areno.schema.values import format_value, may_be_folder
 from areno.services import GROUP, SERVICES, installed_service, installed_services
 from areno.services.service import Service
 
@@ -398,7 +398,7 @@ class StatsLoggerConfig(Section):
         """Report each tracker that no installed package declares, and each problem with a tracker's settings."""
         for name in self.trackers:
             try:
-                self._installed(name)
+                self._load_tracker(name)
             except ConfigError as error:
                 yield from (problem.under(f"trackers.{name}") for problem in error.problems)
 
@@ -412,9 +412,9 @@ class StatsLoggerConfig(Section):
         """
         found = {name: service(vars(self)[name]) for name, service in SERVICES.items()}
         found = {name: service for name, service in found.items() if service.config.mode != "disabled"}
-        return found | {f"trackers.{name}": self._installed(name) for name in self.trackers}
+        return found | {f"trackers.{name}": self._load_tracker(name) for name in self.trackers}
 
-    def _installed(self, name: str) -> Service:
+    def _load_tracker(self, name: str) -> Service:
         """Construct a tracker that another package declares. `name` is a key of `trackers`.
 
         Raises:
@@ -431,5 +431,5 @@ class StatsLoggerConfig(Section):
         except Exception as error:
             raise ConfigError(Problem("", f"does not import: {type(error).__name__}: {error}")) from error
         if given is not None and not isinstance(given, dict):
-            raise ConfigError(Problem("", f"is {show(given)}; a mapping of its settings is expected"))
+            raise ConfigError(Problem("", f"is {format_value(given)}; a mapping of its settings is expected"))
         return service(build(service.settings, given or {}))

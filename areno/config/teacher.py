@@ -138,7 +138,7 @@ class TeacherConfig(Section):
         """Return the role of a teacher, such as "teacher.math". `name` is its key in the setting `models`."""
         return f"{ROLE}.{name}"
 
-    def key_of(self, role: str) -> str:
+    def path_key(self, role: str) -> str:
         """Return the name of the setting that holds the path of the teacher with this role."""
         return f"{ROLE}.path" if self.models is None else f"{ROLE}.models.{role.partition('.')[2]}"
 

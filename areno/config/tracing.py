@@ -14,7 +14,7 @@ from areno.schema.fields import Needs, Section, check, setting
 _TRACED = Needs("enabled", so="no trace is written")
 
 
-def _not_steps(name: str, steps: list[int] | None) -> Iterator[Problem]:
+def _step_problems(name: str, steps: list[int] | None) -> Iterator[Problem]:
     """Yield a problem if a list of steps has a number below 1."""
     if wrong := [step for step in steps or () if step < 1]:
         yield Problem(name, "has {}, but steps are numbered from 1", wrong[0])
@@ -66,7 +66,7 @@ class PerfTracerConfig(Section):
     @check
     def check_profiled_steps(self) -> Iterator[Problem]:
         """Report a number below 1 in profile_steps, which is no step."""
-        yield from _not_steps("profile_steps", self.profile_steps)
+        yield from _step_problems("profile_steps", self.profile_steps)
 
 
 @dataclass(kw_only=True)
@@ -87,4 +87,4 @@ class MemoryProfilerConfig(Section):
     @check
     def check_snapshot_steps(self) -> Iterator[Problem]:
         """Report a number below 1 in profile_steps, which is no step."""
-        yield from _not_steps("profile_steps", self.profile_steps)
+        yield from _step_problems("profile_steps", self.profile_steps)

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from areno.cost.memory import kv_bytes, state_bytes
-from areno.layers.config import AdapterSpec, Experts
-from areno.models.adapter_shapes import adapter_parameters
+from areno.cost.memory import kv_bytes_per_token, state_bytes
+from areno.layers.config import AdapterSpec, MoEConfig
+from areno.models.adapter_shapes import n_adapter_parameters
 from areno.models.config import TransformerConfig
-from areno.models.parameters import active_body_parameters, parameters, q_size
+from areno.models.parameters import n_active_body_parameters, n_parameters, q_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class TokenCost:
     windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)  # (tokens or None for all, share of layers)
     state_bytes: int = 0  # recurrent states of a sequence
     rule_flops: float = 0.0  # forward, of a token's recurrent updates
-    experts: Experts | None = None
+    experts: MoEConfig | None = None
     expert_params: int = 0  # of one expert, summed over the layers with experts
     adapter_params: int = 0  # 0: all parameters are trained
 
@@ -42,11 +42,11 @@ class TokenCost:
         return TokenCost(
             experts=experts,
             expert_params=of_experts,
-            adapter_params=0 if adapters is None else adapter_parameters(config, adapters),
-            n_params=parameters(config),
-            body_params=active_body_parameters(config),
+            adapter_params=0 if adapters is None else n_adapter_parameters(config, adapters),
+            n_params=n_parameters(config),
+            body_params=n_active_body_parameters(config),
             head_params=config.vocab_size * config.hidden_size,
-            kv_bytes=kv_bytes(config, itemsize),
+            kv_bytes=kv_bytes_per_token(config, itemsize),
             attn_flops=4 * len(config.attention_layers) * q_size(config),
             state_bytes=state_bytes(config, itemsize),
             rule_flops=0.0 if config.delta is None else config.delta.flops,
@@ -58,11 +58,11 @@ class TokenCost:
     def active_params(self) -> int:
         return self.body_params + self.head_params
 
-    def moved_params(self, n_tokens: float) -> float:
+    def params_read(self, n_tokens: float) -> float:
         """Return the number of parameters that a batch reads. With experts, this is an expected value."""
         if self.experts is None:
             return self.active_params
-        return self.active_params + self.expert_params * (self.experts.distinct(n_tokens) - self.experts.top_k)
+        return self.active_params + self.expert_params * (self.experts.expected_distinct(n_tokens) - self.experts.top_k)
 
 
 def forward_flops(cost: TokenCost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from areno.config.layout import ALONE, Layout
-from areno.cost.memory import ModelBytes, PassBytes, kv_bytes, kv_bytes_of_row, model_bytes, state_bytes
+from areno.cost.memory import ModelBytes, PassBytes, kv_bytes_of_row, kv_bytes_per_token, model_bytes, state_bytes
 from areno.models.config import TransformerConfig
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
@@ -112,20 +112,20 @@ class Footprint:
             of_tokens = self.training_bytes(model, min(_MIN_TOKENS, self.batch_tokens)) if model.optimizer else 0
             work.append(self.extra_bytes_in_use(model, training=True) + of_tokens)
         actor = self.models[0].config
-        kv = _MIN_TOKENS * kv_bytes(actor, self.itemsize, self.layout)
+        kv = _MIN_TOKENS * kv_bytes_per_token(actor, self.itemsize, self.layout)
         kv += _MIN_SLOTS * state_bytes(actor, self.itemsize, self.layout)
         return self.total_resident_bytes + max(*work, kv)
 
     def training_bytes(self, model: ModelFootprint, n_tokens: int) -> int:
         """Return the bytes of activations and logits of a micro-batch. `n_tokens` counts all context-parallel ranks."""
-        return self.training_pass(model).total(-(-n_tokens // self.layout.cp_size))
+        return self.training_pass_bytes(model).total(-(-n_tokens // self.layout.cp_size))
 
-    def training_pass(self, model: ModelFootprint) -> PassBytes:
+    def training_pass_bytes(self, model: ModelFootprint) -> PassBytes:
         config, recompute = model.config, model.gradient_checkpointing
         found = PassBytes.for_training(config, self.itemsize, self.layout, recompute=recompute, split=self.split)
-        return found.with_two_heads() if model.is_actor and self._largest_teacher is not None else found
+        return found.with_teacher_logits() if model.is_actor and self._largest_teacher is not None else found
 
-    def scoring_pass(self, model: ModelFootprint) -> PassBytes:
+    def scoring_pass_bytes(self, model: ModelFootprint) -> PassBytes:
         return PassBytes.for_scoring(model.config, self.itemsize, self.layout, split=self.split)
 
     # -- messages --------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class Footprint:
         ]
         actor, n_tokens = self.models[0], self.batch_tokens
         room = max(0, int((1 - RESERVE) * device_bytes) - self.total_resident_bytes)
-        kv = kv_bytes(actor.config, self.itemsize, self.layout)
+        kv = kv_bytes_per_token(actor.config, self.itemsize, self.layout)
         work = [f"KV cache: {gib_text(1000 * kv)} for 1,000 tokens"]
         if windows := [kind.window for kind in actor.config.kinds if kind.window is not None]:
             ends = (max(windows), max(windows) + 1000)
@@ -216,7 +216,7 @@ def footprint_of(
         budget=spec.mb_spec.max_tokens_per_mb,
         copies_a=uses_triton and not engine.exact,
         on_cuda=on_cuda,
-        may_adapt=may_have_adapters(spec, models[0].config.within if models else ""),
+        may_adapt=may_suggest_lora(spec, models[0].config.within if models else ""),
         share_prefixes=spec.share_prefixes != "off",
     )
 
@@ -225,7 +225,7 @@ def gib_text(n_bytes: float) -> str:
     return f"{n_bytes / GIB:.2f}" if n_bytes < 10 * GIB else f"{n_bytes / GIB:.1f}"
 
 
-def may_have_adapters(spec: EngineSpec, within: str = "") -> bool:
+def may_suggest_lora(spec: EngineSpec, within: str = "") -> bool:
     """Return whether error messages may suggest LoRA for the actor. `within`: TransformerConfig.within."""
     actor = spec.actor
     return actor.trains_weights and not actor.random_init and not within

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from areno.config.rollout import DecoderConfig
 from areno.cost.kv_layout import KVLayout
-from areno.cost.memory import kv_bytes, state_bytes
+from areno.cost.memory import kv_bytes_per_token, state_bytes
 from areno.models.config import TransformerConfig
 from areno.specs.engine import EngineSpec
 from areno.specs.rollout import RolloutSpec
@@ -18,7 +18,7 @@ FIXED_ORDER_KV_BLOCK = 64  # tokens in a KV block: the tile of fixed-order atten
 
 @dataclass(frozen=True)
 class WantedCache:
-    """The KV cache that a rollout wants if there is enough memory, and its memory on a rank.
+    """The KV cache that a rollout wants if there is enough memory, and the bytes that it takes on a rank.
 
     Unless `rollout.max_kv_tokens` is smaller, the cache has room for all samples that decode at the same time, each of
     the maximum length.
@@ -46,11 +46,11 @@ class WantedCache:
     ) -> WantedCache:
         """Return the cache that a rollout wants. `route_bytes` are the bytes of a token's recorded experts, or 0."""
         layout = KVLayout.from_config(
-            config, block_size, rollout.max_len, by_window=not engine.keeps_routes(rollout.role)
+            config, block_size, rollout.max_len, by_window=not engine.records_routes(rollout.role)
         )
         blocks_of_sample = layout.blocks_for(rollout.max_len) + layout.n_tables
         blocks_of_chunk = layout.blocks_of_chunk(rollout.decoder.max_prefill_tokens)
-        usual, n_slots = (engine.layout.samples_per_copy(n) for n in (rollout.n_samples_with_cache, rollout.n_slots))
+        usual, n_slots = (engine.layout.samples_per_replica(n) for n in (rollout.n_samples_with_cache, rollout.n_slots))
         most = rollout.decoder.max_kv_tokens
         needed, blocks = (layout.full_blocks(n * blocks_of_sample + blocks_of_chunk) + 1 for n in (usual, n_slots))
         is_kept = rollout.keeps_cache and engine.actor.optimizer is not None  # beside the training of the actor
@@ -61,7 +61,7 @@ class WantedCache:
             blocks=blocks if most is None else min(needed, -(-most // block_size) + 1),
             needed=needed,
             more_fraction=more,
-            block_bytes=block_size * (kv_bytes(config, itemsize, engine.layout) + route_bytes),
+            block_bytes=block_size * (kv_bytes_per_token(config, itemsize, engine.layout) + route_bytes),
             states=(n_slots + 1) * state_bytes(config, itemsize, engine.layout),
             layout=layout,
             n_slots=n_slots,
@@ -92,6 +92,6 @@ def may_verify_drafts(decoder: DecoderConfig, *, on_cuda: bool) -> bool:
     return decoder.speculation == "on" or (decoder.speculation == "auto" and on_cuda)
 
 
-def verification_rows(max_running: int) -> int:
+def max_verification_rows(max_running: int) -> int:
     """Return the largest number of rows of a decoding step with drafts."""
     return min(1024, 8 * max_running)

@@ -20,7 +20,7 @@ class KVGroup:
     window: int | None  # tokens that a token attends to, itself included; None for full attention
     n_tables: int = 1
 
-    def first_visible(self, position: int, block_size: int) -> int:
+    def first_visible_block(self, position: int, block_size: int) -> int:
         """Return the index of the oldest block that the token at `position` or a later one attends to."""
         return 0 if self.window is None else max(0, position + 1 - self.window) // block_size
 
@@ -48,16 +48,16 @@ class KVLayout:
         All layers form one group with full attention, unless grouping by window saves more than 10 %.
         """
         windows = [config.layer_kind(layer).window for layer in config.attention_layers]
-        layout = KVLayout._with_windows([None] * len(windows), len(windows), block_size)
+        layout = KVLayout._from_windows([None] * len(windows), len(windows), block_size)
         fewest = layout.sequence_size(max_len) * _WORTH_IT
         for layers_per_block in range(len(windows), 0, -1) if by_window and any(windows) else ():
-            tried = KVLayout._with_windows(windows, layers_per_block, block_size)
+            tried = KVLayout._from_windows(windows, layers_per_block, block_size)
             if tried.n_tables <= _MAX_TABLES and tried.sequence_size(max_len) < fewest:
                 layout, fewest = tried, tried.sequence_size(max_len)
         return layout
 
     @staticmethod
-    def _with_windows(windows: list[int | None], layers_per_block: int, block_size: int) -> KVLayout:
+    def _from_windows(windows: list[int | None], layers_per_block: int, block_size: int) -> KVLayout:
         groups: list[KVGroup] = []
         places: dict[int, tuple[int, int]] = {}
         for window in sorted(set(windows), key=lambda each: float("-inf") if each is None else -each):

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from areno.config.layout import ALONE, Layout
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
-from areno.layers.config import AdapterSpec, Delta
-from areno.models.adapter_shapes import adapter_parameters, stacked_parameters
+from areno.layers.config import AdapterSpec, DeltaConfig
+from areno.models.adapter_shapes import n_adapter_parameters, n_stacked_parameters
 from areno.models.config import TransformerConfig
-from areno.models.parameters import body_parameters, kv_heads, layer_parameters, parameters, q_size, qkv_size
+from areno.models.parameters import n_body_parameters, n_kv_heads, n_layer_parameters, n_parameters, q_size, qkv_size
 
 LOGITS_KEPT = 5 * 2**29  # bytes of the gradients of logits that a GPU keeps: 8.8k positions of 152k tokens in bf16
 LOGITS_CHUNK = 2048  # positions whose logits are computed at once
@@ -23,9 +23,9 @@ WINDOWS = 3  # windows on the device at the same time: one arrives, one is updat
 _CHUNK = 64  # tokens of a chunk of the gated delta rule: CHUNK of areno/kernels/delta
 
 
-def kv_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
+def kv_bytes_per_token(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
     """Return the bytes of a token's keys and values, in all layers with attention."""
-    return 2 * len(config.attention_layers) * kv_heads(config, layout) * config.head_dim * itemsize
+    return 2 * len(config.attention_layers) * n_kv_heads(config, layout) * config.head_dim * itemsize
 
 
 def state_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
@@ -37,7 +37,7 @@ def kv_bytes_of_row(config: TransformerConfig, n_tokens: int, itemsize: int, lay
     """Return the bytes of a sequence's keys and values. Layers with a window keep its last tokens only."""
     layers = config.attention_layers
     n_kept = sum(min(kind.window or n_tokens, n_tokens) for kind in map(config.layer_kind, layers))
-    return n_kept * kv_bytes(config, itemsize, layout) // len(layers)
+    return n_kept * kv_bytes_per_token(config, itemsize, layout) // len(layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,12 @@ def model_bytes(
     `adapters` are trained in place of the weights. With `copies_a`, adapted weights have room for the copy of the
     LoRA matrix A that sampling uses.
     """
-    n_weights = n = parameters(config, layout)
-    layer, of_layers = layer_parameters(config, layout), body_parameters(config, layout) - config.hidden_size
+    n_weights = n = n_parameters(config, layout)
+    layer, of_layers = n_layer_parameters(config, layout), n_body_parameters(config, layout) - config.hidden_size
     if adapters is not None:
-        n = of_layers = adapter_parameters(config, adapters, layout)
+        n = of_layers = n_adapter_parameters(config, adapters, layout)
         n_weights, layer = n_weights + n, n // config.num_layers
-        n_weights += stacked_parameters(config, adapters, layout) if copies_a else 0
+        n_weights += n_stacked_parameters(config, adapters, layout) if copies_a else 0
     if optimizer is None:
         return ModelBytes(weights=n_weights * itemsize)
     divided = layout.dp_size if zero_stage else 1
@@ -125,7 +125,7 @@ def activation_bytes(
     after = 0 if config.norms == "before" else itemsize  # inputs of the norms after attention and MLP
     first, mixed, rule = qkv_size(config, layout), q_size(config, layout), 0
     if config.delta is not None:
-        first = max(first, layout.share_rounded_down(config.delta.projected))
+        first = max(first, layout.share_rounded_down(config.delta.projected_size))
         mixed = max(mixed, layout.share_rounded_down(config.delta.inner_size))
         rule = layout.share_rounded_down(_delta_rule_bytes(config.delta, itemsize))
     products = first + inner
@@ -139,7 +139,7 @@ def activation_bytes(
     )
 
 
-def _delta_rule_bytes(delta: Delta, itemsize: int) -> int:
+def _delta_rule_bytes(delta: DeltaConfig, itemsize: int) -> int:
     """Return the temporary bytes per token of the backward pass of the gated delta rule.
 
     These are the projected inputs, the result and their gradients, and the fp32 tensors that the kernels of
@@ -200,7 +200,7 @@ class PassBytes:
             logits_expected=n_vocab * (4 + itemsize),
         )
 
-    def with_two_heads(self) -> PassBytes:
+    def with_teacher_logits(self) -> PassBytes:
         """Return the bytes of a pass that also computes the logits of a teacher."""
         two = {"logits_of_token": 2 * self.logits_of_token, "logits_expected": 2 * self.logits_expected}
         return replace(self, **two, stored_of_token=2 * self.stored_of_token)

@@ -10,7 +10,7 @@ from typing import Any
 from areno.config.lora import LoraConfig
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig
-from areno.cost.footprint import RESERVE, RESTING, Footprint, ModelFootprint, gib_text, may_have_adapters
+from areno.cost.footprint import RESERVE, RESTING, Footprint, ModelFootprint, gib_text, may_suggest_lora
 from areno.cost.kv_cache import may_verify_drafts
 from areno.errors import EngineError, Key
 from areno.layers.config import AdapterSpec
@@ -24,7 +24,7 @@ Way = dict[str, Any]
 """Changed settings: name -> new value."""
 
 
-def check_fits(footprint: Footprint, device_bytes: int) -> None:
+def check_device_memory(footprint: Footprint, device_bytes: int) -> None:
     if replace(footprint, host_bytes=None).fits(device_bytes):
         return
     names = " and ".join(model.name for model in footprint.models)
@@ -35,10 +35,10 @@ def check_fits(footprint: Footprint, device_bytes: int) -> None:
         footprint.layout_in_words(),
         gib_text(int((1 - RESERVE) * device_bytes)),
     ]
-    ways, shrinkable = ways_to_fit(footprint, device_bytes), []
+    ways, shrinkable = fitting_remedies(footprint, device_bytes), []
     if not ways:
         ways = _remedy_with_lora(footprint, device_bytes)
-        if (enough := _on_more_devices(footprint, device_bytes)) is not None:
+        if (enough := _footprint_on_more_devices(footprint, device_bytes)) is not None:
             before = _layout_change(footprint)
             ways.append(({key: value for key, value in _layout_change(enough).items() if value != before[key]}, enough))
             shrinkable = [model for model in enough.models if model.smaller_optimizer]
@@ -70,7 +70,7 @@ def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
     keys = [f"{model.own_section}.optimizer.type" for model in shrinkable] + ["engine.zero_stage"] * divides
     raise EngineError(
         "the host memory is too small for {}: what offload keeps there takes {} GiB for the ranks of a machine ({}), "
-        f"and {{}} GiB are free; {joined_by_or(['use a machine with more memory', *ways])}",
+        f"and {{}} GiB are free; {join_by_or(['use a machine with more memory', *ways])}",
         " and ".join(model.name for model in away),
         gib_text(n_ranks * footprint.offloaded_bytes),
         n_ranks,
@@ -80,7 +80,7 @@ def check_host_memory(footprint: Footprint, n_ranks: int) -> None:
     )
 
 
-def ways_to_fit(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
+def fitting_remedies(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
     """Return alternative changes of settings with which the models fit, each with the footprint that results.
 
     The kinds of changes are zero_stage, tp_size, offloading of models that are not always used, offloading of the
@@ -96,7 +96,7 @@ def ways_to_fit(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Foot
 
 
 def _remedy_with_lora(footprint: Footprint, device_bytes: int) -> list[tuple[Way, Footprint]]:
-    """Return changes that train the actor with LoRA of the default rank, in the form of `ways_to_fit`.
+    """Return changes that train the actor with LoRA of the default rank, in the form of `fitting_remedies`.
 
     Further settings change only if LoRA alone is not enough. With LoRA, a frozen reference model from the actor's own
     folder takes no memory, because it is the actor without its adapters.
@@ -111,7 +111,7 @@ def _remedy_with_lora(footprint: Footprint, device_bytes: int) -> list[tuple[Way
     way: Way = {"actor.use_lora": True}
     if adapted.fits(device_bytes):
         return [(way, adapted)]
-    return [({**way, **more}, found) for more, found in ways_to_fit(adapted, device_bytes)]
+    return [({**way, **more}, found) for more, found in fitting_remedies(adapted, device_bytes)]
 
 
 def _remedies_beside_lora(footprint: Footprint) -> Iterator[tuple[int, Way, Footprint]]:
@@ -123,7 +123,7 @@ def _remedies_beside_lora(footprint: Footprint) -> Iterator[tuple[int, Way, Foot
     sizes = [size for size in range(tp_size, n_ranks + 1) if _can_divide(now, size)]
     shrinkable = [model for model in now.models if model.smaller_optimizer]
     to_host = [model for model in now.models if now.on_cuda and model.own_section in RESTING and not model.offload]
-    to_stream = [model for model in now.models if now.on_cuda and model.may_stream]
+    to_stream = [model for model in now.models if now.on_cuda and model.gains_from_offload]
     stages, no_yes = range(now.zero_stage, 3), (False, True)
     for shrinks, streams, away, size, stage in itertools.product(no_yes, no_yes, no_yes, sizes, stages):
         divides_nothing = stage > now.zero_stage and size == n_ranks
@@ -160,7 +160,7 @@ def _can_divide(footprint: Footprint, tp_size: int) -> bool:
     return shared and not any(size % tp_size for size in sizes)
 
 
-def _on_more_devices(footprint: Footprint, device_bytes: int) -> Footprint | None:
+def _footprint_on_more_devices(footprint: Footprint, device_bytes: int) -> Footprint | None:
     """Return the first footprint that fits on 2, 4, 8, ... times as many devices, up to 64 devices in total.
 
     tp_size and zero_stage may change as well. Return None if nothing fits, or on a CPU.
@@ -195,7 +195,7 @@ def _value_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def joined_by_or(texts: Sequence[str]) -> str:
+def join_by_or(texts: Sequence[str]) -> str:
     """Join texts as "a, b or c"."""
     return " or ".join([", ".join(texts[:-1])] * (len(texts) > 1) + [*texts[-1:]])
 
@@ -219,10 +219,10 @@ def loading_remedies(
     if can_offload:
         for each in (role, *others):
             section = each.own_section
-            if (section in RESTING and not each.offload) or each.may_stream:
+            if (section in RESTING and not each.offload) or each.gains_from_offload:
                 yield ("set {}=true", Key(f"{section}.offload"))
     yield from _smaller_optimizer_options(role)
-    if role.key == spec.actor.key and may_have_adapters(spec):
+    if role.key == spec.actor.key and may_suggest_lora(spec):
         yield ("train adapters alone with {}=true", Key("actor.use_lora"))
     yield ("choose a smaller model ({})", Key(role.key))
 

@@ -83,7 +83,7 @@ def device_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, r
     if cost.experts is not None:
         of_experts = 2.0 * cost.expert_params * cost.experts.top_k * n * passes
     flops = 2.0 * passes * (cost.body_params * n + cost.head_params * work.n_predicted) - of_experts
-    flops += 2.0 * size * _kept_elements(config) * work.n_recomputed * n
+    flops += 2.0 * size * _saved_elements(config) * work.n_recomputed * n
     flops += (3 if work.trains else 1) * 2.0 * cost.adapter_params * n
     pairs = mean_attention_pairs(cost, work.row_lens) - (
         mean_attention_pairs(cost, work.shared_lens) if work.shared_lens else 0
@@ -115,7 +115,7 @@ def host_seconds(n_rows: int, n_numbers: float) -> float:
     return _ROW_S * n_rows + _NUMBER_S * n_numbers
 
 
-def sampled_seconds(n_samples: int, n_tokens: float, has_critic: bool) -> float:
+def host_rollout_seconds(n_samples: int, n_tokens: float, has_critic: bool) -> float:
     """Estimate how long the host works on the samples of a rollout while the devices wait."""
     return (1 + has_critic) * _SAMPLE_S * n_samples + _SAMPLED_S * n_tokens
 
@@ -130,7 +130,7 @@ def host_time_in_tokens(config: TransformerConfig, cost: TokenCost, *, trains: b
     return round(config.num_layers * _LAUNCH_S[trains] / token_s), _SEARCH_S / token_s
 
 
-def _kept_elements(config: TransformerConfig) -> int:
+def _saved_elements(config: TransformerConfig) -> int:
     """Return the number of outputs per token of a layer's qkv and gate-up products."""
     experts, inner = config.experts, 2 * config.intermediate_size
     if experts is not None:
@@ -163,7 +163,7 @@ def rollout_seconds(
     rows = min(n_total, max(1, -(-work.n_running // copies)))
     n_waves = n_total / rows
     groups = max(1.0, rows / work.n_samples)
-    weights = cost.moved_params(rows) * cost.itemsize
+    weights = cost.params_read(rows) * cost.itemsize
     flops = (2.0 * cost.active_params + 2.0 * cost.adapter_params) * rows
     if cost.experts is not None:
         flops *= 1.5

@@ -44,9 +44,9 @@ class _BudgetedWork:
         config, layout, itemsize = model.config, footprint.layout, footprint.itemsize
         cost, recomputed = TokenCost.from_config(config, itemsize, model.adapters), 0.0
         flops = 2.0 * cost.active_params / layout.tp_size
-        need = footprint.scoring_pass(model)
+        need = footprint.scoring_pass_bytes(model)
         if phase == TRAIN:
-            need = footprint.training_pass(model)
+            need = footprint.training_pass_bytes(model)
             flops *= 2 if model.adapters else 3  # frozen weights need no gradient
             if model.gradient_checkpointing:
                 recomputed = 2.0 * config.hidden_size * activation_bytes(config, itemsize, layout).kept / itemsize

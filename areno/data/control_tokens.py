@@ -166,7 +166,7 @@ class ControlTokens:
         """Encode a rendered text without its breaks. A control token with a break is encoded as ordinary text."""
         if BREAK not in text:
             return self._tokenizer.encode(text, add_special_tokens=False)
-        return self._encode_with_breaks(text)[0] if self._tokenizer.is_fast else self._encode_slowly(text)
+        return self._encode_escaped(text)[0] if self._tokenizer.is_fast else self._encode_with_slow_tokenizer(text)
 
     def encode_with_spans(self, text: str) -> tuple[list[int], Callable[[int], tuple[int, int]]]:
         """Return the token ids of a rendered text, and a function: index of a token -> its (start, end) in `text`.
@@ -175,12 +175,12 @@ class ControlTokens:
         other threads: 50 ms for 200,000 tokens.
         """
         if BREAK in text:
-            tokens, offsets = self._encode_with_breaks(text)
+            tokens, offsets = self._encode_escaped(text)
             return tokens, offsets.__getitem__
         found = self._tokenizer(text, add_special_tokens=False)
         return found["input_ids"], found.encodings[0].token_to_chars
 
-    def _encode_with_breaks(self, text: str) -> tuple[list[int], Offsets]:
+    def _encode_escaped(self, text: str) -> tuple[list[int], Offsets]:
         """Encode a text that contains breaks, with the second tokenizer and the aliases of `_plain_tokenizer`.
 
         Control tokens without a break are first replaced by their aliases, which the second tokenizer recognises.
@@ -188,7 +188,7 @@ class ControlTokens:
         """
         tokenizer, aliases, ids = self._plain_tokenizer
         pieces, starts, origins, size = list[str](), list[int](), list[int](), 0
-        for piece, origin in self._split_at_breaks(text):
+        for piece, origin in self._split_escaped(text):
             starts.append(size)
             origins.append(origin)
             pieces.append(aliases.get(piece, piece))
@@ -209,11 +209,11 @@ class ControlTokens:
             offsets += [(original_index(first), original_index(last))] * len(own)
         return tokens, offsets
 
-    def _encode_slowly(self, text: str) -> list[int]:
+    def _encode_with_slow_tokenizer(self, text: str) -> list[int]:
         """Encode a text that contains breaks with a slow tokenizer, which is written in Python."""
         ids = {str(token): number for number, token in added_tokens(self._tokenizer).items()}
         tokens, words = list[int](), ""
-        for piece, _ in self._split_at_breaks(text):
+        for piece, _ in self._split_escaped(text):
             words += "" if piece in ids else piece
             if words and (piece in ids or piece == ""):
                 tokens += self._tokenizer.encode(words, add_special_tokens=False, split_special_tokens=True)
@@ -221,7 +221,7 @@ class ControlTokens:
             tokens += [ids[piece]] if piece in ids else []
         return tokens
 
-    def _split_at_breaks(self, text: str) -> Iterator[tuple[str, int]]:
+    def _split_escaped(self, text: str) -> Iterator[tuple[str, int]]:
         """Split a text at its breaks and at the tokens that must be encoded apart. Yield (substring, start in `text`).
 
         These tokens are the control tokens or, for a slow tokenizer, all added tokens. Each is a substring by itself.

@@ -28,9 +28,9 @@ from areno.data.row_schema import (
     Row,
     RowKind,
     Rows,
+    describe_json_error,
     describe_value,
     join_names,
-    json_problem,
     row_problem,
     rows_at,
 )
@@ -64,7 +64,7 @@ class DatasetFormat:
     convert: Callable[[Row], Mapping[str, Any]]
 
 
-class Converted:
+class ConvertedRows:
     """A dataset that converts each row when it is read, and keeps its other fields. With `kind`, rows are checked."""
 
     def __init__(self, rows: Rows, convert: Callable[[Row], Mapping[str, Any]], kind: RowKind | None = None):
@@ -75,25 +75,25 @@ class Converted:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        return self.converted(self.rows[index])
+        return self.convert_row(self.rows[index])
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self.converted(row) for row in rows_at(self.rows, indices)]
+        return [self.convert_row(row) for row in rows_at(self.rows, indices)]
 
-    def converted(self, row: Any) -> Any:
+    def convert_row(self, row: Any) -> Any:
         found = {**row, **self.convert(row)} if isinstance(row, Mapping) else row
         if self._kind is not None and (problem := row_problem(found, self._kind)):
             raise DataError(problem)
         return found
 
 
-def rename_columns(rows: Rows, columns: Mapping[str, str]) -> Converted:
+def rename_columns(rows: Rows, columns: Mapping[str, str]) -> ConvertedRows:
     """Return the rows with areno's fields added. `columns` maps each field to the column that holds its value."""
     there = column_names(rows)
     if missing := [name for name in columns.values() if name not in there]:
         has = join_names(there) or "none"
         raise DataError(f"there is no column {', '.join(map(repr, missing))}; the data has {has}")
-    return Converted(rows, lambda row: {field: row.get(column) for field, column in columns.items()})
+    return ConvertedRows(rows, lambda row: {field: row.get(column) for field, column in columns.items()})
 
 
 def column_names(rows: Rows) -> list[str]:
@@ -185,7 +185,7 @@ def _label_format(there: set[str]) -> DatasetFormat | None:
 def _pair_format(there: set[str]) -> DatasetFormat | None:
     if {"conversations", "chosen", "rejected"} <= there:
         description = "prompt from conversations, answers from chosen and rejected"
-        return DatasetFormat("sharegpt", description, _sharegpt_pair)
+        return DatasetFormat("sharegpt", description, _convert_sharegpt_pair)
     question = next((name for name in _QUESTIONS if name in there), None)
     if "prompt" in there or question is None or not {"chosen", "rejected"} <= there:
         return None
@@ -272,7 +272,7 @@ def _split_off_answer(messages: list[Any]) -> dict[str, Any]:
     return {"prompt": messages[:-1], "solutions": messages[-1].get("content")}
 
 
-def _sharegpt_pair(row: Row) -> dict[str, Any]:
+def _convert_sharegpt_pair(row: Row) -> dict[str, Any]:
     """Convert a ShareGPT row with a preference pair. An answer {from, value} becomes a list with one message."""
     return {"prompt": sharegpt_messages(row)} | {
         name: [_sharegpt_message(row[name], name)] if isinstance(row.get(name), Mapping) else row.get(name)
@@ -303,16 +303,16 @@ def _sharegpt_message(turn: Any, where: str) -> dict[str, Any]:
         )
     role, value = _ROLES[speaker], turn.get("value")
     if speaker in _CALLS:
-        return {"role": role, "content": "", "tool_calls": tool_calls(value, where)}
+        return {"role": role, "content": "", "tool_calls": parse_tool_calls(value, where)}
     return {"role": role, "content": value}
 
 
-def tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+def parse_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     """Convert a call {name, arguments}, a list of calls, or either as JSON text, to the format of OpenAI's messages."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise DataError(f"field {where} is a tool call, but not JSON: {json_problem(error)}") from error
+        raise DataError(f"field {where} is a tool call, but not JSON: {describe_json_error(error)}") from error
     calls = calls if isinstance(calls, list) else [calls]
     if any(not isinstance(call, Mapping) or not isinstance(call.get("name"), str) for call in calls):
         raise DataError(f"field {where} is {describe_value(value)}, not a tool call {{name, arguments}}")
@@ -360,32 +360,34 @@ def prepare_rows(
             raise DataError(Problem(f"{key}.columns", "{}: {}", name, error)) from error
     elif form := recognise_format(rows, kind):
         logger.info("%s: %d rows of the form %s: %s", name, len(rows), form.name, form.description)
-        rows = Converted(rows, form.convert)
+        rows = ConvertedRows(rows, form.convert)
     indices = range(0, len(rows), -(-len(rows) // MAX_CHECKED))
     faults, count = [], 0
     try:
-        for number, problem in _row_problems(rows, kind, indices):
+        for number, problem in _iter_faulty_rows(rows, kind, indices):
             count += 1
             if count <= SHOWN:
                 faults.append((number, problem))
     except DataError as error:  # a row that cannot be read
         raise DataError(Problem(setting, str(error))) from error
     if faults:
-        raise DataError(_fault_problems(rows, kind, setting, name, key, faults, (count, len(indices))))
+        raise DataError(_dataset_problems(rows, kind, setting, name, key, faults, (count, len(indices))))
     if indices.step > 1:
         logger.info(
             "%s: of %d rows, each %dth is checked now, the others when they are used", name, len(rows), indices.step
         )
-        is_converted = isinstance(rows, Converted)
-        rows = Converted(rows.rows, rows.convert, kind) if is_converted else Converted(rows, lambda row: {}, kind)
+        is_converted = isinstance(rows, ConvertedRows)
+        rows = (
+            ConvertedRows(rows.rows, rows.convert, kind) if is_converted else ConvertedRows(rows, lambda row: {}, kind)
+        )
     return rows
 
 
-def _row_problems(rows: Rows, kind: RowKind, indices: range) -> Iterator[tuple[int, str]]:
+def _iter_faulty_rows(rows: Rows, kind: RowKind, indices: range) -> Iterator[tuple[int, str]]:
     """Yield (index, reason) for each faulty row among the rows with the indices `indices`."""
-    convert: Callable[[Row], Any] = rows.converted if isinstance(rows, Converted) else lambda row: row
-    plain = rows.rows if isinstance(rows, Converted) else rows
-    fields = None if isinstance(rows, Converted) else (*FIELDS[kind], VARIABLES)
+    convert: Callable[[Row], Any] = rows.convert_row if isinstance(rows, ConvertedRows) else lambda row: row
+    plain = rows.rows if isinstance(rows, ConvertedRows) else rows
+    fields = None if isinstance(rows, ConvertedRows) else (*FIELDS[kind], VARIABLES)
     for number, row in zip(indices, _iter_fields(plain, fields, indices), strict=False):
         try:
             problem = row_problem(convert(row), kind)
@@ -411,7 +413,7 @@ def _iter_fields(rows: Rows, fields: Sequence[str] | None, indices: range) -> It
         yield from rows_at(read, indices[start : start + 1000])
 
 
-def _fault_problems(
+def _dataset_problems(
     rows: Rows,
     kind: RowKind,
     setting: str,
@@ -423,7 +425,7 @@ def _fault_problems(
     """Return a Problem for each of `faults` (row index, reason), and one with `counts` (faulty rows, checked rows)."""
     number, problem = faults[0]
     first = f"row {number}: {problem}; expected {EXPECTED[kind]}"
-    if not isinstance(rows, Converted) and isinstance(rows[number], Mapping):
+    if not isinstance(rows, ConvertedRows) and isinstance(rows[number], Mapping):
         first += f"; the row has {join_names(rows[number]) or 'no fields'}"
     text, args = "{} {}", [name, first]
     if key:

@@ -65,13 +65,13 @@ def _result_or_exception(function: Callable[..., Any], *args: Any) -> Any:
 
 def encode_texts(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
     """Encode texts together. The Rust backend of a tokenizer encodes them on all CPU cores."""
-    found = _encode_each(tokenizer, texts)
+    found = _encode_distinct(tokenizer, texts)
     for (text, _), tokens in zip(texts, found, strict=True):
         warn_of_unknown_tokens(tokenizer, text, tokens)
     return found
 
 
-def _encode_each(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
+def _encode_distinct(tokenizer: Any, texts: Sequence[Text]) -> list[list[int]]:
     if not _encodes_by_backend(type(tokenizer)):
         return [encode_text(tokenizer, text) for text in texts]
     known = {text: list[int]() for text in texts}  # many rows end alike, and answers may share a prompt

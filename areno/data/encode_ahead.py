@@ -1,8 +1,8 @@
 """Encode rows in the background, before the training loop needs them.
 
-The data loader gives the rows of the next batches to `EncodedAhead.encode_next`, and gets their items from
-`EncodedAhead.take`. A thread encodes the rows. If that takes a large share of the time, several processes replace the
-thread, because Python code in a thread delays the training loop.
+The data loader gives the rows of the next batches to `EncodedAhead.schedule_rows`, and gets their items from
+`EncodedAhead.pop_items`. A thread encodes the rows. If that takes a large share of the time, several processes replace
+the thread, because Python code in a thread delays the training loop.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ CHUNK = 256
 _LEAST_CHUNK = 16  # rows, so that a message to a process is worth its cost
 _TOKENS_AHEAD = 1_000_000  # encoded rows that wait for their use, at most 40 bytes for each token
 
-# Processes start once encoding has taken this many seconds, and this share of the time since the first `encode_next`. A
-# process takes some seconds to start, and 400 MB of host memory.
+# Processes start once encoding has taken this many seconds, and this share of the time since the first `schedule_rows`.
+# A process takes some seconds to start, and 400 MB of host memory.
 _SLOW_S = 1.0
 _SLOW_SHARE = 0.1
 
 
-class EncodedAhead(Generic[Item]):
+class BackgroundEncoder(Generic[Item]):
     """Encodes the rows of the next batches in the background, in the order of their use.
 
     If a row cannot be encoded, its exception takes the place of the item, and the caller raises it when it uses the
@@ -58,14 +58,14 @@ class EncodedAhead(Generic[Item]):
         self._wanted: list[int] = []  # further rows, in the order of their use
         self._at_least = 0
         self._runs = False  # whether the thread runs
-        self._began: float | None = None  # time of the first `encode_next`
+        self._began: float | None = None  # time of the first `schedule_rows`
         self._seconds = 0.0  # of encoding in the driver since then
         self._closed = False
         self._starter: threading.Thread | None = None
         self._starting: list[EncoderProcess] = []
         self.processes: list[EncoderProcess] = []
 
-    def encode_next(self, indices: Sequence[int], at_least: int) -> None:
+    def schedule_rows(self, indices: Sequence[int], at_least: int) -> None:
         """Set the rows to encode next, in the order of their use. Encoded rows that are not among them are dropped.
 
         `at_least` rows are encoded however long they are. Further rows are encoded only while the encoded rows have
@@ -74,7 +74,7 @@ class EncodedAhead(Generic[Item]):
         with self._changed:
             if self._began is None:
                 self._began, self._seconds = time.monotonic(), 0.0
-            self._drop_ready(self._ready.keys() - set(indices))
+            self._pop_ready(self._ready.keys() - set(indices))
             self._wanted = [index for index in indices if index not in self._ready and index not in self._busy]
             self._at_least = at_least
             if self._n_processes and self._wanted and self._is_slow():
@@ -86,19 +86,19 @@ class EncodedAhead(Generic[Item]):
                 threading.Thread(target=self._encode_in_thread, daemon=True, name="areno-rows").start()
             self._changed.notify_all()
 
-    def take(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
+    def pop_items(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
         """Return the items of rows, after encoding those that are not ready.
 
-        The encoding thread pauses until the next `encode_next`. If a row cannot be read, the exception takes the place
-        of its item, and the rows after it are missing.
+        The encoding thread pauses until the next `schedule_rows`. If a row cannot be read, the exception takes the
+        place of its item, and the rows after it are missing.
         """
         with self._changed:
             self._wait_for(indices)
-            found = self._drop_ready([index for index in indices if index in self._ready])
+            found = self._pop_ready([index for index in indices if index in self._ready])
         missing = [index for index in indices if index not in found]
         for start in range(0, len(missing), CHUNK):
             chunk = missing[start : start + CHUNK]
-            encoded = self._encode_here(chunk)
+            encoded = self._encode_in_driver(chunk)
             found |= encoded
             heartbeat.beat()
             if len(encoded) < len(chunk):
@@ -133,19 +133,19 @@ class EncodedAhead(Generic[Item]):
                 self._changed.wait()
                 heartbeat.beat()
 
-    def _drop_ready(self, indices: Iterable[int]) -> dict[int, Item | Exception]:
+    def _pop_ready(self, indices: Iterable[int]) -> dict[int, Item | Exception]:
         dropped = {index: self._ready.pop(index) for index in indices}
-        self._n_tokens -= self._tokens_of(dropped)
+        self._n_tokens -= self._count_tokens(dropped)
         return dropped
 
     def _add_ready(self, encoded: dict[int, Item | Exception]) -> None:
         self._ready |= encoded
-        self._n_tokens += self._tokens_of(encoded)
+        self._n_tokens += self._count_tokens(encoded)
 
-    def _tokens_of(self, encoded: dict[int, Item | Exception]) -> int:
+    def _count_tokens(self, encoded: dict[int, Item | Exception]) -> int:
         return sum(self._size(item) for item in encoded.values() if not isinstance(item, Exception))
 
-    def _encode_here(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
+    def _encode_in_driver(self, indices: Sequence[int]) -> dict[int, Item | Exception]:
         with self._in_driver:
             started = time.monotonic()
             found = self._encode_one_by_one_if_needed(indices)
@@ -175,7 +175,7 @@ class EncodedAhead(Generic[Item]):
                 self._changed.notify_all()
             if not chunk:
                 return
-            self._finish_chunk(chunk, self._encode_here(chunk))
+            self._finish_chunk(chunk, self._encode_in_driver(chunk))
 
     def _next_chunk(self) -> list[int]:
         """Move the next rows from `_wanted` to `_busy`, and return them. Returns nothing if enough rows are encoded."""
@@ -267,13 +267,13 @@ class EncodedAhead(Generic[Item]):
         """
         try:
             with self._in_driver:
-                message = process.message(self._read(indices), indices)
+                message = process.pickle_rows(self._read(indices), indices)
         except Exception:  # rows that cannot be read or pickled
-            return self._encode_here(indices)
+            return self._encode_in_driver(indices)
         found: dict[int, Item | Exception] = {}
         for index, item in zip(indices, process.encode(message, indices), strict=True):
             if item is None:
-                found |= self._encode_here([index])
+                found |= self._encode_in_driver([index])
             else:
                 found[index] = item
         return found

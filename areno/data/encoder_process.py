@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.engine.processes.child import follow_parent, without_main_module
+from areno.engine.processes.child import exit_with_parent, without_main_module
 from areno.types import AnswersItem, PairItem, TrainSequence
 
 Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Any]]
@@ -26,9 +26,9 @@ Encode = Callable[[Sequence[Any], Sequence[int]], Sequence[Any]]
 class EncoderProcess:
     """A process that encodes rows. It ends when `close` is called, or when the driver ends.
 
-    `message` is a pickled `Encode`, whose items are instances of AnswersItem or PairItem. Call `wait_ready` before the
-    first `encode`. `wait_ready` and `encode` raise OSError or EOFError if the process has ended, for example because it
-    cannot import the code of the tokenizer.
+    `pickle_rows` is a pickled `Encode`, whose items are instances of AnswersItem or PairItem. Call `wait_ready` before
+    the first `encode`. `wait_ready` and `encode` raise OSError or EOFError if the process has ended, for example
+    because it cannot import the code of the tokenizer.
     """
 
     def __init__(self, message: bytes):
@@ -50,14 +50,14 @@ class EncoderProcess:
         self._pipe.recv_bytes()
 
     @staticmethod
-    def message(rows: Sequence[Any], indices: Sequence[int]) -> bytes:
+    def pickle_rows(rows: Sequence[Any], indices: Sequence[int]) -> bytes:
         return pickle.dumps((rows, indices), pickle.HIGHEST_PROTOCOL)
 
     def encode(self, message: bytes, indices: Sequence[int]) -> list[Any]:
-        """Encode rows. `message` is the pickled (rows, indices). A row that cannot be encoded gives None."""
+        """Encode rows. `pickle_rows` is the pickled (rows, indices). A row that cannot be encoded gives None."""
         self._pipe.send_bytes(message)
         flat: _FlatItems | None = pickle.loads(self._pipe.recv_bytes())
-        return [None] * len(indices) if flat is None else flat.items(indices)
+        return [None] * len(indices) if flat is None else flat.to_items(indices)
 
     def close(self) -> None:
         """Kill the process. If another thread waits in `encode`, its call raises EOFError."""
@@ -93,7 +93,7 @@ class _FlatItems:
             [(row.eos_token_id, row.reward) for row in rows],
         )
 
-    def items(self, indices: Sequence[int]) -> list[Any]:
+    def to_items(self, indices: Sequence[int]) -> list[Any]:
         """Return the items of the rows with these indices. A row that could not be encoded has None."""
         rows = self._iter_rows()
         return [
@@ -126,7 +126,7 @@ def _rows_of(item: PairItem | AnswersItem) -> list[Any]:
 
 def _process_main(pipe: Connection) -> None:
     """Run the process: unpickle the encoder, then encode rows until the driver closes the pipe or ends."""
-    follow_parent()
+    exit_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there are several processes, and the training loop needs a core
     try:
         encode: Encode = pickle.loads(pipe.recv_bytes())

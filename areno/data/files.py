@@ -23,7 +23,7 @@ from typing import IO, Any, cast
 from areno.data.arrow_rows import memory_mapped_table, without_nulls
 from areno.data.dataset_formats import SHOWN
 from areno.data.json_lines import JsonLines
-from areno.data.row_schema import Row, Rows, describe_value, json_problem
+from areno.data.row_schema import Row, Rows, describe_json_error, describe_value
 from areno.errors import DataError, printable
 
 FORMATS = (".json", ".jsonl", ".parquet", ".csv", ".tsv", ".arrow")
@@ -154,7 +154,7 @@ def _line_number(text: str, index: int) -> int:
 def _json_error(text: str, error: ValueError | RecursionError) -> tuple[int, str]:
     """Return (character index, reason) of the error that json.loads raised for a text."""
     if isinstance(error, json.JSONDecodeError):
-        return error.pos, f"not JSON: {json_problem(error)}"
+        return error.pos, f"not JSON: {describe_json_error(error)}"
     depth, most_digits = 0, sys.get_int_max_str_digits()  # Python reads a number in quadratic time
     for piece in _PIECE.finditer(text):
         depth += (piece[0] in "[{") - (piece[0] in "]}")

@@ -69,7 +69,7 @@ def _read_blocks(file: int, end: int | None = None) -> Iterator[tuple[int, np.nd
 
 
 def _line_offsets_and_lengths(file: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (offset, number of bytes) of each line that is not blank. LF, CR or both end a line."""
+    """Return (offset, number of bytes) of each line that is not blank. A line ends with LF, CR or CRLF."""
     start = len(_BOM) if os.pread(file, len(_BOM), 0) == _BOM else 0
     size = os.fstat(file).st_size
     starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.uint32)]

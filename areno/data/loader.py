@@ -18,12 +18,21 @@ import numpy as np
 from areno import heartbeat
 from areno.config.datasets import ChangedTurns, DatasetConfig
 from areno.data.encode import RenderedRow, encode_rows
-from areno.data.encode_ahead import CHUNK, EncodedAhead
-from areno.data.messages import with_variables
+from areno.data.encode_ahead import CHUNK, BackgroundEncoder
+from areno.data.messages import with_template_variables
 from areno.data.row_rendering import render_labelled, render_pair, render_prompt, render_ranked, render_sft
-from areno.data.row_schema import RowKind, Rows, Tie, TooLong, row_problem, rows_at, rows_problem, template_variables
+from areno.data.row_schema import (
+    RowKind,
+    Rows,
+    RowTooLong,
+    TiedAnswers,
+    row_problem,
+    rows_at,
+    rows_problem,
+    template_variables,
+)
 from areno.data.solution_steps import render_steps
-from areno.data.teacher_rows import TeacherRows
+from areno.data.teacher_rows import TeacherRowRenderer
 from areno.errors import DataError, Key, Problem
 from areno.types import Batch, Item, PromptItem
 
@@ -78,11 +87,11 @@ class BatchLoader(Generic[Item]):
         self._why_long = ""  # why one of these rows is too long, if not for its own tokens
         self._ties: set[int] = set()
         read = partial(rows_at, self.rows)
-        self._ahead = EncodedAhead(read, self.encode, _n_tokens, self.n_processes)
-        self._n_epochs = 0  # epochs of the run that `epochs` iterates over
+        self._ahead = BackgroundEncoder(read, self.encode, _n_tokens, self.n_processes)
+        self._n_epochs = 0  # epochs of the run that `batches_until_epoch` iterates over
         if self.config.drop_last and len(self.rows) < self.batch_size:
             raise self._too_few_rows_error(len(self.rows))
-        self._item_or_none(0, self._ahead.take([0]))
+        self._item_or_none(0, self._ahead.pop_items([0]))
 
     @property
     def batch_size(self) -> int:
@@ -128,7 +137,7 @@ class BatchLoader(Generic[Item]):
         indices = order[start : start + n_rows]
         if len(indices) < n_rows and self.epoch + 1 < self._n_epochs:
             indices = np.concatenate([indices, self._row_order(self.epoch + 1)[: n_rows - len(indices)]])
-        self._ahead.encode_next(self._rows_to_encode(dict.fromkeys(indices.tolist())), self.batch_size)
+        self._ahead.schedule_rows(self._rows_to_encode(dict.fromkeys(indices.tolist())), self.batch_size)
 
     def _rows_to_encode(self, indices: Iterable[int]) -> list[int]:
         """Return the indices of the rows that are neither cached nor known to be skipped."""
@@ -143,7 +152,7 @@ class BatchLoader(Generic[Item]):
     def close(self) -> None:
         self._ahead.close()
 
-    def epochs(self, n: int) -> Iterator[Batch[Item]]:
+    def batches_until_epoch(self, n: int) -> Iterator[Batch[Item]]:
         """Iterate over the batches from the current position to the end of the `n`-th epoch of the run."""
         self._n_epochs = n
         while self.epoch < n:
@@ -160,7 +169,7 @@ class BatchLoader(Generic[Item]):
         position = start
         while position < len(order) and len(items) < self.batch_size:
             due = order[position : position + self.batch_size - len(items)].tolist()
-            for item in self._take_encoded(due):
+            for item in self._iter_encoded(due):
                 heartbeat.beat()
                 position += 1
                 if item is not None:
@@ -175,15 +184,15 @@ class BatchLoader(Generic[Item]):
         """Iterate over all rows that are not skipped, in the order of the dataset. The position does not change."""
         for start in range(0, len(self.rows), CHUNK):
             due = range(start, min(start + CHUNK, len(self.rows)))
-            yield from (item for item in self._take_encoded(due) if item is not None)
+            yield from (item for item in self._iter_encoded(due) if item is not None)
 
     def items_at(self, indices: Sequence[int]) -> list[Item]:
         """Return encoded rows by index, without those that are skipped. The position does not change."""
-        return [item for item in self._take_encoded(indices) if item is not None]
+        return [item for item in self._iter_encoded(indices) if item is not None]
 
-    def _take_encoded(self, indices: Sequence[int]) -> Iterator[Item | None]:
+    def _iter_encoded(self, indices: Sequence[int]) -> Iterator[Item | None]:
         """Yield the encoded row of each index, or None if the row is skipped."""
-        found = self._ahead.take(self._rows_to_encode(dict.fromkeys(indices)))
+        found = self._ahead.pop_items(self._rows_to_encode(dict.fromkeys(indices)))
         yield from (self._item_or_none(index, found) for index in indices)
 
     def state_dict(self) -> dict[str, int]:
@@ -208,10 +217,10 @@ class BatchLoader(Generic[Item]):
         if (item := self._cache.get(index)) is not None or index in self._too_long or index in self._ties:
             return item
         item = found[index]
-        if isinstance(item, Tie | TooLong):
-            if not (self._ties if isinstance(item, Tie) else self._too_long):
+        if isinstance(item, TiedAnswers | RowTooLong):
+            if not (self._ties if isinstance(item, TiedAnswers) else self._too_long):
                 logger.warning("%s row %d: %s; such rows are skipped and counted", self.name, index, item)
-            if isinstance(item, Tie):
+            if isinstance(item, TiedAnswers):
                 self._ties.add(index)
             else:
                 self._too_long[index], self._why_long = item.n_tokens, str(item)
@@ -300,7 +309,7 @@ def row_encoder(
     *,
     thinking: bool | None = None,
     separator: str = "",
-    teacher: TeacherRows | None = None,
+    teacher: TeacherRowRenderer | None = None,
 ) -> Encode[Any]:
     """Return the function that encodes the rows of a training loop. Only the kind "prm" uses `separator`."""
     drafts: dict[RowKind, Callable[..., RenderedRow[Any]]] = {
@@ -311,15 +320,15 @@ def row_encoder(
         "kto": render_labelled,
         "rw": render_ranked,
     }
-    draft = drafts[kind] if teacher is None else partial(teacher.draft, thinking=thinking)
-    return partial(encode_rows, tokenizer, draft=partial(_with_variables_of_row, draft, tokenizer))
+    draft = drafts[kind] if teacher is None else partial(teacher.render, thinking=thinking)
+    return partial(encode_rows, tokenizer, draft=partial(_render_with_row_variables, draft, tokenizer))
 
 
-def _with_variables_of_row(
+def _render_with_row_variables(
     draft: Callable[..., RenderedRow[Any]], tokenizer: Any, row: Mapping[str, Any], index: int
 ) -> RenderedRow[Any]:
     """Render a row with its own variables of the chat template. At module level, so that it can be pickled."""
-    return draft(with_variables(tokenizer, template_variables(row)), row, index)
+    return draft(with_template_variables(tokenizer, template_variables(row)), row, index)
 
 
 def given_prompt_loader(
@@ -332,18 +341,20 @@ def given_prompt_loader(
     solutions_key: str,
     enable_thinking: bool | None,
 ) -> BatchLoader[PromptItem]:
-    """Make a batch loader for prompts that a script passes in, in their order. The last batch may be smaller."""
+    """Make a batch loader for a script's prompts, which keep their order. The last batch may be smaller."""
     if problem := rows_problem(rows):
         raise DataError(f"dataset {problem}")
     if not len(rows):
         raise DataError("dataset has no rows")
 
-    def draft(row: Any, index: int) -> RenderedRow[PromptItem]:
+    def render_row(row: Any, index: int) -> RenderedRow[PromptItem]:
         if problem := row_problem(row, "prompt", prompt_key):
             raise DataError(problem)
         how = {"prompt_key": prompt_key, "solutions_key": solutions_key}
-        return render_prompt(with_variables(tokenizer, template_variables(row)), row, index, enable_thinking, **how)
+        return render_prompt(
+            with_template_variables(tokenizer, template_variables(row)), row, index, enable_thinking, **how
+        )
 
-    encode = partial(encode_rows, tokenizer, draft=draft)
+    encode = partial(encode_rows, tokenizer, draft=render_row)
     config = DatasetConfig(batch_size=batch_size, shuffle=False, drop_last=False)
     return BatchLoader(rows, encode, config, TokenLimit(max_prompt_tokens, "max_prompt_tokens"), key="dataset")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areno.data.chat_template import render
-from areno.data.row_schema import VARIABLES, json_text_problem
+from areno.data.row_schema import VARIABLES, json_value_problem
 from areno.errors import DataError, Key
 from areno.types import Message
 
@@ -26,7 +26,7 @@ _MAX_VARIANTS = 64  # of a tokenizer, for rows that set variables of the templat
 _MARK = str(secrets.randbits(80) + 10**25)  # digits, which templates neither trim nor escape
 
 
-def with_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
+def with_template_variables(tokenizer: Any, variables: Mapping[str, Any]) -> Any:
     """Return a copy of a tokenizer whose chat template sets `variables`, or the tokenizer itself if there are none."""
     if not variables:
         return tokenizer
@@ -97,7 +97,7 @@ def decoded_arguments(arguments: Any) -> Any:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return found if isinstance(found, dict) and json_text_problem(found) is None else arguments
+    return found if isinstance(found, dict) and json_value_problem(found) is None else arguments
 
 
 def rendered_or_none(tokenizer: Any, messages: Sequence[Message], /, *how: Any, **variables: Any) -> str | None:
@@ -143,7 +143,7 @@ class _TemplateTraits:
         if role not in _ALIASES or self.template is None:
             return _ALIASES.get(role, role)
         if role not in self._roles:
-            is_rendered = _MARK in (rendered_or_none(tokenizer, _conversation_around(role, _MARK)) or "")
+            is_rendered = _MARK in (rendered_or_none(tokenizer, _example_conversation(role, _MARK)) or "")
             self._roles[role] = role if is_rendered else _ALIASES[role]
         return self._roles[role]
 
@@ -155,7 +155,7 @@ class _TemplateTraits:
         return separator.join(part.strip() for part in parts) if trims else separator.join(parts)
 
 
-def _conversation_around(role: str, content: Any) -> list[Message]:
+def _example_conversation(role: str, content: Any) -> list[Message]:
     """Return a short conversation that contains a message of this role."""
     message, question = {"role": role, "content": content}, {"role": "user", "content": "a"}
     if role in ("system", "developer"):
@@ -173,7 +173,7 @@ def _part_separator(tokenizer: Any, role: str) -> tuple[str, bool]:
     """Return (text that the template writes between two parts of a content, whether it strips each part)."""
     first, second = f"{_MARK}1", f"{_MARK}2"
     parts = [{"type": "text", "text": f"\t{mark}\t"} for mark in (first, second)]
-    text = rendered_or_none(tokenizer, _conversation_around(role, parts)) or ""
+    text = rendered_or_none(tokenizer, _example_conversation(role, parts)) or ""
     _, found, rest = text.partition(first)
     between, also_found, _ = rest.partition(second)
     if not found or not also_found or "'" in between or '"' in between:

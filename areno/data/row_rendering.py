@@ -20,7 +20,14 @@ from areno.data.chat_template import Prompt, render_generation_prompt
 from areno.data.control_tokens import BREAK
 from areno.data.encode import RenderedRow
 from areno.data.messages import template_messages
-from areno.data.row_schema import Tie, json_problem, labelled_answer, preference_pair, ranked_answers, with_joined_text
+from areno.data.row_schema import (
+    TiedAnswers,
+    describe_json_error,
+    parse_labelled_row,
+    parse_preference_row,
+    parse_ranked_row,
+    with_joined_text,
+)
 from areno.data.template_omissions import check_rendered
 from areno.data.token_boundaries import render_sequence
 from areno.data.trained_turns import training_texts
@@ -39,7 +46,7 @@ def render_prompt(
 ) -> RenderedRow[PromptItem]:
     """Render a row with a prompt, for reinforcement learning."""
     prompt, plain = row[prompt_key], isinstance(row[prompt_key], str)
-    rendered = rendered_prompt(tokenizer, prompt, enable_thinking, tools_of(row))
+    rendered = render_checked_prompt(tokenizer, prompt, enable_thinking, tools_of(row))
     text = rendered.replace(BREAK, "")
 
     def finish(tokens: list[list[int]]) -> PromptItem:
@@ -65,8 +72,8 @@ def render_sft(
 ) -> RenderedRow[AnswersItem]:
     """Render a row for supervised fine-tuning, which trains the response or every assistant turn of the messages.
 
-    Some templates render a turn differently once more messages follow. Then `changed` "split" makes each turn a
-    sequence.
+    Some templates render a turn differently once more messages follow. In this case,
+    `changed="split"` makes each turn a sequence.
     """
     prompt, answer = (row["prompt"], row["response"]) if row.get("response") is not None else ([], row["messages"])
     drafts = _render_answer(tokenizer, prompt, answer, enable_thinking, tools_of(row), changed)
@@ -79,25 +86,25 @@ def render_pair(tokenizer: Any, row: Mapping[str, Any], index: int) -> RenderedR
     Assistant turns in the prompt are not trained, and an answer of several turns stays one sequence. `finish` raises
     DataError if an answer has no token to train on, and Tie if both answers have the same tokens.
     """
-    prompt, *answers = preference_pair(row)
+    prompt, *answers = parse_preference_row(row)
     tools = tools_of(row)
     drafts = [draft for answer in answers for draft in _render_answer(tokenizer, prompt, answer, None, tools)]
 
-    def item(rows: list[TrainSequence]) -> PairItem:
+    def make_item(rows: list[TrainSequence]) -> PairItem:
         found = dict(zip(("chosen", "rejected"), rows, strict=True))
         for name, sequence in found.items():
             if np.all(sequence.prompt_mask[1:]):  # type: ignore[index]
                 raise DataError(f"the answer in field {name} has no token to train on")
         if _have_equal_tokens(found["chosen"], found["rejected"]):
-            raise Tie("fields chosen and rejected have the same tokens, so none is preferred")
+            raise TiedAnswers("fields chosen and rejected have the same tokens, so none is preferred")
         return PairItem(**found, index=index)
 
-    return _join_rendered(drafts, item)
+    return _join_rendered(drafts, make_item)
 
 
 def render_labelled(tokenizer: Any, row: Mapping[str, Any], index: int) -> RenderedRow[AnswersItem]:
     """Render a row with one labelled answer, for KTO. The reward is 1 for a desirable answer and 0 otherwise."""
-    prompt, answer, label = labelled_answer(row)
+    prompt, answer, label = parse_labelled_row(row)
     return _render_answers(tokenizer, prompt, [answer], tools_of(row), [float(label)], index)
 
 
@@ -107,14 +114,14 @@ def render_ranked(tokenizer: Any, row: Mapping[str, Any], index: int) -> Rendere
     The reward of a sequence is the rating of its answer. Every token has the answer's level (`RankedAnswers.levels`) in
     `returns`. The margin between two answers is the difference of their levels.
     """
-    found = ranked_answers(row)
+    found = parse_ranked_row(row)
     draft = _render_answers(tokenizer, found.prompt, found.answers, tools_of(row), found.ratings, index)
 
     def finish(tokens: list[list[int]]) -> AnswersItem:
         item = draft.finish(tokens)
         pairs = itertools.combinations(item.rows, 2)
         if all(one.reward == other.reward or _have_equal_tokens(one, other) for one, other in pairs):
-            raise Tie("no answer is preferred to one with other tokens")
+            raise TiedAnswers("no answer is preferred to one with other tokens")
         for sequence, level in zip(item.rows, found.levels, strict=True):
             sequence.returns = np.full(len(sequence.tokens), level, np.float32)  # type: ignore[arg-type]
         return item
@@ -131,14 +138,14 @@ def _render_answers(
 ) -> RenderedRow[AnswersItem]:
     drafts = [draft for answer in answers for draft in _render_answer(tokenizer, prompt, answer, None, tools)]
 
-    def item(rows: list[TrainSequence]) -> AnswersItem:
+    def make_item(rows: list[TrainSequence]) -> AnswersItem:
         for number, sequence in enumerate(rows):
             if np.all(sequence.prompt_mask[1:]):  # type: ignore[index]
                 raise DataError(f"answer {number} has no token to train on")
             sequence.reward = ratings[number]
         return AnswersItem(rows=rows, index=index)
 
-    return _join_rendered(drafts, item)
+    return _join_rendered(drafts, make_item)
 
 
 def _join_rendered(drafts: Sequence[RenderedRow[Any]], make: Callable[[list[Any]], Item]) -> RenderedRow[Item]:
@@ -152,7 +159,7 @@ def _join_rendered(drafts: Sequence[RenderedRow[Any]], make: Callable[[list[Any]
     return RenderedRow([text for draft in drafts for text in draft.texts], finish)
 
 
-def rendered_prompt(tokenizer: Any, prompt: Prompt, thinking: bool | None, tools: Any) -> str:
+def render_checked_prompt(tokenizer: Any, prompt: Prompt, thinking: bool | None, tools: Any) -> str:
     """Render a prompt by `render_generation_prompt`. Raises DataError if the template leaves out a message."""
     if not isinstance(prompt, str):
         prompt = template_messages(tokenizer, prompt)
@@ -191,4 +198,4 @@ def tools_of(row: Mapping[str, Any]) -> Any:
     try:
         return json.loads(tools) if tools.strip() else None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"field tools is text, but not JSON: {json_problem(error)}") from error
+        raise DataError(f"field tools is text, but not JSON: {describe_json_error(error)}") from error

@@ -28,11 +28,11 @@ from areno.schema.values import text_problem
 Row = Mapping[str, Any]
 
 
-class Tie(DataError):
+class TiedAnswers(DataError):
     """Raised for a row in which no answer is preferred to a different answer. Such rows are skipped and counted."""
 
 
-class TooLong(DataError):
+class RowTooLong(DataError):
     """Raised for a row that is too long. Such rows are skipped and counted. `n_tokens` is the length of the row."""
 
     def __init__(self, n_tokens: int, what: Any, *args: Any):
@@ -98,9 +98,9 @@ MAX_DEPTH = 100  # levels of lists and objects in a field, since copying, pickli
 
 def row_problem(row: Any, kind: RowKind, prompt_key: str = "prompt") -> str | None:
     """Return the reason why a row does not have the form that its kind of training needs. None if it is valid."""
-    problem = _form_problem(row, kind, prompt_key) or _variables_problem(row)
+    problem = _schema_problem(row, kind, prompt_key) or _variables_problem(row)
     fields = (prompt_key, *FIELDS[kind], *SHARED_FIELDS, VARIABLES) if problem is None else ()
-    return next((f"field {name} {found}" for name in fields if (found := json_text_problem(row.get(name)))), problem)
+    return next((f"field {name} {found}" for name in fields if (found := json_value_problem(row.get(name)))), problem)
 
 
 def template_variables(row: Row) -> Mapping[str, Any]:
@@ -110,7 +110,7 @@ def template_variables(row: Row) -> Mapping[str, Any]:
         try:
             found = json.loads(found) if found.strip() else None
         except (ValueError, RecursionError) as error:
-            raise DataError(f"field {VARIABLES} is text, but not JSON: {json_problem(error)}") from error
+            raise DataError(f"field {VARIABLES} is text, but not JSON: {describe_json_error(error)}") from error
     if found is not None and not isinstance(found, Mapping):
         raise DataError(f"field {VARIABLES} is {describe_value(found)}, not an object")
     if wrong := [name for name in found or () if name in NOT_VARIABLES or not str(name).isidentifier()]:
@@ -126,7 +126,7 @@ def _variables_problem(row: Row) -> str | None:
     return None
 
 
-def name_problem(row: Any, field: str, names: Collection[str]) -> str | None:
+def choice_problem(row: Any, field: str, names: Collection[str]) -> str | None:
     """Return an error message unless the value of the row's field is one of `names`."""
     value = row.get(field) if isinstance(row, Mapping) else None
     if isinstance(value, str) and value in names:
@@ -135,7 +135,7 @@ def name_problem(row: Any, field: str, names: Collection[str]) -> str | None:
     return f"field {field} is {found}; {' or '.join(names)} is expected"
 
 
-def json_text_problem(value: Any, levels: int = MAX_DEPTH) -> str | None:
+def json_value_problem(value: Any, levels: int = MAX_DEPTH) -> str | None:
     """Return what is wrong with a JSON value: an invalid text in it, or too many levels. None if it is valid."""
     if isinstance(value, str):
         return text_problem(value)
@@ -145,10 +145,10 @@ def json_text_problem(value: Any, levels: int = MAX_DEPTH) -> str | None:
         return None
     if levels == 0:
         return f"is nested more than {MAX_DEPTH} levels deep"
-    return next(filter(None, (json_text_problem(item, levels - 1) for item in value)), None)
+    return next(filter(None, (json_value_problem(item, levels - 1) for item in value)), None)
 
 
-def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
+def _schema_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
     if not isinstance(row, Mapping):
         return f"is {describe_value(row)}, not a dictionary"
     if kind == "prompt":
@@ -156,7 +156,7 @@ def _form_problem(row: Any, kind: RowKind, prompt_key: str) -> str | None:
     if kind in _PARSERS:
         try:
             _PARSERS[kind](row)
-        except Tie:
+        except TiedAnswers:
             return None
         except DataError as error:
             return str(error)
@@ -243,7 +243,7 @@ def with_joined_text(messages: Sequence[Any], rendered: Sequence[Any] = ()) -> l
     return copies
 
 
-def preference_pair(row: Row) -> tuple[Any, Any, Any]:
+def parse_preference_row(row: Row) -> tuple[Any, Any, Any]:
     """Split a row for DPO into (prompt, chosen, rejected): lists of messages, unless the answers are text.
 
     The prompt may be absent if chosen and rejected are conversations that begin with it. Raises Tie if the answers are
@@ -262,7 +262,7 @@ def preference_pair(row: Row) -> tuple[Any, Any, Any]:
         if not isinstance(answer, str) and (problem := messages_problem(answer)):
             raise DataError(f"field {name} {problem}")
     if chosen == rejected:
-        raise Tie("fields chosen and rejected are the same, so none is preferred")
+        raise TiedAnswers("fields chosen and rejected are the same, so none is preferred")
     if isinstance(chosen, str):
         return row["prompt"], chosen, rejected
     prompt, chosen, rejected = _split_conversations(row.get("prompt"), list(chosen), list(rejected))
@@ -275,7 +275,7 @@ def preference_pair(row: Row) -> tuple[Any, Any, Any]:
     return prompt, chosen, rejected
 
 
-def labelled_answer(row: Row) -> tuple[Any, Any, bool]:
+def parse_labelled_row(row: Row) -> tuple[Any, Any, bool]:
     """Split a row for KTO into (prompt, answer, whether the answer is desirable)."""
     if problem := _prompt_problem(row):
         raise DataError(problem)
@@ -296,13 +296,13 @@ class RankedAnswers:
     levels: list[float]  # the difference between two is the margin of their comparison
 
 
-def ranked_answers(row: Row) -> RankedAnswers:
+def parse_ranked_row(row: Row) -> RankedAnswers:
     """Split a row for a reward model. Raises Tie if no answer is preferred to another.
 
     Without ratings, each answer is preferred to the later ones, and all margins are 0.
     """
     if row.get("answers") is None:
-        prompt, chosen, rejected = preference_pair(row)
+        prompt, chosen, rejected = parse_preference_row(row)
         margin = row.get("margin")
         if margin is not None and not _is_number(margin):
             raise DataError(f"field margin is {describe_value(margin)}, not a number")
@@ -322,13 +322,13 @@ def ranked_answers(row: Row) -> RankedAnswers:
     if len(ratings) != len(answers):
         raise DataError(f"field ratings has {len(ratings)} numbers for {len(answers)} answers")
     if len(set(ratings)) == 1:
-        raise Tie("field ratings has equal numbers only, so no answer is preferred")
+        raise TiedAnswers("field ratings has equal numbers only, so no answer is preferred")
     order = sorted(range(len(answers)), key=lambda number: -ratings[number])
     rated = [float(ratings[number]) for number in order]
     return RankedAnswers(row["prompt"], [answers[number] for number in order], rated, rated)
 
 
-def labelled_steps(row: Row) -> tuple[Any, list[str], list[float]]:
+def parse_step_row(row: Row) -> tuple[Any, list[str], list[float]]:
     """Split a row for a process reward model into (prompt, steps, labels). Labels go from 0 (wrong) to 1 (right)."""
     steps, labels = row.get("completions"), row.get("labels")
     problems = [_prompt_problem(row)]
@@ -355,10 +355,10 @@ def labelled_steps(row: Row) -> tuple[Any, list[str], list[float]]:
 
 
 _PARSERS: dict[RowKind, Callable[[Row], Any]] = {
-    "dpo": preference_pair,
-    "kto": labelled_answer,
-    "rw": ranked_answers,
-    "prm": labelled_steps,
+    "dpo": parse_preference_row,
+    "kto": parse_labelled_row,
+    "rw": parse_ranked_row,
+    "prm": parse_step_row,
 }
 """Kind of training -> function that splits a row into its fields, and raises DataError if the row is not valid."""
 
@@ -386,7 +386,7 @@ def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) ->
     prompt.
     """
     if prompt is None:
-        if n := shared_length(with_joined_text(chosen), with_joined_text(rejected)):
+        if n := common_prefix_length(with_joined_text(chosen), with_joined_text(rejected)):
             return chosen[:n], chosen[n:], rejected[n:]
         fault = "field prompt is missing, and chosen and rejected begin with different messages"
         raise DataError(f"{fault}; give a prompt, or conversations that share their first messages")
@@ -396,7 +396,7 @@ def _split_conversations(prompt: Any, chosen: list[Any], rejected: list[Any]) ->
     return messages, chosen[n:], rejected[n:]
 
 
-def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     pairs = zip(one, other, strict=False)
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -405,7 +405,7 @@ def join_names(names: Iterable[Any]) -> str:
     return ", ".join(printable(str(name)) for name in names)
 
 
-def json_problem(error: ValueError | RecursionError) -> str:
+def describe_json_error(error: ValueError | RecursionError) -> str:
     """Describe in a few words why json.loads raised an error."""
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.removesuffix(' at')} at character {error.colno}"

@@ -19,8 +19,8 @@ from areno.config.reward import StepScore
 from areno.data.control_tokens import control_tokens
 from areno.data.encode import RenderedRow, Text, encode_continuations
 from areno.data.encode_ahead import CHUNK
-from areno.data.row_rendering import rendered_prompt, tools_of
-from areno.data.row_schema import Rows, labelled_steps, rows_at
+from areno.data.row_rendering import render_checked_prompt, tools_of
+from areno.data.row_schema import Rows, parse_step_row, rows_at
 from areno.errors import DataError, Key, Problem
 from areno.models.config import TransformerConfig
 from areno.types import AnswersItem, TrainSequence
@@ -96,8 +96,8 @@ def render_steps(tokenizer: Any, row: Mapping[str, Any], index: int, separator: 
     prompt_mask is False only at the last token of each separator, where `returns` has the label of the step. A step
     that already ends with the separator gets no second one.
     """
-    prompt, steps, labels = labelled_steps(row)
-    rendered = rendered_prompt(tokenizer, prompt, None, tools_of(row))
+    prompt, steps, labels = parse_step_row(row)
+    rendered = render_checked_prompt(tokenizer, prompt, None, tools_of(row))
     rest = [separator, *(step.removesuffix(separator) for step in steps)]
     joins = control_tokens(tokenizer).adds_no_space
     texts: list[Text] = [(rendered, tokenizer.chat_template is None), *((text, False) for text in rest if joins)]
@@ -116,7 +116,7 @@ def render_steps(tokenizer: Any, row: Mapping[str, Any], index: int, separator: 
 
 
 @dataclass(frozen=True)
-class StepReader:
+class StepEncoder:
     """Encodes answers for a process reward model, and reduces the scores of their steps to rewards."""
 
     tokenizer: Any

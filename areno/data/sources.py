@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig, set_name_problems
+from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig, eval_set_name_problems
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import VERIFIERS
@@ -76,7 +76,7 @@ def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tup
     if given is None:
         rows = load_rows(config, kind, key)
     else:
-        rows, config = check_dataset(given, kind, key), replace(config, path=None, loader=None)
+        rows, config = prepare_script_rows(given, kind, key), replace(config, path=None, loader=None)
     if isinstance(config, ValidSetConfig) and config.max_rows is not None and config.max_rows < len(rows):
         rows = rows_at(rows, range(config.max_rows))
     return rows, config
@@ -100,7 +100,7 @@ def valid_sets(config: ExperimentConfig, given: Any) -> list[ValidSet]:
         return [ValidSet(name, of, None) for name, of in (section.by_name() if section else {}).items()]
     if not isinstance(given, Mapping):
         given = {"": given}
-    elif problems := [Problem("valid_dataset", text) for text in set_name_problems(given)]:
+    elif problems := [Problem("valid_dataset", text) for text in eval_set_name_problems(given)]:
         raise ConfigError(problems)
     at_once = None if isinstance(config, PolicyExperimentConfig) else train.batch_size
     default = section or ValidSetConfig(batch_size=at_once, max_length=train.max_length)
@@ -116,7 +116,7 @@ def check_valid_sources(config: ValidDatasetConfig | None) -> None:
     all_of(*(partial(check_source, of, ValidSet(name, of, None).key) for name, of in sets.items()))
 
 
-def check_dataset(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
+def prepare_script_rows(rows: Any, kind: RowKind, key: str = "train_dataset") -> Rows:
     """Check rows that a script passes in, and convert them to areno's form."""
     if problem := rows_problem(rows):
         raise DataError(Problem(key, problem))
@@ -291,7 +291,7 @@ def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) ->
     repo, _, rest = path.partition(":")
     name, _, own_split = rest.partition(":")
     offline = datasets.config.HF_HUB_OFFLINE
-    reachable = not offline and hub_answers()
+    reachable = not offline and is_hub_reachable()
     if not reachable:  # the cache can still be used, and offline mode avoids half a minute of retries
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
@@ -307,7 +307,7 @@ def _read_hub(path: str, split: str, setting: str, kwargs: Mapping[str, Any]) ->
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = offline
 
 
-def hub_answers(timeout_s: float = 5.0) -> bool:
+def is_hub_reachable(timeout_s: float = 5.0) -> bool:
     """Return whether the hub can be reached through the configured proxies."""
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     answered = threading.Event()
@@ -334,7 +334,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def load_environment(spec: str, key: str) -> Any:
-    """Load the verifiers environment that `spec`, "verifiers:NAME", names. It must use chat messages."""
+    """Load the environment NAME of `spec`, which is "verifiers:NAME". It must use chat messages."""
     name = spec.removeprefix(VERIFIERS)
     try:
         import verifiers

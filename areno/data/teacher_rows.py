@@ -12,13 +12,13 @@ from areno.data.chat_template import render_generation_prompt
 from areno.data.dataset_formats import MAX_CHECKED
 from areno.data.encode import RenderedRow
 from areno.data.row_rendering import render_prompt
-from areno.data.row_schema import Rows, TooLong, name_problem, row_problem
+from areno.data.row_schema import Rows, RowTooLong, choice_problem, row_problem
 from areno.errors import DataError, Key
 from areno.types import PromptItem
 
 
 @dataclass(frozen=True)
-class TeacherRows:
+class TeacherRowRenderer:
     """Checks and encodes the rows of a run with a teacher."""
 
     names: tuple[str, ...]  # of several teachers
@@ -30,7 +30,7 @@ class TeacherRows:
 
     def check(self, row: Any) -> None:
         """Raise DataError if a row lacks a field that the run needs for its teacher."""
-        if self.names and (problem := name_problem(row, self.by, self.names)):
+        if self.names and (problem := choice_problem(row, self.by, self.names)):
             raise DataError("{} ({})", problem, Key("teacher.by"))
         if self.prompt_key is not None and (problem := row_problem(row, "prompt", self.prompt_key)):
             raise DataError("{}, which {} asks for", problem, Key("teacher.prompt_key"))
@@ -52,7 +52,7 @@ class TeacherRows:
                 [problem] = error.problems
                 raise DataError("row {}: " + problem.template, index, *problem.args) from error
 
-    def draft(
+    def render(
         self, tokenizer: Any, row: Mapping[str, Any], index: int, thinking: bool | None
     ) -> RenderedRow[PromptItem]:
         """Render a row and the teacher's prompt. `finish` raises TooLong if the prompt is too long for an answer."""
@@ -69,15 +69,17 @@ class TeacherRows:
                 text = "field {} ({}) has {} tokens, which leave no room for {} tokens of an answer ({}) in the "
                 text += "model's context of {}"
                 keys = Key("teacher.prompt_key"), Key("gconfig.max_new_tokens")
-                raise TooLong(len(item_tokens), text, key, keys[0], len(item_tokens), room, keys[1], self.context_len)
+                raise RowTooLong(
+                    len(item_tokens), text, key, keys[0], len(item_tokens), room, keys[1], self.context_len
+                )
             item.teacher_tokens = item_tokens
             return item
 
         return RenderedRow([*own.texts, (rendered, tokenizer.chat_template is None)], finish)
 
 
-def teacher_rows(config: Any, context_len: int) -> TeacherRows | None:
-    """Return the `TeacherRows` of a run. None if its rows need no fields for a teacher."""
+def teacher_row_renderer(config: Any, context_len: int) -> TeacherRowRenderer | None:
+    """Return the `TeacherRowRenderer` of a run. None if its rows need no fields for a teacher."""
     teacher = config.teacher if isinstance(config, PolicyExperimentConfig) else None
     if teacher is None:
         return None
@@ -85,6 +87,6 @@ def teacher_rows(config: Any, context_len: int) -> TeacherRows | None:
     needs_answer = isinstance(config, DistillExperimentConfig) and config.on_policy_share < 1
     if not (names or teacher.prompt_key is not None or needs_answer):
         return None
-    return TeacherRows(
+    return TeacherRowRenderer(
         names, teacher.by or "", teacher.prompt_key, needs_answer, context_len, config.gconfig.max_new_tokens
     )

@@ -92,10 +92,10 @@ def _find_omissions(
 ) -> tuple[int | None, Omissions]:
     """Return (index of the first message that is not rendered, or None; omissions). See `check_rendered`."""
     marks = [_Marks(at) for at in range(len(messages))]
-    marked = [own.message(each, own.at in trained) for own, each in zip(marks, messages, strict=True)]
+    marked = [own.mark_message(each, own.at in trained) for own, each in zip(marks, messages, strict=True)]
     text, found = rendered_or_none(tokenizer, marked, tools, thinking, opened, **variables), Omissions({}, {})
     for own, message in zip(marks, messages, strict=True):
-        if text is None or not (missing := own.missing(text)):
+        if text is None or not (missing := own.first_missing_part(text)):
             continue
         if own.at in trained:
             found.in_talk[own.at] = missing
@@ -104,7 +104,7 @@ def _find_omissions(
         if is_answer or own.at < last:
             stop = own.at + 1 if is_answer else last
             shorter = rendered_or_none(tokenizer, marked[:stop], tools, thinking, not is_answer, **variables)
-            if shorter is None or not (missing := own.missing(shorter)):
+            if shorter is None or not (missing := own.first_missing_part(shorter)):
                 continue
         if own.at not in trained:
             return own.at, found
@@ -133,22 +133,22 @@ class _Marks:
         self.at = at
         self._names: dict[str, str] = {}  # mark -> name of its part
 
-    def message(self, message: Message, trained: bool) -> Message:
+    def mark_message(self, message: Message, trained: bool) -> Message:
         """Return the message with marks. If `trained`, they replace all its parts, otherwise only its text."""
         if not trained:
             is_marked = message["content"].strip() and not message.get("tool_calls")
-            return {**message, "content": self._value("the text", _MARK)} if is_marked else message
+            return {**message, "content": self._mark_value("the text", _MARK)} if is_marked else message
         pieces = _split_at_think_tags(message["content"])
-        pieces[::2] = [self._value(f"a part of messages[{self.at}].content", piece) for piece in pieces[::2]]
+        pieces[::2] = [self._mark_value(f"a part of messages[{self.at}].content", piece) for piece in pieces[::2]]
         marked = {**message, "content": "".join(pieces)}
         for name in REASONING:
             if isinstance(message.get(name), str):
-                marked[name] = self._value(f"the reasoning of messages[{self.at}]", message[name])
+                marked[name] = self._mark_value(f"the reasoning of messages[{self.at}]", message[name])
         if calls := message.get("tool_calls"):
-            marked["tool_calls"] = [self._call(f"tool_calls[{n}]", call) for n, call in enumerate(calls)]
+            marked["tool_calls"] = [self._mark_call(f"tool_calls[{n}]", call) for n, call in enumerate(calls)]
         return marked
 
-    def missing(self, text: str) -> str | None:
+    def first_missing_part(self, text: str) -> str | None:
         """Return the name of a part whose mark is missing in a rendered text, None if there is no such part."""
         absent = [name for mark, name in self._names.items() if mark not in text]
         of_calls = [name for name in self._names.values() if name.startswith("tool_calls")]
@@ -157,22 +157,22 @@ class _Marks:
             return f"the tool calls of messages[{self.at}]" if are_all else f"a part of messages[{self.at}].{absent[0]}"
         return absent[0] if absent else None
 
-    def _call(self, name: str, call: Any) -> Any:
+    def _mark_call(self, name: str, call: Any) -> Any:
         if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
             return call
         given = function.get("arguments")
-        arguments = self._value(name, decoded_arguments(given))
+        arguments = self._mark_value(name, decoded_arguments(given))
         if isinstance(given, str) and not isinstance(arguments, str):
             arguments = json.dumps(arguments)
-        function = {**function, "name": self._value(name, function.get("name")), "arguments": arguments}
+        function = {**function, "name": self._mark_value(name, function.get("name")), "arguments": arguments}
         return {**call, "function": function}
 
-    def _value(self, name: str, value: Any) -> Any:
+    def _mark_value(self, name: str, value: Any) -> Any:
         """Replace texts, keys and numbers in a JSON value by marks of the part `name`. Blank texts stay."""
         if isinstance(value, Mapping):
-            return {self._value(name, key): self._value(name, each) for key, each in value.items()}
+            return {self._mark_value(name, key): self._mark_value(name, each) for key, each in value.items()}
         if isinstance(value, list | tuple):
-            return [self._value(name, each) for each in value]
+            return [self._mark_value(name, each) for each in value]
         is_blank = isinstance(value, str) and not value.strip()
         if is_blank or isinstance(value, bool) or not isinstance(value, str | int | float):
             return value
@@ -200,7 +200,7 @@ def content_and_reasoning(message: Mapping[str, Any]) -> list[str]:
 
 
 def missing_text(message: Mapping[str, Any], answer: str, at: int) -> str | None:
-    """Return a part of `message`, by name, whose text the trained text `answer` lacks. None if it lacks none.
+    """Return a part of `mark_message`, by name, whose text the trained text `answer` lacks. None if it lacks none.
 
     White space and think tags do not count.
     """

@@ -28,7 +28,7 @@ def render_sequence(tokenizer: Any, text: str, spans: Spans, *, plain: bool = Fa
 
     `plain` is for a text without a chat template: the tokenizer adds its special tokens, and eos ends the sequence.
     """
-    divide = _encode_parts_apart if control_tokens(tokenizer).adds_no_space else _encode_parts_with_prefix
+    divide = _split_parts if control_tokens(tokenizer).adds_no_space else _split_parts_with_prefix
     texts, join = divide(tokenizer, text, spans, plain)
     eos = tokenizer.eos_token_id or 0
 
@@ -44,7 +44,7 @@ def render_sequence(tokenizer: Any, text: str, spans: Spans, *, plain: bool = Fa
     return RenderedRow(texts, finish)
 
 
-def _encode_parts_apart(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
+def _split_parts(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
     """Return the texts to encode, each trained part by itself, and a function that joins their tokens."""
     pieces, at = list[tuple[str, bool]](), 0
     for start, end in spans:
@@ -55,8 +55,8 @@ def _encode_parts_apart(tokenizer: Any, text: str, spans: Spans, plain: bool) ->
     return texts, lambda found: [(tokens, trained) for tokens, (_, trained) in zip(found, pieces, strict=True)]
 
 
-def _encode_parts_with_prefix(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
-    """Like `_encode_parts_apart`, for tokenizers that add a space at the start: encode a part with the text before it.
+def _split_parts_with_prefix(tokenizer: Any, text: str, spans: Spans, plain: bool) -> tuple[list[Text], Join]:
+    """Like `_split_parts`, for tokenizers that add a space at the start: encode a part with the text before it.
 
     The text before a part begins with the control token that ends the previous part. This token is encoded with each of
     the two parts, and dropped from the later one.

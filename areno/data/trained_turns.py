@@ -19,9 +19,9 @@ from areno.config.datasets import ChangedTurns
 from areno.data.chat_template import END_THINK, THINK, render, with_content_parts
 from areno.data.control_tokens import control_token_texts, control_tokens
 from areno.data.messages import REASONING, template_messages
-from areno.data.row_schema import VARIABLES, is_trained, shared_length
+from areno.data.row_schema import VARIABLES, common_prefix_length, is_trained
 from areno.data.template_omissions import Omissions, check_rendered, content_and_reasoning, missing_text, reasoning_of
-from areno.data.turn_ends import end_of_control_tokens, first_control_token, is_model_end, turn_ends
+from areno.data.turn_ends import end_of_control_tokens, first_control_token, is_model_end_token, turn_ends
 from areno.errors import DataError, Key
 
 Spans = list[tuple[int, int]]
@@ -181,7 +181,7 @@ class _Conversation:
         return render(self.tokenizer, self.messages[:at], self._tools, thinking, True)
 
     def _turn_after_prompt(self, at: int, message: Any) -> Turn | None:
-        """Return the turn of messages[at] after its prompt. None if the turn does not continue the prompt."""
+        """Return the text that messages[at] adds to its prompt. None if the rendered text does not begin so."""
         if not at:
             return None
         talk, prompt = [*self.messages[:at], message], self._rendered_prompt(at, self._thinking)
@@ -247,7 +247,7 @@ class _Conversation:
         token = self._ends.end_token_before(role)
         if not token and text and not is_last and (more := self.render(self.messages[: at + 2])).startswith(text):
             token = first_control_token(more[len(text) :], control_token_texts(self.tokenizer))
-        if is_last and not (token and is_model_end(self.tokenizer, token)):
+        if is_last and not (token and is_model_end_token(self.tokenizer, token)):
             token = self.tokenizer.eos_token
         if not token:
             text = f"the chat template writes no token at the end of messages[{at}], so a model would not learn to stop"
@@ -299,13 +299,13 @@ class _Conversation:
             for switch, opened in [(None, False), (None, True), (self._thinking, True)]
         )
         after = text[content_end:]
-        shared = max(shared_length(tail, after) for tail in tails)
+        shared = max(common_prefix_length(tail, after) for tail in tails)
         return content_end + shared if after.startswith(history) and shared > len(history) else None
 
     def _content_ends(self, text: str, messages: list[Any], numbers: list[int]) -> dict[int, int]:
         """Return {index of a message: index in `text` after its content}, for the messages in `numbers`.
 
-        If not all of them can be found, those of the assistant are tried alone. Raises DataError if that fails, too.
+        If not all ends can be found, only assistant messages are tried again. Raises DataError if that fails, too.
         """
         of_assistant = [at for at in numbers if messages[at]["role"] == "assistant"]
         for some in (numbers, of_assistant):

@@ -13,7 +13,7 @@ from typing import Any
 
 from areno.data.chat_template import render
 from areno.data.control_tokens import control_token_texts
-from areno.data.row_schema import shared_length
+from areno.data.row_schema import common_prefix_length
 from areno.errors import DataError
 
 _MARK = f"7{secrets.randbits(80)}7"  # digits, which no template changes
@@ -44,12 +44,12 @@ class TurnEnds:
         return (self.follows or {}).get("tool" if role == "tool" else "user", "")
 
 
-def set_model_ends(tokenizer: Any, ids: Iterable[int]) -> None:
+def set_model_end_ids(tokenizer: Any, ids: Iterable[int]) -> None:
     """Store in the tokenizer the end tokens that a model's config.json and generation_config.json list."""
     tokenizer.model_end_ids = frozenset(ids)
 
 
-def is_model_end(tokenizer: Any, token: str) -> bool:
+def is_model_end_token(tokenizer: Any, token: str) -> bool:
     """Return whether the files of the model list a token as an end token."""
     return tokenizer.convert_tokens_to_ids(token) in vars(tokenizer).get("model_end_ids", ())
 
@@ -86,7 +86,7 @@ def _find_turn_ends(tokenizer: Any) -> TurnEnds:
         _text_after_mark(tokenizer, answer),
         _text_after_mark(tokenizer, answer, {"role": "user", "content": "c"}),
     )
-    end = closing[: end_of_control_tokens(closing, names, shared_length(closing, continued))]
+    end = closing[: end_of_control_tokens(closing, names, common_prefix_length(closing, continued))]
     if not end and (token := first_control_token(continued, names)):
         follows["user"] = token
     function = {"name": "f", "arguments": {"a": _MARK}}
@@ -99,9 +99,11 @@ def _find_turn_ends(tokenizer: Any) -> TurnEnds:
         call_closing = closing
     else:
         last = max((name for name in names if call_closing.rstrip().endswith(name)), key=len, default="")
-        n_shared = shared_length(call_closing.rstrip(), answered)
+        n_shared = common_prefix_length(call_closing.rstrip(), answered)
         following = first_control_token(answered[n_shared:], names)
-        if following and (not last or (is_model_end(tokenizer, following) and not is_model_end(tokenizer, last))):
+        if following and (
+            not last or (is_model_end_token(tokenizer, following) and not is_model_end_token(tokenizer, last))
+        ):
             follows["tool"], last = following, ""
         call_closing, call_end = call_closing[call_closing.rfind(last) :] if last else "", last
     source = re.sub(r"\{#.*?#\}|enable_thinking", "", tokenizer.chat_template, flags=re.DOTALL)

@@ -14,7 +14,7 @@ TokenBudgets = dict[str, dict[str, int]]
 """Role -> {"train": tokens, "score": tokens}: the largest number of tokens in a micro-batch, on one device."""
 
 
-class ChosenBudgets:
+class ChosenTokenBudgets:
     """Keeps the largest number of tokens per micro-batch (the budget) by role and phase.
 
     `choose` returns the budgets that each rank has chosen, and the smallest of them counts. Set `are_due` after a model
@@ -40,10 +40,10 @@ class ChosenBudgets:
                     of_ranks = [of_rank[name][each] for of_rank in chosen]
                     known[each] = min(*of_ranks, known.get(each, of_ranks[0]))
             if self.tokens != before:
-                logger.info("%s", budgets_in_words(self.tokens))
+                logger.info("%s", format_budgets(self.tokens))
         return self.tokens[role][phase]
 
-    def lower(self, role: str, phase: str, n_halvings: int) -> None:
+    def halve(self, role: str, phase: str, n_halvings: int) -> None:
         """Halve a budget `n_halvings` times, as the workers have done when memory ran out, and log a warning."""
         if n_halvings:
             before = self.tokens[role][phase]
@@ -59,7 +59,7 @@ class ChosenBudgets:
             )
 
 
-def budgets_in_words(budgets: TokenBudgets) -> str:
+def format_budgets(budgets: TokenBudgets) -> str:
     of_roles = []
     for role, tokens in budgets.items():
         of_phases = ", ".join(f"{n:,} ({phase})" for phase, n in tokens.items())

@@ -5,7 +5,7 @@ always add in a fixed order, and their random numbers depend on counters, not on
 settings. Some CUDA operations of torch add in the order in which threads arrive. cuBLAS may split a product
 according to the workspace of the stream. NCCL may reduce inside the network switch.
 
-`Threads` sets the number of threads on a CPU. For small passes of a tiny model, one thread is faster than several.
+`CpuThreads` sets the number of threads on a CPU. For small passes of a tiny model, one thread is faster than several.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def without_deterministic_mode() -> Iterator[None]:
 
 
 @contextmanager
-def nondeterministic_operations_named() -> Iterator[None]:
+def explain_nondeterminism_errors() -> Iterator[None]:
     """Turn torch's error about a nondeterministic operation into an EngineError that names it."""
     try:
         yield
@@ -130,7 +130,7 @@ def nondeterministic_operations_named() -> Iterator[None]:
         ) from error
 
 
-class Threads:
+class CpuThreads:
     """Sets how many CPU threads torch uses for the models of this rank. No effect on a CUDA device.
 
     The ranks of a machine share its threads. `size` returns the number of parameters of the largest model. With
@@ -140,9 +140,9 @@ class Threads:
     def __init__(self, device: torch.device, n_ranks: int, size: Callable[[], int], one_number: bool):
         self._on_cpu, self._size, self._one_number = device.type == "cpu", size, one_number
         self._most = max(1, torch.get_num_threads() // n_ranks)
-        self.set()
+        self.set_for_decoding()
 
-    def set(self) -> None:
+    def set_for_decoding(self) -> None:
         """Set the number of threads for decoding, after the models have changed."""
         if self._on_cpu:
             torch.set_num_threads(1 if self._size() < _ONE_BELOW else self._most)
@@ -154,4 +154,4 @@ class Threads:
         try:
             yield
         finally:
-            self.set()
+            self.set_for_decoding()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.config.models import MicroBatchSpec
-from areno.cost.remedies import Option, joined_by_or, training_remedies
+from areno.cost.remedies import Option, join_by_or, training_remedies
 from areno.errors import EngineError, Key
 from areno.specs.role import RoleSpec
 
@@ -54,7 +54,7 @@ def total_memory_bytes(device: Any, n_sharing: int) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // n_sharing
 
 
-class RolloutCollector:
+class RolloutGarbageCollector:
     """Tunes Python's garbage collector for rollouts. Call `begin` and `end` around each rollout phase."""
 
     def __init__(self) -> None:
@@ -177,11 +177,11 @@ def out_of_memory_hint(when: str, advice: Callable[[], Iterable[tuple[Any, ...]]
         options = list(advice())
         values = [arg() if callable(arg) else arg for arg in args] + [arg for _, *args in options for arg in args]
         raise EngineError(
-            f"out of device memory {when} ({said}): {joined_by_or([o[0] for o in options])}", *values
+            f"out of device memory {when} ({said}): {join_by_or([o[0] for o in options])}", *values
         ) from error
 
 
-def training_hint(
+def training_memory_hint(
     role: RoleSpec,
     mb_spec: MicroBatchSpec,
     fitting: Callable[[], str],

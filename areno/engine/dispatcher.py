@@ -46,20 +46,20 @@ def _group_by_prompt(requests: Sequence[GenerationRequest]) -> list[GenerationRe
     """
     places: dict[object, int] = {}
 
-    def place(request: GenerationRequest) -> int:
+    def group_index(request: GenerationRequest) -> int:
         # The end of a prompt tells prompts apart. Reading all of it would take long for 100,000 tokens.
         key = id(request) if request.begun is not None else (len(request.prompt), *request.prompt[-_TAIL:])
         return places.setdefault(key, len(places))
 
-    return sorted(requests, key=place)
+    return sorted(requests, key=group_index)
 
 
 class Dispatcher:
     """Distributes requests over the data-parallel replicas of a model. It only keeps records, and sends nothing.
 
-    The engine sends the requests that `take_due` returns. If `choose_to_rebalance` returns a replica, the engine asks
-    it to return unstarted samples. If `fixed`, the distribution depends on the requests alone, not on which replica
-    finishes first.
+    The engine sends the requests that `take_due_requests` returns. If `choose_to_rebalance` returns a replica, the
+    engine asks it to return unstarted samples. If `fixed`, the distribution depends on the requests alone, not on which
+    replica finishes first.
     """
 
     def __init__(self, n_replicas: int, fixed: bool = False):
@@ -90,7 +90,7 @@ class Dispatcher:
         return not self._of_request
 
     @property
-    def n_missing_by_request(self) -> dict[int, int]:
+    def n_unfinished_by_request(self) -> dict[int, int]:
         """Number of unfinished samples, by request id."""
         return {id_: sum(part.missing for part in parts) for id_, parts in self._of_request.items()}
 
@@ -130,7 +130,7 @@ class Dispatcher:
             for first, end in itertools.pairwise(bounds)
         ]
 
-    def take_due(self) -> list[tuple[int, list[GenerationRequest]]]:
+    def take_due_requests(self) -> list[tuple[int, list[GenerationRequest]]]:
         """Return the queued requests that can be sent now, as (rank, requests) pairs, and record them as sent."""
         found: dict[int, list[GenerationRequest]] = {}
         while self._queue:

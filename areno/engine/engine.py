@@ -19,15 +19,21 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.cost.prefix_sharing import PrefixSharing
 from areno.cost.token_budget import SCORE, TRAIN
-from areno.engine.chosen_token_budgets import ChosenBudgets
+from areno.engine.chosen_token_budgets import ChosenTokenBudgets
 from areno.engine.device_memory import process_resident_bytes
 from areno.engine.dispatcher import Dispatcher
 from areno.engine.processes.workers import start_workers
 from areno.engine.reports import EngineInfo
 from areno.engine.requests import RequestLimits, check_params
 from areno.engine.sampling import SamplingEngine
-from areno.engine.train.checked_rows import TOP, masks_of_rows, read_tokens, read_training_rows, routes_of_rows
-from areno.engine.train.micro_batches import divide_rows, divide_steps, keep_old_logprobs, sharing_beside_teachers
+from areno.engine.train.checked_rows import (
+    TOP,
+    read_prompt_masks,
+    read_routes_to_score,
+    read_tokens,
+    read_training_rows,
+)
+from areno.engine.train.micro_batches import divide_rows, divide_steps, sharing_with_teachers, store_old_logprobs
 from areno.errors import CheckpointError, EngineError, Key
 from areno.models.registry import load_config
 from areno.specs.engine import EngineSpec
@@ -58,7 +64,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         self._train_sharing: dict[str, PrefixSharing] = {
             "actor": self.info.sharing
         }  # when training shares prefixes, by role
-        self._budgets = ChosenBudgets(lambda: self._call("token_budgets"))
+        self._budgets = ChosenTokenBudgets(lambda: self._call("token_budgets"))
         self._rollouts: list[RolloutSpec] = []  # that the budgets take into account
         self.train_seconds = 0.0
         self._writes_state = False
@@ -74,7 +80,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """
         for name, spec in roles.items():
             if name in self._roles and self._roles[name] != spec:
-                raise EngineError(self._roles[name].difference(name, spec))
+                raise EngineError(self._roles[name].mismatch_message(name, spec))
         for name, spec in roles.items():
             if name not in self._roles:
                 if self.limits is not None:
@@ -92,7 +98,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
     def release_role(self, role: str) -> None:
         """Free the memory of a role other than the actor. Its trained weights are lost unless they were saved."""
-        self._role_with_head(role)
+        self._require_head(role)
         if role == "actor":
             raise EngineError("the actor cannot be released, only a role of ensure_roles; close the engine instead")
         self._call("release_role", role)
@@ -105,7 +111,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """Number of optimizer updates applied to the actor. 0 for newly loaded weights. `load_state` restores it."""
         return self._call("weights_version")[0]
 
-    def _role_with_head(self, name: str, head: str | None = None) -> RoleSpec:
+    def _require_head(self, name: str, head: str | None = None) -> RoleSpec:
         """Return the spec of a role that must have this head ("scores": "value" or "step"). Else raises EngineError."""
         if not isinstance(name, str) or name not in self._roles:
             raise EngineError(
@@ -160,7 +166,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         Raises DataError for an invalid row, before anything is trained. Raises EngineError if the role cannot be
         trained, a rollout phase is open, or memory runs out.
         """
-        spec = self._role_with_head(role)
+        spec = self._require_head(role)
         if spec.optimizer is None:
             if role == "actor":
                 raise EngineError("this engine was built without an optimizer and cannot train the actor")
@@ -177,9 +183,9 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         if divergence is not None and TOP[0] not in checked.fields:
             teachers = list(dict.fromkeys(teacher or divergence.role for teacher in checked.teachers))
             for teacher in teachers:
-                self._role_with_head(teacher, "lm")
+                self._require_head(teacher, "lm")
             rules = [self._train_sharing[teacher] for teacher in teachers]
-            sharing = sharing_beside_teachers(sharing, rules, checked, layout.cp_size)
+            sharing = sharing_with_teachers(sharing, rules, checked, layout.cp_size)
         shares = divide_steps(
             checked, update, layout.n_data_parallel_groups, spec.section, info.cost, layout.cp_size, sharing
         )
@@ -187,8 +193,8 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         with self._poll_lock:
             results = self.workers.call_each("train", args)
         self.train_seconds = max(result.seconds for result in results)
-        self._budgets.lower(role, TRAIN, max(result.n_halvings for result in results))
-        keep_old_logprobs(rows, shares, results[:: layout.cp_size])
+        self._budgets.halve(role, TRAIN, max(result.n_halvings for result in results))
+        store_old_logprobs(rows, shares, results[:: layout.cp_size])
         return results[0].stats
 
     def skip_updates(self, role: str, n: int) -> dict[str, float]:
@@ -210,8 +216,8 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         `sampling`. The forward pass uses `routes`, the recorded experts of the actor's tokens, if they are given.
         """
         of_rows = {
-            "routes": routes_of_rows(routes, token_rows, self.info.routes, role),
-            "prompt_masks": masks_of_rows(prompt_masks, token_rows),
+            "routes": read_routes_to_score(routes, token_rows, self.info.routes, role),
+            "prompt_masks": read_prompt_masks(prompt_masks, token_rows),
         }
         return self._score("logprobs", role, token_rows, mb_spec, of_rows, sampling=sampling or SamplingConfig())
 
@@ -223,9 +229,11 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """Return the output of a reward model's value head at the last token of each row."""
         return self._score("rewards", role, token_rows, mb_spec)
 
-    def steps(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
+    def step_probabilities(
+        self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None
+    ) -> list[np.ndarray]:
         """Return the probability of the label "right" after each token. Rows must be shorter than the context."""
-        self._role_with_head(role, "step")
+        self._require_head(role, "step")
         # A value is aligned with the token after it, so that the last token needs one after it, too.
         scored = self._score("values", role, [[*row, row[-1]] for row in token_rows], mb_spec)
         return [1 / (1 + np.exp(-values[1:].astype(np.float64))) for values in scored]
@@ -246,7 +254,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         Raises ConfigError, DataError or GrammarError for an invalid request. Raises EngineError if a request cannot be
         served, there is too little memory, or the model computes no finite numbers.
         """
-        self._role_with_head(role, "lm")
+        self._require_head(role, "lm")
         if not requests:
             return []
         info, copies = self._infos.get(role, self.info), self.spec.layout.dp_size
@@ -285,7 +293,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
         `of_rows` maps names of arguments to sequences with one item per row. `more` are equal for all rows.
         """
-        self._role_with_head(role, {"logprobs": "lm", "values": "scores", "rewards": "value"}[what])
+        self._require_head(role, {"logprobs": "lm", "values": "scores", "rewards": "value"}[what])
         info, sharing = self._infos.get(role, self.info), self._train_sharing[role]
         shares, tokens = divide_rows(rows, self.spec.layout.n_data_parallel_groups, info, sharing)
         given = {name: values for name, values in of_rows.items() if values is not None}
@@ -306,7 +314,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         with self._poll_lock:
             results = self.workers.call_each("score", [each for each in args for _ in range(n_together)])[::n_together]
         scored = [values for values, _ in results]
-        self._budgets.lower(role, SCORE, max(n_halvings for _, n_halvings in results))
+        self._budgets.halve(role, SCORE, max(n_halvings for _, n_halvings in results))
         pairs = zip(itertools.chain(*shares), itertools.chain(*scored), strict=True)
         return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]
 
@@ -315,14 +323,15 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
 
         A model with a value head is saved as a ...ForSequenceClassification model of transformers, and a process reward
         model as a ...ForTokenClassification model. Trained LoRA adapters are saved without the base model, as a folder
-        of peft, unless `merge` is True. With `background`, files are written after the call returns. Then poll `saved`.
+        of peft, unless `merge` is True. With `background`, files are written after the call returns. Then poll
+        `is_saved`.
         """
-        self._role_with_head(role)
+        self._require_head(role)
         self._call("save", folder, role, background, merge)
 
-    def saved(self) -> bool:
+    def is_saved(self) -> bool:
         """Return whether all files that `save` writes in the background are complete. Raises CheckpointError once."""
-        return all(self._call("saved"))
+        return all(self._call("is_saved"))
 
     # -- sizes of micro-batches ------------------------------------------------------------------------------------
 
@@ -362,12 +371,12 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         The training state holds float32 master weights, optimizer moments and the number of updates, at the time of
         this call. Each rank writes its own shard. Raises EngineError if an earlier state is not completely written.
         """
-        if not self.state_written():
+        if not self.is_state_written():
             raise EngineError("a state is being written already; wait for it with state_written(wait=True)")
         self._call("save_state", str(folder), with_moments)
         self._writes_state = True
 
-    def state_written(self, wait: bool = False) -> bool:
+    def is_state_written(self, wait: bool = False) -> bool:
         """Return whether the files of the last `save_state` are complete. True if there was none.
 
         Raises CheckpointError once if they could not be written. The engine can still be used.
@@ -377,7 +386,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             raise CheckpointError("the run state was not written: the workers were lost meanwhile")
         while self._writes_state:
             try:
-                self._writes_state = not all(self._call("state_written"))
+                self._writes_state = not all(self._call("is_state_written"))
             except Exception:
                 self._writes_state = False
                 raise
@@ -417,18 +426,18 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         """Return the host memory that the driver and all workers have in use."""
         return (process_resident_bytes() + self.workers.host_bytes()) / 2**30
 
-    def begin_kernels(self) -> None:
-        self._call("begin_kernels")
+    def begin_kernel_profile(self) -> None:
+        self._call("begin_kernel_profile")
 
-    def end_kernels(self, name: str) -> None:
-        self._call("end_kernels", name)
+    def end_kernel_profile(self, name: str) -> None:
+        self._call("end_kernel_profile", name)
 
     def write_memory_snapshots(self, name: str) -> None:
         self._call("write_memory_snapshot", name)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the devices have finished all work, for exact timing. `train` may return before that."""
-        self._call("wait")
+        self._call("synchronize")
 
     def restart(self) -> None:
         """Restart the workers after a WorkerLost, with the same roles, loaded from their folders.

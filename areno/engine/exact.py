@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from areno.errors import EngineError, Key
 from areno.kernels.adapters import add_lora
-from areno.kernels.backend import use_triton
+from areno.kernels.backend import can_use_triton
 from areno.kernels.fixed_order import row_multiple
 from areno.kernels.matmul import FixedOrderMatmul
 from areno.layers.adapter import Adapter
@@ -81,7 +81,7 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
         if isinstance(module, _PRODUCTS):
             module.fixed_order = found[module.weight.shape]
     for adapter in adapters:
-        adapter.in_order = use_triton(adapter.a)
+        adapter.in_order = can_use_triton(adapter.a)
     _check_adapters(adapters, 1)
     return "products without a split up to " + ", ".join(
         f"{max(how.triton_rows, how.library_rows)} rows ({o}x{i}, {how.triton_rows} of them by Triton)"
@@ -143,7 +143,7 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
     if Triton is needed and missing.
     """
     x_NI, weight_OI = _random_input(_CUDA_ROWS, module.weight), module.weight
-    dtype = module.product(x_NI[:1]).dtype
+    dtype = module.matmul(x_NI[:1]).dtype
     as_ever = FixedOrderMatmul()
     all_NO = as_ever(x_NI, weight_OI, dtype)
 
@@ -158,7 +158,7 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
         return as_ever
     by_library, by_triton = FixedOrderMatmul(library_rows=split[-1]), FixedOrderMatmul(triton_rows=split[-1])
     library_can = not sizes_that_differ(by_library)
-    if not use_triton(x_NI):
+    if not can_use_triton(x_NI):
         if library_can:
             return by_library
         raise EngineError(

@@ -184,11 +184,11 @@ class TimeLimit:
             self._timer.cancel()
 
 
-class Streams:
+class OutputStreams:
     """Delivers the outputs of an engine's requests to their readers in event loops (consumers).
 
-    A thread polls the workers while there is a consumer. `poll_once` must pass each output to `take`, and an error to
-    `fail`. `lock` guards the consumers.
+    A thread polls the workers while there is a consumer. `poll_once` must pass each output to `store_output`, and an
+    error to `fail_all`. `lock` guards the consumers.
     """
 
     def __init__(self, poll_once: Callable[[], Any], lock: threading.RLock):
@@ -224,8 +224,8 @@ class Streams:
             consumer.abandoned = True
             return consumer in self._consumers.values()  # not by id: a later request may have the same id
 
-    def take(self, output: GenerationOutput, is_last: bool) -> bool:
-        """Store an output until `deliver_taken`. Returns False if its request has no consumer. Needs the lock."""
+    def store_output(self, output: GenerationOutput, is_last: bool) -> bool:
+        """Store an output until `deliver_stored`. Returns False if its request has no consumer. Needs the lock."""
         consumer = self._consumers.get(output.request_id)
         if consumer is None:
             return False
@@ -234,24 +234,24 @@ class Streams:
         self._taken.setdefault(consumer.loop, []).append((consumer, output))
         return True
 
-    def deliver_taken(self) -> None:
+    def deliver_stored(self) -> None:
         """Deliver the stored outputs, waking each event loop once. The caller must hold the lock."""
         taken, self._taken = self._taken, {}
         for loop, items in taken.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed, so its consumers are gone
                 loop.call_soon_threadsafe(_put_into_queues, items)
 
-    def fail(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         """Raise an error in every consumer when it is next read, and forget the consumers."""
         with self._lock:
             for consumer in self._consumers.values():
                 self._taken.setdefault(consumer.loop, []).append((consumer, error))
             self._consumers.clear()
-            self.deliver_taken()
+            self.deliver_stored()
 
     def end(self, error: Exception) -> None:
-        """Call `fail`, and wait until the polling thread has ended."""
-        self.fail(error)
+        """Call `fail_all`, and wait until the polling thread has ended."""
+        self.fail_all(error)
         if (thread := self._thread) is not None:
             thread.join()
 
@@ -327,7 +327,7 @@ class RequestBatcher:
             burst = self._pending[loop] = _PendingBatch(loop, self._submit_all, lambda: loop in self._expected)
         submitted = burst.add((request, consumer))
         if len(burst.waiting) == self._announced.get(loop):
-            burst.end()
+            burst.submit()
         await submitted
 
     def _should_wait(self, loop: asyncio.AbstractEventLoop) -> bool:
@@ -393,20 +393,20 @@ class _PendingBatch:
         self.waiting.append((stream, future))
         return future
 
-    def end(self) -> None:
+    def submit(self) -> None:
         self._timer.cancel()
         self._has_ended = True
         self._done(self)
 
     def _start_timer(self) -> None:
-        self._timer = self.loop.call_at(self._last_at + PAUSE_S, self._read_first)
+        self._timer = self.loop.call_at(self._last_at + PAUSE_S, self._check_after_reads)
 
-    def _read_first(self) -> None:
+    def _check_after_reads(self) -> None:
         # A busy loop may hold requests that it has not read yet. They come first: one round of the loop reads them, and
         # the next round runs their handlers.
-        self.loop.call_soon(lambda: self.loop.call_soon(self._end_if_complete))
+        self.loop.call_soon(lambda: self.loop.call_soon(self._submit_if_complete))
 
-    def _end_if_complete(self) -> None:
+    def _submit_if_complete(self) -> None:
         if self._has_ended:
             return
         now = self.loop.time()
@@ -415,7 +415,7 @@ class _PendingBatch:
         if now < min(self._last_at + PAUSE_S, self._first_at + _MOST_S):
             self._start_timer()
         else:
-            self.end()
+            self.submit()
 
 
 def _settle_futures(waiting: Sequence[tuple[_Stream, asyncio.Future[None]]], error: Exception | None) -> None:

@@ -92,7 +92,7 @@ def set_anchor() -> None:
         _clock.set_anchor()
 
 
-def settle() -> None:
+def record_finished_phases() -> None:
     if _clock is not None and trace.active:
         _clock.record_finished_phases()
 
@@ -138,7 +138,7 @@ class Profiler:
         except OSError as error:
             logger.warning("worker %d: the snapshot %s was not written: %s", self._rank, path, error)
 
-    def begin_kernels(self) -> None:
+    def begin_kernel_profile(self) -> None:
         import torch
         from torch.profiler import ProfilerActivity, profile
 
@@ -148,8 +148,8 @@ class Profiler:
         self._profile = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * on_cuda)])
         self._profile.start()
 
-    def end_kernels(self, name: str) -> None:
-        """Write what was recorded since `begin_kernels` to <folder>/kernels-<name>-rank<N>.json.gz."""
+    def end_kernel_profile(self, name: str) -> None:
+        """Write what was recorded since `begin_kernel_profile` to <folder>/kernels-<name>-rank<N>.json.gz."""
         found, self._profile = self._profile, None
         if found is None or self._spec is None:
             return

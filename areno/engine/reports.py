@@ -68,11 +68,11 @@ class DraftCounts:
         return DraftCounts(*map(sum, zip(*found, strict=True)))
 
     @property
-    def acceptance(self) -> float:
+    def acceptance_rate(self) -> float:
         """Share of the drafted tokens that were accepted, 0 without drafts."""
         return self.accepted / max(1, self.drafted)
 
     @property
-    def step_share(self) -> float:
+    def drafted_step_share(self) -> float:
         """Share of the decode steps that verified drafts, 0 without steps."""
         return self.draft_steps / max(1, self.steps)

@@ -12,8 +12,8 @@ import numpy as np
 from areno import trace
 from areno.engine.reports import RolloutStats
 from areno.errors import ConfigError, EngineError, Key, Problem
-from areno.schema.fields import partial_section, problems_between, settings
-from areno.schema.values import InvalidValue, show
+from areno.schema.fields import partial_section, section_problems, settings
+from areno.schema.values import InvalidValue, format_value
 from areno.types import BegunCompletion, GenerationOutput, GenerationRequest, SamplingParams
 
 
@@ -92,7 +92,7 @@ class RequestLimits:
                 continue
             least, most = min(ids), max(ids)
             if least < 0 or most >= self.vocab_size:
-                wrong = show(int(least if least < 0 else most))
+                wrong = format_value(int(least if least < 0 else most))
                 why = f"{field} holds the token id {wrong}; the model's vocabulary is 0..{self.vocab_size - 1}"
                 raise _refusal(request, field, why, *(["check {}", key] if key else []))
 
@@ -130,11 +130,11 @@ def check_params(params: SamplingParams) -> None:
             known[name] = field.convert(value)
             # `convert` also accepts a number written as text, for files. In a script this is a mistake.
             if known[name] != value:
-                raise InvalidValue(f"is {show(value)}; expected {field.type_text}")
+                raise InvalidValue(f"is {format_value(value)}; expected {field.type_text}")
         except InvalidValue as error:
             known.pop(name, None)
             problems.append(Problem(name, str(error)))
-    problems += problems_between(partial_section(SamplingParams, known))
+    problems += section_problems(partial_section(SamplingParams, known))
     if problems:
         raise ConfigError([problem.under("SamplingParams") for problem in problems])
     if len(_known_good) >= _MAX_KNOWN:
@@ -170,7 +170,7 @@ def version_range(versions: Sequence[int]) -> dict[str, int]:
     return {"weights_version": first} | ({"last_weights_version": last} if last != first else {})
 
 
-def requests_of_rest(
+def continuation_requests(
     request: GenerationRequest, parked: Iterable[GenerationOutput], ids: Iterator[int]
 ) -> list[GenerationRequest]:
     """Return requests, with new ids, that continue the unfinished samples `parked` of a request.

@@ -23,7 +23,7 @@ from areno.config.teacher import Divergence
 from areno.cost import remedies
 from areno.cost.footprint import Footprint, footprint_of
 from areno.cost.kv_cache import WantedCache
-from areno.cost.remedies import check_fits, check_host_memory
+from areno.cost.remedies import check_device_memory, check_host_memory
 from areno.cost.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.engine import device_memory
 from areno.engine.chosen_token_budgets import TokenBudgets
@@ -36,7 +36,7 @@ from areno.engine.train.optimizer_offload import PINNED_BYTES
 from areno.engine.train.teacher import TeacherPasses
 from areno.errors import ConfigError, EngineError, Key
 from areno.files.paths import name_model_setting_in_errors
-from areno.kernels.backend import is_before_ampere, runs_triton
+from areno.kernels.backend import is_before_ampere, supports_triton
 from areno.models.adapters import (
     adapter_weights,
     add_adapters,
@@ -53,7 +53,7 @@ from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
-from areno.specs.shared_models import is_base_of_actor, roles_to_load, same_folder, share_base
+from areno.specs.shared_models import have_same_base, have_same_folder, is_base_of_actor, roles_to_load
 
 
 class OffloadedBuffers:
@@ -88,7 +88,7 @@ class OffloadedBuffers:
                 buffer.free_on_device(changed=training)
 
     def host_copies(self, buffer: Tensor) -> list[Tensor]:
-        """Return the host tensors that together hold an offloaded buffer. On CUDA copies may still be in progress."""
+        """Return the host tensors that together hold an offloaded buffer. On CUDA, copies may be in progress."""
         return [copy for each in self._params if each.holds(buffer) for copy in each.copies]
 
 
@@ -260,9 +260,9 @@ class Roles:
             with name_model_setting_in_errors(role.key):
                 configs[name] = load_config(role.path, role.head, needs_head=role.needs_head)
         itemsize = getattr(torch, self.spec.dtype).itemsize
-        footprint = footprint_of(self.spec, configs, roles, itemsize, runs_triton(self.context.device))
+        footprint = footprint_of(self.spec, configs, roles, itemsize, supports_triton(self.context.device))
         footprint = replace(footprint, host_bytes=self._host_bytes)
-        check_fits(footprint, self._device_bytes)
+        check_device_memory(footprint, self._device_bytes)
         check_host_memory(footprint, self.spec.n_ranks_on_machine(self.context.rank))
         return footprint
 
@@ -296,7 +296,7 @@ class Roles:
         if is_base_of_actor(spec, self.spec.actor):
             return Role(spec, self._roles["actor"].backend, OffloadedBuffers(), is_base=True, owner="actor")
         for name, role in self._roles.items():
-            if share_base(spec, role.spec):
+            if have_same_base(spec, role.spec):
                 return _with_own_adapters(role.owner or name, role, spec)
         context, is_actor = self.context, not self._roles
         key = Key(spec.key)
@@ -314,7 +314,7 @@ class Roles:
             config = load_config(spec.path, spec.head, needs_head=spec.needs_head)
             config = replace(config, hf=spec.with_own_fields(config.hf))
             if not is_actor:
-                config = self._sized_like_actor(config, spec, key)
+                config = self._with_actor_vocab_size(config, spec, key)
             if not is_actor and (problems := layout_problems(config, self.spec.layout, f"the model of {key}")):
                 raise ConfigError(problems)
             placed = spec.lora is not None  # frozen weights stay in place; without adapters all move to one buffer
@@ -331,7 +331,7 @@ class Roles:
                 spec, backend, _offloaded_buffers(backend, keeps_weights=is_actor) if leaves else OffloadedBuffers()
             )
 
-    def _sized_like_actor(self, config: TransformerConfig, spec: RoleSpec, key: Key) -> TransformerConfig:
+    def _with_actor_vocab_size(self, config: TransformerConfig, spec: RoleSpec, key: Key) -> TransformerConfig:
         """Return `config`, with the actor's vocabulary size if the role is a teacher with common token ids.
 
         The vocabulary shard of each rank then has the same token ids in both models. Raises EngineError if another
@@ -364,7 +364,7 @@ class Roles:
         the actor's weights yet. An actor with adapters never changes its weights. If the role has a value head, which
         the actor lacks, the head is set to zero.
         """
-        own, actor = same_folder(spec, self.spec.actor), self._roles.get("actor")
+        own, actor = have_same_folder(spec, self.spec.actor), self._roles.get("actor")
         optimizer = actor.backend.optimizer if actor else None
         if spec.random_init:
             model.init_weights(self.spec.seed)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 from areno.engine.dispatcher import Dispatcher
-from areno.engine.output_streams import Consumer, FairLock, RequestBatcher, RunningClock, Streams, TimeLimit
+from areno.engine.output_streams import Consumer, FairLock, OutputStreams, RequestBatcher, RunningClock, TimeLimit
 from areno.engine.processes.workers import WorkerGroup
 from areno.engine.reports import DraftCounts, EngineInfo, RolloutStats
 from areno.engine.requests import OnProgress, RequestLimits, check_params, trace_request
@@ -38,7 +38,7 @@ class SamplingEngine:
         # Streams poll from a thread of their own. `_poll_lock` gives the workers to one thread at a time.
         # `_records_lock` guards the records of requests below. It is never held for long.
         self._poll_lock, self._records_lock = FairLock(), threading.RLock()
-        self.streams = Streams(self._poll_for_streams, self._records_lock)
+        self.streams = OutputStreams(self._poll_for_streams, self._records_lock)
         self.batcher = RequestBatcher(self._submit_streams, lambda: self.dispatcher.is_idle, self.info.device != "cpu")
         self._ready: list[GenerationOutput] = []  # outputs that belong to no stream, for the next poll
         self._failure: Exception | None = None  # that the thread of the streams met, for the next poll
@@ -101,7 +101,7 @@ class SamplingEngine:
                     raise EngineError(f"request id {request.request_id} is already under way; ids must differ")
                 max_new_by_request[request.request_id] = self.limits.max_new(request)
             self.dispatcher.add(requests, max_new_by_request)
-            self._send_due()
+            self._send_due_requests()
 
     def check_request(self, request: GenerationRequest) -> None:
         """Raise ConfigError or DataError if sampling parameters or the prompt of a request are invalid."""
@@ -112,8 +112,8 @@ class SamplingEngine:
         if not (is_plain and min(prompt) >= 0 and max(prompt) < self.info.vocab_size):
             read_tokens(prompt, "prompt", self.info.vocab_size)
 
-    def _send_due(self) -> None:
-        for rank, batch in self.dispatcher.take_due():
+    def _send_due_requests(self) -> None:
+        for rank, batch in self.dispatcher.take_due_requests():
             self.workers.call_nowait(rank, "submit", batch)
 
     def abort(self, request_id: int) -> None:
@@ -151,20 +151,20 @@ class SamplingEngine:
                 self._deliver(self.dispatcher.count_received(outputs))
                 if (ask := self.dispatcher.choose_to_rebalance(self.workers.stats())) is not None:
                     rank, n_samples = ask
-                    self.workers.call_nowait(rank, "return_waiting", n_samples)
-                self._send_due()
+                    self.workers.call_nowait(rank, "drop_waiting", n_samples)
+                self._send_due_requests()
         except Exception as error:
-            self.streams.fail(error)
+            self.streams.fail_all(error)
             raise
 
     def _deliver(self, outputs: Iterable[GenerationOutput]) -> None:
         """Pass each output to its stream or to `poll`. The caller must hold `_records_lock`."""
         for output in outputs:
-            if not self.streams.take(output, is_last=output.request_id not in self.dispatcher):
+            if not self.streams.store_output(output, is_last=output.request_id not in self.dispatcher):
                 self._ready.append(output)
             elif output.phases:  # the caller of `generate` has more to say of its samples, so it traces them itself
                 trace_request(output)
-        self.streams.deliver_taken()
+        self.streams.deliver_stored()
 
     def _poll_for_streams(self) -> None:
         self.clock.wait(_TURN_S)  # a suspended worker in this process would return at once
@@ -213,12 +213,12 @@ class SamplingEngine:
                 if unfinished and self.streams.abandon(consumer):
                     self.abort(request.request_id)
 
-    def hold(self) -> None:
+    def hold_decoding(self) -> None:
         """Decode only in calls of `advance` until the rollout phase ends.
 
         The set of tokens that a call samples then depends on the requests alone, and not on the clock.
         """
-        self._call("hold")
+        self._call("hold_decoding")
 
     def advance(self, n_finished: int, n_steps: int | None = None) -> tuple[list[GenerationOutput], list[RolloutStats]]:
         """Decode in a held phase until each replica has `n_finished` finished samples or has run `n_steps`.
@@ -231,7 +231,7 @@ class SamplingEngine:
         outputs, stats = zip(*self._call("advance", n_finished, n_steps), strict=True)
         with self._records_lock:
             finished = self._with_callers_ids(outputs)
-            self._send_due()
+            self._send_due_requests()
         return finished, list(stats)
 
     def park(self) -> list[GenerationOutput]:

@@ -20,16 +20,16 @@ from areno import heartbeat
 from areno.config.teacher import Divergence
 from areno.cost import remedies
 from areno.cost.flops import TokenCost
-from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_verify_drafts, verification_rows
+from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, max_verification_rows, may_verify_drafts
 from areno.cost.prefix_sharing import PrefixSharing
 from areno.engine import device_memory as memory
 from areno.engine import profiling
 from areno.engine.chosen_token_budgets import TokenBudgets
-from areno.engine.decoder.caches import kv_cache_blocks
+from areno.engine.decoder.caches import n_kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.decoder.draft_length import step_costs
 from areno.engine.decoder.ngram_drafts import NgramDrafter
-from areno.engine.deterministic import Threads, nondeterministic_operations_named, without_deterministic_mode
+from areno.engine.deterministic import CpuThreads, explain_nondeterminism_errors, without_deterministic_mode
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.reports import EngineInfo, RolloutStats
 from areno.engine.requests import RequestLimits
@@ -42,9 +42,9 @@ from areno.engine.train.teacher import TeacherPasses, Teachers
 from areno.errors import EngineError
 from areno.kernels.attention import choose_backend
 from areno.kernels.backend import check_dtype
-from areno.models.adapters import adapter_table, adapter_writes, refresh_adapters
+from areno.models.adapters import adapter_table, adapter_writers, refresh_adapters
 from areno.models.transformer import Transformer
-from areno.models.weights import TableEntry, checkpoint_table, file_writes, write_all
+from areno.models.weights import CheckpointEntry, checkpoint_table, file_writers, write_all
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
 from areno.specs.rollout import RolloutSpec
@@ -68,14 +68,14 @@ class Worker:
         self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice)
         self.actor = self.roles.actor
         n_ranks = spec.n_ranks_on_machine(context.rank)
-        self._threads = Threads(
+        self._threads = CpuThreads(
             context.device, n_ranks, self.roles.largest_parameter_count, one_number=spec.engine.exact
         )
         self.roles["actor"].backend.pass_threads = self._threads.for_pass
         self.decoder: Decoder | None = None
         self._decoder_spec: RolloutSpec | None = None
         self._is_held = False
-        self._garbage = memory.RolloutCollector()
+        self._garbage = memory.RolloutGarbageCollector()
         self.states = StateCheckpointer(self.roles)
         self._writer = ThreadPoolExecutor(1, "areno-writer")
         self._saving: list[Future[None]] = []
@@ -153,7 +153,7 @@ class Worker:
         )
         reserved = self.roles.footprint.max_extra_bytes_in_use if spec.keeps_cache else 0
         with memory.out_of_memory_hint("making the KV cache", lambda: options):
-            n_blocks = kv_cache_blocks(
+            n_blocks = n_kv_cache_blocks(
                 model, self.spec, wanted, self.free_bytes, reserved, beside_actor=self.decoder is not None
             )
             return Decoder(
@@ -173,11 +173,11 @@ class Worker:
             return None
         costs = step_costs(
             _n_table_elements(checkpoint_table(self.actor)),
-            verification_rows(self._max_running(spec)),
+            max_verification_rows(self._max_running(spec)),
             on_cuda=on_cuda,
             use_graphs=bool(decoder.runner.all_graphs),
         )
-        self._drafter.begin(costs)
+        self._drafter.begin_rollout(costs)
         return self._drafter
 
     @cached_property
@@ -193,10 +193,10 @@ class Worker:
 
     def _max_running(self, spec: RolloutSpec) -> int:
         """Return the largest number of samples that decode at the same time on this data-parallel rank."""
-        return self.spec.layout.samples_per_copy(spec.max_running)
+        return self.spec.layout.samples_per_replica(spec.max_running)
 
     def _wanted_cache(self, spec: RolloutSpec) -> WantedCache:
-        routes = self._route_shape if self.spec.keeps_routes(spec.role) else None
+        routes = self._route_shape if self.spec.records_routes(spec.role) else None
         return WantedCache.for_rollout(
             self._sampled_model(spec).config,
             self.dtype.itemsize,
@@ -231,14 +231,14 @@ class Worker:
             for request_id in request_ids:
                 self.decoder.abort(request_id)
 
-    def return_waiting(self, n_samples: int) -> None:
+    def drop_waiting(self, n_samples: int) -> None:
         if self.decoder is not None:
-            self.decoder.return_waiting(n_samples)
+            self.decoder.drop_waiting(n_samples)
 
-    def hold(self) -> None:
+    def hold_decoding(self) -> None:
         """Stop decoding until the rollout phase ends, except in `advance`.
 
-        Drafting is off, because the number of tokens after a number of steps must not depend on drafts.
+        Drafting is off, so that the number of tokens after a number of steps does not depend on settings of drafts.
         """
         self._is_held = True
         if self.decoder is not None:
@@ -246,11 +246,11 @@ class Worker:
 
     def suspend(self) -> list[int]:
         """Interrupt all samples but keep them in the decoder. Returns the number of tokens of each started sample."""
-        self.hold()
+        self.hold_decoding()
         if self.decoder is None:
             return []
         self.decoder.reset_cache()
-        return self.decoder.n_tokens_of_waiting
+        return self.decoder.waiting_completion_lens
 
     def resume(self) -> None:
         self._is_held = False
@@ -307,13 +307,13 @@ class Worker:
             self.decoder = self._decoder_spec = None
             memory.free_unused_memory()  # runner and graphs refer to each other, so only the collector frees them
 
-    def tidy(self) -> None:
+    def release_departed_blocks(self) -> None:
         """Release the KV blocks that the samples of an ended rollout phase still hold.
 
         Otherwise the next phase would do so, which takes milliseconds for thousands of samples.
         """
         if self.decoder is not None and not self._garbage.in_rollout:
-            self.decoder.release_departed()
+            self.decoder.release_departed_blocks()
 
     def weights_version(self) -> int:
         """Return the number of optimizer updates applied to the actor."""
@@ -327,18 +327,18 @@ class Worker:
         rank could not load the model.
         """
         self.end_rollout(drop=True)
-        self.states.forget()
+        self.states.free_buffers()
         self.roles.load(name, spec)
-        self._threads.set()
+        self._threads.set_for_decoding()
         if name not in self.roles:
             return PrefixSharing()
         self.roles[name].backend.pass_threads = self._threads.for_pass
         return self.roles[name].backend.train_sharing
 
     def release_role(self, name: str) -> None:
-        self.states.forget()
+        self.states.free_buffers()
         self.roles.release(name)
-        self._threads.set()
+        self._threads.set_for_decoding()
 
     def train(self, role: str, steps: list[StepMicroBatches], loss_fn: LossFn, update: UpdateSpec) -> TrainResult:
         """Apply optimizer steps to a role's model, on this rank's rows. The statistics contain `memory_gib`, too."""
@@ -350,7 +350,7 @@ class Worker:
                 hold = partial(self._hold_teacher, divergence)
                 teachers = stack.enter_context(Teachers(hold, divergence.role))
             backend = stack.enter_context(self.roles[role].on_device(training=True))
-            stack.enter_context(nondeterministic_operations_named())
+            stack.enter_context(explain_nondeterminism_errors())
             result = backend.train(steps, loss_fn, update, teachers)
         result.stats["memory_gib"] = self.memory_gib()
         result.seconds = time.perf_counter() - started
@@ -367,7 +367,7 @@ class Worker:
     ) -> tuple[list[Any], int]:
         """Call TrainBackend.logprobs, .values or .rewards. Also returns how often micro-batches were halved."""
         profiling.set_anchor()
-        with self.roles[role].on_device() as backend, nondeterministic_operations_named():
+        with self.roles[role].on_device() as backend, explain_nondeterminism_errors():
             methods = {"logprobs": backend.logprobs, "values": backend.values, "rewards": backend.rewards}
             return methods[what](token_rows, **settings), backend.n_halvings
 
@@ -410,15 +410,15 @@ class Worker:
         how["pin_memory"] = background and self.context.device.type == "cuda"
         with self.roles[role].on_device() as backend:
             if lora is None or merge:
-                writes = file_writes(backend.model, folder, ends=self.spec.turn_ends_of(role), **how)
+                writes = file_writers(backend.model, folder, ends=self.spec.turn_end_ids_of(role), **how)
             else:
-                writes = adapter_writes(backend.model, folder, adapters=lora.adapters, base=lora.base, **how)
+                writes = adapter_writers(backend.model, folder, adapters=lora.adapters, base=lora.base, **how)
             if background:
                 self._saving.append(self._writer.submit(write_all, folder, list(writes)))
             else:
                 write_all(folder, writes)
 
-    def saved(self) -> bool:
+    def is_saved(self) -> bool:
         """Return whether every rank has written the files of `save`. All ranks must call this.
 
         If this rank could not write its files, raises CheckpointError once, after all ranks have stopped writing.
@@ -435,8 +435,8 @@ class Worker:
     def save_state(self, folder: str, with_moments: bool = True) -> None:
         self.states.save(Path(folder), with_moments)
 
-    def state_written(self) -> bool:
-        return self.states.written()
+    def is_state_written(self) -> bool:
+        return self.states.is_written()
 
     def load_state(self, folder: str, with_moments: bool = True) -> None:
         self.states.load(Path(folder), with_moments)
@@ -463,16 +463,16 @@ class Worker:
         found, self._peaks[event] = self._peaks[event], 0.0
         return found
 
-    def begin_kernels(self) -> None:
-        self._profiler.begin_kernels()
+    def begin_kernel_profile(self) -> None:
+        self._profiler.begin_kernel_profile()
 
-    def end_kernels(self, name: str) -> None:
-        self._profiler.end_kernels(name)
+    def end_kernel_profile(self, name: str) -> None:
+        self._profiler.end_kernel_profile(name)
 
     def write_memory_snapshot(self, name: str) -> None:
         self._profiler.write_snapshot(name)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         if self.context.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -482,5 +482,5 @@ def _spec_of_shared_decoder(spec: RolloutSpec) -> RolloutSpec:
     return replace(spec, max_running=spec.n_slots, decoder=replace(spec.decoder, speculation="off"))
 
 
-def _n_table_elements(table: Sequence[TableEntry]) -> int:
+def _n_table_elements(table: Sequence[CheckpointEntry]) -> int:
     return sum(math.prod(entry.part.full_shape) for entry in table)

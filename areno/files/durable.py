@@ -180,7 +180,7 @@ def remove(path: Path) -> None:
 
 
 class BackgroundCall:
-    """Runs one function call at a time in a background thread. If a call fails, the next method raises the error."""
+    """Runs one function call at a time in a background thread. If it fails, the next method raises the error."""
 
     def __init__(self, name: str):
         self._thread = ThreadPoolExecutor(1, name)

@@ -1,8 +1,8 @@
 """Handle Ctrl-C, SIGTERM and SIGUSR1.
 
-Between `begin` and `end`, while a command imports its modules, Ctrl-C ends the process with one line and exit code 130
-instead of a traceback. `Stop` delays a signal until a point where no work is lost. It delays only the first signal, and
-for at most LIMIT_S seconds.
+From `exit_on_interrupt` to `raise_on_interrupt`, while a command imports its modules, Ctrl-C ends the process with one
+line and exit code 130 instead of a traceback. `InterruptDelay` delays a signal until a point where no work is lost. It
+delays only the first signal, and for at most LIMIT_S seconds.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _COMMANDS = ("bench", "cli", "recipes")  # packages of areno
 _WITH_VALUE = ("-W", "-X")  # options of Python
 
 
-def begin() -> None:
+def exit_on_interrupt() -> None:
     """If this process is a command of areno, let Ctrl-C end it at once, and switch garbage collection off."""
     if is_command(sys.orig_argv[1:]) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_interrupted)
         gc.disable()  # a command would search what it imports, which is no garbage, for a twentieth of its start
 
 
-def end() -> None:
-    """Undo `begin`: Ctrl-C raises KeyboardInterrupt, garbage is collected. Commands call this after their imports."""
+def raise_on_interrupt() -> None:
+    """Undo `exit_on_interrupt`: Ctrl-C raises KeyboardInterrupt, garbage is collected."""
     if signal.getsignal(signal.SIGINT) is _exit_interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.freeze()
@@ -65,7 +65,7 @@ class Terminated(KeyboardInterrupt):
     """Raised on SIGTERM or SIGUSR1. It derives from KeyboardInterrupt, so that code for Ctrl-C handles it, too."""
 
 
-def terminate(number: int, frame: FrameType | None) -> None:
+def raise_terminated(number: int, frame: FrameType | None) -> None:
     """Raise Terminated. Commands of areno install it as the handler of SIGTERM and SIGUSR1."""
     raise Terminated
 
@@ -92,12 +92,12 @@ def reraise_interrupts() -> Iterator[None]:
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: found for number, found in before.items() if callable(found)}
 
-    def take(number: int, frame: FrameType | None) -> None:
+    def record_signal(number: int, frame: FrameType | None) -> None:
         received.append(number)
         before[number](number, frame)
 
     try:
-        with signal_handlers(take, *before):
+        with signal_handlers(record_signal, *before):
             yield
     except Exception:
         if not received:
@@ -106,14 +106,15 @@ def reraise_interrupts() -> Iterator[None]:
         before[received[0]](received[0], None)
 
 
-class Stop:
-    """Delays the first interrupt signal within a `with` block until `check` or `interruptible` is called.
+class InterruptDelay:
+    """Delays the first signal within a `with` block until `raise_if_interrupted` or `interruptible` is called.
 
     A second signal interrupts at once, and a delayed signal interrupts after LIMIT_S seconds.
 
-    A signal is delayed only if its handler raises KeyboardInterrupt, as Python's handler for Ctrl-C and `terminate` do.
-    So in a script without these handlers SIGTERM still ends the process. Outside the main thread nothing is delayed.
-    `report` is called in the signal handler with a message in UTF-8, and must not take a lock. None writes to stderr.
+    A signal is delayed only if its handler raises KeyboardInterrupt, as Python's handler for Ctrl-C and
+    `raise_terminated` do. So in a script without these handlers SIGTERM still ends the process. Outside the main thread
+    nothing is delayed. `report` is called in the signal handler with a message in UTF-8, and must not take a lock. None
+    writes to stderr.
     """
 
     def __init__(self, report: Callable[[bytes], object] | None = None) -> None:
@@ -123,11 +124,11 @@ class Stop:
         self._is_interruptible = False
         self._timer: threading.Timer | None = None
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> InterruptDelay:
         self._received = None
         if threading.current_thread() is threading.main_thread():
             found = {number: signal.getsignal(number) for number in SIGNALS}
-            self._before = {n: f for n, f in found.items() if f in (signal.default_int_handler, terminate)}
+            self._before = {n: f for n, f in found.items() if f in (signal.default_int_handler, raise_terminated)}
             for number in self._before:
                 signal.signal(number, self._on_signal)
         return self
@@ -138,7 +139,7 @@ class Stop:
             signal.signal(number, handler)
         self._before = {}
 
-    def check(self) -> None:
+    def raise_if_interrupted(self) -> None:
         """Raise KeyboardInterrupt if a signal was delayed."""
         if self._received is not None and self._timer is not None:
             self._cancel_timer()
@@ -147,7 +148,7 @@ class Stop:
     @contextmanager
     def interruptible(self) -> Iterator[None]:
         """Let signals interrupt at once, for long work that may be abandoned at any time."""
-        self.check()
+        self.raise_if_interrupted()
         self._is_interruptible = True
         try:
             yield

@@ -35,10 +35,10 @@ def absolute_or_none(folder: str | Path | None) -> Path | None:
 
 @contextmanager
 def name_model_setting_in_errors(key: str) -> Iterator[None]:
-    """Change a CheckpointError that is raised in the block, so that it is about the setting `key`.
+    """Let CheckpointErrors of a `with` block name the setting `key`.
 
     The code that reads models raises errors about the setting actor.path. Use this function where the model comes from
-    another setting. It replaces actor.path by `key`, and adds `key` to problems that name no setting.
+    another setting. In their messages, `key` replaces actor.path, and is added to problems that name no setting.
     """
     try:
         yield

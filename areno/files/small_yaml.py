@@ -28,7 +28,7 @@ class YamlFault(ValueError):
     """Raised for YAML that cannot be read or is too large. The message is one line without the name of the file."""
 
 
-def plain_yaml(path: Path) -> Any:
+def load_yaml(path: Path) -> Any:
     """Read a YAML file as dictionaries, lists and scalars. Returns None if it does not exist or is empty.
 
     Numbers are read as Hydra reads them, so 1e-6 is a float. Interpolations (`${...}`) are not resolved and stay text.

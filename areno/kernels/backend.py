@@ -35,7 +35,7 @@ class HostCopy:
     tensor: Tensor
     ready: torch.cuda.Event | None = None
 
-    def wait(self) -> np.ndarray:
+    def result(self) -> np.ndarray:
         if self.ready is not None:
             self.ready.synchronize()
         return self.tensor.numpy()
@@ -52,17 +52,17 @@ def to_host(x: Tensor) -> HostCopy:
     return HostCopy(host, ready)
 
 
-def use_triton(x: Tensor) -> bool:
-    return runs_triton(x.device)
+def can_use_triton(x: Tensor) -> bool:
+    return supports_triton(x.device)
 
 
-def runs_triton(device: torch.device) -> bool:
-    return ((device.type == "cuda" and compiles_for(device)) or is_triton_interpreted()) and is_installed()
+def supports_triton(device: torch.device) -> bool:
+    return ((device.type == "cuda" and can_compile_triton(device)) or is_triton_interpreted()) and is_triton_installed()
 
 
 def kernel_module_for(x: Tensor, package: str) -> Any:
     """Import the module `triton` of a kernel package, or its module `reference` if Triton cannot run on x's device."""
-    return importlib.import_module(f"{package}.{'triton' if use_triton(x) else 'reference'}")
+    return importlib.import_module(f"{package}.{'triton' if can_use_triton(x) else 'reference'}")
 
 
 def dispatch_by_device(reference: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
@@ -77,12 +77,12 @@ def dispatch_by_device(reference: Callable[_Given, _Result]) -> Callable[_Given,
 
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         x = next(each for each in args if isinstance(each, Tensor))
-        return vars(importlib.import_module(kernels if use_triton(x) else module))[name](*args, **kwargs)
+        return vars(importlib.import_module(kernels if can_use_triton(x) else module))[name](*args, **kwargs)
 
     return call
 
 
-def capability(device: torch.device | str) -> tuple[int, int] | None:
+def compute_capability(device: torch.device | str) -> tuple[int, int] | None:
     """Return (major, minor) of a GPU. None for other devices, and if this machine does not have the GPU."""
     if torch.device(device).type != "cuda" or torch.version.hip is not None:
         return None
@@ -94,12 +94,12 @@ def capability(device: torch.device | str) -> tuple[int, int] | None:
 
 def is_before_ampere(device: torch.device | str) -> bool:
     """Return whether a device is an NVIDIA GPU without bfloat16, TF32 and flash attention, such as a V100 or T4."""
-    found = capability(device)
+    found = compute_capability(device)
     return found is not None and found < AMPERE
 
 
 def is_hopper(device: torch.device | str) -> bool:
-    return (capability(device) or (0, 0))[0] == 9
+    return (compute_capability(device) or (0, 0))[0] == 9
 
 
 def default_dtype(devices: Iterable[torch.device | str]) -> torch.dtype:
@@ -123,9 +123,9 @@ def gpu_description(device: torch.device | str) -> str:
 
 
 @functools.cache
-def compiles_for(device: torch.device) -> bool:
+def can_compile_triton(device: torch.device) -> bool:
     """Return whether Triton compiles for a device. False for GPUs before Volta, True for a GPU that is missing."""
-    found = capability(device)
+    found = compute_capability(device)
     return found is None or found >= VOLTA
 
 
@@ -134,5 +134,5 @@ def is_triton_interpreted() -> bool:
 
 
 @functools.cache
-def is_installed() -> bool:
+def is_triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None

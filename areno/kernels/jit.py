@@ -6,7 +6,7 @@ same options. Functions that kernels call keep `triton.jit`.
 
 `launch_gluon` launches a kernel in Gluon, the lower-level language of Triton, in which a kernel says when it copies and
 when it waits. Gluon is experimental: a release of Triton may lack it, or fail to compile a kernel. So each of these
-kernels has the same results as a kernel in Triton, which runs where `runs_gluon` or `launch_gluon` returns False.
+kernels has the same results as a kernel in Triton, which runs where `can_run_gluon` or `launch_gluon` returns False.
 
 `pdl_options`, `launch_dependents` and `wait_for_previous` use CUDA's PDL. A decoding step launches hundreds of kernels
 that take a few microseconds each, with a gap of about one microsecond between two kernels. In a chain of kernels with
@@ -41,7 +41,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from areno.kernels.backend import capability, is_hopper
+from areno.kernels.backend import compute_capability, is_hopper
 
 try:  # names that the kernels in Gluon import from here, so that all of them exist or none
     from triton.experimental import gluon  # noqa: F401
@@ -72,7 +72,7 @@ os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
     """Return whether a device has PDL (compute capability 9.0), and Triton compiles for it and has PDL."""
-    if (capability(device) or (0, 0)) < (9, 0):
+    if (compute_capability(device) or (0, 0)) < (9, 0):
         return False
     if not isinstance(wait_for_previous, triton.JITFunction):  # the interpreter runs
         return False
@@ -121,7 +121,7 @@ def load_fp32(ptr, mask):
 
 
 @triton.jit
-def rounded(x, ptr):
+def round_to_dtype(x, ptr):
     """Round x to the element type of a pointer, and return it in fp32."""
     return x.to(ptr.dtype.element_ty).to(tl.float32)
 
@@ -155,7 +155,7 @@ def _fma_options() -> dict[str, bool]:
     return {"enable_fp_fusion": True} if has_option("enable_fp_fusion") else {}
 
 
-def runs_gluon(device: torch.device, name: str) -> bool:
+def can_run_gluon(device: torch.device, name: str) -> bool:
     """Return whether the Gluon kernel `name` runs on a device. It needs a Hopper GPU and a Triton that can compile it.
 
     Matrix products need instructions that only Hopper GPUs have. The other kernels were not measured on newer GPUs.
@@ -171,8 +171,8 @@ def _has_gluon(device: torch.device) -> bool:
 def launch_gluon(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> bool:
     """Launch a kernel in Gluon, and return whether it was launched.
 
-    If Triton cannot compile the kernel, a warning is logged, and `runs_gluon` returns False for it from then on. Other
-    errors of CUDA are raised.
+    If Triton cannot compile the kernel, a warning is logged, and `can_run_gluon` returns False for it from then on.
+    Other errors of CUDA are raised.
     """
     options |= _fma_options()
     try:

@@ -16,7 +16,7 @@ from torch import Tensor
 SHORT_ROW = 64  # tokens; another kernel launch is not worth it if it saves less padding than this per row
 
 
-class Borders(NamedTuple):
+class CuSeqlens(NamedTuple):
     """Cumulative numbers of queries and of keys in packed rows, int32, and the largest numbers in one row."""
 
     cu_seqlens_q: Tensor
@@ -25,11 +25,11 @@ class Borders(NamedTuple):
     max_k: int
 
 
-def by_padding(
+def attend_padded(
     q_NHD: Tensor,
     k_MKD: Tensor,
     v_MKD: Tensor,
-    borders: Borders,
+    borders: CuSeqlens,
     attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
     """Compute attention with `attend`, which takes padded q, k and v (B, heads, L, D) and positions.
@@ -60,7 +60,7 @@ def _padded_batches(
 ) -> list[tuple[_Padding, _Padding, Tensor | None]]:
     """Return, for each batch, the padding of the queries, that of the keys, and the positions for `attend`."""
     found: list[tuple[_Padding, _Padding, Tensor | None]] = []
-    for rows in _batches(starts_q, starts_k):
+    for rows in _group_by_length(starts_q, starts_k):
         lengths_q = [starts_q[row + 1] - starts_q[row] for row in rows]
         lengths_k = [starts_k[row + 1] - starts_k[row] for row in rows]
         place_q = place_k = _Padding([starts_q[row] for row in rows], lengths_q, device)
@@ -73,7 +73,7 @@ def _padded_batches(
     return found
 
 
-def _batches(starts_q: Sequence[int], starts_k: Sequence[int]) -> list[list[int]]:
+def _group_by_length(starts_q: Sequence[int], starts_k: Sequence[int]) -> list[list[int]]:
     """Return the row indices of each padded batch, ascending.
 
     The rows of a batch have similar numbers of queries and of keys. Rows with as many queries as keys are in batches of

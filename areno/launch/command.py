@@ -28,20 +28,20 @@ from areno.api.algorithms import Algorithm, built_in_algorithms
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.errors import ArenoError, ConfigError, Key, Problem, as_file_error, keys_renamed
 from areno.files import interrupts
-from areno.files.interrupts import Terminated, signal_handlers, terminate
+from areno.files.interrupts import Terminated, raise_terminated, signal_handlers
 from areno.files.paths import absolute_or_none
 from areno.files.user_code import describe_error
 from areno.launch import help, yaml_files
 from areno.launch.hints import join_by_and, settings_of_other_tool
 from areno.schema.build import with_defaults
-from areno.schema.fields import Missing
+from areno.schema.fields import MissingSetting
 from areno.version import __version__
 
 if TYPE_CHECKING:
     from areno.config.experiments import ExperimentConfig
     from areno.launch.compose import HydraSession, Job
     from areno.launch.sweep_results import Sweep
-    from areno.tracking.run_folder import NewFolder
+    from areno.tracking.run_folder import NewRunFolder
 
 
 def run_recipe(module: str) -> NoReturn:
@@ -74,7 +74,7 @@ def run(
     args = _parse(command, arguments)
     try:
         if greet and not (args.help or args.cfg or args.info):
-            _greet(command, args)
+            _print_start_line(command, args)
         with keys_renamed(names.get):
             return _dispatch(algorithm, command, args, names)
     except ArenoError as error:
@@ -106,7 +106,7 @@ def _dispatch(algorithm: Algorithm, command: str, args: argparse.Namespace, name
         return 0
     from areno.launch.compose import HydraSession  # --help does without Hydra, whose import takes long
 
-    interrupts.end()
+    interrupts.raise_on_interrupt()
 
     name = args.config_name or algorithm.default
     if args.resume is not None:
@@ -114,11 +114,11 @@ def _dispatch(algorithm: Algorithm, command: str, args: argparse.Namespace, name
             raise ConfigError(Problem("--resume", "a run is resumed with its own settings; give only key=value"))
         from areno.run import resume
 
-        name, config_dir = "config", resume.named_run(args.resume, algorithm.name)
+        name, config_dir = "config", resume.find_resumable_run(args.resume, algorithm.name)
     options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name, "names": names}
     session = HydraSession(algorithm.config, name, args.overrides, **options)
     # Clusters send SIGUSR1 some time before they end a job. Both signals end a run like Ctrl-C.
-    unwinding = signal_handlers(terminate, signal.SIGTERM, signal.SIGUSR1)
+    unwinding = signal_handlers(raise_terminated, signal.SIGTERM, signal.SIGUSR1)
     with unwinding, mention_recipes(algorithm.name, name, config_dir), session:
         if args.info:
             session.show_info(args.info)
@@ -146,21 +146,21 @@ def _parse(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     args, others = _parser(command).parse_known_intermixed_args(arguments)
     try:
         if others:
-            raise ConfigError([_no_option(word) for word in others])
-        name_config(args)
+            raise ConfigError([_unknown_option_problem(word) for word in others])
+        split_config_path(args)
     except ConfigError as error:
         raise SystemExit(_print_error(error)) from error
     return args
 
 
-def _no_option(word: str) -> Problem:
+def _unknown_option_problem(word: str) -> Problem:
     option, _, _ = word.partition("=")
     settings = settings_of_other_tool(option.lstrip("-").replace("-", "_"))
     meant = f", here {' or '.join(f'{key}=...' for key in settings)}" if settings else ""
     return Problem(option, f"there is no such option; settings are given as key=value{meant}")
 
 
-def name_config(args: argparse.Namespace) -> None:
+def split_config_path(args: argparse.Namespace) -> None:
     """Replace the option --config FILE by --config-dir and --config-name."""
     if args.config is None:
         return
@@ -176,7 +176,7 @@ def name_config(args: argparse.Namespace) -> None:
     args.config_dir, args.config_name = str(file.parent), file.stem
 
 
-def _greet(command: str, args: argparse.Namespace) -> None:
+def _print_start_line(command: str, args: argparse.Namespace) -> None:
     """Print a line if stderr is a terminal, because imports take seconds before a run prints anything."""
     if sys.stderr.isatty() and "stats_logger.console=quiet" not in args.overrides:
         words = [command.removeprefix("python -m "), *(word for word in (args.config_name, args.resume) if word)]
@@ -218,7 +218,7 @@ def _print_config(algorithm: Algorithm, session: HydraSession, package: str | No
     try:
         composition.build(algorithm.config)
     except ConfigError as error:
-        wrong = [problem for problem in error.problems if not isinstance(problem, Missing)]
+        wrong = [problem for problem in error.problems if not isinstance(problem, MissingSetting)]
         if wrong:
             raise ConfigError(wrong) from None
 
@@ -235,13 +235,15 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
     if is_new and config.recover.mode == "resume":
         text = "is resume, but {} is null, so a new run would begin; name the run to resume, or use --resume"
         raise ConfigError(Problem("recover.mode", text, Key("trial_name")))
-    if not is_new and resume.resumes_existing(config, output_dir, session.sweep if session.multirun else None):
-        folder = resume.existing_folder(output_dir)
+    if not is_new and resume.resumes_existing(
+        config, output_dir, session.sweep_overrides if session.multirun else None
+    ):
+        folder = resume.as_new_folder(output_dir)
     else:
         if is_new:
             resume.print_unfinished(command, output_dir.parent)
-        while (folder := run_folder.make_folder(output_dir, new=output_dir in session.named_by_time)) is None:
-            output_dir = session.rename(output_dir)
+        while (folder := run_folder.make_run_folder(output_dir, new=output_dir in session.named_by_time)) is None:
+            output_dir = session.new_run_dir(output_dir)
     if not session.multirun:
         session.run(lambda job: _run(algorithm, command, job, folder))
         return 0
@@ -255,7 +257,7 @@ def _train(algorithm: Algorithm, command: str, session: HydraSession) -> int:
             if session.n_jobs == 1:
                 session.run(lambda job: _run_in_sweep(algorithm, command, job, folder, sweep))
             else:
-                _run_side_by_side(algorithm, command, session, folder, sweep, config)
+                _run_in_parallel(algorithm, command, session, folder, sweep, config)
     except KeyboardInterrupt:
         resume.print_sweep_command(output_dir)
         raise
@@ -274,10 +276,10 @@ def _resume(algorithm: Algorithm, command: str, session: HydraSession, folder: P
         composition = session.compose()
         composition.build(algorithm.config)
     job = Job(composition, folder, session.overrides, None, session.names)
-    _run(algorithm, command, job, resume.existing_folder(folder), explicit=True)
+    _run(algorithm, command, job, resume.as_new_folder(folder), explicit=True)
 
 
-def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, sweep: Sweep) -> float:
+def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewRunFolder, sweep: Sweep) -> float:
     from areno.launch.side_by_side import JobFailed
 
     assert job.number is not None
@@ -289,8 +291,13 @@ def _run_in_sweep(algorithm: Algorithm, command: str, job: Job, folder: NewFolde
     return objective
 
 
-def _run_side_by_side(
-    algorithm: Algorithm, command: str, session: HydraSession, folder: NewFolder, sweep: Sweep, config: ExperimentConfig
+def _run_in_parallel(
+    algorithm: Algorithm,
+    command: str,
+    session: HydraSession,
+    folder: NewRunFolder,
+    sweep: Sweep,
+    config: ExperimentConfig,
 ) -> None:
     """Run the jobs of a sweep in separate processes, `session.n_jobs` at a time."""
     from areno.launch.compose import N_JOBS
@@ -298,13 +305,13 @@ def _run_side_by_side(
     if config.scheduler.type == "ray":
         text = "is {}, but runs on a Ray cluster go one after another; leave it out or set {}=local"
         raise ConfigError(Problem(N_JOBS, text, session.n_jobs, Key("scheduler.type")))
-    from areno.launch.side_by_side import JobLines, SideBySide, shares
+    from areno.launch.side_by_side import JobOutputDisplay, ParallelJobs, job_env_vars
     from areno.tracking.display.display import chosen_console
 
     live = chosen_console(config.stats_logger.console) == "live"
     with (
-        JobLines(live, sweep.objective) as lines,
-        SideBySide(shares(session.n_jobs, config.engine), lines.show_line) as runs,
+        JobOutputDisplay(live, sweep.objective) as lines,
+        ParallelJobs(job_env_vars(session.n_jobs, config.engine), lines.show_line) as runs,
     ):
 
         def start(job: Job) -> Future[float]:
@@ -322,7 +329,7 @@ def _run_side_by_side(
         session.run(start)
 
 
-def _run_job(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) -> tuple[float | None, str]:
+def _run_job(algorithm: Algorithm, command: str, job: Job, folder: NewRunFolder) -> tuple[float | None, str]:
     """Run a job. Return (objective, ""), or (None, reason) in place of SystemExit, which would end the whole sweep."""
     try:
         return _run(algorithm, command, job, folder), ""
@@ -333,7 +340,7 @@ def _run_job(algorithm: Algorithm, command: str, job: Job, folder: NewFolder) ->
         return None, str(cause) if cause is None or isinstance(cause, ArenoError) else describe_error(cause)
 
 
-def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explicit: bool = False) -> float:
+def _run(algorithm: Algorithm, command: str, job: Job, folder: NewRunFolder, explicit: bool = False) -> float:
     """Run one job and return its objective.
 
     If the job fails, print its error and raise SystemExit, which Hydra does not print again. For a job of a sweep,
@@ -349,15 +356,15 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
         with contextlib.ExitStack() as logs:
             earlier = resume.run_to_resume(config, job.run_dir)
             if earlier is not None:
-                _restore_tuned(config, job)
+                _restore_tuned_settings(config, job)
                 changed = resume.accept_changes(earlier, config, algorithm.name, job.overrides, explicit)
                 if (result := resume.print_result(earlier, config, changed, command)) is not None:
                     return result
-                folder = resume.existing_folder(job.run_dir)
+                folder = resume.as_new_folder(job.run_dir)
             else:
                 folder = folder.for_run(job.run_dir)
                 _choose_tuned_settings(config, job, folder, logs)
-                folder.describe(config, job.overrides, algorithm.name, algorithm.file)
+                folder.write_description(config, job.overrides, algorithm.name, algorithm.file)
             try:
                 logs.enter_context(RunLog(own_process=True))
                 result = float(algorithm.run(config, job.run_dir))
@@ -382,7 +389,9 @@ def _run(algorithm: Algorithm, command: str, job: Job, folder: NewFolder, explic
         raise SystemExit(1) from error
 
 
-def _choose_tuned_settings(config: ExperimentConfig, job: Job, folder: NewFolder, logs: contextlib.ExitStack) -> None:
+def _choose_tuned_settings(
+    config: ExperimentConfig, job: Job, folder: NewRunFolder, logs: contextlib.ExitStack
+) -> None:
     """If `tune.enabled` is set, choose settings of a new run by trials, and write them into its folder.
 
     The caller closes `logs`, which receives the log of the trials.
@@ -400,7 +409,7 @@ def _choose_tuned_settings(config: ExperimentConfig, job: Job, folder: NewFolder
         raise
 
 
-def _restore_tuned(config: ExperimentConfig, job: Job) -> None:
+def _restore_tuned_settings(config: ExperimentConfig, job: Job) -> None:
     from areno.tracking.run_folder import TUNED
 
     if (job.run_dir / TUNED).exists():
@@ -436,8 +445,10 @@ def mention_recipes(recipe: str, config_name: str, config_dir: Path | None) -> I
     try:
         yield
     except ConfigError as error:
-        file = (yaml_files.tasks(config_dir) | yaml_files.experiments()).get(config_name.removesuffix(".yaml"))
-        meant = yaml_files.recipes(file) if file else []
+        file = (yaml_files.task_files(config_dir) | yaml_files.experiment_files()).get(
+            config_name.removesuffix(".yaml")
+        )
+        meant = yaml_files.recipes_of(file) if file else []
         if (
             recipe in built_in_algorithms() and meant and recipe not in meant
         ):  # another algorithm may use the tasks of these

@@ -51,9 +51,9 @@ from areno.launch.hydra import (
     quoted,
     resolved_items,
 )
-from areno.launch.unused_settings import is_idle, remove_unused
-from areno.schema.build import both_names, build, current_key, with_defaults
-from areno.schema.fields import Section, Unused, settings_unused_without
+from areno.launch.unused_settings import is_ignorable, remove_unused
+from areno.schema.build import both_names_problem, build, current_key, with_defaults
+from areno.schema.fields import Section, UnusedSetting, settings_unused_without
 from areno.schema.values import value_at
 from areno.version import __version__
 
@@ -101,7 +101,9 @@ class Composition:
         try:
             return build(cls, self.data, self.problems, hint_of, sources)
         except ConfigError as error:
-            idle = [p for p in error.problems if isinstance(p, Unused) and is_idle(p, self.data, self.files)]
+            idle = [
+                p for p in error.problems if isinstance(p, UnusedSetting) and is_ignorable(p, self.data, self.files)
+            ]
             if not idle:
                 raise
             for problem in idle:
@@ -176,8 +178,8 @@ def to_yaml(data: dict[Any, Any]) -> str:
 class HydraSession(AbstractContextManager["HydraSession"]):
     """Hydra, set up for one configuration class and one command line. Composes configurations, starts runs and sweeps.
 
-    The override `hydra.mode=MULTIRUN` starts a sweep, as `multirun` does. In errors, `names` replaces settings by
-    flags.
+    The override `hydra.mode=MULTIRUN` starts a sweep, as `multirun` does. `names` maps settings to flags: messages of
+    errors name the flag.
     """
 
     def __init__(
@@ -244,7 +246,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         line = self._command_line
         self.multirun = self.multirun or config.hydra.mode == RunMode.MULTIRUN
         composition = self._to_composition(config, [*dict.fromkeys(self._in_files), *line.problems])
-        composition.problems += self._take_n_jobs(config)
+        composition.problems += self._read_n_jobs(config)
         with suppress(OmegaConfBaseException):
             composition.output_dir = Path(config.hydra.sweep.dir if self.multirun else config.hydra.run.dir).absolute()
         return composition
@@ -286,7 +288,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         except _HYDRA_ERRORS as error:
             raise ConfigError(describe_error(error)) from error
 
-    def _take_n_jobs(self, config: DictConfig) -> Iterator[Problem]:
+    def _read_n_jobs(self, config: DictConfig) -> Iterator[Problem]:
         """Copy hydra.launcher.n_jobs, the number of runs at the same time, to `self.n_jobs`. Yield problems with it."""
         launcher = config.hydra.launcher
         if not isinstance(launcher, DictConfig):
@@ -303,20 +305,20 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             yield Problem(N_JOBS, f"is {n_jobs}, but this is a single run; add -m")
 
     @property
-    def sweep(self) -> list[str]:
+    def sweep_overrides(self) -> list[str]:
         """The overrides of a sweep as Hydra writes them to multirun.yaml, without those of Hydra's own settings."""
         return [line for line in self._command_line.lines if not line.startswith("hydra")]
 
     def show_info(self, topic: str) -> None:
         """Print Hydra's report: "all", "config", "defaults", "defaults-tree", "plugins" or "searchpath"."""
         self._look_up_defaults()
-        with _logging_kept():
+        with _restore_logging():
             self._hydra.show_info(topic, self.config_name, self._command_line.sample)
 
     def show_hydra(self, which: str, package: str | None, resolve: bool) -> None:
         """Print the configuration of Hydra alone ("hydra"), or together with that of the run ("all")."""
         self._look_up_defaults()
-        with _logging_kept():
+        with _restore_logging():
             self._hydra.show_cfg(self.config_name, self._command_line.sample, which, package, resolve)
 
     def _hydra_task(self, job: Callable[[Job], Any]) -> Callable[[DictConfig], Any]:
@@ -326,16 +328,20 @@ class HydraSession(AbstractContextManager["HydraSession"]):
             overrides = [line.lstrip("+") for line in hydra.overrides.task]
             overrides += [f"~{key}" for key in self._command_line.deletions]
             folder = Path(hydra.runtime.output_dir)
-            task = self.config_name if self.config_name in {*yaml_files.tasks(), *yaml_files.experiments()} else ""
+            task = (
+                self.config_name
+                if self.config_name in {*yaml_files.task_files(), *yaml_files.experiment_files()}
+                else ""
+            )
             return job(Job(self._to_composition(config, []), folder, overrides, number, self.names, task))
 
         return task
 
     def _check_config_name(self) -> None:
-        names = sorted({**yaml_files.tasks(self.config_dir), **yaml_files.experiments()})
+        names = sorted({**yaml_files.task_files(self.config_dir), **yaml_files.experiment_files()})
         if self.config_name not in names and not self._hydra.config_loader.get_group_options(self.config_name):
             folder, _, name = self.config_name.rpartition("/")
-            if not folder or name not in yaml_files.groups(self.config_dir).get(folder, []):
+            if not folder or name not in yaml_files.config_groups(self.config_dir).get(folder, []):
                 raise ConfigError(
                     f"--config-name: there is no {self.config_name!r}; there are {', '.join(names)}"
                     f"{did_you_mean(self.config_name, names)}"
@@ -352,7 +358,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         self.named_by_time.add((folder / self._time_name).absolute())
         return str(folder / self._time_name)
 
-    def rename(self, run_dir: Path) -> Path:
+    def new_run_dir(self, run_dir: Path) -> Path:
         """Return a new path for a run folder whose name, the start time, is taken."""
         self._time_name = f"{self._started}-{next(self._counts)}"
         self.named_by_time.add(renamed := run_dir.with_name(self._time_name))
@@ -362,7 +368,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
     def _command_line(self) -> _CommandLine:
         self._check_config_name()
         line = _CommandLine()
-        groups = yaml_files.groups(self.config_dir)
+        groups = yaml_files.config_groups(self.config_dir)
         parser = OverridesParser.create(config_loader=self._hydra.config_loader)
         for text in map(quoted, self.overrides):
             try:
@@ -376,7 +382,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
                     )
                     line.problems.append(Problem(override.key_or_group, several))
                 else:
-                    self._sort_override(override, text, line, groups)
+                    self._classify_override(override, text, line, groups)
             except (HydraException, ValueError, RecursionError):  # too long numbers and too deep lists, for example
                 hint = """, or 'key="value"' where the value has one of ,:=()[]{}'""" if "=" in text else ""
                 shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
@@ -405,12 +411,14 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         """
         return self._listed is None or group in self._listed
 
-    def _sort_override(self, override: Override, text: str, line: _CommandLine, groups: dict[str, list[str]]) -> None:
+    def _classify_override(
+        self, override: Override, text: str, line: _CommandLine, groups: dict[str, list[str]]
+    ) -> None:
         key = current_key(self.cls, override.key_or_group)
         text = text.replace(override.key_or_group, key, 1)
         given = line.given.setdefault(key, override.key_or_group)
         if given != override.key_or_group:
-            line.problems.append(both_names(given if given != key else override.key_or_group, key))
+            line.problems.append(both_names_problem(given if given != key else override.key_or_group, key))
         if override.is_hydra_override() or override.package:
             line.add(text)
         elif key in groups and not isinstance(override.value(), (dict, list)):
@@ -469,7 +477,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         asked = {group for group in self._command_line.chosen if choices.get(group) != "null"}
         found += remove_unused(self.cls, data, raw, asked=asked)
         raw = with_defaults(self.cls, {str(key): value for key, value in raw.items()})
-        file = yaml_files.variants(self.config_dir).get(choices.get("variant", ""))
+        file = yaml_files.variant_files(self.config_dir).get(choices.get("variant", ""))
         variant = (choices["variant"], file) if file else None
         files = tuple(map(frozenset, self._keys_of_files.values()))
         given = frozenset({*itertools.chain(*files), *self._command_line.values})
@@ -485,7 +493,7 @@ class HydraSession(AbstractContextManager["HydraSession"]):
 
 
 @contextmanager
-def _logging_kept() -> Iterator[None]:
+def _restore_logging() -> Iterator[None]:
     """Restore the root logger at the end of a `with` block, because Hydra changes the logger when it prints."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from areno.launch import yaml_files
-from areno.schema.fields import Row, Section, rows
+from areno.schema.fields import Section, SettingRow, setting_rows
 from areno.schema.values import flatten_settings
 
 _USAGE = """\
@@ -36,17 +36,21 @@ options:
 
 def recipe_help(command: str, cls: type[Section], default: str, config_dir: Path | None = None) -> str:
     """Compose the help text of a recipe, whose `default` configuration runs without --config-name."""
-    keys = {row.key for row in rows(cls)}
+    keys = {row.key for row in setting_rows(cls)}
     variants = {
-        name: file for name, file in yaml_files.variants(config_dir).items() if keys.issuperset(_keys_of_file(file))
+        name: file
+        for name, file in yaml_files.variant_files(config_dir).items()
+        if keys.issuperset(_keys_of_file(file))
     }
-    groups = {group: names for group, names in yaml_files.groups(config_dir).items() if group.replace("/", ".") in keys}
+    groups = {
+        group: names for group, names in yaml_files.config_groups(config_dir).items() if group.replace("/", ".") in keys
+    }
     parts = [
         _USAGE.format(command=command, what=(cls.__doc__ or "").strip(), default=default),
-        files("tasks (conf/)", yaml_files.tasks(config_dir)),
-        files("experiments (recipes/)", yaml_files.experiments()),
-        files("variants (variant=name)", variants),
-        columns("groups (group=choice)", {group: ", ".join(names) for group, names in groups.items()}),
+        file_list_text("tasks (conf/)", yaml_files.task_files(config_dir)),
+        file_list_text("experiments (recipes/)", yaml_files.experiment_files()),
+        file_list_text("variants (variant=name)", variants),
+        two_column_text("groups (group=choice)", {group: ", ".join(names) for group, names in groups.items()}),
         *_setting_blocks(cls),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -54,16 +58,16 @@ def recipe_help(command: str, cls: type[Section], default: str, config_dir: Path
 
 def _keys_of_file(file: Path) -> Iterator[str]:
     """Yield the dotted keys that a YAML file sets. Yield nothing if the file cannot be read as YAML."""
-    from areno.files.small_yaml import YamlFault, plain_yaml
+    from areno.files.small_yaml import YamlFault, load_yaml
 
     with contextlib.suppress(YamlFault):
-        values = plain_yaml(file)
+        values = load_yaml(file)
         yield from flatten_settings(values) if isinstance(values, dict) else ()
 
 
 def _setting_blocks(cls: type[Section]) -> Iterator[str]:
     """Yield a block of text for the top-level settings, then a block for each section."""
-    found = list(rows(cls))
+    found = list(setting_rows(cls))
     top = [row for row in found if "." not in row.key]
     yield "settings\n" + "\n".join(_setting_line(row) for row in top if not row.setting.section)
     for section in (row for row in top if row.setting.section):
@@ -73,22 +77,22 @@ def _setting_blocks(cls: type[Section]) -> Iterator[str]:
         yield title + "\n" + "\n".join(_setting_line(row) for row in inside)
 
 
-def _setting_line(row: Row) -> str:
+def _setting_line(row: SettingRow) -> str:
     kind = f"{row.setting.type_text}; {row.default if row.default == 'required' else f'default {row.default}'}"
     body = textwrap.fill(f"{row.setting.help} [{kind}]", width=116, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return f"  {row.key}\n{body}"
 
 
-def files(title: str, files: dict[str, Path]) -> str:
-    """Return a title and a line for each file with its name, the recipes that it is for and its first comment."""
+def file_list_text(title: str, files: dict[str, Path]) -> str:
+    """Return a title, and for each file a line with its name, the recipes that it is for and its first comment."""
     lines = {name: yaml_files.headline(file) for name, file in files.items()}
     for name, file in files.items():
-        if recipes := yaml_files.recipes(file):
+        if recipes := yaml_files.recipes_of(file):
             lines[name] = f"[{', '.join(recipes)}] {lines[name]}"
-    return columns(title, lines)
+    return two_column_text(title, lines)
 
 
-def columns(title: str, lines: dict[str, str]) -> str:
+def two_column_text(title: str, lines: dict[str, str]) -> str:
     """Return a title, and a line for each name with its description. Long descriptions are wrapped."""
     if not lines:
         return ""

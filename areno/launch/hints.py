@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from areno.api.algorithms import algorithm_names, get_algorithm
-from areno.files.small_yaml import plain_yaml
+from areno.files.small_yaml import load_yaml
 from areno.launch.other_tools import COUNTERPARTS
-from areno.schema.fields import Section, rows
+from areno.schema.fields import Section, setting_rows
 
 _OWN_ENGINE = "areno has an engine of its own; see the settings of engine and rollout"
 _OWN_PROCESSES = "areno starts its processes itself; see engine.world_size and engine.tp_size"
@@ -216,7 +216,7 @@ def _applies_to_algorithm(text: str, here: frozenset[str]) -> bool:
 
 @cache
 def _setting_keys(cls: type[Section]) -> frozenset[str]:
-    return frozenset(row.key for row in rows(cls))
+    return frozenset(row.key for row in setting_rows(cls))
 
 
 @cache
@@ -235,7 +235,7 @@ def _recipes_with(key: str) -> list[str]:
 
 
 def _file_sets_key(file: Path, key: str) -> bool:
-    value = plain_yaml(file)
+    value = load_yaml(file)
     for name in key.split("."):
         if not isinstance(value, dict) or name not in value:
             return False

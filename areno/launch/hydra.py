@@ -32,7 +32,7 @@ from areno.files.small_yaml import MAX_BYTES, YamlFault, checked_text
 from areno.launch import yaml_files
 from areno.schema.build import Consequence, with_current_names
 from areno.schema.fields import Section
-from areno.schema.values import flatten_settings, show
+from areno.schema.values import flatten_settings, format_value
 
 _WORD = re.compile(r"(\$\{[^}]*\}|[^][{}(),=\\])+")  # text between the special characters of Hydra's grammar
 _REFERENCE = re.compile(r"\$\{([^${}:]*)\}")
@@ -74,7 +74,9 @@ def describe_error(error: BaseException) -> str:
         choices = f"; there are {', '.join(options)}" if options else ""
         folder, _, name = (error.missing_cfg_file or "").removesuffix(".yaml").rpartition("/")
         close = (
-            did_you_mean(name, options) if options else did_you_mean(folder, yaml_files.groups(SearchPath.config_dir))
+            did_you_mean(name, options)
+            if options
+            else did_you_mean(folder, yaml_files.config_groups(SearchPath.config_dir))
         )
         return f"{lines[0].rstrip('.')}{choices}{close}"
     if not lines and error.__cause__ is not None:
@@ -118,7 +120,7 @@ def checked_files(cls: type[Section], name: str, problems: list[Problem], keys: 
                 found = super().load_config(config_path)
             section = found.config.get("hydra", {}) if isinstance(found.config, DictConfig) else {}
             if not isinstance(section, (dict, DictConfig)):  # Hydra assumes that it is a section
-                raise ConfigError("{}: hydra: is {}; a section is expected", path, show(section))
+                raise ConfigError("{}: hydra: is {}; a section is expected", path, format_value(section))
             if isinstance(found.config, DictConfig):
                 if self._normalize_file_name(config_path) == f"{name}.yaml" and "defaults" not in found.config:
                     own: Any = OmegaConf.to_container(found.config)
@@ -177,20 +179,20 @@ def check_references(raw: Mapping[Any, Any]) -> None:
     """Raise ConfigError if the interpolations of a configuration expand to too many values."""
     known: dict[tuple[str, ...], int] = {}
 
-    def size(path: tuple[str, ...]) -> int:
+    def expanded_size(path: tuple[str, ...]) -> int:
         """Return the number of values that the value at `path` expands to."""
         if path not in known:
             known[path] = 1  # for a circle, which OmegaConf finds itself
             value = functools.reduce(_value_at_name, path, raw)
             if isinstance(value, (dict, list)):
                 inner = value if isinstance(value, dict) else map(str, range(len(value)))
-                known[path] += sum(size((*path, str(name))) for name in inner)
+                known[path] += sum(expanded_size((*path, str(name))) for name in inner)
             elif isinstance(value, str):
-                known[path] += sum(size(_reference_target(path, key.strip())) for key in references(value))
+                known[path] += sum(expanded_size(_reference_target(path, key.strip())) for key in references(value))
         return known[path]
 
     try:
-        if size(()) <= _MAX_VALUES:
+        if expanded_size(()) <= _MAX_VALUES:
             return
     except RecursionError:
         pass

@@ -1,7 +1,8 @@
 """Processes for runs of a sweep at the same time, and the display of their output.
 
-`SideBySide` gives each run a process of its own, with a share of the devices and threads. On a terminal, `JobLines`
-shows one line for each run and updates it. Without a terminal, `JobLines` prints all lines of the runs.
+`ParallelJobs` gives each run a process of its own, with a share of the devices and threads. On a terminal,
+`JobOutputDisplay` shows one line for each run and updates it. Without a terminal, `JobOutputDisplay` prints all lines
+of the runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 from areno.config.run import EngineConfig
 from areno.errors import ConfigError, Problem
-from areno.files.interrupts import Terminated, terminate
+from areno.files.interrupts import Terminated, raise_terminated
 from areno.launch.compose import N_JOBS
 from areno.tracking.display.screen import Line, Screen
 
@@ -31,7 +32,7 @@ _TIME = len("hh:mm:ss ")
 _STEP = "step="
 
 
-class JobLines:
+class JobOutputDisplay:
     """Displays the output of several runs: if `live`, the latest line of each run, otherwise all lines."""
 
     def __init__(self, live: bool, objective: str):
@@ -42,7 +43,7 @@ class JobLines:
         self._n_ended = 0
         self._screen = Screen(sys.stderr, self._lines, self._print_plainly) if live else None
 
-    def __enter__(self) -> JobLines:
+    def __enter__(self) -> JobOutputDisplay:
         if self._screen is not None:
             self._screen.start()
         return self
@@ -101,7 +102,7 @@ class JobFailed(Exception):
     """Raised if one run of a sweep fails. Hydra's launcher then continues with the next run."""
 
 
-def shares(n_jobs: int, engine: EngineConfig) -> list[dict[str, str]]:
+def job_env_vars(n_jobs: int, engine: EngineConfig) -> list[dict[str, str]]:
     """Return {OMP_NUM_THREADS and, on GPUs, CUDA_VISIBLE_DEVICES} for each of `n_jobs` simultaneous runs."""
     import torch
 
@@ -129,7 +130,7 @@ class _RunningJob:
     done: threading.Event
 
 
-class SideBySide:
+class ParallelJobs:
     """Starts runs in separate processes, at most `len(shares)` at a time. Leaving the context waits for all runs.
 
     `on_line` is called with (number of the run, line) for each line that a run writes, from any thread.
@@ -217,7 +218,7 @@ class SideBySide:
             raise JobFailed(reason)
         return objective
 
-    def __enter__(self) -> SideBySide:
+    def __enter__(self) -> ParallelJobs:
         return self
 
     def __exit__(
@@ -256,7 +257,7 @@ def _process_main(output: Any, result: Any, work: Work) -> None:
     assert parent is not None
     threading.Thread(target=_terminate_after, args=(parent,), daemon=True, name="areno-parent-watch").start()
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, terminate)
+        signal.signal(number, raise_terminated)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         result.send(work())

@@ -30,7 +30,7 @@ class Outcome:
 
 
 @dataclass
-class Average:
+class SeedAverage:
     """The average over runs whose overrides differ only in the seed."""
 
     overrides: dict[str, str]
@@ -86,28 +86,30 @@ class Sweep:
     @property
     def ranked(self) -> list[Outcome]:
         """The results, the best first. Runs without an objective, or with NaN, come last."""
-        return sorted(self.outcomes, key=lambda one: (self._rank(one.objective), one.number))
+        return sorted(self.outcomes, key=lambda one: (self._sort_key(one.objective), one.number))
 
     @property
     def best(self) -> Outcome | None:
-        return next((one for one in self.ranked if self._rank(one.objective) < math.inf), None)
+        return next((one for one in self.ranked if self._sort_key(one.objective) < math.inf), None)
 
     @property
-    def keys(self) -> list[str]:
+    def swept_keys(self) -> list[str]:
         """The settings whose overrides are not the same in all runs."""
         keys = dict.fromkeys(key for one in self.outcomes for key in one.overrides)
         return [key for key in keys if len({one.overrides.get(key) for one in self.outcomes}) > 1]
 
-    def averages(self) -> list[Average]:
+    def averages(self) -> list[SeedAverage]:
         """Return the averages over seeds, the best first. Empty if no two runs differ only in the seed.
 
         If runs have equal overrides, seed included, only the first counts.
         """
         groups: dict[tuple[tuple[str, str], ...], list[Outcome]] = {}
-        repeated = self.repeated()
+        repeated = self.duplicates()
         for one in self.outcomes:
-            if self._rank(one.objective) < math.inf and one.number not in repeated:
-                rest = tuple((key, one.overrides[key]) for key in self.keys if key in one.overrides and key != _SEED)
+            if self._sort_key(one.objective) < math.inf and one.number not in repeated:
+                rest = tuple(
+                    (key, one.overrides[key]) for key in self.swept_keys if key in one.overrides and key != _SEED
+                )
                 groups.setdefault(rest, []).append(one)
         if not any(len(group) > 1 for group in groups.values()):
             return []
@@ -115,15 +117,15 @@ class Sweep:
         for rest, group in groups.items():
             values = [float(one.objective or 0.0) for one in group]
             std = statistics.stdev(values) if len(values) > 1 else None
-            found.append(Average(dict(rest), statistics.fmean(values), std, [one.number for one in group]))
-        return sorted(found, key=lambda one: self._rank(one.mean))
+            found.append(SeedAverage(dict(rest), statistics.fmean(values), std, [one.number for one in group]))
+        return sorted(found, key=lambda one: self._sort_key(one.mean))
 
-    def repeated(self) -> dict[int, int]:
+    def duplicates(self) -> dict[int, int]:
         """Return number of a run -> number of the first run with the same overrides, for runs with an objective."""
         first: dict[frozenset[tuple[str, str]], int] = {}
         found: dict[int, int] = {}
         for one in self.outcomes:
-            if self._rank(one.objective) < math.inf:
+            if self._sort_key(one.objective) < math.inf:
                 number = first.setdefault(frozenset(one.overrides.items()), one.number)
                 found |= {one.number: number} if number != one.number else {}
         return found
@@ -136,7 +138,7 @@ class Sweep:
             "runs": [
                 {
                     "run": one.number,
-                    "objective": None if self._rank(one.objective) == math.inf else one.objective,
+                    "objective": None if self._sort_key(one.objective) == math.inf else one.objective,
                     "status": "failed" if one.objective is None else "completed",
                     "overrides": one.overrides,
                 }
@@ -158,14 +160,14 @@ class Sweep:
             [
                 "*" if one is self.best and not averages else "",
                 str(one.number),
-                *(one.overrides.get(key, "") for key in self.keys),
+                *(one.overrides.get(key, "") for key in self.swept_keys),
                 "failed" if one.objective is None else f"{one.objective:.6g}",
             ]
             for one in self.ranked
         ]
-        parts.append(_aligned_table([["", "run", *self.keys, "objective"], *rows]))
+        parts.append(_aligned_table([["", "run", *self.swept_keys, "objective"], *rows]))
         if averages:
-            keys = [key for key in self.keys if key != _SEED]
+            keys = [key for key in self.swept_keys if key != _SEED]
             results = [(title_of_overrides(one.overrides), one.mean, one.std) for one in averages]
             lead, is_inside = describe_lead(*results[:2]) if len(results) > 1 else ("", True)
             rows = [
@@ -180,7 +182,7 @@ class Sweep:
             ]
             parts.append("over seeds\n" + _aligned_table([["", *keys, "mean", "std", "runs"], *rows]))
             parts += [f"{results[0][0]}: {lead[0].lower()}{lead[1:]}"] if lead else []
-        for again, number in self.repeated().items():
+        for again, number in self.duplicates().items():
             parts.append(f"run {again} has the settings of run {number}, so an average counts the two as one")
         if reasons := [f"  run {one.number}: {one.reason}" for one in self.ranked if one.reason]:
             parts.append("\n".join(["no result", *reasons]))
@@ -189,7 +191,7 @@ class Sweep:
             parts.append(f"{single}: run {self.best.number}, in {shown_path(self.best.folder)}")
         return "\n\n".join(parts)
 
-    def _rank(self, value: float | None) -> float:
+    def _sort_key(self, value: float | None) -> float:
         """Return the sort key of an objective: a smaller key is better, and infinity stands for no objective."""
         if value is None or math.isnan(value):
             return math.inf
@@ -219,7 +221,7 @@ class Sweep:
                 (folder / name).symlink_to(os.path.relpath(events, folder), target_is_directory=True)
 
     def _link_name(self, one: Outcome) -> str:
-        given = (f"{key.rpartition('.')[2]}={one.overrides[key]}" for key in self.keys if key in one.overrides)
+        given = (f"{key.rpartition('.')[2]}={one.overrides[key]}" for key in self.swept_keys if key in one.overrides)
         return " ".join([str(one.number), *given]).replace("/", "_")[:_MAX_NAME_CHARS]
 
 

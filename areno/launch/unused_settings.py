@@ -16,7 +16,7 @@ from areno.launch.hints import NOT_HERE, all_setting_keys, setting_hint, setting
 from areno.launch.hydra import delete_key
 from areno.launch.other_tools import EQUAL, HOLDS, PARTS
 from areno.schema.build import earlier_names, with_defaults
-from areno.schema.fields import Section, Unused, rows
+from areno.schema.fields import Section, UnusedSetting, setting_rows
 from areno.schema.values import value_at
 
 logger = logging.getLogger("areno.launch")
@@ -41,10 +41,10 @@ def remove_unused(
     chose, which are kept even if they are unknown. Returns a problem for each removed setting that areno has under
     another name, if its section is unknown.
     """
-    known, whole = {row.key for row in rows(cls)} | earlier_names(cls).keys(), with_defaults(cls, data)
+    known, whole = {row.key for row in setting_rows(cls)} | earlier_names(cls).keys(), with_defaults(cls, data)
     parts, problems = list[str](), list[Problem]()
     stays = {name for name in asked if not any(f"{key}.".startswith(f"{name}.") for key in known)}
-    for key, value in [*_unknown(data, known)]:
+    for key, value in [*_unknown_settings(data, known)]:
         if key.partition(".")[0] in stays:
             continue
         section = key.rpartition(".")[0]
@@ -67,21 +67,21 @@ def remove_unused(
         ):
             _drop_key(key, data, *copies)
     if parts:
-        _warn_of_parts(", ".join(parts))
+        _warn_of_missing_parts(", ".join(parts))
     return problems
 
 
 @cache
-def _warn_of_parts(names: str) -> None:
+def _warn_of_missing_parts(names: str) -> None:
     logger.warning("left out, since areno has no such parts: %s", names)
 
 
-def _unknown(data: Mapping[str, Any], known: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _unknown_settings(data: Mapping[str, Any], known: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (key, value) of each unknown setting. The settings in an unknown section come first."""
     for name, value in data.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key not in PARTS:
-            yield from _unknown(value, known, f"{key}.")
+            yield from _unknown_settings(value, known, f"{key}.")
         if key not in known and not (isinstance(value, Mapping) and value and key not in PARTS):
             yield key, value
 
@@ -120,13 +120,13 @@ def _drop_key(key: str, *forms: dict[str, Any]) -> None:
         _drop_key(section, *forms)
 
 
-def is_idle(problem: Unused, data: Mapping[str, Any], files: Collection[Collection[str]]) -> bool:
+def is_ignorable(problem: UnusedSetting, data: Mapping[str, Any], files: Collection[Collection[str]]) -> bool:
     """Return whether to ignore the problem: the setting is off, or a file with the setting turns off its feature.
 
     `files` has the keys that each configuration file sets.
     """
     if _is_off(value_at(data, problem.key)):
         return True
-    own = [keys for keys in files if problem.other in keys]
+    own = [keys for keys in files if problem.other_key in keys]
     inside = any(key == problem.key or key.startswith(f"{problem.key}.") for keys in own for key in keys)
-    return inside and _is_off(value_at(data, problem.other))
+    return inside and _is_off(value_at(data, problem.other_key))

@@ -11,17 +11,17 @@ from areno.files.paths import data_root
 _RECIPES = "# Recipes: "
 
 
-def tasks(config_dir: Path | None = None) -> dict[str, Path]:
+def task_files(config_dir: Path | None = None) -> dict[str, Path]:
     """Return {name for --config-name: path} of the files of conf/ and of the user's folder, which has priority."""
     return _yaml_files([data_root() / "conf", *([config_dir] if config_dir else [])])
 
 
-def experiments() -> dict[str, Path]:
+def experiment_files() -> dict[str, Path]:
     """Return the configurations of tested runs, the files of recipes/, as {name for --config-name: path}."""
     return _yaml_files([data_root() / "recipes"])
 
 
-def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
+def config_groups(config_dir: Path | None = None) -> dict[str, list[str]]:
     """Return the choices of each config group, such as {"actor": ["qwen3-0.6b", ...], "actor/adv_norm": [...]}."""
     found: dict[str, set[str]] = {}
     for base in (data_root() / "conf", data_root() / "recipes", *([config_dir] if config_dir else [])):
@@ -31,7 +31,7 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
     return {group: sorted(choices) for group, choices in sorted(found.items())}
 
 
-def variants(config_dir: Path | None = None) -> dict[str, Path]:
+def variant_files(config_dir: Path | None = None) -> dict[str, Path]:
     """Return the choices of the config group `variant`, which are named methods of the literature."""
     return _yaml_files([base / "variant" for base in (data_root() / "conf", *([config_dir] if config_dir else []))])
 
@@ -44,7 +44,7 @@ def headline(file: Path) -> str:
     )
 
 
-def recipes(file: Path) -> list[str]:
+def recipes_of(file: Path) -> list[str]:
     """Return the recipes of the line `# Recipes: grpo, gspo` of a YAML file. `all` stands for all of areno."""
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     told = next((line.removeprefix(_RECIPES) for line in lines if line.startswith(_RECIPES)), "")

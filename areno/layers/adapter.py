@@ -7,7 +7,7 @@ matrix that every rank has in full (A or B) is reduced over the ranks.
 
 For sampling, `Adapter.stack` places a copy of A below the layer's weight, so that one product gives both x W^T and x
 A^T. This is faster, because a product with few rows costs little more with more columns. The copy is used only within
-the context manager `sampling`. `refresh_stacked` updates the copy before sampling begins.
+the context manager `use_stacked_adapters`. `refresh_stacked` updates the copy before sampling begins.
 
 Shape letters: N tokens, I input features, O output features, R = rank times the number of A matrices; X columns of the
 stacked product, at least O + R.
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from areno.kernels.adapters import AdapterSlice, add_lora, tiles
-from areno.kernels.backend import use_triton
+from areno.kernels.adapters import AdapterSlice, add_lora, column_tiles
+from areno.kernels.backend import can_use_triton
 from areno.kernels.matmul import add_matmul, fixed_order_matmul
 from areno.layers.config import ROW_MULTIPLE, AdapterSpec
 from areno.layers.shard import Layout, TensorPart, WeightSpec
@@ -33,7 +33,7 @@ _is_sampling = False
 
 
 @contextmanager
-def sampling() -> Iterator[None]:
+def use_stacked_adapters() -> Iterator[None]:
     """Let layers use the stacked copies of A inside the `with` block. Call `Adapter.refresh_stacked` before."""
     global _is_sampling
     before, _is_sampling = _is_sampling, True
@@ -83,7 +83,7 @@ class Adapter(nn.Module):
         self.slices = tuple(slices)
         n_in = parts[0].size if self.row_parallel else parts[0].full_shape[1]
         self.a, self.b = spec.empty(len(groups) * rank, n_in), spec.empty(row, rank)
-        self.register_buffer("tiles", tiles(self.slices, rank, self.a.device), persistent=False)
+        self.register_buffer("tiles", column_tiles(self.slices, rank, self.a.device), persistent=False)
         self.tiles: Tensor
         self.stacked: tuple[Tensor, Tensor | None] | None = None
         self._n_out = 0
@@ -109,12 +109,12 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def stack(self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None) -> None:
-        """Move the layer's weight (and column-parallel bias) into a larger tensor that has room for a copy of A below.
+        """Move the layer's weight into a tensor with more rows, for a copy of the LoRA matrix A under the weight.
 
-        The parameters become views of it. Does nothing without Triton kernels or on `meta`. Must not be called with
-        `in_order`.
+        A column-parallel bias gets such a tensor, too. The parameters become views of these tensors. Does nothing
+        without Triton kernels or on `meta`. Must not be called with `in_order`.
         """
-        if not use_triton(weight_OI) or weight_OI.is_meta:
+        if not can_use_triton(weight_OI) or weight_OI.is_meta:
             return
         n_out = len(weight_OI)
         end = -(-(n_out + len(self.a)) // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -126,7 +126,7 @@ class Adapter(nn.Module):
             bias[:n_out] = bias_O
             bias_O.data = bias[:n_out]
         self.stacked = weight, bias
-        self._n_out, self._tiles_of_all = n_out, tiles(self.slices, self.rank, weight.device, whole=n_out)
+        self._n_out, self._tiles_of_all = n_out, column_tiles(self.slices, self.rank, weight.device, whole=n_out)
 
     @torch.no_grad()
     def refresh_stacked(self) -> None:
@@ -136,7 +136,7 @@ class Adapter(nn.Module):
 
     @property
     def is_stacked(self) -> bool:
-        """Whether to use `output` or `stacked_product`. True inside `sampling`, if A is stacked and `on` is set."""
+        """Whether `stacked_product` is used: in `use_stacked_adapters`, if A is stacked and `on` is set."""
         return self.stacked is not None and _is_sampling and self.on
 
     def stacked_product(self, x_NI: Tensor) -> Tensor:
@@ -144,8 +144,8 @@ class Adapter(nn.Module):
         assert self.stacked is not None
         return F.linear(x_NI, *self.stacked)
 
-    def output(self, x_NI: Tensor) -> Tensor:
-        """Return the layer's output with adapter and column-parallel bias. If row-parallel, it is a partial sum."""
+    def layer_output(self, x_NI: Tensor) -> Tensor:
+        """Return the layer's output with the adapter's. Column-parallel: with bias. Row-parallel: a partial sum."""
         assert self._tiles_of_all is not None
         from areno.kernels.adapters.triton import add_lora_stacked
 
@@ -163,7 +163,7 @@ class Adapter(nn.Module):
         """Add the gradient of x through the adapter in place to `grad_x_NI`, the gradient of x through W."""
         return grad_x_NI.addmm_(self._grad_h(grad_NO), self.a)
 
-    def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
+    def accumulate_grad(self, grad_NO: Tensor, x_NI: Tensor) -> None:
         """Add the gradients of A and B to their float32 `.grad`, unless they are frozen or the adapter is off."""
         if not (self.on and self.a.requires_grad):
             return
@@ -185,7 +185,7 @@ class Adapter(nn.Module):
     # Methods outside of training and decoding.
 
     @torch.no_grad()
-    def init(self, generator: torch.Generator) -> None:
+    def init_weights(self, generator: torch.Generator) -> None:
         """Draw A uniformly from +-1/sqrt(I), as peft does, and set B to zero, so that the adapter changes nothing yet.
 
         The full tensors are drawn on the CPU, so the values do not depend on the number of ranks or the device.
@@ -197,7 +197,7 @@ class Adapter(nn.Module):
         self.b.detach().zero_()
 
     @torch.no_grad()
-    def merged(self, weight_OI: Tensor) -> Tensor:
+    def merged_weight(self, weight_OI: Tensor) -> Tensor:
         """Compute weight + scaling * B A in fp32, and return it in the dtype of the weight."""
         out = weight_OI.detach().clone()
         for index, (column, row, size) in enumerate(self.slices):

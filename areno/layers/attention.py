@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from areno.kernels.attention import varlen_attention, varlen_backward, varlen_forward
 from areno.kernels.copies import copy_rows, order_of_copies, sum_copies
 from areno.kernels.delta import DeltaGradients, DeltaWeights, RowChunks, delta_rows, delta_rows_backward
-from areno.kernels.padding import Borders
+from areno.kernels.padding import CuSeqlens
 from areno.layers.parallel import ParallelGroup
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, "int | None"], Tensor]
@@ -57,7 +57,7 @@ class SharedKeys:
     def _order_of_copies(self) -> tuple[Tensor, Tensor]:
         return order_of_copies(self.tokens_M, self.n_tokens)
 
-    def sum(self, grad_MKD: Tensor) -> Tensor:
+    def sum_gradients(self, grad_MKD: Tensor) -> Tensor:
         """Do the backward pass of `gather`: sum the gradients of all copies of a token, (N, K, D)."""
         return sum_copies(grad_MKD.contiguous().flatten(1), *self._order_of_copies).view(
             self.n_tokens, *grad_MKD.shape[1:]
@@ -82,13 +82,13 @@ class PrefixKeys:
         self._of_layer[layer] = k_NKD, v_NKD
         return tuple(x.view_as(x) for x in keys_values)
 
-    def join(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
+    def prepend_prefixes(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
         """Return (keys, values) of a layer: the stored ones of the prefixes, followed by the arguments."""
         before_k, before_v = self._of_layer[layer]
         return torch.cat((before_k, k_NKD)), torch.cat((before_v, v_NKD))
 
     def add_gradients(self, layer: int, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Split the gradients of `join`. Add the part of the prefixes to sums in at least float32; return the rest."""
+        """Add the prefixes' part of the gradients to sums in at least float32, and return the rest."""
         (of_k, of_v), (own_k, own_v) = zip(*((x[: self.n_tokens], x[self.n_tokens :]) for x in gradients), strict=True)
         if (sums := self._gradients.get(layer)) is None:
             dtype = torch.promote_types(of_k.dtype, torch.float32)
@@ -98,8 +98,8 @@ class PrefixKeys:
             sums[1].add_(of_v)
         return own_k, own_v
 
-    def with_gradients(self, layer: int, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the sums from the later passes to the gradients of the pass of the prefixes, and return the result."""
+    def add_stored_gradients(self, layer: int, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the gradients that later passes have summed to `grad_k` and `grad_v`, those of the prefixes' own pass."""
         joined = []
         for grad, later in zip((grad_k, grad_v), self._gradients.pop(layer), strict=True):
             total = later.add_(grad[: self.n_tokens]).to(grad.dtype)
@@ -145,28 +145,28 @@ class PackedAttend:
     prefix: PrefixKeys | None = None
 
     @property
-    def _query_and_key_borders(self) -> Borders:
+    def _cu_seqlens(self) -> CuSeqlens:
         keys = self.keys or self
-        return Borders(self.cu_seqlens, keys.cu_seqlens, self.max_len, keys.max_len)
+        return CuSeqlens(self.cu_seqlens, keys.cu_seqlens, self.max_len, keys.max_len)
 
     def _with_prefixes(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all rows, including shared prefixes, outside autograd."""
         if self.prefix is not None:
-            k_NKD, v_NKD = self.prefix.join(layer, k_NKD, v_NKD)
+            k_NKD, v_NKD = self.prefix.prepend_prefixes(layer, k_NKD, v_NKD)
         return (k_NKD, v_NKD) if self.keys is None else (self.keys.gather(k_NKD), self.keys.gather(v_NKD))
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         k_MKD, v_MKD = k_NKD, v_NKD
         if self.stores is not None:
-            how = layer, self.stores.store, self.stores.with_gradients
+            how = layer, self.stores.store, self.stores.add_stored_gradients
             k_MKD, v_MKD = _WithPrefix.apply(k_MKD, v_MKD, *how)  # type: ignore[misc]
         if self.prefix is not None:
-            how = layer, self.prefix.join, self.prefix.add_gradients
+            how = layer, self.prefix.prepend_prefixes, self.prefix.add_gradients
             k_MKD, v_MKD = _WithPrefix.apply(k_MKD, v_MKD, *how)  # type: ignore[misc]
         if self.keys is not None:
             k_MKD, v_MKD = self.keys.gather(k_MKD), self.keys.gather(v_MKD)
-        out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, self._query_and_key_borders, self.backend, window)
+        out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, self._cu_seqlens, self.backend, window)
         return self.context.columns_to_rows(out_NHD)
 
     @cached_property
@@ -194,7 +194,7 @@ class PackedAttend:
         if self.stores is not None:
             self.stores.store(layer, k_NKD, v_NKD)
         k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
-        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, self._query_and_key_borders, self.backend, window)
+        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, self._cu_seqlens, self.backend, window)
         return self.context.columns_to_rows(out_NHD), saved
 
     def backward(
@@ -212,14 +212,14 @@ class PackedAttend:
         grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.rows_to_columns, inputs)
         k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
         grad_q, grad_k, grad_v = varlen_backward(
-            grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, self._query_and_key_borders, self.backend, window
+            grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, self._cu_seqlens, self.backend, window
         )
         if self.keys is not None:
-            grad_k, grad_v = self.keys.sum(grad_k), self.keys.sum(grad_v)
+            grad_k, grad_v = self.keys.sum_gradients(grad_k), self.keys.sum_gradients(grad_v)
         if self.prefix is not None:
             grad_k, grad_v = self.prefix.add_gradients(layer, grad_k, grad_v)
         if self.stores is not None:
-            grad_k, grad_v = self.stores.with_gradients(layer, grad_k, grad_v)
+            grad_k, grad_v = self.stores.add_stored_gradients(layer, grad_k, grad_v)
         grad_q, grad_k, grad_v = map(self.context.columns_to_rows, (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v
 

@@ -28,7 +28,7 @@ class AdapterSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delta:
+class DeltaConfig:
     """Sizes of the layers that have the gated delta rule in place of attention; see `areno/kernels/delta`."""
 
     layers: tuple[int, ...]  # indices
@@ -49,21 +49,21 @@ class Delta:
         return self.n_value_heads * self.value_dim
 
     @property
-    def projections(self) -> tuple[int, ...]:
+    def projection_sizes(self) -> tuple[int, ...]:
         """Output sizes of the input projection: q, k, v, z, b and a. The convolution reads q, k and v."""
         of_keys = self.n_key_heads * self.key_dim
         return (of_keys, of_keys, self.inner_size, self.inner_size, self.n_value_heads, self.n_value_heads)
 
     @property
-    def projected(self) -> int:
-        return sum(self.projections)
+    def projected_size(self) -> int:
+        return sum(self.projection_sizes)
 
-    def divided_parameters(self, hidden_size: int) -> int:
+    def n_sharded_parameters(self, hidden_size: int) -> int:
         """Return the number of parameters of one delta layer that tensor parallelism divides over the ranks.
 
         Not counted are the norm of the heads, which every rank has in full, and the MLP and its norms.
         """
-        matrices = hidden_size * (self.projected + self.inner_size) + self.width * self.n_channels
+        matrices = hidden_size * (self.projected_size + self.inner_size) + self.width * self.n_channels
         return matrices + 2 * self.n_value_heads
 
     def state_bytes(self, itemsize: int) -> int:
@@ -81,7 +81,7 @@ class Delta:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class MoEConfig:
     """The layers whose MLP is a mixture of experts: a router chooses `top_k` experts for each token."""
 
     n_experts: int
@@ -94,11 +94,11 @@ class Experts:
     def layers(self, num_layers: int) -> list[int]:
         return [index for index in range(num_layers) if index not in self.dense_layers]
 
-    def parameters(self, hidden_size: int, n_experts: int) -> int:
+    def n_parameters(self, hidden_size: int, n_experts: int) -> int:
         """Return the number of parameters of the router and of `n_experts` experts in one layer."""
         return hidden_size * (self.n_experts + 3 * self.inner_size * n_experts)
 
-    def distinct(self, n_tokens: float) -> float:
+    def expected_distinct(self, n_tokens: float) -> float:
         """Return the expected number of experts that `n_tokens` tokens use together, if they choose at random."""
         return self.n_experts * (1.0 - (1.0 - self.top_k / self.n_experts) ** n_tokens)
 
@@ -109,7 +109,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Rope:
+class RopeConfig:
     """The frequencies of rotary position embedding, and their scaling for contexts longer than in pretraining.
 
     Kinds of scaling:
@@ -149,7 +149,7 @@ class Rope:
         return int(head_dim * self.partial)
 
     @property
-    def limit(self) -> str:
+    def limit_note(self) -> str:
         """Why the scaling limits the context of the model, as text " (...)" for messages. "" if it sets no limit."""
         if self.kind == "longrope":
             return " (original_max_position_embeddings; longrope scaling beyond it is not supported)"

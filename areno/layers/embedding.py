@@ -48,7 +48,7 @@ class VocabParallelEmbedding(nn.Module):
         x_ND = x_ND.masked_fill(elsewhere_N.unsqueeze(-1), 0)
         return self.tp.scatter_rows(x_ND) if split else self.tp.reduce_out(x_ND)
 
-    def product(self, hidden_KD: Tensor) -> Tensor:
+    def matmul(self, hidden_KD: Tensor) -> Tensor:
         """Return this rank's columns of the logits in float32. Columns of padding rows are zero.
 
         Outside of autograd on CUDA, logits are accumulated and returned in fp32. Logits rounded to bf16 would make the

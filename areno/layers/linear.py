@@ -2,7 +2,7 @@
 
 With the argument `split` (sequence parallelism), each rank has n of the N tokens outside of attention and MLP, and the
 layer gathers or scatters them. The layers in `models/fused.py` have backward passes without autograd, which call
-`input_gradient` and `accumulate`.
+`input_gradient` and `accumulate_grad`.
 
 Shape letters: N tokens, n = N / ranks tokens of one rank, I input features, O output features.
 """
@@ -53,15 +53,15 @@ class Linear(nn.Module):
 
     def merged_weight(self) -> Tensor:
         """Return a copy of the weight with the adapter merged in, or the weight itself if no adapter is on."""
-        return self.adapter.merged(self.weight) if self.adapter is not None and self.adapter.on else self.weight
+        return self.adapter.merged_weight(self.weight) if self.adapter is not None and self.adapter.on else self.weight
 
-    def product(self, x_NI: Tensor) -> Tensor:
+    def matmul(self, x_NI: Tensor) -> Tensor:
         """Return x W^T without bias and adapter."""
         return (
             F.linear(x_NI, self.weight) if self.fixed_order is None else self.fixed_order(x_NI, self.weight, x_NI.dtype)
         )
 
-    def accumulate(self, grad_NO: Tensor, x_NI: Tensor) -> None:
+    def accumulate_grad(self, grad_NO: Tensor, x_NI: Tensor) -> None:
         """Add the gradients of weight, bias and adapter to their float32 `.grad`. Frozen parameters are skipped."""
         if self.weight.requires_grad:
             assert self.weight.grad is not None
@@ -70,7 +70,7 @@ class Linear(nn.Module):
             assert self.bias.grad is not None
             self.bias.grad.add_(grad_NO.sum(0, dtype=torch.float32))
         if self.adapter is not None:
-            self.adapter.accumulate(grad_NO, x_NI)
+            self.adapter.accumulate_grad(grad_NO, x_NI)
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
         """Return the gradient with respect to x. If column-parallel, only this rank's outputs contribute."""
@@ -94,7 +94,7 @@ class ColumnParallelLinear(Linear):
     ):
         copies = copies or [1] * len(out_sizes)
         local_sizes = tuple(
-            spec.tp.shard(size * n, "output features") for size, n in zip(out_sizes, copies, strict=True)
+            spec.tp.shard_size(size * n, "output features") for size, n in zip(out_sizes, copies, strict=True)
         )
         super().__init__(sum(local_sizes), in_size, spec, bias=bias)
         self.local_sizes = local_sizes
@@ -104,10 +104,10 @@ class ColumnParallelLinear(Linear):
     def forward(self, x_NI: Tensor, split: bool = False) -> Tensor:
         x_NI = self.tp.gather_rows(x_NI) if split else self.tp.copy_in(x_NI)
         if (adapter := self.stacked_adapter()) is not None:
-            return adapter.output(x_NI)
+            return adapter.layer_output(x_NI)
         if self.fixed_order is None:
             return self._add_adapter_output(F.linear(x_NI, self.weight, self.bias), x_NI)
-        y_NO = self.product(x_NI)  # with bias, F.linear rounds once or twice, depending on the number of rows
+        y_NO = self.matmul(x_NI)  # with bias, F.linear rounds once or twice, depending on the number of rows
         return self._add_adapter_output(y_NO if self.bias is None else y_NO.add_(self.bias), x_NI)
 
     def input_gradient(self, grad_NO: Tensor, split: bool = False) -> Tensor:
@@ -120,7 +120,7 @@ class RowParallelLinear(Linear):
     """y = x W^T + b. Each rank has a slice of the input features, such as the output of a column-parallel layer."""
 
     def __init__(self, in_size: int, out_size: int, spec: WeightSpec, *, bias: bool):
-        local = spec.tp.shard(in_size, "input features")
+        local = spec.tp.shard_size(in_size, "input features")
         super().__init__(out_size, local, spec, bias=bias)
         self.layout = {
             "weight": (TensorPart((out_size, in_size), dim=1, start=self.tp.rank * local, size=local),),
@@ -130,7 +130,7 @@ class RowParallelLinear(Linear):
     def forward(self, x_NI: Tensor, split: bool = False, whole: bool = True) -> Tensor:
         """Return the output, summed over the ranks. If not `whole`, return this rank's partial sum without bias."""
         adapter = self.stacked_adapter()
-        y_NO = self._add_adapter_output(self.product(x_NI), x_NI) if adapter is None else adapter.output(x_NI)
+        y_NO = self._add_adapter_output(self.matmul(x_NI), x_NI) if adapter is None else adapter.layer_output(x_NI)
         if not whole:
             return y_NO
         y_NO = self.tp.scatter_rows(y_NO) if split else self.tp.reduce_out(y_NO)

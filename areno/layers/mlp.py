@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areno.kernels.experts import (
-    Groups,
+    ExpertGroups,
     add_grouped_matmul,
     choose_experts,
     combine,
@@ -36,7 +36,7 @@ from areno.kernels.experts import (
     weighted_swiglu_backward,
 )
 from areno.kernels.matmul import float32_matmul
-from areno.layers.config import Experts
+from areno.layers.config import MoEConfig
 from areno.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from areno.layers.parallel import wait_for
 from areno.layers.routing import Routing
@@ -85,11 +85,11 @@ class GatedMLP(nn.Module):
                 wait_for(work)
         gate_up_N2I = self.gate_up(x_ND) if kept is None else kept
         grad_gate_up_N2I, act_NI = swiglu_backward(self.down.input_gradient(grad_ND), gate_up_N2I, self.gelu)
-        self.down.accumulate(grad_ND, act_NI)
+        self.down.accumulate_grad(grad_ND, act_NI)
         del act_NI, gate_up_N2I
         if work is not None:
             wait_for(work)
-        self.gate_up.accumulate(grad_gate_up_N2I, x_ND)
+        self.gate_up.accumulate_grad(grad_gate_up_N2I, x_ND)
         return self.gate_up.input_gradient(grad_gate_up_N2I, split)
 
 
@@ -116,7 +116,7 @@ class ExpertMatrices(nn.Module):
 
     def __init__(self, n_experts: int, sizes: tuple[int, ...], in_size: int, spec: WeightSpec):
         super().__init__()
-        self.n_local = n_local = spec.tp.shard(n_experts, "experts")
+        self.n_local = n_local = spec.tp.shard_size(n_experts, "experts")
         self.out_size = sum(sizes)
         self.weight = spec.empty(n_local * self.out_size, in_size)
         parts, offset = [], 0
@@ -132,7 +132,7 @@ class ExpertMatrices(nn.Module):
     def stack_EOI(self) -> Tensor:
         return self.weight.unflatten(0, (self.n_local, self.out_size))
 
-    def accumulate(self, grad_MO: Tensor, x_MI: Tensor, groups: Groups) -> None:
+    def accumulate_grad(self, grad_MO: Tensor, x_MI: Tensor, groups: ExpertGroups) -> None:
         """Add the gradient of the weight to its float32 `.grad`, unless it is frozen."""
         if self.weight.requires_grad:
             assert self.weight.grad is not None
@@ -146,7 +146,7 @@ class ExpertMLP(nn.Module):
     `row_multiple`.
     """
 
-    def __init__(self, hidden_size: int, experts: Experts, layer: int, routing: Routing, spec: WeightSpec):
+    def __init__(self, hidden_size: int, experts: MoEConfig, layer: int, routing: Routing, spec: WeightSpec):
         super().__init__()
         self.tp, self.experts, self.layer, self.routing = spec.tp, experts, layer, routing
         self.row_multiple = 1
@@ -159,9 +159,9 @@ class ExpertMLP(nn.Module):
         if split:  # the router's gradient is equal on all ranks, and `copy_in` sums that of the experts
             x_ND = self.tp.gather_rows_equal(x_ND)
         logits_NE = self.router(x_ND)
-        chosen_Nk = self.routing.choose(self.layer, logits_NE)
-        weights_Nk = self.tp.copy_in(self._weights(logits_NE, chosen_Nk))
-        groups = self._groups(chosen_Nk)
+        chosen_Nk = self.routing.choose_experts(self.layer, logits_NE)
+        weights_Nk = self.tp.copy_in(self._routing_weights(logits_NE, chosen_Nk))
+        groups = self._group_by_expert(chosen_Nk)
         rows_MD = self.tp.copy_in(x_ND).index_select(0, groups.tokens_M)
         how = groups.ends_E, False, self.row_multiple
         gate_MI, up_MI = reference.grouped_matmul(rows_MD, self.experts_gate_up.stack_EOI, *how).chunk(2, dim=-1)
@@ -169,11 +169,11 @@ class ExpertMLP(nn.Module):
         out_ND = reference.combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E)
         return self.tp.scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
 
-    def _groups(self, chosen_Nk: Tensor) -> Groups:
+    def _group_by_expert(self, chosen_Nk: Tensor) -> ExpertGroups:
         n_local = self.experts_gate_up.n_local
         return group_by_expert(chosen_Nk, self.tp.rank * n_local, n_local)
 
-    def _weights(self, logits_NE: Tensor, chosen_Nk: Tensor) -> Tensor:
+    def _routing_weights(self, logits_NE: Tensor, chosen_Nk: Tensor) -> Tensor:
         probs_NE = logits_NE.softmax(-1)
         if self.routing.balance_E is not None and torch.is_grad_enabled():
             routing = self.routing
@@ -188,13 +188,13 @@ class ExpertMLP(nn.Module):
         if split:
             x_ND = self.tp.all_gather_rows(x_ND)
         logits_NE, routing = self.router(x_ND), self.routing
-        if routing.chooses_unobserved:
+        if routing.can_use_fused_routing:
             chosen_Nk, weights_Nk = choose_experts(logits_NE, self.experts.top_k, self.experts.normalised)
             routing.record_experts(self.layer, chosen_Nk)
         else:
-            chosen_Nk = routing.choose(self.layer, logits_NE)
-            weights_Nk = self._weights(logits_NE, chosen_Nk)
-        groups = self._groups(chosen_Nk)
+            chosen_Nk = routing.choose_experts(self.layer, logits_NE)
+            weights_Nk = self._routing_weights(logits_NE, chosen_Nk)
+        groups = self._group_by_expert(chosen_Nk)
         rows_MD = x_ND.index_select(0, groups.tokens_M)
         gate_up_M2I = grouped_matmul(rows_MD, self.experts_gate_up.stack_EOI, groups.ends_E)
         del rows_MD
@@ -210,11 +210,11 @@ class ExpertMLP(nn.Module):
         if split:
             grad_ND, x_ND = self.tp.all_gather_rows(grad_ND), self.tp.all_gather_rows(x_ND)
         chosen_Nk = saved[0].long()
-        groups = self._groups(chosen_Nk)
+        groups = self._group_by_expert(chosen_Nk)
         gate_up, down, ends_E = self.experts_gate_up, self.experts_down, groups.ends_E
         logits_NE = self.router(x_ND)
         with torch.enable_grad():
-            weights_Nk = self._weights(logits_NE.requires_grad_(), chosen_Nk)
+            weights_Nk = self._routing_weights(logits_NE.requires_grad_(), chosen_Nk)
         rows_MD = x_ND.index_select(0, groups.tokens_M)
         gate_up_M2I = grouped_matmul(rows_MD, gate_up.stack_EOI, ends_E) if kept is None else kept
         grad_MD = grad_ND.index_select(0, groups.tokens_M)
@@ -222,9 +222,9 @@ class ExpertMLP(nn.Module):
         weights_M = weights_Nk.detach().flatten().index_select(0, groups.choices_M)
         grad_gate_up_M2I, act_MI, grad_weights_M = weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)
         del gate_up_M2I, grad_MI
-        down.accumulate(grad_MD, act_MI, groups)
+        down.accumulate_grad(grad_MD, act_MI, groups)
         del grad_MD, act_MI
-        gate_up.accumulate(grad_gate_up_M2I, rows_MD, groups)
+        gate_up.accumulate_grad(grad_gate_up_M2I, rows_MD, groups)
         del rows_MD
         grad_x_MD = grouped_matmul(grad_gate_up_M2I, gate_up.stack_EOI, ends_E, transposed=True)
         grad_x_ND = combine(grad_x_MD, groups.copies_Nk, None, ends_E)
@@ -234,7 +234,7 @@ class ExpertMLP(nn.Module):
         grad_weights_Nk = self.tp.all_reduce(grad_weights_Nk)
         (grad_logits_NE,) = torch.autograd.grad(weights_Nk, logits_NE, grad_weights_Nk)
         grad_logits_NE = grad_logits_NE.to(x_ND.dtype)
-        self.router.accumulate(grad_logits_NE, x_ND)
+        self.router.accumulate_grad(grad_logits_NE, x_ND)
         return grad_x_ND + (self.tp.own_rows(grad_logits_NE) if split else grad_logits_NE) @ self.router.weight
 
 

@@ -57,7 +57,9 @@ class RMSNorm(nn.Module):
         """Do `add_and_norm`, where delta is the sum of `part_ND` over the ranks. All ranks must call this."""
         return memory.add_and_norm(x_ND, part_ND, self.weight, self.eps, self.plus_one)
 
-    def sum_gradient(self, grad_ND: Tensor, grad_sum_ND: Tensor | None, sum_ND: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm_backward(
+        self, grad_ND: Tensor, grad_sum_ND: Tensor | None, sum_ND: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the gradient with respect to the norm's input `sum_ND` twice: in its dtype and in that of `grad_ND`.
 
         `grad_sum_ND` is the gradient that reaches the residual stream past the norm. The gradient of the weight is
@@ -68,7 +70,7 @@ class RMSNorm(nn.Module):
         weight_grad = self.weight.grad if self.weight.requires_grad else None
         return rms_norm_backward(grad_ND, grad_sum_ND, sum_ND, self.weight, self.eps, weight_grad, self.plus_one)
 
-    def accumulate(self, grad_D: Tensor) -> None:
+    def accumulate_grad(self, grad_D: Tensor) -> None:
         """Add `grad_D` to the weight's float32 `.grad` unless it is frozen. With `own_data`, sum over ranks first."""
         if self.weight.requires_grad:
             assert self.weight.grad is not None
@@ -81,7 +83,7 @@ class ShardedRMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, spec: WeightSpec):
         super().__init__()
         self.size, self.eps, self.tp = size, eps, spec.tp
-        local = spec.tp.shard(size, "features of a norm")
+        local = spec.tp.shard_size(size, "features of a norm")
         self.weight = spec.empty(local)
         self.layout: Layout = {"weight": (TensorPart((size,), dim=0, start=spec.tp.rank * local, size=local),)}
 

@@ -46,7 +46,7 @@ class ParallelGroup:
             return ""
         return "shared memory" if self.symmetric_memory is not None else dist.get_backend(self.group)
 
-    def shard(self, total: int, what: str) -> int:
+    def shard_size(self, total: int, what: str) -> int:
         """Return total / size. Raises ValueError, which names `what`, if the division leaves a remainder."""
         if total % self.size:
             raise ValueError(f"{what} ({total}) is not divisible by the {self.size} ranks of the group")
@@ -73,7 +73,7 @@ class ParallelGroup:
             return _CompletedWork()
         return _all_gather(x, self.own_rows(x), group=self.group, async_op=True)  # type: ignore[misc]
 
-    def gather_copies(self, x: Tensor, n: int) -> Tensor:
+    def gather_from_replicas(self, x: Tensor, n: int) -> Tensor:
         """Gather x from the `n` neighbouring ranks that hold copies of the same weights, (n, x.numel()).
 
         All ranks of the group call this together. Different sets of `n` ranks may have x of different lengths.
@@ -83,12 +83,12 @@ class ParallelGroup:
         dist.all_to_all_single(out.view(-1), x.repeat(n), counts, counts, group=self.group)
         return out
 
-    def sum_copies(self, x: Tensor, n: int) -> None:
-        """Sum x in place over the ranks of `gather_copies`. The result is bit-identical on all of them."""
+    def sum_over_replicas(self, x: Tensor, n: int) -> None:
+        """Sum x in place over the ranks of `gather_from_replicas`. The result is bit-identical on all of them."""
         if n == self.size:
             self.all_reduce(x)
         elif n > 1:
-            x.copy_(self.gather_copies(x, n).sum(0))
+            x.copy_(self.gather_from_replicas(x, n).sum(0))
 
     def copy_in(self, x: Tensor) -> Tensor:
         """Return x. The backward pass sums the gradients over the ranks. Used before a column-parallel layer."""
@@ -100,7 +100,11 @@ class ParallelGroup:
         """Return the sum of x (maybe in place). The backward pass is the identity. Used after a row-parallel layer."""
         if self.size == 1:
             return x
-        if self.symmetric_memory is not None and not torch.is_grad_enabled() and self.symmetric_memory.can_sum(x):
+        if (
+            self.symmetric_memory is not None
+            and not torch.is_grad_enabled()
+            and self.symmetric_memory.can_all_reduce(x)
+        ):
             return self.symmetric_memory.all_reduce(x)
         return _ReduceOut.apply(x, self)  # type: ignore[return-value]
 

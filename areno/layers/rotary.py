@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864), with the scalings that `Rope` describes.
+"""Rotary position embedding (arXiv 2104.09864), with the scalings that `RopeConfig` describes.
 
 Shape letters: N tokens, H heads, D head dimension, F = D / 2 frequencies.
 """
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areno.layers.config import Rope
+from areno.layers.config import RopeConfig
 
 
-def frequencies(rope: Rope, head_dim: int) -> Tensor:
+def frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return the rotation per position, in radians, of each pair of elements of a head, (F,) float32.
 
     Pairs that are not rotated have frequency 0.
@@ -25,7 +25,7 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
     return torch.nn.functional.pad(freqs_R, (0, head_dim // 2 - len(freqs_R)))
 
 
-def head_order(rope: Rope, head_dim: int) -> Tensor | None:
+def head_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
     """Return the checkpoint index of each element of a head in the model, (D,). None if the orders are equal.
 
     `rotate` turns pairs of elements half a head apart, but some checkpoints pair other elements. Their heads are
@@ -45,7 +45,7 @@ def permute_heads(rows: Tensor, order_D: Tensor) -> Tensor:
     return rows.unflatten(0, (-1, len(order_D)))[:, order_D].flatten(0, 1)
 
 
-def _frequencies(rope: Rope, head_dim: int) -> Tensor:
+def _frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Return the scaled frequencies of the rotated pairs. `head_dim` counts only the rotated elements."""
     exponents_F = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     freqs_F = 1.0 / (rope.theta**exponents_F)
@@ -55,19 +55,23 @@ def _frequencies(rope: Rope, head_dim: int) -> Tensor:
         return freqs_F / rope.factor
     if rope.kind == "longrope":
         return freqs_F / torch.tensor(rope.short_factors)
-    kept_F = _kept_by_llama3(freqs_F, rope) if rope.kind == "llama3" else _kept_by_yarn(rope, head_dim)
+    kept_F = (
+        _llama3_extrapolation_factor(freqs_F, rope)
+        if rope.kind == "llama3"
+        else _yarn_extrapolation_factor(rope, head_dim)
+    )
     return (1 - kept_F) * freqs_F / rope.factor + kept_F * freqs_F
 
 
-def _kept_by_llama3(freqs_F: Tensor, rope: Rope) -> Tensor:
+def _llama3_extrapolation_factor(freqs_F: Tensor, rope: RopeConfig) -> Tensor:
     """Return how much of each frequency is kept: 1 keeps it, 0 divides it by `rope.factor`, others interpolate."""
     wavelengths_F = 2 * math.pi / freqs_F
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return ((rope.original_max_positions / wavelengths_F - low) / (high - low)).clamp(0.0, 1.0)
 
 
-def _kept_by_yarn(rope: Rope, head_dim: int) -> Tensor:
-    """Return how much of each frequency is kept, as in `_kept_by_llama3`."""
+def _yarn_extrapolation_factor(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Return how much of each frequency is kept, as in `_llama3_extrapolation_factor`."""
 
     def index_of(turns: float) -> float:
         """Return the fractional index of the frequency that turns so many times within the original context."""
@@ -88,7 +92,7 @@ class Rotary(nn.Module):
     freqs_F: Tensor
     scale_F: Tensor | None  # factor of queries and keys for each pair of elements; None means 1
 
-    def __init__(self, rope: Rope, head_dim: int, *, device: torch.device | str):
+    def __init__(self, rope: RopeConfig, head_dim: int, *, device: torch.device | str):
         super().__init__()
         self.register_buffer("freqs_F", frequencies(rope, head_dim).to(device), persistent=False)
         scale_F = None

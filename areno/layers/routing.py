@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from areno.layers.config import Experts
+from areno.layers.config import MoEConfig
 
 
 @dataclass
-class LayerLoad:
+class ExpertLoad:
     """How much the tokens of a pass used each expert of one layer, summed over the tokens. Tensors on the device."""
 
     chosen_E: Tensor  # int64, number of times that a token used the expert
@@ -44,7 +44,7 @@ class Routing:
         loads: layer -> the statistics of the last pass.
     """
 
-    experts: Experts
+    experts: MoEConfig
     n_layers: int
     given_NLk: Tensor | None = None
     balance_E: Tensor | None = None
@@ -53,7 +53,7 @@ class Routing:
     records: bool = False
     observes: bool = False
     chosen: dict[int, Tensor] = field(default_factory=dict)
-    loads: dict[int, LayerLoad] = field(default_factory=dict)
+    loads: dict[int, ExpertLoad] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,7 +65,7 @@ class Routing:
         """The largest value of `dtype`. In place of an expert index, it means "not recorded"."""
         return torch.iinfo(self.dtype).max
 
-    def begin(
+    def configure(
         self,
         given_NLk: Tensor | None = None,
         balance_E: Tensor | None = None,
@@ -85,7 +85,7 @@ class Routing:
         return torch.stack([self.chosen[layer] for layer in range(self.n_layers)], dim=1).to(self.dtype)
 
     @property
-    def chooses_unobserved(self) -> bool:
+    def can_use_fused_routing(self) -> bool:
         """Whether the router chooses all experts and no statistics are recorded. A faster kernel can then be used."""
         return self.given_NLk is None and not self.observes
 
@@ -93,7 +93,7 @@ class Routing:
         if self.records:
             self.chosen[layer] = chosen_Nk
 
-    def choose(self, layer: int, logits_NE: Tensor) -> Tensor:
+    def choose_experts(self, layer: int, logits_NE: Tensor) -> Tensor:
         """Return and record the experts of each token: those in `given_NLk`, else the most probable, best first."""
         with torch.no_grad():
             own_Nk = logits_NE.topk(self.experts.top_k, dim=-1).indices
@@ -105,10 +105,10 @@ class Routing:
                 chosen_Nk = torch.cat([torch.where(known_N1, given_Nk, own_Nk[:n]), own_Nk[n:]])
             self.record_experts(layer, chosen_Nk)
             if self.observes:
-                self.loads[layer] = self._load(logits_NE, own_Nk, chosen_Nk)
+                self.loads[layer] = self._measure_load(logits_NE, own_Nk, chosen_Nk)
         return chosen_Nk
 
-    def _load(self, logits_NE: Tensor, own_Nk: Tensor, chosen_Nk: Tensor) -> LayerLoad:
+    def _measure_load(self, logits_NE: Tensor, own_Nk: Tensor, chosen_Nk: Tensor) -> ExpertLoad:
         """Compute statistics. `own_Nk`: experts that the router would choose. `chosen_Nk`: experts that were used."""
         n = len(logits_NE) if self.n_tokens is None else self.n_tokens
         probs_NE, own_Nk, chosen_Nk = logits_NE[:n].softmax(-1), own_Nk[:n], chosen_Nk[:n]
@@ -119,7 +119,7 @@ class Routing:
             probs_NE, entropy_N = probs_NE * counts_N.unsqueeze(-1), entropy_N * counts_N
             times_Nk, changed_N = times_Nk * counts_N.long().unsqueeze(-1), changed_N * counts_N.long()
         chosen_E = torch.zeros(self.experts.n_experts, dtype=torch.int64, device=probs_NE.device)
-        return LayerLoad(
+        return ExpertLoad(
             chosen_E=chosen_E.scatter_add_(0, chosen_Nk.flatten(), times_Nk.flatten()),
             probability_E=probs_NE.sum(0),
             entropy=entropy_N.sum(),

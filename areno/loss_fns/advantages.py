@@ -46,12 +46,12 @@ def group_advantages(
         mean_leave1out: Whether the sample itself is left out of its mean (RLOO, arXiv 2402.14740, with std_level None).
             This multiplies the ordinary advantage by n / (n - 1). The standard deviation does not change.
     """
-    rewards_B, groups_B = _checked(rewards, group_ids)
+    rewards_B, groups_B = _check_rewards(rewards, group_ids)
     if mean_leave1out and mean_level is None:
         raise ValueError("mean_leave1out is set, but mean_level is null, so there is no mean; set it to group or batch")
 
     known_B = ~np.isnan(rewards_B)
-    sets = {level: _members(level, known_B, groups_B) for level in (mean_level, std_level)}
+    sets = {level: _normalization_groups(level, known_B, groups_B) for level in (mean_level, std_level)}
     advantages_B = np.where(known_B, rewards_B, 0.0)
     for members_SN in sets[mean_level]:
         n = members_SN.shape[1]
@@ -68,7 +68,7 @@ def group_advantages(
     return advantages_B
 
 
-def _checked(
+def _check_rewards(
     rewards: Sequence[float] | np.ndarray, group_ids: Sequence[int] | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     rewards_B = np.asarray(rewards, dtype=np.float64)
@@ -144,7 +144,7 @@ def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[f
     return float(1.0 - np.var(returns_T - values_T) / np.var(returns_T))
 
 
-def _members(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np.ndarray]:
+def _normalization_groups(level: Level, known_B: np.ndarray, groups_B: np.ndarray) -> list[np.ndarray]:
     """Return the samples that are normalised together, as index arrays. Samples without a known value are left out.
 
     The arrays have the shape (n_sets, size). Sets of the same size are in the same array.

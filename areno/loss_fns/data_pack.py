@@ -140,7 +140,7 @@ class DataPack:
         return self.sum_rows(torch.ones_like(self.trained_T, dtype=torch.float32))
 
 
-def checked_result(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def check_loss_result(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the result of a loss function. Raises EngineError unless it is a valid (loss, statistics)."""
     if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[1], Mapping):
         raise EngineError(

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from areno.loss_fns.surrogates import ProxMethod, bounded, token_log_ratio
+from areno.loss_fns.surrogates import ProxMethod, clamp_log_ratio, token_log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +95,7 @@ def sampled_reverse_kl(
     kl_T = logprobs_T.detach() - theirs_T
     if kl_discount:
         kl_T = discounted_sums(kl_T, pack.trained(pack.row_of_token), kl_discount)
-    loss_T = bounded(log_ratio_T).exp() * kl_T
+    loss_T = clamp_log_ratio(log_ratio_T).exp() * kl_T
     return loss_T if weights_T is None else loss_T * weights_T
 
 

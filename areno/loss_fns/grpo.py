@@ -22,7 +22,7 @@ from areno.loss_fns.surrogates import (
     ImportanceLevel,
     ProxMethod,
     Reduction,
-    bounded,
+    clamp_log_ratio,
     sequence_log_ratio,
     token_log_ratio,
 )
@@ -59,15 +59,15 @@ def grpo_loss_fn(
         settings: Settings of the surrogate by the names of its class, except that eps_clip is called clip_eps and
             eps_clip_higher is called clip_eps_higher. "clip" has clip_eps, clip_eps_higher and c_clip.
     """
-    chosen = SURROGATES.make(surrogate, settings)
+    chosen = SURROGATES.make_section(surrogate, settings)
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
-    stats = policy_stats(pack, advantages_T, bounded(log_ratio_T))
+    stats = policy_stats(pack, advantages_T, clamp_log_ratio(log_ratio_T))
     if importance_sampling_level == "sequence":
         log_ratio_T = sequence_log_ratio(pack, log_ratio_T, logprobs_T)
     elif importance_sampling_level != "token":
         raise ValueError(f"importance_sampling_level is {importance_sampling_level!r}; expected token or sequence")
-    ratio_T = torch.exp(bounded(log_ratio_T))
+    ratio_T = torch.exp(clamp_log_ratio(log_ratio_T))
 
     policy_T, how_T = chosen.surrogate_loss(ratio_T, advantages_T, logprobs_T)
     if weights_T is not None:

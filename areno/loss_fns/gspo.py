@@ -8,7 +8,7 @@ from torch import Tensor
 from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.kl import KLEstimator
 from areno.loss_fns.policy import add_kl, policy_stats, surrogate_stats
-from areno.loss_fns.surrogates import Clip, bounded, token_log_ratio
+from areno.loss_fns.surrogates import Clip, clamp_log_ratio, token_log_ratio
 from areno.schema.fields import partial_section
 
 
@@ -41,8 +41,8 @@ def gspo_loss_fn(
     """
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, "recompute")
-    stats = policy_stats(pack, advantages_T, bounded(log_ratio_T))
-    ratio_R = torch.exp(bounded(pack.mean_rows(log_ratio_T)))
+    stats = policy_stats(pack, advantages_T, clamp_log_ratio(log_ratio_T))
+    ratio_R = torch.exp(clamp_log_ratio(pack.mean_rows(log_ratio_T)))
     # The advantage of a row without trained tokens is 0 here, and so is its surrogate.
     # Not Clip(...), which would check the values as those of a configuration, in every micro-batch.
     clip = partial_section(Clip, {"eps_clip": clip_eps, "eps_clip_higher": clip_eps_higher, "c_clip": c_clip})

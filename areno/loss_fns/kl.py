@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.loss_fns.surrogates import MAX_LOG_RATIO, bounded
+from areno.loss_fns.surrogates import MAX_LOG_RATIO, clamp_log_ratio
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -35,7 +35,7 @@ def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: KLEstimator)
 
     The log ratio ref_logprobs - logprobs is clamped to [-20, 20], and the gradient is 0 outside of that range.
     """
-    return _estimate(bounded(ref_logprobs - logprobs), torch.exp, estimator)
+    return _estimate(clamp_log_ratio(ref_logprobs - logprobs), torch.exp, estimator)
 
 
 def kl_array(

@@ -192,11 +192,11 @@ class PreferenceLossConfig(*PREFERENCE_LOSSES.bases):
 
     def loss_settings(self) -> dict[str, Any]:
         """Return the chosen loss and its settings as keyword arguments of `dpo_loss_fn`."""
-        return PREFERENCE_LOSSES.arguments(self)
+        return PREFERENCE_LOSSES.loss_kwargs(self)
 
     @check
     def settings_of_other_losses(self) -> Iterator[Problem]:
-        return PREFERENCE_LOSSES.unused_settings(self)
+        return PREFERENCE_LOSSES.unused_setting_problems(self)
 
     @check
     def problems_of_the_loss(self) -> Iterator[Problem]:
@@ -208,7 +208,7 @@ def make_preference_loss(name: str, **given: Any) -> PreferenceLoss:
 
     Raises TypeError for a setting of another loss.
     """
-    loss = PREFERENCE_LOSSES.make(name, given)
+    loss = PREFERENCE_LOSSES.make_section(name, given)
     for keyword in given.keys() - settings(PREFERENCE_LOSSES[name]).keys():
         raise TypeError(f"{keyword} has no effect with loss_type {name}; leave it out")
     return loss

@@ -29,7 +29,7 @@ ProxMethod = Literal["recompute", "loglinear"]
 Reduction = Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum_norm"]
 
 
-def bounded(log_ratio: Tensor) -> Tensor:
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
     """Clamp a log ratio to [-20, 20]. The gradient is 0 outside of that range.
 
     exp(20) = 5e8 is far beyond every clip range, so no ratio that can matter changes. Without the clamp, exp overflows
@@ -60,12 +60,12 @@ def token_log_ratio(pack: DataPack, logprobs_T: Tensor, prox_logp_method: ProxMe
     rollout_T = pack.trained(pack.need("rollout_logprobs"))
     if pack.old_logprobs is not None:
         prox_T = pack.trained(pack.old_logprobs)
-        log_ratio_T, factor_T = logprobs_T - prox_T, bounded(prox_T - rollout_T).exp()
+        log_ratio_T, factor_T = logprobs_T - prox_T, clamp_log_ratio(prox_T - rollout_T).exp()
         return log_ratio_T, factor_T if weights_T is None else factor_T * weights_T
     moved_T = (logprobs_T - rollout_T).detach()
     staleness_T = pack.of_rows(pack.need("staleness")).to(moved_T.dtype)
     alpha_T = staleness_T / (staleness_T + 1.0)
-    factor_T = (alpha_T * bounded(moved_T)).exp()
+    factor_T = (alpha_T * clamp_log_ratio(moved_T)).exp()
     # Written as a product, because inf - alpha * inf would be NaN for an infinite difference of log-probabilities.
     log_ratio_T = (1.0 - alpha_T) * moved_T + (logprobs_T - logprobs_T.detach())
     return log_ratio_T, factor_T if weights_T is None else factor_T * weights_T
@@ -280,7 +280,7 @@ class SurrogateConfig(*SURROGATES.bases):
 
     def surrogate_settings(self) -> dict[str, Any]:
         """Return the chosen surrogate and its settings as keyword arguments of `grpo_loss_fn`."""
-        return SURROGATES.arguments(self)
+        return SURROGATES.loss_kwargs(self)
 
     @check
     def two_names_of_one_choice(self) -> Iterator[Problem]:
@@ -290,4 +290,4 @@ class SurrogateConfig(*SURROGATES.bases):
 
     @check
     def settings_of_other_surrogates(self) -> Iterator[Problem]:
-        return SURROGATES.unused_settings(self)
+        return SURROGATES.unused_setting_problems(self)

@@ -18,20 +18,20 @@ OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Checkpoint names of routers and of layers of experts, which have no adapters."""
 
 
-class _Linear(NamedTuple):
+class _LinearSpec(NamedTuple):
     outputs: tuple[int, ...]  # of each projection, over all ranks
     n_in: int  # over all ranks
     n_layers: int  # number of layers of the model that have this linear layer
     row_parallel: bool = False  # ranks divide the inputs, not the outputs
     least: int = 0  # least output size on one rank; above outputs / ranks if ranks share a key head
 
-    def on_rank(self, layout: Layout) -> tuple[int, list[int]]:
+    def local_sizes(self, layout: Layout) -> tuple[int, list[int]]:
         if self.row_parallel:
             return layout.share_rounded_down(self.n_in), list(self.outputs)
         return self.n_in, [max(layout.share_rounded_down(size), self.least) for size in self.outputs]
 
 
-def _linears(config: TransformerConfig) -> dict[str, _Linear]:
+def _adaptable_linears(config: TransformerConfig) -> dict[str, _LinearSpec]:
     """Return the linear layers that may have adapters, by module name in `Layer`, such as "attention.qkv".
 
     Experts cannot have adapters. In a model with experts, plain MLPs cannot have adapters either.
@@ -40,16 +40,16 @@ def _linears(config: TransformerConfig) -> dict[str, _Linear]:
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = (q_size * (1 + config.attention_gate), kv_size, kv_size)
     found = {
-        "attention.qkv": _Linear(qkv, size, n_attend, least=config.head_dim),  # a rank has at least one head
-        "attention.out": _Linear((size,), q_size, n_attend, row_parallel=True),
+        "attention.qkv": _LinearSpec(qkv, size, n_attend, least=config.head_dim),  # a rank has at least one head
+        "attention.out": _LinearSpec((size,), q_size, n_attend, row_parallel=True),
     }
     if config.delta is not None:
         n_recur = len(config.delta.layers)
-        found["delta.in_proj"] = _Linear(config.delta.projections, size, n_recur)
-        found["delta.out"] = _Linear((size,), config.delta.inner_size, n_recur, row_parallel=True)
+        found["delta.in_proj"] = _LinearSpec(config.delta.projection_sizes, size, n_recur)
+        found["delta.out"] = _LinearSpec((size,), config.delta.inner_size, n_recur, row_parallel=True)
     if config.experts is None:
-        found["mlp.gate_up"] = _Linear((inner, inner), size, config.num_layers)
-        found["mlp.down"] = _Linear((size,), inner, config.num_layers, row_parallel=True)
+        found["mlp.gate_up"] = _LinearSpec((inner, inner), size, config.num_layers)
+        found["mlp.down"] = _LinearSpec((size,), inner, config.num_layers, row_parallel=True)
     return found
 
 
@@ -60,7 +60,7 @@ def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     """
     return {
         name.rsplit(".", 1)[-1]: (sum(linear.outputs[index] for index in group), linear.n_in)
-        for module, linear in _linears(config).items()
+        for module, linear in _adaptable_linears(config).items()
         for name, group in stored_modules(module, config).items()
     }
 
@@ -70,28 +70,28 @@ def fused_names(config: TransformerConfig) -> dict[str, str]:
     return {part.rsplit(".", 1)[-1]: whole.rsplit(".", 1)[-1] for part, whole in stored_names(config).items()}
 
 
-def adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
+def n_adapter_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
     total = 0
-    for linear, groups in _adapted(config, adapters):
-        n_in, outputs = linear.on_rank(layout)
+    for linear, groups in _adapted_linears(config, adapters):
+        n_in, outputs = linear.local_sizes(layout)
         n_out = sum(outputs[index] for group in groups for index in group)
         total += linear.n_layers * adapters.rank * (len(groups) * n_in + n_out)
     return total
 
 
-def stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
+def n_stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layout: Layout = ALONE) -> int:
     """Return how many elements `Adapter.stack` adds to the weights: below each weight, a copy of A and padding."""
     total = 0
-    for linear, groups in _adapted(config, adapters):
-        n_in, outputs = linear.on_rank(layout)
+    for linear, groups in _adapted_linears(config, adapters):
+        n_in, outputs = linear.local_sizes(layout)
         end = sum(outputs) + len(groups) * adapters.rank
         total += linear.n_layers * (end + -end % ROW_MULTIPLE - sum(outputs)) * n_in
     return total
 
 
-def _adapted(config: TransformerConfig, adapters: AdapterSpec) -> Iterator[tuple[_Linear, list[list[int]]]]:
+def _adapted_linears(config: TransformerConfig, adapters: AdapterSpec) -> Iterator[tuple[_LinearSpec, list[list[int]]]]:
     """Yield (linear layer with adapters, groups of projection indices). Projections of a group share one A."""
-    for module, linear in _linears(config).items():
+    for module, linear in _adaptable_linears(config).items():
         stored = stored_modules(module, config)
         if groups := [group for name, group in stored.items() if name.rsplit(".", 1)[-1] in adapters.targets]:
             yield linear, groups

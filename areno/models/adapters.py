@@ -37,12 +37,12 @@ from areno.models.folder import (
 )
 from areno.models.transformer import Transformer
 from areno.models.weights import (
+    CheckpointEntry,
     StoredTensor,
-    TableEntry,
-    copies_event,
     gather_tensors,
     load_shard,
     module_head_order,
+    record_copies_event,
     sync_written,
     write_tensors,
 )
@@ -64,7 +64,7 @@ def init_adapters(model: Transformer, seed: int) -> None:
     """Initialise the adapters so that they do not change the results yet. The values depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     for _, _, adapter in _adapted_modules(model):
-        adapter.init(generator)
+        adapter.init_weights(generator)
 
 
 def stack_adapters(model: Transformer) -> None:
@@ -91,7 +91,7 @@ def set_adapter_weights(model: Transformer, weights: Sequence[torch.Tensor]) -> 
     refresh_adapters(model)
 
 
-def adapter_table(model: Transformer) -> list[TableEntry]:
+def adapter_table(model: Transformer) -> list[CheckpointEntry]:
     """Return all adapter tensors with their names in peft, in a fixed order. Empty without adapters.
 
     Projections that the checkpoint stores as one matrix share one A, which has the name of the first projection. Each
@@ -103,8 +103,8 @@ def adapter_table(model: Transformer) -> list[TableEntry]:
         names = [f"{PREFIX}{each}" for each in module_names(name, model.config)]
         of_a = [f"{names[first]}.lora_A.weight" for first, *_ in adapter.groups]
         of_b = [f"{names[index]}.lora_B.weight" for group in adapter.groups for index in group]
-        found += map(TableEntry, of_a, [adapter.a] * len(of_a), adapter.layout["a"])
-        found += map(TableEntry, of_b, [adapter.b] * len(of_b), adapter.layout["b"])
+        found += map(CheckpointEntry, of_a, [adapter.a] * len(of_a), adapter.layout["a"])
+        found += map(CheckpointEntry, of_b, [adapter.b] * len(of_b), adapter.layout["b"])
     return found
 
 
@@ -191,13 +191,13 @@ class PeftFolder(NamedTuple):
     base: str  # folder or hub id of the model that the adapters were trained on, "" if not recorded
 
 
-def is_adapter(folder: str | Path) -> bool:
+def is_adapter_folder(folder: str | Path) -> bool:
     """Return whether a folder holds adapters and no model. False if the folder does not exist."""
     folder = Path(folder).expanduser()
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
-def base_of(folder: str | Path) -> str:
+def base_model_of(folder: str | Path) -> str:
     """Return the folder or hub id of the model that a peft folder's adapters were trained on."""
     file = Path(folder).expanduser() / ADAPTER_CONFIG
     raw = RawConfig(read_json(file), str(file))
@@ -221,20 +221,20 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
     raw = RawConfig(read_json(file), str(file))
     kind = raw.get("peft_type", str)
     if kind.upper() != "LORA" and not raw.problems:
-        raw.refuse("peft_type", "'LORA'")
+        raw.add_unsupported("peft_type", "'LORA'")
     if raw.values.get("task_type") not in (None, "CAUSAL_LM"):
-        raw.refuse("task_type", "'CAUSAL_LM'")
+        raw.add_unsupported("task_type", "'CAUSAL_LM'")
     rank, alpha = raw.get("r", int, ge=1), raw.get("lora_alpha", float, gt=0)
     use_rslora = raw.get("use_rslora", bool, False)
     if raw.get("bias", str, "none") != "none":
-        raw.refuse("bias", "'none'")
+        raw.add_unsupported("bias", "'none'")
     init = raw.values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGE_THE_BASE):
-        raw.refuse("init_lora_weights", "adapters whose base is the model as it was published")
+        raw.add_unsupported("init_lora_weights", "adapters whose base is the model as it was published")
     for name in _UNSUPPORTED:
         if raw.values.get(name):
-            raw.refuse(name, "none, since adapters of one rank on whole linear layers are all that there is")
-    raw.refuse_unknown({*_HARMLESS, *_UNSUPPORTED})
+            raw.add_unsupported(name, "none, since adapters of one rank on whole linear layers are all that there is")
+    raw.add_unknown_fields({*_HARMLESS, *_UNSUPPORTED})
     if raw.problems:
         raise raw.error()
     targets = _target_modules(folder, model, raw.values.get("target_modules"))
@@ -259,7 +259,7 @@ def _target_modules(folder: Path, model: TransformerConfig, given: object) -> tu
         raise CheckpointError(
             f"{folder}: the weights hold {join_first_names(unknown)}; expected adapters of {', '.join(known)} only"
         )
-    unnamed = [name for name, module in of_module.items() if not _is_named(module.removeprefix(PREFIX), given)]
+    unnamed = [name for name, module in of_module.items() if not _is_target_module(module.removeprefix(PREFIX), given)]
     if unnamed:
         text = "{}: the weights hold {}, which target_modules of {} does not name and peft would leave out"
         raise CheckpointError(text, folder, join_first_names(unnamed), ADAPTER_CONFIG)
@@ -267,7 +267,7 @@ def _target_modules(folder: Path, model: TransformerConfig, given: object) -> tu
     return tuple(name for name in known if name in found)
 
 
-def _is_named(module: str, given: object) -> bool:
+def _is_target_module(module: str, given: object) -> bool:
     """Return whether the field target_modules (`given`) matches a module such as "model.layers.0.self_attn.q_proj"."""
     if isinstance(given, str) and given != "all-linear":
         try:
@@ -307,7 +307,7 @@ def _weights_file(folder: Path) -> Path:
     return folder / WEIGHTS
 
 
-def adapter_writes(
+def adapter_writers(
     model: Transformer,
     folder: str | Path,
     *,
@@ -330,7 +330,7 @@ def adapter_writes(
     tensors = gather_tensors(table, model, 0, pin_memory)
     if model.tp.rank == 0:
         yield partial(_write_other_files, folder, source, _peft_config(adapters, base))
-        yield partial(write_tensors, tensors, table, folder / WEIGHTS, copies_event(model.device))
+        yield partial(write_tensors, tensors, table, folder / WEIGHTS, record_copies_event(model.device))
 
 
 def _peft_config(adapters: AdapterSpec, base: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from areno.config.experiments import HeadName
 from areno.config.rollout import SamplingConfig
-from areno.layers.config import Delta, Experts, Rope
+from areno.layers.config import DeltaConfig, MoEConfig, RopeConfig
 from areno.models.folder import RawConfig
 from areno.models.rope_config import read_rope
 from areno.schema.fields import settings
@@ -44,7 +44,7 @@ UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 class LayerKind:
     """Properties that may differ between the attention layers of a model."""
 
-    rope: Rope
+    rope: RopeConfig
     window: int | None = None  # number of last tokens that a token attends to, itself included; None means all
 
 
@@ -82,7 +82,7 @@ class TransformerConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: Rope
+    rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool = False
@@ -99,8 +99,8 @@ class TransformerConfig:
     eos_token_ids: tuple[int, ...] = ()
     initializer_range: float
     hf: dict[str, Any]  # config.json as read, which is written again when the model is saved
-    experts: Experts | None = None  # in the layers that have experts in place of the plain MLP
-    delta: Delta | None = None
+    experts: MoEConfig | None = None  # in the layers that have experts in place of the plain MLP
+    delta: DeltaConfig | None = None
     within: str = ""
     head: HeadName = "lm"
     has_head: bool = True
@@ -204,7 +204,7 @@ def read_decoder(
     may_slide: bool = False,
     may_recur: bool = False,
     may_bias: bool = False,
-    rope: Rope | None = None,
+    rope: RopeConfig | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> TransformerConfig:
     """Read the fields of `config.json` that all families share. The family then replaces other fields of the result.
@@ -226,7 +226,7 @@ def read_decoder(
     num_layers = raw.get("num_hidden_layers", int, ge=1, le=MAX_LAYERS)
     field, only = activation
     if raw.get(field, str, only) != only:
-        raw.refuse(field, repr(only))
+        raw.add_unsupported(field, repr(only))
     _refuse_unsupported(raw, num_layers, may_slide, may_recur)
     hidden_size, num_heads = raw.get("hidden_size", int, ge=1), raw.get("num_attention_heads", int, ge=1)
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads, ge=1)
@@ -265,14 +265,14 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
     """
     heads = f"num_attention_heads={config.num_heads}"
     if config.num_heads % config.num_kv_heads:
-        raw.refuse("num_key_value_heads", f"a divisor of {heads}")
+        raw.add_unsupported("num_key_value_heads", f"a divisor of {heads}")
     if is_derived and config.hidden_size % (2 * config.num_heads):
-        raw.refuse("hidden_size", f"a multiple of {heads} that gives heads of an even size")
+        raw.add_unsupported("hidden_size", f"a multiple of {heads} that gives heads of an even size")
     elif config.head_dim % 2:
-        raw.refuse("head_dim", "an even number")
+        raw.add_unsupported("head_dim", "an even number")
     elif config.rope.rotary_dim(config.head_dim) % 2 or not config.rope.rotary_dim(config.head_dim):
         shown = f"{config.rope.partial} of heads of {config.head_dim}"
-        raw.refuse("partial_rotary_factor", "a share that is an even number of each head's", shown)
+        raw.add_unsupported("partial_rotary_factor", "a share that is an even number of each head's", shown)
     elif config.rope.kind == "longrope" and 2 * len(config.rope.short_factors) != config.rope.rotary_dim(
         config.head_dim
     ):
@@ -285,7 +285,7 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
 def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_recur: bool) -> None:
     """Add problems for fields that ask for a computation that is not implemented."""
     if raw.get("attention_dropout", float, 0.0):
-        raw.refuse("attention_dropout", "0, since there is no dropout")
+        raw.add_unsupported("attention_dropout", "0, since there is no dropout")
     for name, code in raw.get("auto_map", dict, {}).items():
         # Some checkpoints name code of their own for a class that transformers has. transformers uses its own class.
         known = str(code).rpartition(".")[2] in raw.get("architectures", list, [])
@@ -294,11 +294,11 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
     quantization = raw.get("quantization_config", dict, {})
     if quantization:
         method = quantization.get("quant_method", quantization)
-        raw.refuse("quantization_config", "a checkpoint in bfloat16, float16 or float32", method)
+        raw.add_unsupported("quantization_config", "a checkpoint in bfloat16, float16 or float32", method)
     layer_types = raw.get("layer_types", list, [])
     known = ("full_attention",) + ("sliding_attention",) * may_slide + ("linear_attention",) * may_recur
     if any(kind not in known for kind in layer_types):
-        raw.refuse("layer_types", " or ".join(map(repr, known)) + " in every layer")
+        raw.add_unsupported("layer_types", " or ".join(map(repr, known)) + " in every layer")
     elif layer_types and len(layer_types) != num_layers:
         expected = f"expected one for each of num_hidden_layers={num_layers}"
         raw.add_problem(f"layer_types has {len(layer_types)} entries, {expected}")
@@ -306,11 +306,11 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
         window, first = raw.get("sliding_window", int, -1, ge=0), raw.get("max_window_layers", int, 28, ge=0)
         slides = raw.get("use_sliding_window", bool, False) and window >= 0
         if slides and not layer_types and first < num_layers:
-            raw.refuse("use_sliding_window", "false, since this family has no sliding windows")
+            raw.add_unsupported("use_sliding_window", "false, since this family has no sliding windows")
 
 
 def with_sliding_windows(
-    raw: RawConfig, config: TransformerConfig, slides: Callable[[int], bool], local_rope: Rope | None = None
+    raw: RawConfig, config: TransformerConfig, slides: Callable[[int], bool], local_rope: RopeConfig | None = None
 ) -> TransformerConfig:
     """Return the shape with the window `sliding_window` in the layers that `layer_types` or else `slides` selects.
 

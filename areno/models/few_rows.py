@@ -16,19 +16,19 @@ from torch import Tensor
 
 from areno.kernels.matmul.triton_few_rows import (
     MOST_ROWS,
+    few_rows_matmul,
     gated_product,
     partial_products,
-    product,
     supports_few_rows,
 )
 from areno.layers.attention import Attend, CachedAttend, PackedAttend
 from areno.layers.mlp import GatedMLP
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
-from areno.models.fused import Angles, to_heads
+from areno.models.fused import Angles, qk_norm_and_rope
 from areno.models.layer import Layer
 
 
-def runs_few_rows(layers: Sequence[Layer], n_tokens: int, attend: Attend) -> bool:
+def can_run_few_rows(layers: Sequence[Layer], n_tokens: int, attend: Attend) -> bool:
     """Return whether `few_rows_layers` can compute a forward pass.
 
     The pass must be part of a rollout, without gradients, and have at most `MOST_ROWS` tokens. The model must be on one
@@ -37,10 +37,10 @@ def runs_few_rows(layers: Sequence[Layer], n_tokens: int, attend: Attend) -> boo
     """
     if torch.is_grad_enabled() or n_tokens > MOST_ROWS or isinstance(attend, PackedAttend | CachedAttend):
         return False
-    return all(_is_plain(layer) for layer in layers)
+    return all(_is_supported_layer(layer) for layer in layers)
 
 
-def _is_plain(layer: Layer) -> bool:
+def _is_supported_layer(layer: Layer) -> bool:
     attention, mlp = layer.attention, layer.mlp
     if attention is None or attention.gated or isinstance(attention.q_norm, ShardedRMSNorm):
         return False
@@ -84,8 +84,8 @@ def _run_layer(
     assert isinstance(layer.input_norm, RMSNorm)
     assert isinstance(layer.pre_mlp_norm, RMSNorm)
     stream_ND, normed_ND = layer.input_norm.add_and_norm(stream_ND, delta_SND)
-    qkv_NX = product(normed_ND, attention.qkv.weight, attention.qkv.bias)
-    heads = to_heads(attention, qkv_NX, angles)
+    qkv_NX = few_rows_matmul(normed_ND, attention.qkv.weight, attention.qkv.bias)
+    heads = qk_norm_and_rope(attention, qkv_NX, angles)
     out_NHC = attend(attention.index, *heads, attention.window)
     out_SND = partial_products(out_NHC.flatten(-2), attention.out.weight)
     stream_ND, normed_ND = layer.pre_mlp_norm.add_and_norm(stream_ND, out_SND)

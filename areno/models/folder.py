@@ -155,12 +155,12 @@ class RawConfig:
         """Add a problem. `what` should name the field; the message begins with file and section."""
         self.problems.append(Problem("", f"{self.origin}: {what}"))
 
-    def refuse(self, name: str, supported: str, found: object = None) -> None:
+    def add_unsupported(self, name: str, supported: str, found: object = None) -> None:
         """Add a problem: a field has a value (in the message: `found`) other than the `supported` ones."""
         shown = reprlib.repr(self.values.get(name) if found is None else found)
         self.add_problem(f"{name} is {shown}, which is not supported; expected {supported}")
 
-    def refuse_unknown(self, harmless: Collection[str], where: str = "") -> None:
+    def add_unknown_fields(self, harmless: Collection[str], where: str = "") -> None:
         """Add a problem for each field that is set, was never looked up, and is not `harmless`.
 
         An empty value, 0 and false count as not set. Names with a leading underscore are ignored. `where` continues the
@@ -219,7 +219,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     return file_of
 
 
-def same_weights(folder: Path, other: Path) -> bool:
+def has_same_weights(folder: Path, other: Path) -> bool:
     """Return whether the tensors of `folder` equal those of `other`, rounded to the dtypes of `folder`."""
     files, others = tensor_files(folder), tensor_files(other)
     for name, file in files.items():
@@ -304,7 +304,7 @@ def copy_tokenizer_files(
     return copies
 
 
-def add_end_tokens(folder: Path, listed: Collection[int], ends: Collection[int]) -> Path | None:
+def add_eos_token_ids(folder: Path, listed: Collection[int], ends: Collection[int]) -> Path | None:
     """Add the token ids `ends` to eos_token_id in generation_config.json, so that other software stops at them.
 
     `listed`: the ids in config.json. They are used if generation_config.json has none. Returns the file if it changed.

@@ -44,7 +44,7 @@ def mix_tokens(layer: Layer, x_ND: Tensor, angles: Angles, attend: Attend, split
         return _attention(layer.attention, x_ND, angles, attend, split, whole)
     assert layer.delta is not None
     proj_NP = layer.delta.in_proj(x_ND, split)
-    mixed_NI = layer.delta.mixed(proj_NP, attend, layer.delta.weights(layer.delta.norm.weight))
+    mixed_NI = layer.delta.delta_rule(proj_NP, attend, layer.delta.weights(layer.delta.norm.weight))
     return layer.delta.out(mixed_NI, split, whole), proj_NP, (mixed_NI,)
 
 
@@ -80,18 +80,18 @@ def mix_tokens_backward(
     if isinstance(module, Attention):
         grad_NX = _attention_backward(module, grad_ND, recompute, needed, angles, attend)
     else:
-        module.out.accumulate(grad_ND, needed[0])
-        grad_NX = module.mixed_backward(module.out.input_gradient(grad_ND), recompute(), attend)
+        module.out.accumulate_grad(grad_ND, needed[0])
+        grad_NX = module.delta_rule_backward(module.out.input_gradient(grad_ND), recompute(), attend)
     if work is not None:
         wait_for(work)
-    product.accumulate(grad_NX, x_ND)
+    product.accumulate_grad(grad_NX, x_ND)
     return product.input_gradient(grad_NX, split)
 
 
 def _attention(attention: Attention, x_ND: Tensor, angles: Angles, attend: Attend, split: bool, whole: bool) -> Forward:
     both_NX = attention.qkv(x_ND, split)
     qkv_NX, gate_NQ = attention.split_gate(both_NX)
-    heads = to_heads(attention, qkv_NX, angles)
+    heads = qk_norm_and_rope(attention, qkv_NX, angles)
     if isinstance(attend, PackedAttend):
         out_NHC, saved = attend.forward(attention.index, *heads, attention.window)
     else:  # decoding has no backward pass
@@ -116,15 +116,15 @@ def _attention_backward(
         qkv_NX, gate_NQ = attention.split_gate(recompute())
         assert gate_NQ is not None
         sigmoid_NQ, out_NQ = gate_NQ.float().sigmoid(), out_NHC.flatten(-2)
-        attention.out.accumulate(grad_ND, attention.gate(out_NQ, gate_NQ))
+        attention.out.accumulate_grad(grad_ND, attention.gate(out_NQ, gate_NQ))
         grad_gated_NQ = attention.out.input_gradient(grad_ND).float()
         grad_gate_NQ = (grad_gated_NQ * out_NQ * sigmoid_NQ * (1 - sigmoid_NQ)).to(gate_NQ.dtype)
         grad_out_NHC = (grad_gated_NQ * sigmoid_NQ).to(out_NHC.dtype).view(out_NHC.shape)
     else:
-        attention.out.accumulate(grad_ND, out_NHC.flatten(-2))
+        attention.out.accumulate_grad(grad_ND, out_NHC.flatten(-2))
         grad_out_NHC = attention.out.input_gradient(grad_ND).view(out_NHC.shape)
         qkv_NX = recompute()
-    heads = to_heads(attention, qkv_NX, angles)
+    heads = qk_norm_and_rope(attention, qkv_NX, angles)
     grad_q, grad_k, grad_v = attend.backward(attention.index, grad_out_NHC, *heads, out_NHC, saved, attention.window)
     del heads
     grad_qkv_NX, grad_q_weight, grad_k_weight = qk_norm_rope_backward(
@@ -132,11 +132,11 @@ def _attention_backward(
     )
     for norm, grad_C in ((attention.q_norm, grad_q_weight), (attention.k_norm, grad_k_weight)):
         if isinstance(norm, RMSNorm) and grad_C is not None:
-            norm.accumulate(grad_C)
+            norm.accumulate_grad(grad_C)
     return attention.join_gate_gradient(attention.norm_all_heads_backward(grad_qkv_NX, qkv_NX), grad_gate_NQ)
 
 
-def to_heads(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
+def qk_norm_and_rope(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries and keys, both normalised and rotated, and values, (N, heads, C) each."""
     q_size, kv_size, _ = attention.sizes
     dim = attention.head_dim
@@ -170,7 +170,7 @@ def fused_layer(
     in one pass. With `memory`, MLP outputs are this rank's partial sums. Unless `keep`, the large intermediate results
     of attention and MLP are not kept, and the backward pass computes them again.
     """
-    stream_ND = _with_gradient(stream_ND, layer)
+    stream_ND = _require_gradient(stream_ND, layer)
     return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[return-value]
 
 
@@ -178,10 +178,10 @@ def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: Symme
     """Return the norm of `stream_ND` + `delta_ND`: the residual stream and the output of the previous MLP."""
     if memory is not None:
         return norm.add_parts_and_norm(stream_ND, delta_ND, memory)[1]
-    return _FusedNorm.apply(_with_gradient(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]
+    return _FusedNorm.apply(_require_gradient(stream_ND, norm), delta_ND, norm)  # type: ignore[return-value]
 
 
-def _with_gradient(stream_ND: Tensor, module: nn.Module) -> Tensor:
+def _require_gradient(stream_ND: Tensor, module: nn.Module) -> Tensor:
     """Make the residual stream require a gradient if `module` has parameters to train, and return it.
 
     The autograd functions of this file do not take parameters as inputs. So autograd calls their backward pass only if
@@ -215,7 +215,7 @@ def _add_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient with respect to the sum in `_add_norm` twice: in the sum's dtype and in that of `grad_ND`."""
     if norm is not None:
-        return norm.sum_gradient(grad_ND, grad_sum_ND, sum_ND)
+        return norm.add_and_norm_backward(grad_ND, grad_sum_ND, sum_ND)
     grad_sum_ND = grad_sum_ND + grad_ND
     return grad_sum_ND, grad_sum_ND.to(grad_ND.dtype)
 
@@ -225,7 +225,7 @@ def _post_norm(norm: RMSNorm | None, x_ND: Tensor) -> Tensor:
 
 
 def _post_norm_backward(norm: RMSNorm | None, grad_ND: Tensor, x_ND: Tensor | None) -> Tensor:
-    return grad_ND if norm is None or x_ND is None else norm.sum_gradient(grad_ND, None, x_ND)[1]
+    return grad_ND if norm is None or x_ND is None else norm.add_and_norm_backward(grad_ND, None, x_ND)[1]
 
 
 class _FusedLayer(torch.autograd.Function):
@@ -293,4 +293,4 @@ class _FusedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (sum_ND,) = ctx.saved_tensors
-        return *ctx.norm.sum_gradient(grads[0].contiguous(), None, sum_ND), None
+        return *ctx.norm.add_and_norm_backward(grads[0].contiguous(), None, sum_ND), None

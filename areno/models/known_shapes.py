@@ -123,7 +123,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def known_shape(name: str) -> dict[str, Any] | None:
+def published_config(name: str) -> dict[str, Any] | None:
     """Return the content of `config.json` of a published model, or None if it is unknown.
 
     `name` is a key of the table such as "qwen3-4b", only a size such as "4b" for Qwen3, or a hub id such as
@@ -143,10 +143,10 @@ def known_shape(name: str) -> dict[str, Any] | None:
     return {**_FAMILIES[family], **dict(zip(_SIZES, SHAPES[found], strict=True)), "hidden_act": "silu"}
 
 
-def shape_of(path: str, key: str, head: HeadName = "lm", needs_head: bool = False) -> TransformerConfig:
+def resolve_model_config(path: str, key: str, head: HeadName = "lm", needs_head: bool = False) -> TransformerConfig:
     """Return the shape of a model from its folder or the table of published models. Errors name the setting `key`."""
     local = existing_path(path)
-    if local is None and (values := known_shape(path)) is not None:
+    if local is None and (values := published_config(path)) is not None:
         return parse_config(values, path, head)  # of a published model, whose head may be of another kind
     with name_model_setting_in_errors(key):
         return load_config(resolve_model_folder(local or path), head, needs_head=needs_head)

@@ -6,74 +6,76 @@ from areno.config.layout import ALONE, Layout
 from areno.models.config import TransformerConfig
 
 
-def parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
+def n_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     size, table = config.hidden_size, layout.share_rounded_up(config.vocab_size) * config.hidden_size
     scores = config.n_labels * size + (config.n_labels if config.head == "step" else 0)  # with biases
     head = scores or (0 if config.tie_word_embeddings else table)
-    return body_parameters(config, layout) + table + head
+    return n_body_parameters(config, layout) + table + head
 
 
-def body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
+def n_body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Return the number of parameters of all layers and the final norm."""
     experts = 0 if config.experts is None else layout.share_rounded_down(config.experts.n_experts)
-    return _body_parameters(config, layout, experts)
+    return _n_body_parameters(config, layout, experts)
 
 
-def active_body_parameters(config: TransformerConfig) -> int:
+def n_active_body_parameters(config: TransformerConfig) -> int:
     """Return the number of body parameters that one token uses, over all ranks. Of the experts, only `top_k` count."""
-    return _body_parameters(config, ALONE, 0 if config.experts is None else config.experts.top_k)
+    return _n_body_parameters(config, ALONE, 0 if config.experts is None else config.experts.top_k)
 
 
-def layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
+def n_layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Return the number of parameters of the largest layer."""
-    size, experts, layer = config.hidden_size, config.experts, _layer_parameters(config, layout)
+    size, experts, layer = config.hidden_size, config.experts, _n_layer_parameters(config, layout)
     if config.delta is not None:
-        of_attention = _attention_parameters(config, layout)
-        layer += max(0, _delta_parameters(config, layout) - of_attention)
+        of_attention = _n_attention_parameters(config, layout)
+        layer += max(0, _n_delta_parameters(config, layout) - of_attention)
     if experts is None:
         return layer
     sparse = (
-        layer - _mlp_parameters(config, layout) + experts.parameters(size, layout.share_rounded_down(experts.n_experts))
+        layer
+        - _n_mlp_parameters(config, layout)
+        + experts.n_parameters(size, layout.share_rounded_down(experts.n_experts))
     )
     return max(layer, sparse) if experts.dense_layers else sparse
 
 
-def _body_parameters(config: TransformerConfig, layout: Layout, n_experts: int) -> int:
+def _n_body_parameters(config: TransformerConfig, layout: Layout, n_experts: int) -> int:
     """Return the number of body parameters with `n_experts` experts in each layer that has experts."""
-    body = config.num_layers * _layer_parameters(config, layout) + config.hidden_size
+    body = config.num_layers * _n_layer_parameters(config, layout) + config.hidden_size
     if config.experts is not None:
-        of_layer = config.experts.parameters(config.hidden_size, n_experts) - _mlp_parameters(config, layout)
+        of_layer = config.experts.n_parameters(config.hidden_size, n_experts) - _n_mlp_parameters(config, layout)
         body += len(config.experts.layers(config.num_layers)) * of_layer
     if config.delta is not None:
-        of_layer = _delta_parameters(config, layout) - _attention_parameters(config, layout)
+        of_layer = _n_delta_parameters(config, layout) - _n_attention_parameters(config, layout)
         body += len(config.delta.layers) * of_layer
     return body
 
 
-def _layer_parameters(config: TransformerConfig, layout: Layout) -> int:
+def _n_layer_parameters(config: TransformerConfig, layout: Layout) -> int:
     norms = config.hidden_size * (4 if config.norms == "both" else 2)
-    return _attention_parameters(config, layout) + norms + _mlp_parameters(config, layout)
+    return _n_attention_parameters(config, layout) + norms + _n_mlp_parameters(config, layout)
 
 
-def _attention_parameters(config: TransformerConfig, layout: Layout) -> int:
+def _n_attention_parameters(config: TransformerConfig, layout: Layout) -> int:
     qkv, heads = qkv_size(config, layout), q_size(config, layout)
     found = config.hidden_size * (qkv + heads) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
     if config.qk_norm_whole:
-        found += heads + kv_heads(config, layout) * config.head_dim
+        found += heads + n_kv_heads(config, layout) * config.head_dim
     return found + 2 * config.head_dim * config.qk_norm
 
 
-def _delta_parameters(config: TransformerConfig, layout: Layout) -> int:
+def _n_delta_parameters(config: TransformerConfig, layout: Layout) -> int:
     assert config.delta is not None
-    return layout.share_rounded_down(config.delta.divided_parameters(config.hidden_size)) + config.delta.value_dim
+    return layout.share_rounded_down(config.delta.n_sharded_parameters(config.hidden_size)) + config.delta.value_dim
 
 
-def _mlp_parameters(config: TransformerConfig, layout: Layout) -> int:
+def _n_mlp_parameters(config: TransformerConfig, layout: Layout) -> int:
     size, inner = config.hidden_size, layout.share_rounded_down(config.intermediate_size)
     return 3 * size * inner + (2 * inner + size) * config.mlp_bias
 
 
-def kv_heads(config: TransformerConfig, layout: Layout = ALONE) -> int:
+def n_kv_heads(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Return the number of key-value heads on one rank, at least 1: with fewer heads than ranks, ranks share heads."""
     return layout.share_rounded_up(config.num_kv_heads)
 
@@ -86,4 +88,4 @@ def q_size(config: TransformerConfig, layout: Layout = ALONE) -> int:
 def qkv_size(config: TransformerConfig, layout: Layout) -> int:
     """Return the output size of the qkv projection, including gates."""
     of_queries = layout.share_rounded_down(config.num_heads) * (1 + config.attention_gate)
-    return (of_queries + 2 * kv_heads(config, layout)) * config.head_dim
+    return (of_queries + 2 * n_kv_heads(config, layout)) * config.head_dim

@@ -16,7 +16,7 @@ from areno.errors import CheckpointError, ConfigError, Key, Problem
 from areno.models.config import N_LABELS, UNUSED, Family, TransformerConfig
 from areno.models.families import FAMILIES
 from areno.models.folder import MODEL, RawConfig, read_json, resolve_model_folder
-from areno.models.parameters import kv_heads, parameters
+from areno.models.parameters import n_kv_heads, n_parameters
 
 if TYPE_CHECKING:
     import torch
@@ -116,7 +116,7 @@ def parse_config(
         _check_size(raw, config)
     generated = RawConfig(dict(generation or {}), origin.replace("config.json", "generation_config.json"), raw.problems)
     eos_ids = _eos_ids(raw, config) | _eos_ids(generated, config)
-    raw.refuse_unknown(UNUSED | family.unused)
+    raw.add_unknown_fields(UNUSED | family.unused)
     if raw.problems:
         raise raw.error()
     has_head = head == own_head
@@ -154,7 +154,7 @@ def layout_problems(config: TransformerConfig, layout: Layout, whose: str = "the
             "is {}, but {} has layers with a recurrent state, whose ranks of a context cannot share a row; set it to 1"
         )
         return [Problem("engine.cp_size", text, cp_size, whose)]
-    each = (config.num_heads // tp_size, kv_heads(config, layout))
+    each = (config.num_heads // tp_size, n_kv_heads(config, layout))
     heads = [(n, *names) for n, names in zip(each, sizes[:2], strict=True) if n % cp_size]
     shown = " and ".join(f"{n} {what}" for n, what, _, _ in heads)
     fields = ", ".join(f"{name}={size}" for _, _, name, size in heads)
@@ -178,7 +178,7 @@ def build_model(
     from areno.models.transformer import Transformer
 
     tp = tp or ParallelGroup()
-    if problems := layout_problems(config, Layout.one_copy(tp.size)):
+    if problems := layout_problems(config, Layout.single_replica(tp.size)):
         raise ConfigError(problems)
     return Transformer(config, WeightSpec(dtype, device, tp, placed))
 
@@ -207,7 +207,7 @@ def _find_family(raw: RawConfig) -> tuple[Family, HeadName]:
             heads = ["lm"]
         if heads:
             if model_type not in ("", family.name):  # transformers uses this field
-                raw.refuse("model_type", f"{family.name!r}, as architectures is {architectures}")
+                raw.add_unsupported("model_type", f"{family.name!r}, as architectures is {architectures}")
             return family, heads[0]
     supported = ", ".join(family.architecture for family in FAMILIES.values())
     expected = f"one of {supported}, or for critics and reward models the same with ...ForSequenceClassification "
@@ -218,7 +218,7 @@ def _find_family(raw: RawConfig) -> tuple[Family, HeadName]:
                 f"architectures is {name}, which is not supported: it needs {MISSING[name]}; expected {expected}"
             )
             raise raw.error()
-    raw.refuse("architectures" if architectures else "model_type", expected)
+    raw.add_unsupported("architectures" if architectures else "model_type", expected)
     raise raw.error()
 
 
@@ -243,7 +243,7 @@ def _check_scores(raw: RawConfig, family: Family, own: HeadName, head: HeadName)
 
 def _check_size(raw: RawConfig, config: TransformerConfig) -> None:
     """Add a problem if the sizes give an impossible number of parameters, which would exhaust the memory."""
-    if (size := parameters(config)) > MAX_PARAMETERS:
+    if (size := n_parameters(config)) > MAX_PARAMETERS:
         sizes = ", ".join(f"{name}={raw.values[name]}" for name in SIZES)
         limit = f"expected at most {MAX_PARAMETERS:.0e}"
         raw.add_problem(f"the sizes make a model of {size:.1e} parameters, {limit}; check {sizes}")
@@ -257,9 +257,9 @@ def _eos_ids(raw: RawConfig, config: TransformerConfig) -> set[int]:
     value = raw.values.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raw.refuse("eos_token_id", "a token id or a list of them")
+        raw.add_unsupported("eos_token_id", "a token id or a list of them")
     elif not raw.problems and not all(0 <= token < config.vocab_size for token in ids):
-        raw.refuse("eos_token_id", f"ids from 0 to {config.vocab_size - 1}, as vocab_size={config.vocab_size}")
+        raw.add_unsupported("eos_token_id", f"ids from 0 to {config.vocab_size - 1}, as vocab_size={config.vocab_size}")
     else:
         return set(ids)
     return set()

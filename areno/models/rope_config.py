@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from areno.layers.config import Rope
+from areno.layers.config import RopeConfig
 from areno.models.folder import RawConfig
 
 HARMLESS_IN_ROPE = frozenset({"original_max_position_embeddings", "finetuned"})
@@ -24,7 +24,7 @@ def read_rope(
     partial: float | None = None,
     interleaved: bool = False,
     unused: Collection[str] = (),
-) -> Rope:
+) -> RopeConfig:
     """Read rotary positions from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (older).
 
     If a file has both `rope_parameters` and `rope_scaling`, transformers uses `rope_scaling` alone. Here, a
@@ -44,7 +44,7 @@ def read_rope(
     return replace(rope, interleaved=interleaved)
 
 
-def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tuple[Rope, Rope]:
+def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tuple[RopeConfig, RopeConfig]:
     """Read the rotary positions of layers without a window, and those of layers with a window.
 
     In transformers 5, `rope_parameters` has one section for each of the two. Before, `rope_theta` and `rope_scaling`
@@ -52,7 +52,7 @@ def read_two_ropes(raw: RawConfig, max_positions: int, local_theta: str) -> tupl
     """
     sections, scaling = raw.section("rope_parameters"), raw.section("rope_scaling")
     full, local = sections.section("full_attention"), sections.section("sliding_attention")
-    sections.refuse_unknown((), " beside full_attention and sliding_attention")
+    sections.add_unknown_fields((), " beside full_attention and sliding_attention")
     if scaling.values:
         full = RawConfig({**full.values, **scaling.values}, scaling.origin, raw.problems)
     theta = raw.get(local_theta, float, 10000.0, gt=1)
@@ -66,30 +66,32 @@ def _read_section(
     partial: float | None,
     theta: float | None = None,
     unused: Collection[str] = (),
-) -> Rope:
+) -> RopeConfig:
     """Read the rotary positions in the section `params`. `theta` is the base if the section has no `rope_theta`."""
     theta = params.get("rope_theta", float, theta or raw.get("rope_theta", float, 10000.0, gt=1), gt=1)
     kind = params.get("rope_type", str, params.get("type", str, "default"))
     if kind not in _KINDS:
         *most, last = map(repr, _KINDS)
-        params.refuse("rope_type" if params.values.get("rope_type") else "type", f"{', '.join(most)} or {last}")
-        return Rope(theta)
+        params.add_unsupported(
+            "rope_type" if params.values.get("rope_type") else "type", f"{', '.join(most)} or {last}"
+        )
+        return RopeConfig(theta)
     share = partial or 1.0
     for section in (raw, params):  # the field in the section takes precedence
         share = section.get("partial_rotary_factor", float, share, gt=0, le=1)
         if partial is None and share != 1.0:
-            section.refuse("partial_rotary_factor", "1.0")
+            section.add_unsupported("partial_rotary_factor", "1.0")
             break
     name = "original_max_position_embeddings"
     original = params.get(name, int, max_positions, ge=1)
     original = raw.get(name, int, original, ge=1)  # the field outside of the section takes precedence
-    rope = Rope(theta, kind, partial=share, **_KINDS[kind](params, original, max_positions))  # type: ignore[arg-type]
-    params.refuse_unknown({*HARMLESS_IN_ROPE, *unused}, f" with rope_type {kind!r}")
+    rope = RopeConfig(theta, kind, partial=share, **_KINDS[kind](params, original, max_positions))  # type: ignore[arg-type]
+    params.add_unknown_fields({*HARMLESS_IN_ROPE, *unused}, f" with rope_type {kind!r}")
     return rope
 
 
 def _linear_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return the arguments of `Rope` for this kind of scaling. The functions below do the same for other kinds.
+    """Return the arguments of `RopeConfig` for this kind of scaling. The functions below do the same for other kinds.
 
     `original` and `max_positions` are the context lengths before and after scaling.
     """
@@ -104,7 +106,7 @@ def _llama3_scaling(params: RawConfig, original: int, max_positions: int) -> dic
 
 
 def _yarn_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return the arguments of `Rope`. An absent `factor` is max_positions / original, which must be above 1.
+    """Return the arguments of `RopeConfig`. An absent `factor` is max_positions / original, which must be above 1.
 
     An absent `attention_factor` is computed from `factor`.
     """
@@ -125,14 +127,14 @@ def _yarn_scaling(params: RawConfig, original: int, max_positions: int) -> dict[
 
 
 def _longrope_scaling(params: RawConfig, original: int, max_positions: int) -> dict[str, Any]:
-    """Return the arguments of `Rope`. The context ends at `original`, so only `short_factor` is used.
+    """Return the arguments of `RopeConfig`. The context ends at `original`, so only `short_factor` is used.
 
     `long_factor` must be present anyway, since transformers requires it.
     """
     params.get("long_factor", list)
     factors = params.get("short_factor", list)
     if not all(type(each) in (int, float) and each > 0 for each in factors):
-        params.refuse("short_factor", "a number above 0 for each frequency")
+        params.add_unsupported("short_factor", "a number above 0 for each frequency")
     factor = params.get("factor", float, max(1.0, max_positions / original), ge=1)
     scale = math.sqrt(1 + math.log(factor) / math.log(max(2, original)))
     return {
@@ -152,5 +154,5 @@ _KINDS: dict[str, Callable[[RawConfig, int, int], dict[str, Any]]] = {
 }
 
 
-def _rope_text(rope: Rope) -> str:
+def _rope_text(rope: RopeConfig) -> str:
     return f"rope_type={rope.kind}, rope_theta={rope.theta}, factor={rope.factor}"

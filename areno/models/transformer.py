@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from areno.kernels.backend import use_triton
+from areno.kernels.backend import can_use_triton
 from areno.kernels.matmul import pad_rows
 from areno.kernels.symmetric_memory import SymmetricMemory
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
@@ -39,8 +39,9 @@ class Transformer(nn.Module):
 
     Attributes:
         row_multiple: the number of tokens of a pass is padded to a multiple of this, for `engine.exact`.
-        on_stage_backward: a function that the backward pass calls with the index of a stage (see `stage`), such as that
-            of a layer, once the gradients of all parameters in this stage and in later stages are complete.
+        on_stage_backward: a function that the backward pass calls with the index of a stage (see `backward_stage`),
+            such as that of a layer, once the gradients of all parameters in this stage and in later stages are
+            complete.
     """
 
     def __init__(self, config: TransformerConfig, spec: WeightSpec):
@@ -93,11 +94,11 @@ class Transformer(nn.Module):
         n_recomputed = max(0, len(self.layers) - n_kept) if recompute else 0
         if self.runs_fused(attend):
             # Imported here, since they need Triton.
-            from areno.models.few_rows import few_rows_layers, runs_few_rows
+            from areno.models.few_rows import can_run_few_rows, few_rows_layers
             from areno.models.fused import fused_layer, fused_norm
 
             layers: list[Layer] = list(self.layers)  # type: ignore[arg-type]
-            if not split and runs_few_rows(layers, n_tokens, attend):
+            if not split and can_run_few_rows(layers, n_tokens, attend):
                 of_layers = [angles[rotary] for rotary in self.rotary_of]
                 return few_rows_layers(layers, self.final_norm, x_ND, of_layers, attend)
             x_ND, delta_ND, memory = x_ND.float(), None, None if split else self._memory_for_norms(x_ND)
@@ -143,7 +144,7 @@ class Transformer(nn.Module):
             report = self.on_stage_backward
             x_ND.register_hook(lambda _: report(stage))
 
-    def stage(self, parameter: str) -> int:
+    def backward_stage(self, parameter: str) -> int:
         """Return the stage of a parameter. The backward pass completes the gradients of the largest stage first.
 
         The stage of a layer's parameter is the index of the layer. The final norm and the head have the largest stage,
@@ -161,7 +162,7 @@ class Transformer(nn.Module):
         backward function, and that every trained parameter has a float32 `grad` in which to accumulate. Results equal
         those of `Layer.forward`, except for rounding.
         """
-        if not use_triton(self.embed.weight):
+        if not can_use_triton(self.embed.weight):
             return False
         if not torch.is_grad_enabled():
             return True
@@ -177,7 +178,7 @@ class Transformer(nn.Module):
         return self.embed.weight.device
 
     @property
-    def output(self) -> VocabParallelEmbedding:
+    def lm_head(self) -> VocabParallelEmbedding:
         """This rank's rows of the LM head, which is the embedding if the weights are tied."""
         assert self.score is None, "a value model has no vocabulary head"
         return self.embed if self.head is None else self.head
@@ -188,26 +189,26 @@ class Transformer(nn.Module):
 
     def logit_columns(self, hidden_KD: Tensor) -> Tensor:
         """Return this rank's columns of the logits. All ranks return equally many; padding columns are zero."""
-        return self.output.product(pad_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
+        return self.lm_head.matmul(pad_rows(hidden_KD, self.row_multiple))[: len(hidden_KD)]
 
     def local_logits(self, hidden_KD: Tensor) -> Tensor:
         """Return this rank's columns of the logits without padding columns."""
-        return self.logit_columns(hidden_KD)[:, : self.output.n_valid]
+        return self.logit_columns(hidden_KD)[:, : self.lm_head.n_valid]
 
     def values(self, hidden_KD: Tensor) -> Tensor:
         """Return the values, (K,) float32. For a process reward model, a value is the log-odds of "right"."""
         assert self.score is not None, "a language model has no value head"
         return self.score(hidden_KD)
 
-    def layout(self, parameter: str) -> tuple[TensorPart, ...]:
+    def tensor_parts(self, parameter: str) -> tuple[TensorPart, ...]:
         """Return where each checkpoint tensor lies in a parameter, in the order of the rows."""
         layer, kind = parameter.rsplit(".", 1)
         return self.get_submodule(layer).layout[kind]  # type: ignore[return-value, index]
 
     def is_sharded(self, parameter: str) -> bool:
-        return self.tp.size > 1 and self.layout(parameter)[0].dim is not None
+        return self.tp.size > 1 and self.tensor_parts(parameter)[0].dim is not None
 
-    def partial_gradients(self, parameter: str, split: bool = False) -> list[tuple[slice, int]]:
+    def partial_gradient_slices(self, parameter: str, split: bool = False) -> list[tuple[slice, int]]:
         """Return the slices of a parameter whose gradient must still be summed over ranks after a backward pass.
 
         Each item is (slice of the flattened parameter, n): groups of n neighbouring ranks hold copies of the slice and
@@ -218,7 +219,7 @@ class Transformer(nn.Module):
         if split and isinstance(module, RMSNorm) and not module.own_data:
             return [(slice(0, whole.numel()), self.tp.size)]
         row = math.prod(whole.shape[1:])
-        parts = [part for part in self.layout(parameter) if part.copies > 1]
+        parts = [part for part in self.tensor_parts(parameter) if part.copies > 1]
         return [(slice(part.offset * row, (part.offset + part.size) * row), part.copies) for part in parts]
 
     @torch.no_grad()
@@ -246,7 +247,7 @@ class Transformer(nn.Module):
             if name.endswith(".bias"):
                 parameter.zero_()
             elif (is_decay := name.endswith(".A_log")) or (parameter.dim() >= 2 and name != "score.weight"):
-                for part in self.layout(name):
+                for part in self.tensor_parts(name):
                     full = torch.empty(part.full_shape, dtype=torch.float32, device=device)
                     if is_decay:
                         full.uniform_(0.01, 16.0, generator=generator).log_()

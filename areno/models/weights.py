@@ -32,7 +32,7 @@ from areno.models.families import FAMILIES, module_names, stored_names
 from areno.models.folder import (
     INDEX,
     SHOWN,
-    add_end_tokens,
+    add_eos_token_ids,
     copy_tokenizer_files,
     join_first_names,
     open_safetensors,
@@ -50,7 +50,7 @@ MIN_SHARD_BYTES = 2**24  # of a model that several ranks write. A smaller file i
 MAX_SHARD_BYTES = 2**32  # the most of a file with several tensors; pinned memory is allocated in powers of two
 
 
-class TableEntry(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """A tensor under its unfused name, such as that of q_proj, and where the model keeps it."""
 
     name: str
@@ -58,20 +58,20 @@ class TableEntry(NamedTuple):
     part: TensorPart
 
 
-def checkpoint_table(model: Transformer) -> list[TableEntry]:
+def checkpoint_table(model: Transformer) -> list[CheckpointEntry]:
     """Return all tensors of the model's checkpoint in a fixed order, without adapters. A tied head is listed once."""
     return [
-        TableEntry(name, parameter, part)
+        CheckpointEntry(name, parameter, part)
         for own_name, parameter in model.named_parameters()
         if ".adapter." not in own_name
-        for name, part in zip(_checkpoint_names(own_name, model), model.layout(own_name), strict=True)
+        for name, part in zip(_checkpoint_names(own_name, model), model.tensor_parts(own_name), strict=True)
     ]
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in the weight files. If the files fuse modules, it stacks the rows of several `TableEntry` tensors."""
+    """A tensor in the weight files. If these fuse modules, it stacks the rows of several `CheckpointEntry` tensors."""
 
-    entries: list[TableEntry]
+    entries: list[CheckpointEntry]
     orders: list[Tensor | None]  # for each entry, the result of `head_order`
 
     @property
@@ -189,7 +189,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
         raise CheckpointError(wrong + "expected finite weights: download or save the model again")
 
 
-def file_writes(
+def file_writers(
     model: Transformer,
     folder: str | Path,
     *,
@@ -234,7 +234,7 @@ def file_writes(
                 named = {name: table[name] for name in plan.filename_to_tensors[file]}
                 tensors = gather_tensors(named, model, owner, pin_memory)
                 if owner == model.tp.rank:
-                    write = partial(write_tensors, tensors, named, folder / file, copies_event(model.device))
+                    write = partial(write_tensors, tensors, named, folder / file, record_copies_event(model.device))
                 del tensors  # only `write` holds them, as long as the caller holds `write`
         if write is not None:
             yield write
@@ -242,7 +242,7 @@ def file_writes(
 
 
 def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
-    """Take and call all functions that `file_writes` or `adapter_writes` yields.
+    """Take and call all functions that `file_writers` or `adapter_writes` yields.
 
     After a failure the remaining functions are taken but not called, because taking a function is a collective call.
     """
@@ -301,7 +301,7 @@ def gather_tensors(
     return {name: flat.view(stored.shape) for (name, stored), flat in zip(named.items(), tensors, strict=True)}
 
 
-def copies_event(device: torch.device) -> Any:
+def record_copies_event(device: torch.device) -> Any:
     """Record a CUDA event after all work queued on a device, for `write_tensors`. Returns None for a CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
@@ -335,7 +335,7 @@ def _write_other_files(
     folder.mkdir(parents=True, exist_ok=True)
     written = copy_tokenizer_files([resolve_model_folder(path) for path in source], folder)
     written.append(write_json(folder / "config.json", _saved_config(model)))
-    if listing_ends := add_end_tokens(folder, model.config.eos_token_ids, ends):
+    if listing_ends := add_eos_token_ids(folder, model.config.eos_token_ids, ends):
         written.append(listing_ends)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}

@@ -14,7 +14,7 @@ import numpy as np
 from areno.config.models import MicroBatchSpec
 from areno.config.run import may_be_folder
 from areno.config.teacher import Divergence
-from areno.data.row_schema import json_text_problem, messages_problem
+from areno.data.row_schema import json_value_problem, messages_problem
 from areno.engine.requests import check_params
 from areno.engine.train.checked_rows import read_tokens
 from areno.errors import ConfigError, DataError, Problem
@@ -57,7 +57,7 @@ def check_prompts(prompts: Any) -> None:
     hint = "; for one prompt, write [prompt]" if isinstance(prompts, str) else ""
     _check_list("prompts", prompts, f"a list of strings is expected{hint}", "at least one is expected")
     for index, prompt in enumerate(prompts):
-        if problem := prompt_problem(prompt) or json_text_problem(prompt):
+        if problem := prompt_problem(prompt) or json_value_problem(prompt):
             raise DataError(f"prompts[{index}] {problem}")
 
 

@@ -63,19 +63,19 @@ def devices_of(config: ExperimentConfig) -> list[str]:
     return find_devices(engine)
 
 
-def _n_each_node(config: ExperimentConfig) -> int | None:
+def _n_devices_per_node(config: ExperimentConfig) -> int | None:
     """Return how many devices per node the settings ask for. None if they do not say."""
     size, cluster = config.engine.world_size, config.cluster
     return cluster.n_gpus_per_node or (size and size // cluster.n_nodes)
 
 
-def n_workers_here(config: ExperimentConfig) -> int:
+def n_local_workers(config: ExperimentConfig) -> int:
     """Return how many workers share the CPU cores of this machine. With Ray this is an upper bound."""
     if config.scheduler.type == "local":
         return len(devices_of(config))
     import torch
 
-    engine, each = config.engine, _n_each_node(config)
+    engine, each = config.engine, _n_devices_per_node(config)
     visible = torch.cuda.device_count() if engine.device != "cpu" else 0
     if visible or engine.device == "cuda":  # this machine may have no device of the run
         return visible if each is None else min(each, visible)
@@ -86,25 +86,25 @@ def _devices_of_nodes(config: ExperimentConfig) -> list[str]:
     from areno.engine.processes import ray_cluster
 
     engine, n_nodes, timeout = config.engine, config.cluster.n_nodes, config.scheduler.setup_timeout
-    n_each = _n_each_node(config)
+    n_each = _n_devices_per_node(config)
     ray_cluster.connect(n_nodes, n_each or engine.tp_size)
 
     def kind_of(nodes: Sequence[ray_cluster.Node]) -> str:
         return engine.device if engine.device != "auto" else "cuda" if any(node.gpus for node in nodes) else "cpu"
 
-    def least_of(kind: str) -> int:
+    def min_devices_per_node(kind: str) -> int:
         return n_each or (engine.tp_size if kind == "cpu" else 1)
 
     def have_enough(nodes: Sequence[ray_cluster.Node]) -> bool:  # the nodes with GPUs may come last
-        return ray_cluster.has_room(nodes, kind := kind_of(nodes), n_nodes, least_of(kind))
+        return ray_cluster.has_room(nodes, kind := kind_of(nodes), n_nodes, min_devices_per_node(kind))
 
     kind = kind_of(ray_cluster.nodes())
     found = ray_cluster.wait_for_nodes(
-        have_enough, timeout, ray_cluster.describe_request(kind, n_nodes, least_of(kind))
+        have_enough, timeout, ray_cluster.describe_request(kind, n_nodes, min_devices_per_node(kind))
     )
-    n_least = least_of(kind := kind_of(found))
+    n_least = min_devices_per_node(kind := kind_of(found))
     if not ray_cluster.has_room(found, kind, n_nodes, n_least):
-        raise ConfigError(ray_cluster.no_room_problem(kind, n_nodes, n_least, found, timeout))
+        raise ConfigError(ray_cluster.too_few_devices_problem(kind, n_nodes, n_least, found, timeout))
     if kind == "cpu" and engine.device == "auto":
         _warn_of_cpu(ray_cluster.describe_nodes(found))
     if n_each is None and kind == "cuda":

@@ -16,12 +16,12 @@ def model_folder(path: str, key: str) -> str:
         return str(resolve_model_folder(existing_path(path) or path))
 
 
-def whole_model(path: str, key: str) -> str:
+def full_model_folder(path: str, key: str) -> str:
     """Return the `model_folder` of a model such as a reference model. Raises ConfigError if it holds adapters."""
-    from areno.models.adapters import is_adapter
+    from areno.models.adapters import is_adapter_folder
 
     folder = model_folder(path, key)
-    if is_adapter(folder):
+    if is_adapter_folder(folder):
         text = "{} holds adapters and no model; expected a whole model, as {}=true saves it"
         raise ConfigError(Problem(key, text, folder, Key("saver.merge_adapters")))
     return folder

@@ -15,7 +15,7 @@ from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperi
 from areno.config.ratio import RatioConfig
 from areno.cost.flops import TokenCost
 from areno.cost.footprint import RESERVE, Footprint, ModelFootprint, footprint_of
-from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, may_verify_drafts, verification_rows
+from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, max_verification_rows, may_verify_drafts
 from areno.cost.memory import PassBytes
 from areno.cost.prefix_sharing import PrefixSharing
 from areno.cost.time import (
@@ -23,29 +23,29 @@ from areno.cost.time import (
     Rates,
     RolloutWork,
     device_seconds,
+    host_rollout_seconds,
     host_seconds,
     pass_seconds,
     rollout_seconds,
-    sampled_seconds,
     update_seconds,
 )
 from areno.cost.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.errors import ConfigError
 from areno.models.config import TransformerConfig
-from areno.models.known_shapes import shape_of
+from areno.models.known_shapes import resolve_model_config
 from areno.models.registry import layout_problems
 from areno.plan.hardware import Hardware
 from areno.plan.phases import (
-    Lengths,
     Phase,
-    Rows,
+    RowWorkload,
+    SequenceLengths,
+    decoder_concurrency,
     questions_of_step,
     rows_of_role,
     rows_of_step,
-    shared_decoder,
     values_per_token,
 )
-from areno.plan.plan import engine_spec, longest_sequence
+from areno.plan.plan import engine_spec, max_sequence_len
 from areno.plan.roles import actor_role, experiment_roles
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
@@ -69,7 +69,7 @@ class Forecast:
     hardware: Hardware
     n_devices: int
     footprint: Footprint
-    lengths: Lengths
+    lengths: SequenceLengths
     phases: list[Phase]
     problems: list[str] = field(default_factory=list)  # why the run cannot start or runs out of memory
 
@@ -104,7 +104,7 @@ def forecast(
     answer_tokens: int | None = None,
 ) -> Forecast:
     """Compute the memory and the time of each phase of a step. `answer_tokens` is a mean."""
-    model = shape_of(config.actor.path, "actor.path", config.head)
+    model = resolve_model_config(config.actor.path, "actor.path", config.head)
     layout = config.engine.layout(n_devices)
     problems = [each.under("engine") for each in layout.problems()] or layout_problems(model, layout)
     if problems:
@@ -117,10 +117,10 @@ def forecast(
     spec = replace(spec, engine=engine)
     roles = {"actor": spec.actor, **experiment_roles(config, lambda path, key: path)}
     roles = {name: replace(role, path=role.path or config.actor.path) for name, role in roles.items()}
-    shapes = {name: shape_of(role.path, role.key, role.head, role.needs_head) for name, role in roles.items()}
+    shapes = {name: resolve_model_config(it.path, it.key, it.head, it.needs_head) for name, it in roles.items()}
     apart = roles_to_load(roles, spec.actor)
     footprint = footprint_of(spec, {name: shapes[name] for name in apart}, apart, itemsize, hardware.is_cuda)
-    lengths = Lengths.from_settings(config, model.max_position_embeddings, prompt_tokens, answer_tokens)
+    lengths = SequenceLengths.from_settings(config, model.max_position_embeddings, prompt_tokens, answer_tokens)
     step = _StepForecast(config, hardware, spec, footprint, lengths, roles)
     return Forecast(
         config=config,
@@ -140,14 +140,14 @@ class _StepForecast:
         hardware: Hardware,
         spec: EngineSpec,
         footprint: Footprint,
-        lengths: Lengths,
+        lengths: SequenceLengths,
         roles: dict[str, RoleSpec],
     ):
         self.config, self.hardware, self.spec, self.footprint = config, hardware, spec, footprint
         self.lengths, self.roles, self.layout = lengths, roles, spec.layout
         self.models = {model.name: model for model in footprint.models}
         self.total = hardware.memory
-        self.free = self.total - hardware.context_bytes - footprint.total_resident_bytes
+        self.free = self.total - hardware.cuda_context_bytes - footprint.total_resident_bytes
         self.cache = self._rollout_cache()
         drops = isinstance(config, PolicyExperimentConfig) and config.rollout.drop_rollout_state
         self.room_of_cache = self.free - (0 if drops else footprint.max_extra_bytes_in_use)
@@ -164,18 +164,18 @@ class _StepForecast:
         if not isinstance(config, PolicyExperimentConfig):
             return None
         rollout = RolloutSpec(
-            max_running=config.samples_at_once,
-            max_len=longest_sequence(config, model.max_position_embeddings),
+            max_running=config.max_concurrent_samples,
+            max_len=max_sequence_len(config, model.max_position_embeddings),
             decoder=config.rollout,
             keeps_cache=not config.rollout.drop_rollout_state,
-            shared=shared_decoder(config, model, self.layout),
+            shared=decoder_concurrency(config, model, self.layout),
         )
         return self._wanted_cache(model, rollout)
 
     def _cache_of_judge(self, judge: ModelFootprint) -> WantedCache | None:
         """Return the KV cache in which a judge writes its replies. None if no judge of the run writes replies."""
         config, context = self.config, judge.config.max_position_embeddings
-        if not isinstance(config, PolicyExperimentConfig) or not self._judge_writes:
+        if not isinstance(config, PolicyExperimentConfig) or not self._has_generative_judge:
             return None
         asked, at_once = questions_of_step(config, self.lengths), config.rollout.max_concurrent_rollouts
         call = ("judge", asked.n, min(asked.tokens_per_row, context), config.rollout, at_once, self.layout)
@@ -213,7 +213,7 @@ class _StepForecast:
             terms["KV cache"] = self.stays
         need, n_kept = self._pass_bytes(model, phase), 0
         n_tokens = max(1, min(budget, n_tokens))
-        room = int((1 - RESERVE) * self.total) - self.hardware.context_bytes - sum(terms.values())
+        room = int((1 - RESERVE) * self.total) - self.hardware.cuda_context_bytes - sum(terms.values())
         if phase == TRAIN and model.gradient_checkpointing:
             n_kept = need.fitting_layers(n_tokens, room, model.config.num_layers) if self.hardware.is_cuda else 0
         terms["activations"] = need.expected(n_tokens, n_kept, n_predicted)
@@ -222,7 +222,7 @@ class _StepForecast:
         return terms, n_recomputed, least
 
     def _pass_bytes(self, model: ModelFootprint, phase: str) -> PassBytes:
-        return self.footprint.training_pass(model) if phase == TRAIN else self.footprint.scoring_pass(model)
+        return self.footprint.training_pass_bytes(model) if phase == TRAIN else self.footprint.scoring_pass_bytes(model)
 
     def _footprint_of_model(self, name: str) -> ModelFootprint:
         return self.models.get(name) or self.models["actor"]
@@ -251,11 +251,11 @@ class _StepForecast:
             if name == "actor" or role.in_training or isinstance(config, ReferencedExperimentConfig):
                 continue
             found.append(
-                self._judge_phase() if name == "judge" and self._judge_writes else self._pass_phase(name, SCORE)
+                self._judge_phase() if name == "judge" and self._has_generative_judge else self._pass_phase(name, SCORE)
             )
             if role.optimizer is not None:
                 found.append(self._pass_phase(name, TRAIN))
-        if isinstance(config.actor, RatioConfig) and config.actor.needs_proximal:
+        if isinstance(config.actor, RatioConfig) and config.actor.needs_proximal_logprobs:
             found.append(self._pass_phase("actor", SCORE))
         found.append(self._pass_phase("actor", TRAIN))
         self._phases = found
@@ -266,7 +266,7 @@ class _StepForecast:
         return self.hardware.rates.for_devices(self.layout.tp_size)
 
     @property
-    def _judge_writes(self) -> bool:
+    def _has_generative_judge(self) -> bool:
         """Whether the run loads a judge that writes replies. Other judges only score labels."""
         config = self.config
         writes = isinstance(config, PolicyExperimentConfig) and config.reward.judge.verdict == "json"
@@ -274,7 +274,7 @@ class _StepForecast:
 
     def _rollout_phase(self, config: PolicyExperimentConfig) -> Phase:
         assert self.cache is not None
-        model, at_once = self.footprint.models[0], config.samples_at_once
+        model, at_once = self.footprint.models[0], config.max_concurrent_samples
         work = RolloutWork(
             n_prompts=config.train_dataset.batch_size,
             n_samples=config.gconfig.n_samples,
@@ -283,14 +283,14 @@ class _StepForecast:
             n_running=at_once,
             tp_size=self.layout.tp_size,
         )
-        shared = shared_decoder(config, model.config, self.layout)  # an evaluation may decode more than training
-        n_logits = max_running = self.layout.samples_per_copy(at_once if shared is None else shared.most)
+        shared = decoder_concurrency(config, model.config, self.layout)  # an evaluation may decode more than training
+        n_logits = max_running = self.layout.samples_per_replica(at_once if shared is None else shared.most)
         if may_verify_drafts(config.rollout, on_cuda=self.hardware.is_cuda) and model.config.delta is None:
-            n_logits = max(max_running, verification_rows(max_running))
+            n_logits = max(max_running, max_verification_rows(max_running))
         found = self._decoding_phase("rollout", work, model, self.cache, self.room_of_cache, n_logits)
         dropped_s = _DROPPED_S if config.rollout.drop_rollout_state and self.hardware.is_cuda else 0.0
         has_critic = isinstance(config, CriticExperimentConfig)
-        host_s = sampled_seconds(config.rows_per_step, found.n_tokens, has_critic)
+        host_s = host_rollout_seconds(config.rows_per_step, found.n_tokens, has_critic)
         return replace(found, seconds=found.seconds + dropped_s + host_s)
 
     def _judge_phase(self) -> Phase:
@@ -336,7 +336,7 @@ class _StepForecast:
         cost = TokenCost.from_config(model.config, self.footprint.itemsize, model.adapters)
         n_prefill = min(config.rollout.max_prefill_tokens, -(-work.n_prompts // copies) * work.prompt_len)
         logits = n_logits * self.layout.share_rounded_up(model.config.vocab_size) * 4
-        forward = self.footprint.scoring_pass(model).expected(n_prefill, 0, 0)
+        forward = self.footprint.scoring_pass_bytes(model).expected(n_prefill, 0, 0)
         terms = self._resident_terms(model.name) | {"KV cache": cache_bytes + beside}
         terms["activations"] = forward + logits + _GRAPH_BYTES * self.hardware.is_cuda
         return Phase(
@@ -353,7 +353,7 @@ class _StepForecast:
         rows = rows_of_role(self.config, self.lengths, name, self.roles)
         row, n_each = rows.tokens_per_row, -(-rows.n // self.layout.n_data_parallel_groups)
         budget = self.micro_batch_tokens(name, phase)
-        shared_lens = (rows.lengths.prompt,) * self._n_sharing(model, rows, n_each, phase, budget)
+        shared_lens = (rows.lengths.prompt,) * self._n_sharing_rows(model, rows, n_each, phase, budget)
         n_tokens = -(-(n_each * row - sum(shared_lens)) // self.layout.cp_size)
         head = 0.0 if model.config.head != "lm" else rows.lengths.answer / row  # logits of answers alone
         in_batch = min(budget, n_tokens)
@@ -415,7 +415,7 @@ class _StepForecast:
                 seconds += self.footprint.model_bytes(model).weights / _COPY_BYTES_S
         return seconds
 
-    def _n_sharing(self, model: ModelFootprint, rows: Rows, n_rows: int, phase: str, budget: int) -> int:
+    def _n_sharing_rows(self, model: ModelFootprint, rows: RowWorkload, n_rows: int, phase: str, budget: int) -> int:
         """Return how many of a device's `n_rows` rows reuse a prompt that another row computes."""
         config, lengths, trains = self.config, rows.lengths, phase == TRAIN
         rule = PrefixSharing.from_setting(

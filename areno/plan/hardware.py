@@ -26,14 +26,14 @@ class Hardware:
     is_cuda: bool = True
 
     @property
-    def context_bytes(self) -> int:
+    def cuda_context_bytes(self) -> int:
         """Bytes of a device that the CUDA context takes. torch does not count them. 0 for a CPU."""
         return _CONTEXT_BYTES if self.is_cuda else 0
 
     @property
     def usable_bytes(self) -> int:
         """Bytes that torch can use. On a GPU, the CUDA context and the share RESERVE are left out."""
-        return int((1 - RESERVE) * self.memory) - self.context_bytes if self.is_cuda else self.memory
+        return int((1 - RESERVE) * self.memory) - self.cuda_context_bytes if self.is_cuda else self.memory
 
 
 def _gpu_from_data_sheet(name: str, title: str, gib: float, bytes_s: float, flops_s: float, link: float) -> Hardware:
@@ -58,7 +58,7 @@ _GPUS = (
 )
 
 
-def this_cpu() -> Hardware:
+def local_cpu() -> Hardware:
     """Return the CPU of this machine. Its speed is a rough estimate from the number of cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -74,7 +74,7 @@ def hardware_of(name: str) -> Hardware:
     """Return a device by its name or by a prefix that no other name has, such as "h100"."""
     called = name.lower()
     if called == "cpu":
-        return this_cpu()
+        return local_cpu()
     found = [gpu for gpu in _GPUS if gpu.name.startswith(called)]
     if not called or len(found) != 1:
         text = f"is {name!r}{did_you_mean(called, hardware_names())}; expected one of {', '.join(hardware_names())}"
@@ -82,18 +82,18 @@ def hardware_of(name: str) -> Hardware:
     return found[0]
 
 
-def devices_here() -> list[Hardware]:
+def local_devices() -> list[Hardware]:
     """Return the GPUs in CUDA_VISIBLE_DEVICES, as `nvidia-smi` lists them. Without a GPU, return the CPU."""
     command = ["nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]) is None:
-        return [this_cpu()]
+        return [local_cpu()]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):  # a driver that does not answer has no GPU to offer either
-        return [this_cpu()]
+        return [local_cpu()]
     gpus = [[part.strip() for part in line.split(",")] for line in listed if line.count(",") == 2]
     found = [gpu_by_name(name, int(0.9945 * float(mib) * 2**20)) for _, name, mib in _visible_gpus(gpus)]
-    return found or [this_cpu()]
+    return found or [local_cpu()]
 
 
 def _visible_gpus(gpus: list[list[str]]) -> list[list[str]]:

@@ -15,7 +15,7 @@ from areno.layers.config import AdapterSpec
 from areno.models.adapter_shapes import OF_EXPERTS, fused_names, linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.folder import HUB_ID, TOKENIZER, resolve_model_folder
-from areno.schema.values import show
+from areno.schema.values import format_value
 from areno.specs.role import LoraSpec
 
 KEY = "actor.init_lora_from"
@@ -38,7 +38,7 @@ def lora_spec(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     local = existing_path(actor.path)
     base = actor.path if local is None else str(local)
     if actor.init_lora_from is None:
-        if problems := [*_unknown_targets(actor, model), *_too_high_rank(actor, model)]:
+        if problems := [*_target_problems(actor, model), *_rank_problems(actor, model)]:
             raise ConfigError(problems)
         targets = tuple(_adapted_shapes(actor, model))
         adapters = AdapterSpec(actor.lora_rank, float(actor.lora_alpha), targets, actor.use_rslora)
@@ -48,7 +48,7 @@ def lora_spec(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     with name_model_setting_in_errors(KEY):
         folder = str(resolve_model_folder(existing_path(actor.init_lora_from) or actor.init_lora_from, "adapter"))
         adapters, trained_on = read_adapter_config(folder, model)
-    if problems := list(_contradicting_settings(adapters, actor)):
+    if problems := list(_contradiction_problems(adapters, actor)):
         raise ConfigError(problems)
     return LoraSpec(adapters=adapters, init_from=folder, base=base, trained_on=trained_on)
 
@@ -74,7 +74,7 @@ def _adapted_shapes(actor: LoraConfig, model: TransformerConfig) -> dict[str, tu
     return {name: shape for name, shape in linear_shapes(model).items() if name in chosen or chosen == [ALL_LINEAR]}
 
 
-def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
+def _target_problems(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
     known, within = list(linear_shapes(model)), fused_names(model)
     for name in actor.target_modules:
         if name not in (*known, ALL_LINEAR):
@@ -88,7 +88,7 @@ def _unknown_targets(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
             yield Problem("actor.target_modules", f"has {name}, which {what}; {there}")
 
 
-def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
+def _rank_problems(actor: LoraConfig, model: TransformerConfig) -> Iterator[Problem]:
     """Yield a problem if lora_rank exceeds the smaller dimension of every layer that gets adapters."""
     widths = [min(shape) for shape in _adapted_shapes(actor, model).values()]
     if widths and actor.lora_rank > (most := max(widths)):
@@ -96,7 +96,7 @@ def _too_high_rank(actor: LoraConfig, model: TransformerConfig) -> Iterator[Prob
         yield Problem("actor.lora_rank", text, actor.lora_rank, most)
 
 
-def _contradicting_settings(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
+def _contradiction_problems(adapters: AdapterSpec, actor: LoraConfig) -> Iterator[Problem]:
     """Yield a problem for each adapter setting that the user has changed and that contradicts `adapters`."""
     theirs = dict(
         zip(FROM_FOLDER, (adapters.rank, adapters.alpha, list(adapters.targets), adapters.use_rslora), strict=True)
@@ -106,18 +106,18 @@ def _contradicting_settings(adapters: AdapterSpec, actor: LoraConfig) -> Iterato
         same = sorted(given) == sorted(value) if isinstance(value, list) else given == value
         if not same and not actor.is_default(name):
             text = "is {}, but the adapters of {} have {}; leave it out"
-            yield Problem(f"actor.{name}", text, show(given), Key(KEY), show(value))
+            yield Problem(f"actor.{name}", text, format_value(given), Key(KEY), format_value(value))
 
 
 def adapter_folder(path: str) -> Path | None:
     """Return the local folder of adapters. A hub id is downloaded. None if `path` is a whole model."""
-    from areno.models.adapters import is_adapter
+    from areno.models.adapters import is_adapter_folder
 
     folder = existing_path(path)
     if folder is None and HUB_ID.fullmatch(path):
         with name_model_setting_in_errors("actor.path"):
             folder = resolve_model_folder(path)
-    return folder if folder is not None and is_adapter(folder) else None
+    return folder if folder is not None and is_adapter_folder(folder) else None
 
 
 def with_model(actor: Actor, path: str) -> Actor:
@@ -129,9 +129,9 @@ def with_model(actor: Actor, path: str) -> Actor:
     folder = adapter_folder(path)
     if folder is None:
         return replace(actor, **no_lora, path=path, init_from_scratch=False)
-    from areno.models.adapters import base_of
+    from areno.models.adapters import base_model_of
 
-    base = base_of(folder)
+    base = base_model_of(folder)
     if existing_path(base) is None and not HUB_ID.fullmatch(base):
         text = "{} belongs to the model {}, which is not there; correct base_model_name_or_path in its "
         raise CheckpointError(text + "adapter_config.json", folder, base)

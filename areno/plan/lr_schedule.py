@@ -21,19 +21,19 @@ def with_schedules(
     config: ExperimentConfig, plan: TrainerPlan, roles: dict[str, RoleSpec], n_steps: int
 ) -> tuple[TrainerPlan, dict[str, RoleSpec]]:
     """Set lr_decay_steps of each trained model to its number of updates, unless the user set it. Return copies."""
-    updates = n_updates(config, n_steps)
+    updates = n_updates_by_role(config, n_steps)
 
-    def fitted(name: str, role: RoleSpec) -> RoleSpec:
+    def with_schedule(name: str, role: RoleSpec) -> RoleSpec:
         if (optimizer := role.optimizer) is None:
             return role
         steps = optimizer.lr_decay_steps or max(1, updates[name])
         return replace(role, optimizer=replace(optimizer, lr_decay_steps=steps))
 
-    plan = replace(plan, spec=replace(plan.spec, actor=fitted("actor", plan.spec.actor)))
-    return plan, {name: fitted(name, role) for name, role in roles.items()}
+    plan = replace(plan, spec=replace(plan.spec, actor=with_schedule("actor", plan.spec.actor)))
+    return plan, {name: with_schedule(name, role) for name, role in roles.items()}
 
 
-def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
+def n_updates_by_role(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
     """Return the number of optimizer updates in a run by role, for trained models, if all batches are full."""
     actor = config.actor
     each, first = 1, 0
@@ -46,7 +46,7 @@ def n_updates(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
     if actor.gradient_accumulation_steps is not None:
         size = actor.mb_spec.mini_bs or ROWS_COUNTED
         size = max(1, size // config.rows_per_item())  # the two rows of a pair stay together
-        each = -(-config.units_per_step // (size * actor.gradient_accumulation_steps))
+        each = -(-config.items_per_step // (size * actor.gradient_accumulation_steps))
     return {"actor": max(0, n_steps - first) * each, **found}
 
 
@@ -100,7 +100,7 @@ def schedule_warnings(config: ExperimentConfig, n_steps: int) -> Iterator[str]:
     for name, steps in profiles.items():
         if late := [step for step in steps if step > n_steps]:
             yield f"{name}.profile_steps has {', '.join(map(str, late))}, but the run ends after {n_steps} steps"
-    updates = n_updates(config, n_steps)
+    updates = n_updates_by_role(config, n_steps)
     for name, model in config.trained_models().items():
         optimizer, n = model.optimizer, updates[name]
         decay = optimizer.lr_decay_steps

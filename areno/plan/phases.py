@@ -1,7 +1,7 @@
 """The phases of a training step in a forecast, and the lengths and numbers of rows on which they depend.
 
-`shared_decoder` returns the numbers of samples that are decoded at once. `compare_with_recorded` compares the forecast
-with the time and the peak memory that a run has recorded. Imports no torch.
+`decoder_concurrency` returns the numbers of samples that are decoded at once. `compare_with_recorded` compares the
+forecast with the time and the peak memory that a run has recorded. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from areno.config.layout import Layout
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.teacher import is_teacher
 from areno.models.config import TransformerConfig
-from areno.specs.rollout import SharedDecoder
+from areno.specs.rollout import DecoderConcurrency
 
 STEP = "step"
 _CHARS_PER_TOKEN = 4  # of the text of a judge's question
@@ -23,30 +23,32 @@ _MOST_EVALUATED = 512  # samples for each copy of the model: their logits still 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lengths:
+class SequenceLengths:
     """The lengths in tokens that a forecast assumes: of a prompt, and the mean of an answer."""
 
     prompt: int
     answer: int
 
     @staticmethod
-    def from_settings(config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None) -> Lengths:
+    def from_settings(
+        config: ExperimentConfig, context_len: int, prompt: int | None, answer: int | None
+    ) -> SequenceLengths:
         """Return `prompt` and `answer`. For None, take the limit in the settings (for a prompt, at most 512)."""
         limit = min(config.train_dataset.max_length_or_unlimited, context_len)
         if not isinstance(config, PolicyExperimentConfig):
             prompt = min(limit, 512) // 2 if prompt is None else prompt
-            return Lengths(prompt=prompt, answer=prompt if answer is None else answer)
+            return SequenceLengths(prompt=prompt, answer=prompt if answer is None else answer)
         prompt = min(limit, 512) if prompt is None else prompt
         most = min(config.gconfig.max_new_tokens, max(1, context_len - prompt))
-        return Lengths(prompt=prompt, answer=most if answer is None else answer)
+        return SequenceLengths(prompt=prompt, answer=most if answer is None else answer)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class RowWorkload:
     """The number and lengths of the token sequences (rows) that a model scores or trains on in a step."""
 
     n: int  # on all devices together
-    lengths: Lengths
+    lengths: SequenceLengths
     n_same: int  # rows with the same prompt, which may be computed only once
 
     @property
@@ -74,9 +76,9 @@ class Phase:
         return sum(self.terms.values())
 
 
-def shared_decoder(
+def decoder_concurrency(
     config: PolicyExperimentConfig, model: TransformerConfig, layout: Layout, n_prompts: int | None = None
-) -> SharedDecoder | None:
+) -> DecoderConcurrency | None:
     """Return how many samples training and evaluation decode at the same time. None if the numbers are equal.
 
     An evaluation may decode more samples at once than a training step has. This changes its samples only by rounding,
@@ -92,24 +94,24 @@ def shared_decoder(
         sets = config.valid_dataset.by_name().values() if config.valid_dataset is not None else ()
         n_prompts = max((min(each.batch_size or most, each.max_rows or most) for each in sets), default=0)
     most = min(most, n_prompts * (config.eval_gconfig or config.gconfig).n_samples)
-    return SharedDecoder(usual=usual, most=most) if most > usual else None
+    return DecoderConcurrency(usual=usual, most=most) if most > usual else None
 
 
 def rows_of_step(config: ExperimentConfig) -> int:
-    return config.units_per_step * config.rows_per_item()
+    return config.items_per_step * config.rows_per_item()
 
 
-def rows_of_role(config: ExperimentConfig, lengths: Lengths, name: str, roles: Collection[str]) -> Rows:
-    """Return the rows that a model scores or trains in a step. A judge gets one row per label of each question."""
+def rows_of_role(config: ExperimentConfig, lengths: SequenceLengths, name: str, roles: Collection[str]) -> RowWorkload:
+    """Return the rows that a model scores or is trained on in a step. A judge gets a row per label of each question."""
     n_rows = rows_of_step(config)
     if not isinstance(config, PolicyExperimentConfig):
-        return Rows(n=n_rows, lengths=lengths, n_same=1)
+        return RowWorkload(n=n_rows, lengths=lengths, n_same=1)
     if name == "reward":
-        return Rows(n=config.rows_per_step, lengths=lengths, n_same=config.gconfig.n_samples)
+        return RowWorkload(n=config.rows_per_step, lengths=lengths, n_same=config.gconfig.n_samples)
     if is_teacher(name):  # the fields of rows are not read, so that each teacher is assumed to have as many
         n_rows = -(-n_rows // sum(map(is_teacher, roles)))
     if name != "judge":
-        return Rows(n=n_rows, lengths=lengths, n_same=config.trained_per_prompt)
+        return RowWorkload(n=n_rows, lengths=lengths, n_same=config.trained_samples_per_prompt)
     asked, n_labels = questions_of_step(config, lengths), len(config.reward.judge.label_names)
     return replace(asked, n=asked.n * n_labels, n_same=n_labels)
 
@@ -121,13 +123,13 @@ def values_per_token(config: ExperimentConfig) -> int:
     return 6 if isinstance(config, CriticExperimentConfig) else 4
 
 
-def questions_of_step(config: PolicyExperimentConfig, lengths: Lengths) -> Rows:
+def questions_of_step(config: PolicyExperimentConfig, lengths: SequenceLengths) -> RowWorkload:
     """Return the questions to the judge in a step as rows. The answer is one label, or the longest JSON reply."""
     judge = config.reward.judge
-    question = len(judge.question) // _CHARS_PER_TOKEN + lengths.prompt + (1 + judge.compare) * lengths.answer
+    question = len(judge.question_template) // _CHARS_PER_TOKEN + lengths.prompt + (1 + judge.compare) * lengths.answer
     n_questions = config.train_dataset.batch_size * judge.n_questions(config.gconfig.n_samples)
     answer = judge.max_tokens if judge.verdict == "json" else 1
-    return Rows(n=n_questions, lengths=Lengths(prompt=question, answer=answer), n_same=1)
+    return RowWorkload(n=n_questions, lengths=SequenceLengths(prompt=question, answer=answer), n_same=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.data.control_tokens import allow_control_tokens
 from areno.data.solution_steps import step_separator
-from areno.data.turn_ends import set_model_ends, stop_token_ids, template_end_ids
+from areno.data.turn_ends import set_model_end_ids, stop_token_ids, template_end_ids
 from areno.engine.decoder.grammar import find_ids_with_text
 from areno.errors import ConfigError, Key, Problem, all_of
 from areno.files.paths import name_model_setting_in_errors
@@ -22,11 +22,11 @@ from areno.models.registry import load_config
 from areno.plan.devices import devices_of
 from areno.plan.folders import load_tokenizer, model_folder
 from areno.plan.lora import KEY
-from areno.plan.phases import shared_decoder
+from areno.plan.phases import decoder_concurrency
 from areno.plan.roles import actor_role
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
-from areno.specs.rollout import SharedDecoder
+from areno.specs.rollout import DecoderConcurrency
 from areno.types import SamplingParams
 
 
@@ -43,21 +43,21 @@ class TrainerPlan:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     max_len: int | None = None  # tokens of a sequence in the KV cache; None: as many as each rollout needs
     progress_interval_s: float = 10.0  # between log lines of a rollout
-    shared: SharedDecoder | None = None  # None: an evaluation decodes no more samples at a time than training
+    shared: DecoderConcurrency | None = None  # None: an evaluation decodes no more samples at a time than training
 
 
 def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
     """Make the plan of a run from its configuration. Reads config.json and the tokenizer, but no weights."""
-    plan = open_actor(config, lambda: devices_of(config))
+    plan = plan_of_actor(config, lambda: devices_of(config))
     if config.scheduler.type == "ray":
         plan = with_ray_cluster(plan, config)
     if not isinstance(config, PolicyExperimentConfig):
         return plan
     return replace(
         plan,
-        rollout=replace(config.rollout, max_concurrent_rollouts=config.samples_at_once),
-        max_len=longest_sequence(config, plan.spec.context_len),
-        shared=shared_decoder(config, load_config(plan.spec.actor.path), plan.spec.layout),
+        rollout=replace(config.rollout, max_concurrent_rollouts=config.max_concurrent_samples),
+        max_len=max_sequence_len(config, plan.spec.context_len),
+        shared=decoder_concurrency(config, load_config(plan.spec.actor.path), plan.spec.layout),
     )
 
 
@@ -74,13 +74,13 @@ def with_ray_cluster(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan
     return replace(plan, spec=spec, workers="ray")
 
 
-def open_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) -> TrainerPlan:
+def plan_of_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) -> TrainerPlan:
     """Make the plan of a Trainer without roles other than the actor. All problems are reported together."""
     from areno.models.registry import layout_problems  # imports torch, which building a Trainer does not need
 
     devices, (path, model), tokenizer_folder = all_of(
         devices_of,
-        lambda: _open_config(config.actor.path, config.head),
+        lambda: _load_model_config(config.actor.path, config.head),
         lambda: config.tokenizer_path and model_folder(config.tokenizer_path, "tokenizer_path"),
     )
     tokenizer_folder = tokenizer_folder or path
@@ -100,7 +100,7 @@ def open_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) ->
         lambda: _dtype_of(config.actor, devices),
         lambda: _raise_if_any(problems),
     )
-    set_model_ends(tokenizer, model.eos_token_ids)
+    set_model_end_ids(tokenizer, model.eos_token_ids)
     eos = stop_token_ids(tokenizer)
     has_lm_head = config.head == "lm"
     role = replace(
@@ -149,12 +149,12 @@ def _raise_if_any(problems: list[Problem]) -> None:
         raise ConfigError(problems)
 
 
-def _open_config(path: str, head: HeadName) -> tuple[str, TransformerConfig]:
+def _load_model_config(path: str, head: HeadName) -> tuple[str, TransformerConfig]:
     """Return the local folder and the shape of the actor's model. Raises ConfigError if it holds only adapters."""
-    from areno.models.adapters import is_adapter
+    from areno.models.adapters import is_adapter_folder
 
     folder = model_folder(path, "actor.path")
-    if is_adapter(folder):
+    if is_adapter_folder(folder):
         text = "{} holds adapters and no model; name the model that they are for, with {}=true and {}={}"
         raise ConfigError(Problem("actor.path", text, folder, Key("actor.use_lora"), Key(KEY), folder))
     with name_model_setting_in_errors("actor.path"):
@@ -183,7 +183,7 @@ def engine_problems(config: ExperimentConfig, model: TransformerConfig, device: 
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterator[Problem]:
     """Yield problems with lengths and stop tokens that exceed the model's context or vocabulary."""
     context = model.max_position_embeddings
-    shown = f"{context} tokens{model.rope.limit}"
+    shown = f"{context} tokens{model.rope.limit_note}"
     if not isinstance(config, PolicyExperimentConfig):  # rows that are longer than the context are skipped
         return
     for name, gconfig in (("gconfig", config.gconfig), ("eval_gconfig", config.eval_gconfig)):
@@ -201,7 +201,7 @@ def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterat
                 yield Problem(f"{name}.stop_token_ids", found)
 
 
-def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
+def check_rows_per_replica(config: ExperimentConfig, spec: EngineSpec) -> None:
     """Raise ConfigError if an optimizer step has fewer rows than there are data-parallel replicas.
 
     Not checked here, but during training: runs with agents, and an actor with gradient_accumulation_steps.
@@ -214,7 +214,7 @@ def check_copies(config: ExperimentConfig, spec: EngineSpec) -> None:
     if config.actor.gradient_accumulation_steps is not None:
         del updates["actor"]
     for name, n_updates in updates.items():
-        if (each := config.units_per_step // n_updates) < spec.layout.n_data_parallel_groups:
+        if (each := config.items_per_step // n_updates) < spec.layout.n_data_parallel_groups:
             what = "pairs" if config.rows_per_item() == 2 else "rows"
             text = "is {}, so an update of the {} has {} {} for {} copies of the model, and each needs one; raise it"
             text += ", lower {}, or lower {}" if n_updates > 1 else ", or lower {}"
@@ -227,7 +227,7 @@ def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
     return SamplingParams.of(gconfig, max_context_len=gconfig.max_tokens)
 
 
-def longest_sequence(config: PolicyExperimentConfig, context_len: int) -> int:
+def max_sequence_len(config: PolicyExperimentConfig, context_len: int) -> int:
     """Return the largest number of tokens of a prompt plus completion, in training and evaluation."""
     uses = [(config.gconfig, config.train_dataset.max_length_or_unlimited)]
     if config.valid_dataset is not None:

@@ -15,7 +15,7 @@ from areno.config.teacher import ROLE, is_teacher
 from areno.errors import CheckpointError, ConfigError, Problem, all_of
 from areno.models.config import TransformerConfig
 from areno.models.registry import head_of
-from areno.plan.folders import whole_model
+from areno.plan.folders import full_model_folder
 from areno.plan.lora import lora_spec, teacher_adapters
 from areno.schema.fields import Section
 from areno.specs.role import LoraSpec, RoleSpec
@@ -34,11 +34,11 @@ _COPIED = ("optimizer", "gradient_checkpointing", "router_aux_loss_coef")  # set
 
 def actor_role(config: ExperimentConfig, path: str, model: TransformerConfig) -> RoleSpec:
     """Return the specification of the trained model. Fields from its tokenizer are still unset."""
-    return replace(_role(config, "actor", path, lora_spec(config.actor, model)), head=config.head)
+    return replace(_role_spec(config, "actor", path, lora_spec(config.actor, model)), head=config.head)
 
 
 def experiment_roles(
-    config: ExperimentConfig, folder_of: Callable[[str, str], str] = whole_model
+    config: ExperimentConfig, folder_of: Callable[[str, str], str] = full_model_folder
 ) -> dict[str, RoleSpec]:
     """Return the specifications of the models other than the actor, by role, that a configuration asks for.
 
@@ -46,17 +46,17 @@ def experiment_roles(
     for the folder of the actor.
     """
 
-    def opened(name: str) -> RoleSpec:
-        key, path, _ = _sections(config)[name]
+    def role_spec(name: str) -> RoleSpec:
+        key, path, _ = _role_sections(config)[name]
         lora = teacher_adapters(config.actor, path, key) if path and is_teacher(name) else None
         # Adapters are on a copy of the actor's base.
-        return _role(config, name, folder_of(path, key) if path and lora is None else "", lora)
+        return _role_spec(config, name, folder_of(path, key) if path and lora is None else "", lora)
 
-    roles = {name: partial(opened, name) for name in _sections(config) if name != "actor"}
+    roles = {name: partial(role_spec, name) for name in _role_sections(config) if name != "actor"}
     return dict(zip(roles, all_of(*roles.values()), strict=True))
 
 
-def _sections(config: ExperimentConfig) -> dict[str, tuple[str, str | None, Section]]:
+def _role_sections(config: ExperimentConfig) -> dict[str, tuple[str, str | None, Section]]:
     """Return role -> (name of its path setting, path, section), the actor first."""
     found: dict[str, tuple[str, str | None, Section]] = {"actor": ("actor.path", config.actor.path, config.actor)}
     if isinstance(config, ReferencedExperimentConfig) and config.ref.path not in (None, config.actor.path):
@@ -67,7 +67,7 @@ def _sections(config: ExperimentConfig) -> dict[str, tuple[str, str | None, Sect
     if config.ref is not None:
         found["ref"] = ("ref.path", config.ref.path, config.ref)
     if teacher is not None:
-        found |= {name: (teacher.key_of(name), path, teacher) for name, path in teacher.paths.items()}
+        found |= {name: (teacher.path_key(name), path, teacher) for name, path in teacher.paths.items()}
     if reward.path is not None:
         found["reward"] = ("reward.path", reward.path, reward)
     if reward.judge.path is not None:
@@ -77,11 +77,13 @@ def _sections(config: ExperimentConfig) -> dict[str, tuple[str, str | None, Sect
     return found
 
 
-def _role(config: ExperimentConfig, name: str, folder: str, lora: LoraSpec | None) -> RoleSpec:
-    key, _, section = _sections(config)[name]
+def _role_spec(config: ExperimentConfig, name: str, folder: str, lora: LoraSpec | None) -> RoleSpec:
+    key, _, section = _role_sections(config)[name]
     given, in_training = vars(section), False
     if isinstance(config, PolicyExperimentConfig):
-        in_training = config.actor_teaches if name == "actor" else is_teacher(name) and config.divergence is not None
+        in_training = (
+            config.uses_actor_as_teacher if name == "actor" else is_teacher(name) and config.divergence is not None
+        )
     return replace(
         _named_role(name, folder, key),
         **{setting: given[setting] for setting in _COPIED if setting in given},
@@ -160,7 +162,7 @@ def _script_role(role: ModelRole, actor: RoleSpec) -> RoleSpec:
         assert optimizer is not None  # every engine that a script starts has one
         optimizer = replace(optimizer, lr=optimizer.lr if role.optimizer_lr is None else role.optimizer_lr)
     return replace(
-        _named_role(role.name, whole_model(str(role.path), key), key, role.trainable),
+        _named_role(role.name, full_model_folder(str(role.path), key), key, role.trainable),
         optimizer=optimizer,
         gradient_checkpointing=actor.gradient_checkpointing,
         offload=actor.offload,

@@ -19,7 +19,7 @@ from areno.config.rollout import DecoderConfig, RolloutConfig
 from areno.config.run import EngineConfig
 from areno.errors import Problem
 from areno.plan.devices import find_devices
-from areno.plan.plan import TrainerPlan, open_actor
+from areno.plan.plan import TrainerPlan, plan_of_actor
 from areno.schema.build import build
 from areno.schema.fields import Section, check, require, setting, setting_as_in, settings, with_settings_of
 
@@ -114,14 +114,14 @@ class TrainerSettings(Section):
         return bool(self.model_path.strip())
 
     @check
-    def check_copies(self) -> Iterator[Problem]:
+    def check_layout(self) -> Iterator[Problem]:
         runtime: Any = self.custom_config.runtime
         layout = Layout(self.world_size, self.custom_config.tp_size, runtime.cp_size)
         for problem in layout.problems():
             yield problem.under("engine").renamed(argument_of)
 
     @check
-    def check_number_of_copies(self) -> Iterator[Problem]:
+    def check_dp_size(self) -> Iterator[Problem]:
         given, copies = self.custom_config.dp_size, self.world_size // self.custom_config.tp_size
         if given is not None and given != copies:
             found = f"is {given}, but world_size // tp_size is {copies}; set it to that, or leave it out"
@@ -165,7 +165,7 @@ def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
         tokenizer_path=runtime.tokenizer_path or given.model_path,
     )
     return replace(
-        open_actor(experiment, lambda: find_devices(engine, config.devices)),
+        plan_of_actor(experiment, lambda: find_devices(engine, config.devices)),
         rollout=RolloutConfig.of(runtime, max_concurrent_rollouts=config.max_running_prompts),
         progress_interval_s=config.decode_progress_interval_s,
     )

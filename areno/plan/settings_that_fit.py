@@ -36,7 +36,7 @@ class _MemoryOption:
     learns_otherwise: bool = False  # other changes come first
 
 
-def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Forecast]) -> list[FittingChange]:
+def fitting_changes(found: Forecast, predict: Callable[[ExperimentConfig, int], Forecast]) -> list[FittingChange]:
     """Return changes, each of one or two settings, with which a run fits, the best ones first.
 
     Changes on the same number of devices come first, then those that do not affect what the model learns, then those
@@ -50,7 +50,7 @@ def ways_to_fit(found: Forecast, predict: Callable[[ExperimentConfig, int], Fore
     if len(ways) < _FEW:
         ways += _combinations_that_fit(found, itertools.product(here, layouts), predict)
     ways = list({tuple(way.changes.items()): way for way in ways}.values())
-    ways = [way for way in ways if not any(_is_as_good(other, way) for other in ways)]
+    ways = [way for way in ways if not any(_dominates(other, way) for other in ways)]
     ways.sort(key=lambda way: (way.forecast.n_devices, way.learns_otherwise, way.forecast.step_seconds))
     on_same = [way for way in ways if way.forecast.n_devices == found.n_devices]
     on_more = [way for way in ways if way.forecast.n_devices > found.n_devices]
@@ -83,7 +83,7 @@ def _combinations_that_fit(
     return ways
 
 
-def _is_as_good(one: FittingChange, other: FittingChange) -> bool:
+def _dominates(one: FittingChange, other: FittingChange) -> bool:
     """Return whether `one` makes `other` superfluous: `other` has further changes and is hardly faster."""
     more = one.changes.items() < other.changes.items()
     return more and other.forecast.step_seconds > _FASTER * one.forecast.step_seconds
@@ -104,7 +104,7 @@ def _memory_options(found: Forecast) -> Iterator[_MemoryOption]:
                 {"rollout.drop_rollout_state": True}, "the KV cache and CUDA graphs are made in each step"
             )
         for share in (2, 4):
-            if at_once := config.samples_at_once // share:
+            if at_once := config.max_concurrent_samples // share:
                 yield _MemoryOption({"rollout.max_concurrent_rollouts": at_once}, "fewer samples decode at once")
         if config.gconfig.max_new_tokens > 512:
             less = config.gconfig.max_new_tokens // 2
@@ -116,7 +116,7 @@ def _memory_options(found: Forecast) -> Iterator[_MemoryOption]:
                 yield _MemoryOption(
                     {f"{name}.offload": True}, f"the {loaded.name} model is copied to the device in each step"
                 )
-    if any(model.may_stream for model in found.footprint.models):
+    if any(model.gains_from_offload for model in found.footprint.models):
         yield _MemoryOption({"actor.offload": True}, "masters and moments are copied in each update")
         if len(found.footprint.models) > 1:
             yield _MemoryOption({"enable_offload": True}, "models rest in host memory while others work")

@@ -34,7 +34,7 @@ def startup_facts(
     if spec.n_nodes > 1:
         layout += f" on {spec.n_nodes} nodes"
     if spec.layout.is_sharded:
-        copies, over = spec.layout.dp_size, f"over {len(spec.layout.copy_of(0))} devices"
+        copies, over = spec.layout.dp_size, f"over {len(spec.layout.replica_ranks(0))} devices"
         layout += f": one copy {over}" if copies == 1 else f": {copies} copies {over} each"
     if spec.layout.cp_size > 1:
         layout += f", {spec.layout.cp_size} copies to a row"
@@ -50,7 +50,7 @@ def log_model(engine: Engine) -> None:
 
     info, lora = engine.info, engine.spec.actor.lora
     active = f" ({info.cost.active_params / 1e6:,.1f}M active)" if info.cost.experts is not None else ""
-    sums = f", sums of {len(engine.spec.layout.copy_of(0))} ranks by {info.tp_sums}" if info.tp_sums else ""
+    sums = f", sums of {len(engine.spec.layout.replica_ranks(0))} ranks by {info.tp_sums}" if info.tp_sums else ""
     logger.info(
         "model: %.1fM parameters%s, %s on %s, attention by %s%s",
         info.n_params / 1e6,

@@ -17,12 +17,12 @@ from typing import Any
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.cost.footprint import gib_text
 from areno.errors import ConfigError, Problem
-from areno.models.known_shapes import shape_of
+from areno.models.known_shapes import resolve_model_config
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import Hardware
-from areno.plan.phases import Lengths
-from areno.plan.plan import longest_sequence
-from areno.plan.settings_that_fit import command_line_of, set_values, ways_to_fit
+from areno.plan.phases import SequenceLengths
+from areno.plan.plan import max_sequence_len
+from areno.plan.settings_that_fit import command_line_of, fitting_changes, set_values
 
 BATCH = "train_dataset.batch_size"
 AT_ONCE = "rollout.max_concurrent_rollouts"
@@ -60,7 +60,7 @@ class Candidate:
     @property
     def peak_memory_bytes(self) -> int:
         """Expected peak memory of a device in bytes, including the CUDA context."""
-        return self.full.peak_memory_bytes + self.full.hardware.context_bytes
+        return self.full.peak_memory_bytes + self.full.hardware.cuda_context_bytes
 
     @property
     def n_rows(self) -> int:
@@ -95,10 +95,10 @@ class Candidate:
             size = f"micro-batches of {spec.mini_bs:,} rows"
         recomputed = "with" if config.actor.gradient_checkpointing else "without"
         dropped = ", the KV cache dropped" if config.rollout.drop_rollout_state else ""
-        return f"{config.samples_at_once:,} samples at once, {size}, {recomputed} recomputation{dropped}"
+        return f"{config.max_concurrent_samples:,} samples at once, {size}, {recomputed} recomputation{dropped}"
 
 
-def chosen_settings_given(keys: Collection[str]) -> set[str]:
+def given_candidate_settings(keys: Collection[str]) -> set[str]:
     """Return which settings of a candidate are in `keys`, by their own names or by that of their section."""
     return {name for name in (*CHOSEN, _MINI_BS) if any(name == key or name.startswith(f"{key}.") for key in keys)}
 
@@ -112,16 +112,16 @@ class LengthLimits:
 
     @staticmethod
     def from_config(config: PolicyExperimentConfig) -> LengthLimits:
-        context = shape_of(config.actor.path, "actor.path").max_position_embeddings
-        longest = longest_sequence(config, context)
+        context = resolve_model_config(config.actor.path, "actor.path").max_position_embeddings
+        longest = max_sequence_len(config, context)
         answer = max(1, min(config.gconfig.max_new_tokens, longest - 1))
         most = longest if config.agent.fn is not None else config.train_dataset.max_length_or_unlimited
         return LengthLimits(max(1, min(most, longest - answer)), answer)
 
     @property
-    def mean_lengths(self) -> Lengths:
+    def mean_lengths(self) -> SequenceLengths:
         """The mean lengths if lengths are drawn uniformly from 1 to the limits."""
-        return Lengths(prompt=(self.prompt + 1) // 2, answer=(self.answer + 1) // 2)
+        return SequenceLengths(prompt=(self.prompt + 1) // 2, answer=(self.answer + 1) // 2)
 
 
 def candidates(
@@ -210,7 +210,7 @@ def _candidate_settings(
     is_free = {key: key not in given for key in CHOSEN}
     at_once: list[int | None] = [None]
     if is_free[AT_ONCE] and (config.engine.exact or not keeps_bits):
-        at_once = [*_numbers_at_once(config, is_free[BATCH])]
+        at_once = [*_concurrency_candidates(config, is_free[BATCH])]
     drops = (False, True) if is_free[DROP] and hardware.is_cuda else (None,)
     recomputes = (True, False) if is_free[RECOMPUTE] else (None,)
     counted = config.actor.gradient_accumulation_steps is not None  # micro-batches decide what is learned
@@ -223,12 +223,12 @@ def _candidate_settings(
         if is_free[BUDGET]:
             settings[BUDGET] = budget
         if is_free[BATCH]:
-            together = n or config.samples_at_once
+            together = n or config.max_concurrent_samples
             settings[BATCH] = _batch_size(config, together)
         yield settings
 
 
-def _numbers_at_once(config: PolicyExperimentConfig, chooses_batch: bool) -> Iterator[int]:
+def _concurrency_candidates(config: PolicyExperimentConfig, chooses_batch: bool) -> Iterator[int]:
     """Yield possible numbers of samples that are decoded at once, the largest first."""
     n, most = config.gconfig.n_samples, config.tune.max_samples
     most = most // n * n if chooses_batch else min(most, config.rows_per_step)
@@ -265,7 +265,7 @@ def nothing_fits_error(
     if least is not None and least < hardware.memory:
         options.append(f"raise it to {math.ceil(100 * least / hardware.memory) / 100:.2f}")
     found = predict(config, n_devices)
-    for way in ways_to_fit(found, predict):
+    for way in fitting_changes(found, predict):
         options.append(f"set {command_line_of(way.changes)}" + (f" ({way.price})" if way.price else ""))
     options = options or ["choose a smaller model or a larger device"]
     text = "is {}, and no candidate fits into {} of the {} GiB of a device; {}"

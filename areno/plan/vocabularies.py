@@ -15,7 +15,7 @@ from areno.models.registry import load_config
 from areno.plan.folders import load_tokenizer
 from areno.plan.plan import TrainerPlan
 from areno.specs.role import RoleSpec
-from areno.specs.shared_models import same_folder
+from areno.specs.shared_models import have_same_folder
 
 
 def complete_roles(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> dict[str, RoleSpec]:
@@ -30,7 +30,7 @@ def complete_roles(roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> dict[str
 
 def _with_common_ids(role: RoleSpec, plan: TrainerPlan) -> RoleSpec:
     """Return a teacher with its `common_ids`. Raises ConfigError if it lacks ids of the actor, or ids differ."""
-    if same_folder(role, plan.spec.actor):
+    if have_same_folder(role, plan.spec.actor):
         return role
     with name_model_setting_in_errors(role.key):
         theirs, ours = (load_config(path).vocab_size for path in (role.path, plan.spec.actor.path))

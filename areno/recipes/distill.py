@@ -99,7 +99,7 @@ class DistillConfig(DistillExperimentConfig):
         if teacher.paths and set(teacher.paths.values()) <= {None, self.actor.path}:
             text = "names no other model than the student, which can learn nothing from itself; set it to a teacher, "
             text += "or set teacher.prompt_key to a field with another prompt"
-            yield Problem(teacher.key_of(next(iter(teacher.paths))), text)
+            yield Problem(teacher.path_key(next(iter(teacher.paths))), text)
 
     @require(
         "rollout.dynamic_sampling",
@@ -109,13 +109,13 @@ class DistillConfig(DistillExperimentConfig):
         return not self.rollout.dynamic_sampling
 
 
-def loop() -> type[DistillTrainer]:
+def trainer_class() -> type[DistillTrainer]:
     from areno.trainers.distill import DistillTrainer
 
     return DistillTrainer
 
 
-ALGORITHM = Algorithm(name="distill", config=DistillConfig, loop=loop, default="quickstart_distill")
+ALGORITHM = Algorithm(name="distill", config=DistillConfig, loop=trainer_class, default="quickstart_distill")
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.distill")

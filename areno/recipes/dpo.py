@@ -51,13 +51,13 @@ class DPOConfig(PreferenceExperimentConfig):
         return self.ref.path is None or self.actor.needs_reference
 
 
-def loop() -> type[DPOTrainer]:
+def trainer_class() -> type[DPOTrainer]:
     from areno.trainers.dpo import DPOTrainer
 
     return DPOTrainer
 
 
-ALGORITHM = Algorithm(name="dpo", config=DPOConfig, loop=loop, default="quickstart_dpo")
+ALGORITHM = Algorithm(name="dpo", config=DPOConfig, loop=trainer_class, default="quickstart_dpo")
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.dpo")

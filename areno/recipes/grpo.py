@@ -57,12 +57,12 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
         """
         return {
             **self.surrogate_settings(),
-            "kl_coef": self.kl_in_loss,
+            "kl_coef": self.kl_loss_coef,
             "kl_estimator": self.kl_estimator,
             "reduction": self.reduction,
             "norm_length": max_new_tokens,
             "importance_sampling_level": self.importance_sampling_level,
-            "prox_logp_method": self.prox_of_loss,
+            "prox_logp_method": self.loss_prox_logp_method,
         }
 
 
@@ -95,13 +95,13 @@ class GRPOConfig(KLExperimentConfig):
         return partial(grpo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))
 
 
-def loop() -> type[PolicyOnlyTrainer]:
+def trainer_class() -> type[PolicyOnlyTrainer]:
     from areno.trainers.policy_only import PolicyOnlyTrainer
 
     return PolicyOnlyTrainer
 
 
-ALGORITHM = Algorithm(name="grpo", config=GRPOConfig, loop=loop)
+ALGORITHM = Algorithm(name="grpo", config=GRPOConfig, loop=trainer_class)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.grpo")

@@ -68,18 +68,18 @@ class GSPOConfig(KLExperimentConfig):
             clip_eps=actor.eps_clip,
             clip_eps_higher=actor.eps_clip_higher,
             c_clip=actor.c_clip,
-            kl_coef=actor.kl_in_loss,
+            kl_coef=actor.kl_loss_coef,
             kl_estimator=actor.kl_estimator,
         )
 
 
-def loop() -> type[PolicyOnlyTrainer]:
+def trainer_class() -> type[PolicyOnlyTrainer]:
     from areno.trainers.policy_only import PolicyOnlyTrainer
 
     return PolicyOnlyTrainer
 
 
-ALGORITHM = Algorithm(name="gspo", config=GSPOConfig, loop=loop)
+ALGORITHM = Algorithm(name="gspo", config=GSPOConfig, loop=trainer_class)
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.gspo")

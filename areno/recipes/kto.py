@@ -67,13 +67,13 @@ class KTOConfig(UnpairedExperimentConfig):
         return self.train_dataset.batch_size >= 2
 
 
-def loop() -> type[KTOTrainer]:
+def trainer_class() -> type[KTOTrainer]:
     from areno.trainers.kto import KTOTrainer
 
     return KTOTrainer
 
 
-ALGORITHM = Algorithm(name="kto", config=KTOConfig, loop=loop, default="quickstart_kto")
+ALGORITHM = Algorithm(name="kto", config=KTOConfig, loop=trainer_class, default="quickstart_kto")
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.kto")

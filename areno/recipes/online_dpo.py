@@ -85,13 +85,13 @@ class OnlineDPOConfig(PairedPolicyExperimentConfig):
         return self.ref is None or self.actor.needs_reference
 
 
-def loop() -> type[OnlineDPOTrainer]:
+def trainer_class() -> type[OnlineDPOTrainer]:
     from areno.trainers.online_dpo import OnlineDPOTrainer
 
     return OnlineDPOTrainer
 
 
-ALGORITHM = Algorithm(name="online_dpo", config=OnlineDPOConfig, loop=loop, default="quickstart_online_dpo")
+ALGORITHM = Algorithm(name="online_dpo", config=OnlineDPOConfig, loop=trainer_class, default="quickstart_online_dpo")
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.online_dpo")

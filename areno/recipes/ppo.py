@@ -84,13 +84,13 @@ class PPOConfig(CriticExperimentConfig):
         return partial(ppo_loss_fn, **self.actor.loss_settings(self.gconfig.max_new_tokens))
 
 
-def loop() -> type[PPOTrainer]:
+def trainer_class() -> type[PPOTrainer]:
     from areno.trainers.ppo import PPOTrainer
 
     return PPOTrainer
 
 
-ALGORITHM = Algorithm(name="ppo", config=PPOConfig, loop=loop, default="quickstart_ppo")
+ALGORITHM = Algorithm(name="ppo", config=PPOConfig, loop=trainer_class, default="quickstart_ppo")
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.ppo")

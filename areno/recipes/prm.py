@@ -32,13 +32,13 @@ class ProcessRewardConfig(ProcessRewardExperimentConfig):
         return process_reward_loss_fn
 
 
-def loop() -> type[ProcessRewardTrainer]:
+def trainer_class() -> type[ProcessRewardTrainer]:
     from areno.trainers.process_reward import ProcessRewardTrainer
 
     return ProcessRewardTrainer
 
 
-ALGORITHM = Algorithm(name="prm", config=ProcessRewardConfig, loop=loop, default="quickstart_prm")
+ALGORITHM = Algorithm(name="prm", config=ProcessRewardConfig, loop=trainer_class, default="quickstart_prm")
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.prm")

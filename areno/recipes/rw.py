@@ -64,13 +64,13 @@ class RewardModelConfig(RewardModelExperimentConfig):
         return partial(reward_model_loss_fn, margin_coef=self.actor.margin_coef, center_coef=self.actor.center_coef)
 
 
-def loop() -> type[RewardModelTrainer]:
+def trainer_class() -> type[RewardModelTrainer]:
     from areno.trainers.reward_model import RewardModelTrainer
 
     return RewardModelTrainer
 
 
-ALGORITHM = Algorithm(name="rw", config=RewardModelConfig, loop=loop, default="quickstart_rw")
+ALGORITHM = Algorithm(name="rw", config=RewardModelConfig, loop=trainer_class, default="quickstart_rw")
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.rw")

@@ -26,13 +26,13 @@ class SFTConfig(SupervisedExperimentConfig):
         return sft_loss_fn
 
 
-def loop() -> type[SFTTrainer]:
+def trainer_class() -> type[SFTTrainer]:
     from areno.trainers.sft import SFTTrainer
 
     return SFTTrainer
 
 
-ALGORITHM = Algorithm(name="sft", config=SFTConfig, loop=loop, default="quickstart_base")
+ALGORITHM = Algorithm(name="sft", config=SFTConfig, loop=trainer_class, default="quickstart_base")
 
 if __name__ == "__main__":
     run_recipe("areno.recipes.sft")

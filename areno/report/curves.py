@@ -117,7 +117,7 @@ _TIMES, _WHOLE_TIME = "time/", "time/step"
 _PEAKS, _WHOLE_PEAK = "memory/", "train/memory_gib"
 
 
-def charts(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
+def charts_by_heading(names: Iterable[str], n_runs: int = 1) -> dict[str, list[Chart]]:
     """Group recorded scalars into charts. Returns heading -> charts, in the order of the page.
 
     Each scalar without a predefined chart gets its own chart under the heading "More". For one run, one chart stacks

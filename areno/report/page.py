@@ -1,6 +1,6 @@
 """Write the report of runs: one HTML page that needs no network and no other file.
 
-`page_contents` collects the data of the page, `render` makes the HTML, and `write_report` does both and writes the
+`page_contents` collects the data of the page, `render_page` makes the HTML, and `write_report` does both and writes the
 file.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from areno.errors import ArenoError
 from areno.files.durable import atomic_write_text
-from areno.report.curves import Chart, charts, is_count, unit_of
+from areno.report.curves import Chart, charts_by_heading, is_count, unit_of
 from areno.report.verdict import differences, run_names, settings_with_current_names, verdict
 from areno.schema.values import flatten_settings
 from areno.tracking.reader import (
@@ -104,7 +104,7 @@ def _charts_and_constants(metrics: Sequence[Mapping[str, Series]]) -> tuple[dict
     if not loss_is_meaningful(values) and all(abs(value) < _ROUNDING for value in values.get("train/loss", [1.0])):
         constant["train/loss"] = 0.0
         del values["train/loss"]
-    shown = charts(values, len(metrics))
+    shown = charts_by_heading(values, len(metrics))
     if more := [chart for chart in shown.pop("More", []) if chart.title not in constant]:
         shown["More"] = more
     charted = {name for of in shown.values() for chart in of for name in chart.names}
@@ -241,7 +241,7 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     """Write the report of runs to an HTML file, and return its path. An existing file is replaced."""
     if not runs:
         raise ArenoError("a report needs the folder of at least one run")
-    page = render(page_contents([RunReader(run) for run in dict.fromkeys(map(str, runs))]))
+    page = render_page(page_contents([RunReader(run) for run in dict.fromkeys(map(str, runs))]))
     page = page.encode("utf-8", "replace").decode()  # names and texts may hold lone surrogates
     path = Path(path).expanduser()
     try:
@@ -255,13 +255,13 @@ def write_report(runs: Sequence[str | Path], path: str | Path) -> Path:
     return path
 
 
-def render(data: dict[str, Any]) -> str:
+def render_page(data: dict[str, Any]) -> str:
     names = ", ".join(run["name"] for run in data["runs"])
     parts = {
         "TITLE": html.escape(f"areno: {names}"),
         "STYLE": _static_file("page.css"),
-        "PLOTLY": _gzip_base64(_plotly()),
-        "DATA": _inside_script(without_nan({**data, "areno": __version__})),
+        "PLOTLY": _gzip_base64(_plotly_source()),
+        "DATA": _script_json(without_nan({**data, "areno": __version__})),
         "SCRIPT": "".join(_static_file(f"{name}.js") for name in _SCRIPTS),
     }
     page = _static_file("page.html")
@@ -270,7 +270,7 @@ def render(data: dict[str, Any]) -> str:
     return page
 
 
-def _inside_script(value: Any) -> str:
+def _script_json(value: Any) -> str:
     """Return a value as JSON for a script element. "<" is escaped, so that no text can end the element."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str).replace("<", "\\u003c")
 
@@ -279,7 +279,7 @@ def _static_file(name: str) -> str:
     return (_STATIC / name).read_text(encoding="utf-8")
 
 
-def _plotly() -> str:
+def _plotly_source() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:

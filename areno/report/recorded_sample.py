@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from areno.errors import ArenoError
-from areno.schema.values import show
-from areno.server.token_sources import Source, expand_runs
+from areno.schema.values import format_value
+from areno.server.token_sources import TokenSource, expand_runs
 
 _MOST = 2**31  # limit of token ids, weight versions and lengths
 
@@ -27,7 +27,7 @@ def check_sample(sample: Mapping[str, Any], number: int) -> None:
         return
     rows = trajectory.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ArenoError("sample {}: trajectory.rows is {}; a list of rows is expected", number, show(rows))
+        raise ArenoError("sample {}: trajectory.rows is {}; a list of rows is expected", number, format_value(rows))
     for index, row in enumerate(rows):
         where = f"sample {number}, row {index} of its trajectory"
         _check_fields(row, _ROW_TYPES, where)
@@ -43,7 +43,7 @@ def _check_fields(
 ) -> None:
     for name, (is_fine, expected) in forms.items():
         if (value := fields.get(name)) is not None and not is_fine(value):
-            raise ArenoError("{}: {} is {}; {} is expected", where, name, show(value), expected)
+            raise ArenoError("{}: {} is {}; {} is expected", where, name, format_value(value), expected)
 
 
 def _is_count(value: Any) -> bool:
@@ -116,17 +116,17 @@ def recorded_row(sample: Mapping[str, Any], tokenizer: Any, number: int = 0) -> 
     if number:
         raise ArenoError("the sample has one row, and row {} is asked for; only those of agents have more", number)
     missing: list[str] = []
-    prompt = _ids(sample, "prompt_token_ids")
+    prompt = _token_ids(sample, "prompt_token_ids")
     if prompt is None:
-        prompt = tokenizer.encode(_text(sample, "prompt"), add_special_tokens=tokenizer.chat_template is None)
-        _note_length(missing, "prompt", len(prompt), sample.get("prompt_tokens"))
-    response = _ids(sample, "token_ids", "tokens")
+        prompt = tokenizer.encode(_text_field(sample, "prompt"), add_special_tokens=tokenizer.chat_template is None)
+        _note_length_mismatch(missing, "prompt", len(prompt), sample.get("prompt_tokens"))
+    response = _token_ids(sample, "token_ids", "tokens")
     if response is None:
-        response = tokenizer.encode(_text(sample, "completion"), add_special_tokens=False)
+        response = tokenizer.encode(_text_field(sample, "completion"), add_special_tokens=False)
         if sample.get("finish_reason") == "stop" and len(response) + 1 == sample.get("response_tokens"):
             response.append(tokenizer.eos_token_id)
         missing.append("token ids: the tokens are made of the text again")
-        _note_length(missing, "completion", len(response), sample.get("response_tokens"))
+        _note_length_mismatch(missing, "completion", len(response), sample.get("response_tokens"))
     if not response:
         raise ArenoError("the sample has no tokens")
     trained = np.repeat([False, True], [len(prompt), len(response)])
@@ -163,20 +163,20 @@ def _row_of_agent(sample: Mapping[str, Any], number: int) -> RecordedRow:
         advantages=np.full(n_tokens, np.nan),
     )
     # A turn that began another row is trained here too, but its log-probabilities are recorded in that row.
-    _fill_at(row, sources == Source.SAMPLED, "logprobs", given.get("logprobs"))
+    _fill_at(row, sources == TokenSource.SAMPLED, "logprobs", given.get("logprobs"))
     if sample.get("advantage") is not None:
         row.advantages[row.trained] = sample["advantage"]
     row.versions = _version_bounds(given.get("versions"))
     return row
 
 
-def _text(sample: Mapping[str, Any], name: str) -> str:
+def _text_field(sample: Mapping[str, Any], name: str) -> str:
     if not sample.get(name):
         raise ArenoError("the sample has neither the token ids nor the text of its {}", name)
     return sample[name]
 
 
-def _ids(sample: Mapping[str, Any], *names: str) -> list[int] | None:
+def _token_ids(sample: Mapping[str, Any], *names: str) -> list[int] | None:
     """Return the token ids of the first field in `names` that has any, or None."""
     for name in names:
         value = sample.get(name)
@@ -185,7 +185,7 @@ def _ids(sample: Mapping[str, Any], *names: str) -> list[int] | None:
     return None
 
 
-def _note_length(missing: list[str], what: str, found: int, recorded: int | None) -> None:
+def _note_length_mismatch(missing: list[str], what: str, found: int, recorded: int | None) -> None:
     if recorded is not None and recorded != found:
         missing.append(f"the {what} as it was: its text makes {found} tokens, and it had {recorded}")
 

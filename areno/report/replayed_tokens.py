@@ -16,19 +16,19 @@ from areno.config.experiments import LossFn
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.errors import ArenoError, ConfigError, Problem
-from areno.plan.folders import whole_model
+from areno.plan.folders import full_model_folder
 from areno.plan.lora import with_model
 from areno.plan.plan import TrainerPlan, plan_of_experiment
 from areno.plan.roles import experiment_roles
 from areno.plan.vocabularies import complete_roles
 from areno.report.recorded_sample import RecordedRow, check_sample, recorded_row
-from areno.run.setup import with_teacher
+from areno.run.setup import with_distillation_loss
 from areno.schema.values import value_at
 from areno.specs.role import RoleSpec
 from areno.tracking.reader import RunReader
 from areno.trainers.off_policy_correction import correct_rows
 from areno.trainers.rows import sample_rewards
-from areno.trainers.update import pack_of
+from areno.trainers.update import pack_rows
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TrainSequence
 
 
@@ -43,7 +43,7 @@ def attribute_loss(
     log-probabilities, float32 (n,), is negative for tokens that training makes more likely, and 0 for tokens that are
     clipped or not trained.
     """
-    pack, given = pack_of([row]), torch.tensor(logprobs, dtype=torch.float32, requires_grad=True)
+    pack, given = pack_rows([row]), torch.tensor(logprobs, dtype=torch.float32, requires_grad=True)
     weights = torch.ones_like(given) if pack.weights is None else pack.weights.clone()
     pack.weights = weights.requires_grad_()
     loss, _ = loss_fn(pack, given)
@@ -53,7 +53,7 @@ def attribute_loss(
 
 
 @dataclass(kw_only=True)
-class Token:
+class ReplayedToken:
     """One token of a replayed sample. An unknown value is None."""
 
     token: int
@@ -67,7 +67,7 @@ class Token:
     teacher: float | None = None  # log-probability under the teacher
 
     @property
-    def difference(self) -> float | None:
+    def log_ratio(self) -> float | None:
         """Logarithm of the importance ratio, `now` - `then`."""
         return None if self.then is None or self.now is None else self.now - self.then
 
@@ -79,7 +79,7 @@ class Replay:
     sample: Mapping[str, Any]
     checkpoint: Path
     checkpoint_step: int | None  # 0: the first model; None: outside of the run
-    tokens: list[Token]
+    tokens: list[ReplayedToken]
     versions: tuple[int, int] | None  # oldest and newest version of the weights that sampled it
     loss: float | None = None  # of a step with this sample alone
     missing: list[str] = field(default_factory=list)  # unknown values, in words
@@ -192,7 +192,7 @@ def _replay_config(
         teacher.path = config.actor.path
     roles = experiment_roles(config)  # before the checkpoint takes the place of the actor's own model
     for name in (name for name, role in roles.items() if not role.path):  # adapters: on the base of the run
-        roles[name] = replace(roles[name], path=whole_model(config.actor.path, "actor.path"))
+        roles[name] = replace(roles[name], path=full_model_folder(config.actor.path, "actor.path"))
     if not is_known:
         missing.append("the teacher, and so the loss: the sample does not name it")
         roles.pop("teacher", None)
@@ -215,7 +215,7 @@ def _logprobs(
     """Return the log-probabilities of all tokens under checkpoint, reference model and teacher, (n,) each."""
     from areno.engine.engine import Engine
 
-    with Engine(plan.spec.frozen(), plan.workers) as engine:
+    with Engine(plan.spec.without_optimizer(), plan.workers) as engine:
         found: dict[str, np.ndarray] = {}
         for name in (name for name in ("ref", "teacher") if name in roles):
             engine.ensure_roles(complete_roles({name: roles[name]}, plan))
@@ -223,13 +223,13 @@ def _logprobs(
         return engine.logprobs("actor", [tokens], config.gconfig)[0], found.get("ref"), found.get("teacher")
 
 
-def _replayed_tokens(row: RecordedRow, now: np.ndarray, tokenizer: Any) -> list[Token]:
+def _replayed_tokens(row: RecordedRow, now: np.ndarray, tokenizer: Any) -> list[ReplayedToken]:
     found = []
     for index, token in enumerate(row.tokens):
         is_trained = bool(row.trained[index])
         then, value = _number_or_none(row.logprobs[index]), float(now[index])
         text = tokenizer.decode([token])
-        found.append(Token(token=token, text=text, trained=is_trained, then=then, now=value if index else None))
+        found.append(ReplayedToken(token=token, text=text, trained=is_trained, then=then, now=value if index else None))
     return found
 
 
@@ -247,7 +247,7 @@ def _compute_advantage(
 ) -> None:
     """Compute `row.advantages` from the recorded rewards of the step. Adds to `missing` what is not known."""
     own = algorithm.advantage_fn is not None  # which may read any field of the rows
-    if own or isinstance(config, CriticExperimentConfig) or config.actor.kl_in_reward:
+    if own or isinstance(config, CriticExperimentConfig) or config.actor.kl_reward_coef:
         missing.append("the advantage, which needs more than the rewards")
         return
     scored = [sample for sample in samples if sample.get("reward") is not None]
@@ -286,7 +286,7 @@ def _add_loss(
     """Set the loss of `found` as in a step with only this row, and contribution and gradient of each trained token."""
     if config.teacher is not None and (teacher is None or config.teacher.divergence is not None):
         return  # `missing` says why
-    loss_fn = with_teacher(config, algorithm.make_loss(config))
+    loss_fn = with_distillation_loss(config, algorithm.make_loss(config))
     advantages = np.where(recorded.trained, recorded.advantages, 0.0)
     row = TrainSequence(
         prompt_mask=~recorded.trained,
@@ -299,7 +299,7 @@ def _add_loss(
         if recorded.versions is None or not found.checkpoint_step
         else max(0, found.checkpoint_step - recorded.versions[0]),
     )
-    if isinstance(config.actor, RatioConfig) and config.actor.needs_proximal:
+    if isinstance(config.actor, RatioConfig) and config.actor.needs_proximal_logprobs:
         correct_rows([row], [now.tolist()], config.actor)
     rollout = np.where(recorded.trained, recorded.logprobs, 0.0)
     if config.actor.old_logprobs == "rollout":

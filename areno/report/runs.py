@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from areno.errors import ArenoError
-from areno.report.terminal import right
-from areno.tracking.accuracy import counts_right
+from areno.report.terminal import right_aligned
+from areno.tracking.accuracy import is_accuracy_metric
 from areno.tracking.reader import (
     NAMES,
     NAMES_OF_TRAINING,
@@ -22,8 +22,8 @@ from areno.tracking.reader import (
     list_runs,
     run_seconds,
 )
-from areno.tracking.run_folder import algorithm_shown
-from areno.tracking.series import right_answers_are_meaningful
+from areno.tracking.run_folder import algorithm_label
+from areno.tracking.series import is_accuracy_meaningful
 
 _COLOURS = {"completed": "green", "stopped": "red", "unfinished": "yellow"}
 
@@ -32,7 +32,7 @@ def runs_table(root: str | Path) -> Table:
     runs = list_runs(root)
     if not runs:
         raise ArenoError("there is no run below {}; the setting cluster.fileroot says where runs are", root)
-    columns = ("run", "algorithm", "began", "state", right("steps"), "best", right("duration"))
+    columns = ("run", "algorithm", "began", "state", right_aligned("steps"), "best", right_aligned("duration"))
     table = Table(*columns, title=f"runs in {root}")
     for run in runs:
         try:
@@ -43,14 +43,14 @@ def runs_table(root: str | Path) -> Table:
 
 
 def _run_row(run: RunReader) -> list[str]:
-    status, found = run.status(), best_of(run)
+    status, found = run.status(), main_headline(run)
     best = "" if found is None else f"{found.title} {found.best:.4g} at step {found.step}"
     state = f"[{_COLOURS[status]}]{status}[/]" if status else "-"
-    algorithm = escape(algorithm_shown(run.path))
+    algorithm = escape(algorithm_label(run.path))
     return [algorithm, begin_time(run), state, str(last_step(run)), best, duration_text(run_seconds(run))]
 
 
-def best_of(run: RunReader) -> Headline | None:
+def main_headline(run: RunReader) -> Headline | None:
     """Return the first, best and last value of the main scalar of a run.
 
     The main scalar is the first of these that the run has recorded: accuracy, reward or loss of the evaluation, reward
@@ -59,6 +59,6 @@ def best_of(run: RunReader) -> Headline | None:
     """
     for name, how in [*NAMES.items(), *NAMES_OF_TRAINING.items()]:
         found = headline(run.file.series(name), *how) if how[1] else None
-        if found is not None and (not counts_right(name) or right_answers_are_meaningful(run.file.series)):
+        if found is not None and (not is_accuracy_metric(name) or is_accuracy_meaningful(run.file.series)):
             return found
     return None

@@ -11,7 +11,7 @@ from rich import box, markup, table
 from rich.table import Table
 from rich.text import Text
 
-from areno.report.terminal import cell_text, right
+from areno.report.terminal import cell_text, right_aligned
 from areno.report.verdict import differences, differing_settings, run_names
 from areno.tracking.reader import RunReader, headlines
 
@@ -35,7 +35,7 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
             table.add_row(key, *map(cell_text, values))
         if of_runs:
             tables.append(table)
-    results = Table("result", "", *map(right, names), title="results")
+    results = Table("result", "", *map(right_aligned, names), title="results")
     found = [headlines(run.curves()) for run in runs]
     for name in dict.fromkeys(name for of_run in found for name in of_run):
         lines = [of_run.get(name) for of_run in found]
@@ -50,13 +50,13 @@ def compare_tables(paths: Sequence[str | Path]) -> list[Table | Text]:
 _SHOWN_CHARS = 48
 
 
-def _part_names(outcomes: Sequence[Any]) -> list[str]:
+def _reward_component_names(outcomes: Sequence[Any]) -> list[str]:
     return list(dict.fromkeys(name for outcome in outcomes for name in outcome.parts))
 
 
 def samples_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequence[Any], most: int) -> table.Table:
     """Return a table of the first `most` samples: reward, its parts, recorded reward and completion."""
-    names, recorded = _part_names(outcomes[:most]), any("reward" in row for row in rows[:most])
+    names, recorded = _reward_component_names(outcomes[:most]), any("reward" in row for row in rows[:most])
     shown = table.Table(box=box.SIMPLE)
     for name in ["sample", "reward", *names, *(["recorded"] if recorded else [])]:
         shown.add_column(name, justify="right")
@@ -80,7 +80,7 @@ def summary_table(outcomes: Sequence[Any]) -> table.Table:
     """Return a table with mean, standard deviation, minimum and maximum of the rewards and of each reward component."""
     shown = table.Table("", "mean", "std", "min", "max", "samples", box=box.SIMPLE)
     values: dict[str, list[float]] = {"reward": [each.value for each in outcomes if each.value is not None]}
-    for name in _part_names(outcomes):
+    for name in _reward_component_names(outcomes):
         values[f"  {name}"] = [each.parts[name] for each in outcomes if name in each.parts]
     for name, of in values.items():
         numbers = [np.mean(of), np.std(of), np.min(of), np.max(of)] if of else []

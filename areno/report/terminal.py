@@ -10,7 +10,7 @@ from rich.table import Column
 _WIDE = 250  # columns without a terminal, such as in a pipe, so that each run has one line
 
 
-def right(title: str) -> Column:
+def right_aligned(title: str) -> Column:
     return Column(title, justify="right")
 
 

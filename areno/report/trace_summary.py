@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from areno.errors import ArenoError
-from areno.report.terminal import right
+from areno.report.terminal import right_aligned
 from areno.tracking.trace_file import FOLDER, read_trace, trace_files
 
 DRIVER, STEP, DEVICE, COMMANDS, SAMPLES, SAMPLE = "driver", "step", "device", "commands", "samples", "sample"
@@ -26,7 +26,7 @@ _SHOWN_STEPS = 20
 _SHOWN_PARTS = 12
 
 
-class Bar(NamedTuple):
+class Span(NamedTuple):
     """An event with a duration in the trace. Times are in nanoseconds since the beginning of its file."""
 
     process: str  # such as "rank 0"
@@ -66,7 +66,7 @@ class TraceSummary:
     steps: list[StepTimes]
     samples: list[SampleTimes]  # those that took longest, the slowest first
 
-    def as_json(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -80,10 +80,12 @@ def summarise(run: str | Path, n_samples: int = 5) -> TraceSummary:
     samples: dict[tuple[int, int, int], SampleTimes] = {}
     for path in files:
         events = read_trace(path)
-        bars = _duration_bars(events)
-        found = _steps(bars, {_us_to_ns(event["ts"]): event["args"]["step"] for event in events if _is_step(event)})
+        bars = _duration_spans(events)
+        found = _step_times(
+            bars, {_us_to_ns(event["ts"]): event["args"]["step"] for event in events if _is_step(event)}
+        )
         steps |= {step.step: step for step in found}
-        samples |= {(each.step, each.prompt, each.sample): each for each in _samples(events)}
+        samples |= {(each.step, each.prompt, each.sample): each for each in _sample_times(events)}
     if not steps:
         raise ArenoError("the trace of {} has no whole step; let the run end a step first", run)
     slowest = sorted(samples.values(), key=lambda sample: -sample.seconds)[:n_samples]
@@ -94,7 +96,7 @@ def _is_step(event: dict[str, Any]) -> bool:
     return event["ph"] == "X" and event["name"] == STEP and "step" in event.get("args", {})
 
 
-def _duration_bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
+def _duration_spans(events: Sequence[dict[str, Any]]) -> list[Span]:
     """Return bars for the events with a duration and for the begin-end pairs of concurrent calls."""
     processes, tracks = {}, {}
     for event in events:
@@ -103,7 +105,7 @@ def _duration_bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
         elif event["ph"] == "M" and event["name"] == "thread_name":
             tracks[event["tid"]] = event["args"]["name"]
     bars = [
-        Bar(
+        Span(
             processes[each["pid"]],
             tracks[each["tid"]],
             each["name"],
@@ -115,7 +117,7 @@ def _duration_bars(events: Sequence[dict[str, Any]]) -> list[Bar]:
     ]
     calls = [(begin, end) for begin, end in _begin_end_pairs(events) if begin["cat"].endswith(" calls")]
     return bars + [
-        Bar(processes[one["pid"]], "", one["name"], _us_to_ns(one["ts"]), _us_to_ns(end["ts"])) for one, end in calls
+        Span(processes[one["pid"]], "", one["name"], _us_to_ns(one["ts"]), _us_to_ns(end["ts"])) for one, end in calls
     ]
 
 
@@ -129,19 +131,19 @@ def _begin_end_pairs(events: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[st
             yield running[event["cat"], event["id"]].pop(), event
 
 
-def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
+def _step_times(bars: Sequence[Span], numbers: dict[int, int]) -> list[StepTimes]:
     """Summarise each step of a file. `numbers` maps the start time of a step to its number."""
-    by_lane: dict[tuple[str, str], list[Bar]] = defaultdict(list)
+    by_lane: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for bar in sorted(bars, key=lambda bar: bar.start):
         by_lane[bar.process, bar.track].append(bar)
-    lanes = {lane: _LaneBars(of_lane) for lane, of_lane in by_lane.items()}
+    lanes = {lane: _LaneSpans(of_lane) for lane, of_lane in by_lane.items()}
     found = []
     for step in (bar for (process, _), of_lane in by_lane.items() if process == DRIVER for bar in of_lane):
         if step.name != STEP:
             continue
         inside = {lane: of_lane.within(step) for lane, of_lane in lanes.items()}
         of_driver = [bar for (process, _), of_lane in inside.items() if process == DRIVER for bar in of_lane]
-        phases = _phases(step, [bar for bar in of_driver if bar.name != STEP])
+        phases = _phase_seconds(step, [bar for bar in of_driver if bar.name != STEP])
         devices = {process: of_lane for (process, track), of_lane in inside.items() if track == DEVICE}
         found.append(
             StepTimes(
@@ -157,15 +159,15 @@ def _steps(bars: Sequence[Bar], numbers: dict[int, int]) -> list[StepTimes]:
     return found
 
 
-class _LaneBars:
+class _LaneSpans:
     """The bars of one lane (a track of a process), sorted by start. A step's bars are found by binary search."""
 
-    def __init__(self, bars: Sequence[Bar]):
+    def __init__(self, bars: Sequence[Span]):
         self._bars = bars
         self._starts = [bar.start for bar in bars]
         self._reached = list(accumulate((bar.end for bar in bars), max))  # latest end of a bar and all before it
 
-    def within(self, step: Bar) -> list[Bar]:
+    def within(self, step: Span) -> list[Span]:
         """Return the bars that overlap with a step, clipped to its time."""
         first, stop = bisect_right(self._reached, step.start), bisect_left(self._starts, step.end)
         return [
@@ -175,7 +177,7 @@ class _LaneBars:
         ]
 
 
-def _phases(step: Bar, inside: Sequence[Bar]) -> dict[str, float]:
+def _phase_seconds(step: Span, inside: Sequence[Span]) -> dict[str, float]:
     """Return the seconds of each outermost phase of the driver in a step. "other" is the rest of the step."""
     phases: dict[str, float] = defaultdict(float)
     reached = step.start
@@ -187,7 +189,7 @@ def _phases(step: Bar, inside: Sequence[Bar]) -> dict[str, float]:
     return dict(phases)
 
 
-def _busy_ns(bars: Sequence[Bar]) -> int:
+def _busy_ns(bars: Sequence[Span]) -> int:
     """Return the nanoseconds in which at least one of the bars runs."""
     busy, reached = 0, 0
     for bar in sorted(bars, key=lambda bar: bar.start):
@@ -196,14 +198,14 @@ def _busy_ns(bars: Sequence[Bar]) -> int:
     return busy
 
 
-def _critical_path(step: Bar, inside: dict[tuple[str, str], list[Bar]]) -> dict[str, float]:
+def _critical_path(step: Span, inside: dict[tuple[str, str], list[Span]]) -> dict[str, float]:
     """Return the seconds of each kind of work on the critical path of a step, the longest first.
 
     The path is followed backwards from the end of the step. At each moment it takes work of a device if there is any,
     else a command of a rank, else a call of a reward or agent process, else the driver alone. Among several bars of the
     same kind it takes the one that ends last, and then the one that starts first.
     """
-    kinds: list[list[Bar]] = [[], [], [], []]
+    kinds: list[list[Span]] = [[], [], [], []]
     for (process, track), bars in inside.items():
         kind = 3 if process == DRIVER else 0 if track == DEVICE else 1 if track == COMMANDS else 2
         kinds[kind] += [bar for bar in bars if bar.name != STEP]
@@ -216,13 +218,13 @@ def _critical_path(step: Bar, inside: dict[tuple[str, str], list[Bar]]) -> dict[
     return dict(sorted(path.items(), key=lambda pair: -pair[1]))
 
 
-def _walk_back(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, float]) -> list[tuple[int, int]]:
+def _walk_back(gaps: list[tuple[int, int]], bars: list[Span], path: dict[str, float]) -> list[tuple[int, int]]:
     """Walk backwards through `gaps`, the times that `path` lacks. Add to `path` the seconds that `bars` cover.
 
     Returns the parts of the gaps in which no bar runs, the last one first.
     """
     waiting = sorted(bars, key=lambda bar: bar.end)  # the last one is the next to be met
-    running: list[tuple[int, int, Bar]] = []  # a heap: of several bars, the path takes the one that began first
+    running: list[tuple[int, int, Span]] = []  # a heap: of several bars, the path takes the one that began first
     left = []
     for first, last in gaps:
         at = last
@@ -242,7 +244,7 @@ def _walk_back(gaps: list[tuple[int, int]], bars: list[Bar], path: dict[str, flo
     return left
 
 
-def _samples(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
+def _sample_times(events: Sequence[dict[str, Any]]) -> list[SampleTimes]:
     """Return the times of the samples of training steps. If a step was repeated, only its last repetition counts."""
     found: dict[str, SampleTimes] = {}
     running: dict[str, dict[str, float]] = defaultdict(dict)  # phases of samples whose end has not been reached
@@ -269,7 +271,7 @@ def _ns_to_seconds(nanoseconds: int) -> float:
     return nanoseconds / 1e9
 
 
-def tables(summary: TraceSummary) -> list[Table]:
+def summary_tables(summary: TraceSummary) -> list[Table]:
     steps = summary.steps[-_SHOWN_STEPS:]
     names = list(dict.fromkeys(name for step in steps for name in step.phases))
     names = [name for name in names if name != "other"] + ["other"]
@@ -277,7 +279,11 @@ def tables(summary: TraceSummary) -> list[Table]:
     title = "seconds of each step, by phase, and in which a device was idle"
     if len(steps) < len(summary.steps):
         title += f" (the last {len(steps)} of {len(summary.steps)} steps)"
-    by_step = Table(right("step"), *map(right, ("seconds", *names)), *(right(f"{rank} idle") for rank in ranks))
+    by_step = Table(
+        right_aligned("step"),
+        *map(right_aligned, ("seconds", *names)),
+        *(right_aligned(f"{rank} idle") for rank in ranks),
+    )
     by_step.title = title
     for step in steps:
         seconds = [step.seconds, *(step.phases.get(name, 0.0) for name in names)]
@@ -294,13 +300,17 @@ def tables(summary: TraceSummary) -> list[Table]:
     for step in steps:
         for name, seconds in step.critical_path.items():
             path[name] += seconds
-    critical = Table("critical path", right("seconds"), right("share"), title="what the steps waited for")
+    critical = Table(
+        "critical path", right_aligned("seconds"), right_aligned("share"), title="what the steps waited for"
+    )
     for name, seconds in sorted(path.items(), key=lambda pair: -pair[1])[:_SHOWN_PARTS]:
         critical.add_row(name, _seconds_text(seconds), f"{100 * seconds / total:.1f} %")
     if not summary.samples:
         return [by_step, critical]
     phases = [name for name in _SAMPLED if any(name in sample.phases for sample in summary.samples)]
-    slowest = Table(*map(right, ("step", "prompt", "sample", "tokens", "seconds", *phases)), title="slowest samples")
+    slowest = Table(
+        *map(right_aligned, ("step", "prompt", "sample", "tokens", "seconds", *phases)), title="slowest samples"
+    )
     for sample in summary.samples:
         numbers = (sample.step, sample.prompt, sample.sample, sample.tokens)
         seconds = (sample.seconds, *(sample.phases.get(name) for name in phases))

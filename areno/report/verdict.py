@@ -23,11 +23,11 @@ from areno.tracking.reader import (
     Series,
     duration_text,
     headlines,
+    is_in_critic_warmup,
     last_step,
-    only_critic_trained,
     run_seconds,
 )
-from areno.tracking.run_folder import algorithm_shown, recipe_of, script_of
+from areno.tracking.run_folder import algorithm_label, recipe_of, script_of
 
 _LONGEST = 48  # characters of the settings in the name of a run
 RUN_NAMES = ("trial_name", "experiment_name")  # these differ between runs of equal settings
@@ -49,7 +49,7 @@ def settings_with_current_names(run: RunReader) -> Mapping[str, Any]:
 
 def differences(runs: Sequence[RunReader]) -> dict[str, list[Any]]:
     """Return what differs between runs, as `differing_settings` does: algorithm and script, then the settings."""
-    told = [{"algorithm": algorithm_shown(run.path), "script": script_of(run.path)} for run in runs]
+    told = [{"algorithm": algorithm_label(run.path), "script": script_of(run.path)} for run in runs]
     return differing_settings(
         [{**first, **settings_with_current_names(run)} for first, run in zip(told, runs, strict=True)]
     )
@@ -105,7 +105,7 @@ def verdict(runs: Sequence[RunReader], names: Sequence[str], metrics: Sequence[M
         notes.append(f"Without {compared.objective.partition(' ')[0].rstrip(',')}: {', '.join(without)}.")
     notes += [
         f"{names[again]} has the settings of {names[first]}, so a mean counts the two as one."
-        for again, first in compared.repeated().items()
+        for again, first in compared.duplicates().items()
     ]
     return _comparison_verdict(compared, names, notes, "a sweep of" if sweep else "comparison of")
 
@@ -126,7 +126,7 @@ def _single_run_verdict(run: RunReader, name: str, metrics: Mapping[str, Series]
     notes = [f"{_number_text(line.first)} at the start."]
     if line.best is not None:
         notes.append(f"Best: {_number_text(line.best)} at step {line.step}.")
-    if only_critic_trained(metrics):
+    if is_in_critic_warmup(metrics):
         notes.append("Only the critic was trained so far (critic.warmup_steps), so the policy is that of the start.")
     about = {"title": line.title, "scalar": scalar, "spread": f"{scalar}, last value"}
     return found | about | {"value": line.last, "notes": notes, "best": 0}

@@ -71,7 +71,7 @@ def marked_answer(text: str) -> str | None:
     return hashed[-1].strip() if hashed else None
 
 
-def block(text: str, *languages: str) -> str:
+def fenced_block(text: str, *languages: str) -> str:
     """Return the content of the last fenced block (```) after the last </think>.
 
     Args:
@@ -88,7 +88,7 @@ def block(text: str, *languages: str) -> str:
     return (named or [inside for _, inside in blocks] or [text])[-1]
 
 
-def accepted(record: Any) -> list[Any]:
+def reference_answers(record: Any) -> list[Any]:
     """Return the reference answers of a record. Each of them is a right answer.
 
     Args:

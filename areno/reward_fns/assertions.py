@@ -60,14 +60,14 @@ def split_tests(tests: str | list[str]) -> dict[str, Any]:
     """
     known: Names = dict.fromkeys(dir(builtins), ...)
     if isinstance(tests, list):
-        return {"first": [], "cases": [_one_of_many(text, known) for text in tests]}
+        return {"first": [], "cases": [_split_listed_test(text, known) for text in tests]}
     try:
         return _split_code(ast.parse(tests).body, known)
     except _ERRORS:
         return {"inside": tests}
 
 
-def _one_of_many(text: str, known: Names) -> Steps:
+def _split_listed_test(text: str, known: Names) -> Steps:
     try:
         body = ast.parse(text).body
         if any(isinstance(each, ast.Assign) for each in body):
@@ -90,7 +90,7 @@ def _split_code(body: list[ast.stmt], known: Names) -> dict[str, Any]:
                 function = checks.pop(name)
                 if len(function.args.args) != 1 or function.decorator_list:
                     raise _CannotSplit
-                first += [_Renamed(function.args.args[0].arg, tested).visit(each) for each in function.body]
+                first += [_Renamer(function.args.args[0].arg, tested).visit(each) for each in function.body]
             case ast.ClassDef():
                 cases += _test_method_bodies(statement)
             case ast.Import([ast.alias("unittest", None)]):
@@ -114,7 +114,7 @@ def _test_method_bodies(statement: ast.ClassDef) -> list[list[ast.stmt]]:
     for each in statement.body:
         match each:
             case ast.FunctionDef(name, ast.arguments(args=[_]), body, []) if name.startswith("test"):
-                bodies.append([_assertion(inner) for inner in body])
+                bodies.append([_to_assertion(inner) for inner in body])
             case ast.Expr(ast.Constant()) | ast.Pass():
                 pass
             case _:
@@ -125,7 +125,7 @@ def _test_method_bodies(statement: ast.ClassDef) -> list[list[ast.stmt]]:
     return bodies
 
 
-def _assertion(statement: ast.stmt) -> ast.stmt:
+def _to_assertion(statement: ast.stmt) -> ast.stmt:
     match statement:
         case ast.Expr(ast.Call(ast.Attribute(ast.Name("self"), name), [one, *_], [])) if name in _UNITTEST_OF_ONE:
             code = f"{_UNITTEST_OF_ONE[name]} ({ast.unparse(one)})"
@@ -136,7 +136,7 @@ def _assertion(statement: ast.stmt) -> ast.stmt:
     return ast.parse(f"assert {code}").body[0]
 
 
-class _Renamed(ast.NodeTransformer):
+class _Renamer(ast.NodeTransformer):
     def __init__(self, old: str, new: str):
         self._old, self._new = old, new
 
@@ -151,7 +151,7 @@ def _split_statements(body: list[ast.stmt], known: Names) -> Steps:
         code = ast.unparse(statement)
         match statement:
             case ast.Import() | ast.ImportFrom():
-                steps.append({_import(statement, known): code})
+                steps.append({_import_step_kind(statement, known): code})
             case ast.Assert() | ast.Assign([ast.Name()]) | ast.For():
                 splitter = _Splitter(known)
                 test = ast.unparse(ast.fix_missing_locations(splitter.visit(statement)))
@@ -167,7 +167,7 @@ def _split_statements(body: list[ast.stmt], known: Names) -> Steps:
     return steps
 
 
-def _import(statement: ast.Import | ast.ImportFrom, known: Names) -> str:
+def _import_step_kind(statement: ast.Import | ast.ImportFrom, known: Names) -> str:
     if isinstance(statement, ast.ImportFrom) and statement.module == "program":
         return "inside"
     modules = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [x.name for x in statement.names]
@@ -193,7 +193,7 @@ class _Splitter(ast.NodeTransformer):
             elif isinstance(node, ast.Assert):
                 node.msg = None
             self._bound |= _bound_names(node.value if isinstance(node, ast.Assign) else node)
-        elif isinstance(node, ast.expr) and self._is_program(node):
+        elif isinstance(node, ast.expr) and self._needs_program(node):
             return self._ask(node)
         elif self._is_hidden(node):
             raise _CannotSplit
@@ -207,20 +207,20 @@ class _Splitter(ast.NodeTransformer):
     def _names_program(self, name: str) -> bool:
         return name not in self._known and name not in self._bound
 
-    def _is_program(self, node: ast.expr) -> bool:
+    def _needs_program(self, node: ast.expr) -> bool:
         """Return whether the program must evaluate an expression: a call of it, or an operation on only such calls."""
         match node:
             case ast.Call(ast.Name(name), arguments, keywords):
                 alone = len(arguments) == 1 and not keywords and name in _BUILT_IN and name != "type"
-                return self._names_program(name) or (alone and self._is_program(arguments[0]))
+                return self._names_program(name) or (alone and self._needs_program(arguments[0]))
             case ast.Call(ast.Attribute() as function):
                 return self._begins_with_program(function)
             case ast.Call(ast.expr() as inner) | ast.Attribute(inner) | ast.Subscript(inner):
-                return self._is_program(inner)
+                return self._needs_program(inner)
             case ast.UnaryOp(ast.USub() | ast.UAdd() | ast.Invert(), inner):
-                return self._is_program(inner)
+                return self._needs_program(inner)
             case ast.BinOp(left, _, right):
-                return self._is_program(left) and self._is_program(right)
+                return self._needs_program(left) and self._needs_program(right)
         return False
 
     def _begins_with_program(self, node: ast.Attribute) -> bool:
@@ -234,7 +234,7 @@ class _Splitter(ast.NodeTransformer):
             case ast.Attribute() as inner:
                 return self._begins_with_program(inner)
             case inner:
-                return self._is_program(inner)
+                return self._needs_program(inner)
 
     def _is_hidden(self, node: ast.AST) -> bool:
         """Return whether an expression depends on more than the value of a program's result, such as the class."""
@@ -253,7 +253,7 @@ class _Splitter(ast.NodeTransformer):
         return False
 
     def _has_program(self, node: ast.expr) -> bool:
-        if self._is_program(node):
+        if self._needs_program(node):
             return True
         if isinstance(node, ast.Name):
             return self._names_program(node.id) or self._known.get(node.id, ...) is None

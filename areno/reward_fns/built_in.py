@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from areno.errors import ConfigError, Problem
-from areno.reward_fns.answers import accepted, after_reasoning, block, boxes, last_box, marked_answer
+from areno.reward_fns.answers import after_reasoning, boxes, fenced_block, last_box, marked_answer, reference_answers
 from areno.schema.fields import Section, check, require, setting
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Reward(Section):
 
     name: ClassVar[str]
 
-    def unusable(self, limit_s: float) -> Iterator[Problem]:
+    def find_problems(self, limit_s: float) -> Iterator[Problem]:
         """Report settings that cannot work in a run that uses this reward.
 
         Args:
@@ -127,17 +127,19 @@ class ExactMatchReward(Reward):
         Raises:
             ValueError: There is no solution, or a solution has several different boxes.
         """
-        solutions = [str(solution) for solution in accepted(record)]
+        solutions = [str(solution) for solution in reference_answers(record)]
         several = [text for text in solutions if len(set(boxes(text))) > 1 and marked_answer(text) == last_box(text)]
         if several:
             raise ValueError(
                 f"field solutions is {several[0][:200]!r}, which has several boxes; exact_match compares one answer: "
                 "keep one box, give a list if each is right, or use the math reward, for which all of them are needed"
             )
-        return float(_answer(after_reasoning(record.completion)) in {_answer(text) for text in solutions})
+        return float(
+            _extract_answer(after_reasoning(record.completion)) in {_extract_answer(text) for text in solutions}
+        )
 
 
-def _answer(text: str) -> str:
+def _extract_answer(text: str) -> str:
     """Return the answer that a text marks, or the whole text if no answer is marked.
 
     Consecutive white space becomes one space, and white space at the ends is removed.
@@ -176,7 +178,7 @@ class ChoiceReward(Reward):
         Raises:
             ValueError: There is no solution, or a solution is neither a letter nor the number of a letter.
         """
-        letters = {_solution_letter(solution) for solution in accepted(record)}
+        letters = {_solution_letter(solution) for solution in reference_answers(record)}
         return float(chosen_letter(after_reasoning(record.completion)) in letters)
 
 
@@ -234,7 +236,7 @@ class FormatReward(Reward):
     )
 
     @check
-    def pattern_compiles(self) -> Iterator[Problem]:
+    def check_pattern(self) -> Iterator[Problem]:
         """Report a pattern that is not a valid regular expression."""
         try:
             re.compile(self.pattern)
@@ -275,7 +277,7 @@ class LengthReward(Reward):
     def limits_are_ordered(self) -> bool:
         return self.min_tokens is None or self.max_tokens is None or self.min_tokens <= self.max_tokens
 
-    def unusable(self, limit_s: float) -> Iterator[Problem]:
+    def find_problems(self, limit_s: float) -> Iterator[Problem]:
         """Report a problem if neither limit is set.
 
         Args:
@@ -389,7 +391,7 @@ def fits_schema(record: Any, schema: Any = None) -> dict[str, float]:
     of_row = record.record.get("schema")
     schema = schema if of_row is None else json.loads(of_row) if isinstance(of_row, str) else of_row
     try:
-        value = json.loads(block(record.completion, "json"), parse_constant=_refuse)
+        value = json.loads(fenced_block(record.completion, "json"), parse_constant=_refuse)
     except (ValueError, RecursionError):
         return {"reward": 0.0, "parses": 0.0}
     return {"reward": float(schema is None or _is_valid(value, schema)), "parses": 1.0}
@@ -432,7 +434,7 @@ class CodeReward(Reward):
         "Python. For example the folder of a compiler, or of data",
     )
 
-    def unusable(self, limit_s: float) -> Iterator[Problem]:
+    def find_problems(self, limit_s: float) -> Iterator[Problem]:
         """Report a problem unless `timeout_s`, the time limit for the tests, is below the limit for scoring a sample.
 
         Args:

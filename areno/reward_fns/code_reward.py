@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areno.reward_fns.answers import block
+from areno.reward_fns.answers import fenced_block
 from areno.reward_fns.assertions import split_tests
 from areno.sandbox.box import Box, run, temporary_folder
 
@@ -53,7 +53,7 @@ def score_program(
             outputs.
     """
     tests, end = _parse_tests(record.solutions), time.monotonic() + timeout_s
-    program = block(record.completion, "python", "py", "python3")
+    program = fenced_block(record.completion, "python", "py", "python3")
     with temporary_folder("areno-code-") as folder:
         box = Box(folder, timeout_s, memory_mb, [_RUNNER, *read_paths])
         if isinstance(tests, Mapping):

@@ -157,7 +157,7 @@ def _solution_parts(solution: Any) -> tuple[str, ...]:
     if not isinstance(solution, str | Number) or solution != solution:  # NaN is not equal to itself
         return ()
     text = _to_ascii_digits(after_reasoning(str(solution))).strip()
-    answers = tuple(dict.fromkeys(boxes(text))) or (final_answer(text) or _last_line(text) or text,)
+    answers = tuple(dict.fromkeys(boxes(text))) or (final_answer(text) or _line_after_hashes(text) or text,)
     is_usable = sum(map(len, answers)) <= _MAX_ANSWER and all(map(_without_formatting, answers))
     return answers if is_usable else ()
 
@@ -289,7 +289,7 @@ def _answer_after_hashes(text: str) -> str | None:
     return None
 
 
-def _last_line(text: str) -> str:
+def _line_after_hashes(text: str) -> str:
     """Return the rest of the line after the last ####, or "" without ####."""
     lines = _AFTER_HASHES.findall(text)
     return lines[-1].strip() if lines else ""
@@ -374,7 +374,7 @@ def _states_solution(solution: _Solution, text: str) -> bool:
     """
     n_words = len(solution.plain.split())
     words = _without_formatting(text).split()
-    places = [words if solution.is_words else words[-n_words:], _without_formatting(_last_line(text)).split()]
+    places = [words if solution.is_words else words[-n_words:], _without_formatting(_line_after_hashes(text)).split()]
     for match in list(_STATED.finditer(text))[-1:]:
         places.append(_without_formatting(text[match.end() :]).split()[:n_words])
     return any(_texts_match(solution, " ".join(place).rstrip(" .,;!")) for place in places)
@@ -389,11 +389,11 @@ def _with_time_limit(function: Callable[[], bool]) -> bool:
         return function()
     end = time.thread_time() + _LIMIT_S  # CPU time, so that a busy machine changes no reward
 
-    def look(*_: Any) -> None:
+    def check_time(*_: Any) -> None:
         if time.thread_time() > end:
             raise TimeoutException  # a BaseException, since sympy and math-verify catch every Exception
 
-    before = signal.signal(signal.SIGPROF, look)
+    before = signal.signal(signal.SIGPROF, check_time)
     try:
         try:
             signal.setitimer(signal.ITIMER_PROF, _TICK_S, _TICK_S)  # repeatedly: a bare except may catch the first

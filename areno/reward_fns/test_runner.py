@@ -47,10 +47,10 @@ def main() -> None:
 
 
 def _run(given: dict[str, Any], program: _Program, tell: Callable[[str], Any]) -> None:
-    loads, plan = program.does("load", given["program"]), given["plan"]
+    loads, plan = program.request_succeeds("load", given["program"]), given["plan"]
     if "inside" in plan:
         n = program.request("cases", plan["inside"])
-        cases = [lambda number=number: program.does("case", number) for number in range(n)]
+        cases = [lambda number=number: program.request_succeeds("case", number) for number in range(n)]
     else:
         names: dict[str, Any] = {"_ask": program.ask}
         first = _passes(lambda: _all_pass(plan["first"], program, names))
@@ -64,7 +64,7 @@ def _run(given: dict[str, Any], program: _Program, tell: Callable[[str], Any]) -
 def _all_pass(steps: list[dict[str, str]], program: _Program, names: dict[str, Any]) -> bool:
     for step in steps:
         for kind, code in step.items():
-            if kind != "test" and not program.does("run", code):
+            if kind != "test" and not program.request_succeeds("run", code):
                 return False
             if kind != "inside":
                 exec(compile(code, "test.py", "exec"), names)
@@ -110,7 +110,7 @@ class _Program:
             os._exit(0)
         return value
 
-    def does(self, kind: str, *arguments: Any) -> bool:
+    def request_succeeds(self, kind: str, *arguments: Any) -> bool:
         return self.request(kind, *arguments) is True
 
     def ask(self, code: str, **names: Any) -> Any:
@@ -231,7 +231,7 @@ def _serve(channel: _Channel) -> None:
         except SystemExit as end:
             return not end.code
 
-    def value(code: str, names: dict[str, Any]) -> Any:
+    def evaluate_expression(code: str, names: dict[str, Any]) -> Any:
         function = evaluate(compiled(f"lambda {', '.join(names)}: ({code})", "test.py", "eval"), vars(module))
         return [_encoded(function(*map(_decoded, names.values())))]
 
@@ -239,11 +239,11 @@ def _serve(channel: _Channel) -> None:
         cases.extend(_cases(code, module, execute))
         return len(cases)
 
-    def call(number: int) -> bool:
+    def run_case(number: int) -> bool:
         cases[number]()
         return True
 
-    answers = {"load": load, "run": execute, "ask": value, "cases": find_cases, "case": call}
+    answers = {"load": load, "run": execute, "ask": evaluate_expression, "cases": find_cases, "case": run_case}
     while True:
         try:
             kind, *arguments = channel.receive()
@@ -276,11 +276,11 @@ def _cases(code: str, module: types.ModuleType, execute: Callable[[str], bool]) 
     if ran and cases:
         return cases
 
-    def result() -> None:
+    def raise_if_failed() -> None:
         if not ran:
             raise AssertionError("the tests raised an error")
 
-    return [result]
+    return [raise_if_failed]
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from areno.plan.plan import sampling_params
 class LiveAgents:
     """The rollout session of agents that live across steps, with its servers.
 
-    `finished` holds the results of ended agents until a rollout takes them (see `begin`). `parked` holds the number of
+    `finished` holds the results of ended agents until a rollout takes them (see `submit`). `parked` holds the number of
     tokens of each sample that the last suspension interrupted. `resources` is closed when the steps end.
     """
 
@@ -70,11 +70,11 @@ class LiveAgents:
         self.finished.clear()
         self.parked, self._n_recomputed = [], 0
         if error is None or isinstance(error, WorkerLost):
-            self._pool.drop_calls()
+            self._pool.restart_busy_workers()
         else:
             self._pool.close()
 
-    def take_recomputed(self) -> int:
+    def pop_recomputed_tokens(self) -> int:
         """Return how many tokens of interrupted samples were computed again since the last call."""
         n_recomputed, self._n_recomputed = self._n_recomputed, 0
         return n_recomputed
@@ -96,19 +96,21 @@ class LiveAgents:
             if self._session is not None:
                 self._session.end_server(server)
 
-    def server(self, batch: int, seed: int) -> SessionProxy:
+    def server_for(self, batch: int, seed: int) -> SessionProxy:
         """Return the server of a batch of prompts. Start it if it is not running."""
         if batch not in self._servers:
             self._servers[batch] = self._start_server(self._config.gconfig, seed)
         return self._servers[batch]
 
-    def begin(self, server: SessionProxy, items: Sequence[AgentItem], read: Callable[[int, AgentOutcome], Any]) -> None:
+    def start_agents(
+        self, server: SessionProxy, items: Sequence[AgentItem], read: Callable[[int, AgentOutcome], Any]
+    ) -> None:
         """Start agents. At the end of each, the result of `read(index of its item, outcome)` goes to `finished`."""
         server.prefetch(items)
         context = AgentContext(server.base_url, server.api_key, server.session, self._config.agent.timeout_s)
-        self._pool.begin(items, context, lambda index, outcome: self.finished.append(read(index, outcome)))
+        self._pool.submit(items, context, lambda index, outcome: self.finished.append(read(index, outcome)))
 
-    def keep_servers(self, batches: Collection[int]) -> None:
+    def stop_other_servers(self, batches: Collection[int]) -> None:
         """Stop the servers of all batches but these."""
         assert self._session is not None
         for batch in self._servers.keys() - batches:

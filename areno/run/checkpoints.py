@@ -1,7 +1,7 @@
 """The checkpoints of a run. A checkpoint is either complete or absent.
 
-`Saver` writes checkpoints, names and links them, and removes old ones. `Ranking` orders them by saver.best_metric.
-`HubUpload` uploads them to a model repository of the Hugging Face hub, in a thread.
+`Saver` writes checkpoints, names and links them, and removes old ones. `CheckpointRanking` orders them by
+saver.best_metric. `HubUpload` uploads them to a model repository of the Hugging Face hub, in a thread.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OWNER = ".owner"  # file beside the checkpoints, with the path of the run that w
 TOKEN = "HF_TOKEN"  # environment variable
 
 
-class Ranking:
+class CheckpointRanking:
     """Orders the saved checkpoints by the value of saver.best_metric at their steps."""
 
     def __init__(self, config: SaverConfig):
@@ -156,7 +156,7 @@ class HubUpload:
         with self._lock:
             return {folder for folder in (self._waiting, self._uploading) if folder is not None}
 
-    def wait(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Block until the current and the queued upload have ended, successfully or not."""
         thread = self._thread
         if thread is not None:
@@ -216,17 +216,17 @@ class Saver:
         self.folder = Path(default_dir if config.path is None else config.path).expanduser()
         self._is_chosen = config.path is not None
         self.trigger = Trigger(config)
-        self.due = self.trigger.due
+        self.due = self.trigger.is_due
         self.saved_step: int | None = None
         self._unfinished_step: int | None = None
         self._unfinished = ExitStack()  # leaving it renames the folder of that step to its final name
         self._interrupted_step: int | None = None  # step whose checkpoint was unfinished in the loaded state
-        self.ranking = Ranking(config)
+        self.ranking = CheckpointRanking(config)
         self._hub = HubUpload(config.push_to_hub, config.hub_private) if config.push_to_hub is not None else None
         self._claim = ExitStack()
 
-    def claim(self, run_dir: Path) -> None:
-        """Make the folder of the checkpoints, and lock it for this run until `release`.
+    def lock_folder(self, run_dir: Path) -> None:
+        """Make the folder of the checkpoints, and lock it for this run until `unlock_folder`.
 
         If an earlier process of the same run has crashed, unfinished checkpoints are removed. If a checkpoint was being
         replaced, the old one is restored. Raises ConfigError if another process or run owns the folder.
@@ -261,7 +261,7 @@ class Saver:
         if self._has_checkpoints():
             raise self._in_use_error("holds the checkpoints of {}; choose another folder, or move that one away")
 
-    def release(self) -> None:
+    def unlock_folder(self) -> None:
         """Unlock the folder of the checkpoints, and remove an unfinished checkpoint."""
         self._drop_unfinished()
         self._claim.close()
@@ -269,18 +269,19 @@ class Saver:
     def save(self, write: Callable[[Path], object], step: int) -> Path:
         """Write the checkpoint of a step, and return its final path. Waits for the previous checkpoint first.
 
-        With saver.mode async or auto, this may return before the files are complete. A later `poll` or `finish` then
-        gives the folder its final name. A Ctrl-C or SIGTERM is raised before the renaming, or after the link `latest`
-        and `self.saved_step` name the new checkpoint. After a CheckpointError, no partial files remain.
+        With saver.mode async or auto, this may return before the files are complete. A later `poll` or
+        `wait_for_checkpoint` then gives the folder its final name. A Ctrl-C or SIGTERM is raised before the renaming,
+        or after the link `latest` and `self.saved_step` name the new checkpoint. After a CheckpointError, no partial
+        files remain.
         """
-        self.finish()
+        self.wait_for_checkpoint()
         final = self._path(step)
         with as_checkpoint_error(self.folder, "hold the checkpoint", _KEY), ExitStack() as stack:
             write(stack.enter_context(atomic_folder(final, partial(self._on_saved, step))))
             self._unfinished_step, self._unfinished = step, stack.pop_all()
         self.ranking.add(step)
         if self.config.mode == "sync":
-            self.finish()
+            self.wait_for_checkpoint()
         elif self.config.mode == "auto":  # the files may be complete already
             self.poll()
         return final
@@ -297,21 +298,21 @@ class Saver:
         logger.info("checkpoint saved: %s", self._path(step))
         if self._hub is not None:
             self._hub.start_upload(self._path(step))
-        self._tidy()
+        self._prune_checkpoints()
         return True
 
-    def finish(self) -> None:
+    def wait_for_checkpoint(self) -> None:
         """Block until the files of the last checkpoint are complete."""
         while not self.poll():
             time.sleep(_POLL_S)
 
-    def end(self) -> None:
+    def wait_for_all(self) -> None:
         """Block until the last checkpoint and all uploads are complete. Called at the end of a run."""
-        self.finish()
+        self.wait_for_checkpoint()
         self.ranking.warn_of_wrong_name()
         if self._hub is not None:
-            self._hub.wait()
-            self._tidy()
+            self._hub.wait_for_uploads()
+            self._prune_checkpoints()
 
     def has_checkpoint(self, step: int) -> bool:
         """Return whether the checkpoint of a step is the newest complete one, or is being written."""
@@ -332,7 +333,7 @@ class Saver:
 
     def record(self, step: int, scalars: Mapping[str, float]) -> None:
         if self.ranking.record(step, scalars):
-            self._tidy()
+            self._prune_checkpoints()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -365,7 +366,7 @@ class Saver:
         self.saved_step = step
         self._set_link("latest", step)
 
-    def _tidy(self) -> None:
+    def _prune_checkpoints(self) -> None:
         """Update the link `best` and the file metrics.json, and remove checkpoints that the settings do not keep.
 
         After a resume, the folder may have checkpoints of steps that the run will repeat. Such a checkpoint is kept

@@ -27,7 +27,7 @@ class Evaluator:
             raise ConfigError(problems)
         self.config, self._loaders, self._measure = config.evaluator, loaders, measure
         self.trigger = Trigger(config.evaluator)
-        self.due = self.trigger.due
+        self.due = self.trigger.is_due
         self.metric = config.evaluator.metric or next(iter(config.eval_metrics()), "")
         self.evaluated_step: int | None = None
         self.best: float | None = None

@@ -1,6 +1,6 @@
 """Groups of samples, and the classes that choose the groups of a step.
 
-A group is the samples of one prompt. It is whole when all of them have finished. `FirstWholeGroups` trains on the
+A group is the samples of one prompt. It is whole when all of them have finished. `FirstCompleteGroups` trains on the
 groups that are whole first. `Admission` implements dynamic sampling: it drops groups and starts others in their place.
 The classes do not sample: their callers report finished samples.
 """
@@ -39,7 +39,7 @@ class Group:
         return [self.finished[sample] for sample in sorted(self.finished)]
 
     @property
-    def unfinished(self) -> list[GenerationOutput]:
+    def unfinished_outputs(self) -> list[GenerationOutput]:
         """The partial outputs of the unfinished samples, ordered by sample number."""
         return [self.latest_output(sample) for sample in range(self.n_samples) if sample not in self.finished]
 
@@ -78,7 +78,7 @@ def n_groups_due(begun_at: Sequence[int | None], step: int, limit: int, sizes: S
     return max(sum(deadline <= k for deadline in deadlines) - room_k for k, room_k in enumerate(room))
 
 
-class FirstWholeGroups:
+class FirstCompleteGroups:
     """Decides during the rollout which groups a step trains on.
 
     The step trains on all groups in `due`: those at their deadline, and postponed ones to fill the batch. Then it takes
@@ -113,7 +113,7 @@ class FirstWholeGroups:
             self.taken.append(group)
         return [(group, output) for output in found]
 
-    def add(self, outputs: Iterable[tuple[Group, Any]]) -> list[tuple[Group, Any]]:
+    def record_outputs(self, outputs: Iterable[tuple[Group, Any]]) -> list[tuple[Group, Any]]:
         """Record finished samples in their order, and return those on which the step is now sure to train.
 
         Each sample of the step is returned once. Those in `known` are not returned.
@@ -141,9 +141,9 @@ class Admission:
     are decoded at the same time.
 
     Decisions depend on the order of finished samples and on rewards, but not on when a reward is known. To this end,
-    `next_group_to_judge` names the groups whose rewards the caller must wait for. It names a group only if the step may
-    be complete, or if the device would otherwise decode fewer samples than it can. The earliest time is the decoding
-    interval after the one in which the group became whole.
+    `next_group_to_compare` names the groups whose rewards the caller must wait for. It names a group only if the step
+    may be complete, or if the device would otherwise decode fewer samples than it can. The earliest time is the
+    decoding interval after the one in which the group became whole.
     """
 
     def __init__(
@@ -175,10 +175,10 @@ class Admission:
         return len(self.taken) == self.size or not (self._n_open or self._unknown)
 
     @property
-    def n_open(self) -> int:
+    def n_open_groups(self) -> int:
         return self._n_open
 
-    def begin(self) -> list[Group]:
+    def begin_groups(self) -> list[Group]:
         """Start groups while there is room, and return them. The first call continues the groups of earlier steps."""
         if len(self.taken) == self.size:
             return []
@@ -193,7 +193,7 @@ class Admission:
         self._unknown += [group for group in found if not group.n_missing_samples]
         return found
 
-    def add(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> None:
+    def record_outputs(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> None:
         """Record finished samples, in the order in which they finished."""
         for group, output in outputs:
             group.record(output)
@@ -212,15 +212,15 @@ class Admission:
         `on_begin` is called with groups that start, before rewards are awaited. `is_uniform` waits for the rewards of a
         whole group, and returns whether they are all equal.
         """
-        self.add(outputs)
-        on_begin(self.begin())
-        while (group := self.next_group_to_judge()) is not None:
+        self.record_outputs(outputs)
+        on_begin(self.begin_groups())
+        while (group := self.next_group_to_compare()) is not None:
             self.record_uniformity(is_uniform(group))
-            on_begin(self.begin())
+            on_begin(self.begin_groups())
         self.end_interval()
         return 0 if self.is_over else self._n_open
 
-    def next_group_to_judge(self) -> Group | None:
+    def next_group_to_compare(self) -> Group | None:
         """Return a group whose rewards must be known before the rollout continues, or None."""
         if self.is_over or not self._unknown:
             return None
@@ -231,7 +231,7 @@ class Admission:
         return self._unknown[0] if self._n_old and is_needed else None
 
     def record_uniformity(self, is_uniform: bool) -> None:
-        """Drop or accept the group that `next_group_to_judge` returned. `is_uniform`: its rewards are all equal."""
+        """Drop or accept the group that `next_group_to_compare` returned. `is_uniform`: its rewards are all equal."""
         group = self._unknown.pop(0)
         self._n_old -= self._n_old > 0
         if is_uniform:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from areno.run.group_selection import Admission, FirstWholeGroups, Group, n_groups_due, n_tokens
+from areno.run.group_selection import Admission, FirstCompleteGroups, Group, n_groups_due, n_tokens
 from areno.types import GenerationOutput, PromptItem
 
 logger = logging.getLogger("areno")
@@ -50,14 +50,14 @@ class GroupsInFlight:
         self._lengths: dict[int, list[int]] = {}  # step -> lengths of the trained samples that it began
         self._newest = (0, -1)  # (batch, index) of the newest admitted prompt; all earlier ones were admitted
 
-    def begin(
+    def begin_rollout(
         self,
         step: int,
         n_ahead: int,
         batch: Sequence[PromptItem],
         upcoming: Callable[[int], Sequence[Sequence[PromptItem]]],
         number: int | None = None,
-    ) -> FirstWholeGroups:
+    ) -> FirstCompleteGroups:
         """Begin the rollout of a step: add `n_ahead` prompts beyond its batch, and choose the groups to sample.
 
         `batch` is empty if the run has no batch left but prompts are in flight. `upcoming(n)` returns the prompts of
@@ -69,7 +69,7 @@ class GroupsInFlight:
         self.admit(number, batch)
         postponed = [group for group in self.groups if group.is_postponed]
         if len(postponed) >= size:
-            return FirstWholeGroups(postponed[:size], postponed[:size], size)
+            return FirstCompleteGroups(postponed[:size], postponed[:size], size)
         n_missing, n_later = size + n_ahead - (len(self.groups) - len(postponed)), 0
         # A prompt is begun at most `limit` steps before its own step, so that later steps have room for all. A prompt
         # whose tokens are thrown away can be begun earlier.
@@ -84,10 +84,10 @@ class GroupsInFlight:
             sizes = [size, *map(len, upcoming(limit))]
             # More than `size` are due only if a run with dynamic sampling has left them, and train in additional steps.
             due = by_age[: min(size, n_groups_due([group.begun_at for group in by_age], step, limit, sizes))]
-            return FirstWholeGroups(groups, due, size)
+            return FirstCompleteGroups(groups, due, size)
         # At the end of a run, too few prompts are left for a step without the postponed ones.
         due = postponed[: max(0, size - len(groups))]
-        return FirstWholeGroups([*due, *groups[: size + n_ahead]], due, size)
+        return FirstCompleteGroups([*due, *groups[: size + n_ahead]], due, size)
 
     def admit(self, batch: int, items: Sequence[PromptItem], most: int | None = None) -> int:
         """Add the prompts of a batch that are not added yet, at most `most`. Return their number."""
@@ -99,7 +99,7 @@ class GroupsInFlight:
         self._newest = (batch, new[-1])
         return len(new)
 
-    def begin_replacing(
+    def begin_dynamic_sampling(
         self, step: int, size: int, most: int, at_once: int, more: Callable[[], tuple[int, Sequence[PromptItem]] | None]
     ) -> Admission:
         """Begin the rollout of a step with dynamic sampling. It adds prompts while it runs.
@@ -124,8 +124,8 @@ class GroupsInFlight:
         n = n_groups_due([group.begun_at for group in begun], step, self._limit, [size] * (self._limit + 1))
         return Admission(begun, min(n, size), size, most, at_once, next_group)
 
-    def end(
-        self, step: int, choice: FirstWholeGroups | Admission, parked: Iterable[tuple[Group, GenerationOutput]]
+    def end_rollout(
+        self, step: int, choice: FirstCompleteGroups | Admission, parked: Iterable[tuple[Group, GenerationOutput]]
     ) -> int:
         """End the rollout of a step, and return the number of discarded tokens (0 if `limit` is above 0)."""
         for group, output in parked:
@@ -148,7 +148,7 @@ class GroupsInFlight:
                 group.begun_at = step
         return n_thrown_away
 
-    def begun_lengths(self, step: int, trained: Iterable[Group]) -> list[int]:
+    def stalest_lengths(self, step: int, trained: Iterable[Group]) -> list[int]:
         """Return the lengths in tokens of trained samples whose groups were started `limit` steps before this step.
 
         All groups of that step have been trained or dropped by now, so their lengths are not biased towards short

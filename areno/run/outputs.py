@@ -24,7 +24,7 @@ from areno.config.ratio import RatioConfig
 from areno.errors import ArenoError, EngineError, Key, Problem
 from areno.run.progress import RunProgress
 from areno.tracking.console import log_start
-from areno.tracking.display.display import Display, chosen_console, settings_shown
+from areno.tracking.display.display import Display, chosen_console, start_panel_facts
 from areno.tracking.recorder import open_trackers
 from areno.tracking.run_folder import METRICS, RunFiles, overrides_of
 from areno.tracking.run_log import RunLog
@@ -63,7 +63,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
     ):
         self.config, self.folder, self._progress, self._texts = config, folder, progress, texts
         is_live = chosen_console(config.stats_logger.console) == "live"
-        self.display = Display(folder, log, self._total_steps, self._seconds) if is_live else None
+        self.display = Display(folder, log, self._total_steps, self._elapsed_seconds) if is_live else None
         self.trackers = open_trackers(
             config, folder, texts.headline, self._total_steps, self.display, texts.token_text, trackers
         )
@@ -73,7 +73,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         actor = config.actor
         if isinstance(actor, RatioConfig):
             remedy = "actor.prox_logp_method=recompute" if actor.recompute_logprob else "actor.recompute_logprob=true"
-            self._divergence.ratio = (actor.clip_against_rollout, actor.ratio_level, remedy)
+            self._divergence.ratio = (actor.rollout_clip_range, actor.ratio_level, remedy)
         self._n_skipped = 0  # consecutive steps whose update was skipped because of a value that is not finite
         self._n_applied = 0  # steps whose update was applied
         self._unrewarded = 0, "", ""  # consecutive steps without a reward; setting and reason of the last failure
@@ -85,7 +85,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
     def _total_steps(self) -> int:
         return self._progress.total_steps
 
-    def _seconds(self) -> float:
+    def _elapsed_seconds(self) -> float:
         return self._progress.elapsed_seconds
 
     def print_start(self, files: RunFiles) -> None:
@@ -94,7 +94,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             return
         facts = {"run": os.path.relpath(self.folder), **self._texts.facts}
         facts |= {"steps": str(self._progress.total_steps), "metrics": os.path.relpath(files.events)}
-        settings = settings_shown(self.config, overrides_of(self.folder))
+        settings = start_panel_facts(self.config, overrides_of(self.folder))
         log = f"{os.path.relpath(self.folder / 'logs/run.log')}, with all stages (stats_logger.console=full)"
         log_start(facts | {"log": log} | {name: _shorten_settings(of) for name, of in settings.items()})
         if self.display is not None:
@@ -110,7 +110,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         self.trackers.log(self._progress.step, scalars)
 
     def warn_of_divergence(self) -> None:
-        for text in self._divergence.check(self.scalars):
+        for text in self._divergence.new_warnings(self.scalars):
             logger.warning("step %d: %s", self._progress.step, text)
 
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
@@ -122,14 +122,14 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         broken = [name for name in ("loss", "grad_norm") if not math.isfinite(stats[name])]
         self._n_applied += applied
         self._n_skipped = 0 if applied or not broken else self._n_skipped + 1
-        if self._n_skipped == 1 and self._divergence.is_first("skipped"):
+        if self._n_skipped == 1 and self._divergence.add_if_new("skipped"):
             logger.warning(
                 "step %d: the update was skipped, since %s is not finite; the learning rate may be too high "
                 "(actor.optimizer.lr), or a reward or advantage too large; train/skipped_steps counts such updates",
                 self._progress.step,
                 " and ".join(broken),
             )
-        if not (applied or broken) and self._divergence.is_first("nothing trained"):
+        if not (applied or broken) and self._divergence.add_if_new("nothing trained"):
             text = "step %d: no token is trained, so the update was skipped (train/skipped_steps)"
             if isinstance(self.config.actor, PolicyConfig) and self.config.actor.mask_no_eos_with_zero:
                 text += (
@@ -163,9 +163,9 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
     def _scoring_command(self, key: str) -> str:
         """Return advice to run the command that tests reward functions. "" if a script passed the functions."""
         config = self.config
-        if key != "reward.fn" or not isinstance(config, PolicyExperimentConfig) or not config.reward.functions:
+        if key != "reward.fn" or not isinstance(config, PolicyExperimentConfig) or not config.reward.function_names:
             return ""
-        functions, folder = shlex.join(config.reward.functions), os.path.relpath(self.folder)
+        functions, folder = shlex.join(config.reward.function_names), os.path.relpath(self.folder)
         return f". Where it fails: areno reward {functions} --data {folder}"
 
     def warn_of_unscored(self) -> None:

@@ -21,7 +21,7 @@ from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.run import FrequencyConfig
 from areno.data.loader import BatchLoader
 from areno.run.groups_in_flight import GroupsInFlight
-from areno.tracking.accuracy import exceed_one
+from areno.tracking.accuracy import has_reward_above_one
 from areno.tracking.console import log_epoch
 from areno.types import Batch
 
@@ -39,7 +39,7 @@ class Trigger:
         self.epochs_ended = 0
         self._last = clock()
 
-    def due(self, step: int, epoch_ended: bool = False) -> bool:
+    def is_due(self, step: int, epoch_ended: bool = False) -> bool:
         """Return whether the action is due after a step. Call this exactly once per step, since it counts epochs."""
         now, config = self._clock(), self.config
         self.epochs_ended += epoch_ended
@@ -141,7 +141,7 @@ class RunProgress:
     def open_batches(self) -> None:
         """Start to read batches from the loader's position. Call this before `next_step`."""
         self._upcoming.clear()
-        self._batches = self.loader.epochs(self.config.total_train_epochs)
+        self._batches = self.loader.batches_until_epoch(self.config.total_train_epochs)
 
     def next_step(self) -> Batch[Any] | None:
         """Begin the next step and return its batch. None if the run has had all its steps, epochs or rows.
@@ -195,9 +195,9 @@ class RunProgress:
         if self._epoch is not None:
             log_epoch(self._epoch, "end")
 
-    def note_rewards(self, rewards: Iterable[float]) -> None:
+    def record_rewards(self, rewards: Iterable[float]) -> None:
         """If a reward is above 1, set `counts_right` to False and forget the accuracy so far."""
-        if self.counts_right and exceed_one(rewards := list(rewards)):
+        if self.counts_right and has_reward_above_one(rewards := list(rewards)):
             self.counts_right = False
             self.history.pop("eval_accuracy", None)
             text = "a reward is %.4g, so a reward of 1 does not mean a right answer: accuracy, pass@k and avg@n are "
@@ -246,7 +246,7 @@ class RunProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned. The next step follows. Call this before `open_batches`."""
+        """Restore what `state_dict` returned. Call this before `open_batches`."""
         self.step, self._epoch = state["step"], state["epoch"]
         self.loader.load_state_dict(state["loader"])
         self._position = self.loader.state_dict()

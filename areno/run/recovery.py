@@ -22,7 +22,7 @@ from areno.files.durable import locked
 from areno.run.progress import Trigger
 from areno.run.resume import STATE, EarlierRun, changed_settings, refuse_changes
 from areno.run.state_writer import RecoverableEngine, StateWriter
-from areno.run.states import State, States
+from areno.run.states import StateFolder, TrainingState
 from areno.tracking.run_folder import RunFiles, versions
 from areno.version import __version__
 
@@ -54,7 +54,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         self.is_on = config.recover.mode != "off"
         self._engine, self._inputs = engine, inputs
         self.files = RunFiles(folder, config.stats_logger.tensorboard.path)
-        self.states = States(folder / STATE, config.recover.keep)
+        self.states = StateFolder(folder / STATE, config.recover.keep)
         self.trigger = Trigger(config.recover)
         self.writer = StateWriter(
             config.recover, self.states, engine, self.files.sync, slow_s=config.engine.stall_timeout_s
@@ -83,7 +83,7 @@ class Recovery(AbstractContextManager["Recovery"]):
             except BlockingIOError:
                 text = "the run in {} is still running, in another process"
                 raise ConfigError(Problem("trial_name", text, self.folder)) from None
-            self.states.tidy()
+            self.states.clean_up()
             state = self.states.newest() if self.resumes else None
             if state is not None:
                 self._check_compatible(state)
@@ -95,12 +95,12 @@ class Recovery(AbstractContextManager["Recovery"]):
     def __exit__(self, *exc: object) -> None:
         self._resources.close()
 
-    def _check_compatible(self, state: State) -> None:
+    def _check_compatible(self, state: TrainingState) -> None:
         """Raise ConfigError if the run cannot continue from a state with the current settings, models and data."""
         found = changed_settings(type(self.config), state.record["config"], self._settings)
         earlier = EarlierRun.find(self.folder)
         if earlier is not None:  # config.yaml has the changes that the user asked for by --resume
-            earlier.refuse_other(self.config, None)
+            earlier.check_resumable(self.config, None)
         refuse_changes(found, self.folder, explicit=earlier is not None)
         given, now = state.record["inputs"], self._inputs
         changed = {change.key for change in found if change.on_resume.kind == "explicit"}
@@ -128,19 +128,19 @@ class Recovery(AbstractContextManager["Recovery"]):
         begun_at, self._begun_at = self._begun_at or self.files.sizes(), {}
         while self.is_on and (state := self.states.newest() if self.resumes else None) is not None:
             try:
-                self._engine().load_state(state.engine, not self.config.recover.no_load_optim)
+                self._engine().load_state(state.engine_folder, not self.config.recover.no_load_optim)
             except CheckpointError as error:
                 self.states.set_aside(state.step, str(error))
                 continue
             if (budgets := state.record.get("token_budgets")) is not None:  # an older areno recorded none
                 self._engine().restore_token_budgets(budgets)
-            self.files.cut_back(state.step, state.record["files"], begun_at)
+            self.files.truncate_to_step(state.step, state.record["files"], begun_at)
             self.states.set_finished(None)
             self.writer.written_step = state.step
             return state.record["run"]
         if self.is_on and self.resumes:
             logger.warning("the run in %s ended before it had a state; it begins again", self.folder)
-            self.files.cut_back(0, {}, begun_at)
+            self.files.truncate_to_step(0, {}, begun_at)
         return None
 
     @property
@@ -187,7 +187,7 @@ class Recovery(AbstractContextManager["Recovery"]):
         If the previous one is still being written, a later call starts to write.
         """
         if self.is_on and (due or self._waiting):
-            self._waiting = not self.writer.begin(step, self._last)
+            self._waiting = not self.writer.begin_write(step, self._last)
 
     def write_now(self, step: int) -> None:
         """Write a training state with the last state dict of `keep_run_state`, and block until it is complete."""
@@ -219,7 +219,7 @@ class Recovery(AbstractContextManager["Recovery"]):
             self._polled_at = now
             self.writer.poll()
 
-    def check_last(self, step: int) -> None:
+    def check_last_state(self, step: int) -> None:
         """Raise CheckpointError if the state of the last step could not be written."""
         if self.is_on and self.writer.written_step != step:
             again = self.writer.written_step or 0

@@ -22,20 +22,20 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.resuming import EXPLICIT, ORDER, RUN_LENGTH
 from areno.errors import ConfigError, Problem
 from areno.files.durable import locked
-from areno.run.states import States
+from areno.run.states import StateFolder
 from areno.schema.build import current_key, with_current_names, with_defaults
 from areno.schema.fields import OnResume, Section, settings
-from areno.schema.values import show, value_at
+from areno.schema.values import format_value, value_at
 from areno.tracking import run_folder
 from areno.tracking.reader import RunReader
-from areno.tracking.run_folder import NewFolder, overrides_of, recipe_of, settings_of, sweep_of
+from areno.tracking.run_folder import NewRunFolder, overrides_of, recipe_of, settings_of, sweep_of
 
 STATE = "state"
 """Name of the folder of the states in the folder of a run."""
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A setting with different values in an earlier process of a run and in this process."""
 
     key: str  # dotted name
@@ -46,14 +46,16 @@ class Change:
     @property
     def override(self) -> str:
         """The change as a command-line override, such as `seed=2`."""
-        return f"{self.key}={'...' if isinstance(self.now, Mapping) else show(self.now)}"
+        return f"{self.key}={'...' if isinstance(self.now, Mapping) else format_value(self.now)}"
 
     def __str__(self) -> str:
-        before, now = ("a section" if isinstance(value, Mapping) else show(value) for value in (self.before, self.now))
+        before, now = (
+            "a section" if isinstance(value, Mapping) else format_value(value) for value in (self.before, self.now)
+        )
         return f"{self.key} {before} -> {now}"
 
 
-def changed_settings(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def changed_settings(cls: type[Section], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
     """Return the settings that differ between two processes of a run, in the order of the fields of `cls`.
 
     `before` may have old names of settings that areno has renamed. Missing settings have their defaults.
@@ -62,7 +64,7 @@ def changed_settings(cls: type[Section], before: Mapping[str, Any], now: Mapping
     pairs = _differences(with_defaults(cls, before), with_defaults(cls, now))
     rollout = now.get("rollout") or {}
     is_race = bool(rollout.get("max_head_offpolicyness") or rollout.get("prompts_ahead"))
-    return [Change(key, old, new, _resume_rule(cls, key, is_race)) for key, old, new in pairs]
+    return [SettingChange(key, old, new, _resume_rule(cls, key, is_race)) for key, old, new in pairs]
 
 
 def _resume_rule(cls: type[Section], key: str, is_race: bool) -> OnResume:
@@ -93,12 +95,12 @@ class EarlierRun:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.states = States(folder / STATE, keep=1)
+        self.states = StateFolder(folder / STATE, keep=1)
 
     @classmethod
     def find(cls, folder: Path) -> EarlierRun | None:
         """Return the run in a folder. None if the folder has no config.yaml, so that no run was fully set up."""
-        return cls(folder) if run_folder.is_described(folder) else None
+        return cls(folder) if run_folder.has_description(folder) else None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -129,7 +131,7 @@ class EarlierRun:
         if meant not in ("", recipe):
             raise ConfigError(Problem(key, "{} is a run of {}, not of {}", self.folder, meant, recipe))
 
-    def refuse_other(self, config: Section, recipe: str | None, explicit: bool = False) -> list[Change]:
+    def check_resumable(self, config: Section, recipe: str | None, explicit: bool = False) -> list[SettingChange]:
         """Return the settings that differ. Raises ConfigError if the run cannot be resumed with this configuration.
 
         `explicit`: the user has named the run by --resume. If `recipe` is None, the algorithm is not checked.
@@ -142,7 +144,7 @@ class EarlierRun:
         return found
 
 
-def refuse_changes(found: Sequence[Change], folder: Path, explicit: bool) -> None:
+def refuse_changes(found: Sequence[SettingChange], folder: Path, explicit: bool) -> None:
     """Raise ConfigError if any of the changed settings does not allow a run to be resumed."""
     problems = []
     for change in found:
@@ -161,10 +163,10 @@ def run_folder_for(config: ExperimentConfig, run_dir: str | Path | None) -> Path
     if run_dir is not None:
         return Path(run_dir)
     if config.trial_name is not None and (
-        earlier := run_to_resume(config, run_folder.folder_of(config, config.trial_name))
+        earlier := run_to_resume(config, run_folder.run_folder_path(config, config.trial_name))
     ):
         earlier.refuse_running()
-        if earlier.refuse_other(config, None):
+        if earlier.check_resumable(config, None):
             run_folder.rewrite_description(earlier.folder, config)
         return earlier.folder
     return run_folder.make_folder_for_script(config)
@@ -176,7 +178,7 @@ def run_to_resume(config: ExperimentConfig, folder: Path) -> EarlierRun | None:
     return earlier if earlier is not None and earlier.can_resume else None
 
 
-def named_run(text: str, recipe: str) -> Path:
+def find_resumable_run(text: str, recipe: str) -> Path:
     """Return the folder that --resume names (`text`). Raises ConfigError if it has no run that can be resumed."""
     folder = Path(os.path.abspath(os.path.expanduser(text)))
     problem = ""
@@ -184,9 +186,9 @@ def named_run(text: str, recipe: str) -> Path:
         problem = "there is no folder {}"
     elif run_folder.is_sweep(folder):
         problem = "{} holds a sweep: start it again with the same command and its trial_name, or name one of its runs"
-    elif not run_folder.is_described(folder):
+    elif not run_folder.has_description(folder):
         problem = "{} is not the folder of a run: it has no config.yaml"
-        if run_folder.is_described(folder.parent.parent):
+        if run_folder.has_description(folder.parent.parent):
             problem += f"; {folder.parent.parent} is one"
     elif not EarlierRun(folder).can_resume:
         problem = "{} has no state to resume from: it was started with recover.mode=off, or {} was removed"
@@ -220,30 +222,30 @@ def _comparable_overrides(cls: type[ExperimentConfig], sweep: list[str]) -> list
 
 def accept_changes(
     earlier: EarlierRun, config: ExperimentConfig, recipe: str, overrides: list[str], explicit: bool
-) -> list[Change]:
+) -> list[SettingChange]:
     """Check that a run can be resumed, write the changed settings into its folder, and return them.
 
     If the user has named the run by --resume (`explicit`), the recorded overrides are kept and `overrides` are added.
     Otherwise `overrides` replace them.
     """
     earlier.refuse_running()
-    changed = earlier.refuse_other(config, recipe, explicit)
+    changed = earlier.check_resumable(config, recipe, explicit)
     if changed:
         before = overrides_of(earlier.folder) if explicit else []
         run_folder.rewrite_description(earlier.folder, config, [*before, *overrides])
     return changed
 
 
-def existing_folder(folder: Path) -> NewFolder:
-    """Return a NewFolder whose `discard` keeps the files that the folder has now."""
-    return NewFolder(folder, frozenset([folder, *folder.parents, *folder.glob("*")]))
+def as_new_folder(folder: Path) -> NewRunFolder:
+    """Return a NewRunFolder whose `discard` keeps the files that the folder has now."""
+    return NewRunFolder(folder, frozenset([folder, *folder.parents, *folder.glob("*")]))
 
 
 # The functions below print messages for the command line.
 
 
 def print_result(
-    earlier: EarlierRun, config: ExperimentConfig, changed: Sequence[Change], command: str
+    earlier: EarlierRun, config: ExperimentConfig, changed: Sequence[SettingChange], command: str
 ) -> float | None:
     """Print and return the result of a finished run. Also print the command that trains the run further.
 
@@ -284,7 +286,7 @@ def print_resume_command(command: str, folder: Path) -> None:
 
 def print_sweep_command(folder: Path) -> None:
     """Print how to resume a sweep, if any of its runs is unfinished and has a training state."""
-    if any(EarlierRun(path).states.run_is_unfinished for path in folder.iterdir()):
+    if any(EarlierRun(path).states.is_run_unfinished for path in folder.iterdir()):
         print(f"to resume it: {_sweep_command(folder)}", file=sys.stderr)
 
 
@@ -313,13 +315,13 @@ def print_unfinished(command: str, experiment: Path) -> None:
     """Print how to resume the newest run or sweep of an experiment, if it is unfinished, stopped and resumable."""
     if not os.path.isdir(experiment):  # returns False for a name that is too long, where Path raises
         return
-    folders = [path for path in experiment.iterdir() if run_folder.is_described(path) or run_folder.is_sweep(path)]
+    folders = [path for path in experiment.iterdir() if run_folder.has_description(path) or run_folder.is_sweep(path)]
     newest = max(folders, key=run_folder.start_time, default=None)
     if newest is None:
         return
     is_sweep = run_folder.is_sweep(newest)
     runs = [EarlierRun(path) for path in (newest.iterdir() if is_sweep else [newest])]
-    if not any(run.is_running for run in runs) and any(run.states.run_is_unfinished for run in runs):
+    if not any(run.is_running for run in runs) and any(run.states.is_run_unfinished for run in runs):
         how = _sweep_command(newest) if is_sweep else resume_command(command, newest)
         print(f"This is a new run. {shown_path(newest)} is not finished; to resume it: {how}")
 

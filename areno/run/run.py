@@ -31,7 +31,7 @@ from areno.config.experiments import ExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.errors import ArenoError, WorkerLost
 from areno.files.durable import atomic_write_text
-from areno.files.interrupts import Stop
+from areno.files.interrupts import InterruptDelay
 from areno.plan.argument_checks import check_folder
 from areno.plan.forecast import Forecast
 from areno.plan.phases import compare_with_recorded, measured_lengths
@@ -43,7 +43,7 @@ from areno.run.recovery import Recovery
 from areno.run.resume import run_folder_for
 from areno.run.state_writer import RecoverableEngine
 from areno.run.tracing import RunTracer
-from areno.tracking.accuracy import without_right
+from areno.tracking.accuracy import without_accuracy_metrics
 from areno.tracking.console import RESUMED, log_done, log_stopped
 from areno.tracking.display.display import chosen_console
 from areno.tracking.reader import RunReader
@@ -110,19 +110,21 @@ class Run:
         self.progress = RunProgress(config, loader)
         self.saver = Saver(config.saver, self.folder / "checkpoints", models.checkpoint_written)
         with ExitStack() as stack:
-            self.saver.claim(self.folder)
-            stack.callback(self.saver.release)
+            self.saver.lock_folder(self.folder)
+            stack.callback(self.saver.unlock_folder)
             log = RunLog(self.folder / "logs" / "run.log", console=chosen_console(config.stats_logger.console))
             stack.enter_context(log)
             self.recovery = stack.enter_context(Recovery(config, self.folder, models.engine, inputs))
-            log.write_earlier()  # Recovery has noted where this session begins in the file
+            log.write_buffered()  # Recovery has noted where this session begins in the file
             self.outputs = RunOutputs(config, self.folder, log, self.progress, texts or RunTexts(), trackers)
             stack.enter_context(self.outputs)
             self.tracer = stack.enter_context(RunTracer(config, self.folder, models.engine))
             self._resources = stack.pop_all()
         self.during_steps = ExitStack()
         self.evaluator = evaluator or Evaluator(config, {}, lambda name, loader: {})
-        self.stop = Stop() if self.outputs.display is None else Stop(self.outputs.display.tell)
+        self.stop = (
+            InterruptDelay() if self.outputs.display is None else InterruptDelay(self.outputs.display.show_message)
+        )
         self.clock = Stopwatch(self._before_phase, self._after_phase)
         self._peaks: dict[str, float] = {}  # phase -> peak memory in GiB, since the step began
         self._todo: list[str] = []  # "save" and "evaluate", if they are due after this step and not done
@@ -148,7 +150,7 @@ class Run:
             self._todo.insert(0, "save")
         self._save_and_evaluate()
         if self.outputs.display is not None:
-            self.outputs.display.begin(self.step)
+            self.outputs.display.begin_training(self.step)
         self.progress.open_batches()
         while not self.evaluator.should_stop_early:
             self.tracer.before_step(self.step + 1)
@@ -210,7 +212,7 @@ class Run:
         step, epoch_ended = self.step, self.progress.epoch_ended
         save = self.saver.due(step, epoch_ended)
         evaluate = self.evaluator.due(step, epoch_ended)
-        state = self.recovery.trigger.due(step, epoch_ended)
+        state = self.recovery.trigger.is_due(step, epoch_ended)
         self._todo = ["save"] if save else []
         if evaluate or (save and self.saver.needs_evaluation):
             self._todo.append("evaluate")
@@ -225,7 +227,7 @@ class Run:
         with trace.span(trace.DRIVER, "state") if state_is_due else nullcontext():
             self.recovery.write(self.step, state_is_due)
         while self._todo:
-            self.stop.check()
+            self.stop.raise_if_interrupted()
             if self._todo[0] == "save":
                 with heartbeat.working("checkpoint"), trace.span(trace.DRIVER, "checkpoint"):
                     self.saver.save(self._models.write_checkpoint, self.step)
@@ -233,7 +235,7 @@ class Run:
                 self.evaluate()
             self._todo.pop(0)
             self.recovery.keep_run_state(self.state_dict())
-        self.stop.check()
+        self.stop.raise_if_interrupted()
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate now, log the metrics as eval/* scalars, and append them to the history as eval_*."""
@@ -241,7 +243,7 @@ class Run:
         with heartbeat.working("evaluation"), trace.span(trace.DRIVER, "evaluation"):
             scalars = self.evaluator.evaluate(self.step)
         if not self.progress.counts_right:
-            scalars = without_right(scalars)
+            scalars = without_accuracy_metrics(scalars)
         if scalars:
             self.log(with_prefix("eval", scalars))
             self.progress.append_to_history(**{f"eval_{name}": value for name, value in scalars.items()})
@@ -257,7 +259,7 @@ class Run:
         self._todo = ["save"] if not self.saver.has_checkpoint(self.step) else []
         self._todo += ["evaluate"] if self.evaluator.evaluated_step != self.step else []
         self._save_and_evaluate()
-        self.saver.end()
+        self.saver.wait_for_all()
         self.recovery.keep_run_state(self.state_dict())
         changes = self.progress.describe_changes(numbers)
         if self._stopped_early:
@@ -269,7 +271,7 @@ class Run:
             changes.append(note)
         log_done(self.step, self.progress.elapsed_seconds, ", ".join(changes), self.folder)
         self._has_ended = True
-        self.recovery.check_last(self.step)
+        self.recovery.check_last_state(self.step)
 
     def _compare_with_forecast(self) -> None:
         """Log predicted and measured time and memory of each phase, and write logs/forecast.json. Does not raise."""
@@ -308,10 +310,10 @@ class Run:
         """
         self.recovery.poll()
         if self.recovery.models_recorded:
-            self.stop.check()
+            self.stop.raise_if_interrupted()
 
     @contextmanager
-    def interrupts_delayed(self) -> Iterator[None]:
+    def delay_interrupts(self) -> Iterator[None]:
         """Delay Ctrl-C and SIGTERM until nothing is lost. If the block raises, write a training state."""
         with self.stop, heartbeat.working("the run"):
             try:
@@ -372,7 +374,7 @@ def fault_tolerant(fit: Callable[[Loop], float]) -> Callable[[Loop], float]:
     @functools.wraps(fit)
     def guarded_fit(loop: Loop) -> float:
         run = loop.run
-        with run.interrupts_delayed():
+        with run.delay_interrupts():
             lost: WorkerLost | None = None
             while True:
                 try:

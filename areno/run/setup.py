@@ -21,22 +21,22 @@ from areno.config.policy_experiments import CriticExperimentConfig, DistillExper
 from areno.config.ratio import RatioConfig
 from areno.data.loader import BatchLoader, TokenLimit, row_encoder, row_loader
 from areno.data.row_schema import RowKind
-from areno.data.solution_steps import StepReader, check_separator, separator_problem
+from areno.data.solution_steps import StepEncoder, check_separator, separator_problem
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
-from areno.data.teacher_rows import teacher_rows
+from areno.data.teacher_rows import teacher_row_renderer
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError, ConfigError, Key, Problem, WorkerLost, all_of, keys_renamed
 from areno.files.paths import name_model_setting_in_errors
-from areno.models.folder import same_weights
+from areno.models.folder import has_same_weights
 from areno.models.registry import load_config
-from areno.plan.devices import n_workers_here
-from areno.plan.folders import load_tokenizer, whole_model
+from areno.plan.devices import n_local_workers
+from areno.plan.folders import full_model_folder, load_tokenizer
 from areno.plan.forecast import Forecast, forecast
-from areno.plan.hardware import gpu_by_name, this_cpu
+from areno.plan.hardware import gpu_by_name, local_cpu
 from areno.plan.lr_schedule import device_warnings, schedule_warnings, staleness_warnings, with_schedules
-from areno.plan.phases import shared_decoder
-from areno.plan.plan import TrainerPlan, check_copies, plan_of_experiment
+from areno.plan.phases import decoder_concurrency
+from areno.plan.plan import TrainerPlan, check_rows_per_replica, plan_of_experiment
 from areno.plan.roles import experiment_roles
 from areno.plan.startup_log import describe_missing_answers, startup_facts
 from areno.plan.vocabularies import complete_roles
@@ -48,7 +48,7 @@ from areno.run.run import Run
 from areno.run.states import folder_fingerprint, rows_fingerprint
 from areno.schema.fields import unused_setting_problems
 from areno.scoring.judge import check_fields
-from areno.scoring.judge_readers import EndpointReader, JudgeReader, RoleReader
+from areno.scoring.judge_readers import EndpointJudge, JudgeBackend, RoleJudge
 from areno.scoring.pool import RewardPool
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
@@ -107,7 +107,7 @@ class SavedModels:
     def forecast(self, prompt_tokens: int, answer_tokens: int) -> Forecast:
         engine = self.engine()
         info = engine.info
-        hardware = gpu_by_name(info.device_name, info.device_bytes) if info.device_name else this_cpu()
+        hardware = gpu_by_name(info.device_name, info.device_bytes) if info.device_name else local_cpu()
         return forecast(self._config, hardware, len(engine.spec.devices), prompt_tokens, answer_tokens)
 
 
@@ -143,7 +143,7 @@ class Setup(Generic[Config]):
     ):
         _check_config(config, loop)
         self.config: Config = config
-        self.loss_fn = with_teacher(config, config.loss_fn() if loss_fn is None else loss_fn)
+        self.loss_fn = with_distillation_loss(config, config.loss_fn() if loss_fn is None else loss_fn)
         self._loop, self._trackers = loop, trackers
         with ExitStack() as stack:
             stack.enter_context(RunLog())
@@ -159,10 +159,10 @@ class Setup(Generic[Config]):
                 partial(check_services, config.stats_logger),
             )
             if loop.trains:
-                check_copies(config, plan.spec)
+                check_rows_per_replica(config, plan.spec)
                 self.roles = complete_roles(roles, plan)
             else:
-                plan = replace(plan, spec=plan.spec.frozen())
+                plan = replace(plan, spec=plan.spec.without_optimizer())
                 self.roles = {name: role for name, role in roles.items() if name in ("reward", "judge")}
             self.tokenizer = plan.tokenizer
             self.steps = _step_reader(config, self.roles, plan)
@@ -207,7 +207,7 @@ class Setup(Generic[Config]):
             return plan
         sets = self.valid_loaders.values()
         n_prompts = max((min(len(each.rows), each.config.batch_size or sys.maxsize) for each in sets), default=0)
-        shared = shared_decoder(config, load_config(plan.spec.actor.path), plan.spec.layout, n_prompts)
+        shared = decoder_concurrency(config, load_config(plan.spec.actor.path), plan.spec.layout, n_prompts)
         if shared is not None:
             self.evaluated_at_once = shared.most
         return replace(plan, shared=shared)
@@ -219,7 +219,7 @@ class Setup(Generic[Config]):
         is_read = (
             train is None
             and self._loop.trains
-            and (self.config.train_dataset.is_given or not self.config.brings_rows())
+            and (self.config.train_dataset.has_source or not self.config.has_own_rows())
         )
         checks = [train_source] if is_read else []
         all_of(*checks, *([valid_sources] if valid is None else []))
@@ -228,11 +228,11 @@ class Setup(Generic[Config]):
         config, thinking = self.config, None
         context = TokenLimit(plan.spec.context_len, "the model's context")
         names: dict[str, str] = {}
-        if config.brings_rows() and not section.is_given and isinstance(config, PolicyExperimentConfig):
+        if config.has_own_rows() and not section.has_source and isinstance(config, PolicyExperimentConfig):
             section, names = replace(section, loader=config.agent.fn), {f"{key}.loader": "agent.fn"}
         with keys_renamed(names.get):
             rows, section = open_rows(section, given, self._loop.kind, key)
-        teacher = teacher_rows(config, plan.spec.context_len) if key == "train_dataset" else None
+        teacher = teacher_row_renderer(config, plan.spec.context_len) if key == "train_dataset" else None
         if teacher is not None:
             teacher.check_all(rows)
         separator = plan.spec.actor.step_separator or ""
@@ -342,11 +342,11 @@ def _has_initial_weights(spec: EngineSpec, checkpoint: Path) -> bool:
     if spec.actor.lora is not None or spec.actor.random_init:
         return False
     with contextlib.suppress(CheckpointError):  # such as weights that the user has moved away meanwhile
-        return same_weights(checkpoint, Path(spec.actor.path))
+        return has_same_weights(checkpoint, Path(spec.actor.path))
     return False
 
 
-def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
+def with_distillation_loss(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
     """Add the distillation loss to `loss_fn` if the run has a teacher and `loss_fn` is not that loss already."""
     if not isinstance(config, PolicyExperimentConfig) or config.teacher is None:
         return loss_fn
@@ -354,7 +354,7 @@ def with_teacher(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
         return loss_fn
     from areno.loss_fns import distillation_loss_fn
 
-    method = config.actor.prox_of_loss if isinstance(config.actor, RatioConfig) else "recompute"
+    method = config.actor.loss_prox_logp_method if isinstance(config.actor, RatioConfig) else "recompute"
     return partial(distillation_loss_fn, policy_loss_fn=loss_fn, **config.teacher.loss_settings(method))
 
 
@@ -372,26 +372,26 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
 
 def _n_devices(config: ExperimentConfig) -> int:
     with contextlib.suppress(ConfigError):  # the plan raises it
-        return n_workers_here(config)
+        return n_local_workers(config)
     return 1
 
 
-def _open_judge(config: ExperimentConfig, stack: ExitStack) -> JudgeReader | None:
+def _open_judge(config: ExperimentConfig, stack: ExitStack) -> JudgeBackend | None:
     """Open the judge: an endpoint, or a reader for a judge that the run loads. None if there is no judge."""
     if not isinstance(config, PolicyExperimentConfig):
         return None
     judge = config.reward.judge
     if judge.base_url is not None:
-        return stack.enter_context(EndpointReader(judge))
+        return stack.enter_context(EndpointJudge(judge))
     if judge.path is None:
         return None
-    path = whole_model(judge.path, "reward.judge.path")
+    path = full_model_folder(judge.path, "reward.judge.path")
     with name_model_setting_in_errors("reward.judge.path"), keys_renamed({"tokenizer_path": "reward.judge.path"}.get):
         model, tokenizer = load_config(path), load_tokenizer(path)
-    return RoleReader(judge, Vocabulary(path, model, tokenizer=tokenizer))
+    return RoleJudge(judge, Vocabulary(path, model, tokenizer=tokenizer))
 
 
-def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> StepReader | None:
+def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: TrainerPlan) -> StepEncoder | None:
     """Return the encoder of steps for the process reward model of reward.path. None without such a model."""
     if not isinstance(config, PolicyExperimentConfig) or "reward" not in roles:
         return None
@@ -411,7 +411,7 @@ def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: 
     if problem := separator_problem(plan.tokenizer, separator):
         raise ConfigError(Problem(key, problem))
     limit = min(plan.spec.context_len, model.max_position_embeddings) - 1
-    return StepReader(plan.tokenizer, separator, section.step_score, limit)
+    return StepEncoder(plan.tokenizer, separator, section.step_score, limit)
 
 
 def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None:

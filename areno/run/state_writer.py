@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from areno.config.run import RecoverConfig
 from areno.errors import ArenoError, CheckpointError
 from areno.files.durable import remove
-from areno.run.states import ENGINE, States
+from areno.run.states import ENGINE, StateFolder
 
 logger = logging.getLogger("areno.recover")
 
@@ -26,7 +26,7 @@ class RecoverableEngine(Protocol):
         """Start to write weights and optimizers into a folder. Does not wait for the files."""
         ...
 
-    def state_written(self, wait: bool = False) -> bool:
+    def is_state_written(self, wait: bool = False) -> bool:
         """Return whether all ranks have written their files. With `wait`, block until then."""
         ...
 
@@ -40,9 +40,9 @@ class RecoverableEngine(Protocol):
         """Return the highest peak memory of any worker, in GiB, since the last call."""
         ...
 
-    def begin_kernels(self) -> None: ...
+    def begin_kernel_profile(self) -> None: ...
 
-    def end_kernels(self, name: str) -> None: ...
+    def end_kernel_profile(self, name: str) -> None: ...
 
     def write_memory_snapshots(self, name: str) -> None: ...
 
@@ -73,7 +73,7 @@ class StateWriter:
     def __init__(
         self,
         config: RecoverConfig,
-        states: States,
+        states: StateFolder,
         engine: Callable[[], RecoverableEngine],
         before: Callable[[], object],
         slow_s: float | None = None,
@@ -84,7 +84,7 @@ class StateWriter:
         self.written_step: int | None = None
         self.failure = ""
 
-    def begin(self, step: int, record: Mapping[str, Any]) -> bool:
+    def begin_write(self, step: int, record: Mapping[str, Any]) -> bool:
         """Start to write the training state of a step. Return False if the previous state is still being written.
 
         If writing fails, a warning is logged and the result is True. `record` is the data for run.json, see
@@ -100,7 +100,7 @@ class StateWriter:
                 self._write = _OpenState(step, folder, record, self._start_slow_warning(step))
                 self._complete_folder(self._write)
                 return True
-            self._make_room()
+            self._free_disk_space()
             folder = self.states.begin(step)
             self._write = _OpenState(step, folder, record, self._start_slow_warning(step))
             self._engine().save_state(folder / ENGINE, not self.config.no_save_optim)
@@ -118,7 +118,7 @@ class StateWriter:
             return
         try:
             if write.thread is None:
-                if not self._engine().state_written(wait):
+                if not self._engine().is_state_written(wait):
                     return
                 self._complete_folder(write)
             assert write.thread is not None
@@ -169,7 +169,7 @@ class StateWriter:
     def write(self, step: int, record: Mapping[str, Any]) -> bool:
         """Write the training state of a step, block until it is complete, and return whether that succeeded."""
         self.poll(wait=True)
-        self.begin(step, record)
+        self.begin_write(step, record)
         self.poll(wait=True)
         return self.written_step == step
 
@@ -182,7 +182,7 @@ class StateWriter:
                 write.thread.join()
             remove(write.folder)
 
-    def _make_room(self) -> None:
+    def _free_disk_space(self) -> None:
         """Remove states, the oldest first, until the disk has room for another one. The newest is never removed.
 
         Raises CheckpointError if that does not suffice. A partly written state would fill the disk, so that the other

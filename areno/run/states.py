@@ -62,7 +62,7 @@ def rows_fingerprint(rows: Any) -> str:
     return f"{count} rows, {digest.hexdigest()[:16]}"
 
 
-class State(NamedTuple):
+class TrainingState(NamedTuple):
     """A complete training state, from which a run can resume."""
 
     folder: Path
@@ -70,11 +70,11 @@ class State(NamedTuple):
     record: dict[str, Any]  # content of run.json
 
     @property
-    def engine(self) -> Path:
+    def engine_folder(self) -> Path:
         return self.folder / ENGINE
 
 
-class States:
+class StateFolder:
     """The folder <run>/state with the training states of one run. The newest `keep` states are kept."""
 
     def __init__(self, folder: Path, keep: int):
@@ -89,7 +89,7 @@ class States:
         numbers = (path.name.removeprefix(_PREFIX) for path in self.folder.glob(f"{_PREFIX}*"))
         return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
-    def tidy(self) -> None:
+    def clean_up(self) -> None:
         """Clean up after a crash: remove unfinished states, and restore a state that was being replaced."""
         for replaced in self.folder.glob(f"{REPLACED}*"):
             final = self.folder / replaced.name.removeprefix(REPLACED)
@@ -97,7 +97,7 @@ class States:
         for unfinished in self.folder.glob(f"{UNFINISHED}*"):
             remove(unfinished)
 
-    def newest(self) -> State | None:
+    def newest(self) -> TrainingState | None:
         """Return the newest complete state, or None if the run never wrote a state. Rename damaged newer states.
 
         Raises CheckpointError if all states are damaged. Checksums of weights and optimizers are checked later, when
@@ -120,7 +120,7 @@ class States:
             why,
         )
 
-    def _read_record(self, step: int) -> State:
+    def _read_record(self, step: int) -> TrainingState:
         folder = self._path(step)
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         if not isinstance(record, dict) or record.get("format") != FORMAT:
@@ -133,7 +133,7 @@ class States:
                 record.get("areno"),
                 FORMAT,
             )
-        return State(folder, step, record)
+        return TrainingState(folder, step, record)
 
     def set_aside(self, step: int, damage: str) -> None:
         """Rename a damaged state to damaged-step-<step>, with a warning."""
@@ -209,7 +209,7 @@ class States:
             return None
 
     @property
-    def run_is_unfinished(self) -> bool:
+    def is_run_unfinished(self) -> bool:
         return bool(self.steps()) and self.finished_record is None
 
     def set_finished(self, step: int | None, result: float | None = None, ended_by: str = "") -> None:

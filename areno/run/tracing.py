@@ -18,7 +18,7 @@ from areno import trace
 from areno.config.experiments import ExperimentConfig
 from areno.engine.requests import version_range
 from areno.specs.engine import ProfilingSpec
-from areno.tracking.trace_file import FOLDER, SessionFile, TraceFile, trace_folder
+from areno.tracking.trace_file import FOLDER, SessionFile, TraceFile, make_trace_folder
 from areno.types import ScoredSample
 
 logger = logging.getLogger("areno")
@@ -27,9 +27,9 @@ logger = logging.getLogger("areno")
 class ProfiledEngine(Protocol):
     """The methods of an Engine that profile its workers."""
 
-    def begin_kernels(self) -> None: ...
+    def begin_kernel_profile(self) -> None: ...
 
-    def end_kernels(self, name: str) -> None: ...
+    def end_kernel_profile(self, name: str) -> None: ...
 
     def write_memory_snapshots(self, name: str) -> None: ...
 
@@ -54,7 +54,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
         self.spec: ProfilingSpec | None = None
         if tracer.enabled or memory is not None:
             entries = None if memory is None else memory.max_entries
-            with trace_folder(folder):
+            with make_trace_folder(folder):
                 self.spec = ProfilingSpec(folder=str(folder), events=tracer.enabled, memory_entries=entries)
         if self._file is not None:
             trace.begin()
@@ -63,7 +63,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
     def before_step(self, step: int) -> None:
         """Start to record kernels if the settings ask for it in this step. The first time takes seconds."""
         if step in self._kernel_steps:
-            self._engine().begin_kernels()
+            self._engine().begin_kernel_profile()
 
     def begin_step(self, began: float) -> None:
         """Start the trace of a step, whose batch has been read. `began`: when reading began (time.perf_counter)."""
@@ -78,12 +78,12 @@ class RunTracer(AbstractContextManager["RunTracer"]):
         name = f"step{step}"
         if step in self._kernel_steps:
             with trace.span(trace.DRIVER, "write kernels"):
-                self._engine().end_kernels(name)
+                self._engine().end_kernel_profile(name)
         if step in self._memory_steps:
             with trace.span(trace.DRIVER, "write memory snapshot"):
                 self._engine().write_memory_snapshots(name)
         if self._file is not None and step % self._interval == 0:
-            self._file.write(trace.take())
+            self._file.write(trace.drain_events())
 
     @contextmanager
     def training(self, step: int, samples: Sequence[ScoredSample], keep: Sequence[bool]) -> Iterator[None]:
@@ -130,7 +130,7 @@ class RunTracer(AbstractContextManager["RunTracer"]):
 
     def __exit__(self, *exc: object) -> None:
         if self._file is not None:
-            self._file.write(trace.take())
+            self._file.write(trace.drain_events())
             self._file.close()
             trace.end()
         if self._sessions is not None:

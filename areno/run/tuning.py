@@ -21,7 +21,7 @@ from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.cost.footprint import gib_text
 from areno.errors import ConfigError, EngineError, Problem
 from areno.files.durable import atomic_write_text
-from areno.plan.hardware import Hardware, devices_here, this_cpu
+from areno.plan.hardware import Hardware, local_cpu, local_devices
 from areno.plan.plan import plan_of_experiment
 from areno.plan.settings_that_fit import command_line_of, set_values
 from areno.plan.tuning_candidates import (
@@ -30,7 +30,7 @@ from areno.plan.tuning_candidates import (
     CHOSEN,
     Candidate,
     candidates,
-    chosen_settings_given,
+    given_candidate_settings,
     nothing_fits_error,
     shortlist,
 )
@@ -38,7 +38,7 @@ from areno.run.tuning_trials import MeasuredTrial, Trials
 from areno.schema.fields import changed_settings
 from areno.schema.values import value_at
 from areno.specs.engine import EngineSpec
-from areno.tracking.run_folder import TUNED, folder_of, is_described, settings_of
+from areno.tracking.run_folder import TUNED, has_description, run_folder_path, settings_of
 
 logger = logging.getLogger("areno")
 
@@ -52,7 +52,7 @@ def tune(config: ExperimentConfig, given: Collection[str], reuse: str = "") -> s
     if not isinstance(config, PolicyExperimentConfig) or not config.tune.enabled:
         return None
     began = time.monotonic()
-    chosen = choose_settings(config, chosen_settings_given(given))
+    chosen = choose_settings(config, given_candidate_settings(given))
     if not chosen:
         logger.info("tune: no setting is left to choose, so that nothing is tried")
         return None
@@ -83,7 +83,7 @@ def restore_tuned_settings(config: ExperimentConfig, folder: Path, given: Collec
     """
     if not isinstance(config, PolicyExperimentConfig):  # another algorithm, with which the run cannot be resumed
         return
-    before, kept = settings_of(folder, TUNED), chosen_settings_given(given)
+    before, kept = settings_of(folder, TUNED), given_candidate_settings(given)
     found = {key: value_at(before, key) for key in CHOSEN if key not in kept}
     set_values(config, {key: value for key, value in found.items() if value is not None})
 
@@ -93,10 +93,10 @@ def tune_for_script(config: ExperimentConfig, run_dir: str | Path | None) -> str
 
     Settings that differ from their defaults count as set by the user. Does nothing if a command has tuned the run.
     """
-    if run_dir is not None and is_described(Path(run_dir)):
+    if run_dir is not None and has_description(Path(run_dir)):
         return None
     given = [key for key, _ in changed_settings(config)]
-    folder = folder_of(config, config.trial_name) if run_dir is None and config.trial_name else run_dir
+    folder = run_folder_path(config, config.trial_name) if run_dir is None and config.trial_name else run_dir
     if folder is not None and (Path(folder) / TUNED).exists():
         restore_tuned_settings(config, Path(folder), given)
         return None
@@ -127,7 +127,7 @@ def choose_settings(config: PolicyExperimentConfig, given: Collection[str]) -> d
         smallest = min(found, key=lambda candidate: candidate.peak_memory_bytes)
         for number, candidate in enumerate([*(tried := shortlist(found)), smallest]):
             is_last_resort = number == len(tried)
-            if number and (not trials.may_begin(candidate) or (is_last_resort and fitting)):
+            if number and (not trials.fits_time_limit(candidate) or (is_last_resort and fitting)):
                 break
             try:
                 measured = trials.run(candidate)
@@ -136,7 +136,7 @@ def choose_settings(config: PolicyExperimentConfig, given: Collection[str]) -> d
                 logger.warning("tune: %s: discarded, %s", candidate, str(failure).partition("\n")[0])
                 continue
             is_too_large = f"; discarded, more than {gib_text(most)} GiB" if measured.peak > most else ""
-            logger.info("tune: %s: %s%s", candidate, _predicted_and_measured(candidate, measured), is_too_large)
+            logger.info("tune: %s: %s%s", candidate, _describe_trial(candidate, measured), is_too_large)
             if is_too_large:
                 least = min(measured.peak, least or measured.peak)
             else:
@@ -149,7 +149,7 @@ def choose_settings(config: PolicyExperimentConfig, given: Collection[str]) -> d
     raise nothing_fits_error(config, hardware, n_devices, least)
 
 
-def _predicted_and_measured(candidate: Candidate, measured: MeasuredTrial) -> str:
+def _describe_trial(candidate: Candidate, measured: MeasuredTrial) -> str:
     return (
         f"{candidate.usual.step_seconds:.2f} s a step predicted, {measured.step_s:.2f} s measured; "
         f"{gib_text(candidate.peak_memory_bytes)} GiB predicted, {gib_text(measured.peak)} GiB measured"
@@ -159,10 +159,10 @@ def _predicted_and_measured(candidate: Candidate, measured: MeasuredTrial) -> st
 def _hardware(spec: EngineSpec) -> Hardware:
     """Return the device of each worker of an engine. Workers on a CPU share its memory equally."""
     if spec.devices[0].startswith("cuda"):
-        here = devices_here()[0]
+        here = local_devices()[0]
         if not here.is_cuda:
             text = "needs the command nvidia-smi, which is not there or finds no GPU; set it to false"
             raise ConfigError(Problem("tune.enabled", text))
         return here
-    cpu = this_cpu()
+    cpu = local_cpu()
     return replace(cpu, memory=cpu.memory // spec.world_size)

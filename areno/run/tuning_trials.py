@@ -68,7 +68,7 @@ class Trials(AbstractContextManager["Trials"]):
         if engine is not None:
             engine.close()
 
-    def may_begin(self, candidate: Candidate) -> bool:
+    def fits_time_limit(self, candidate: Candidate) -> bool:
         """Return whether the trial of a candidate is expected to end within the time limit."""
         starts = self._engine is None or self._recomputes != candidate.config.actor.gradient_checkpointing
         expected = (self._longest_s or 2 * (_ROLLOUT_S + _TRAIN_S)) + (self._start_s if starts else 0.0)
@@ -161,14 +161,14 @@ class _Trial:
                 continue
             if warm_up and self._is_cuda:
                 self._run_phase(phase, rows)
-            self.engine.wait()
+            self.engine.synchronize()
             began = time.perf_counter()
             self._run_phase(phase, rows)
-            self.engine.wait()
+            self.engine.synchronize()
             factors[name] = (time.perf_counter() - began) / phase.seconds
             self._peak = max(self._peak, self.engine.peak_memory_gib())
         step_s = sum(phase.seconds * factors[phase.name] for phase in self.candidate.usual.phases)
-        return step_s, int(self._peak * GIB) + self.candidate.usual.hardware.context_bytes
+        return step_s, int(self._peak * GIB) + self.candidate.usual.hardware.cuda_context_bytes
 
     def _predicted_phases(self, n_prompts: int, prompt: int | None = None, answer: int | None = None) -> Forecast:
         """Return the forecast for part of a step's work. A length of None stands for the mean."""
@@ -184,7 +184,7 @@ class _Trial:
 
     @property
     def _n_at_once(self) -> int:
-        return self.config.samples_at_once
+        return self.config.max_concurrent_samples
 
     # -- rollout ---------------------------------------------------------------------------------------------------
 
@@ -249,20 +249,20 @@ class _Trial:
         """
         layout, usual = self.plan.spec.layout, self._limits.mean_lengths
 
-        def passes(n_prompts: int) -> float:
+        def pass_seconds(n_prompts: int) -> float:
             return sum(phase.seconds for phase in self._predicted_phases(n_prompts).phases if not phase.decodes)
 
         budgets = (phase.budget for phase in self.candidate.usual.phases if phase.budget is not None)
         fill = max(budgets, default=1) * layout.cp_size * layout.n_data_parallel_groups
         least = -(-fill // (self._n_samples * (usual.prompt + usual.answer)))
-        n_prompts = min(self.n_prompts, max(least, _largest_in_time(self.n_prompts, passes, _TRAIN_S)))
+        n_prompts = min(self.n_prompts, max(least, _largest_in_time(self.n_prompts, pass_seconds, _TRAIN_S)))
         lengths = [
             (_draw_length(self._draw, usual.prompt), _draw_length(self._draw, usual.answer))
             for _ in range(n_prompts * self._n_samples)
         ]
         lengths[0] = (self._limits.prompt, self._limits.answer)
         rows = [
-            _made_up_row(prompt, self._random_tokens(prompt + answer), 1.0 if index % 2 else -1.0)
+            _synthetic_row(prompt, self._random_tokens(prompt + answer), 1.0 if index % 2 else -1.0)
             for index, (prompt, answer) in enumerate(lengths)
         ]
         return rows, n_prompts
@@ -304,7 +304,7 @@ def _loss_fn(divergence: Divergence | None) -> Any:
     return loss_fn if divergence is None else partial(distillation_loss_fn, policy_loss_fn=loss_fn)
 
 
-def _made_up_row(prompt: int, tokens: list[int], advantage: float) -> TrainSequence:
+def _synthetic_row(prompt: int, tokens: list[int], advantage: float) -> TrainSequence:
     zeros, answer = [0.0] * len(tokens), len(tokens) - prompt
     return TrainSequence(
         prompt_mask=[True] * prompt + [False] * answer,
@@ -331,9 +331,9 @@ def _largest_in_time(most: int, seconds: Callable[[int], float], limit_s: float)
 
 
 def _warm_up(engine: Engine, config: PolicyExperimentConfig) -> None:
-    row = _made_up_row(_WARM_UP_TOKENS, [1] * 2 * _WARM_UP_TOKENS, 1.0)
+    row = _synthetic_row(_WARM_UP_TOKENS, [1] * 2 * _WARM_UP_TOKENS, 1.0)
     rows, spec = [row] * engine.spec.layout.n_data_parallel_groups, MicroBatchSpec(mini_bs=1)
     engine.train(rows, _loss_fn(config.divergence), UpdateSpec(spec, divergence=config.divergence))
     if isinstance(config, CriticExperimentConfig):
         engine.train(rows, value_loss_fn, UpdateSpec(spec), "critic")
-    engine.wait()
+    engine.synchronize()

@@ -84,7 +84,7 @@ def try_box() -> tuple[str, list[str]]:
         return f"needs Linux on {' or '.join(kernel.AUDIT)}, for a process without a network", []
     answer, output = {}, ""
     try:
-        with contextlib.closing(_Starter()) as starter, temporary_folder("areno-box-") as folder:
+        with contextlib.closing(_CommandServer()) as starter, temporary_folder("areno-box-") as folder:
             answer, output = starter.run(["true"], Box(folder, seconds=10.0))
     except OSError as error:
         output = str(error)
@@ -137,7 +137,7 @@ def shorten(text: str, max_output: int = MAX_OUTPUT) -> str:
     return f"{text[:half]}\n... {len(text) - 2 * half} characters ...\n{text[-half:]}"
 
 
-class _Starter:
+class _CommandServer:
     """The server process that starts commands (server.py). It is started with the first command.
 
     The calling process does not fork itself: it may be large, which makes a fork slow, and other threads may hold
@@ -204,7 +204,7 @@ class _Starter:
         self._socket = self._process = None
 
 
-_starter = _Starter()
+_starter = _CommandServer()
 atexit.register(_starter.close)
 
 

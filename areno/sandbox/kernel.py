@@ -183,7 +183,7 @@ def open_path_rule(path: str, rights: int) -> tuple[int, int]:
 
 
 def make_landlock_ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
-    """Return the file descriptor of a Landlock ruleset for `limit_files`.
+    """Return the file descriptor of a Landlock ruleset for `apply_landlock_ruleset`.
 
     It allows only the access to files that `rules` give. From ABI 6 on, it also forbids signals to processes outside.
     """
@@ -195,13 +195,13 @@ def make_landlock_ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
     return made
 
 
-def limit_files(fd: int) -> None:
+def apply_landlock_ruleset(fd: int) -> None:
     """Apply a Landlock ruleset to this process."""
     system_call("landlock_restrict_self", fd, 0)
 
 
-def call_filter(abi: int) -> bytes:
-    """Return a seccomp program for `filter_calls`.
+def seccomp_program(abi: int) -> bytes:
+    """Return a seccomp program for `apply_seccomp_program`.
 
     It refuses the calls in the tables above, and calls that change the limits of other processes. Connected pairs of
     Unix sockets are allowed. `abi` is the version of Landlock.
@@ -243,7 +243,7 @@ def call_filter(abi: int) -> bytes:
     return b"".join(struct.pack("HBBI", *each) for each in program)
 
 
-def filter_calls(program: bytes) -> None:
+def apply_seccomp_program(program: bytes) -> None:
     """Apply a seccomp program to this process. Refused calls fail with "permission denied" or "not supported"."""
     address = ctypes.cast(ctypes.c_char_p(program), ctypes.c_void_p).value
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, struct.pack("HxxxxxxP", len(program) // 8, address))

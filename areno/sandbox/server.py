@@ -56,7 +56,7 @@ class _Command:
 class _Server:
     def __init__(self, requests: socket, abi: int, rules: list[tuple[int, int]], limited: list[str]):
         self._requests, self._abi, self._rules, self._limited = requests, abi, rules, limited
-        self._calls = kernel.call_filter(abi)
+        self._calls = kernel.seccomp_program(abi)
         self._commands: dict[int, _Command] = {}  # by pid
         self._child_ended, wake = os.pipe()
         os.set_blocking(wake, False)
@@ -72,7 +72,7 @@ class _Server:
             readable, _, _ = select.select([self._child_ended, self._requests, *answers], [], [], left)
             if self._child_ended in readable:
                 os.read(self._child_ended, 1 << 10)
-                self._collect()
+                self._reap_processes()
             for command in answers.values():
                 if command.answer in readable or time.monotonic() >= command.ends_at:
                     self._end_command(command, timed_out=True)
@@ -94,7 +94,7 @@ class _Server:
             opened.callback(os.close, given)
             opened.callback(os.close, output)
             try:
-                limits = self._limits_of_files(request, opened) if self._abi else None
+                limits = self._landlock_ruleset(request, opened) if self._abi else None
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(request["temporary"])
                 command.pid = os.fork()
@@ -104,7 +104,7 @@ class _Server:
                 _execute_limited(request, limits, self._calls, given, output)
         self._commands[command.pid] = command
 
-    def _limits_of_files(self, request: dict[str, Any], opened: contextlib.ExitStack) -> int:
+    def _landlock_ruleset(self, request: dict[str, Any], opened: contextlib.ExitStack) -> int:
         """Return a Landlock ruleset for a command. Called before the fork, so that the fork copies fewer pages."""
         rules = [kernel.open_path_rule(path, kernel.READ) for path in request["read"]]
         rules.append(kernel.open_path_rule(request["folder"], kernel.WRITE))
@@ -113,7 +113,7 @@ class _Server:
             opened.callback(os.close, fd)
         return limits
 
-    def _collect(self) -> None:
+    def _reap_processes(self) -> None:
         """End the commands whose first process has ended, and reap adopted processes."""
         with contextlib.suppress(ChildProcessError):
             # The process remains until its group is killed: its number would be free for another one.
@@ -158,12 +158,12 @@ def _execute_limited(request: dict[str, Any], limits: int | None, calls: bytes, 
         errors = output if request["stderr"] else os.open(os.devnull, os.O_WRONLY)
         for number, fd in enumerate((given, output, errors)):
             os.dup2(fd, number)
-        _end_first_without_memory()
+        _maximize_oom_score()
         os.chdir(request["folder"])
         kernel.limit_resources(int(request["seconds"]) + 1, request["megabytes"])
         if limits is not None:
-            kernel.limit_files(limits)
-        kernel.filter_calls(calls)
+            kernel.apply_landlock_ruleset(limits)
+        kernel.apply_seccomp_program(calls)
         os.execvpe(request["command"][0], request["command"], request["environment"])
     except FileNotFoundError:
         os.write(2, f"there is no command {request['command'][0]}\n".encode(errors="replace"))
@@ -173,7 +173,7 @@ def _execute_limited(request: dict[str, Any], limits: int | None, calls: bytes, 
         os._exit(1)
 
 
-def _end_first_without_memory() -> None:
+def _maximize_oom_score() -> None:
     """Let the kernel kill this process, and not the training, if the machine runs out of memory."""
     with contextlib.suppress(OSError):
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)

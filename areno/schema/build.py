@@ -13,8 +13,17 @@ from functools import cache
 from typing import Any, TypeVar
 
 from areno.errors import ConfigError, Key, Problem, suggestion
-from areno.schema.fields import REQUIRED, Missing, Section, Unused, partial_section, problems_between, rows, settings
-from areno.schema.values import InvalidValue, flatten_settings, show, value_at
+from areno.schema.fields import (
+    REQUIRED,
+    MissingSetting,
+    Section,
+    UnusedSetting,
+    partial_section,
+    section_problems,
+    setting_rows,
+    settings,
+)
+from areno.schema.values import InvalidValue, flatten_settings, format_value, value_at
 
 logger = logging.getLogger("areno.schema")
 
@@ -45,13 +54,15 @@ def build(
 
     def explain(key: str, prefix: str, siblings: Iterable[str]) -> str:
         known = hint(prefix + key)
-        return known if known or "=" in key else _suggest(key, prefix, siblings, [row.key for row in rows(cls)])
+        return known if known or "=" in key else _suggest(key, prefix, siblings, [row.key for row in setting_rows(cls)])
 
     config = _build_section(cls, with_defaults(cls, data, required=REQUIRED), "", problems, explain, sources)
     if problems:
         keys = {problem.key for problem in problems}
         # If the other setting of an Unused problem is wrong itself, correcting it may give this setting an effect.
-        causes = [problem for problem in problems if not isinstance(problem, Unused) or problem.other not in keys]
+        causes = [
+            problem for problem in problems if not isinstance(problem, UnusedSetting) or problem.other_key not in keys
+        ]
         causes = [problem for problem in causes if not isinstance(problem, Consequence)]
         raise ConfigError(dict.fromkeys(causes or problems))
     return config
@@ -69,7 +80,7 @@ def earlier_names(cls: type[Section]) -> dict[str, str]:
     settings in them.
     """
     found: dict[str, str] = {}
-    for row in rows(cls):
+    for row in setting_rows(cls):
         section, dot, _ = row.key.rpartition(".")
         for name in row.setting.renamed_from:
             found[name if "." in name else f"{section}{dot}{name}"] = row.key
@@ -92,7 +103,7 @@ def with_current_names(
     for old, new in earlier_names(cls).items():
         if not (old.startswith(start) and new.startswith(start)):
             continue
-        for names in _names_at(data, old.removeprefix(start).split(".")):
+        for names in _matching_paths(data, old.removeprefix(start).split(".")):
             data = copy.deepcopy(data)
             # A `*` of the new key stands for the same name as in the old one.
             stars = [name for name, part in zip(names, old.removeprefix(start).split("."), strict=True) if part == "*"]
@@ -104,7 +115,7 @@ def with_current_names(
             if target[-1] not in place:
                 place[target[-1]] = value
             elif problems is not None:
-                problems.append(both_names(old_key, new_key))
+                problems.append(both_names_problem(old_key, new_key))
     return data
 
 
@@ -117,7 +128,7 @@ def current_key(cls: type[Section], key: str) -> str:
     return current
 
 
-def both_names(old: str, new: str) -> Problem:
+def both_names_problem(old: str, new: str) -> Problem:
     """Return the problem that a setting is set under both its earlier and its current name."""
     return Problem(old, "is the earlier name of {}, and both are given; leave {} out", Key(new), Key(old))
 
@@ -127,14 +138,14 @@ def _warn_of_name(old: str, new: str) -> None:
     logger.warning("%s is now called %s; the earlier name is still read", old, new)
 
 
-def _names_at(data: Any, parts: list[str]) -> list[list[str]]:
+def _matching_paths(data: Any, parts: list[str]) -> list[list[str]]:
     """Return the paths in nested mappings that match a dotted key, split into `parts`. `*` matches any name."""
     if not parts:
         return [[]]
     if not isinstance(data, Mapping):
         return []
     names = list(data) if parts[0] == "*" else [parts[0]] if parts[0] in data else []
-    return [[name, *rest] for name in names for rest in _names_at(data[name], parts[1:])]
+    return [[name, *rest] for name in names for rest in _matching_paths(data[name], parts[1:])]
 
 
 def _pop_at(data: Any, names: list[str]) -> Any:
@@ -207,7 +218,7 @@ def _build_section(
         if key in reported:  # the caller has already found the value wrong
             continue
         if value is REQUIRED or (value is None and setting.required and setting.optional):
-            problems.append(Missing(key, f"missing ({setting.help})"))
+            problems.append(MissingSetting(key, f"missing ({setting.help})"))
         elif setting.section and isinstance(value, Mapping):
             known[name] = _build_section(setting.section, value, f"{key}.", problems, explain, sources)
         elif setting.sections and isinstance(value, Mapping):
@@ -218,15 +229,17 @@ def _build_section(
                         setting.sections, given, f"{key}.{inner}.", problems, explain, sources
                     )
                 else:
-                    problems.append(Problem(f"{key}.{inner}", _section_expected(given, setting.sections)))
+                    problems.append(Problem(f"{key}.{inner}", _section_expected_text(given, setting.sections)))
         else:
             try:
                 known[name] = setting.convert(value)
             except InvalidValue as error:
                 text = f"{error}{explain(f'{name}={value}', prefix, ())}"
-                problems.append(Problem(key, _section_expected(value, setting.section) if setting.section else text))
+                problems.append(
+                    Problem(key, _section_expected_text(value, setting.section) if setting.section else text)
+                )
     section = partial_section(cls, known)
-    found = problems_between(section, in_build=True, sources=sources)
+    found = section_problems(section, in_build=True, sources=sources)
     problems += [problem.under(prefix[:-1]) if prefix else problem for problem in found]
     for name in (name for name, setting in fields.items() if setting.sections and isinstance(data[name], Mapping)):
         _drop_repeated(problems, prefix, name, data)
@@ -258,8 +271,8 @@ def _fill_in(around: Mapping[Any, Any], given: Mapping[Any, Any]) -> dict[Any, A
     return {**around, **given, **inside}
 
 
-def _section_expected(value: Any, cls: type[Section]) -> str:
-    return f"is {show(value)}; a section is expected, with keys {', '.join(settings(cls))}"
+def _section_expected_text(value: Any, cls: type[Section]) -> str:
+    return f"is {format_value(value)}; a section is expected, with keys {', '.join(settings(cls))}"
 
 
 def _suggest(key: str, prefix: str, siblings: Iterable[str], all_keys: list[str]) -> str:

@@ -47,14 +47,14 @@ class Choices(dict[str, type[T]]):
 
     @property
     def bases(self) -> list[type[T]]:
-        """All classes, the last one first, so that a class comes before the classes from which it is derived."""
+        """All classes in reverse order of registration, so that a class comes before its base classes."""
         return list(reversed(self.values()))
 
     def all_settings(self) -> list[str]:
         """Return the names of the settings of all classes, without duplicates."""
         return list(dict.fromkeys(name for cls in self.values() for name in settings(cls)))
 
-    def unused_settings(self, section: Section) -> Iterator[Problem]:
+    def unused_setting_problems(self, section: Section) -> Iterator[Problem]:
         """Yield a problem for each changed setting that the chosen class does not have."""
         chosen = value_of(section, self.key)
         for name in self.all_settings():
@@ -62,13 +62,13 @@ class Choices(dict[str, type[T]]):
             if chosen not in owners and not section.is_default(name) and value_of(section, name) is not None:
                 yield Needs(self.key, *owners).problem(name, value_of(section, name), chosen)
 
-    def arguments(self, section: Section) -> dict[str, Any]:
+    def loss_kwargs(self, section: Section) -> dict[str, Any]:
         """Return the name and the settings of the class that `section` chooses, as keyword arguments of a loss."""
         chosen = value_of(section, self.key)
         own = {self._keywords.get(name, name): value_of(section, name) for name in settings(self[chosen])}
         return {self.key: chosen} | own
 
-    def make(self, name: str, given: Mapping[str, Any]) -> T:
+    def make_section(self, name: str, given: Mapping[str, Any]) -> T:
         """Make a section of the class `name` from `given`, the keyword arguments of a loss.
 
         Settings of other classes are ignored, so that a loss may give them defaults. Values are not checked, because a

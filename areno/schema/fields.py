@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from areno.errors import ConfigError, Key, Problem
-from areno.schema.values import InvalidValue, convert, show, type_in_words
+from areno.schema.values import InvalidValue, convert, format_value, type_in_words
 
 REQUIRED: Any = dataclasses.MISSING
 """The default of a setting that has no default, so that a value is required."""
@@ -110,12 +110,12 @@ class OnResume(NamedTuple):
     """Whether a setting may change when a run is resumed, for `setting(on_resume=...)`.
 
     Attributes:
-        kind: harmless: samples and updates stay the same, except for a learning rate that follows the length of the
-            run. explicit: the run changes from this point on, so the user must name it by --resume. never: the saved
-            state of the run would not fit.
+        kind: "harmless": samples and updates stay the same (a learning rate may follow the new length of the run).
+            "explicit": the run changes from this point on, so the user must name the run by --resume.
+            "never": the saved state of the run would not fit.
         effect: What a change does to the run, in words.
-        decides_order: Whether a change alters which samples are finished first. Such a change is explicit if steps
-            train on the prompts that are finished first.
+        decides_order: Whether a change alters which samples are finished first. Then the kind is "explicit" for a run
+            whose steps train on the first prompts to finish.
     """
 
     kind: Literal["harmless", "explicit", "never"]
@@ -156,7 +156,7 @@ class Needs:
         self.key, self.values, self.so, self.do = key, values, so, do
         self.in_build, self.is_source = in_build or is_source, is_source
 
-    def met_by(self, value: Any) -> bool:
+    def is_met_by(self, value: Any) -> bool:
         """Return whether the setting has an effect if the other setting has this value."""
         return value in self.values if self.values else bool(value)
 
@@ -167,18 +167,20 @@ class Needs:
         so = f", so {self.so}" if self.so else ""
         args = [_plain_text(value), Key(self.key), _plain_text(other)]
         if self.do:
-            return Unused(key, f"is {{}}, but {{}} is {{}}{so}; {self.do}, or leave this out", *args)
-        return Unused(key, f"is {{}}, but {{}} is {{}}{so}; set {{}}{to}, or leave this out", *args, Key(self.key))
+            return UnusedSetting(key, f"is {{}}, but {{}} is {{}}{so}; {self.do}, or leave this out", *args)
+        return UnusedSetting(
+            key, f"is {{}}, but {{}} is {{}}{so}; set {{}}{to}, or leave this out", *args, Key(self.key)
+        )
 
 
-class Unused(Problem):
+class UnusedSetting(Problem):
     """The problem of a setting that has no effect because of another setting.
 
-    Both keys, `key` and `other`, are relative to the same section.
+    Both keys, `key` and `other_key`, are relative to the same section.
     """
 
     @property
-    def other(self) -> str:
+    def other_key(self) -> str:
         """Key of the other setting, which makes this setting have no effect."""
         return next(arg.name for arg in self.args if isinstance(arg, Key))
 
@@ -191,7 +193,7 @@ class Unused(Problem):
 def _plain_text(value: Any) -> str:
     """Return a value in the form for messages: text without quotes, 5.0 as "5", a whole section as "set"."""
     value = int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
-    return "set" if isinstance(value, Section) else value if isinstance(value, str) else show(value)
+    return "set" if isinstance(value, Section) else value if isinstance(value, str) else format_value(value)
 
 
 def setting_as_in(
@@ -217,7 +219,7 @@ def with_settings_of(section: type[Section], *names: str) -> Callable[[type[T]],
     return add
 
 
-class Missing(Problem):
+class MissingSetting(Problem):
     """The problem of a required setting that has no value."""
 
 
@@ -290,7 +292,7 @@ class Setting:
         return type_in_words(self.hint, ", ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()))
 
     def default_in(self, section: Section | None) -> Any:
-        """Return the value in `section`, if given, otherwise the field's default. REQUIRED if there is none."""
+        """Return the setting's value in `section`. For None, return the field's default, or REQUIRED."""
         value = self._default if section is None else vars(section)[self.name]
         if isinstance(value, (list, dict)):
             value = value.copy()
@@ -307,7 +309,9 @@ class Setting:
         is_empty = isinstance(value, str) and not (value if self.may_be_blank else value.strip())
         if is_empty or (isinstance(value, str) and "\0" in value):
             expected = "a text that is not empty" if is_empty else "text without null characters"
-            raise InvalidValue(f"is {show(value)}; {expected} is expected{', or null' if self.optional else ''}")
+            raise InvalidValue(
+                f"is {format_value(value)}; {expected} is expected{', or null' if self.optional else ''}"
+            )
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             for name, bound in self.bounds.items():
                 words, holds = _BOUNDS[name]
@@ -341,7 +345,7 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
     return found
 
 
-class Row(NamedTuple):
+class SettingRow(NamedTuple):
     """One line about a setting, for help texts and the reference page."""
 
     key: str  # dotted
@@ -351,13 +355,13 @@ class Row(NamedTuple):
     heading: str  # of the flag
 
 
-def rows(
+def setting_rows(
     cls: type[Section],
     prefix: str = "",
     section: Section | None = None,
     flags: Mapping[str, str | Flag] | None = None,
     heading: str = "",
-) -> Iterator[Row]:
+) -> Iterator[SettingRow]:
     """Yield a row for every setting in a section and its nested sections, in the order of declaration.
 
     `prefix` is the dotted key of the section, with a dot at its end. Defaults are the values of `section`, if given.
@@ -368,12 +372,12 @@ def rows(
         default = setting.default_in(section)
         inner = default if isinstance(default, Section) else None
         there = setting.section is not None and default is not None
-        text = "" if there else "required" if default is REQUIRED else show(default)
+        text = "" if there else "required" if default is REQUIRED else format_value(default)
         flag = setting.flag if flags is None else _flag(flags.get(name, ""))
-        yield Row(prefix + name, setting, text, flag, flag.heading or heading)
+        yield SettingRow(prefix + name, setting, text, flag, flag.heading or heading)
         if setting.section:
             of_section = setting.flags if flags is None else {}
-            yield from rows(setting.section, f"{prefix}{name}.", inner, of_section, heading)
+            yield from setting_rows(setting.section, f"{prefix}{name}.", inner, of_section, heading)
 
 
 def changed_settings(section: Section, prefix: str = "", default: Section | None = None) -> Iterator[tuple[str, Any]]:
@@ -405,7 +409,7 @@ class Section:
             except InvalidValue as error:
                 problems.append(Problem(name, str(error)))
         vars(self).update(known)
-        problems += problems_between(partial_section(type(self), known))
+        problems += section_problems(partial_section(type(self), known))
         if problems:
             raise ConfigError(problems)
 
@@ -450,7 +454,7 @@ def _raise_unknown_value(section: Section) -> Any:
 def partial_section(cls: type[T], known: dict[str, Any]) -> T:
     """Make a section from the values in `known`, without checks. Its other values are missing or wrong.
 
-    `problems_between` can check the section later. It skips each check that reads an unknown value.
+    `section_problems` can check the section later. It skips each check that reads an unknown value.
     """
     unknown = {name: property(_raise_unknown_value) for name in settings(cls) if name not in known}
     section: Any = object.__new__(type(cls.__name__, (cls,), unknown) if unknown else cls)
@@ -458,7 +462,7 @@ def partial_section(cls: type[T], known: dict[str, Any]) -> T:
     return section
 
 
-def problems_between(section: Section, in_build: bool = False, sources: bool = True) -> list[Problem]:
+def section_problems(section: Section, in_build: bool = False, sources: bool = True) -> list[Problem]:
     """Run the checks of a section, but not those of nested sections. Some values of the section may be unknown.
 
     `in_build` adds the rules that apply only in `build`. `sources` adds those about rows and rewards (`source_check`).
@@ -478,14 +482,15 @@ def unused_setting_problems(section: Section, in_build: bool = False, sources: b
     """Report the settings that are changed but have no effect because of another setting (`only_with`).
 
     Settings in nested sections count too, and keys are relative to `section`. A setting with its default value is never
-    reported. `in_build` and `sources` add the needs that are declared with `in_build` and `is_source` (`Needs`).
+    reported. With `in_build` and `sources`, the needs that are declared with `in_build` and `is_source` count (see
+    `Needs`).
     """
     found = []
     for key, field, need in _needs_of(type(section)):
         if (need.in_build and not in_build) or (need.is_source and not sources):
             continue
         with suppress(_UnknownValue):
-            if not need.met_by(other := _value_at(section, need.key)):
+            if not need.is_met_by(other := _value_at(section, need.key)):
                 found += [
                     need.problem(name, value, other) for name, value in _changed_settings(section, key, field, need.key)
                 ]

@@ -36,22 +36,22 @@ def convert(value: Any, hint: Any) -> Any:
         if any(type(value) is type(choice) and value == choice for choice in arms):
             return value
         hint = did_you_mean(str(value), map(str, arms))
-        raise InvalidValue(f"is {show(value)}; expected one of {', '.join(map(show, arms))}{hint}")
+        raise InvalidValue(f"is {format_value(value)}; expected one of {', '.join(map(format_value, arms))}{hint}")
     if origin is list:
         if not isinstance(value, (list, tuple)):
-            raise InvalidValue(f"is {show(value)}; a list is expected: [{show(value)}]")
+            raise InvalidValue(f"is {format_value(value)}; a list is expected: [{format_value(value)}]")
         return [_convert_element(element, position, arms[0]) for position, element in enumerate(value)]
     if origin is dict:
         if not isinstance(value, dict):
-            raise InvalidValue(f"is {show(value)}; a mapping of names is expected")
+            raise InvalidValue(f"is {format_value(value)}; a mapping of names is expected")
         return {str(name): _convert_element(element, name, arms[1]) for name, element in value.items()}
     if hint is float and not isinstance(value, bool) and isinstance(value, (int, float, str)):
         try:
             number = float(value)
         except (ValueError, OverflowError):
-            raise InvalidValue(f"is {show(value)}; a number is expected") from None
+            raise InvalidValue(f"is {format_value(value)}; a number is expected") from None
         if not math.isfinite(number):
-            raise InvalidValue(f"is {show(value)}; a finite number is expected")
+            raise InvalidValue(f"is {format_value(value)}; a finite number is expected")
         return number
     if hint is str and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -59,7 +59,7 @@ def convert(value: Any, hint: Any) -> Any:
         raise InvalidValue(f"{problem}; whole characters are expected")
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise InvalidValue(f"is {show(value)}; {_EXPECTED.get(hint, f'a {hint.__name__} is expected')}")
+    raise InvalidValue(f"is {format_value(value)}; {_EXPECTED.get(hint, f'a {hint.__name__} is expected')}")
 
 
 _EXPECTED = {
@@ -82,7 +82,7 @@ def _convert_union(value: Any, hint: Any, arms: tuple[Any, ...]) -> Any:
         except InvalidValue as error:
             messages.append(str(error))
     if len(messages) > 1:
-        raise InvalidValue(f"is {show(value)}; expected {type_in_words(hint)}")
+        raise InvalidValue(f"is {format_value(value)}; expected {type_in_words(hint)}")
     ends = type(None) not in arms or messages[0].endswith(", or null")
     raise InvalidValue(messages[0] if ends else f"{messages[0]}, or null")
 
@@ -116,7 +116,7 @@ def _truncated_value(value: Any, left: list[int]) -> Any:
     return value
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value in YAML-like notation: null, true, 'text', 1e-06. More than 80 characters are cut off."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -28,7 +28,7 @@ def reward_functions(config: RewardConfig, given: Given | None = None) -> list[R
     functions that cannot be found or pickled, and files, packages or features that this machine lacks.
     """
     if given is None:
-        return _from_settings(config)
+        return _functions_from_settings(config)
     functions: list[Any] = list(given) if isinstance(given, list | tuple) else [given]
     if not functions:
         raise ConfigError("reward_fn is an empty list; expected a function of one record, or several")
@@ -37,13 +37,13 @@ def reward_functions(config: RewardConfig, given: Given | None = None) -> list[R
             raise ConfigError(f"reward_fn is {function!r}; expected a function of one record, or a list of them")
     names = _check_unique([function_name(function) for function in functions])
     codes = [_pickle_function(function, name) for function, name in zip(functions, names, strict=True)]
-    return _with_weights(config, codes, names if isinstance(given, list | tuple) else [""])
+    return _weighted_functions(config, codes, names if isinstance(given, list | tuple) else [""])
 
 
-def shown_names(config: RewardConfig, given: Given | None = None) -> str:
+def joined_names(config: RewardConfig, given: Given | None = None) -> str:
     """Return the names of the reward functions joined by " + ", for messages."""
     if given is None:
-        return " + ".join(config.functions)
+        return " + ".join(config.function_names)
     return " + ".join(map(function_name, given if isinstance(given, list | tuple) else [given]))
 
 
@@ -52,10 +52,10 @@ def function_name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _from_settings(config: RewardConfig) -> list[RewardFunction]:
+def _functions_from_settings(config: RewardConfig) -> list[RewardFunction]:
     if config.fn is None:
         raise ConfigError(Problem(KEY, "is null, and no function was given; set it, or pass reward_fn="))
-    specs = config.functions
+    specs = config.function_names
     codes, problems = [], []
     for spec in specs:
         try:
@@ -64,7 +64,7 @@ def _from_settings(config: RewardConfig) -> list[RewardFunction]:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return _with_weights(config, codes, [""] if isinstance(config.fn, str) else part_names(specs))
+    return _weighted_functions(config, codes, [""] if isinstance(config.fn, str) else part_names(specs))
 
 
 def _resolve_spec(config: RewardConfig, spec: str) -> str | Reward:
@@ -100,7 +100,7 @@ def _check_unique(names: list[str]) -> list[str]:
     return names
 
 
-def _with_weights(
+def _weighted_functions(
     config: RewardConfig, codes: Sequence[str | bytes | Reward], names: Sequence[str]
 ) -> list[RewardFunction]:
     weights = [1.0] * len(codes) if config.weights is None else config.weights

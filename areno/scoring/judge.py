@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from areno import heartbeat
-from areno.config.judge import ANSWERS, JudgeConfig, fields_of
+from areno.config.judge import ANSWERS, JudgeConfig, template_fields
 from areno.data.chat_template import END_THINK, Prompt
 from areno.errors import DataError, Key
-from areno.scoring.judge_readers import KEY, JudgeReader, Score, Verdict, WriteReplies, strip_reasoning
+from areno.scoring.judge_readers import KEY, JudgeBackend, Score, Verdict, WriteReplies, strip_reasoning
 from areno.scoring.pool import report_failures
 from areno.scoring.records import CompletionRecord, Record, reward_problem
 from areno.types import RewardOutcome
@@ -34,7 +34,7 @@ _LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
-class _JudgedAnswer:
+class _JudgedCompletion:
     """An answer without its reasoning, and the other values to fill into the judge's question."""
 
     text: str
@@ -71,7 +71,7 @@ class JudgeTask:
 
 def check_fields(config: JudgeConfig, row: Mapping[str, Any]) -> None:
     """Raise DataError if a row lacks a field that the judge's question uses."""
-    named = fields_of(config.question) - set(ANSWERS)
+    named = template_fields(config.question_template) - set(ANSWERS)
     if missing := [name for name in sorted(named) if row.get(name) is None]:
         text = "a row has no field {}, which the question of the judge names; add it to the dataset, or set {}"
         raise DataError(text, missing[0], Key(f"{KEY}.{'rubric' if config.template is None else 'template'}"))
@@ -83,19 +83,19 @@ class Judging(AbstractContextManager["Judging"]):
     Only samples of the same task are compared with each other.
     """
 
-    def __init__(self, config: JudgeConfig, reader: JudgeReader, task_of: Callable[[int], JudgeTask]):
+    def __init__(self, config: JudgeConfig, reader: JudgeBackend, task_of: Callable[[int], JudgeTask]):
         self._config, self._reader, self._task_of = config, reader, task_of
-        self._template = config.question
-        self._field_names = fields_of(self._template) - set(ANSWERS)
+        self._template = config.question_template
+        self._field_names = template_fields(self._template) - set(ANSWERS)
         self._worst = 0.0 if config.weight >= 0 else 1.0  # the score with the lowest reward
-        self._answers: dict[int, _JudgedAnswer] = {}
+        self._answers: dict[int, _JudgedCompletion] = {}
         self._asked: dict[str, Future[Verdict]] = {}
         self._verdicts: dict[tuple[int, ...], Future[Verdict]] = {}  # (number) or (first, second) -> verdict
 
     def add(self, records: Mapping[int, Record]) -> None:
         """Ask the judge about samples, which are given by number. This does not wait for the answers."""
         for number, record in records.items():
-            answer = self._answers[number] = self._answer_fields(record, self._task_of(number))
+            answer = self._answers[number] = self._judged_completion(record, self._task_of(number))
             if not self._config.compare:
                 if not self._is_refused(answer):
                     self._ask_judge((number,), {**answer.fields, "completion": answer.text})
@@ -105,10 +105,10 @@ class Judging(AbstractContextManager["Judging"]):
                     self._ask_judge((number, other), {**answer.fields, "first": answer.text, "second": theirs.text})
                     self._ask_judge((other, number), {**answer.fields, "first": theirs.text, "second": answer.text})
 
-    def _is_refused(self, answer: _JudgedAnswer) -> bool:
+    def _is_refused(self, answer: _JudgedCompletion) -> bool:
         return self._config.refuse_blank and answer.is_blank
 
-    def _opponents(self, number: int) -> list[tuple[int, _JudgedAnswer]]:
+    def _opponents(self, number: int) -> list[tuple[int, _JudgedCompletion]]:
         """Return (number, answer) of the samples with which a sample is compared, as far as they have arrived."""
         group, most, found = self._task_of(number).numbers, self._config.opponents, []
         own, n = group.index(number), len(group)
@@ -118,7 +118,7 @@ class Judging(AbstractContextManager["Judging"]):
                 found.append((other, self._answers[other]))
         return found
 
-    def _score_by_rule(self, first: _JudgedAnswer, second: _JudgedAnswer) -> float | None:
+    def _score_by_rule(self, first: _JudgedCompletion, second: _JudgedCompletion) -> float | None:
         """Return the score of the first of two answers if it is known without the judge, otherwise None."""
         if self._is_refused(first):
             return self._worst
@@ -132,7 +132,7 @@ class Judging(AbstractContextManager["Judging"]):
             self._asked[question] = self._reader.ask(question)
         self._verdicts[numbers] = self._asked[question]
 
-    def _answer_fields(self, record: Record, task: JudgeTask) -> _JudgedAnswer:
+    def _judged_completion(self, record: Record, task: JudgeTask) -> _JudgedCompletion:
         if isinstance(record, CompletionRecord):
             row, answer, rendered = record.asked.item.record, record.completion, record.rendered
         else:
@@ -142,19 +142,21 @@ class Judging(AbstractContextManager["Judging"]):
         prompt = task.prompt if isinstance(task.prompt, str) else _conversation_text(task.prompt)
         known = {**row, "solutions": record.solutions, "prompt": prompt}
         check_fields(self._config, known)
-        return _JudgedAnswer(strip_reasoning(answer), {name: _field_text(known[name]) for name in self._field_names})
+        return _JudgedCompletion(
+            strip_reasoning(answer), {name: _field_text(known[name]) for name in self._field_names}
+        )
 
     @property
     def n_open(self) -> int:
         """Number of questions that are in progress, without a verdict yet."""
         return sum(not future.done() for future in self._asked.values()) if self._reader.is_early else 0
 
-    def complete(self, score: Score, write: WriteReplies) -> None:
+    def answer_questions(self, score: Score, write: WriteReplies) -> None:
         """If the judge is a model of the run, let it answer the questions. With an endpoint, this does nothing."""
-        self._reader.complete(score, write)
+        self._reader.answer_questions(score, write)
 
-    def outcomes(self) -> dict[int, RewardOutcome]:
-        """Wait for all verdicts, and return the scores, from 0 to 1 and without weight. Call this after `complete`."""
+    def collect_outcomes(self) -> dict[int, RewardOutcome]:
+        """Wait for all verdicts, and return the scores, 0 to 1 without weight. Call `answer_questions` before."""
         slow, futures = SlowCallTimer(), list(self._asked.values())
         while wait(futures, _LOOK_S).not_done:
             heartbeat.beat()
@@ -225,7 +227,7 @@ def _judge_outcome(score: float, parts: Mapping[str, float]) -> RewardOutcome:
     return RewardOutcome(score, parts={PART: score, **_judge_parts(parts)})
 
 
-def add_judged(
+def add_judge_scores(
     records: Sequence[Record],
     outcomes: Sequence[RewardOutcome] | None,
     judged: Sequence[RewardOutcome],

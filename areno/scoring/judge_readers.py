@@ -1,4 +1,4 @@
-"""The two ways to ask a judge: `RoleReader` asks a model of the run, `EndpointReader` asks a server."""
+"""The two ways to ask a judge: `RoleJudge` asks a model of the run, `EndpointJudge` asks a server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Score = Callable[[Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 
 
 class WriteReplies(Protocol):
-    """Lets the judge, a model of the run, complete rows of token ids under a grammar."""
+    """Completes rows of token ids under a grammar with the judge, which is a model of the run."""
 
     def __call__(
         self, token_rows: Sequence[Sequence[int]], sampling_params: SamplingParams, *, grammar: str | None
@@ -63,19 +63,19 @@ class Verdict:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-class JudgeReader(Protocol):
-    """Answers the questions of a judge: at once if `is_early`, otherwise only when `complete` is called."""
+class JudgeBackend(Protocol):
+    """Answers the questions of a judge: at once if `is_early`, otherwise only when `answer_questions` is called."""
 
     is_early: bool
 
     def ask(self, question: str) -> Future[Verdict]: ...
 
-    def complete(self, score: Score, write: WriteReplies) -> None:
+    def answer_questions(self, score: Score, write: WriteReplies) -> None:
         """Answer all questions asked so far. `score` and `write` are functions that call the judge."""
         ...
 
 
-class RoleReader:
+class RoleJudge:
     """Lets a model of the run answer questions, by the probabilities of the labels or by replies in JSON."""
 
     is_early = False
@@ -96,7 +96,7 @@ class RoleReader:
         self._waiting.append((question, future))
         return future
 
-    def complete(self, score: Score, write: WriteReplies) -> None:
+    def answer_questions(self, score: Score, write: WriteReplies) -> None:
         """Answer the waiting questions, except those that are cancelled."""
         waiting, self._waiting = self._waiting, []
         futures, questions = [], []
@@ -164,8 +164,8 @@ class _JsonVerdicts:
         labels = [name.casefold() for name in self._config.label_names]
         found = []
         for said in decode_all(self._tokenizer, replies, skip_special_tokens=True):
-            verdict = _read_json(said, labels)
-            found.append(verdict if verdict.probabilities else _no_verdict(verdict, said, self._config))
+            verdict = _parse_json_verdict(said, labels)
+            found.append(verdict if verdict.probabilities else _failed_verdict(verdict, said, self._config))
         return found
 
 
@@ -203,7 +203,7 @@ def _label_shares(logprobs: np.ndarray) -> tuple[float, ...]:
     return tuple((shares / shares.sum()).tolist())
 
 
-class EndpointReader(AbstractContextManager["EndpointReader"]):
+class EndpointJudge(AbstractContextManager["EndpointJudge"]):
     """Sends questions to an OpenAI-compatible endpoint, many at the same time.
 
     Use it as a context manager, or call `close`. The requests run in the event loop of a daemon thread, which does not
@@ -252,9 +252,9 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def ask(self, question: str) -> Future[Verdict]:
-        return self._submit(self._verdict(question))
+        return self._submit(self._request_verdict(question))
 
-    def complete(self, score: Score, write: WriteReplies) -> None:
+    def answer_questions(self, score: Score, write: WriteReplies) -> None:
         """Do nothing, because `ask` has already sent each question."""
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    async def _verdict(self, question: str) -> Verdict:
+    async def _request_verdict(self, question: str) -> Verdict:
         """Ask a question as soon as fewer than `concurrency` are in progress. Exceptions become failed verdicts."""
         async with self._room:
             started = time.perf_counter()
@@ -305,7 +305,7 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
             if self._config.verdict == "json":
                 asked = f"Reply with JSON alone: {_EXAMPLE}."
             messages += [{"role": "assistant", "content": said or "..."}, {"role": "user", "content": asked}]
-        return _no_verdict(found, said, self._config)
+        return _failed_verdict(found, said, self._config)
 
     async def _request_reply(self, messages: list[dict[str, str]]) -> tuple[str, list[tuple[str, float]]]:
         """Return (text without reasoning, log-probabilities of the most likely first tokens) of the endpoint's reply.
@@ -359,24 +359,24 @@ class EndpointReader(AbstractContextManager["EndpointReader"]):
         model tends to begin with something else, such as reasoning. Then the label at the start of the text counts.
         """
         if self._config.verdict == "json":
-            return _read_json(said, self._labels)
+            return _parse_json_verdict(said, self._labels)
         parts = {}
         if top:
             logprobs = np.full(len(self._labels), -np.inf)
             for token, logprob in top:
-                if (index := self._label_of(token)) is not None:
+                if (index := self._label_index(token)) is not None:
                     logprobs[index] = np.logaddexp(logprobs[index], logprob)
             parts["label_mass"] = float(np.exp(logprobs).sum())
             if parts["label_mass"] >= _LEAST_MASS:
                 return Verdict(_label_shares(logprobs), parts={"unreadable": 0.0, **parts})
         return _verdict_of_label(said, self._labels, parts)
 
-    def _label_of(self, token: str) -> int | None:
+    def _label_index(self, token: str) -> int | None:
         """Return the index of the label that begins with a token, or with which the token begins."""
         start = token.strip().casefold()
         # At most one, since the labels differ in their first letter.
         begun = [index for index, label in enumerate(self._labels) if start and label.startswith(start)]
-        return begun[0] if begun else _first_label(start, self._labels)
+        return begun[0] if begun else _first_label_index(start, self._labels)
 
     def _error_line(self, error: Exception) -> str:
         """Return the message of an error as one line, with its cause and without the API key."""
@@ -403,7 +403,7 @@ def _parse_body(body: str) -> tuple[str, list[tuple[str, float]]]:
 _EXAMPLE = json_reply_text("...", "...")
 
 
-def _read_json(said: str, labels: Sequence[str]) -> Verdict:
+def _parse_json_verdict(said: str, labels: Sequence[str]) -> Verdict:
     """Return the verdict of a reply in JSON, which may have text around it."""
     try:
         text = str(json.loads(said[said.find("{") : said.rfind("}") + 1])[VERDICT])
@@ -412,22 +412,22 @@ def _read_json(said: str, labels: Sequence[str]) -> Verdict:
     return _verdict_of_label(text, labels, {})
 
 
-def _no_verdict(found: Verdict, said: str, config: JudgeConfig) -> Verdict:
+def _failed_verdict(found: Verdict, said: str, config: JudgeConfig) -> Verdict:
     """Return `found` with an error, for a reply `said` that contains no label."""
-    text = f"judge: the reply label_names none of {', '.join(config.label_names)}: {printable(said)[:_SHOWN_CHARS]!r}"
+    text = f"judge: the reply names none of {', '.join(config.label_names)}: {printable(said)[:_SHOWN_CHARS]!r}"
     if config.verdict == "labels":
         text += f"; a model that reasons first needs {KEY}.enable_thinking=false or {KEY}.verdict=json"
     return replace(found, status="error", message=text)
 
 
 def _verdict_of_label(text: str, labels: Sequence[str], parts: Mapping[str, float]) -> Verdict:
-    index = _first_label(text, labels)
+    index = _first_label_index(text, labels)
     if index is None:
         return Verdict(parts={"unreadable": 1.0, **parts})
     return Verdict(tuple(float(other == index) for other in range(len(labels))), parts={"unreadable": 0.0, **parts})
 
 
-def _first_label(text: str, labels: Sequence[str]) -> int | None:
+def _first_label_index(text: str, labels: Sequence[str]) -> int | None:
     """Return the index of the label with which a text begins. Quotes and asterisks before it are skipped."""
     labels = [label.strip() for label in labels]
     for marks in ("", "*\"'`(["):  # a label may itself begin with a mark

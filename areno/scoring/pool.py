@@ -23,7 +23,7 @@ from typing import Any
 from areno import heartbeat
 from areno.config.reward import RewardConfig
 from areno.errors import ArenoError, EngineError, Problem
-from areno.scoring.functions import KEY, Given, reward_functions, shown_names
+from areno.scoring.functions import KEY, Given, joined_names, reward_functions
 from areno.scoring.records import Record
 from areno.types import RewardOutcome, RewardRecord
 from areno.user_processes.pool import Failure, SlowCallTimer, WorkerPool, default_workers
@@ -57,7 +57,7 @@ class RewardPool(WorkerPool[RewardConfig]):
     def __init__(
         self, config: RewardConfig, function: Given | None = None, tracebacks: bool = False, n_devices: int = 0
     ):
-        super().__init__(config, shown_names(config, function), config.workers or default_workers(n_devices))
+        super().__init__(config, joined_names(config, function), config.workers or default_workers(n_devices))
         self._given, self._tracebacks = function, tracebacks
         self._has_answered = False
         self.call_s = math.inf  # the mean of the last step
@@ -68,17 +68,17 @@ class RewardPool(WorkerPool[RewardConfig]):
 
     def score(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
         """Score samples, and log the first failures. Raises ArenoError if no sample could be scored."""
-        outcomes = self.outcomes(records)
+        outcomes = self.compute_outcomes(records)
         report_failures(records, outcomes)
         if outcomes and all(outcome.value is None for outcome in outcomes):
             raise no_reward_error(outcomes)
         return outcomes
 
-    def outcomes(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
+    def compute_outcomes(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
         """Score samples. Failures are not logged."""
         with self.scoring() as scoring:
             scoring.add(dict(enumerate(records)))
-            return [scoring.outcomes()[position] for position in range(len(records))]
+            return [scoring.collect_outcomes()[position] for position in range(len(records))]
 
     def scoring(self) -> Scoring:
         """Return a context manager that scores samples in a thread, during the rollout. Only one may be open."""
@@ -109,15 +109,15 @@ class RewardPool(WorkerPool[RewardConfig]):
         text = "not scored: the {} calls before it had no answer within {:g} s (reward.timeout_s)"
         text = text.format(calls.n_unanswered, self.config.timeout_s)
         logger.warning("rewards: no answer for %s; giving up %d samples", _duration_text(quiet_s), calls.n_open)
-        self.drop_calls()
+        self.restart_busy_workers()
         calls.give_up(RewardOutcome(None, "timeout", text))
 
 
 class Scoring(AbstractContextManager["Scoring"]):
     """Scores samples in a thread as they arrive. The caller chooses a number for each sample.
 
-    Use it as a context manager. If the context ends before `outcomes` has returned, the remaining samples are not
-    scored. Methods raise ArenoError if scoring has failed, for example because a function cannot be loaded.
+    Use it as a context manager. If the context ends before `compute_outcomes` has returned, the remaining samples are
+    not scored. Methods raise ArenoError if scoring has failed, for example because a function cannot be loaded.
     """
 
     def __init__(self, pool: RewardPool):
@@ -136,16 +136,16 @@ class Scoring(AbstractContextManager["Scoring"]):
         self._added.extend(records.items())
         self._wake_thread()
 
-    def outcomes(self) -> dict[int, RewardOutcome]:
+    def collect_outcomes(self) -> dict[int, RewardOutcome]:
         """Wait until all samples are scored. After this call, no sample may be added."""
         self._is_last = True
         self._wake_thread()
-        self._watch(lambda: False, lambda: self._thread.join(_LOOK_S))
+        self._wait_until(lambda: False, lambda: self._thread.join(_LOOK_S))
         self._raise_error()
         return self._calls.outcomes
 
-    def _watch(self, is_over: Callable[[], bool], wait: Callable[[], None]) -> None:
-        """Call `wait` again and again until `is_over` returns True or the thread has ended."""
+    def _wait_until(self, is_over: Callable[[], bool], wait: Callable[[], None]) -> None:
+        """Call `wait_for_answers` again and again until `is_over` returns True or the thread has ended."""
         slow, turns = SlowCallTimer(), -1
         while self._thread.is_alive() and not is_over():
             wait()
@@ -156,12 +156,12 @@ class Scoring(AbstractContextManager["Scoring"]):
                 logger.info(self._pool.slow_scoring_text(self._calls, slow.elapsed_seconds))
 
     @property
-    def n_known(self) -> int:
+    def n_scored(self) -> int:
         return len(self._calls.outcomes)
 
     def wait_for_outcomes(self, numbers: Sequence[int]) -> list[RewardOutcome]:
         """Wait for the outcomes of some samples and return them. Other samples may still be added."""
-        self._watch(lambda: self.are_scored(numbers), lambda: time.sleep(_BATCH_WAIT_S))
+        self._wait_until(lambda: self.are_scored(numbers), lambda: time.sleep(_BATCH_WAIT_S))
         self._raise_error()
         return [self._calls.outcomes[number] for number in numbers]
 
@@ -197,7 +197,7 @@ class Scoring(AbstractContextManager["Scoring"]):
                 for _ in range(min(_MAX_CHUNK, len(self._added))):
                     calls.add(*self._added.popleft())
                 pool.send_calls(calls)
-                pool.wait(calls, self._wake, *([0.0] if self._added else []))
+                pool.wait_for_answers(calls, self._wake, *([0.0] if self._added else []))
                 pool.check_progress(calls)
                 self._turns += 1
                 if not self._added:
@@ -206,7 +206,7 @@ class Scoring(AbstractContextManager["Scoring"]):
             self._error = error
         finally:
             pool.call_s = calls.mean_call_s
-            pool.drop_calls()  # a late answer would count for one of the next samples
+            pool.restart_busy_workers()  # a late answer would count for one of the next samples
 
 
 class _ScoringCalls:
@@ -242,14 +242,14 @@ class _ScoringCalls:
         else:
             self.waiting.append(position)
 
-    def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
+    def record_answer(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
         """Record the answer (status, reward, message, parts of the reward) of a process, and the time that it took."""
         self.spans[position] = span
         self._busy_ns += span[1] - span[0]
         status, value, text, parts = answer
         self.record_outcome(position, RewardOutcome(value, status, text, parts))
 
-    def lost(self, worker: Worker, status: Failure, text: str) -> None:
+    def handle_lost_worker(self, worker: Worker, status: Failure, text: str) -> None:
         """Record a failure for the sample that crashed or blocked a process. Send the other samples of its chunk again.
 
         If a process with an async function dies, it is unknown which of its samples crashed it. All of them are then

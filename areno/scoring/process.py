@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from areno.errors import ArenoError, ConfigError, Problem, printable
 from areno.files.user_code import describe_error, get_user_function, load_module
 from areno.reward_fns.built_in import Reward
-from areno.scoring.records import Answer, verdict
-from areno.user_processes.process import MAX_TEXT, ForkedCopies, ForkReturned, event_loop, is_async, unpickle
+from areno.scoring.records import RewardReply, combine_results
+from areno.user_processes.process import MAX_TEXT, ForkedChildren, ForkReturned, is_async, new_event_loop, unpickle
 
 if TYPE_CHECKING:
     import asyncio
@@ -49,9 +49,9 @@ class RewardFunction:
 def serve(connection: Connection) -> None:
     """Load the functions (or raise ArenoError), and score records until the driver closes the connection (EOFError)."""
     functions, key, timeout_s, tracebacks = connection.recv()
-    copies = ForkedCopies(connection)
+    copies = ForkedChildren(connection)
     try:
-        with copies.user_code():
+        with copies.guard_user_code():
             loaded = _load_functions(functions, key)
     except ForkReturned as error:
         raise ConfigError(Problem(key, f"{functions[0].name or 'reward_fn'}: importing it {error}")) from error
@@ -117,7 +117,7 @@ class _Scorer:
     connection: Connection
     functions: list[_LoadedFunction]
     timeout_s: float
-    copies: ForkedCopies
+    copies: ForkedChildren
     tracebacks: bool
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class _Scorer:
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The event loop, created when it is first used."""
-        return event_loop(self.copies.exit_if_copy)
+        return new_event_loop(self.copies.exit_if_child)
 
     def score(self, chunk: Chunk) -> None:
         """Send an answer for each record as soon as it is scored. Async functions score concurrently."""
@@ -136,14 +136,14 @@ class _Scorer:
         for position, payload in chunk:
             try:
                 record = pickle.loads(payload)
-                with self.copies.user_code():
+                with self.copies.guard_user_code():
                     results = [self._awaited(function.call(record)) for function in self.functions]
                 answer = self._combine_results(results)
             except BaseException as error:
                 answer = self._answer_of_exception(error)
             self._send(position, answer)
 
-    def _send(self, position: int, answer: Answer) -> None:
+    def _send(self, position: int, answer: RewardReply) -> None:
         """Send an answer as a plain tuple. `connection.send` with an Answer would take twice as long."""
         self.connection.send_bytes(pickle.dumps((position, tuple(answer)), pickle.HIGHEST_PROTOCOL))
 
@@ -156,7 +156,7 @@ class _Scorer:
 
         async def call(payload: bytes) -> list[Any]:
             record = pickle.loads(payload)
-            with self.copies.user_code():
+            with self.copies.guard_user_code():
                 # Plain functions come first, so that no coroutine is left unawaited if a plain function raises.
                 in_order = sorted(self.functions, key=lambda function: function.is_async)
                 results = {function.name: function.call(record) for function in in_order}
@@ -182,18 +182,18 @@ class _Scorer:
 
         await asyncio.gather(*(score_one(position, payload) for position, payload in chunk))
 
-    def _combine_results(self, results: list[Any]) -> Answer:
-        return verdict([(f.name, f.weight, result) for f, result in zip(self.functions, results, strict=True)])
+    def _combine_results(self, results: list[Any]) -> RewardReply:
+        return combine_results([(f.name, f.weight, result) for f, result in zip(self.functions, results, strict=True)])
 
-    def _answer_of_exception(self, error: BaseException) -> Answer:
+    def _answer_of_exception(self, error: BaseException) -> RewardReply:
         if isinstance(error, ForkReturned):
-            return Answer("error", None, str(error))
+            return RewardReply("error", None, str(error))
         status = "timeout" if _is_timeout(error) else "error"
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         path = next((f.path for f in self.functions if str(f.path) in files), None)
         if self.tracebacks:
-            return Answer(status, None, _traceback(error)[-_MAX_TRACEBACK_CHARS:])
-        return Answer(status, None, describe_error(error, path)[:MAX_TEXT])
+            return RewardReply(status, None, _traceback(error)[-_MAX_TRACEBACK_CHARS:])
+        return RewardReply(status, None, describe_error(error, path)[:MAX_TEXT])
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -103,7 +103,7 @@ _LARGEST = 3.4028234663852886e38  # the largest float32: training computes in fl
 _TOTAL = ("reward", "score")  # names of the reward in a dictionary; functions for verl return a score
 
 
-class Answer(NamedTuple):
+class RewardReply(NamedTuple):
     """The outcome for a sample, as a reward process sends it to the driver."""
 
     status: str  # "ok", "error", "timeout" or "not_finite"
@@ -112,11 +112,11 @@ class Answer(NamedTuple):
     parts: dict[str, float] = {}  # noqa: RUF012  # never changed
 
 
-class NotFinite(ValueError):
+class NonFiniteRewardError(ValueError):
     """Raised for a reward that is NaN, infinite or too large for float32."""
 
 
-def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
+def combine_results(results: Sequence[tuple[str, float, Any]]) -> RewardReply:
     """Combine the (name, weight, result) of all reward functions for a sample. The name "" marks the only function.
 
     A function returns a number, or a dictionary of named parts. The value of a dictionary is its entry "reward" (or
@@ -134,12 +134,12 @@ def verdict(results: Sequence[tuple[str, float, Any]]) -> Answer:
             parts |= {name: value} if name else {}
             parts |= {f"{name}/{part}" if name else part: number for part, number in inner.items()}
         if not values:
-            return Answer("error", None, "every function returned None; at least one has to give a reward")
-        return Answer("ok", reward_number(math.fsum(values), "the weighted sum is"), "", parts)
-    except NotFinite as error:
-        return Answer("not_finite", None, str(error))
+            return RewardReply("error", None, "every function returned None; at least one has to give a reward")
+        return RewardReply("ok", reward_number(math.fsum(values), "the weighted sum is"), "", parts)
+    except NonFiniteRewardError as error:
+        return RewardReply("not_finite", None, str(error))
     except Exception as error:  # __float__ may raise anything
-        return Answer("error", None, (str(error) or type(error).__name__)[:500])
+        return RewardReply("error", None, (str(error) or type(error).__name__)[:500])
 
 
 def _parse_result(result: Any, prefix: str) -> tuple[float, dict[str, float]]:
@@ -167,7 +167,7 @@ def reward_number(result: Any, prefix: str) -> float:
         raise TypeError(f"{prefix} {repr(result)[:40]} ({type(result).__name__}); a reward is a number")
     value = float(result)
     if problem := reward_problem(value):
-        raise NotFinite(f"{prefix} {problem}")
+        raise NonFiniteRewardError(f"{prefix} {problem}")
     return value
 
 

@@ -10,30 +10,30 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from areno.schema.values import show
+from areno.schema.values import format_value
 from areno.server.errors import ApiError
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 @dataclass(frozen=True)
-class PageGuard:
+class OriginGuard:
     hosts: frozenset[str] = field(default_factory=frozenset)  # further names that Host may have, with or without a port
     origins: frozenset[str] = field(default_factory=frozenset)  # of web pages, such as https://example.com
 
-    def check(self, request: web.Request) -> None:
+    def check_request(self, request: web.Request) -> None:
         host = request.headers.get("Host", "").lower()
         if not {host, _host_without_port(host)} & {*_LOCAL, *self.hosts}:
             known = ", ".join([*_LOCAL, *sorted(self.hosts)])
-            text = f"the header Host is {show(host)}; without an API key, only {known} are served (--allowed-hosts)"
-            raise ApiError(403, text)
+            text = f"the header Host is {format_value(host)}; without an API key, only {known} are served"
+            raise ApiError(403, f"{text} (--allowed-hosts)")
         origin = request.headers.get("Origin")
         if (
             origin is not None
             and origin not in self.origins
             and _host_without_port(origin.partition("://")[2]) not in _LOCAL
         ):
-            text = f"the header Origin is {show(origin)}; without an API key, web pages need --allowed-origins"
+            text = f"the header Origin is {format_value(origin)}; without an API key, web pages need --allowed-origins"
             raise ApiError(403, text)
 
     def cors_headers(self, request: web.Request) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from areno.server import response_bodies
-from areno.server.access import PageGuard
+from areno.server.access import OriginGuard
 from areno.server.chat import ChatCompletions
 from areno.server.completions import Completions
 from areno.server.errors import ApiError
@@ -27,8 +27,8 @@ from areno.server.json_bodies import decompress, read_json, too_large_error
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder, prompt_threads
 from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion
-from areno.server.sampling import Sampler
-from areno.server.threads import END_ANSWERS, Threads
+from areno.server.sampling import EngineClient
+from areno.server.threads import END_ANSWERS, ThreadPool
 
 logger = logging.getLogger("areno.server")
 T = TypeVar("T")
@@ -45,12 +45,12 @@ _CLIENT_GONE = 499  # the status in /metrics; nobody sees it otherwise
 class Server:
     chat: ChatCompletions
     completions: Completions
-    sampler: Sampler
+    sampler: EngineClient
     models: list[str]
     keys: list[str]  # a request to /v1 needs any of them; empty: none is needed
-    guard: PageGuard | None  # None: web pages may send requests
+    guard: OriginGuard | None  # None: web pages may send requests
     created: int  # seconds since the epoch
-    threads: Threads
+    threads: ThreadPool
 
     def __post_init__(self) -> None:
         self._handling: set[asyncio.Task[Any]] = set()  # handlers of requests in progress
@@ -62,23 +62,23 @@ class Server:
 
         With `AppRunner(..., handler_cancellation=True)`, a request ends when its client leaves.
         """
-        app = web.Application(client_max_size=self.sampler.limits.max_body, middlewares=[self._answer_errors])
-        app.on_shutdown.append(self._end_reading)
+        app = web.Application(client_max_size=self.sampler.limits.max_body, middlewares=[self._handle_errors])
+        app.on_shutdown.append(self._cancel_body_reads)
         app.on_response_prepare.append(self._add_headers)
-        app[END_ANSWERS] = self._end_answers
+        app[END_ANSWERS] = self._cancel_handlers
         self._is_shutting_down = self._is_over = False
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/v1/models/{name:.+}", self._model)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_get("/v1/models", self._list_models)
+        app.router.add_get("/v1/models/{name:.+}", self._get_model)
+        app.router.add_post("/v1/chat/completions", self._create_chat_completion)
+        app.router.add_post("/v1/completions", self._create_completion)
         return app
 
     # -- around every request --------------------------------------------------------------------------------------
 
     @web.middleware
-    async def _answer_errors(
+    async def _handle_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         metrics, path = self.sampler.metrics, request.match_info.route.resource
@@ -88,7 +88,7 @@ class Server:
         self._handling.add(task)
         try:
             self._check_key(request)
-            if (response := self._check_page(request)) is None:
+            if (response := self._check_origin(request)) is None:
                 with self._shutdown_as_error():
                     response = await handler(request)
             status = response.status
@@ -125,11 +125,11 @@ class Server:
             missing = "You didn't provide an API key; send it as Authorization: Bearer KEY"
             raise ApiError(401, "Incorrect API key provided" if given else missing, code="invalid_api_key")
 
-    def _check_page(self, request: web.Request) -> web.Response | None:
+    def _check_origin(self, request: web.Request) -> web.Response | None:
         """Return the answer to a CORS preflight request, else None. Raises ApiError 403 for a foreign page."""
         if self.guard is None or (self.keys and request.path.startswith("/v1/")):
             return None
-        self.guard.check(request)
+        self.guard.check_request(request)
         return self.guard.preflight_response(request)
 
     async def _add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -156,12 +156,12 @@ class Server:
             return body
         return await self.threads.run(lambda: decompress(body, encoding, self.sampler.limits.max_body))
 
-    async def _end_reading(self, app: web.Application) -> None:
+    async def _cancel_body_reads(self, app: web.Application) -> None:
         self._is_shutting_down = True
         for task in self._reading:
             task.cancel()
 
-    def _end_answers(self) -> None:
+    def _cancel_handlers(self) -> None:
         self._is_over = True
         for task in self._handling:
             task.cancel()
@@ -217,30 +217,32 @@ class Server:
         max_len = min(limits.context_len, limits.kv_tokens)
         return {"id": name, "object": "model", "created": self.created, "owned_by": "areno", "max_model_len": max_len}
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _list_models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [self._model_object(name) for name in self.models]})
 
-    async def _model(self, request: web.Request) -> web.Response:
+    async def _get_model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
         self._check_model(name)
         return web.json_response(self._model_object(name))
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
         given = await self._read_and_parse(request, self._read_chat)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n):
-            chat = await self.chat.open(given)
+            chat = await self.chat.prepare(given)
             return await (
-                self._stream(request, chat.chunks()) if given.options.stream else _json_response(chat.answer())
+                self._stream(request, chat.chunks()) if given.options.stream else _json_response(chat.create_response())
             )
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
+    async def _create_completion(self, request: web.Request) -> web.StreamResponse:
         given = await self._read_and_parse(request, self._read_completion)
         self._check_model(given.model)
         with self.sampler.reserve(given.options.n * len(given.prompts)):
-            completion = await self.completions.open(given)
+            completion = await self.completions.prepare(given)
             stream = given.options.stream
-            return await (self._stream(request, completion.chunks()) if stream else _json_response(completion.answer()))
+            return await (
+                self._stream(request, completion.chunks()) if stream else _json_response(completion.create_response())
+            )
 
     async def _stream(self, request: web.Request, chunks: AsyncIterator[Any]) -> web.StreamResponse:
         """Send chunks as server-sent events. Before the first, an error becomes an error response, later an event."""
@@ -270,14 +272,14 @@ def _error_response(error: ApiError) -> web.Response:
 
 
 def build_server(
-    sampler: Sampler,
+    sampler: EngineClient,
     tokenizer: Any,
     *,
     models: list[str],
     keys: list[str],
     thinking: bool | None = None,
     session: str | None = None,
-    guard: PageGuard | None = None,
+    guard: OriginGuard | None = None,
 ) -> Server:
     """Build a server that answers with samples.
 

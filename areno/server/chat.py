@@ -1,7 +1,8 @@
 """The endpoint /v1/chat/completions.
 
-`ChatCompletions.open` builds the prompt tokens and the request to the engine. The methods `answer` and `chunks` of its
-result sample. Each finished turn is cached, so that the next turn of the conversation continues from the same tokens.
+`ChatCompletions.prepare` builds the prompt tokens and the request to the engine. The methods `create_response` and
+`chunks` of its result sample. Each finished turn is cached, so that the next turn of the conversation continues from
+the same tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from pydantic_core import to_json
 from areno.errors import ArenoError, DataError
 from areno.server import response_bodies
 from areno.server.detokenize import TextStream, TokenTextCache, TokenTextStream, special_ids
-from areno.server.errors import ApiError, PromptTooLong, bad_field
+from areno.server.errors import ApiError, PromptTooLong, invalid_field_error
 from areno.server.messages import read_messages
 from areno.server.parsers import MessageDelta, MessageStream, ToolCall, join_deltas
 from areno.server.parsers.message import END_THINK, THINK
-from areno.server.prompt_builder import Prompt, PromptBuilder, is_first_turn, template_names
+from areno.server.prompt_builder import EncodedPrompt, PromptBuilder, is_first_turn, template_names
 from areno.server.requests import ChatRequest
-from areno.server.returned_responses import message_digest, sampled_with
-from areno.server.sampling import Sampler
-from areno.server.threads import Threads
+from areno.server.returned_responses import message_digest, sampling_fields
+from areno.server.sampling import EngineClient
+from areno.server.threads import ThreadPool
 from areno.types import GenerationOutput, GenerationRequest, Message
 
 Json = dict[str, Any]
@@ -40,22 +41,22 @@ class ChatCompletions:
     tools.
     """
 
-    def __init__(self, prompts: PromptBuilder, sampler: Sampler, *, session: str | None = None):
+    def __init__(self, prompts: PromptBuilder, sampler: EngineClient, *, session: str | None = None):
         self.prompts, self.sampler = prompts, sampler
         self._session, self._enforces_calls = session, session is None
         tokenizer = prompts.tokenizer
-        self._grammars = Threads(1, "areno-grammars")  # one thread, since the compiler is not thread-safe
+        self._grammars = ThreadPool(1, "areno-grammars")  # one thread, since the compiler is not thread-safe
         self._texts = TokenTextCache(tokenizer)
         self._special = special_ids(tokenizer, keep={*prompts.parser.tags, THINK, END_THINK})
 
-    async def open(self, request: ChatRequest) -> _OpenChat:
+    async def prepare(self, request: ChatRequest) -> _OpenChat:
         """Prepare a request for sampling. Raises ApiError 400 if it cannot be served."""
         try:
             # The server caches checked requests, because the samples of a prompt begin with the same one.
             if (prompt := request.prompt()) is None:
                 template = self._template_variables(request)
                 with self.sampler.engine.batcher.expecting():
-                    prompt = await self.prompts.prompt_async(request.messages, request.tools, template)
+                    prompt = await self.prompts.build_prompt_async(request.messages, request.tools, template)
                 if is_first_turn(request.messages):
                     request.prompt = weakref.ref(prompt)
         except PromptTooLong as error:
@@ -96,12 +97,14 @@ class ChatCompletions:
             name, value = "reasoning_effort", effort
         if name not in known:
             allowed = "; only none is possible" if "enable_thinking" in known else ""
-            raise bad_field("reasoning_effort", f"is {effort}, which this model's chat template does not read{allowed}")
+            raise invalid_field_error(
+                "reasoning_effort", f"is {effort}, which this model's chat template does not read{allowed}"
+            )
         if request.template.get(name, value) != value:
-            raise bad_field("reasoning_effort", f"is {effort}, but chat_template_kwargs sets another {name}")
+            raise invalid_field_error("reasoning_effort", f"is {effort}, but chat_template_kwargs sets another {name}")
         return {**request.template, name: value}
 
-    def _grammar_text(self, request: ChatRequest, prompt: Prompt) -> str | None:
+    def _grammar_text(self, request: ChatRequest, prompt: EncodedPrompt) -> str | None:
         """Return the grammar that enforces `response_format` and `tool_choice`, or None if neither constrains."""
         from areno.server.output_grammars import Constraint, compile_grammar, reasoning_after
 
@@ -123,7 +126,7 @@ class ChatCompletions:
         return None if grammar is None else grammar.text
 
 
-def task_hash(messages: Sequence[Message], prompt: Prompt) -> int:
+def task_hash(messages: Sequence[Message], prompt: EncodedPrompt) -> int:
     """Return a 60-bit hash of the messages before the first answer. It is the same for all turns of a conversation."""
     n_before = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return int(prompt.keys[max(0, n_before - 1)][:15], 16)
@@ -142,7 +145,7 @@ def _with_conversation_size(error: ApiError, request: ChatRequest, tokens: Seque
 class _OpenChat:
     endpoint: ChatCompletions
     request: ChatRequest
-    prompt: Prompt
+    prompt: EncodedPrompt
     sampled: GenerationRequest
     hidden: frozenset[int]  # tokens without text in the answer: stop tokens and, by default, special tokens
 
@@ -151,7 +154,7 @@ class _OpenChat:
         options = self.request.options
         self.returns_tokens = self.endpoint._session is not None if options.token_ids is None else options.token_ids
 
-    async def answer(self) -> bytes:
+    async def create_response(self) -> bytes:
         n = self.request.options.n
         choices, outputs = list[_Choice](), list[Any]([None] * n)
         written, prompt = list[response_bodies.TokenFieldWriter](), b""
@@ -164,7 +167,7 @@ class _OpenChat:
                         prompt = to_json(self._prompt_field())
                 if self.returns_tokens:
                     written[output.sample].add(output)
-                choices[output.sample].take(output)
+                choices[output.sample].feed(output)
                 if output.finish_reason is not None:
                     outputs[output.sample] = output
         shown = [self._choice(index, output, choices[index]) for index, output in enumerate(outputs)]
@@ -182,12 +185,12 @@ class _OpenChat:
         message: Json = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
         message |= {name: value for name, value in choice.message().items() if value is not None}
         # Runs after the answers that are ready have been sent, and before a client can send the next turn.
-        asyncio.get_running_loop().call_soon(self.remember, output, message)
+        asyncio.get_running_loop().call_soon(self.cache_turn, output, message)
         logprobs = None if self.request.options.n_top is None else choice.logprobs()
         reason = self.finish_reason(output, choice.n_calls > 0)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
-    def remember(self, output: GenerationOutput, message: Json) -> None:
+    def cache_turn(self, output: GenerationOutput, message: Json) -> None:
         """Cache a finished turn with the message as the client got it."""
         sent_back = {name: value for name, value in message.items() if value is not None}
         if "tool_calls" in sent_back:
@@ -197,7 +200,7 @@ class _OpenChat:
                 name: sent_back[name] for name in ("content", "reasoning_content") if name in sent_back
             }
         ends = self.endpoint.sampler.stop_ids
-        self.endpoint.prompts.remember(self.prompt, output.tokens, ends, message, self.hidden)
+        self.endpoint.prompts.cache_turn(self.prompt, output.tokens, ends, message, self.hidden)
 
     def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
         """Return "stop", "length" or "tool_calls". As in OpenAI's API, a forced call ends with "stop"."""
@@ -220,7 +223,7 @@ class _OpenChat:
         return {
             "session": self.endpoint._session,
             "conversation": self.prompt.keys[-1],
-            **sampled_with(self.sampled.params),
+            **sampling_fields(self.sampled.params),
             "prompt_token_ids": self.prompt.tokens,
             "sources": self.prompt.sources,
         }
@@ -243,12 +246,12 @@ class _OpenChat:
         async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
             async for output in stream:
                 choice = choices[output.sample]
-                for delta in choice.take(output):
-                    yield chunk(output.sample, choice.delta(delta))
+                for delta in choice.feed(output):
+                    yield chunk(output.sample, choice.delta_body(delta))
                 if output.finish_reason is None:
                     continue
                 outputs[output.sample] = output
-                self.remember(output, choice.message())
+                self.cache_turn(output, choice.message())
                 last = chunk(output.sample, {}, self.finish_reason(output, choice.n_calls > 0))
                 is_whole = None not in outputs
                 yield last | (self._token_field(outputs, [one.message() for one in choices]) if is_whole else {})
@@ -275,7 +278,7 @@ class _Choice:
         self._deltas: list[MessageDelta] = []
         self.n_calls = 0
 
-    def take(self, output: GenerationOutput) -> list[MessageDelta]:
+    def feed(self, output: GenerationOutput) -> list[MessageDelta]:
         """Return the new message deltas. Text that later tokens may change is held back for a later call."""
         text, scored = self._decoder.decode(output)
         self.unreported += scored
@@ -301,7 +304,7 @@ class _Choice:
         message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
         return message | ({"tool_calls": calls} if calls else {})
 
-    def delta(self, delta: MessageDelta) -> Json:
+    def delta_body(self, delta: MessageDelta) -> Json:
         if delta.tool_call is not None:
             index = sum(one.tool_call is not None for one in self._deltas[: self._deltas.index(delta)])
             return {"tool_calls": [{"index": index, **_call_body(delta.tool_call)}]}

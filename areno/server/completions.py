@@ -1,7 +1,7 @@
 """The endpoint /v1/completions, which continues a text or token ids.
 
-Evaluation harnesses use it to score given texts with `echo` and `logprobs`. `Completions.open` encodes the prompts.
-The methods `answer` and `chunks` of its result sample their completions.
+Evaluation harnesses use it to score given texts with `echo` and `logprobs`. `Completions.prepare` encodes the prompts.
+The methods `create_response` and `chunks` of its result sample their completions.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from areno.server.detokenize import (
     TokenText,
     TokenTextCache,
     TokenTextStream,
-    n_partial,
+    n_partial_tokens,
     prompt_token_texts,
     special_ids,
 )
 from areno.server.errors import check_prompt_length
 from areno.server.requests import CompletionRequest
-from areno.server.sampling import Sampler
-from areno.server.threads import Threads
+from areno.server.sampling import EngineClient
+from areno.server.threads import ThreadPool
 from areno.types import GenerationOutput, GenerationRequest
 
 Json = dict[str, Any]
@@ -37,13 +37,13 @@ _LONG = 1000  # characters or tokens: encoding or decoding more takes over a mil
 
 
 class Completions:
-    def __init__(self, tokenizer: Any, sampler: Sampler, threads: Threads, *, returns_tokens: bool = False):
+    def __init__(self, tokenizer: Any, sampler: EngineClient, threads: ThreadPool, *, returns_tokens: bool = False):
         self._tokenizer, self._sampler, self._returns_tokens = tokenizer, sampler, returns_tokens
         self._threads = threads
         self._texts = TokenTextCache(tokenizer)
         self._special = special_ids(tokenizer)
 
-    async def open(self, request: CompletionRequest) -> _OpenCompletion:
+    async def prepare(self, request: CompletionRequest) -> _OpenCompletion:
         """Encode the prompts of a request. Raises ApiError 400 if one cannot be served."""
         scores_prompt = request.echo and request.options.n_top is not None
         is_large = sum(map(len, request.prompts)) > _LONG
@@ -73,22 +73,22 @@ class _OpenCompletion:
 
     def _decoder(self, number: int) -> response_bodies.SampleDecoder:
         prompt, endpoint = self._sampled[number].prompt, self._endpoint
-        n_whole = len(prompt) - self._n_partial(number)
+        n_whole = len(prompt) - self._n_partial_tokens(number)
         places = {"before": prompt[:n_whole], "partial": prompt[n_whole:]}
         stream = TextStream(endpoint._tokenizer, self._hidden, self._request.options.params.stop or (), **places)
         is_scored = self._request.options.n_top is not None
         token_texts = TokenTextStream(endpoint._texts, self._hidden, **places) if is_scored else None
         return response_bodies.SampleDecoder(stream, token_texts)
 
-    def _n_partial(self, number: int) -> int:
+    def _n_partial_tokens(self, number: int) -> int:
         """Return how many tokens at the end of a tokenized prompt form an incomplete character, 0 for a text prompt."""
         is_text = isinstance(self._request.prompts[number], str) or not self._request.wants_new
-        return 0 if is_text else n_partial(self._endpoint._tokenizer, self._sampled[number].prompt)
+        return 0 if is_text else n_partial_tokens(self._endpoint._tokenizer, self._sampled[number].prompt)
 
     def _echoed_texts(self, number: int) -> tuple[str, list[TokenText]]:
         """Return the text of a prompt. If log-probabilities are requested, also the text of each of its tokens."""
         given, tokens, endpoint = self._request.prompts[number], self._sampled[number].prompt, self._endpoint
-        whole = tokens[: len(tokens) - self._n_partial(number)]
+        whole = tokens[: len(tokens) - self._n_partial_tokens(number)]
         text = given if isinstance(given, str) else endpoint._tokenizer.decode(whole, skip_special_tokens=False)
         if self._request.options.n_top is None:
             return text, []
@@ -98,7 +98,7 @@ class _OpenCompletion:
         token_texts.feed(tokens)
         return text, token_texts.finish(len(text))
 
-    async def answer(self) -> bytes:
+    async def create_response(self) -> bytes:
         found = await _gather_or_cancel([self._endpoint._sampler.finished_outputs(one) for one in self._sampled])
         n_tokens = sum(len(one.prompt) for one in self._sampled) + sum(
             len(one.tokens) for all_ in found for one in all_
@@ -157,7 +157,7 @@ class _OpenCompletion:
             parts = [_StreamedChoice(self, number) for _ in range(options.n)]
             async with aclosing(self._endpoint._sampler.outputs(sampled)) as stream:  # type: ignore[type-var]
                 async for output in stream:
-                    for choice in parts[output.sample].take(output):
+                    for choice in parts[output.sample].feed(output):
                         yield {**base, "choices": [{"index": number * options.n + output.sample, **choice}]}
                     if output.finish_reason is not None:
                         done[output.sample] = output
@@ -172,7 +172,7 @@ class _StreamedChoice:
         self._decoder, self._offset = completion._decoder(number), 0
         self._echoes = completion._request.echo
 
-    def take(self, output: GenerationOutput) -> list[Json]:
+    def feed(self, output: GenerationOutput) -> list[Json]:
         """Return the new elements of `choices`, without their index. With `echo`, the first element is the prompt."""
         request, is_last = self._completion._request, output.finish_reason is not None
         choices = []

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from areno.data.encode import decode
-from areno.server.parsers.partial_text import partial_tag
+from areno.server.parsers.partial_text import partial_tag_start
 
 PART_OF_A_CHARACTER = "\ufffd"
 _MAX_BYTES = 4  # of a character in UTF-8
@@ -50,7 +50,7 @@ class TextStream:
         """Return the new text that later tokens cannot change. If `final`, no more tokens follow."""
         has_hidden = not self._hidden.isdisjoint(tokens)
         self._tokens += [token for token in tokens if token not in self._hidden] if has_hidden else tokens
-        return self._up_to_stop_string(self._new_text(final), final)
+        return self._cut_at_stop_string(self._new_text(final), final)
 
     def finish(self, tokens: Sequence[int] = ()) -> str:
         return self.feed(tokens, final=True)
@@ -89,7 +89,7 @@ class TextStream:
     def _decode(self, tokens: list[int]) -> str:
         return decode(self._tokenizer, tokens) if tokens else ""
 
-    def _up_to_stop_string(self, new: str, final: bool) -> str:
+    def _cut_at_stop_string(self, new: str, final: bool) -> str:
         """Return the text up to the first stop string. Unless `final`, hold back text that may begin a stop string."""
         if self.stopped:
             return ""
@@ -99,12 +99,12 @@ class TextStream:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)[1]]
-        certain = len(text) if final else partial_tag(text, self._stops)
+        certain = len(text) if final else partial_tag_start(text, self._stops)
         self._held = text[certain:]
         return text[:certain]
 
 
-def n_partial(tokenizer: Any, tokens: Sequence[int]) -> int:
+def n_partial_tokens(tokenizer: Any, tokens: Sequence[int]) -> int:
     """Return how many tokens at the end form an incomplete character."""
     tail = list(tokens[-_CONTEXT:])
     candidates = range(len(tail), max(len(tail) - _MAX_BYTES, 0), -1)
@@ -168,7 +168,7 @@ class TokenTextCache:
         is_spelled = all(character in _BYTES for character in name)
         return text, bytes(_BYTES[character] for character in name) if is_spelled else text.encode()
 
-    def key(self, token: int, is_first: bool, taken: Sequence[str] | dict[str, Any]) -> str:
+    def token_name(self, token: int, is_first: bool, taken: Sequence[str] | dict[str, Any]) -> str:
         r"""Return a name for a token, in vLLM's notation. The name is not in `taken`.
 
         It is the text, or "bytes:\xNN..." for a part of a character. If that is empty or taken, it is "token_id:N".
@@ -192,16 +192,16 @@ class TokenTextStream:
         self._stream = TextStream(texts.tokenizer, hidden, before=before, partial=partial)
         self._before, self._partial = list(before[-_KEPT:]), partial
         self._waiting: list[int] = []  # tokens whose text is not certain
-        self._known: list[TokenText] = []  # tokens not yet returned by `take`
+        self._known: list[TokenText] = []  # tokens not yet returned by `pop_tokens`
         self._n_taken = 0  # characters of the returned tokens
 
     def feed(self, tokens: Sequence[int]) -> None:
         self._waiting += tokens
         text = self._stream.feed(tokens)
         if self._stream.is_settled:
-            self._settle(text)
+            self._split_waiting(text)
 
-    def take(self, n_characters: int) -> list[TokenText]:
+    def pop_tokens(self, n_characters: int) -> list[TokenText]:
         """Return the next tokens whose text is completely within the first `n_characters` of the completion."""
         end, n = self._n_taken, 0
         while n < len(self._known) and end + len(self._known[n].text) <= n_characters:
@@ -211,15 +211,15 @@ class TokenTextStream:
 
     def finish(self, n_characters: int) -> list[TokenText]:
         """Return the remaining tokens. Cut the text to `n_characters`, as a stop string may begin inside a token."""
-        self._settle(self._stream.finish())
-        taken = self.take(n_characters)
+        self._split_waiting(self._stream.finish())
+        taken = self.pop_tokens(n_characters)
         for token_text in self._known:
             text = token_text.text[: n_characters - self._n_taken]
             self._n_taken += len(text)
             taken.append(token_text if text == token_text.text else TokenText(text, text.encode(), token_text.is_first))
         return taken
 
-    def _settle(self, text: str) -> None:
+    def _split_waiting(self, text: str) -> None:
         """Split `text`, the decoded text of all waiting tokens, into the text of each."""
         if self._waiting:
             found = self._split_by_bytes(self._waiting)

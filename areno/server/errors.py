@@ -55,7 +55,7 @@ class PromptTooLong(ApiError):
         super().__init__(400, f"{message}; shorten the prompt", param="prompt", code=CONTEXT_FULL)
 
 
-def bad_field(param: str | None, message: str) -> ApiError:
+def invalid_field_error(param: str | None, message: str) -> ApiError:
     """Return an error with status 400 about the field `param`, or about the whole body if `param` is None."""
     return ApiError(400, message if param is None else f"{param} {message}", param=param)
 
@@ -64,7 +64,7 @@ PIECE = 1 << 16  # characters that are encoded at once
 _OVERCOUNT = 8  # counting in pieces may overestimate, by less than 1/8
 
 
-def is_deeper(value: Any, max_depth: int) -> bool:
+def exceeds_depth(value: Any, max_depth: int) -> bool:
     level = [value]
     for _ in range(max_depth + 1):
         level = [one for one in level if isinstance(one, Mapping | list)]
@@ -74,7 +74,7 @@ def is_deeper(value: Any, max_depth: int) -> bool:
     return True
 
 
-def is_larger(value: Any, max_size: int) -> bool:
+def exceeds_size(value: Any, max_size: int) -> bool:
     """Return whether the number of nested values plus the number of characters in all strings exceeds `max_size`."""
     waiting = [value]
     while waiting:

@@ -9,99 +9,103 @@ from json.decoder import JSONArray, JSONObject  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
-from areno.data.row_schema import json_text_problem
+from areno.data.row_schema import json_value_problem
 from areno.errors import did_you_mean
-from areno.schema.values import show
-from areno.server.errors import ApiError, bad_field, is_deeper
+from areno.schema.values import format_value
+from areno.server.errors import ApiError, exceeds_depth, invalid_field_error
 
 _LONG_NAME = 80  # characters: a longer name gets no "did you mean"
 
 
-class Fields:
+class RequestFields:
     """One JSON object of a request. Each field is checked when it is read, and a null field counts as absent.
 
     `where` is the path of the object, such as "messages[0]". Getters return None for an absent field, and raise
-    ApiError 400 for a wrong one. Call `finish` after the last field.
+    ApiError 400 for a wrong one. Call `reject_unread` after the last field.
     """
 
     def __init__(self, values: Any, where: str = ""):
         if not isinstance(values, Mapping):
-            raise bad_field(where or None, f"is {show(values)}; a JSON object is expected")
+            raise invalid_field_error(where or None, f"is {format_value(values)}; a JSON object is expected")
         self._values = {name: value for name, value in values.items() if value is not None}
         self._where = f"{where}." if where else ""
         self._taken: set[str] = set()
 
-    def name(self, field: str) -> str:
+    def path(self, field: str) -> str:
         """Return the path of a field, such as "messages[0].role"."""
         return self._where + field
 
     def __contains__(self, field: str) -> bool:
         return field in self._values
 
-    def take(self, field: str, default: Any = None) -> Any:
+    def get(self, field: str, default: Any = None) -> Any:
         """Return a field without checking it."""
         self._taken.add(field)
         return self._values.get(field, default)
 
     def number(self, field: str, minimum: float, maximum: float) -> float | None:
-        value = self.take(field)
+        value = self.get(field)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= maximum:
-            raise bad_field(self.name(field), f"is {show(value)}; a number from {minimum:g} to {maximum:g} is expected")
+            raise invalid_field_error(
+                self.path(field), f"is {format_value(value)}; a number from {minimum:g} to {maximum:g} is expected"
+            )
         return float(value)
 
     def integer(self, field: str, minimum: int, maximum: int) -> int | None:
-        value = self.take(field)
+        value = self.get(field)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-            raise bad_field(
-                self.name(field), f"is {show(value)}; a whole number from {minimum} to {maximum} is expected"
+            raise invalid_field_error(
+                self.path(field), f"is {format_value(value)}; a whole number from {minimum} to {maximum} is expected"
             )
         return value
 
     def flag(self, field: str, default: bool = False) -> bool:
-        value = self.take(field)
+        value = self.get(field)
         if value is not None and not isinstance(value, bool):
-            raise bad_field(self.name(field), f"is {show(value)}; true or false is expected")
+            raise invalid_field_error(self.path(field), f"is {format_value(value)}; true or false is expected")
         return default if value is None else value
 
     def text(self, field: str) -> str | None:
-        value = self.take(field)
+        value = self.get(field)
         if value is None:
             return None
         if not isinstance(value, str):
-            raise bad_field(self.name(field), f"is {show(value)}; a string is expected")
-        if problem := json_text_problem(value):
-            raise bad_field(self.name(field), problem)
+            raise invalid_field_error(self.path(field), f"is {format_value(value)}; a string is expected")
+        if problem := json_value_problem(value):
+            raise invalid_field_error(self.path(field), problem)
         return value
 
     def choice(self, field: str, choices: Collection[str]) -> str | None:
         value = self.text(field)
         if value is not None and value not in choices:
-            raise bad_field(self.name(field), f"is {show(value)}; expected one of {', '.join(choices)}")
+            raise invalid_field_error(
+                self.path(field), f"is {format_value(value)}; expected one of {', '.join(choices)}"
+            )
         return value
 
-    def items(self, field: str, max_items: int) -> list[Any] | None:
+    def array(self, field: str, max_items: int) -> list[Any] | None:
         """Return a list whose elements are not checked."""
-        value = self.take(field)
+        value = self.get(field)
         if value is None:
             return None
         if not isinstance(value, list):
-            raise bad_field(self.name(field), f"is {show(value)}; a list is expected")
+            raise invalid_field_error(self.path(field), f"is {format_value(value)}; a list is expected")
         if len(value) > max_items:
-            raise bad_field(self.name(field), f"has {len(value)} elements; at most {max_items} are allowed")
+            raise invalid_field_error(self.path(field), f"has {len(value)} elements; at most {max_items} are allowed")
         return value
 
-    def finish(self, ignored: Collection[str] = (), unsupported: Collection[str] = ()) -> None:
+    def reject_unread(self, ignored: Collection[str] = (), unsupported: Collection[str] = ()) -> None:
         """Reject fields that were not read. `unsupported` fields are part of OpenAI's API, and their error says so."""
         for field in self._values.keys() - self._taken - set(ignored):
             if field in unsupported:
-                raise bad_field(self.name(field), "is not supported by this server")
+                raise invalid_field_error(self.path(field), "is not supported by this server")
             similar = did_you_mean(field, self._taken | set(ignored)) if len(field) < _LONG_NAME else ""
-            message = f"Unrecognized request argument supplied: {self.name(field)}{similar}"
-            raise ApiError(400, message, param=self.name(field))
+            message = f"Unrecognized request argument supplied: {self.path(field)}{similar}"
+            raise ApiError(400, message, param=self.path(field))
 
 
 MAX_DEPTH = 128  # of nested lists and objects in a request, so that recursive functions can read it
@@ -144,7 +148,7 @@ def read_json(body: bytes) -> Any:
         raise _too_deep_error() from None
     except ValueError as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    if is_deeper(value, MAX_DEPTH):
+    if exceeds_depth(value, MAX_DEPTH):
         raise _too_deep_error()
     return value
 

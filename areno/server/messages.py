@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.data.messages import decoded_arguments
-from areno.data.row_schema import json_text_problem
-from areno.schema.values import show
-from areno.server.errors import bad_field, is_larger
-from areno.server.json_bodies import Fields
+from areno.data.row_schema import json_value_problem
+from areno.schema.values import format_value
+from areno.server.errors import exceeds_size, invalid_field_error
+from areno.server.json_bodies import RequestFields
 from areno.types import Message
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -36,24 +36,24 @@ Tool = dict[str, Any]
 def read_messages(given: list[Any] | None) -> list[Message]:
     """Check messages, and convert them for the chat template: contents to text or text parts, arguments to objects."""
     if not given:
-        raise bad_field("messages", "is missing or empty; a list of messages is expected")
+        raise invalid_field_error("messages", "is missing or empty; a list of messages is expected")
     return [_read_message(message, f"messages[{number}]") for number, message in enumerate(given)]
 
 
 def _read_message(given: Any, where: str) -> Message:
-    fields = Fields(given, where)
+    fields = RequestFields(given, where)
     role = fields.choice("role", _ROLES)
     if role is None:
-        raise bad_field(f"{where}.role", "is missing")
+        raise invalid_field_error(f"{where}.role", "is missing")
     message: Message = {"role": role}
-    content = _read_content(fields.take("content"), f"{where}.content")
+    content = _read_content(fields.get("content"), f"{where}.content")
     calls = [
-        _read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(fields.items("tool_calls", 1024) or [])
+        _read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(fields.array("tool_calls", 1024) or [])
     ]
-    if (call := fields.take("function_call")) is not None:  # the earlier form of tool_calls
+    if (call := fields.get("function_call")) is not None:  # the earlier form of tool_calls
         calls = calls or [_read_call({"function": call}, where)]
     if content is None and not calls and role != "assistant":
-        raise bad_field(f"{where}.content", "is missing; text is expected")
+        raise invalid_field_error(f"{where}.content", "is missing; text is expected")
     message["content"] = content or ""
     # Servers use two names for reasoning, and clients send messages back as they got them.
     reasoning = fields.text("reasoning_content") or fields.text("reasoning")
@@ -61,14 +61,16 @@ def _read_message(given: Any, where: str) -> Message:
         message["reasoning_content"] = reasoning
     if calls:
         if role != "assistant":
-            raise bad_field(f"{where}.tool_calls", "is for messages of the assistant")
+            raise invalid_field_error(f"{where}.tool_calls", "is for messages of the assistant")
         message["tool_calls"] = calls
     for field in ("name", "tool_call_id"):
         if (value := fields.text(field)) is not None:
             message[field] = value
     if role == "tool" and "tool_call_id" not in message:
-        raise bad_field(f"{where}.tool_call_id", "is missing; the id of the call that is answered is expected")
-    fields.finish(ignored=("refusal", "annotations", "audio"))
+        raise invalid_field_error(
+            f"{where}.tool_call_id", "is missing; the id of the call that is answered is expected"
+        )
+    fields.reject_unread(ignored=("refusal", "annotations", "audio"))
     return message
 
 
@@ -81,73 +83,81 @@ def _read_content(value: Any, where: str) -> str | list[Any] | None:
         for number, part in enumerate(value):
             if not isinstance(part, Mapping) or part.get("type") not in ("text", "refusal"):
                 kind = part.get("type") if isinstance(part, Mapping) else part
-                raise bad_field(f"{where}[{number}]", f"is of type {show(kind)}; this server takes text only")
+                raise invalid_field_error(
+                    f"{where}[{number}]", f"is of type {format_value(kind)}; this server takes text only"
+                )
             piece = part.get(part["type"])
             if not isinstance(piece, str):
-                raise bad_field(f"{where}[{number}].{part['type']}", f"is {show(piece)}; a string is expected")
+                raise invalid_field_error(
+                    f"{where}[{number}].{part['type']}", f"is {format_value(piece)}; a string is expected"
+                )
             parts.append({"type": "text", "text": piece})
         text = parts[0]["text"] if len(parts) == 1 else parts
     else:
-        raise bad_field(where, f"is {show(value)}; text is expected")
-    if text is not None and (problem := json_text_problem(text)):
-        raise bad_field(where, problem)
+        raise invalid_field_error(where, f"is {format_value(value)}; text is expected")
+    if text is not None and (problem := json_value_problem(text)):
+        raise invalid_field_error(where, problem)
     return text
 
 
 def _read_call(given: Any, where: str) -> dict[str, Any]:
-    fields = Fields(given, where)
-    function = Fields(fields.take("function"), f"{where}.function")
-    name, arguments = function.text("name"), function.take("arguments")
+    fields = RequestFields(given, where)
+    function = RequestFields(fields.get("function"), f"{where}.function")
+    name, arguments = function.text("name"), function.get("arguments")
     if not name:
-        raise bad_field(f"{where}.function.name", "is missing; a string is expected")
-    function.finish()
+        raise invalid_field_error(f"{where}.function.name", "is missing; a string is expected")
+    function.reject_unread()
     call: dict[str, Any] = {
         "type": "function",
         "function": {"name": name, "arguments": _read_arguments(arguments, where)},
     }
     if (call_id := fields.text("id")) is not None:
         call["id"] = call_id
-    fields.finish(ignored=("type", "index"))
+    fields.reject_unread(ignored=("type", "index"))
     return call
 
 
 def _read_arguments(value: Any, where: str) -> Any:
-    if is_larger(value, MAX_SCHEMA):
-        raise bad_field(f"{where}.function.arguments", TOO_LARGE)
-    if isinstance(value, str) and (problem := json_text_problem(value)):
-        raise bad_field(f"{where}.function.arguments", problem)
+    if exceeds_size(value, MAX_SCHEMA):
+        raise invalid_field_error(f"{where}.function.arguments", TOO_LARGE)
+    if isinstance(value, str) and (problem := json_value_problem(value)):
+        raise invalid_field_error(f"{where}.function.arguments", problem)
     if value is not None and not isinstance(value, str | Mapping):
-        raise bad_field(f"{where}.function.arguments", f"is {show(value)}; JSON as a string is expected")
+        raise invalid_field_error(
+            f"{where}.function.arguments", f"is {format_value(value)}; JSON as a string is expected"
+        )
     return decoded_arguments(dict(value) if isinstance(value, Mapping) else value)
 
 
 def read_tools(given: list[Any] | None) -> list[Tool]:
-    if is_larger(given, MAX_SCHEMA):
-        raise bad_field("tools", TOO_LARGE)
+    if exceeds_size(given, MAX_SCHEMA):
+        raise invalid_field_error("tools", TOO_LARGE)
     tools = [_read_tool(tool, f"tools[{number}]") for number, tool in enumerate(given or [])]
     for name, n in Counter(map(_tool_name, tools)).items():
         if n > 1:
-            raise bad_field("tools", f"has two functions named {show(name)}")
+            raise invalid_field_error("tools", f"has two functions named {format_value(name)}")
     return tools
 
 
 def _read_tool(given: Any, where: str) -> Tool:
-    fields = Fields(given, where)
+    fields = RequestFields(given, where)
     if fields.choice("type", ("function",)) is None:
-        raise bad_field(f"{where}.type", "is missing; function is expected")
-    function = Fields(fields.take("function"), f"{where}.function")
+        raise invalid_field_error(f"{where}.type", "is missing; function is expected")
+    function = RequestFields(fields.get("function"), f"{where}.function")
     name = function.text("name")
     if not name or len(name) > 64 or not _NAME.issuperset(name):
-        found = show(name) if name else "missing"
-        raise bad_field(f"{where}.function.name", f"is {found}; 1 to 64 letters, digits, - and _ are expected")
+        found = format_value(name) if name else "missing"
+        raise invalid_field_error(
+            f"{where}.function.name", f"is {found}; 1 to 64 letters, digits, - and _ are expected"
+        )
     function.text("description")
-    parameters = function.take("parameters")
+    parameters = function.get("parameters")
     if parameters is not None:
         _check_schema(parameters, f"{where}.function.parameters", is_root=True)
-    function.finish(ignored=("strict",))
-    fields.finish()
-    if problem := json_text_problem(given):
-        raise bad_field(where, problem)
+    function.reject_unread(ignored=("strict",))
+    fields.reject_unread()
+    if problem := json_value_problem(given):
+        raise invalid_field_error(where, problem)
     return given
 
 
@@ -159,21 +169,23 @@ def _check_schema(schema: Any, where: str, is_root: bool = False) -> None:
     if isinstance(schema, bool) and not is_root:
         return
     if not isinstance(schema, Mapping):
-        raise bad_field(where, f"is {show(schema)}; a JSON schema is expected")
+        raise invalid_field_error(where, f"is {format_value(schema)}; a JSON schema is expected")
     kinds = schema.get("type")
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind is not None and kind not in _KINDS:
-            raise bad_field(f"{where}.type", f"is {show(kind)}; expected one of {', '.join(_KINDS)}")
+            raise invalid_field_error(f"{where}.type", f"is {format_value(kind)}; expected one of {', '.join(_KINDS)}")
     if is_root and schema and kinds not in ("object", None):
-        raise bad_field(f"{where}.type", f"is {show(kinds)}; the arguments of a function are an object")
+        raise invalid_field_error(
+            f"{where}.type", f"is {format_value(kinds)}; the arguments of a function are an object"
+        )
     properties = schema.get("properties", {})
     if not isinstance(properties, Mapping):
-        raise bad_field(f"{where}.properties", f"is {show(properties)}; an object is expected")
+        raise invalid_field_error(f"{where}.properties", f"is {format_value(properties)}; an object is expected")
     for name, inner in properties.items():
         _check_schema(inner, f"{where}.properties.{name}")
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise bad_field(f"{where}.required", f"is {show(required)}; a list of names is expected")
+        raise invalid_field_error(f"{where}.required", f"is {format_value(required)}; a list of names is expected")
 
 
 @dataclass(frozen=True)
@@ -188,36 +200,38 @@ def read_tool_choice(value: Any, tools: list[Tool]) -> ToolChoice:
         return ToolChoice(tools)
     if isinstance(value, str):
         if value not in ("none", "auto", "required"):
-            raise bad_field("tool_choice", f"is {show(value)}; none, auto, required or a function is expected")
+            raise invalid_field_error(
+                "tool_choice", f"is {format_value(value)}; none, auto, required or a function is expected"
+            )
         if value == "required" and not tools:
-            raise bad_field("tool_choice", "is required, but there are no tools")
+            raise invalid_field_error("tool_choice", "is required, but there are no tools")
         return ToolChoice([] if value == "none" else tools, value == "required")
-    fields = Fields(value, "tool_choice")
+    fields = RequestFields(value, "tool_choice")
     kind = fields.choice("type", ("function", "allowed_tools"))
     if kind != "allowed_tools":
-        name = _named_tool(fields, tools)
+        name = _read_tool_name(fields, tools)
         return ToolChoice([tool for tool in tools if _tool_name(tool) == name], True, name)
-    allowed = Fields(fields.take("allowed_tools"), "tool_choice.allowed_tools")
-    fields.finish()
-    mode, given = allowed.choice("mode", ("auto", "required")), allowed.items("tools", 1024)
-    allowed.finish()
+    allowed = RequestFields(fields.get("allowed_tools"), "tool_choice.allowed_tools")
+    fields.reject_unread()
+    mode, given = allowed.choice("mode", ("auto", "required")), allowed.array("tools", 1024)
+    allowed.reject_unread()
     if mode is None or not given:
         missing = "mode" if mode is None else "tools"
-        raise bad_field(f"tool_choice.allowed_tools.{missing}", "is missing or empty")
+        raise invalid_field_error(f"tool_choice.allowed_tools.{missing}", "is missing or empty")
     where = "tool_choice.allowed_tools.tools"
-    entries = [Fields(entry, f"{where}[{number}]") for number, entry in enumerate(given)]
+    entries = [RequestFields(entry, f"{where}[{number}]") for number, entry in enumerate(given)]
     for entry in entries:
         entry.choice("type", ("function",))
-    names = {_named_tool(entry, tools) for entry in entries}
+    names = {_read_tool_name(entry, tools) for entry in entries}
     return ToolChoice([tool for tool in tools if _tool_name(tool) in names], mode == "required")
 
 
-def _named_tool(fields: Fields, tools: list[Tool]) -> str:
-    function = Fields(fields.take("function"), fields.name("function"))
+def _read_tool_name(fields: RequestFields, tools: list[Tool]) -> str:
+    function = RequestFields(fields.get("function"), fields.path("function"))
     name = function.text("name")
-    fields.finish()
+    fields.reject_unread()
     if name is None or name not in map(_tool_name, tools):
-        raise bad_field(function.name("name"), f"is {show(name)}, which is none of the tools")
+        raise invalid_field_error(function.path("name"), f"is {format_value(name)}, which is none of the tools")
     return name
 
 

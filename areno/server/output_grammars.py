@@ -14,10 +14,10 @@ from typing import Any, Literal
 from areno.data.chat_template import opens_reasoning
 from areno.engine.decoder.grammar import MAX_GRAMMARS, Grammar, GrammarCompiler, GrammarState
 from areno.errors import GrammarError
-from areno.server.parsers.json_rules import JsonRules, Style
-from areno.server.parsers.lark import Lark
+from areno.server.parsers.json_rules import JsonRules, JsonStyle
+from areno.server.parsers.lark import LarkBuilder
 from areno.server.parsers.message import END_THINK, THINK, ToolCallParser
-from areno.server.parsers.schemas import Document, arguments_of
+from areno.server.parsers.schemas import SchemaDocument, arguments_schema
 
 __all__ = ["Constraint", "Grammar", "GrammarState", "Reasoning", "compile_grammar", "reasoning_after"]
 
@@ -46,21 +46,21 @@ class Constraint:
 
     def grammar(self, special_tokens: Mapping[str, int]) -> str | None:
         """Return the text of the grammar, or None if nothing is constrained. Raises GrammarError for a wrong field."""
-        lark = Lark(special_tokens)
-        return None if (answer := self.rules(lark)) is None else lark.grammar_text(answer)
+        lark = LarkBuilder(special_tokens)
+        return None if (answer := self.add_rules(lark)) is None else lark.grammar_text(answer)
 
     def key(self) -> str:
         how = [self.requires_call, self.parallel_tool_calls, self.parser.name, self.reasoning]
         return json.dumps([self.response_format, self.tools, how], default=repr)
 
-    def rules(self, lark: Lark) -> str | None:
+    def add_rules(self, lark: LarkBuilder) -> str | None:
         """Add the rules of the answer to a grammar and return their expression, or None if any text is allowed."""
         try:
-            return self._rules(lark)
+            return self._add_rules(lark)
         except RecursionError as error:
             raise GrammarError("the schema is nested too deeply for a grammar") from error
 
-    def _rules(self, lark: Lark) -> str | None:
+    def _add_rules(self, lark: LarkBuilder) -> str | None:
         document = self._schema()
         if document is None and not self.requires_call:
             return None
@@ -68,9 +68,9 @@ class Constraint:
         functions = self._functions() if has_calls else {}
         answers = []
         if document is not None and not self.requires_call:
-            answers.append(JsonRules(lark, document, Style(is_free=True)).root())
+            answers.append(JsonRules(lark, document, JsonStyle(is_free=True)).root())
         if has_calls:
-            answers.append(self.parser.call_grammar(lark, functions, many=self.parallel_tool_calls))
+            answers.append(self.parser.calls_rule(lark, functions, many=self.parallel_tool_calls))
         answer = answers[0] if len(answers) == 1 else f"({' | '.join(answers)})"
         for where, each in (("response_format", document), *functions.items()):
             if each is not None and each.relaxed:
@@ -84,18 +84,18 @@ class Constraint:
             )
         return answer
 
-    def _schema(self) -> Document | None:
+    def _schema(self) -> SchemaDocument | None:
         if self.response_format is None:
             return None
         if self.response_format["type"] == "json_object":
-            return Document({"type": "object"})
+            return SchemaDocument({"type": "object"})
         described = self.response_format["json_schema"]
-        return Document(described["schema"], bool(described.get("strict")))
+        return SchemaDocument(described["schema"], bool(described.get("strict")))
 
-    def _functions(self) -> dict[str, Document]:
+    def _functions(self) -> dict[str, SchemaDocument]:
         functions = [tool["function"] for tool in self.tools]
         return {
-            function["name"]: arguments_of(function.get("parameters") or {}, bool(function.get("strict")))
+            function["name"]: arguments_schema(function.get("parameters") or {}, bool(function.get("strict")))
             for function in functions
         }
 
@@ -133,8 +133,8 @@ def compile_grammar(
     if key in known:
         known.move_to_end(key)
         return compiler.compile(known[key])
-    lark = Lark(compiler.special_tokens(tokenizer))
-    if (answer := constraint.rules(lark)) is None:
+    lark = LarkBuilder(compiler.special_tokens(tokenizer))
+    if (answer := constraint.add_rules(lark)) is None:
         return None
     if missing := [text for text in lark.literals if not compiler.can_encode(text)]:
         raise GrammarError("the tokenizer cannot write {!r}, which the answer must contain", missing[0])

@@ -22,16 +22,16 @@ from typing import Any
 from areno.data.chat_template import opens_reasoning, render
 from areno.data.control_tokens import BREAK, control_tokens, warn_of_unknown_tokens
 from areno.data.messages import template_messages
-from areno.data.row_schema import json_text_problem
+from areno.data.row_schema import json_value_problem
 from areno.data.template_omissions import check_rendered
 from areno.data.turn_ends import turn_ends
 from areno.errors import DataError
-from areno.server.errors import PromptTooLong, check_prompt_length, is_larger
+from areno.server.errors import PromptTooLong, check_prompt_length, exceeds_size
 from areno.server.messages import conversation_keys, extended_key, template_inputs_key
 from areno.server.parsers import ParsedMessage, ToolCallParser
 from areno.server.parsers.message import END_THINK, THINK
-from areno.server.threads import Threads
-from areno.server.token_sources import SOURCE_OF_ROLE, Runs, Source, source_runs, token_digest
+from areno.server.threads import ThreadPool
+from areno.server.token_sources import SOURCE_OF_ROLE, Runs, TokenSource, source_runs, token_digest
 from areno.types import Message
 
 Key = tuple[str, str]  # of the tools and template variables, of the conversation
@@ -39,7 +39,7 @@ _Span = tuple[int, int, int]  # start and end in characters, source
 _ENTRY_OVERHEAD = 256  # tokens that take about as much memory as an entry without its tokens: 1 to 2 KB
 
 
-class TokenCache:
+class ConversationCache:
     """A thread-safe LRU cache. The size of an entry is its number of tokens, plus text characters / 8, plus 256."""
 
     def __init__(self, max_tokens: int):
@@ -77,7 +77,7 @@ _LARGE = 20_000  # characters of messages and tools: rendering them takes about 
 
 
 @dataclass
-class Prompt:
+class EncodedPrompt:
     """A rendered and encoded prompt.
 
     If a message contains the text of a special token, such as <|im_end|>, `text` has the random marker `BREAK` in it,
@@ -117,7 +117,7 @@ class _DraftPrompt:
 @dataclass
 class _Turn:
     tokenizer: Any
-    prompt: Prompt
+    prompt: EncodedPrompt
     tokens: list[int]
     ended: bool  # False: the turn was cut off
     hidden: frozenset[int] = frozenset()
@@ -139,12 +139,12 @@ class _Turn:
 class _PendingPrompt:
     """A prompt that a worker thread is building, and the number of requests that wait for it."""
 
-    task: asyncio.Task[Prompt]
+    task: asyncio.Task[EncodedPrompt]
     n_waiting: int = 0
 
 
 class PromptBuilder:
-    """Builder of prompts for one tokenizer. `prompt` is for any thread, the async methods are for one event loop.
+    """Builder of prompts for one tokenizer. `build_prompt` is for any thread, the async methods are for one event loop.
 
     `cache` maps a conversation (a hash of its messages, tools and template variables) to the sampled turn with which it
     ends. A conversation without assistant messages maps to its prompt, which all samples share. If `thinking` is None,
@@ -159,11 +159,11 @@ class PromptBuilder:
         thinking: bool | None = None,
         max_cached_tokens: int = 64_000_000,
         max_prompt_tokens: int | None = None,
-        threads: Threads | None = None,
+        threads: ThreadPool | None = None,
     ):
         self.tokenizer, self.parser, self._thinking = tokenizer, parser, thinking
         self._max_prompt_tokens = max_prompt_tokens
-        self.cache = TokenCache(max_cached_tokens)
+        self.cache = ConversationCache(max_cached_tokens)
         self._pending: dict[Key, _PendingPrompt] = {}
         self._threads = threads or prompt_threads(tokenizer)
         # Conversations given to `prefetch`, and whether a first turn of another conversation was requested since.
@@ -172,42 +172,42 @@ class PromptBuilder:
         self.tokenizer("", add_special_tokens=False)
         control_tokens(tokenizer).encode(BREAK)  # the first call takes long
 
-    def prompt(
+    def build_prompt(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
-    ) -> Prompt:
+    ) -> EncodedPrompt:
         """Build the prompt for the assistant's next turn after messages from `read_messages`.
 
         Raises DataError if there is no chat template or it refuses the messages, PromptTooLong if the prompt is too
         long.
         """
         inputs_key, keys = template_inputs_key(tools, template), conversation_keys(messages)
-        if isinstance(known := self.cache.get((inputs_key, keys[-1])), Prompt):  # a cached turn is no prompt
+        if isinstance(known := self.cache.get((inputs_key, keys[-1])), EncodedPrompt):  # a cached turn is no prompt
             return known
         return self._cache_prompt(
-            self._encode_draft(self._draft(messages, tools, template, inputs_key, keys)), messages
+            self._encode_draft(self._render_draft(messages, tools, template, inputs_key, keys)), messages
         )
 
-    async def prompt_async(
+    async def build_prompt_async(
         self, messages: Sequence[Message], tools: Any = None, template: Mapping[str, Any] | None = None
-    ) -> Prompt:
-        """Build the prompt as in `prompt`, without blocking the event loop.
+    ) -> EncodedPrompt:
+        """Build the prompt as in `build_prompt`, without blocking the event loop.
 
         Long prompts are built in threads. Concurrent calls for the same prompt share the work, which is cancelled when
         all of these calls are cancelled.
         """
-        is_large = is_larger([list(messages), tools, template], _LARGE)
+        is_large = exceeds_size([list(messages), tools, template], _LARGE)
 
         def key_parts() -> tuple[str, list[str]]:
             return template_inputs_key(tools, template), conversation_keys(messages)
 
         inputs_key, keys = await self._threads.run(key_parts) if is_large else key_parts()
         key = inputs_key, keys[-1]
-        if isinstance(known := self.cache.get(key), Prompt):  # a cached turn is no prompt
+        if isinstance(known := self.cache.get(key), EncodedPrompt):  # a cached turn is no prompt
             return known
         if (pending := self._pending.get(key)) is None:
             is_prefetched = inputs_key == "" and keys[-1] in self._prefetched
             self._has_others = self._has_others or (is_first_turn(messages) and not is_prefetched)
-            draft = None if is_large else self._draft(messages, tools, template, inputs_key, keys)
+            draft = None if is_large else self._render_draft(messages, tools, template, inputs_key, keys)
             if draft is not None and len(draft.text) - draft.start < _LONG and self.tokenizer.is_fast:
                 return self._cache_prompt(self._encode_draft(draft), messages)
             work = partial(self._build, draft, messages, tools, template, inputs_key, keys)
@@ -231,7 +231,7 @@ class PromptBuilder:
 
         async def prefetch_one(messages: Sequence[Message]) -> None:
             with suppress(DataError, PromptTooLong):
-                await self.prompt_async(messages)
+                await self.build_prompt_async(messages)
 
         self._prefetched = {conversation_keys(messages)[-1] for messages in conversations}
         self._has_others = False
@@ -243,17 +243,17 @@ class PromptBuilder:
             await asyncio.sleep(0)  # let requests run in between
         await asyncio.gather(*tasks)
 
-    async def _build_in_thread(self, work: Callable[[], Prompt], messages: Sequence[Message]) -> Prompt:
+    async def _build_in_thread(self, work: Callable[[], EncodedPrompt], messages: Sequence[Message]) -> EncodedPrompt:
         """Call `work` in a thread. If its prompt is for a first turn, cache it."""
         return self._cache_prompt(await self._threads.run(work), messages)
 
-    def _build(self, draft: _DraftPrompt | None, *arguments: Any) -> Prompt:
+    def _build(self, draft: _DraftPrompt | None, *arguments: Any) -> EncodedPrompt:
         """Encode a draft and hash its tokens. If `draft` is None, make it from `arguments`. Runs in a thread."""
-        prompt = self._encode_draft(draft or self._draft(*arguments))
+        prompt = self._encode_draft(draft or self._render_draft(*arguments))
         _ = prompt.digest  # computed here, since it would block the event loop
         return prompt
 
-    def _cache_prompt(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
+    def _cache_prompt(self, prompt: EncodedPrompt, messages: Sequence[Message]) -> EncodedPrompt:
         """Cache a prompt and return it. It is only cached if it is for a first turn and not too long."""
         limit = self._max_prompt_tokens
         if is_first_turn(messages) and (limit is None or len(prompt.tokens) <= limit):
@@ -269,7 +269,7 @@ class PromptBuilder:
         thinking, variables = self._variables(template)
         messages = template_messages(self.tokenizer, messages)
         text = render(self.tokenizer, messages, tools or None, thinking, True, **variables)
-        if problem := json_text_problem(text):
+        if problem := json_value_problem(text):
             raise DataError(f"the text that the chat template renders {problem}")
         return text
 
@@ -278,7 +278,7 @@ class PromptBuilder:
         variables = {"enable_thinking": self._thinking, **(template or {})}
         return variables.pop("enable_thinking"), variables
 
-    def _draft(
+    def _render_draft(
         self, messages: Sequence[Message], tools: Any, template: Any, inputs_key: str, keys: list[str]
     ) -> _DraftPrompt:
         """Render the messages, and find the cached turn that they continue. Raises PromptTooLong."""
@@ -307,16 +307,16 @@ class PromptBuilder:
                     return _DraftPrompt(text, inputs_key, keys, start=start, turn=turn)
         return None
 
-    def _encode_draft(self, draft: _DraftPrompt) -> Prompt:
+    def _encode_draft(self, draft: _DraftPrompt) -> EncodedPrompt:
         tokens, sources = self._encode_new_text(draft)
         if (turn := draft.turn) is not None:
             tokens = turn.prompt.tokens + turn.tokens + tokens
-            sources = [*turn.prompt.sources, (int(Source.SAMPLED), len(turn.tokens)), *sources]
-        return Prompt(draft.text, tokens, sources, draft.keys, draft.inputs_key)
+            sources = [*turn.prompt.sources, (int(TokenSource.SAMPLED), len(turn.tokens)), *sources]
+        return EncodedPrompt(draft.text, tokens, sources, draft.keys, draft.inputs_key)
 
-    def remember(
+    def cache_turn(
         self,
-        prompt: Prompt,
+        prompt: EncodedPrompt,
         tokens: list[int],
         end_ids: frozenset[int],
         message: Message,
@@ -364,7 +364,7 @@ class PromptBuilder:
         if not self.tokenizer.is_fast:
             tokens = control.encode(text[start:])
             warn_of_unknown_tokens(self.tokenizer, text[start:], tokens)
-            return tokens, [(int(Source.TEMPLATE), len(tokens))] if tokens else []
+            return tokens, [(int(TokenSource.TEMPLATE), len(tokens))] if tokens else []
         n_known = 0
         if draft.turn is not None and draft.turn.ended and not control.adds_no_space:
             start, n_known = start - len(draft.turn.end), 1  # so that no space is added after the end of the turn
@@ -410,9 +410,9 @@ def template_names(template: str | None) -> frozenset[str]:
     return frozenset()
 
 
-def prompt_threads(tokenizer: Any) -> Threads:
+def prompt_threads(tokenizer: Any) -> ThreadPool:
     """Return threads that build prompts: one for a slow tokenizer, which is not thread-safe."""
-    return Threads(2 if tokenizer.is_fast else 1, "areno-prompts")
+    return ThreadPool(2 if tokenizer.is_fast else 1, "areno-prompts")
 
 
 def is_first_turn(messages: Sequence[Message]) -> bool:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.config.rollout import SamplingConfig
-from areno.data.row_schema import NOT_VARIABLES, json_text_problem
+from areno.data.row_schema import NOT_VARIABLES, json_value_problem
 from areno.schema.fields import settings
-from areno.schema.values import show
-from areno.server.errors import ApiError, bad_field, is_larger
-from areno.server.json_bodies import Fields
+from areno.schema.values import format_value
+from areno.server.errors import ApiError, exceeds_size, invalid_field_error
+from areno.server.json_bodies import RequestFields
 from areno.server.messages import (
     MAX_SCHEMA,
     TOO_LARGE,
@@ -106,24 +106,24 @@ class CompletionRequest:
 
 
 def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MESSAGES) -> ChatRequest:
-    fields = Fields(values)
+    fields = RequestFields(values)
     model = _model_name(fields)
-    messages = read_messages(fields.items("messages", max_items=max_messages))
-    tools = read_tools(fields.items("tools", max_items=1024))
-    choice = read_tool_choice(fields.take("tool_choice"), tools)
+    messages = read_messages(fields.array("messages", max_items=max_messages))
+    tools = read_tools(fields.array("tools", max_items=1024))
+    choice = read_tool_choice(fields.get("tool_choice"), tools)
     limits = (fields.integer(name, 1, _MAX_TOKENS) for name in ("max_tokens", "max_completion_tokens"))
     given = [limit for limit in limits if limit is not None]
     options = _sample_options(fields, defaults, min(given) if given else None)
     if fields.flag("logprobs"):
         options.n_top = fields.integer("top_logprobs", 0, MAX_TOP) or 0
     elif fields.integer("top_logprobs", 0, MAX_TOP):
-        raise bad_field("top_logprobs", "needs logprobs=true")
-    template = fields.take("chat_template_kwargs", {})
+        raise invalid_field_error("top_logprobs", "needs logprobs=true")
+    template = fields.get("chat_template_kwargs", {})
     if not isinstance(template, Mapping):
-        raise bad_field("chat_template_kwargs", f"is {show(template)}; an object is expected")
+        raise invalid_field_error("chat_template_kwargs", f"is {format_value(template)}; an object is expected")
     if reserved := sorted(NOT_VARIABLES & template.keys()):
         purpose = "it holds extra variables of the chat template"
-        raise bad_field("chat_template_kwargs", f"may not set {', '.join(reserved)}; {purpose}")
+        raise invalid_field_error("chat_template_kwargs", f"may not set {', '.join(reserved)}; {purpose}")
     request = ChatRequest(
         model=model,
         messages=messages,
@@ -131,37 +131,39 @@ def read_chat(values: Any, defaults: SamplingParams, max_messages: int = MAX_MES
         requires_call=choice.requires_call,
         named=choice.named,
         parallel_tool_calls=fields.flag("parallel_tool_calls", default=True),
-        response_format=_response_format(fields.take("response_format")),
+        response_format=_response_format(fields.get("response_format")),
         template=dict(template),
         reasoning_effort=fields.choice("reasoning_effort", _EFFORTS),
         options=options,
     )
-    fields.finish(_IGNORED, _UNSUPPORTED)
+    fields.reject_unread(_IGNORED, _UNSUPPORTED)
     return request
 
 
 def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
-    fields = Fields(values)
+    fields = RequestFields(values)
     model = _model_name(fields)
-    prompts = _completion_prompts(fields.take("prompt"))
+    prompts = _completion_prompts(fields.get("prompt"))
     max_tokens = fields.integer("max_tokens", 0, _MAX_TOKENS)
     options = _sample_options(fields, defaults, 16 if max_tokens is None else max(max_tokens, 1))
     options.n_top = fields.integer("logprobs", 0, MAX_TOP)
     echo = fields.flag("echo")
     if max_tokens == 0 and not echo:
-        raise bad_field("max_tokens", "is 0, which leaves nothing to answer; set echo=true for the prompt alone")
-    fields.finish(_IGNORED, _UNSUPPORTED)
+        raise invalid_field_error(
+            "max_tokens", "is 0, which leaves nothing to answer; set echo=true for the prompt alone"
+        )
+    fields.reject_unread(_IGNORED, _UNSUPPORTED)
     return CompletionRequest(model=model, prompts=prompts, echo=echo, wants_new=max_tokens != 0, options=options)
 
 
-def _model_name(fields: Fields) -> str:
+def _model_name(fields: RequestFields) -> str:
     model = fields.text("model")
     if model is None:
-        raise bad_field("model", "is missing; the name of a model is expected")
+        raise invalid_field_error("model", "is missing; the name of a model is expected")
     return model
 
 
-def _sample_options(fields: Fields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
+def _sample_options(fields: RequestFields, defaults: SamplingParams, max_new: int | None) -> SampleOptions:
     """Read the fields that both endpoints share. If `max_new` is None, the default stays."""
     params = replace_params(
         defaults,
@@ -170,27 +172,31 @@ def _sample_options(fields: Fields, defaults: SamplingParams, max_new: int | Non
         top_k=fields.integer("top_k", -1, _MAX_TOKENS),
         max_new_tokens=max_new,
         min_new_tokens=fields.integer("min_tokens", 0, _MAX_TOKENS),
-        stop=_stop_strings(fields.take("stop")),
+        stop=_stop_strings(fields.get("stop")),
         stop_token_ids=_stop_token_ids(fields),
         ignore_eos=fields.flag("ignore_eos", defaults.ignore_eos),
         skip_special_tokens=fields.flag("skip_special_tokens", defaults.skip_special_tokens),
     )
     if params.min_new_tokens > params.max_new_tokens:
-        raise bad_field("min_tokens", f"is {params.min_new_tokens}, more than max_tokens={params.max_new_tokens}")
+        raise invalid_field_error(
+            "min_tokens", f"is {params.min_new_tokens}, more than max_tokens={params.max_new_tokens}"
+        )
     stream = fields.flag("stream")
-    stream_options = Fields(fields.take("stream_options", {}), "stream_options")
+    stream_options = RequestFields(fields.get("stream_options", {}), "stream_options")
     include_usage = stream_options.flag("include_usage")
-    stream_options.finish(ignored=("include_obfuscation",))
+    stream_options.reject_unread(ignored=("include_obfuscation",))
     if include_usage and not stream:
-        raise bad_field("stream_options", "is for stream=true")
+        raise invalid_field_error("stream_options", "is for stream=true")
     n, best_of = fields.integer("n", 1, MAX_CHOICES) or 1, fields.integer("best_of", 1, MAX_CHOICES)
     if best_of not in (None, n):
-        raise bad_field("best_of", f"is {best_of} and n is {n}; all samples are returned, so both must be equal")
+        raise invalid_field_error(
+            "best_of", f"is {best_of} and n is {n}; all samples are returned, so both must be equal"
+        )
     return SampleOptions(
         params=params,
         n=n,
         seed=fields.integer("seed", -(2**63), 2**63 - 1),
-        logit_bias=_logit_bias(fields.take("logit_bias")),
+        logit_bias=_logit_bias(fields.get("logit_bias")),
         stream=stream,
         include_usage=include_usage,
         token_ids=fields.flag("return_token_ids") if "return_token_ids" in fields else None,
@@ -214,12 +220,12 @@ def replace_params(defaults: SamplingParams, **given: Any) -> SamplingParams:
     return params
 
 
-def _stop_token_ids(fields: Fields) -> list[int] | None:
+def _stop_token_ids(fields: RequestFields) -> list[int] | None:
     """Read a list of at most 64 token ids. The engine checks later whether the model has them."""
-    ids = fields.items("stop_token_ids", 64)
+    ids = fields.array("stop_token_ids", 64)
     for token in ids or []:
         if type(token) is not int or token < 0:
-            raise bad_field("stop_token_ids", f"holds {show(token)}; token ids are expected")
+            raise invalid_field_error("stop_token_ids", f"holds {format_value(token)}; token ids are expected")
     return ids
 
 
@@ -228,11 +234,13 @@ def _stop_strings(value: Any) -> list[str] | None:
         return None
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or len(strings) > 16 or not all(isinstance(one, str) and one for one in strings):
-        raise bad_field("stop", f"is {show(value)}; a string or a list of at most 16 strings is expected")
-    if problem := json_text_problem(strings):
-        raise bad_field("stop", problem)
+        raise invalid_field_error(
+            "stop", f"is {format_value(value)}; a string or a list of at most 16 strings is expected"
+        )
+    if problem := json_value_problem(strings):
+        raise invalid_field_error("stop", problem)
     if max(map(len, strings), default=0) > _MAX_STOP:
-        raise bad_field("stop", f"has a string of more than {_MAX_STOP} characters")
+        raise invalid_field_error("stop", f"has a string of more than {_MAX_STOP} characters")
     return strings
 
 
@@ -241,12 +249,16 @@ def _logit_bias(value: Any) -> dict[int, float]:
     if value is None:
         return bias
     if not isinstance(value, Mapping) or len(value) > 4096:
-        raise bad_field("logit_bias", f"is {show(value)}; an object of at most 4096 token ids and numbers is expected")
+        raise invalid_field_error(
+            "logit_bias", f"is {format_value(value)}; an object of at most 4096 token ids and numbers is expected"
+        )
     for token, number in value.items():
         if not (token.isdecimal() and token.isascii() and len(token) <= _MAX_DIGITS):
-            raise bad_field("logit_bias", f"has the key {show(token)}; token ids are expected")
+            raise invalid_field_error("logit_bias", f"has the key {format_value(token)}; token ids are expected")
         if isinstance(number, bool) or not isinstance(number, int | float) or not -100 <= number <= 100:
-            raise bad_field("logit_bias", f"of token {token} is {show(number)}; a number from -100 to 100 is expected")
+            raise invalid_field_error(
+                "logit_bias", f"of token {token} is {format_value(number)}; a number from -100 to 100 is expected"
+            )
         bias[int(token)] = float(number)
     return bias
 
@@ -255,29 +267,29 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     """Return the format, or None for text. A `json_object` with a schema becomes a `json_schema`."""
     if value is None:
         return None
-    fields = Fields(value, "response_format")
+    fields = RequestFields(value, "response_format")
     kind = fields.choice("type", ("text", "json_object", "json_schema"))
     if kind is None:
-        raise bad_field("response_format.type", "is missing; text, json_object or json_schema is expected")
-    if kind == "json_object" and (schema := fields.take("schema")) is not None:  # the form of llama.cpp and Together
+        raise invalid_field_error("response_format.type", "is missing; text, json_object or json_schema is expected")
+    if kind == "json_object" and (schema := fields.get("schema")) is not None:  # the form of llama.cpp and Together
         _check_schema(schema, "response_format.schema")
         schema = {"type": "object", **schema} if isinstance(schema, Mapping) else schema
         value = {"type": "json_schema", "json_schema": {"schema": schema}}
     elif kind == "json_schema":
-        inner = Fields(fields.take("json_schema"), "response_format.json_schema")
+        inner = RequestFields(fields.get("json_schema"), "response_format.json_schema")
         if inner.text("name") is None:
-            raise bad_field("response_format.json_schema.name", "is missing; a string is expected")
-        _check_schema(inner.take("schema"), "response_format.json_schema.schema")
-        inner.finish(ignored=("description", "strict"))
-    fields.finish()
+            raise invalid_field_error("response_format.json_schema.name", "is missing; a string is expected")
+        _check_schema(inner.get("schema"), "response_format.json_schema.schema")
+        inner.reject_unread(ignored=("description", "strict"))
+    fields.reject_unread()
     return None if kind == "text" else value
 
 
 def _check_schema(schema: Any, where: str) -> None:
-    if is_larger(schema, MAX_SCHEMA):
-        raise bad_field(where, TOO_LARGE)
+    if exceeds_size(schema, MAX_SCHEMA):
+        raise invalid_field_error(where, TOO_LARGE)
     if not isinstance(schema, Mapping | bool):
-        raise bad_field(where, f"is {show(schema)}; a JSON schema is expected")
+        raise invalid_field_error(where, f"is {format_value(schema)}; a JSON schema is expected")
 
 
 def _completion_prompts(value: Any) -> list[str | list[int]]:
@@ -287,13 +299,13 @@ def _completion_prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str) or are_token_ids(value):
         value = [value]
     if not isinstance(value, list) or not value or not all(isinstance(one, str) or are_token_ids(one) for one in value):
-        shown = "missing" if value is None else f"{show(value)}"
-        raise bad_field("prompt", f"is {shown}; a string, token ids, or a list of either is expected")
+        shown = "missing" if value is None else f"{format_value(value)}"
+        raise invalid_field_error("prompt", f"is {shown}; a string, token ids, or a list of either is expected")
     if len(value) > 1024:
-        raise bad_field("prompt", f"has {len(value)} elements; at most 1024 are allowed")
+        raise invalid_field_error("prompt", f"has {len(value)} elements; at most 1024 are allowed")
     for one in value:
         if isinstance(one, str):
-            Fields({"prompt": one}).text("prompt")
+            RequestFields({"prompt": one}).text("prompt")
         elif max(one) > _MAX_TOKENS or min(one) < 0:
             raise ApiError(400, "prompt has token ids outside of the vocabulary", param="prompt")
     return value

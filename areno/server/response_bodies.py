@@ -46,7 +46,7 @@ class SampleDecoder:
         self._n_characters += len(text)
         self._scores += token_scores(output)[start:]
         self._token_texts.feed(tokens)
-        finish = self._token_texts.finish if is_last else self._token_texts.take
+        finish = self._token_texts.finish if is_last else self._token_texts.pop_tokens
         found = list(zip(self._scores, finish(self._n_characters), strict=False))
         del self._scores[: len(found)]
         return text, found
@@ -74,16 +74,16 @@ def finish_reason(output: GenerationOutput) -> str:
 def chat_logprobs(texts: TokenTextCache, scores: Iterable[ScoredText]) -> dict[str, Any]:
     """Return the `logprobs` object of a chat choice. Values below -9999 become -9999."""
 
-    def named(text: str, data: bytes, logprob: float) -> dict[str, Any]:
+    def token_entry(text: str, data: bytes, logprob: float) -> dict[str, Any]:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(data)}
 
     content = []
     for (token, logprob, top), token_text in scores:
         own = token_text.text, token_text.data
         others = [
-            named(*(own if one == token else texts.lookup(one, token_text.is_first)), value) for one, value in top
+            token_entry(*(own if one == token else texts.lookup(one, token_text.is_first)), value) for one, value in top
         ]
-        content.append({**named(*own, logprob or 0.0), "top_logprobs": others})
+        content.append({**token_entry(*own, logprob or 0.0), "top_logprobs": others})
     return {"content": content, "refusal": None}
 
 
@@ -103,7 +103,7 @@ def text_logprobs(texts: TokenTextCache, scores: Sequence[ScoredText], n_top: in
         found = {token_text.text: logprob}
         for one, value in top:
             if one != token:
-                found[texts.key(one, token_text.is_first, found)] = value
+                found[texts.token_name(one, token_text.is_first, found)] = value
         tops.append(found)
     return {
         "tokens": [token_text.text for _, token_text in scores],

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
-from areno.schema.values import show
-from areno.server.errors import BadTrajectory, is_deeper
+from areno.schema.values import format_value
+from areno.server.errors import BadTrajectory, exceeds_depth
 from areno.server.json_bodies import MAX_DEPTH
 from areno.server.messages import extended_key
-from areno.server.token_sources import Runs, Source
+from areno.server.token_sources import Runs, TokenSource
 from areno.types import SamplingParams
 
 _MIN_LOGPROB = -1e30  # training holds log-probabilities in float32
@@ -44,12 +44,12 @@ class TurnTokens:
         choices = values.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if not isinstance(choice, Mapping):
-            raise BadTrajectory(f"the choices of its tokens are {show(choices)}; a list of objects is expected")
+            raise BadTrajectory(f"the choices of its tokens are {format_value(choices)}; a list of objects is expected")
         prompt = _whole_numbers(values, "prompt_token_ids", vocab_size - 1)
         sampled = _whole_numbers(choice, "token_ids", vocab_size - 1)
         return cls(
             prompt=prompt,
-            sources=_token_sources(values.get("sources"), len(prompt)),
+            sources=_checked_runs(values.get("sources"), len(prompt)),
             sampled=sampled,
             message=_checked_digest(choice),
             logprobs=_logprobs(choice, len(sampled)),
@@ -62,10 +62,12 @@ def _number_list(values: Mapping[str, Any], name: str, kinds: set[type], n: int 
     """Return the field `name`, a list of `n` numbers. If `n` is None, any length except 0 is allowed."""
     numbers = values.get(name)
     if not isinstance(numbers, list) or not numbers:
-        raise BadTrajectory(f"{name} is {show(numbers)}; a list of numbers is expected")
+        raise BadTrajectory(f"{name} is {format_value(numbers)}; a list of numbers is expected")
     if not kinds.issuperset(map(type, numbers)):
         wrong = next(number for number in numbers if type(number) not in kinds)
-        raise BadTrajectory(f"{name} holds {show(wrong)}; {'whole ' if float not in kinds else ''}numbers are expected")
+        raise BadTrajectory(
+            f"{name} holds {format_value(wrong)}; {'whole ' if float not in kinds else ''}numbers are expected"
+        )
     if n is not None and len(numbers) != n:
         raise BadTrajectory(f"{name} has {len(numbers)} numbers for {n} tokens")
     return numbers
@@ -75,28 +77,28 @@ def _whole_numbers(values: Mapping[str, Any], name: str, maximum: int, n: int | 
     numbers = _number_list(values, name, {int}, n)
     if min(numbers) < 0 or max(numbers) > maximum:
         wrong = min(numbers) if min(numbers) < 0 else max(numbers)
-        raise BadTrajectory(f"{name} holds {show(wrong)}; numbers from 0 to {maximum} are expected")
+        raise BadTrajectory(f"{name} holds {format_value(wrong)}; numbers from 0 to {maximum} are expected")
     return numbers
 
 
 def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
     numbers = _number_list(choice, "logprobs", {int, float}, n)
     if wrong := [number for number in numbers if not _MIN_LOGPROB < number <= _MAX_LOGPROB]:  # catches NaN, too
-        raise BadTrajectory(f"logprobs holds {show(wrong[0])}; a log-probability is finite and not positive")
+        raise BadTrajectory(f"logprobs holds {format_value(wrong[0])}; a log-probability is finite and not positive")
     return numbers
 
 
-def _token_sources(runs: Any, n: int) -> Runs:
+def _checked_runs(runs: Any, n: int) -> Runs:
     """Check that the runs cover exactly `n` tokens."""
-    known = {int(source) for source in Source}
+    known = {int(source) for source in TokenSource}
     pairs = runs if isinstance(runs, list) else []
     good = all(
         isinstance(pair, list | tuple) and len(pair) == 2 and {int}.issuperset(map(type, pair)) for pair in pairs
     )
     if not good or any(source not in known or length < 0 for source, length in pairs):
-        raise BadTrajectory(f"sources is {show(runs)}; pairs of a source and a number of tokens are expected")
+        raise BadTrajectory(f"sources is {format_value(runs)}; pairs of a source and a number of tokens are expected")
     if (total := sum(length for _, length in pairs)) != n:
-        raise BadTrajectory(f"sources covers {show(total)} tokens, and the prompt has {n}")
+        raise BadTrajectory(f"sources covers {format_value(total)} tokens, and the prompt has {n}")
     return [(source, length) for source, length in pairs]
 
 
@@ -122,7 +124,7 @@ def _comparable_call(call: Any) -> Any:
     arguments = function.get("arguments") or {}
     with suppress(ValueError, RecursionError):
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
-        arguments = arguments if is_deeper(value, MAX_DEPTH) else value
+        arguments = arguments if exceeds_depth(value, MAX_DEPTH) else value
     return function.get("name"), arguments
 
 
@@ -136,18 +138,18 @@ def changed_parts(message: Mapping[str, Any], sampled: Mapping[str, str]) -> lis
 def _checked_digest(choice: Mapping[str, Any]) -> dict[str, str]:
     digest = choice.get("message")
     if not isinstance(digest, dict) or digest.keys() != _EMPTY.keys():
-        raise BadTrajectory(f"message is {show(digest)}; the hashes of {', '.join(_EMPTY)} are expected")
+        raise BadTrajectory(f"message is {format_value(digest)}; the hashes of {', '.join(_EMPTY)} are expected")
     return digest
 
 
-def sampled_with(params: SamplingParams) -> dict[str, float]:
+def sampling_fields(params: SamplingParams) -> dict[str, float]:
     """Return the sampling parameters that the field `areno` records, for `TurnTokens.read`."""
     return {"temperature": params.logprob_temperature}
 
 
 def _temperature(value: Any) -> float:
     if type(value) not in (int, float) or not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
-        raise BadTrajectory(f"temperature is {show(value)}; the temperature of the request is expected")
+        raise BadTrajectory(f"temperature is {format_value(value)}; the temperature of the request is expected")
     return float(value)
 
 
@@ -184,7 +186,9 @@ def read_response(response: Any) -> dict[str, Any]:
     sampled = tokens.get("choices")
     own = [one for one in sampled if not isinstance(one, dict) or one.get("index", 0) == index] if sampled else sampled
     if sampled and not own:
-        raise BadTrajectory(f"the choice of a turn has the index {show(index)}, and the server sent no such choice")
+        raise BadTrajectory(
+            f"the choice of a turn has the index {format_value(index)}, and the server sent no such choice"
+        )
     tokens = {**tokens, "choices": own}
     key = [str(response.get("id") or ""), index]
     return {"message": message, "finish_reason": reason, "tokens": tokens, "choice": key}

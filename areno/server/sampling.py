@@ -57,14 +57,14 @@ class ServerMetrics:
         """Return the text of the page /metrics, in Prometheus's format. `gauges` are (name, help text, value)."""
         lines = []
 
-        def metric(name: str, kind: str, about: str, samples: Iterable[str]) -> None:
+        def add_metric(name: str, kind: str, about: str, samples: Iterable[str]) -> None:
             lines.extend([f"# HELP {name} {about}", f"# TYPE {name} {kind}", *samples])
 
         by_status = [
             f'areno_requests_total{{path="{path}",status="{status}"}} {n}'
             for (path, status), n in sorted(self.requests.items())
         ]
-        metric("areno_requests_total", "counter", "HTTP requests that were answered.", by_status)
+        add_metric("areno_requests_total", "counter", "HTTP requests that were answered.", by_status)
         counters = {
             "areno_prompt_tokens_total": ("Tokens of prompts.", self.prompt_tokens),
             "areno_prompt_tokens_cached_total": ("Of these, found in the cache.", self.cached_tokens),
@@ -73,15 +73,15 @@ class ServerMetrics:
             "areno_requests_aborted_total": ("Requests whose client went away or ran out of time.", self.aborted),
         }
         for name, (about, value) in counters.items():
-            metric(name, "counter", about, [f"{name} {value}"])
+            add_metric(name, "counter", about, [f"{name} {value}"])
         for name, about, value in [("areno_requests_in_flight", "Requests being answered.", self.in_flight), *gauges]:
-            metric(name, "gauge", about, [f"{name} {value:g}"])
+            add_metric(name, "gauge", about, [f"{name} {value:g}"])
         seconds = {
             "areno_time_to_first_token_seconds": ("Of streamed requests.", self.first_token),
             "areno_request_seconds": ("From a request to the end of its answer.", self.whole),
         }
         for name, (about, histogram) in seconds.items():
-            metric(name, "histogram", about, histogram.prometheus_lines(name))
+            add_metric(name, "histogram", about, histogram.prometheus_lines(name))
         return "\n".join(lines) + "\n"
 
 
@@ -103,7 +103,7 @@ class ServerLimits:
     shutdown_s: float = 30.0  # for requests in progress
 
 
-class Sampler:
+class EngineClient:
     """Sends requests to an engine in a rollout phase.
 
     If a request has no seed, its seed derives from `seed`, the prompt, and the number of earlier such requests for this

@@ -25,7 +25,7 @@ _EXIT_S = 2.0  # the most seconds for which a process waits at exit for work in 
 _running: set[threading.Thread] = set()
 
 
-class Threads:
+class ThreadPool:
     """A pool of threads for an event loop. A thread ends when no work is queued.
 
     Unlike the threads of `concurrent.futures`, these are daemon threads, so the process can exit while a thread hangs.

@@ -10,7 +10,7 @@ from enum import IntEnum
 import numpy as np
 
 
-class Source(IntEnum):
+class TokenSource(IntEnum):
     TEMPLATE = 0  # also the source of all tokens that no other value names
     SYSTEM = 1
     USER = 2
@@ -21,7 +21,12 @@ class Source(IntEnum):
 Runs = list[tuple[int, int]]  # (source, number of tokens)
 _AT_ONCE = 1 << 16  # tokens
 
-SOURCE_OF_ROLE = {"system": Source.SYSTEM, "user": Source.USER, "tool": Source.TOOL, "function": Source.TOOL}
+SOURCE_OF_ROLE = {
+    "system": TokenSource.SYSTEM,
+    "user": TokenSource.USER,
+    "tool": TokenSource.TOOL,
+    "function": TokenSource.TOOL,
+}
 
 
 def token_digest(tokens: list[int]) -> int:
@@ -47,9 +52,9 @@ def source_runs(
     for begin, end, source in content_spans:
         first = bisect_right(range(n_tokens), begin - start, lo=at, key=lambda token: span_of(token)[1])
         last = bisect_left(range(n_tokens), end - start, lo=first, key=lambda token: span_of(token)[0])
-        runs += [(int(Source.TEMPLATE), first - at), (source, last - first)]
+        runs += [(int(TokenSource.TEMPLATE), first - at), (source, last - first)]
         at = last
-    return merge_runs([*runs, (int(Source.TEMPLATE), n_tokens - at)])
+    return merge_runs([*runs, (int(TokenSource.TEMPLATE), n_tokens - at)])
 
 
 def merge_runs(runs: Iterable[tuple[int, int]]) -> Runs:

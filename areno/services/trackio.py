@@ -27,7 +27,7 @@ class TrackioConfig(Section):
     )
 
     @check
-    def space_of_the_mode(self) -> Iterator[Problem]:
+    def check_space_id(self) -> Iterator[Problem]:
         """Yield a problem if mode=online is set without `space_id`, or if mode=local is set with it."""
         if self.mode == "online" and self.space_id is None:
             yield Problem("space_id", "is null, but mode is online; name the Space that gets the scalars")

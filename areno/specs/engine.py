@@ -65,14 +65,14 @@ class EngineSpec:
     setup_timeout: float = 0.0  # seconds to wait for missing machines
     profiling: ProfilingSpec | None = None
 
-    def frozen(self) -> EngineSpec:
+    def without_optimizer(self) -> EngineSpec:
         return replace(self, actor=replace(self.actor, optimizer=None))
 
-    def turn_ends_of(self, role: str) -> tuple[int, ...]:
+    def turn_end_ids_of(self, role: str) -> tuple[int, ...]:
         """Return the end-of-turn tokens that generation_config.json of a saved role must list."""
         return self.turn_end_ids if role == "actor" else ()
 
-    def keeps_routes(self, role: str) -> bool:
+    def records_routes(self, role: str) -> bool:
         """Return whether the decoder of a role records the experts of each token. Only training needs them."""
         return self.routing_replay and role == "actor"
 
@@ -94,7 +94,7 @@ class EngineSpec:
         return self.engine.layout(self.world_size)
 
     @property
-    def splits_tokens(self) -> bool:
+    def is_sequence_parallel(self) -> bool:
         """Whether sequence parallelism is on.
 
         By default it is off with engine.exact, because it changes the order of sums.

@@ -85,7 +85,7 @@ class RoleSpec:
         return not self.offload or self.is_actor
 
     @property
-    def may_stream(self) -> bool:
+    def gains_from_offload(self) -> bool:
         """Whether this is an actor that trains its weights without `offload`, so `offload` would free memory."""
         return self.is_actor and self.trains_weights and not self.offload
 
@@ -93,7 +93,7 @@ class RoleSpec:
     def smaller_optimizer(self) -> OptimizerType | None:
         return OPTIMIZERS[self.optimizer.type].smaller if self.optimizer else None
 
-    def difference(self, name: str, wanted: RoleSpec) -> str:
+    def mismatch_message(self, name: str, wanted: RoleSpec) -> str:
         """Return the error message for a role that is loaded with this spec and requested with another one."""
         was, now = flatten_settings(dataclasses.asdict(self)), flatten_settings(dataclasses.asdict(wanted))
         fields = [field for field in {**now, **was} if now.get(field) != was.get(field)]

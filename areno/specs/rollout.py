@@ -11,7 +11,7 @@ _MOST_OF_CALL = 512  # samples for each copy of the model: their logits still ta
 
 
 @dataclass(kw_only=True, frozen=True)
-class SharedDecoder:
+class DecoderConcurrency:
     """How many samples decode at the same time, over all ranks: `usual` in training, `most` in evaluation.
 
     The KV cache has room for the `usual` samples of the maximum length. For an evaluation it grows only by a small
@@ -35,7 +35,7 @@ class RolloutSpec:
     role: str = "actor"  # whose model decodes
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     keeps_cache: bool = True
-    shared: SharedDecoder | None = None  # None: no phase that shares the decoder has another number
+    shared: DecoderConcurrency | None = None  # None: no phase that shares the decoder has another number
 
     @staticmethod
     def for_call(

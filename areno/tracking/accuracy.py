@@ -14,14 +14,14 @@ RIGHT = 1.0 - 1e-6  # the least reward of a right answer
 _MOST = 1.0 + 1e-6
 
 
-def exceed_one(rewards: Iterable[float]) -> bool:
+def has_reward_above_one(rewards: Iterable[float]) -> bool:
     return any(reward > _MOST for reward in rewards)
 
 
-def counts_right(name: str) -> bool:
+def is_accuracy_metric(name: str) -> bool:
     space, _, last = name.rpartition("/")
     return not space.startswith("train") and (last == "accuracy" or last.startswith(("pass@", "avg@")))
 
 
-def without_right(metrics: Mapping[str, T]) -> dict[str, T]:
-    return {name: value for name, value in metrics.items() if not counts_right(name)}
+def without_accuracy_metrics(metrics: Mapping[str, T]) -> dict[str, T]:
+    return {name: value for name, value in metrics.items() if not is_accuracy_metric(name)}

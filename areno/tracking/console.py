@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from areno.tracking.run_log import IN_FULL, OF_STEP, console
+from areno.tracking.run_log import IN_FULL, OF_STEP, current_console
 from areno.tracking.tracker import Tracker
 from areno.types import GenerationOutput
 
@@ -39,7 +39,7 @@ class Progress:
     def __enter__(self: Self) -> Self:
         self._started = self._said_at = time.monotonic()
         active_progress.append(self)
-        if console() == "full" and sys.stderr.isatty():
+        if current_console() == "full" and sys.stderr.isatty():
             from rich import progress
             from rich.console import Console
 

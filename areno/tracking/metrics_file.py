@@ -13,7 +13,7 @@ from typing import Any
 
 from areno.errors import ArenoError
 from areno.files.paths import open_if_exists
-from areno.schema.values import show
+from areno.schema.values import format_value
 from areno.tracking.series import Series
 
 _TAIL = 2**20  # bytes in which the last line is looked for
@@ -32,25 +32,27 @@ class MetricsFile:
         with open_if_exists(self.path) as file:
             # The run is still writing a last line without its end.
             lines = (line for line in file or () if line.endswith(b"\n"))
-            yield from (self._checked(number, record) for number, record in enumerate(parse_lines(self.path, lines), 1))
+            yield from (
+                self._check_record(number, record) for number, record in enumerate(parse_lines(self.path, lines), 1)
+            )
 
-    def _checked(self, number: int, record: dict[str, Any]) -> dict[str, Any]:
+    def _check_record(self, number: int, record: dict[str, Any]) -> dict[str, Any]:
         if not _is_step(record.get("step")):
             raise ArenoError("{}, line {}: has no step", self.path, number)
         others = [name for name, value in record.items() if type(value) is not float and value is not None]
         if wrong := [name for name in others if not _is_number(record[name])]:
             text = "{}, line {}: {} is {}; a number is expected"
-            raise ArenoError(text, self.path, number, wrong[0], show(record[wrong[0]]))
+            raise ArenoError(text, self.path, number, wrong[0], format_value(record[wrong[0]]))
         return record
 
-    def first_and_last(self) -> list[dict[str, Any]]:
+    def first_and_last_records(self) -> list[dict[str, Any]]:
         """Return the first and the last line, fewer if there are fewer lines."""
         with self._mapped_content() as content:
             end = content.rfind(b"\n") + 1
             first = content[: content.find(b"\n") + 1].splitlines(keepends=True)
             start = content.rfind(b"\n", max(0, end - _TAIL), max(0, end - 1)) + 1
             last = [content[start:end]] if start else []
-        return [self._checked(1, record) for record in parse_lines(self.path, [*first, *last])]
+        return [self._check_record(1, record) for record in parse_lines(self.path, [*first, *last])]
 
     def series(self, name: str) -> Series:
         points = list(self.points(name))
@@ -68,7 +70,9 @@ class MetricsFile:
                 try:
                     yield step, math.nan if value == b"null" else float(value)
                 except ValueError as error:
-                    raise ArenoError("{}: {} is {}; a number is expected", self.path, name, show(value)) from error
+                    raise ArenoError(
+                        "{}: {} is {}; a number is expected", self.path, name, format_value(value)
+                    ) from error
                 place = content.find(key, stop)
 
     def _step_of(self, content: mmap | bytes, start: int, stop: int) -> int:
@@ -78,7 +82,7 @@ class MetricsFile:
             return int(first)
         number = content[:start].count(b"\n") + 1
         (record,) = parse_lines(self.path, [content[start:stop]], number)
-        return self._checked(number, record)["step"]
+        return self._check_record(number, record)["step"]
 
     @contextmanager
     def _mapped_content(self) -> Iterator[mmap | bytes]:

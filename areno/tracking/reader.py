@@ -25,14 +25,14 @@ from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
 from areno.tracking.metrics_file import MetricsFile, parse_lines
 from areno.tracking.run_folder import (
     FORECAST,
-    is_described,
+    has_description,
     is_sweep,
     overrides_of,
     settings_of,
     start_time,
     versions_of,
 )
-from areno.tracking.series import NOTHING, Curves, Series, drop_meaningless_right_answers
+from areno.tracking.series import NOTHING, Curves, Series, drop_meaningless_accuracy
 
 logger = logging.getLogger(__name__)
 Status = Literal["completed", "stopped", "unfinished"]
@@ -106,7 +106,7 @@ class RunReader:
         found = Curves()
         for record in self.file.records():
             found.add(record)
-        return drop_meaningless_right_answers(found.by_name())
+        return drop_meaningless_accuracy(found.series_by_name())
 
     def series(self, name: str) -> Series:
         """Return the values of one scalar, such as "train/loss". An ArenoError lists the scalars that exist."""
@@ -144,7 +144,7 @@ class RunReader:
         if content is None:
             text = "{} has no samples of step {}; it has {}"
             raise ArenoError(text, self.path, step, _steps_text(self.sampled_steps()))
-        return _samples(path, content)
+        return _parse_samples(path, content)
 
     def sampled_steps(self) -> list[int]:
         """Return the training steps that have recorded samples, ascending."""
@@ -156,7 +156,7 @@ class RunReader:
         found = [path for at, path in self._evaluations(name) if at == step]
         if not found:
             raise ArenoError("{} has no evaluation of step {}{}", self.path, step, f" on {name}" if name else "")
-        return [sample for path in found for sample in _samples(path, read_if_exists(path) or b"")]
+        return [sample for path in found for sample in _parse_samples(path, read_if_exists(path) or b"")]
 
     def evaluated_steps(self) -> list[int]:
         """Return the steps after which the run was evaluated, ascending."""
@@ -226,7 +226,7 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
 
 def is_run(folder: Path) -> bool:
     """Return whether a folder holds a run that RunReader can read."""
-    described = is_described(folder) and os.path.exists(folder / "versions.json")
+    described = has_description(folder) and os.path.exists(folder / "versions.json")
     return described or os.path.exists(folder / "logs" / "metrics.jsonl")
 
 
@@ -238,7 +238,7 @@ def _steps_text(steps: Sequence[int]) -> str:
     return f"those of {len(steps)} steps, from {steps[0]} to {steps[-1]}"
 
 
-def _samples(path: Path, content: bytes) -> list[dict[str, Any]]:
+def _parse_samples(path: Path, content: bytes) -> list[dict[str, Any]]:
     """Return the samples in a file. An incomplete last line is skipped with a warning."""
     *lines, last = content.split(b"\n")
     samples = list(parse_lines(path, lines))
@@ -300,7 +300,7 @@ def loss_is_meaningful(names: Container[str]) -> bool:
     return "rollout/rewards_mean" not in names or "train/distill_loss" in names
 
 
-def only_critic_trained(names: Container[str]) -> bool:
+def is_in_critic_warmup(names: Container[str]) -> bool:
     """Return whether a run with the scalars `names` has only trained its critic so far, see critic.warmup_steps."""
     return "train/critic_loss" in names and "train/loss" not in names
 
@@ -317,12 +317,12 @@ def headline(series: Series, title: str, choose: Callable[..., float] | None) ->
 
 def last_step(run: RunReader) -> int:
     """Return the step of the last record of a run, 0 without records."""
-    return max((record["step"] for record in run.file.first_and_last()), default=0)
+    return max((record["step"] for record in run.file.first_and_last_records()), default=0)
 
 
 def run_seconds(run: RunReader) -> float | None:
     """Return the seconds from the start of the first step to the last record, None with fewer than two records."""
-    times = [record["time"] for record in run.file.first_and_last() if "time" in record]
+    times = [record["time"] for record in run.file.first_and_last_records() if "time" in record]
     if len(times) < 2:
         return None
     _, first = next(run.file.points("time/step"), (0, 0.0))
@@ -331,8 +331,8 @@ def run_seconds(run: RunReader) -> float | None:
 
 def begin_time(run: RunReader) -> str:
     """Return the local time at which a run began, such as "2025-01-31 09:30", or "-"."""
-    times = [record["time"] for record in run.file.first_and_last() if "time" in record]
-    if not times and not is_described(run.path):
+    times = [record["time"] for record in run.file.first_and_last_records() if "time" in record]
+    if not times and not has_description(run.path):
         return "-"
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(times[0] if times else start_time(run.path)))
 

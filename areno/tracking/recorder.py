@@ -25,7 +25,7 @@ from areno.services import SERVICES
 from areno.services.service import RunInfo, Service
 from areno.tracking.console import Console
 from areno.tracking.run_folder import RunFiles, is_sweep
-from areno.tracking.samples import EvalFiles, SampleFiles, SampleLog
+from areno.tracking.samples import EvalSampleFiles, SampleFiles, SampleLog
 from areno.tracking.scalar_files import Jsonl, TensorBoard
 from areno.tracking.tracker import END_OF_STEP, Tracker, Trackers
 
@@ -150,7 +150,7 @@ def open_trackers(
         Jsonl(run_dir / "logs" / "metrics.jsonl"),
     ]
     if isinstance(config, PolicyExperimentConfig):
-        trackers += [SampleLog(), EvalFiles(run_dir / "eval", token_text)]
+        trackers += [SampleLog(), EvalSampleFiles(run_dir / "eval", token_text)]
         most = None if config.rollout.dump_to_file else config.rollout.dump_n_samples
         if most != 0:
             trackers.append(SampleFiles(run_dir / "rollouts", most, token_text))

@@ -25,7 +25,7 @@ from areno.config.experiments import ExperimentConfig
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.durable import UNFINISHED, atomic_write_text, locked, make_folders, remove, remove_empty, sync
 from areno.files.paths import data_root, read_first_bytes, read_if_exists
-from areno.files.small_yaml import YamlFault, describe_error, plain_yaml
+from areno.files.small_yaml import YamlFault, describe_error, load_yaml
 from areno.schema.fields import Section
 from areno.version import __version__
 
@@ -81,7 +81,7 @@ def script_of(folder: Path) -> str:
     return next((line.removeprefix(SCRIPT).strip() for line in lines if line.startswith(SCRIPT)), "")
 
 
-def algorithm_shown(folder: Path) -> str:
+def algorithm_label(folder: Path) -> str:
     """Return the name of a run's algorithm or, if a script started the run, of its configuration class."""
     lines = read_first_bytes(folder / SETTINGS).decode("utf-8", "replace").splitlines()[:2]
     return recipe_of(folder) or next((line.removeprefix(CLASS) for line in lines if line.startswith(CLASS)), "")
@@ -89,7 +89,7 @@ def algorithm_shown(folder: Path) -> str:
 
 def _read_yaml(path: Path) -> Any:
     try:
-        return plain_yaml(path)
+        return load_yaml(path)
     except YamlFault as error:
         raise ArenoError("{} cannot be read: {}", path, error) from error
 
@@ -130,21 +130,21 @@ _PACKAGES = (
 
 
 @dataclass(frozen=True)
-class NewFolder:
+class NewRunFolder:
     """A folder that was made for a new run or a sweep."""
 
     path: Path
     before: frozenset[Path]  # paths that existed: the folder, its parents or entries, which `discard` keeps
 
-    def for_run(self, run_dir: Path) -> NewFolder:
+    def for_run(self, run_dir: Path) -> NewRunFolder:
         """Return the folder of one run: this folder itself or, in a sweep, a folder inside it, made if needed."""
         if run_dir == self.path:
             return self
-        found = make_folder(run_dir)
+        found = make_run_folder(run_dir)
         assert found is not None
-        return NewFolder(run_dir, frozenset(p for p in found.before if p in self.before or run_dir in p.parents))
+        return NewRunFolder(run_dir, frozenset(p for p in found.before if p in self.before or run_dir in p.parents))
 
-    def describe(
+    def write_description(
         self, config: Section, overrides: list[str], recipe: str = "", script: str | Path | None = None
     ) -> None:
         """Write config.yaml, overrides.yaml and versions.json. `script` is the user's file with the algorithm.
@@ -153,7 +153,7 @@ class NewFolder:
         """
         try:
             with locked(self.path):
-                if is_described(self.path):  # `make_folder` has seen that it was not
+                if has_description(self.path):  # `make_run_folder` has seen that it was not
                     raise BlockingIOError
                 for name, content in _description(config, overrides, recipe, script).items():
                     atomic_write_text(self.path / name, content)
@@ -191,14 +191,14 @@ def _all_paths_below(folder: Path) -> list[Path]:
     return [Path(parent, name) for parent, folders, files in walk for name in (*folders, *files)]
 
 
-def make_folder(run_dir: Path, new: bool = False) -> NewFolder | None:
+def make_run_folder(run_dir: Path, new: bool = False) -> NewRunFolder | None:
     """Make the folder of a run or a sweep. Raises ConfigError if it holds an earlier one.
 
     With `new`, None is returned if the folder exists. The caller can then try another name, so that two runs that start
     in the same second get different folders.
     """
     try:
-        if not new and (is_described(run_dir) or is_sweep(run_dir)):
+        if not new and (has_description(run_dir) or is_sweep(run_dir)):
             text = "{} holds an earlier {}; choose another name or move that folder away"
             raise ConfigError(Problem("trial_name", text, run_dir, "sweep" if is_sweep(run_dir) else "run"))
         before = frozenset(path for path in (run_dir, *run_dir.parents, *run_dir.glob("*")) if path.exists())
@@ -207,27 +207,27 @@ def make_folder(run_dir: Path, new: bool = False) -> NewFolder | None:
         if new and isinstance(error, FileExistsError):
             return None
         raise ConfigError(Problem("cluster.fileroot", "cannot make {}: {}", run_dir, error.strerror)) from error
-    return NewFolder(run_dir, before)
+    return NewRunFolder(run_dir, before)
 
 
 def make_folder_for_script(config: ExperimentConfig) -> Path:
     """Make the folder <fileroot>/<experiment_name>/<trial_name or time>, and write settings and versions into it."""
     name = config.trial_name or time.strftime("%Y%m%d-%H%M%S")
-    run_dir, count = folder_of(config, name), 1
-    while (folder := make_folder(run_dir, new=config.trial_name is None)) is None:
+    run_dir, count = run_folder_path(config, name), 1
+    while (folder := make_run_folder(run_dir, new=config.trial_name is None)) is None:
         count += 1
-        run_dir = folder_of(config, f"{name}-{count}")
+        run_dir = run_folder_path(config, f"{name}-{count}")
     script = vars(sys.modules["__main__"]).get("__file__")
-    folder.describe(config, [], script=script and os.path.abspath(script))
+    folder.write_description(config, [], script=script and os.path.abspath(script))
     return run_dir
 
 
-def folder_of(config: ExperimentConfig, name: str) -> Path:
+def run_folder_path(config: ExperimentConfig, name: str) -> Path:
     return Path(config.cluster.fileroot).expanduser().absolute() / config.experiment_name / name
 
 
-def is_described(folder: Path) -> bool:
-    """Return whether a folder holds a run. It does if it has a config.yaml, which `NewFolder.describe` writes last."""
+def has_description(folder: Path) -> bool:
+    """Return whether a folder holds a run. Its config.yaml is written last."""
     return os.path.exists(folder / SETTINGS)  # unlike Path.exists, no error for a name that is too long
 
 
@@ -318,13 +318,13 @@ class RunFiles:
         """Flush to disk (fsync) the files that `sizes` lists, and the sample files that changed since the last call."""
         for _, path in self._growing_files():
             sync(path)
-        for path in self._samples(unfinished=False):  # the next step may be writing unfinished ones
+        for path in self._sample_files(unfinished=False):  # the next step may be writing unfinished ones
             if (changed_at := path.stat().st_mtime_ns) > self._synced_at:
                 self._synced_at = changed_at
                 sync(path)
                 sync(path.parent)
 
-    def cut_back(self, step: int, sizes: Mapping[str, int], until: Mapping[str, int]) -> None:
+    def truncate_to_step(self, step: int, sizes: Mapping[str, int], until: Mapping[str, int]) -> None:
         """Remove everything that was written after a step, so that the run can repeat the later steps.
 
         `sizes` are the file sizes at the end of this step. `until` are the file sizes at the start of the current
@@ -337,11 +337,11 @@ class RunFiles:
                 _drop_lines(path, size, until.get(name, 0))
             elif path.stat().st_size > size:
                 os.truncate(path, size)  # even to 0 bytes: TensorBoard stops reading if a file is gone
-        for path in self._samples():
+        for path in self._sample_files():
             if path.suffix == ".tmp" or (path.suffix == ".jsonl" and path.stem.isdecimal() and int(path.stem) > step):
                 remove(path)
 
-    def _samples(self, unfinished: bool = True) -> list[Path]:
+    def _sample_files(self, unfinished: bool = True) -> list[Path]:
         """Return the sample files, oldest first. With `unfinished`, include files that are still being written."""
         found = (*self.folder.glob("rollouts/*"), *self.folder.glob("eval/**/*"))
         found = [path for path in found if (unfinished or path.suffix != ".tmp") and path.is_file()]

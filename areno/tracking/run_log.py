@@ -29,8 +29,8 @@ class RunLog:
     of the host program receives areno's records, areno itself writes nothing to stderr, so that no line appears twice.
     Several RunLogs may be open at once. The last `close` restores stderr and the level.
 
-    Commands of areno set `own_process`: records then do not go to handlers of parent loggers. `console` decides which
-    lines stderr shows. Without it, the `console` of the RunLog opened before counts.
+    Commands of areno set `own_process`: records then do not go to handlers of parent loggers. `current_console` decides
+    which lines stderr shows. Without it, the `current_console` of the RunLog opened before counts.
     """
 
     _open: ClassVar[list[RunLog]] = []  # the open logs, which share the handler for stderr and the level
@@ -42,9 +42,9 @@ class RunLog:
         self._own_process, self._propagate_before = own_process, logger.propagate
         self.console: Console | None = console
         self._file: logging.Handler | None = None
-        self._earlier: _EarlierHandler | None = None
+        self._earlier: _BufferingHandler | None = None
         if log_file is None:
-            self._earlier = _EarlierHandler()
+            self._earlier = _BufferingHandler()
             logger.addHandler(self._earlier)
         else:
             try:
@@ -63,11 +63,11 @@ class RunLog:
         if own_process:
             logger.propagate = False
         # If the host program receives the records and no log file is asked for, the host's own level applies.
-        if logger.level == logging.NOTSET and (log_file is not None or not host_listens()):
+        if logger.level == logging.NOTSET and (log_file is not None or not has_host_handler()):
             RunLog._has_set_level = True
             logger.setLevel(logging.INFO)
 
-    def write_earlier(self) -> None:
+    def write_buffered(self) -> None:
         """Write to the log file the lines that were logged before it was opened."""
         without_file = [log for log in RunLog._open if log._earlier is not None]
         source = next((log for log in without_file if log._own_process), without_file[-1] if without_file else None)
@@ -99,11 +99,11 @@ class RunLog:
         self.close()
 
 
-class OwnHandler(logging.Handler):
-    """Base class of all logging handlers that areno installs. `host_listens` ignores them."""
+class ArenoHandler(logging.Handler):
+    """Base class of all logging handlers that areno installs. `has_host_handler` ignores them."""
 
 
-class _EarlierHandler(OwnHandler):
+class _BufferingHandler(ArenoHandler):
     """Keeps the last records in memory until a log file is opened."""
 
     def __init__(self) -> None:
@@ -118,11 +118,11 @@ class _EarlierHandler(OwnHandler):
             other.handle(self._records.popleft())
 
 
-class _StderrHandler(OwnHandler):
+class _StderrHandler(ArenoHandler):
     """Writes to the current `sys.stderr`, which the live display replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if is_hidden(record) or host_listens():
+        if is_hidden(record) or has_host_handler():
             return
         try:
             print(self.format(record), file=sys.stderr, flush=True)
@@ -130,7 +130,7 @@ class _StderrHandler(OwnHandler):
             self.handleError(record)
 
 
-class _FileHandler(OwnHandler, logging.FileHandler):
+class _FileHandler(ArenoHandler, logging.FileHandler):
     """Warns once and is removed if its file cannot be written. The run continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -153,7 +153,7 @@ _STDERR = _StderrHandler()
 _STDERR.setFormatter(_FORMATTER)
 
 
-def console() -> Console:
+def current_console() -> Console:
     for log in reversed(RunLog._open):
         if log.console is not None:
             return log.console
@@ -164,15 +164,15 @@ def is_hidden(record: logging.LogRecord) -> bool:
     """Return whether the current console hides a record on stderr. Warnings and errors are never hidden."""
     if record.levelno >= logging.WARNING:
         return False
-    shown = console()
+    shown = current_console()
     return shown == "quiet" or shown not in vars(record).get("consoles", (shown,))
 
 
-def host_listens() -> bool:
+def has_host_handler() -> bool:
     """Return whether a logging handler of the host program receives areno's records."""
     place: logging.Logger | None = logger
     while place is not None:
-        if any(not isinstance(handler, OwnHandler) for handler in place.handlers):
+        if any(not isinstance(handler, ArenoHandler) for handler in place.handlers):
             return True
         place = place.parent if place.propagate else None
     return False

@@ -55,7 +55,7 @@ class SampleLog(Tracker):
                 sample.sequence.n_tokens,
                 _shorten_text(sample.item.text),
                 _shorten_text(sample.completion),
-                "" if sample.trajectory is None else _trajectory_lines(sample.trajectory),
+                "" if sample.trajectory is None else _trajectory_text(sample.trajectory),
             )
 
 
@@ -90,7 +90,7 @@ class SampleFiles(Tracker):
         )
 
 
-class EvalFiles(Tracker):
+class EvalSampleFiles(Tracker):
     def __init__(self, folder: str | Path, token_text: Callable[[int], str]):
         self.folder, self._encoder = Path(folder), _SampleEncoder(token_text)
 
@@ -139,7 +139,7 @@ def _write_json_lines(path: Path, lines: Iterable[Mapping[str, object]], key: st
             unfinished.unlink(missing_ok=True)
 
 
-def _trajectory_lines(trajectory: Trajectory) -> str:
+def _trajectory_text(trajectory: Trajectory) -> str:
     said = {
         "messages": _shorten_text(json.dumps(trajectory.messages, ensure_ascii=False, default=str)),
         "final answer": _shorten_text(str(trajectory.messages[-1].get("content") or "")),
@@ -191,9 +191,15 @@ class _SampleEncoder:
             number = numbers[sample.group]
             numbers[sample.group] += 1
             if kept is None or kept[index]:
-                yield {**first, "group": sample.group, "sample": number, **_sample_line(sample), **self._tokens(sample)}
+                yield {
+                    **first,
+                    "group": sample.group,
+                    "sample": number,
+                    **_sample_fields(sample),
+                    **self._token_fields(sample),
+                }
 
-    def _tokens(self, sample: ScoredSample) -> dict[str, object]:
+    def _token_fields(self, sample: ScoredSample) -> dict[str, object]:
         """Return the fields with a value for each token. Agents' samples have them in each row of the trajectory."""
         if sample.trajectory is not None:
             return {"trajectory": _replay_fields(sample.trajectory)}
@@ -219,7 +225,7 @@ def _rounded(values: Any) -> list[float]:
     return np.round(np.asarray(values, dtype=np.float64), 4).tolist()
 
 
-def _sample_line(sample: ScoredSample) -> dict[str, object]:
+def _sample_fields(sample: ScoredSample) -> dict[str, object]:
     parts, advantages = sample.outcome.parts, sample.advantages
     return {
         "row": sample.item.index,

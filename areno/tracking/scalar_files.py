@@ -35,14 +35,14 @@ class _ScalarFile(Tracker):
         self._file: BinaryIO | None = None
         if path.parent.exists() and not path.parent.is_dir():
             raise ArenoError(Problem(key, "{} is not a folder; set another one", path.parent))
-        with self._os_error_names_setting():
+        with self._name_setting_in_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
             if not os.access(path.parent, os.W_OK):
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     def append(self, record: bytes) -> None:
         """Append a record. If writing fails, as on a full disk, truncate the file to its last complete record."""
-        with self._os_error_names_setting():
+        with self._name_setting_in_errors():
             if self._file is None:
                 self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # closed by finish()
                 self.size = self._file.tell()
@@ -66,7 +66,7 @@ class _ScalarFile(Tracker):
         self._file = None
 
     @contextmanager
-    def _os_error_names_setting(self) -> Iterator[None]:
+    def _name_setting_in_errors(self) -> Iterator[None]:
         """Convert an OSError to an ArenoError that names the setting."""
         try:
             yield

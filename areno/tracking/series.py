@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from areno.tracking.accuracy import exceed_one, without_right
+from areno.tracking.accuracy import has_reward_above_one, without_accuracy_metrics
 
 MAX_POINTS = 4_000  # of one curve; more than a screen can show
 _AT_ONCE = 1_024  # records between two times of thinning
@@ -77,7 +77,7 @@ class Curves:
                 kept = self._kept[name] = Series(first.steps + rest.steps, first.values + rest.values)
                 self._widths[name] = width = max(_MERGED, 2 * width)
 
-    def by_name(self) -> dict[str, Series]:
+    def series_by_name(self) -> dict[str, Series]:
         self._read_records()
         kept = self._kept
         return {
@@ -100,7 +100,7 @@ def _thinned(series: Series, width: int) -> Series:
     return Series([series.steps[place] for place in places], [series.values[place] for place in places])
 
 
-def right_answers_are_meaningful(read: Callable[[str], Series]) -> bool:
+def is_accuracy_meaningful(read: Callable[[str], Series]) -> bool:
     """Return whether the metrics that count right answers have a meaning. They have none if a reward was above 1.
 
     A run no longer records these metrics after such a reward. `read(name)` returns the recorded values of a scalar.
@@ -109,10 +109,10 @@ def right_answers_are_meaningful(read: Callable[[str], Series]) -> bool:
         rewards, right = read(f"{space}/rewards_mean").steps, read(f"{space}/accuracy").steps
         if rewards and right and rewards[-1] > right[-1]:
             return False
-    return not exceed_one(read("rollout/rewards_max").values)
+    return not has_reward_above_one(read("rollout/rewards_max").values)
 
 
-def drop_meaningless_right_answers(metrics: Mapping[str, Series]) -> dict[str, Series]:
+def drop_meaningless_accuracy(metrics: Mapping[str, Series]) -> dict[str, Series]:
     """Leave out the metrics that count right answers if they have no meaning."""
-    are_meaningful = right_answers_are_meaningful(lambda name: metrics.get(name, NOTHING))
-    return dict(metrics) if are_meaningful else without_right(metrics)
+    are_meaningful = is_accuracy_meaningful(lambda name: metrics.get(name, NOTHING))
+    return dict(metrics) if are_meaningful else without_accuracy_metrics(metrics)

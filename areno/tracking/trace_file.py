@@ -39,7 +39,7 @@ _FIRST_RANK, _TRACKS = 100, 1000
 
 
 @contextmanager
-def trace_folder(folder: Path) -> Iterator[None]:
+def make_trace_folder(folder: Path) -> Iterator[None]:
     """Make a folder of traces, and convert an OSError to an ArenoError that names the setting."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class TraceFile:
         self._writer = ThreadPoolExecutor(1, "areno-trace")
         self._known: set[tuple[int, int]] = set()  # processes and tracks whose names are in the file
         self._file: BinaryIO | None = None
-        with trace_folder(folder):
+        with make_trace_folder(folder):
             self._open()
 
     def _open(self) -> None:
@@ -72,7 +72,7 @@ class TraceFile:
         began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._origin / 1e9))
         self._known = set()
         lines = [
-            *self._name_events("driver", "main"),
+            *self._json_of_lane_names("driver", "main"),
             _metadata_event("process_labels", 1, 0, {"labels": f"began {began}"}),
         ]
         self._size = _write(self._file, ("[\n" + ",\n".join(lines)).encode() + _END)
@@ -108,23 +108,23 @@ class TraceFile:
             group, is_object, track = lane.partition("#")
             if not is_object:
                 group, _, track = lane.partition("/")
-            yield from self._name_events(group, "" if is_object else track)
+            yield from self._json_of_lane_names(group, "" if is_object else track)
             pid, tid = _process_and_thread_id(group, "" if is_object else track)
             nested = _nested_events(of_lane)
             yield from (
-                self._event_objects(group, track, nested, pid, tid)
+                self._json_of_object_events(group, track, nested, pid, tid)
                 if is_object
-                else self._json_of_bars(nested, pid, tid)
+                else self._json_of_spans(nested, pid, tid)
             )
 
-    def _json_of_bars(self, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int) -> Iterator[str]:
+    def _json_of_spans(self, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int) -> Iterator[str]:
         rest, origin = f'"pid":{pid},"tid":{tid}', self._origin
         for (_, name, start, end, arguments), _ in events:
             start = max(0, start - origin)
             times = f'"ts":{start / 1000:.3f},"dur":{max(0, end - origin - start) / 1000:.3f}'
             yield f'{{"ph":"X","name":{_name(name)},{rest},{times}{_arguments_json(arguments)}}}'
 
-    def _event_objects(
+    def _json_of_object_events(
         self, group: str, track: str, events: Sequence[tuple[trace.Event, int]], pid: int, tid: int
     ) -> list[str]:
         """Return, in the order of time, the JSON of a begin event and an end event for each event of one object."""
@@ -139,7 +139,7 @@ class TraceFile:
             ends.append(f'{{"ph":"e",{both}{max(0, end - origin) / 1000:.3f}}}')
         return lines + ends[::-1]
 
-    def _name_events(self, group: str, track: str) -> Iterator[str]:
+    def _json_of_lane_names(self, group: str, track: str) -> Iterator[str]:
         """Yield the JSON that names the process and the track of a lane, unless the file has it already."""
         pid, tid = _process_and_thread_id(group, track)
         if (pid, 0) not in self._known:
@@ -163,7 +163,7 @@ class SessionFile:
     def __init__(self, folder: Path, threshold: int):
         self.path, self._threshold = folder / "sessions.jsonl", threshold
         self._lines: list[str] = []
-        with trace_folder(folder):
+        with make_trace_folder(folder):
             self.path.touch()
 
     def add(self, record: Mapping[str, Any]) -> None:

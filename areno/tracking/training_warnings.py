@@ -41,7 +41,7 @@ class History:
         return len(self.last) >= n and not min(self.last[-n:]) < 1
 
 
-def entropy_collapsed(entropy: History, accuracy: History) -> str:
+def entropy_collapse_warning(entropy: History, accuracy: History) -> str:
     """Warn of a nearly deterministic policy (entropy in nats), unless nearly all its answers are right.
 
     The entropy is then below 0.05 nats and below a tenth of its mean over the first steps. `accuracy` is empty if it is
@@ -56,7 +56,7 @@ def entropy_collapsed(entropy: History, accuracy: History) -> str:
     )
 
 
-def nothing_to_learn(flat: History, reward: float) -> str:
+def flat_rewards_warning(flat: History, reward: float) -> str:
     """Warn if the last N_FLAT steps were flat. `flat` has 1.0 for each flat step. `reward` is the mean reward."""
     if not flat.was_always_1(N_FLAT):
         return ""
@@ -68,7 +68,7 @@ def nothing_to_learn(flat: History, reward: float) -> str:
     )
 
 
-def all_truncated(truncated: History, length: float) -> str:
+def truncation_warning(truncated: History, length: float) -> str:
     """Warn if all of the last N_TRUNCATED steps had nothing but truncated completions. `length` is in tokens."""
     if not truncated.was_always_1(N_TRUNCATED):
         return ""
@@ -79,7 +79,7 @@ def all_truncated(truncated: History, length: float) -> str:
     )
 
 
-def answers_missing(is_equal: bool, reward: float, rows: str) -> str:
+def missing_solutions_warning(is_equal: bool, reward: float, rows: str) -> str:
     """Warn if all rewards of a step are equal and the dataset has no reference answers.
 
     `is_equal` says whether the rewards are equal. `rows` is "" if some row has the field `solutions`, otherwise a text
@@ -93,7 +93,7 @@ def answers_missing(is_equal: bool, reward: float, rows: str) -> str:
     )
 
 
-def logprobs_differ(difference: History) -> str:
+def logprob_difference_warning(difference: History) -> str:
     """Warn if the log-probabilities from rollout and training differ by much more (in nats) than in the first steps.
 
     The importance ratios to the rollout policy are then wrong.
@@ -107,7 +107,7 @@ def logprobs_differ(difference: History) -> str:
     )
 
 
-def rounding_clips(apart: float, clip: float | None, remedy: str) -> str:
+def rounding_clip_warning(apart: float, clip: float | None, remedy: str) -> str:
     """Warn if rounding differences between rollout and training exceed a quarter of the clip range `clip`.
 
     Clipping then removes the gradient of some tokens or sequences even before the first update of the weights. `apart`
@@ -124,7 +124,7 @@ def rounding_clips(apart: float, clip: float | None, remedy: str) -> str:
     )
 
 
-def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
+def nonfinite_rewards_warning(n: float, n_samples: float, reward: str) -> str:
     if not n:
         return ""
     return (
@@ -137,8 +137,9 @@ def rewards_not_finite(n: float, n_samples: float, reward: str) -> str:
 class TrainingWarnings:
     """Checks the scalars of a run after each step, and returns each kind of warning only once.
 
-    `reward` names the reward functions or the reward model. `unanswered` is the argument `rows` of `answers_missing`.
-    `ratio` is (clip range, "token" or "sequence", setting), as `rounding_clips` needs them.
+    `reward` names the reward functions or the reward model. `unanswered` is the argument `rows` of
+    `missing_solutions_warning`. `ratio` is (clip range, "token" or "sequence", setting), as `rounding_clip_warning`
+    needs them.
     """
 
     def __init__(self, reward: str = "", unanswered: str = "", needs_rewards: bool = True):
@@ -147,7 +148,7 @@ class TrainingWarnings:
         self._kept: dict[str, History] = {}
         self._warned: list[str] = []
 
-    def check(self, scalars: Mapping[str, float]) -> list[str]:
+    def new_warnings(self, scalars: Mapping[str, float]) -> list[str]:
         """Return the new warnings about a step. Without rollout/rewards_max there is no check."""
         if "rollout/rewards_max" not in scalars:
             return []
@@ -160,19 +161,19 @@ class TrainingWarnings:
         apart = "logp_row_diff_mean" if level == "sequence" else "logp_abs_diff_mean"
         length, reward = scalars.get("rollout/response_len_mean", math.nan), scalars["rollout/rewards_mean"]
         found = {
-            "answers": answers_missing(equal, reward, self.unanswered),
-            "truncated": all_truncated(self._history("rollout/truncated"), length),
-            "entropy": entropy_collapsed(self._history("train/entropy"), self._history("rollout/accuracy")),
-            "flat": nothing_to_learn(self._history("flat"), reward),
-            "rounding": rounding_clips(scalars.get(f"train/{apart}", 0.0), clip, remedy),
-            "logprobs": logprobs_differ(self._history("train/logp_abs_diff_mean")),
-            "not_finite": rewards_not_finite(
+            "answers": missing_solutions_warning(equal, reward, self.unanswered),
+            "truncated": truncation_warning(self._history("rollout/truncated"), length),
+            "entropy": entropy_collapse_warning(self._history("train/entropy"), self._history("rollout/accuracy")),
+            "flat": flat_rewards_warning(self._history("flat"), reward),
+            "rounding": rounding_clip_warning(scalars.get(f"train/{apart}", 0.0), clip, remedy),
+            "logprobs": logprob_difference_warning(self._history("train/logp_abs_diff_mean")),
+            "not_finite": nonfinite_rewards_warning(
                 scalars.get("rollout/reward_not_finite", 0.0), scalars["rollout/num_sequences"], self.reward
             ),
         }
-        return [text for name, text in found.items() if text and self.is_first(name)]
+        return [text for name, text in found.items() if text and self.add_if_new(name)]
 
-    def is_first(self, name: str) -> bool:
+    def add_if_new(self, name: str) -> bool:
         """Return whether a kind of warning is new, and record that it has been given."""
         is_first = name not in self._warned
         if is_first:

@@ -26,7 +26,7 @@ from areno.engine.reports import RolloutStats
 from areno.engine.requests import OnProgress
 from areno.plan.plan import sampling_params
 from areno.run.agents_across_steps import LiveAgents
-from areno.run.group_selection import AgentSample, FirstWholeGroups, Group
+from areno.run.group_selection import AgentSample, FirstCompleteGroups, Group
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import IN_FULL
@@ -70,7 +70,7 @@ def sample_with_agents(
     batch = AgentBatch.from_prompt_batch(Batch(items=items), gconfig.n_samples)
     _log_begin(setup, len(items), gconfig.n_samples)
     watch = _AgentWatch(setup.trainer.engine, on_progress)
-    with _policy_served(setup, gconfig, seed, max_running) as server:
+    with _serve_policy(setup, gconfig, seed, max_running) as server:
         timeout_s = setup.config.agent.timeout_s
         context = AgentContext(server.base_url, server.api_key, server.session, timeout_s)
         rows = _row_builder(setup, server)
@@ -84,7 +84,7 @@ def sample_with_agents(
             sample, record = _scored_agent_sample(setup, items[item.prompt_index], item, outcome, rows, group)
             sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
             found[first + index] = sample
-            scorer.add({first + index: (sample, record)})
+            scorer.score_samples({first + index: (sample, record)})
 
         for first in range(0, len(every), size):
             server.prefetch(every[first : first + size])
@@ -113,7 +113,7 @@ class _AgentWatch:
 
 
 @contextmanager
-def _policy_served(
+def _serve_policy(
     setup: PolicySetup, gconfig: GenerationConfig, seed: int, max_running: int | None
 ) -> Iterator[SessionProxy]:
     """Serve the policy inside the `with` block. Live agents (those that may run across steps) continue meanwhile."""
@@ -123,7 +123,7 @@ def _policy_served(
         return
     with setup.trainer.rollout_session(
         sampling_params=sampling_params(gconfig),
-        loss_mask_policy=_mask_policy(setup),
+        loss_mask_policy=_loss_mask_policy(setup),
         max_running_prompts=max_running,
         timeout_s=setup.config.agent.timeout_s,
         seed=seed,
@@ -131,16 +131,16 @@ def _policy_served(
         yield session.proxy
 
 
-def _mask_policy(setup: PolicySetup) -> LossMaskPolicy:
+def _loss_mask_policy(setup: PolicySetup) -> LossMaskPolicy:
     return LossMaskPolicy(tool_results=setup.config.agent.train_tool_results)
 
 
 def _row_builder(setup: PolicySetup, server: SessionProxy) -> RowBuilder:
     info, conversations = setup.trainer.engine.info, server.server.chat.prompts
-    return RowBuilder(conversations, _mask_policy(setup), info.vocab_size, server.session, info.context_len)
+    return RowBuilder(conversations, _loss_mask_policy(setup), info.vocab_size, server.session, info.context_len)
 
 
-def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstWholeGroups, take: Take) -> None:
+def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstCompleteGroups, take: Take) -> None:
     """Run agents until the groups that a step trains on are complete. The other agents stay in progress.
 
     `choice` chooses the groups. `take` receives finished samples as soon as it is certain that the step trains on their
@@ -168,7 +168,7 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstWholeG
 
         def poll() -> None:
             arrived, live.finished = live.finished, deque()
-            pass_on(choice.add(arrived))
+            pass_on(choice.record_outputs(arrived))
             watch()
 
         agents.output.begin_step()
@@ -178,7 +178,7 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstWholeG
         poll()
         agents.run_until(lambda: not choice.min_missing_samples, poll)
         unfinished = set(run.progress.in_flight.groups) - set(choice.taken)
-        live.keep_servers({group.batch for group in unfinished})
+        live.stop_other_servers({group.batch for group in unfinished})
     if not setup.config.rollout.max_head_offpolicyness:  # after a run with a limit above 0; no agent is left
         run.during_steps.close()
     _log_rollout(sorted(taken, key=lambda sample: sample.group))
@@ -192,13 +192,13 @@ def _start_agents(setup: PolicySetup, live: LiveAgents, groups: Sequence[Group])
         group.begun_at = setup.run.step
         by_batch.setdefault(group.batch, []).append(group)
     for batch, new in by_batch.items():
-        server = live.server(batch, progress.seed_of(batch))
+        server = live.server_for(batch, progress.seed_of(batch))
         rows = _row_builder(setup, server)
         items = list(AgentBatch.from_prompt_batch(Batch(items=[group.item for group in new]), n_samples))
         groups_of = [new[item.prompt_index] for item in items]
         for item, group in zip(items, groups_of, strict=True):
             item.prompt_index = group.prompt_index  # as in a step that waits for all samples of its batch
-        live.begin(server, items, partial(_agent_sample, setup, items, groups_of, rows))
+        live.start_agents(server, items, partial(_agent_sample, setup, items, groups_of, rows))
 
 
 def _agent_sample(
@@ -226,7 +226,7 @@ def _scored_agent_sample(
 ) -> tuple[ScoredSample, RewardRecord | None]:
     """Convert an agent's outcome to (sample, record for reward functions). The record is None if the agent failed."""
 
-    def failed(status: Any, message: str) -> tuple[ScoredSample, None]:
+    def failed_sample(status: Any, message: str) -> tuple[ScoredSample, None]:
         nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])
         key = "gconfig.max_tokens" if status == "agent_filtered" else "agent.fn"
         verdict = RewardOutcome(None, status, message, key=key)
@@ -235,11 +235,11 @@ def _scored_agent_sample(
     if outcome.status == "filtered":
         logger.warning("agentic trajectory filtered: %s; prompt=%r", outcome.message, item.prompt[:_PREVIEW])
     if outcome.turns is None:
-        return failed(f"agent_{outcome.status}", outcome.message)
+        return failed_sample(f"agent_{outcome.status}", outcome.message)
     try:
         trajectory = rows.build_trajectory(outcome.turns)
     except BadTrajectory as error:
-        return failed("agent_error", str(error))
+        return failed_sample("agent_error", str(error))
     record = reward_record(agent_item, trajectory, setup.tokenizer, item.solutions)
     versions = np.concatenate([row.versions[row.sampled] for row in trajectory.rows])
     sequence = RolloutSequence(

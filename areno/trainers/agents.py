@@ -38,7 +38,7 @@ def reward_records(trainer: Trainer, trajectories: Any) -> list[RewardRecord]:
 
     Raises DataError if a trajectory is malformed, or was not sampled in a session of `trainer`.
     """
-    read = _parse(trainer, trajectories, None)
+    read = _parse_trajectories(trainer, trajectories, None)
     return [reward_record(item, trajectory, trainer.get_tokenizer()) for item, trajectory in read]
 
 
@@ -57,7 +57,7 @@ def trajectory_rows(
     training differ in temperature, the pass computes those of all trained tokens. `loss_mask_policy` None takes the
     policy of the last session. `rewards` None sets all rewards to 0.
     """
-    read = _parse(trainer, trajectories, loss_mask_policy)
+    read = _parse_trajectories(trainer, trajectories, loss_mask_policy)
     given = {"advantages": advantages} | ({} if rewards is None else {"rewards": rewards})
     for name, numbers in given.items():
         if len(numbers) != len(read):
@@ -70,11 +70,11 @@ def trajectory_rows(
         for row, sampled in zip(of_one, trajectory.rows, strict=True):
             row.advantages = np.where(sampled.trained, float(advantages[index]), 0.0)
         rows += of_one
-    score_missing(trainer, [row for _, trajectory in read for row in trajectory.rows], rows, trainer.sampling)
+    score_missing_logprobs(trainer, [row for _, trajectory in read for row in trajectory.rows], rows, trainer.sampling)
     return rows
 
 
-def score_missing(
+def score_missing_logprobs(
     trainer: Trainer, sampled: Sequence[TokenRow], rows: Sequence[TrainSequence], sampling: SamplingConfig
 ) -> list[TokenRow]:
     """Compute missing log-probabilities of trained tokens with the actor, and return the rows that were scored.
@@ -102,10 +102,12 @@ def score_agents(
     """Compute the log-probabilities that the rows of agents lack, and warn if agents sampled at another temperature."""
     sampled = [row for sample in samples if sample.trajectory is not None for row in sample.trajectory.rows]
     waits = not any(row.staleness for row in rows)
-    warn_of_temperatures(score_missing(trainer, sampled, rows, sampling), sampling, waits)
+    warn_of_temperatures(score_missing_logprobs(trainer, sampled, rows, sampling), sampling, waits)
 
 
-def _parse(trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None) -> list[tuple[AgentItem, Trajectory]]:
+def _parse_trajectories(
+    trainer: Trainer, trajectories: Any, policy: LossMaskPolicy | None
+) -> list[tuple[AgentItem, Trajectory]]:
     tokenizer = trainer.get_tokenizer()
     conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     policy, info = policy or trainer.loss_mask_policy, trainer.engine.info

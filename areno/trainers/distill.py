@@ -73,7 +73,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
                     continue
                 own = make_training_rows(setup, rollout)  # score the teacher, if the loss is the sampled form
                 for row in own:
-                    row.advantages = _advantages(row)
+                    row.advantages = _teacher_log_ratio(row)
                 log_rollout(setup, rollout, own)
                 with log_samples_at_end(setup, rollout, own):
                     trained = [*map(_without_rollout_fields, own), *rows] if rows else own
@@ -126,7 +126,7 @@ class DistillTrainer(RewardLoop[DistillExperimentConfig]):
         return rows
 
 
-def _advantages(row: TrainSequence) -> np.ndarray:
+def _teacher_log_ratio(row: TrainSequence) -> np.ndarray:
     """Return log(teacher / student) of each trained token, for logs only. Without teacher_logprobs, return zeros."""
     if row.teacher_logprobs is None:
         return np.zeros(len(row.tokens))  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from areno.data.loader import BatchLoader
 from areno.tracking.console import Progress
 from areno.trainers.loop import ReferencedLoop
 from areno.trainers.rows import prompt_masks, token_rows
-from areno.trainers.update import measure_loss, update
+from areno.trainers.update import measure_loss, update_actor
 from areno.types import PairItem, TrainSequence
 
 Scores = dict[int, tuple[np.ndarray, np.ndarray]]
@@ -27,7 +27,7 @@ class DPOTrainer(ReferencedLoop[PreferenceExperimentConfig]):
 
     def train_step(self, items: Sequence[PairItem]) -> dict[str, float]:
         rows = [row for item in items for row in _rows_with_reference(item, self.ref_scores.get(item.index))]
-        return update(self.setup, rows, rows_per_unit=2)
+        return update_actor(self.setup, rows, rows_per_unit=2)
 
     def clear_scores(self) -> None:
         self.ref_scores: Scores = {}

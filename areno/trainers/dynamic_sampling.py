@@ -85,7 +85,7 @@ def sample_rounds(
     with Scorer(setup, [], config.gconfig, 0) as scorer:
         with run.clock.phase("rollout"):
             log_stage("rollout_start")
-            rounds = _RoundSteering(setup, scorer, batch, most)
+            rounds = _RoundScheduler(setup, scorer, batch, most)
             reward, copies = run.progress.last_reward, setup.trainer.engine.spec.layout.dp_size
             with RolloutProgress("rollout", len(batch), config.gconfig.n_samples, copies, reward) as rounds.display:
                 params = sampling_params(config.gconfig)
@@ -96,7 +96,7 @@ def sample_rounds(
             return scorer.finish(), rounds.batches
 
 
-class _RoundSteering:
+class _RoundScheduler:
     """A RolloutSteering that decides which rounds a step needs."""
 
     def __init__(self, setup: PolicySetup, scorer: Scorer, batch: Batch[PromptItem], most: int):
@@ -110,7 +110,7 @@ class _RoundSteering:
     def requests(self, batch: Batch[PromptItem]) -> list[GenerationRequest]:
         progress, gconfig = self._setup.run.progress, self._setup.config.gconfig
         seed, first = progress.seed + (len(self.batches) << 40), len(self._missing)
-        self._scorer.extend(batch.items)
+        self._scorer.add_prompts(batch.items)
         self.batches.append(batch)
         self._missing += [gconfig.n_samples] * len(batch)
         return [
@@ -129,16 +129,16 @@ class _RoundSteering:
     ) -> tuple[int, Sequence[GenerationRequest]]:
         """Score finished samples, and return (number of unfinished samples, requests of further rounds)."""
         self.display(outputs, stats)
-        self._scorer.take(outputs)
+        self._scorer.score_outputs(outputs)
         self._setup.run.poll_state_and_interrupts()
         before = len(self._unknown)
         for output in outputs:
             self._missing[output.request_id] -= 1
             if not self._missing[output.request_id]:
                 self._unknown.append(output.request_id)
-        for group in self._ready_to_judge(before):
+        for group in self._groups_to_compare(before):
             self._unknown.remove(group)
-            self._n_uniform += len(set(self._scorer.rewards_of(group))) < 2
+            self._n_uniform += len(set(self._scorer.wait_for_rewards(group))) < 2
         more: list[GenerationRequest] = []
         while len(self._missing) - self._n_uniform < self._size and len(self.batches) < self._most:
             if (batch := self._setup.run.progress.next_batch()) is None:
@@ -146,7 +146,7 @@ class _RoundSteering:
             more += self.requests(batch)
         return sum(self._missing), more
 
-    def _ready_to_judge(self, before: int) -> list[int]:
+    def _groups_to_compare(self, before: int) -> list[int]:
         """Return the complete groups whose rewards are to be compared now.
 
         The first `before` groups of `_unknown` were already complete at the previous call.

@@ -32,9 +32,9 @@ class StepScores:
         config = self._setup.config
         needed: dict[ScoreName, bool] = {
             # In online DPO, rewards decide which samples are in pairs. So not all rows need log-probabilities.
-            "ref": config.ref is not None and config.trained_per_prompt == config.gconfig.n_samples,
+            "ref": config.ref is not None and config.trained_samples_per_prompt == config.gconfig.n_samples,
             "values": isinstance(config, CriticExperimentConfig),
-            "proximal": isinstance(config.actor, RatioConfig) and config.actor.needs_proximal,
+            "proximal": isinstance(config.actor, RatioConfig) and config.actor.needs_proximal_logprobs,
         }
         names: list[ScoreName] = [name for name in needed if needed[name]]
         if names:

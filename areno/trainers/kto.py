@@ -14,7 +14,7 @@ from areno.data.loader import BatchLoader
 from areno.tracking.console import Progress
 from areno.trainers.loop import ReferencedLoop
 from areno.trainers.rows import prompt_masks, token_rows
-from areno.trainers.update import measure_loss, update
+from areno.trainers.update import measure_loss, update_actor
 from areno.types import AnswersItem, TrainSequence
 
 
@@ -34,7 +34,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         with self.run.clock.phase("kl"):
             point = self.reference_point(items, self._scores)
         rows = [_with_scores(item, self._scores) for item in items]
-        stats = update(self.setup, rows, loss_fn=partial(self.setup.loss_fn, reference_point=point))
+        stats = update_actor(self.setup, rows, loss_fn=partial(self.setup.loss_fn, reference_point=point))
         stats["kl"] = point
         if "rewards_chosen_mean" in stats and "rewards_rejected_mean" in stats:
             stats["margin"] = stats["rewards_chosen_mean"] - stats["rewards_rejected_mean"]
@@ -48,19 +48,19 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         """
         if len(items) < 2:
             return 0.0
-        rows, keys = self._mismatched(items)
-        ours = self._answer_logprobs("actor", rows)
+        rows, keys = self._mismatched_rows(items)
+        ours = self._completion_logprobs("actor", rows)
         theirs = np.array([scores.mismatched[key] for key in keys])
         return max(0.0, float((ours - theirs).mean()))
 
-    def _mismatched(self, items: Sequence[AnswersItem]) -> tuple[list[TrainSequence], list[tuple[int, int]]]:
+    def _mismatched_rows(self, items: Sequence[AnswersItem]) -> tuple[list[TrainSequence], list[tuple[int, int]]]:
         """Join each prompt with the answer to the previous prompt. Return (rows, (prompt index, answer index) of each).
 
         The first prompt gets the last answer. Answers are truncated at the context length of the model.
         """
         most, rows, keys = self.setup.trainer.info.context_len, [], []
         for own, other in zip(items, [items[-1], *items[:-1]], strict=True):
-            (prompt, _), (_, answer) = _prompt_and_answer(own.rows[0]), _prompt_and_answer(other.rows[0])
+            (prompt, _), (_, answer) = _prompt_and_completion(own.rows[0]), _prompt_and_completion(other.rows[0])
             tokens = np.concatenate([prompt[0], answer[0]])[:most]
             mask = np.concatenate([prompt[1], answer[1]])[:most]
             rows.append(TrainSequence(tokens=tokens, prompt_mask=mask))
@@ -70,7 +70,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
     def _trained_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
         return self.setup.trainer.score_logprobs(role, token_rows(rows), 1.0, prompt_masks=prompt_masks(rows))
 
-    def _answer_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> np.ndarray:
+    def _completion_logprobs(self, role: str, rows: Sequence[TrainSequence]) -> np.ndarray:
         """Return the summed log-probability of each row's trained tokens under a role's model, float64 (rows,)."""
         scored = self._trained_logprobs(role, rows)
         pairs = zip(rows, scored, strict=True)
@@ -92,7 +92,7 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
         """Yield the batches of the whole run. Then reset the loader to its old position."""
         config, loader = self.setup.config, self.setup.loader
         before = loader.state_dict()
-        for batch in itertools.islice(loader.epochs(config.total_train_epochs), self.n_batches()):
+        for batch in itertools.islice(loader.batches_until_epoch(config.total_train_epochs), self.n_batches()):
             yield batch.items
         loader.load_state_dict(before)
 
@@ -106,9 +106,9 @@ class KTOTrainer(ReferencedLoop[UnpairedExperimentConfig]):
                     out.rows[item.index] = np.asarray(values, np.float32)
                     n_tokens += len(values)
                 if len(items) > 1:
-                    pairs = zip(*self._mismatched(items), strict=True)
+                    pairs = zip(*self._mismatched_rows(items), strict=True)
                     apart = [(row, key) for row, key in pairs if key not in out.mismatched]
-                    sums = self._answer_logprobs(role, [row for row, _ in apart])
+                    sums = self._completion_logprobs(role, [row for row, _ in apart])
                     out.mismatched |= {key: float(value) for (_, key), value in zip(apart, sums, strict=True)}
                 progress.update(len(out.rows), n_tokens)
 
@@ -140,7 +140,7 @@ def _batches_in_dataset_order(loader: BatchLoader[AnswersItem]) -> Iterator[list
         yield batch
 
 
-def _prompt_and_answer(row: TrainSequence) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+def _prompt_and_completion(row: TrainSequence) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
     """Split a row at its first trained token into (tokens, prompt_mask) of the prompt and of the answer."""
     tokens, mask = np.asarray(row.tokens), np.asarray(row.prompt_mask)
     start = max(1, int(np.argmin(mask)))

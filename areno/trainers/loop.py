@@ -19,14 +19,14 @@ from areno.tracking.tracker import Tracker
 from areno.trainers.rollout import evaluate_policy
 from areno.trainers.rows import AdvantageFn
 
-Self = TypeVar("Self", bound="Loop[Any]")  # typing has it from Python 3.11 on
+Self = TypeVar("Self", bound="TrainingLoop[Any]")  # typing has it from Python 3.11 on
 PolicyConfig = TypeVar("PolicyConfig", bound=PolicyExperimentConfig)
 ReferencedConfig = TypeVar("ReferencedConfig", bound=ReferencedExperimentConfig)
 
 logger = logging.getLogger("areno")
 
 
-class Loop(Generic[Config]):
+class TrainingLoop(Generic[Config]):
     """Base class of a training loop with its models, data and outputs. Use it as a context manager, or call close().
 
     Attributes:
@@ -68,7 +68,7 @@ class Loop(Generic[Config]):
         self.close()
 
 
-class RowLoop(Loop[Config]):
+class RowLoop(TrainingLoop[Config]):
     """Base class of loops that train on the rows of a dataset, without sampling.
 
     Args:
@@ -174,7 +174,7 @@ class ReferencedLoop(AnswerLoop[ReferencedConfig]):
         return super().evaluate()
 
 
-class RewardLoop(Loop[PolicyConfig]):
+class RewardLoop(TrainingLoop[PolicyConfig]):
     """Base class of loops that sample completions and train on their rewards.
 
     Args:

@@ -60,7 +60,7 @@ def _masked_fraction(keep: Arrays) -> float:
 def correct_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> dict[str, float]:
     """Apply `correct_rows` with log-probabilities from before the update, if the settings ask for a correction."""
     actor = setup.config.actor
-    if not isinstance(actor, RatioConfig) or not actor.needs_proximal:
+    if not isinstance(actor, RatioConfig) or not actor.needs_proximal_logprobs:
         return {}
     logprobs = rollout.scores.scores_of_rows("proximal", rows)
     with setup.run.clock.phase("recompute"):

@@ -20,7 +20,7 @@ from areno.trainers.loop import RewardLoop
 from areno.trainers.policy_only import PolicyOnlyTrainer
 from areno.trainers.rollout import Rollout, log_rollout, log_samples_at_end, rollouts, skip_updates
 from areno.trainers.rows import rows_per_sample, sample_rewards
-from areno.trainers.update import make_training_rows, update
+from areno.trainers.update import make_training_rows, update_actor
 from areno.types import ScoredSample, TrainSequence
 
 logger = logging.getLogger("areno")
@@ -125,4 +125,4 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
         rows = [*rows] * -(-n_copies // n_pairs)
         n_updates = max(1, min(config.actor.ppo_n_minibatches, n_pairs // n_copies))
         how = {"rows_per_unit": 2, "old_logprobs": config.actor.old_logprobs}
-        return update(self.setup, rows, n_minibatches=n_updates, sampling=config.gconfig, **how)
+        return update_actor(self.setup, rows, n_minibatches=n_updates, sampling=config.gconfig, **how)

@@ -16,9 +16,9 @@ import numpy as np
 
 from areno.api.session import request_seed
 from areno.engine.reports import RolloutStats
-from areno.engine.requests import requests_of_rest
+from areno.engine.requests import continuation_requests
 from areno.plan.plan import sampling_params
-from areno.run.group_selection import DECISION_STEPS, Admission, FirstWholeGroups, Group, n_tokens
+from areno.run.group_selection import DECISION_STEPS, Admission, FirstCompleteGroups, Group, n_tokens
 from areno.run.setup import PolicySetup
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agent_rollout import sample_live_agents
@@ -41,17 +41,17 @@ def sample_ahead(
     in_flight, step = run.progress.in_flight, run.step
     n_ahead, upcoming, drops = config.prompts_ahead, run.progress.upcoming_batches, config.rollout.dynamic_sampling
     number = run.progress.batches_taken
-    choice = in_flight.begin(step, n_ahead, batch.items, lambda n: [each.items for each in upcoming(n)], number)
+    choice = in_flight.begin_rollout(step, n_ahead, batch.items, lambda n: [each.items for each in upcoming(n)], number)
     before = [(group, part) for group in choice.groups for part in group.parked.values()]
     with Scorer(setup, [group.item for group in choice.groups], config.gconfig, 0) as scorer:
         with run.clock.phase("rollout"):
             log_stage("rollout_start")
             if setup.live_agents is not None:
                 parked = []
-                sample_live_agents(setup, setup.live_agents, choice, scorer.add)
+                sample_live_agents(setup, setup.live_agents, choice, scorer.score_samples)
             else:
                 parked = _sample_and_score(setup, choice, scorer)
-            n_thrown_away = in_flight.end(step, choice, parked)
+            n_thrown_away = in_flight.end_rollout(step, choice, parked)
             log_stage("rollout_end")
         if not drops and scorer.is_waiting and setup.agents is None:
             scores.compute_early(scorer.samples)
@@ -63,7 +63,7 @@ def sample_ahead(
         scalars = {"rollout/sampling_rounds": int(len(batch) > 0), "rollout/dropped_groups": dropped}
     if setup.live_agents is not None:
         run.tracer.add_sessions(step, "rollout", samples)
-        n_recomputed = setup.live_agents.take_recomputed()
+        n_recomputed = setup.live_agents.pop_recomputed_tokens()
     else:
         n_recomputed = _n_recomputed(before)
     scalars |= _staleness_metrics(setup, samples, keep, choice.groups, n_recomputed, n_thrown_away)
@@ -71,7 +71,7 @@ def sample_ahead(
 
 
 def _sample_and_score(
-    setup: PolicySetup, choice: FirstWholeGroups, scorer: Scorer
+    setup: PolicySetup, choice: FirstCompleteGroups, scorer: Scorer
 ) -> list[tuple[Group, GenerationOutput]]:
     """Sample and score until the groups of the step are complete. Return (group, output) of each stopped sample."""
     trainer, run, config = setup.trainer, setup.run, setup.config
@@ -86,12 +86,12 @@ def _sample_and_score(
         def take(certain: Sequence[tuple[Group, GenerationOutput]], stats: list[RolloutStats]) -> int:
             outputs = [with_request_id(output, index_of_group[group]) for group, output in certain]
             progress(outputs, stats)
-            scorer.take(outputs)
+            scorer.score_outputs(outputs)
             run.poll_state_and_interrupts()
             return choice.min_missing_samples
 
         def finished(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> tuple[int, list[GenerationRequest]]:
-            return take(choice.add((group_of[output.request_id], output) for output in outputs), stats), []
+            return take(choice.record_outputs((group_of[output.request_id], output) for output in outputs), stats), []
 
         if not take(choice.known, [RolloutStats()] * copies):
             return []
@@ -100,7 +100,7 @@ def _sample_and_score(
     return [(group_of[output.request_id], output) for output in parked]
 
 
-def sample_replacing(
+def run_dynamic_sampling(
     setup: PolicySetup, batch: Batch[PromptItem]
 ) -> tuple[list[ScoredSample], np.ndarray, dict[str, float], list[Batch[PromptItem]]]:
     """Sample until the rewards differ in enough groups. Groups with equal rewards are dropped and replaced (DAPO).
@@ -117,7 +117,7 @@ def sample_replacing(
     in_flight, step, size = run.progress.in_flight, run.step, config.train_dataset.batch_size
     batches = [batch]
 
-    def more() -> tuple[int, Sequence[PromptItem]] | None:
+    def next_prompts() -> tuple[int, Sequence[PromptItem]] | None:
         if len(batches) >= config.rollout.max_sampling_rounds or (taken := run.progress.next_batch()) is None:
             return None
         batches.append(taken)
@@ -125,11 +125,11 @@ def sample_replacing(
 
     in_flight.admit(run.progress.batches_taken, batch.items)
     at_once = config.rollout.max_concurrent_rollouts or size * config.gconfig.n_samples
-    admission = in_flight.begin_replacing(step, size, size + config.prompts_ahead, at_once, more)
+    admission = in_flight.begin_dynamic_sampling(step, size, size + config.prompts_ahead, at_once, next_prompts)
     with Scorer(setup, [], config.gconfig, 0) as scorer:
         with run.clock.phase("rollout"):
             log_stage("rollout_start")
-            replacing = _ReplacingSteering(setup, scorer, admission)
+            replacing = _DynamicSamplingScheduler(setup, scorer, admission)
             reward, copies = run.progress.last_reward, setup.trainer.engine.spec.layout.dp_size
             with RolloutProgress("rollout", size, config.gconfig.n_samples, copies, reward) as replacing.display:
                 params = sampling_params(config.gconfig)
@@ -139,7 +139,7 @@ def sample_replacing(
                 admission.keep_dropped(replacing.has_reward)
                 if admission.taken:
                     warn_all_equal()
-            in_flight.end(step, admission, [(replacing.group_of[each.request_id], each) for each in parked])
+            in_flight.end_rollout(step, admission, [(replacing.group_of[each.request_id], each) for each in parked])
             log_stage("rollout_end")
         with run.clock.phase("reward"):  # waits for the rewards that are still being computed
             samples = scorer.finish()
@@ -152,7 +152,7 @@ def sample_replacing(
     return samples, keep, scalars, batches
 
 
-class _ReplacingSteering:
+class _DynamicSamplingScheduler:
     """A RolloutSteering that starts prompts and scores groups during a rollout, as its Admission decides.
 
     `before` has (group, output before this step) of each sample that continues from an earlier step.
@@ -174,31 +174,33 @@ class _ReplacingSteering:
         The number 0 ends the rollout.
         """
         found = [(self.group_of[output.request_id], output) for output in outputs]
-        self._take(found)
+        self._score_outputs(found)
         self.display([with_request_id(output, self._places[group]) for group, output in found], stats)
         self._setup.run.poll_state_and_interrupts()
         requests: list[GenerationRequest] = []
-        n_open = self._admission.decide(found, lambda groups: requests.extend(self._begin(groups)), self._is_uniform)
+        n_open = self._admission.decide(
+            found, lambda groups: requests.extend(self._start_groups(groups)), self._is_uniform
+        )
         return n_open, requests
 
     def _is_uniform(self, group: Group) -> bool:
-        return len(set(self._scorer.rewards_of(self._places[group]))) < 2
+        return len(set(self._scorer.wait_for_rewards(self._places[group]))) < 2
 
     def has_reward(self, group: Group) -> bool:
-        return bool(self._scorer.rewards_of(self._places[group]))
+        return bool(self._scorer.wait_for_rewards(self._places[group]))
 
-    def _begin(self, groups: Sequence[Group]) -> list[GenerationRequest]:
-        self._scorer.extend([group.item for group in groups])
+    def _start_groups(self, groups: Sequence[Group]) -> list[GenerationRequest]:
+        self._scorer.add_prompts([group.item for group in groups])
         for group in groups:
             self._places[group] = len(self._places)
             self.before += [(group, part) for part in group.parked.values()]
-            self._take((group, output) for output in group.outputs)
+            self._score_outputs((group, output) for output in group.outputs)
         requests, group_of = _remaining_requests(self._setup, groups, self._ids)
         self.group_of |= group_of
         return requests
 
-    def _take(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> None:
-        self._scorer.take([with_request_id(output, self._places[group]) for group, output in outputs])
+    def _score_outputs(self, outputs: Iterable[tuple[Group, GenerationOutput]]) -> None:
+        self._scorer.score_outputs([with_request_id(output, self._places[group]) for group, output in outputs])
 
 
 def _remaining_requests(
@@ -208,7 +210,7 @@ def _remaining_requests(
     for group in groups:
         seed = request_seed(setup.run.progress.seed_of(group.batch), group.prompt_index)
         whole = GenerationRequest(request_id=0, prompt=list(map(int, group.item.tokens)), params=params, seed=seed)
-        for request in requests_of_rest(whole, group.unfinished, ids):
+        for request in continuation_requests(whole, group.unfinished_outputs, ids):
             requests.append(request)
             group_of[request.request_id] = group
     return requests, group_of
@@ -247,7 +249,7 @@ def _staleness_metrics(
             "rollout/discarded_tokens": n_thrown_away / max(1, n_tokens),
         }
     trained = dict.fromkeys(groups[sample.group] for sample in samples)
-    begun = in_flight.begun_lengths(setup.run.step, trained)
+    begun = in_flight.stalest_lengths(setup.run.step, trained)
     parked = [len(part.tokens) for group in in_flight.groups for part in group.parked.values() if part.tokens]
     if setup.live_agents is not None:
         parked = setup.live_agents.parked

@@ -11,7 +11,7 @@ from areno.data.loader import BatchLoader
 from areno.trainers.loop import AnswerLoop
 from areno.trainers.reward_model import calibration_error
 from areno.trainers.rows import token_rows, trained
-from areno.trainers.update import measure_loss, update
+from areno.trainers.update import measure_loss, update_actor
 from areno.types import AnswersItem, TrainSequence
 
 
@@ -25,7 +25,7 @@ class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
     headline = ("train/loss", "train/accuracy", "train/first_error_accuracy")
 
     def train_step(self, items: Sequence[AnswersItem]) -> dict[str, float]:
-        stats = update(self.setup, _scored_rows(items))
+        stats = update_actor(self.setup, _scored_rows(items))
         found = {name: stats.pop(f"first_error_{name}") for name in ("mean", "std", "max")}
         return stats | {"first_error_accuracy": found["mean"]}
 

@@ -11,7 +11,7 @@ from areno.config.experiments import RewardModelExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.models.registry import load_config
 from areno.trainers.loop import AnswerLoop
-from areno.trainers.update import measure_loss, update
+from areno.trainers.update import measure_loss, update_actor
 from areno.types import AnswersItem, TrainSequence
 
 _BINS = 10  # of the calibration error
@@ -24,7 +24,7 @@ class RewardModelTrainer(AnswerLoop[RewardModelExperimentConfig]):
 
     def train_step(self, items: Sequence[AnswersItem]) -> dict[str, float]:
         rows, n_answers = self.rows(items)
-        return update(self.setup, rows, rows_per_unit=n_answers)
+        return update_actor(self.setup, rows, rows_per_unit=n_answers)
 
     @property
     def pad_token_id(self) -> int | None:
@@ -45,7 +45,7 @@ class RewardModelTrainer(AnswerLoop[RewardModelExperimentConfig]):
         return found, n_answers
 
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
-        """Return the statistics of reward_model_loss_fn, rewards_mean (the score) and calibration_error."""
+        """Return the mean score (rewards_mean), calibration_error and the statistics of reward_model_loss_fn."""
         items = [item for batch in loader.batches() for item in batch.items]
         rows, n_answers = self.rows(items)
         own = [np.asarray(row.tokens)[:-1].tolist() for row in rows]  # without the token at which training reads

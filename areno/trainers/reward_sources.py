@@ -16,7 +16,7 @@ from areno.data.encode import decode_all
 from areno.engine.requests import phase_spans
 from areno.errors import keys_renamed
 from areno.run.setup import PolicySetup
-from areno.scoring.judge import JudgeTask, Judging, add_judged
+from areno.scoring.judge import JudgeTask, Judging, add_judge_scores
 from areno.scoring.pool import report_failures
 from areno.scoring.records import CompletionRecord, Record, RecordedPrompt, reward_problem
 from areno.trainers.rows import token_arrays
@@ -30,8 +30,8 @@ _AT_ONCE = 64  # completions that are decoded together; they are scored while th
 class Scorer(AbstractContextManager["Scorer"]):
     """Converts outputs of a rollout to scored samples, while the rollout still generates other outputs.
 
-    Use it as a context manager: call `take` (completions) or `add` (agents' samples) during the rollout, then `finish`.
-    Groups are numbered from `first_group`.
+    Use it as a context manager: call `score_outputs` (completions) or `add` (agents' samples) during the rollout, then
+    `finish`. Groups are numbered from `first_group`.
     """
 
     def __init__(self, setup: PolicySetup, items: Sequence[PromptItem], gconfig: GenerationConfig, first_group: int):
@@ -42,30 +42,30 @@ class Scorer(AbstractContextManager["Scorer"]):
         judge = setup.config.reward.judge
         self._judging = None if setup.judge is None else Judging(judge, setup.judge, self._judge_task)
 
-    def extend(self, items: Sequence[PromptItem]) -> None:
+    def add_prompts(self, items: Sequence[PromptItem]) -> None:
         self.items += items
 
-    def rewards_of(self, number: int) -> list[float]:
+    def wait_for_rewards(self, number: int) -> list[float]:
         """Wait until functions have scored all samples of a prompt. Return the rewards of samples that did not fail."""
         assert self._scoring is not None, "no reward function scores the samples"
         with self._setup.run.stop.interruptible():
-            outcomes = self._scoring.wait_for_outcomes(self._samples_of(number))
+            outcomes = self._scoring.wait_for_outcomes(self._sample_indices_of(number))
         return [outcome.value for outcome in outcomes if outcome.value is not None]
 
     def has_rewards_of(self, number: int) -> bool:
         assert self._scoring is not None, "no reward function scores the samples"
-        return self._scoring.are_scored(self._samples_of(number))
+        return self._scoring.are_scored(self._sample_indices_of(number))
 
-    def _samples_of(self, number: int) -> range:
+    def _sample_indices_of(self, number: int) -> range:
         n_samples = self.gconfig.n_samples
         return range(number * n_samples, (number + 1) * n_samples)
 
     def _judge_task(self, index: int) -> JudgeTask:
         number = index // self.gconfig.n_samples
         item = self.items[number]
-        return JudgeTask(self._samples_of(number), item.messages or item.prompt, opens_reasoning(item.text))
+        return JudgeTask(self._sample_indices_of(number), item.messages or item.prompt, opens_reasoning(item.text))
 
-    def take(self, outputs: Sequence[GenerationOutput]) -> None:
+    def score_outputs(self, outputs: Sequence[GenerationOutput]) -> None:
         """Start to score finished outputs, whose `request_id` is the index of their prompt."""
         for start in range(0, len(outputs), _AT_ONCE):
             self._record_outputs(outputs[start : start + _AT_ONCE])
@@ -92,7 +92,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             )
             index = output.request_id * self.gconfig.n_samples + output.sample
             found[index] = (sample, CompletionRecord(prompt, arrays, text, raw))
-        self.add(found)
+        self.score_samples(found)
 
     def _recorded_prompt(self, number: int) -> tuple[RecordedPrompt, np.ndarray]:
         if number not in self._prompts:
@@ -100,7 +100,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             self._prompts[number] = RecordedPrompt(item), np.array(item.tokens, np.int64)
         return self._prompts[number]
 
-    def add(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
+    def score_samples(self, found: Mapping[int, tuple[ScoredSample, Record | None]]) -> None:
         """Start to score samples, {index in the rollout: (sample, record)}. A failed sample has no record."""
         self._found.update(found)
         records = {index: record for index, (_, record) in found.items() if record is not None}
@@ -116,7 +116,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Whether some samples still wait for a reward function or for an answer of the judge's endpoint."""
         if self._judging is not None and self._judging.n_open:
             return True
-        return self._scoring is not None and self._scoring.n_known < len(self._found)
+        return self._scoring is not None and self._scoring.n_scored < len(self._found)
 
     @property
     def samples(self) -> list[ScoredSample]:
@@ -134,7 +134,7 @@ class Scorer(AbstractContextManager["Scorer"]):
         records, outcomes = [record for _, record in asked.values()], None
         if self._scoring is not None:
             with setup.run.stop.interruptible():
-                by_index = self._scoring.outcomes()
+                by_index = self._scoring.collect_outcomes()
             outcomes = [by_index[index] for index in asked]
             for index, (sample, _) in asked.items():
                 if (span := self._scoring.span_of(index)) is not None:
@@ -168,7 +168,7 @@ class Scorer(AbstractContextManager["Scorer"]):
             distinct = list(dict.fromkeys(whole))
             scores = dict(zip(distinct, trainer.score_rewards("reward", distinct), strict=True))
             return [scores[row] for row in whole]
-        parts = [_prompt_and_answer(sample) for sample in samples]
+        parts = [_prompt_and_completion(sample) for sample in samples]
         answers = decode_all(self._setup.tokenizer, [answer for _, answer in parts], skip_special_tokens=True)
         rows = steps.encode([prompt for prompt, _ in parts], answers)
         distinct_rows = list(dict.fromkeys(rows))
@@ -189,13 +189,13 @@ class Scorer(AbstractContextManager["Scorer"]):
         trainer, longest = setup.trainer, {"gconfig.max_new_tokens": "reward.judge.max_tokens"}
         # A signal must not interrupt a pass, in which the devices wait for each other.
         with keys_renamed(longest.get):
-            judging.complete(
+            judging.answer_questions(
                 partial(trainer.score_logprobs, "judge", temperature=1.0), partial(trainer.complete, "judge")
             )
         with setup.run.stop.interruptible():
-            verdicts = judging.outcomes()
+            verdicts = judging.collect_outcomes()
         found = [verdicts[index] for index in indices]
-        return add_judged(records, outcomes, found, setup.config.reward.judge.weight, source)
+        return add_judge_scores(records, outcomes, found, setup.config.reward.judge.weight, source)
 
     def __exit__(self, *exc: Any) -> None:
         if self._scoring is not None:
@@ -210,7 +210,7 @@ def _tokens_to_score(sample: ScoredSample) -> list[int]:
     return sample.item.tokens + sample.sequence.resp_tokens
 
 
-def _prompt_and_answer(sample: ScoredSample) -> tuple[list[int], list[int]]:
+def _prompt_and_completion(sample: ScoredSample) -> tuple[list[int], list[int]]:
     """Split a sample's tokens before the first sampled token. For an agent, split the last row of its trajectory."""
     if sample.trajectory is None:
         return sample.item.tokens, np.asarray(vars(sample.sequence)["resp_tokens"]).tolist()
@@ -227,7 +227,7 @@ def add_agent_rewards(
     """Add the rewards that agents returned to the outcomes of the reward function.
 
     `own` has, for each sample, (reward, its parts by name), or None if the agent returned no reward. Without a reward
-    function (`outcomes` None), such a sample is a reward error. An error of the reward function stays an error.
+    function (`collect_outcomes` None), such a sample is a reward error. An error of the reward function stays an error.
     """
     if outcomes is None:
         nothing = RewardOutcome(None, "error", _NO_REWARD, key="agent.fn")

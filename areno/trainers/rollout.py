@@ -15,18 +15,18 @@ from areno.config.rollout import GenerationConfig
 from areno.data.loader import BatchLoader
 from areno.engine.reports import DraftCounts, RolloutStats
 from areno.loss_fns.kl import kl_array
-from areno.plan.lr_schedule import n_updates
+from areno.plan.lr_schedule import n_updates_by_role
 from areno.plan.plan import sampling_params
 from areno.run.setup import PolicySetup
 from areno.scoring.pool import no_reward_error
-from areno.tracking.accuracy import without_right
+from areno.tracking.accuracy import without_accuracy_metrics
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agent_rollout import sample_with_agents
 from areno.trainers.dynamic_sampling import can_overlap, choose_groups_with_signal, has_signal, n_groups, sample_rounds
 from areno.trainers.forward_passes import StepScores
-from areno.trainers.partial_rollout import sample_ahead, sample_replacing
+from areno.trainers.partial_rollout import run_dynamic_sampling, sample_ahead
 from areno.trainers.reward_sources import Scorer
-from areno.trainers.rows import joined, n_trained, rows_per_sample, trained
+from areno.trainers.rows import join_rows, n_trained, rows_per_sample, trained
 from areno.types import (
     Batch,
     GenerationOutput,
@@ -41,7 +41,7 @@ logger = logging.getLogger("areno")
 def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
     run, samples = setup.run, rollout.samples
     advantages_B = np.zeros(len(samples))
-    by_sample = joined(rows, rollout.rows_per_kept_sample)
+    by_sample = join_rows(rows, rollout.rows_per_kept_sample)
     # Tokens that are not trained have advantage 0. So all tokens are summed, which is faster than trained() and mean().
     advantages_B[rollout.keep] = [
         np.add.reduce(np.asarray(row.advantages)) / max(1, n_trained(row)) for row in by_sample
@@ -49,9 +49,9 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     metrics = rollout_metrics(
         samples, advantages_B, skipped_long=rollout.skipped_long, total_skipped_long=rollout.total_skipped_long
     )
-    run.progress.note_rewards(reward for group in rewards_by_group(samples).values() for reward in group)
+    run.progress.record_rewards(reward for group in rewards_by_group(samples).values() for reward in group)
     if not run.progress.counts_right:
-        metrics = without_right(metrics)
+        metrics = without_accuracy_metrics(metrics)
     metrics |= reference_kl(setup.config.actor, rows) | draft_metrics(setup.trainer.engine.draft_counts())
     n_tokens = sum(sample.sequence.n_tokens for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
@@ -62,7 +62,7 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
 
 def reference_kl(actor: PolicyConfig, rows: Sequence[TrainSequence]) -> dict[str, float]:
     """Return rollout/ref_kl, the mean KL to the reference over trained tokens, if the KL is subtracted from rewards."""
-    if not (isinstance(actor, KLConfig) and actor.kl_in_reward and rows):
+    if not (isinstance(actor, KLConfig) and actor.kl_reward_coef and rows):
         return {}
     new, ref = (np.concatenate(trained(rows, name)) for name in ("logprobs", "ref_logprobs"))
     return {"rollout/ref_kl": float(np.mean(kl_array(new, ref, actor.kl_estimator)))}
@@ -72,8 +72,8 @@ def draft_metrics(counts: DraftCounts) -> dict[str, float]:
     return {
         "rollout/drafted_tokens": counts.drafted,
         "rollout/accepted_tokens": counts.accepted,
-        "rollout/draft_acceptance": counts.acceptance,
-        "rollout/frac_steps_drafted": counts.step_share,
+        "rollout/draft_acceptance": counts.acceptance_rate,
+        "rollout/frac_steps_drafted": counts.drafted_step_share,
     }
 
 
@@ -101,7 +101,7 @@ def log_samples_at_end(setup: PolicySetup, rollout: Rollout, rows: Sequence[Trai
 
 
 def _log_samples(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
-    for sample, row in zip(rollout.kept_samples, joined(rows, rollout.rows_per_kept_sample), strict=True):
+    for sample, row in zip(rollout.kept_samples, join_rows(rows, rollout.rows_per_kept_sample), strict=True):
         if sample.trajectory is not None:
             sample.advantages = trained([row], "advantages")[0]
             continue
@@ -157,7 +157,7 @@ def skip_step(setup: PolicySetup, rollout: Rollout) -> None:
 def skip_updates(setup: PolicySetup) -> dict[str, float]:
     """Count the updates of a step that has no rows as skipped, and return their train/* statistics."""
     run, stats = setup.run, dict[str, float]()
-    before, after = (n_updates(setup.config, n) for n in (run.step - 1, run.step))
+    before, after = (n_updates_by_role(setup.config, n) for n in (run.step - 1, run.step))
     for role in after:
         if n := after[role] - before[role]:
             is_actor = role == "actor"
@@ -178,7 +178,7 @@ def collect_rollout(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     """
     config, run, scores = setup.config, setup.run, StepScores(setup)
     if config.replaces_in_flight:
-        samples, keep, scalars, batches = sample_replacing(setup, batch)
+        samples, keep, scalars, batches = run_dynamic_sampling(setup, batch)
         return _make_rollout(samples, keep, batches, scores, scalars)
     if config.prompts_ahead or run.progress.in_flight.groups:  # these may be left from before a change of settings
         samples, keep, scalars = sample_ahead(setup, batch, scores)
@@ -244,7 +244,7 @@ def sample_and_score(
 
             def report(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> None:
                 progress(outputs, stats)
-                scorer.take(outputs)
+                scorer.score_outputs(outputs)
                 setup.run.poll_state_and_interrupts()
 
             if setup.agents is not None:
@@ -292,5 +292,5 @@ def evaluate_policy(
         if not may_fail:
             raise error
         logger.warning("evaluation %s: %s", name or "of the validation set", error)
-    setup.run.progress.note_rewards(reward for group in rewards_by_group(samples).values() for reward in group)
+    setup.run.progress.record_rewards(reward for group in rewards_by_group(samples).values() for reward in group)
     return evaluation_metrics(samples, gconfig.n_samples)

@@ -1,7 +1,7 @@
 """Functions that all policy loops share to make training rows from scored samples: rewards, advantages, corrections.
 
 Arrays are float64. A *trained* array has one entry for each trained token of a row, (T_i,). The sample of an agent may
-have several rows. Advantages are computed for whole samples, so `joined` first concatenates the rows of each sample.
+have several rows. Advantages are computed for whole samples, so `join_rows` first concatenates the rows of each sample.
 """
 
 from __future__ import annotations
@@ -162,9 +162,9 @@ def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
     If the KL is part of the reward, the coefficient actor.kl_in_reward times the estimated KL of each token is
     subtracted.
     """
-    if isinstance(actor, KLConfig) and actor.kl_in_reward:
+    if isinstance(actor, KLConfig) and actor.kl_reward_coef:
         pairs = zip(trained(rows, "logprobs"), trained(rows, "ref_logprobs"), strict=True)
-        arrays = [-actor.kl_in_reward * kl_array(new, ref, actor.kl_estimator) for new, ref in pairs]
+        arrays = [-actor.kl_reward_coef * kl_array(new, ref, actor.kl_estimator) for new, ref in pairs]
     else:
         arrays = [np.zeros(n_trained(row)) for row in rows]
     for row, array in zip(rows, arrays, strict=True):
@@ -185,10 +185,10 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
     the differences may be rounding errors. The advantages are then centred, but not divided by the standard deviation.
     """
     norm = actor.adv_norm
-    if not actor.kl_in_reward:
+    if not actor.kl_reward_coef:
         rewards_B = np.array([row.reward for row in rows])
         values_B = rewards_B if norm is None else group_advantages(rewards_B, groups, **asdict(norm))
-        return _on_tokens(rows, values_B)
+        return _expand_to_tokens(rows, values_B)
     per_token = token_rewards(rows, actor)
     if norm is None or "group" not in (norm.mean_level, norm.std_level):
         returns = [np.cumsum(rewards[::-1])[::-1] for rewards in per_token]
@@ -207,10 +207,10 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
     for row, of_set in zip(rows, sets, strict=True):
         rewards_of[of_set].append(row.reward)
     are_equal_B = [_are_equal(rewards_of[of_set]) for of_set in sets]
-    return _on_tokens(rows, np.where(are_equal_B, centred_B, divided_B))
+    return _expand_to_tokens(rows, np.where(are_equal_B, centred_B, divided_B))
 
 
-def _on_tokens(rows: Sequence[TrainSequence], values_B: np.ndarray) -> Arrays:
+def _expand_to_tokens(rows: Sequence[TrainSequence], values_B: np.ndarray) -> Arrays:
     return [np.full(n_trained(row), value) for row, value in zip(rows, values_B, strict=True)]
 
 
@@ -234,7 +234,7 @@ def rows_per_sample(samples: Sequence[ScoredSample]) -> list[int]:
     return [1 if sample.trajectory is None else len(sample.trajectory.rows) for sample in samples]
 
 
-def joined(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSequence]:
+def join_rows(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[TrainSequence]:
     """Join the rows of each sample into one row. A single row stays the same object.
 
     Advantages are computed for samples, so a sample with two rows must count once in its group, with its tokens as one
@@ -258,7 +258,7 @@ def set_advantages(
     rows: Sequence[TrainSequence], sizes: Sequence[int], found: Sequence[np.ndarray], name: str = "advantages"
 ) -> None:
     """Set a per-token field of rows. `found` has, for each sample, the values at the trained tokens of all its rows."""
-    samples = joined(rows, sizes)
+    samples = join_rows(rows, sizes)
     set_trained(samples, name, found)  # checks the shapes
     if all(size == 1 for size in sizes):
         return  # these are the rows

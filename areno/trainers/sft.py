@@ -11,7 +11,7 @@ from areno.data.loader import BatchLoader
 from areno.run.run import fault_tolerant
 from areno.trainers.loop import RowLoop
 from areno.trainers.rows import prompt_masks, token_rows
-from areno.trainers.update import measure_loss, update
+from areno.trainers.update import measure_loss, update_actor
 from areno.types import AnswersItem, Batch, TrainSequence
 
 logger = logging.getLogger("areno")
@@ -32,7 +32,7 @@ class SFTTrainer(RowLoop[SupervisedExperimentConfig]):
         """
         run, split = self.run, _SplitRowCounter()
         for batch in run.steps():
-            stats = update(self.setup, sequences_of(batch.items))
+            stats = update_actor(self.setup, sequences_of(batch.items))
             run.progress.append_to_history(loss=stats["loss"])
             run.log_skipped(batch)
             split.count(batch)

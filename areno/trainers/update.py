@@ -1,6 +1,6 @@
 """The training half of a step: make training rows, correct rows that another policy sampled, and take optimizer steps.
 
-Every loop trains by calling `update`. `measure_loss` evaluates a loss on validation rows with the same packing.
+Every loop trains by calling `update_actor`. `measure_loss` evaluates a loss on validation rows with the same packing.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def measure_loss(
 ) -> dict[str, float]:
     """Compute the loss over all rows as one step, without an update. Return "loss" and the scalar statistics."""
     loss, stats = loss_fn(
-        pack_of(rows, rows_per_unit), torch.cat([torch.tensor(row, dtype=torch.float32) for row in logprobs])
+        pack_rows(rows, rows_per_unit), torch.cat([torch.tensor(row, dtype=torch.float32) for row in logprobs])
     )
     return {"loss": loss.item(), **{name: value.item() for name, value in stats.items() if value.dim() == 0}}
 
 
-def pack_of(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
+def pack_rows(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack:
     """Pack all rows into one micro-batch on the CPU that stands for a whole optimizer step."""
     vocab_size = 1 + max(max(tokens) for tokens in token_rows(rows))
     whole = UpdateSpec(MicroBatchSpec(mini_bs=len(rows)), rows_per_unit=rows_per_unit)
@@ -102,7 +102,7 @@ def score_teacher(setup: PolicySetup, rows: Sequence[TrainSequence], teacher: Te
                 row.teacher_logprobs = found
 
 
-def update(
+def update_actor(
     setup: Setup[Any],
     rows: Sequence[TrainSequence],
     *,
@@ -144,7 +144,7 @@ def update(
 
 def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
     config = setup.config
-    return update(
+    return update_actor(
         setup,
         rows,
         sampling=config.gconfig,

@@ -17,7 +17,7 @@ from areno import heartbeat, trace
 from areno.config.reward import RewardConfig
 from areno.config.rollout import AgentConfig
 from areno.errors import ConfigError, EngineError, Key, Problem
-from areno.user_processes.worker import Output, Worker
+from areno.user_processes.worker import OutputLogger, Worker
 
 _CGROUP = Path("/sys/fs/cgroup")
 MIN_WORKERS, MAX_WORKERS = 2, 64
@@ -62,19 +62,19 @@ SLOW_S = 10.0  # waiting for longer is logged, then again each time that it has 
 _POLL_S = 0.5
 
 
-class Work(Protocol):
+class CallHandler(Protocol):
     """Receives the answers to calls of user code by index, and the failures of the processes that ran the calls."""
 
-    def answered(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
+    def record_answer(self, position: int, answer: tuple[Any, ...], span: tuple[int, int]) -> None:
         """Record the answer to the call `position`. `span` is (start, end), as times of areno.trace."""
         ...
 
-    def lost(self, worker: Worker, status: Failure, text: str) -> None:
+    def handle_lost_worker(self, worker: Worker, status: Failure, text: str) -> None:
         """Handle the unanswered calls `worker.chunk` of a process that died ("error") or was too slow ("timeout")."""
         ...
 
 
-class Calls(Work, Protocol):
+class CallQueue(CallHandler, Protocol):
     """The calls of user code that the driver requests. A pool distributes them over its processes."""
 
     def next_chunk(self, n_workers: int, is_async: bool) -> list[tuple[int, bytes]]:
@@ -98,7 +98,7 @@ class WorkerPool(Generic[Config]):
     def __init__(self, config: Config, name: str, n_workers: int):
         self.config, self.name, self.n_workers = config, name, n_workers
         self._key = f"{self.section}.fn"
-        self.output = Output(self.section)
+        self.output = OutputLogger(self.section)
         self._logger = logging.getLogger(f"areno.{self.section}s")
         self._first_message: tuple[Any, ...] = ()
         self.workers: list[Worker] = []
@@ -130,9 +130,9 @@ class WorkerPool(Generic[Config]):
 
     def close(self) -> None:
         for worker in self.workers:
-            worker.stop()
+            worker.request_stop()
         for worker in self.workers:
-            worker.end()
+            worker.shut_down()
         self.workers = []
 
     def __enter__(self: Self) -> Self:
@@ -149,33 +149,33 @@ class WorkerPool(Generic[Config]):
     def _start_worker(self) -> Worker:
         return Worker(self._first_message, IMPORT_LIMIT_S, self.module, self.output)
 
-    def send_calls(self, work: Calls) -> None:
+    def send_calls(self, work: CallQueue) -> None:
         """Send a chunk of calls to each idle process while there are calls left."""
         for worker in self.workers:
             if worker.is_idle:
-                worker.send(work.next_chunk(len(self.workers), worker.is_async), self.config.timeout_s)
+                worker.send_calls(work.next_chunk(len(self.workers), worker.is_async), self.config.timeout_s)
 
-    def wait(self, work: Work, wake: Connection | None = None, max_s: float = _POLL_S) -> None:
+    def wait_for_answers(self, work: CallHandler, wake: Connection | None = None, max_s: float = _POLL_S) -> None:
         """Wait until a busy process answers, dies or exceeds its time limit, and report this to `work`.
 
         A message on the connection `wake` also ends the wait. It is read and ignored.
         """
         self._wait_for_workers([worker for worker in self.workers if not worker.is_idle], work, wake, max_s)
 
-    def drop_calls(self) -> None:
+    def restart_busy_workers(self) -> None:
         """Kill the busy processes, so that their calls have no answer, and start new processes in their place."""
         for worker in self.workers:
             if worker.chunk:
                 self._replace(worker)
 
     def _replace(self, worker: Worker) -> None:
-        worker.end()
+        worker.shut_down()
         self.workers[self.workers.index(worker)] = self._start_worker()
 
     def _wait_for_workers(
-        self, workers: list[Worker], work: Work | None, wake: Connection | None = None, max_s: float = _POLL_S
+        self, workers: list[Worker], work: CallHandler | None, wake: Connection | None = None, max_s: float = _POLL_S
     ) -> None:
-        """Do the work of `wait` for the given processes. `work` is None while they import the user code."""
+        """Do the work of `wait_for_answers` for the given processes. `work` is None while they import the user code."""
         timeout_s = min([max_s, *(max(0.0, worker.deadline - time.monotonic()) for worker in workers)])
         connections = [worker.connection for worker in workers]
         ready = readable_connections(connections if wake is None else [*connections, wake], timeout_s)
@@ -187,7 +187,7 @@ class WorkerPool(Generic[Config]):
             elif time.monotonic() >= worker.deadline and not readable_connections([worker.connection]):
                 self._on_worker_lost(worker, work, "timeout", self.late_text.format(self.config.timeout_s))
 
-    def _receive(self, worker: Worker, work: Work | None) -> None:
+    def _receive(self, worker: Worker, work: CallHandler | None) -> None:
         """Pass the answers of a process to `work`. Replace the process if it has died.
 
         Raises ConfigError if it cannot import the user code, or dies while importing it.
@@ -195,7 +195,7 @@ class WorkerPool(Generic[Config]):
         while worker.messages or readable_connections([worker.connection]):
             try:
                 if not worker.messages:
-                    worker.read()
+                    worker.read_messages()
                     continue
                 kind_or_position, value = pickle.loads(worker.messages.popleft())
             except (EOFError, OSError, pickle.UnpicklingError):  # user code may write to the connection, too
@@ -209,7 +209,7 @@ class WorkerPool(Generic[Config]):
             elif work is not None:
                 span = worker.remove_answered_call(kind_or_position, self.config.timeout_s)
                 self._trace_call(worker, kind_or_position, span)
-                work.answered(kind_or_position, value, span)
+                work.record_answer(kind_or_position, value, span)
 
     def _trace_call(self, worker: Worker, position: int, span: tuple[int, int]) -> None:
         """Record a call in the trace of the run. Each concurrent call of an async function gets its own lane."""
@@ -218,7 +218,7 @@ class WorkerPool(Generic[Config]):
             lane = f"{name} calls#{number}.{position}" if worker.is_async else f"{name}/process {number}"
             trace.add(lane, self.section, *span, sample=position, process=number)
 
-    def _on_worker_lost(self, worker: Worker, work: Work | None, status: Failure, text: str) -> None:
+    def _on_worker_lost(self, worker: Worker, work: CallHandler | None, status: Failure, text: str) -> None:
         """Replace a process that died or hangs. Raises ConfigError if it was still importing the user code."""
         if worker.is_starting:
             hangs = f"importing it took more than {IMPORT_LIMIT_S:g} s"
@@ -228,7 +228,7 @@ class WorkerPool(Generic[Config]):
             self._trace_call(worker, position, worker.span_until_now(position))
         self._replace(worker)
         if work is not None:
-            work.lost(worker, status, text)
+            work.handle_lost_worker(worker, status, text)
 
 
 def readable_connections(connections: Iterable[Connection], timeout_s: float = 0.0) -> set[Connection]:

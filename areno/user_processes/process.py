@@ -60,11 +60,11 @@ def unpickle(data: bytes, key: str) -> Callable[..., Any]:
         raise ConfigError(Problem(key, text)) from error
 
 
-def event_loop(end_copy: Callable[[], object]) -> Any:
+def new_event_loop(end_copy: Callable[[], object]) -> Any:
     """Return an event loop that stops working in child processes that user code forks.
 
     A forked child shares the loop's connections and, on Linux, its epoll list. If the child ran the loop or closed a
-    connection, this process would no longer receive answers. A child that tries to run the loop calls `exit_if_copy`
+    connection, this process would no longer receive answers. A child that tries to run the loop calls `exit_if_child`
     instead, which must end the child.
     """
     from asyncio import SelectorEventLoop
@@ -73,14 +73,14 @@ def event_loop(end_copy: Callable[[], object]) -> Any:
     selector = DefaultSelector()
     loop = SelectorEventLoop(selector)
 
-    def leave() -> None:
+    def stop_in_child() -> None:
         selector.close()
         # The copy may await in the middle of an iteration of the loop, with other tasks next, or at its end.
         loop._ready.clear()  # type: ignore[attr-defined]
         loop.call_soon(end_copy)
         selector.select = lambda timeout=None: end_copy()  # type: ignore[method-assign]
 
-    os.register_at_fork(after_in_child=leave)
+    os.register_at_fork(after_in_child=stop_in_child)
     return loop
 
 
@@ -88,7 +88,7 @@ class ForkReturned(Exception):
     """User code called os.fork, and the forked child also returned from the user code."""
 
 
-class ForkedCopies:
+class ForkedChildren:
     """Ends forked children of this process that return from the user code.
 
     Such a child would answer the driver on the connection that it shares with this process. If `reports` is True, the
@@ -100,20 +100,20 @@ class ForkedCopies:
     def __init__(self, connection: Connection, reports: bool = True):
         self._original, self._reports = os.getpid(), reports
         self._pipe: tuple[int, int] | None = None
-        os.register_at_fork(before=self._open if reports else lambda: None, after_in_child=connection.close)
+        os.register_at_fork(before=self._open_pipe if reports else lambda: None, after_in_child=connection.close)
 
-    def _open(self) -> None:
+    def _open_pipe(self) -> None:
         """Before a fork, open the pipe through which the child can report to this process."""
         if self._pipe is None:
             self._pipe = os.pipe()
 
     @contextlib.contextmanager
-    def user_code(self) -> Iterator[None]:
+    def guard_user_code(self) -> Iterator[None]:
         """Return a context manager for a block that calls user code. A forked child that leaves the block is ended.
 
         If `reports`, ForkReturned is then raised in the original process.
         """
-        self.exit_if_copy()
+        self.exit_if_child()
         try:
             yield
         except SystemExit:
@@ -121,11 +121,11 @@ class ForkedCopies:
                 os._exit(0)  # the copy has ended itself, as it should
             raise
         finally:
-            self.exit_if_copy()
-            if self._pipe is not None and self._copy_left_user_code():
+            self.exit_if_child()
+            if self._pipe is not None and self._child_left_user_code():
                 raise ForkReturned("forked, and the forked process returned too; end it with os._exit()")
 
-    def exit_if_copy(self) -> None:
+    def exit_if_child(self) -> None:
         """If this process is a forked child, report that to the original process and end."""
         if os.getpid() != self._original:
             if not self._reports:
@@ -135,7 +135,7 @@ class ForkedCopies:
                     os.write(self._pipe[1], b".")
             os._exit(0)
 
-    def _copy_left_user_code(self) -> bool:
+    def _child_left_user_code(self) -> bool:
         """Return whether a forked child has left the block of user code, and close the pipe on which it reports that.
 
         This waits until a child reports or all children have ended, at most _COPY_LIMIT_S seconds.

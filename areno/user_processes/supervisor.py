@@ -40,9 +40,9 @@ def main(fd: int, driver_pid: int, module: str) -> None:
         _become_worker(fd, module)
     os.close(fd)
     code = None
-    while code is None and os.getppid() == driver_pid and not _was_stopped():
+    while code is None and os.getppid() == driver_pid and not _wait_for_stop():
         code = _reap_children(worker)
-    _end_all(worker)
+    _kill_all(worker)
     code = code or 0
     os._exit(code if code >= 0 else _SIGNALLED - code)
 
@@ -65,7 +65,7 @@ def _become_worker(fd: int, module: str) -> None:
         os._exit(1)
 
 
-def _was_stopped() -> bool:
+def _wait_for_stop() -> bool:
     """Wait at most _POLL_S seconds until a child ends or SIGTERM arrives. Return whether SIGTERM arrived."""
     if sys.platform == "linux":
         found = signal.sigtimedwait(_AWAITED, _POLL_S)
@@ -84,7 +84,7 @@ def _reap_children(worker: int) -> int | None:
     return code
 
 
-def _end_all(worker: int) -> None:
+def _kill_all(worker: int) -> None:
     """Kill the process group of `worker`, then all children (on Linux descendants), in at most _END_LIMIT_S seconds."""
     if worker:
         with contextlib.suppress(OSError):

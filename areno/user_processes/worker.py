@@ -1,4 +1,4 @@
-"""`Worker`, with which the driver controls one process of user code, and `Output`, the log of printed lines."""
+"""`Worker`, with which the driver controls one process of user code, and `OutputLogger`, the log of printed lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PREFIX_BYTES = 64  # written by the log before each line
 _LINE_BYTES = 4096  # a longer line is split
 
 
-class Output:
+class OutputLogger:
     """Logs what all processes of a pool print, with control characters escaped, up to 256 KiB per training step."""
 
     def __init__(self, name: str):
@@ -68,7 +68,7 @@ class Worker:
     and still pickled. The pool removes them.
     """
 
-    def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, module: str, output: Output):
+    def __init__(self, first_message: tuple[Any, ...], import_limit_s: float, module: str, output: OutputLogger):
         self.connection, theirs = Pipe()
         # Not multiprocessing: its children would import the driver's main module and all that this imports.
         fd = theirs.fileno()
@@ -96,20 +96,20 @@ class Worker:
         self.is_starting, self.has_left = True, False
         self.deadline = time.monotonic() + import_limit_s
         self._sender: threading.Thread | None = None
-        self.post(first_message)
+        self.send_message(first_message)
 
     @property
     def is_idle(self) -> bool:
         return not self.is_starting and not self.chunk
 
-    def send(self, chunk: list[tuple[int, bytes]], timeout_s: float) -> None:
+    def send_calls(self, chunk: list[tuple[int, bytes]], timeout_s: float) -> None:
         """Send calls, each (index, pickled arguments), and set the deadline of the first answer.
 
         If the user's function is async, the process may be busy, and the time limit applies to each of the calls.
         """
         if not chunk:
             return
-        self.post(chunk)
+        self.send_message(chunk)
         now, deadline = trace.now(), time.monotonic() + timeout_s + (ASYNC_SPARE_S if self.is_async else 0.0)
         for position, _ in chunk:
             self.chunk.append(position)
@@ -124,7 +124,7 @@ class Worker:
             self.deadline += seconds
         self._ends_at = {position: ends_at + seconds for position, ends_at in self._ends_at.items()}
 
-    def post(self, message: Any) -> None:
+    def send_message(self, message: Any) -> None:
         """Send a message after all earlier ones.
 
         If a message may not fit the buffer, it is sent in a thread, so that a process that does not read cannot block
@@ -144,7 +144,7 @@ class Worker:
         self._sender = threading.Thread(target=send, daemon=True)
         self._sender.start()
 
-    def read(self) -> None:
+    def read_messages(self) -> None:
         """Read once, and append all complete messages to `messages`. Blocks until the connection is readable.
 
         One read can take many short messages. Connection.recv needs two system calls for each. Raises EOFError if the
@@ -204,14 +204,14 @@ class Worker:
         except subprocess.TimeoutExpired:
             return "closed its connection"
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         """Ask the supervisor to end the process and all processes that it started, without waiting."""
         self.process.terminate()
         self.process.send_signal(signal.SIGCONT)  # in case the supervisor is stopped
 
-    def end(self) -> None:
+    def shut_down(self) -> None:
         """End the process and all processes that it started, wait for their end, and close the connection."""
-        self.stop()
+        self.request_stop()
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:

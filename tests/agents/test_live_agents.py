@@ -266,7 +266,7 @@ def test_tokens_of_older_weights_keep_their_log_probabilities(temperature: float
     )
     row = token_row(temperature)
     rows = [TrainSequence(prompt_mask=~row.trained, tokens=row.tokens, logprobs=row.logprobs)]
-    scored = agents.score_missing(cast(Trainer, trainer), [row], rows, GenerationConfig(temperature=1.0))
+    scored = agents.score_missing_logprobs(cast(Trainer, trainer), [row], rows, GenerationConfig(temperature=1.0))
     assert scored == [row]
     assert np.asarray(rows[0].logprobs).tolist() == expected
 

@@ -41,7 +41,7 @@ class Begun:
     def begin(self, *words: str) -> None:
         batch = AgentBatch([{} for _ in words], list(words), [[1] for _ in words], 1)
         context = AgentContext("http://127.0.0.1:1/v1", "", "", 2.0)
-        self._pool.begin(list(batch), context, lambda place, outcome: self.found.setdefault(words[place], outcome))
+        self._pool.submit(list(batch), context, lambda place, outcome: self.found.setdefault(words[place], outcome))
 
     def run_for(self, seconds: float) -> None:
         ends_at = time.monotonic() + seconds
@@ -174,7 +174,8 @@ def test_the_time_limit_of_an_import_is_not_paused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "calls"), [(ArenoError("no"), ["close"]), (WorkerLost("it"), ["drop_calls"]), (None, ["drop_calls"])]
+    ("error", "calls"),
+    [(ArenoError("no"), ["close"]), (WorkerLost("it"), ["restart_busy_workers"]), (None, ["restart_busy_workers"])],
 )
 def test_an_error_ends_the_session_and_starts_no_processes(error: ArenoError | None, calls: list[str]) -> None:
     told = list[str]()
@@ -190,7 +191,10 @@ def test_an_error_ends_the_session_and_starts_no_processes(error: ArenoError | N
             return []
 
     pool = SimpleNamespace(suspend=list)
-    pool.close, pool.drop_calls = (lambda: told.append("close")), (lambda: told.append("drop_calls"))
+    pool.close, pool.restart_busy_workers = (
+        (lambda: told.append("close")),
+        (lambda: told.append("restart_busy_workers")),
+    )
     config, trainer = (
         SimpleNamespace(gconfig=GenerationConfig()),
         SimpleNamespace(rollout_session=lambda **_: Session()),
@@ -233,7 +237,7 @@ def test_agents_of_a_lost_process_start_again_while_others_run(tmp_path: Path) -
 
     def begin(*words: str) -> None:
         batch = AgentBatch([{} for _ in words], list(words), [[1] for _ in words], 1)
-        pool.begin(list(batch), context, lambda place, outcome: found.append(f"{words[place]}: {outcome.message}"))
+        pool.submit(list(batch), context, lambda place, outcome: found.append(f"{words[place]}: {outcome.message}"))
 
     with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=60.0, workers=2)) as pool:
         pool.wait_ready()

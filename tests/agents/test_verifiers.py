@@ -230,7 +230,7 @@ def test_an_agent_without_the_package_is_told_by_its_own_key(tmp_path: Path, mon
 def test_what_the_settings_need() -> None:
     given = ["actor.path=folder", "agent.fn=verifiers:wordle", "train_dataset.path=null", "reward.fn=null"]
     config = load(GSPOConfig, "prompts", given)
-    assert config.brings_rows()
+    assert config.has_own_rows()
     with pytest.raises(ConfigError, match=r"reward\.workers: is 3, but reward\.fn is null, so no function is called"):
         load(GSPOConfig, "prompts", [*given, "reward.workers=3"], sources=True)
     with pytest.raises(ConfigError, match=r"train_dataset\.path: missing"):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from areno.api.session import sequence_of
-from areno.engine.processes.messages import Outputs
+from areno.engine.processes.messages import WorkerOutputs
 from areno.engine.reports import RolloutStats
 from areno.trainers.rows import token_arrays
 from areno.types import RETURNED, GenerationOutput, RolloutSequence
@@ -29,8 +29,8 @@ def output(tokens: list[int], versions: list[int] | None = None, **more: Any) ->
 
 def sent(*outputs: GenerationOutput) -> list[GenerationOutput]:
     """As the driver gets them."""
-    message = pickle.loads(pickle.dumps(Outputs(list(outputs), RolloutStats()), pickle.HIGHEST_PROTOCOL))
-    assert (type(message), message.stats) == (Outputs, RolloutStats())
+    message = pickle.loads(pickle.dumps(WorkerOutputs(list(outputs), RolloutStats()), pickle.HIGHEST_PROTOCOL))
+    assert (type(message), message.stats) == (WorkerOutputs, RolloutStats())
     return message.outputs
 
 

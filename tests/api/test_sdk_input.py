@@ -19,7 +19,7 @@ from areno.config.models import ModelConfig
 from areno.config.run import EngineConfig
 from areno.engine.decoder.grammar import find_ids_with_text
 from areno.errors import ArenoError, CheckpointError, ConfigError, EngineError, Key, keys_renamed
-from areno.plan.plan import open_actor
+from areno.plan.plan import plan_of_actor
 from tests.helpers.sdk_script import MODEL, SAMPLING, loss, plain_rows, sampled, session
 
 
@@ -131,7 +131,7 @@ def test_ids_of_the_embedding_without_a_token_are_known_to_the_decoder(tmp_path:
     shutil.copytree(MODEL, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": n + 200}))
-    plan = open_actor(ExperimentConfig(experiment_name="e", actor=ModelConfig(path=str(model))), lambda: ["cpu"])
+    plan = plan_of_actor(ExperimentConfig(experiment_name="e", actor=ModelConfig(path=str(model))), lambda: ["cpu"])
     assert plan.spec.texts == ((0, n),)
     assert find_ids_with_text(tokenizer, [n + 5, 0]) == ((0, n), (n + 5, n + 6))  # an end token may have no text
 

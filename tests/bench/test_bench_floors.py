@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areno.bench.device import decode_s, phase_floors, prefill_s
-from areno.bench.timing import Timed, measure
-from areno.bench.work import Work, made_up_row, model_folder, rows_of_outputs
+from areno.bench.device import min_decode_s, min_prefill_s, phase_floors
+from areno.bench.timing import PhaseTimes, measure
+from areno.bench.work import Workload, model_folder, rows_of_outputs, synthetic_row
 from areno.cost.flops import TokenCost, attention_pairs, forward_flops, train_flops
 from areno.cost.time import Rates
 from areno.models.registry import load_config
@@ -55,19 +55,19 @@ COST = TokenCost(n_params=100, body_params=70, head_params=30, kv_bytes=10, attn
 
 
 def test_decode_floors_of_a_small_batch_worked_by_hand() -> None:
-    work = Work.fixed(n_prompts=2, n_samples=2, prompt_len=10, new_tokens=3)
+    work = Workload.fixed(n_prompts=2, n_samples=2, prompt_len=10, new_tokens=3)
     moving = Rates(copy_bytes_s=100.0, matmul_flops_s=1e12)
     # Two steps. Weights 200 bytes each; keys of 4 samples: 4 * 11 and 4 * 12 tokens; together 2 * 10 + 4 * 1 and 4 * 2.
-    assert decode_s(COST, work, moving, shared=False) == pytest.approx((200 + 440 + 200 + 480) / 100)
-    assert decode_s(COST, work, moving, shared=True) == pytest.approx((200 + 240 + 200 + 280) / 100)
+    assert min_decode_s(COST, work, moving, shared=False) == pytest.approx((200 + 440 + 200 + 480) / 100)
+    assert min_decode_s(COST, work, moving, shared=True) == pytest.approx((200 + 240 + 200 + 280) / 100)
     multiplying = Rates(copy_bytes_s=1e12, matmul_flops_s=10.0)
     by_hand = (2 * 100 * 4 + 4 * 44 + 2 * 100 * 4 + 4 * 48) / 10
     for shared in (False, True):  # what is read together is multiplied apart all the same
-        assert decode_s(COST, work, multiplying, shared=shared) == pytest.approx(by_hand)
+        assert min_decode_s(COST, work, multiplying, shared=shared) == pytest.approx(by_hand)
 
 
 def test_decode_floors_count_only_samples_that_still_run() -> None:
-    work = Work(prompt_lens=(7, 20, 3), new_lens=(4, 1, 9), n_samples=2, name="")
+    work = Workload(prompt_lens=(7, 20, 3), new_lens=(4, 1, 9), n_samples=2, name="")
     rates = Rates(copy_bytes_s=50.0, matmul_flops_s=300.0)
     for shared in (False, True):
         total = 0.0
@@ -78,13 +78,13 @@ def test_decode_floors_count_only_samples_that_still_run() -> None:
                     read += (prompt_len + 2 * j) if shared else 2 * (prompt_len + j)
                     flops += 2 * (2 * 100 + 4 * (prompt_len + j))
             total += max((200 + 10 * read) / 50, flops / 300)
-        assert decode_s(COST, work, rates, shared=shared) == pytest.approx(total)
+        assert min_decode_s(COST, work, rates, shared=shared) == pytest.approx(total)
 
 
 def test_prefill_is_of_every_prompt_once_with_a_head_for_its_last_token() -> None:
-    work = Work.fixed(n_prompts=2, n_samples=5, prompt_len=3, new_tokens=4)
+    work = Workload.fixed(n_prompts=2, n_samples=5, prompt_len=3, new_tokens=4)
     flops = 2 * 70 * 6 + 2 * 30 * 2 + 4 * 2 * (1 + 2 + 3)
-    assert prefill_s(COST, work, Rates(copy_bytes_s=1e12, matmul_flops_s=10.0)) == pytest.approx(flops / 10)
+    assert min_prefill_s(COST, work, Rates(copy_bytes_s=1e12, matmul_flops_s=10.0)) == pytest.approx(flops / 10)
 
 
 def test_training_flops_are_six_for_each_parameter_and_causal_attention() -> None:
@@ -96,23 +96,23 @@ def test_training_flops_are_six_for_each_parameter_and_causal_attention() -> Non
 
 def test_floors_are_those_that_others_worked_out(tmp_path: Path) -> None:
     """The design's table, made for one H200 by hand: decode without prefill, the lengths' mean times the steps."""
-    work = Work.fixed(32, 8, 256, 256)
+    work = Workload.fixed(32, 8, 256, 256)
     for shape, tok_s in (("0.6b", 88_000), ("4b", 49_000), ("8b", 37_000)):
-        ordinary = decode_s(cost_of(shape, tmp_path), work, H200, shared=False)
-        assert work.n_new / ordinary == pytest.approx(tok_s, rel=0.02)
+        ordinary = min_decode_s(cost_of(shape, tmp_path), work, H200, shared=False)
+        assert work.n_new_tokens / ordinary == pytest.approx(tok_s, rel=0.02)
     train = phase_floors(cost_of("0.6b", tmp_path), work, H200, "train")
     assert train["train_tok_s"] == pytest.approx(205_000, rel=0.01)
     step = phase_floors(cost_of("0.6b", tmp_path), work, H200, "step")
     assert step["step_s"] == pytest.approx(1.4, rel=0.02)
-    long = Work.uniform(256, 1, 100, 1024)
+    long = Workload.uniform(256, 1, 100, 1024)
     assert phase_floors(cost_of("0.6b", tmp_path), long, H200, "rollout")["rollout_ordinary_tok_s"] == pytest.approx(
         36_000, rel=0.05
     )
 
 
 def test_uniform_work_draws_both_lengths_from_the_range() -> None:
-    work = Work.uniform(500, 1, 100, 1024)
-    assert work == Work.uniform(500, 1, 100, 1024)
+    work = Workload.uniform(500, 1, 100, 1024)
+    assert work == Workload.uniform(500, 1, 100, 1024)
     for lens in (work.prompt_lens, work.new_lens):
         assert min(lens) >= 100
         assert max(lens) <= 1024
@@ -121,16 +121,16 @@ def test_uniform_work_draws_both_lengths_from_the_range() -> None:
 
 
 def test_rows_are_prompts_with_their_completions() -> None:
-    work = Work(prompt_lens=(2, 5), new_lens=(3, 1), n_samples=2, name="")
+    work = Workload(prompt_lens=(2, 5), new_lens=(3, 1), n_samples=2, name="")
     rows = work.random_rows(50, seed=1)
     tokens = [each.tolist() for each in token_rows(rows)]
-    prompts = work.prompts(50, seed=1)
+    prompts = work.random_prompts(50, seed=1)
     assert work.row_lens == [5, 5, 6, 6] == list(map(len, tokens))
     assert [len(prompt) for prompt in prompts] == [2, 5]
     assert tokens[3][:5] == prompts[1]
     assert np.asarray(rows[0].prompt_mask).tolist() == [True, True, False, False, False]
     assert tokens[0][2:] != tokens[1][2:]
-    assert work.n_new == 8
+    assert work.n_new_tokens == 8
 
 
 class Counting:
@@ -141,9 +141,9 @@ class Counting:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int]] = []
 
-    def rollout(self, work: Work, prompts: list[list[int]]) -> list[TrainSequence]:
-        self.calls.append(("rollout", work.n_new))
-        return [made_up_row(prompt, [1] * 2, [0.0] * 2, 0) for prompt in prompts]
+    def rollout(self, work: Workload, prompts: list[list[int]]) -> list[TrainSequence]:
+        self.calls.append(("rollout", work.n_new_tokens))
+        return [synthetic_row(prompt, [1] * 2, [0.0] * 2, 0) for prompt in prompts]
 
     def train(self, rows: Sequence[TrainSequence]) -> dict[str, float]:
         self.calls.append(("train", len(rows)))
@@ -155,8 +155,8 @@ class Counting:
 
 
 def test_repeats_come_after_a_warm_up_that_is_not_counted() -> None:
-    counting, work = Counting(), Work.fixed(2, 1, 3, 4)
-    timed = measure(counting, "step", work, repeats=2, warm_up=work.with_new_at_most(2))
+    counting, work = Counting(), Workload.fixed(2, 1, 3, 4)
+    timed = measure(counting, "step", work, repeats=2, warm_up=work.with_max_new_tokens(2))
     assert counting.calls == [
         *(("rollout", 4), ("train", 2), ("rollout", 2)),
         *(("rollout", 8), ("train", 2), ("rollout", 2)) * 2,
@@ -171,9 +171,9 @@ def test_repeats_come_after_a_warm_up_that_is_not_counted() -> None:
 
 
 def test_figures_are_medians_with_their_spread() -> None:
-    work = Work.fixed(2, 2, 6, 4)
+    work = Workload.fixed(2, 2, 6, 4)
     seconds = {"rollout": [1.0, 2.0, 1.5], "train": [4.0, 2.0], "step": [6.0, 4.0], "prefill": [0.25]}
-    figures = Timed(seconds=seconds).phase_figures(work)
+    figures = PhaseTimes(seconds=seconds).phase_figures(work)
     assert figures["rollout_s"] == 1.5
     assert figures["rollout_spread"] == pytest.approx(1 / 1.5)
     assert figures["rollout_tok_s"] == pytest.approx(16 / 1.5)
@@ -191,7 +191,7 @@ def test_rows_of_many_outputs_are_those_of_each_output() -> None:
     prompts = [[5, 6, 7], [8]]
     outputs = {0: [output(0, 0, 4), output(0, 1, 1)], 1: [output(1, 0, 0), output(1, 1, 3)]}
     expected = [
-        made_up_row(prompts[index], vars(each)["tokens"], vars(each)["logprobs"], each.sample)
+        synthetic_row(prompts[index], vars(each)["tokens"], vars(each)["logprobs"], each.sample)
         for index, of_prompt in outputs.items()
         for each in of_prompt
     ]

@@ -8,8 +8,8 @@ import pytest
 
 from areno.bench.__main__ import main
 from areno.bench.arguments import parse
-from areno.bench.device import decode_s, prefill_s
-from areno.bench.work import Work
+from areno.bench.device import min_decode_s, min_prefill_s
+from areno.bench.work import Workload
 from areno.cost.flops import TokenCost
 from areno.cost.time import Rates
 from areno.errors import ConfigError
@@ -19,15 +19,15 @@ COST = TokenCost(n_params=100, body_params=70, head_params=30, kv_bytes=10, attn
 
 def test_floors_of_several_devices() -> None:
     work, one = (
-        Work.fixed(n_prompts=2, n_samples=2, prompt_len=10, new_tokens=3),
+        Workload.fixed(n_prompts=2, n_samples=2, prompt_len=10, new_tokens=3),
         Rates(copy_bytes_s=50.0, matmul_flops_s=1e12),
     )
     two = one.for_devices(2)
     assert two == Rates(copy_bytes_s=100.0, matmul_flops_s=2e12)
     # Two ranks of one copy have half of all each. Two copies have all of the weights each, and half of the keys.
-    assert decode_s(COST, work, two, shared=False) == decode_s(COST, work, one, shared=False) / 2
-    assert decode_s(COST, work, two, shared=False, copies=2) == pytest.approx((400 + 440 + 400 + 480) / 100)
-    assert prefill_s(COST, work, two, copies=2) == pytest.approx((400 + 10 * 20) / 100)
+    assert min_decode_s(COST, work, two, shared=False) == min_decode_s(COST, work, one, shared=False) / 2
+    assert min_decode_s(COST, work, two, shared=False, copies=2) == pytest.approx((400 + 440 + 400 + 480) / 100)
+    assert min_prefill_s(COST, work, two, copies=2) == pytest.approx((400 + 10 * 20) / 100)
 
 
 @pytest.mark.parametrize(

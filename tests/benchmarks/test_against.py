@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from areno.bench.work import Work
+from areno.bench.work import Workload
 from areno.engine.engine import Engine
 from areno.errors import EngineError
 from areno.trainers.rows import token_rows
@@ -44,10 +44,10 @@ def same_weights(tmp_path: Path) -> str:
 
 def test_transformers_gives_the_log_probabilities_of_what_it_drew(same_weights: str) -> None:
     """Prompts of several lengths are padded on the left; the engine scores the very same rows."""
-    work = Work(prompt_lens=(3, 9, 5), new_lens=(6, 2, 4), n_samples=2, name="")
+    work = Workload(prompt_lens=(3, 9, 5), new_lens=(6, 2, 4), n_samples=2, name="")
     theirs = TransformersContender(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, False)
     torch.manual_seed(0)
-    rows = theirs.rollout(work, work.prompts(theirs.vocab_size, 0))
+    rows = theirs.rollout(work, work.random_prompts(theirs.vocab_size, 0))
     assert list(map(len, token_rows(rows))) == work.row_lens
     assert not np.array_equal(*token_rows(rows[:2]))
     with Engine(spec(Path(same_weights), random_init=False)) as engine:
@@ -58,7 +58,7 @@ def test_transformers_gives_the_log_probabilities_of_what_it_drew(same_weights: 
 
 
 def test_transformers_trains_towards_rows_of_positive_advantage(same_weights: str) -> None:
-    work = Work(prompt_lens=(3, 7), new_lens=(6, 2), n_samples=2, name="")
+    work = Workload(prompt_lens=(3, 7), new_lens=(6, 2), n_samples=2, name="")
     theirs = TransformersContender(settings("train --device cpu --tokens-per-mb 30"), same_weights, False)
     theirs._optimizer = torch.optim.AdamW(theirs.model.parameters(), lr=1e-3, fused=True)
     rows = work.random_rows(theirs.vocab_size, 0)
@@ -79,7 +79,7 @@ def test_transformers_trains_towards_rows_of_positive_advantage(same_weights: st
 def test_transformers_does_in_parts_what_memory_has_no_room_for(
     same_weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = Work(prompt_lens=(3, 4, 5, 6, 7), new_lens=(2, 2, 2, 2, 2), n_samples=2, name="")
+    work = Workload(prompt_lens=(3, 4, 5, 6, 7), new_lens=(2, 2, 2, 2, 2), n_samples=2, name="")
     theirs = TransformersContender(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, False)
     generate, tried = theirs._generate, []
 
@@ -91,7 +91,7 @@ def test_transformers_does_in_parts_what_memory_has_no_room_for(
 
     monkeypatch.setattr(theirs, "_generate", generate_up_to_two)
     theirs.prompts_at_once = 5
-    prompts = work.prompts(theirs.vocab_size, 0)
+    prompts = work.random_prompts(theirs.vocab_size, 0)
     rows = theirs.rollout(work, prompts)
     assert tried == [5, 2, 2, 1]
     first = zip(token_rows(rows)[::2], prompts, strict=True)
@@ -128,9 +128,9 @@ def test_vllm_is_asked_for_log_probabilities_and_all_lengths(
     module = ModuleType("vllm")
     module.__dict__.update(LLM=LLM, SamplingParams=lambda **options: SimpleNamespace(**options))
     monkeypatch.setitem(sys.modules, "vllm", module)
-    work = Work(prompt_lens=(3, 4), new_lens=(2, 5), n_samples=2, name="")
+    work = Workload(prompt_lens=(3, 4), new_lens=(2, 5), n_samples=2, name="")
     theirs = VllmContender(settings(f"rollout --shape {same_weights} --device cpu"), same_weights, True)
-    rows = theirs.rollout(work, work.prompts(theirs.vocab_size, 0))
+    rows = theirs.rollout(work, work.random_prompts(theirs.vocab_size, 0))
     assert asked[0]["load_format"] == "dummy"
     assert [one.max_tokens for one in asked[1:]] == [2, 5]
     assert all(one.logprobs == 0 and one.ignore_eos for one in asked[1:])

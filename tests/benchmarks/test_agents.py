@@ -7,7 +7,7 @@ import json
 import pytest
 from aiohttp import ClientConnectorError
 
-from benchmarks.__main__ import main, page
+from benchmarks.__main__ import figures_page, main
 from benchmarks.serve import ClientLoad, _send
 from benchmarks.turns import speeds
 from tests.helpers.agent_model import TOKENIZER, model_folder
@@ -29,7 +29,7 @@ def test_agents_are_compared_with_direct_sampling(capsys: pytest.CaptureFixture[
 def test_the_page_tells_of_slow_repeats() -> None:
     found = speeds(16_384, {"direct": [0.5, 0.4, 0.6], "agents": [0.6, 0.7, 1.9]})
     assert found["agents"]["slowest_s"] == 1.9
-    lines = page({**found, "note": "x"}).splitlines()
+    lines = figures_page({**found, "note": "x"}).splitlines()
     assert lines[0].split() == ["rollout_s", "fastest_s", "slowest_s", "tok_s", "relative"]
     assert lines[2].split() == ["agents", "0.7", "0.6", "1.9", "23,406", "0.7143"]
     assert lines[3].split() == ["note", "x"]

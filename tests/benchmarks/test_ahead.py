@@ -23,13 +23,13 @@ def run_of(capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures of all steps."""
-    found, step = list[Any](), ahead._Steps.step
+    found, step = list[Any](), ahead._Rollouts.step
 
     def watched(self: Any) -> None:
         step(self)
         found.append((type(self), self.n_ahead, self.choice, self.steps[-1]))
 
-    monkeypatch.setattr(ahead._Steps, "step", watched)
+    monkeypatch.setattr(ahead._Rollouts, "step", watched)
     return found
 
 
@@ -81,7 +81,7 @@ def test_each_token_is_sampled_once(capsys: pytest.CaptureFixture[str], steps: l
 @pytest.mark.slow
 def test_groups_with_equal_rewards_are_replaced(capsys: pytest.CaptureFixture[str], steps: list[Any]) -> None:
     run_of(capsys, "--repeats", "3", "--equal-rewards", "0.5", "--max-head-offpolicyness", "2")
-    for kind in (ahead._Replaces, ahead._Rounds):
+    for kind in (ahead._ReplacingRollouts, ahead._RoundRollouts):
         assert any(
             len(choice.groups_no_longer_in_flight) > len(choice.taken) for found, _, choice, _ in steps if found is kind
         )

@@ -11,7 +11,7 @@ import pytest
 
 from areno import kernels
 from benchmarks.__main__ import main
-from benchmarks.profile import GROUPS, OWN_FOLDERS, Span, busy_s, group_of, idle_share, phase_table
+from benchmarks.profile import GROUPS, OWN_FOLDERS, KernelSpan, busy_s, idle_share, kernel_group, phase_table
 from tests.helpers.bench_runs import TINY
 
 
@@ -41,7 +41,7 @@ from tests.helpers.bench_runs import TINY
     ],
 )
 def test_kernels_are_grouped_by_name(name: str, group: str) -> None:
-    assert group_of(name) == group
+    assert kernel_group(name) == group
     assert group in GROUPS
 
 
@@ -52,9 +52,9 @@ def test_a_name_of_our_kernels_is_in_one_group() -> None:
         for name in re.findall(r"^ *def (\w+_kernel)\(", file.read_text(encoding="utf-8"), re.M):
             groups[name].add(OWN_FOLDERS[file.relative_to(folder).parts[0]])
     assert {name: found for name, found in groups.items() if len(found) > 1} == {}
-    assert {name: group_of(name) for name in groups} == {name: min(found) for name, found in groups.items()}
-    assert group_of("_all_reduce_norm_kernel") == "between GPUs"
-    assert group_of("_gluon_few_rows_kernel") == "gemm"
+    assert {name: kernel_group(name) for name in groups} == {name: min(found) for name, found in groups.items()}
+    assert kernel_group("_all_reduce_norm_kernel") == "between GPUs"
+    assert kernel_group("_gluon_few_rows_kernel") == "gemm"
 
 
 def test_every_folder_of_our_kernels_has_a_group() -> None:
@@ -64,7 +64,12 @@ def test_every_folder_of_our_kernels_has_a_group() -> None:
 
 
 def test_the_device_is_busy_while_any_kernel_runs() -> None:
-    spans = [Span("b", 5_000, 9_000), Span("a", 0, 4_000), Span("c", 6_000, 7_000), Span("d", 8_000, 10_000)]
+    spans = [
+        KernelSpan("b", 5_000, 9_000),
+        KernelSpan("a", 0, 4_000),
+        KernelSpan("c", 6_000, 7_000),
+        KernelSpan("d", 8_000, 10_000),
+    ]
     assert busy_s(spans) == pytest.approx(9e-6)
     assert busy_s([]) == 0.0
     assert idle_share(9e-6, 12e-6) == pytest.approx(0.25)
@@ -73,7 +78,11 @@ def test_the_device_is_busy_while_any_kernel_runs() -> None:
 
 def test_a_profile_shows_groups_and_the_longest_kernels() -> None:
     ms = 1_000_000
-    spans = [Span("nvjet_x", 0, 3 * ms), Span("nvjet_y", 3 * ms, 4 * ms), Span("_swiglu_kernel", 4 * ms, 5 * ms)]
+    spans = [
+        KernelSpan("nvjet_x", 0, 3 * ms),
+        KernelSpan("nvjet_y", 3 * ms, 4 * ms),
+        KernelSpan("_swiglu_kernel", 4 * ms, 5 * ms),
+    ]
     text = phase_table("train", spans, wall_s=0.01)
     lines = text.splitlines()
     assert "train: 0.0100 s" in lines[0]

@@ -23,12 +23,12 @@ from areno.loss_fns.advantages import group_advantages
 from areno.plan.plan import TrainerPlan
 from areno.types import TrainSequence
 from benchmarks import trl, trl_contender
-from benchmarks.__main__ import main, page, parser
-from benchmarks.trl import config_of, figures, picture
+from benchmarks.__main__ import figures_page, main, parser
+from benchmarks.trl import config_of, reward_chart, training_figures
 from benchmarks.trl_contender import (
     Training,
     prompts_of,
-    smaller,
+    smaller_divisor,
     trl_problems,
     trl_settings,
     with_formulas_of_trl,
@@ -128,7 +128,7 @@ def test_prompts_come_in_the_order_of_a_run(config: Any) -> None:
 
 def test_smaller_micro_batches_divide_the_step() -> None:
     sizes, size = [], 96
-    while (size := smaller(96, size) or 0) > 0:
+    while (size := smaller_divisor(96, size) or 0) > 0:
         sizes.append(size)
     assert sizes == [48, 24, 12, 6, 3, 1]
 
@@ -140,7 +140,7 @@ def test_a_training_out_of_memory_begins_again(config: Any, monkeypatch: pytest.
         tried.append(size)
         return None if size > fits else Training("model", rows_at_once=size)
 
-    monkeypatch.setattr(trl, "_in_a_process", run)
+    monkeypatch.setattr(trl, "_run_in_process", run)
     fits = 64
     assert trl._trained_by_trl(config, [], 256, "cuda:0", 1, tmp_path).rows_at_once == 64
     assert tried == [256, 128, 64]
@@ -152,11 +152,11 @@ def test_a_training_out_of_memory_begins_again(config: Any, monkeypatch: pytest.
 def test_the_figures_of_a_training_its_page_and_its_picture() -> None:
     first = Training("model", rewards=[0.1, 0.3], step_s=[9.0, 1.0], rollout_s=[5.0, 0.5])
     second = Training("model", rewards=[0.2, 0.5], step_s=[9.0, 2.0], rollout_s=[5.0, 0.5])
-    found = figures(first, before=0.1, after=0.2)
-    lines = page({"seed 1, areno": found, "ratio": 5.0}).splitlines()
+    found = training_figures(first, before=0.1, after=0.2)
+    lines = figures_page({"seed 1, areno": found, "ratio": 5.0}).splitlines()
     assert lines[1].split() == ["seed", "1,", "areno", "0.1", "0.3", "0.1", "0.2", "5", "2.75"]
     assert lines[2].split() == ["ratio", "5"]
-    shapes = xml.etree.ElementTree.fromstring(picture("c", {"areno": [first, second], "trl": [first, second]}))
+    shapes = xml.etree.ElementTree.fromstring(reward_chart("c", {"areno": [first, second], "trl": [first, second]}))
     assert len(list(shapes.iter("{http://www.w3.org/2000/svg}polyline"))) == 4
 
 
@@ -241,7 +241,7 @@ def test_areno_updates_as_trl_on_the_samples_of_trl(
         "actor.optimizer.lr=0.02",
     ]  # so that Adam does not divide the size of gradients out
     steps: list[list[Any]] = []
-    reward_of = trl_contender._reward
+    reward_of = trl_contender._reward_fn
 
     def recorded(config: Any, items: Any, pool: Any) -> Any:
         reward = reward_of(config, items, pool)
@@ -253,7 +253,7 @@ def test_areno_updates_as_trl_on_the_samples_of_trl(
 
         return record
 
-    monkeypatch.setattr(trl_contender, "_reward", recorded)
+    monkeypatch.setattr(trl_contender, "_reward_fn", recorded)
     config: Any = with_formulas_of_trl(load(get_algorithm(algo).config, "quickstart", [*own, *more]))
     items = prompts_of(config, 4)
     theirs = trl_contender.train_with_trl(config, items, 32, "cpu", 1, tmp_path / "trl")

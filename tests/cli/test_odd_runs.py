@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from areno.api import get_algorithm
 from areno.cli.__main__ import main
 from areno.launch import command
-from areno.recipes.gspo import GSPOConfig, loop
+from areno.recipes.gspo import GSPOConfig, trainer_class
 from areno.report import page, replayed_tokens
 from tests.helpers.played import TASK, Main, Played, task_folder
 
@@ -167,7 +167,7 @@ OF_SWEEP = {"multirun.yaml"}
 def work(tmp_path, monkeypatch):
     """A folder `my` for --config-dir, and commands that load no model and draw no curve."""
     task_folder(tmp_path, monkeypatch)
-    monkeypatch.setattr(page, "_plotly", lambda: "")
+    monkeypatch.setattr(page, "_plotly_source", lambda: "")
     monkeypatch.setattr(replayed_tokens, "plan_of_experiment", lambda config: SimpleNamespace(tokenizer=Tokenizer()))
     monkeypatch.setattr(
         replayed_tokens, "_logprobs", lambda plan, config, roles, tokens: (np.zeros(len(tokens)), None, None)
@@ -226,7 +226,7 @@ def test_replay(work, name, change, number):
 @bounded(15)
 def test_resume(work, name, change):
     odd_run(name, change)
-    played = Played(name="gspo", config=GSPOConfig, loop=loop, default="small", main=Main())
+    played = Played(name="gspo", config=GSPOConfig, loop=trainer_class, default="small", main=Main())
     ends(lambda: command.run(played, "gspo", ["--resume", "t"]))
     ends(
         lambda: command.run(

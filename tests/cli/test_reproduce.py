@@ -12,7 +12,7 @@ import torch
 
 from areno.api import Algorithm, algorithms
 from areno.cli.__main__ import main
-from areno.cli.reproduce import REPRODUCTIONS, Bands
+from areno.cli.reproduce import REPRODUCTIONS, ExpectedRanges
 from areno.files.user_code import load_module
 from areno.launch import yaml_files
 from areno.launch.compose import load
@@ -78,8 +78,8 @@ def test_each_reproduction_has_its_tasks() -> None:
     for name, sizes in REPRODUCTIONS.items():
         assert set(sizes) == {"cpu", "gpu"}
         for suffix in ("", "_cpu"):
-            assert yaml_files.recipes(yaml_files.tasks()[f"{name}_base{suffix}"]) == ["sft"]
-            assert {"grpo", "gspo"} <= set(yaml_files.recipes(yaml_files.tasks()[f"{name}{suffix}"]))
+            assert yaml_files.recipes_of(yaml_files.task_files()[f"{name}_base{suffix}"]) == ["sft"]
+            assert {"grpo", "gspo"} <= set(yaml_files.recipes_of(yaml_files.task_files()[f"{name}{suffix}"]))
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_each_reproduction_has_its_tasks() -> None:
     ],
 )
 def test_the_verdict(base: float, trained: float, met: list[bool]) -> None:
-    bands = Bands(base=(0.05, 0.15), trained=(0.15, 0.40), factor=2)
-    assert [each for each, _ in bands.judge(base, trained)] == met
+    bands = ExpectedRanges(base=(0.05, 0.15), trained=(0.15, 0.40), factor=2)
+    assert [each for each, _ in bands.verdicts(base, trained)] == met
 
 
 def test_the_page_has_the_bands() -> None:

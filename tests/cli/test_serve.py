@@ -23,7 +23,7 @@ from openai import AuthenticationError, OpenAI, RateLimitError
 from areno.cli.__main__ import main
 from areno.cli.serve import _model_folder, _signals_handled
 from areno.errors import ArenoError
-from areno.server.threads import ServerThread, Threads
+from areno.server.threads import ServerThread, ThreadPool
 from tests.helpers.agent_model import made, model_folder
 from tests.helpers.served import BASE, Served
 from tests.helpers.waiting import until
@@ -244,7 +244,7 @@ def test_a_folder_that_is_no_model_is_told(tmp_path: Path, capsys: pytest.Captur
 
 def test_a_server_ends_although_a_thread_of_it_is_stuck() -> None:
     asked, go_on = threading.Event(), threading.Event()
-    threads = Threads(1, "stuck")
+    threads = ThreadPool(1, "stuck")
 
     async def wait(request: web.Request) -> web.Response:
         await threads.run(lambda: asked.set() or go_on.wait(60))

@@ -161,7 +161,7 @@ def test_a_place_that_cannot_be_used_is_one_line(capsys, monkeypatch, tmp_path):
     Path("folder").mkdir()
     for place in (
         "areno.tracking.run_log.RunLog",
-        "areno.tracking.run_folder.make_folder",
+        "areno.tracking.run_folder.make_run_folder",
     ):  # in the run, and before it
         with monkeypatch.context() as patch:
             patch.setattr(place, lambda *args, **options: Path("folder").write_text("x"))

@@ -17,7 +17,7 @@ import yaml
 from areno.api.algorithms import built_in_algorithms, get_algorithm
 from areno.launch.hints import NOT_HERE, setting_hint
 from areno.schema.build import earlier_names
-from areno.schema.fields import Row, rows
+from areno.schema.fields import SettingRow, setting_rows
 from areno.schema.values import InvalidValue
 from tests.helpers.pages import ROOT, codes, of_tables, sections
 
@@ -77,8 +77,8 @@ def expanded(name: str, prefix: str = "") -> Iterator[tuple[str, Key]]:
 
 
 @cache
-def ours(recipe: str) -> dict[str, Row]:
-    found = {row.key: row for row in rows(get_algorithm(recipe).config)}
+def ours(recipe: str) -> dict[str, SettingRow]:
+    found = {row.key: row for row in setting_rows(get_algorithm(recipe).config)}
     return found | {old: found[new] for old, new in earlier_names(get_algorithm(recipe).config).items()}
 
 

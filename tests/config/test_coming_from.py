@@ -22,7 +22,7 @@ import pytest
 from areno.api.algorithms import built_in_algorithms, get_algorithm
 from areno.launch.compose import load
 from areno.launch.hints import NOT_HERE, setting_hint
-from areno.schema.fields import rows
+from areno.schema.fields import setting_rows
 from tests.helpers import warm_python
 from tests.helpers.agent_model import made
 from tests.helpers.pages import (
@@ -80,7 +80,7 @@ def test_errors_name_the_settings_of_the_page(page: Path) -> None:
             beside = {code.partition("=")[0] for code in codes(cells[1])}
             for code in codes(cells[0]) if any(map(is_setting, codes(cells[1]))) else []:
                 key = code.partition("=")[0].replace("….", "actor_rollout_ref.")
-                here = {row.key for row in rows(cls)}
+                here = {row.key for row in setting_rows(cls)}
                 if not key.replace(".", "").replace("_", "").isalnum() or key in here or f"actor.{key}" in here:
                     continue
                 told = setting_hint(key, cls=cls)

@@ -79,8 +79,10 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "tools": (["grpo", "gspo"], []),
 }
 # What experiments leave to the user.
-EXPERIMENT_NEEDS = {name: ["actor.path=folder"] for name in yaml_files.experiments() if "stories260k" in name}
-GROUPS = [(group, choice) for group, choices in yaml_files.groups().items() for choice in choices if group != "variant"]
+EXPERIMENT_NEEDS = {name: ["actor.path=folder"] for name in yaml_files.experiment_files() if "stories260k" in name}
+GROUPS = [
+    (group, choice) for group, choices in yaml_files.config_groups().items() for choice in choices if group != "variant"
+]
 # The recipes a variant is for, and its section in docs/algorithms.md.
 VARIANTS = {
     "cispo": (["grpo", "ppo"], "CISPO"),
@@ -103,7 +105,7 @@ help_of = functools.cache(help.recipe_help)
 
 
 def test_every_task_is_listed_here():
-    found = {name: yaml_files.recipes(file) for name, file in yaml_files.tasks().items()}
+    found = {name: yaml_files.recipes_of(file) for name, file in yaml_files.task_files().items()}
     assert found.pop("train") == sorted(RECIPES)  # of `areno train`, see test_cli_train.py
     assert found == {name: recipes for name, (recipes, _) in TASKS.items()}
 
@@ -119,12 +121,12 @@ def test_task(task, recipe):
             assert not each.startswith("examples/") or find_file(each.split(":")[0], key).is_file()
 
 
-@pytest.mark.parametrize("name", yaml_files.experiments())
+@pytest.mark.parametrize("name", yaml_files.experiment_files())
 def test_experiment(name):
     """A file of recipes/ is named for its recipe: gspo-gsm8k-qwen3-0.6b-1gpu. Its header says what to expect."""
-    assert yaml_files.recipes(yaml_files.experiments()[name]) == [name.split("-")[0]]
+    assert yaml_files.recipes_of(yaml_files.experiment_files()[name]) == [name.split("-")[0]]
     assert load(RECIPES[name.split("-")[0]], name, EXPERIMENT_NEEDS.get(name)).experiment_name
-    header = yaml_files.experiments()[name].read_text(encoding="utf-8").split("defaults:")[0]
+    header = yaml_files.experiment_files()[name].read_text(encoding="utf-8").split("defaults:")[0]
     assert all(f"# {word} " in header for word in ("Hardware", "Time", "Memory", "Curve"))
     assert f"--config-name={name}" in header
     assert name in Path(find_file("recipes/README.md")).read_text(encoding="utf-8")
@@ -145,7 +147,7 @@ def test_group_choice(group, choice):
 
 
 def test_every_variant_is_listed_here():
-    assert set(yaml_files.variants()) == set(VARIANTS)
+    assert set(yaml_files.variant_files()) == set(VARIANTS)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +185,17 @@ def test_variant_is_what_the_algorithms_page_says(name):
             else:
                 assert getattr(one, key) == getattr(other, key), key
 
-    compare(yaml.safe_load(yaml_files.variants()[name].read_text(encoding="utf-8")), shown, variant)
+    compare(yaml.safe_load(yaml_files.variant_files()[name].read_text(encoding="utf-8")), shown, variant)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_default_of_a_recipe_exists(recipe):
     algorithm = get_algorithm(recipe)
-    assert algorithm.default in {**yaml_files.tasks(), **yaml_files.experiments()}
+    assert algorithm.default in {**yaml_files.task_files(), **yaml_files.experiment_files()}
     assert algorithm.config is RECIPES[recipe]
 
 
 def test_every_file_says_what_it_is_for():
     conf = Path(find_file("conf"))
-    for file in [*conf.rglob("*.yaml"), *yaml_files.experiments().values()]:
+    for file in [*conf.rglob("*.yaml"), *yaml_files.experiment_files().values()]:
         assert yaml_files.headline(file), f"{file} begins with no comment"

@@ -20,7 +20,7 @@ from areno.recipes.ppo import PPOConfig
 from areno.recipes.sft import SFTConfig
 from areno.run.resume import changed_settings
 from areno.schema.build import build, with_defaults
-from areno.schema.fields import Section, check, rows, setting
+from areno.schema.fields import Section, check, setting, setting_rows
 from areno.schema.values import InvalidValue, convert, type_in_words
 
 
@@ -108,7 +108,7 @@ def test_everything_wrong_is_reported_together():
 @pytest.mark.parametrize("empty", ["", " ", "\t\n"])
 def test_an_empty_text_is_no_text(empty):
     """Above all it is no path, which would be the current folder."""
-    texts = [row.key for row in rows(PPOConfig) if row.setting.hint in (str, str | None)]
+    texts = [row.key for row in setting_rows(PPOConfig) if row.setting.hint in (str, str | None)]
     assert {"actor.path", "train_dataset.path", "valid_dataset.loader", "cluster.fileroot", "saver.path"} <= {*texts}
     data: dict[str, Any] = {}
     for key in texts:
@@ -365,11 +365,11 @@ def valid() -> dict:
 def test_every_default_is_a_valid_value(cls):
     found = problems_of(cls, {})
     assert all(message.startswith("missing") for message in found.values()), found
-    assert set(found) <= {row.key for row in rows(cls)}
+    assert set(found) <= {row.key for row in setting_rows(cls)}
 
 
 def test_help_shows_the_defaults_of_the_section_that_its_parent_makes():
-    defaults = {row.key: row.default for row in rows(PPOConfig)}
+    defaults = {row.key: row.default for row in setting_rows(PPOConfig)}
     assert defaults["actor.adv_norm.mean_level"] == "'batch'"
     assert defaults["actor.adv_norm.std_level"] == "'batch'"
     assert defaults["critic.optimizer.lr"] == "1e-05"
@@ -377,7 +377,7 @@ def test_help_shows_the_defaults_of_the_section_that_its_parent_makes():
     assert defaults["eval_gconfig"] == "null"
     assert defaults["eval_gconfig.n_samples"] == "8", "a section that is null by default shows those of its class"
     assert (defaults["actor.path"], defaults["train_dataset.path"]) == ("required", "null")
-    grpo = {row.key: row.default for row in rows(GRPOConfig)}
+    grpo = {row.key: row.default for row in setting_rows(GRPOConfig)}
     assert grpo["actor.adv_norm.mean_level"] == "'group'"
 
 

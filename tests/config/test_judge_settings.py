@@ -7,7 +7,7 @@ import json
 import pytest
 
 from areno.config.judge import JudgeConfig
-from areno.config.reward import OnlyReward
+from areno.config.reward import RewardOnlyConfig
 from areno.errors import ConfigError
 from areno.schema.build import build
 
@@ -45,7 +45,7 @@ REMOTE = {"base_url": "http://h/v1", "model": "m"}
 )
 def test_wrong_settings_are_refused_before_anything_starts(settings, message):
     with pytest.raises(ConfigError, match=message):
-        build(OnlyReward, {"reward": {"judge": settings}}, [])
+        build(RewardOnlyConfig, {"reward": {"judge": settings}}, [])
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_wrong_settings_are_refused_before_anything_starts(settings, message):
 )
 def test_secrets_in_settings_are_refused_and_not_shown(settings, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        build(OnlyReward, {"reward": {"judge": {**REMOTE, **settings}}}, [])
+        build(RewardOnlyConfig, {"reward": {"judge": {**REMOTE, **settings}}}, [])
     assert "sesame" not in str(caught.value)
 
 
@@ -68,7 +68,7 @@ def test_labels_of_a_role_may_begin_with_the_same_letter():
 def test_settings_of_a_written_verdict_are_checked_together():
     judge = {"path": "m", "verdict": "json", "max_tokens": 8, "labels": ["1", "1"], "template": "{prompt}"}
     with pytest.raises(ConfigError) as caught:
-        build(OnlyReward, {"reward": {"judge": judge}}, [])
+        build(RewardOnlyConfig, {"reward": {"judge": judge}}, [])
     assert all(f"reward.judge.{name}: " in str(caught.value) for name in ("max_tokens", "labels", "template"))
 
 
@@ -91,7 +91,7 @@ def test_labels_may_begin_each_other_in_json():
 @pytest.mark.parametrize("rubric", ["correct", "quality"])
 @pytest.mark.parametrize("compare", [False, True])
 def test_rubrics_ask_about_all_that_they_need(rubric, compare):
-    template = JudgeConfig(path="m", rubric=rubric, compare=compare).question
+    template = JudgeConfig(path="m", rubric=rubric, compare=compare).question_template
     text = template.format(prompt="P?", solutions="S", completion="C", first="F", second="G")
     assert ("S" in text.split("[Reference answer]\n")[-1].split()) == (rubric == "correct")
     assert ("[Answer A]\nF" in text, "[Answer B]\nG" in text, "[Answer]\nC" in text) == (compare, compare, not compare)

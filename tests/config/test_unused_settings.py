@@ -15,7 +15,7 @@ from areno.errors import ConfigError, keys_renamed
 from areno.launch.compose import load
 from areno.launch.hints import NOT_HERE, setting_hint
 from areno.schema.build import build
-from areno.schema.fields import Needs, Section, rows, setting
+from areno.schema.fields import Needs, Section, setting, setting_rows
 
 
 def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str]:
@@ -241,7 +241,7 @@ def test_a_variant_is_named_for_the_keys_that_it_sets(tmp_path):
 
 
 def test_what_is_said_not_to_be_there_is_not_there():
-    keys = {row.key for name in built_in_algorithms() for row in rows(get_algorithm(name).config)}
+    keys = {row.key for name in built_in_algorithms() for row in setting_rows(get_algorithm(name).config)}
     assert not keys & set(NOT_HERE)
     assert setting_hint("never.heard.of") == ""
 
@@ -333,8 +333,8 @@ def test_the_setting_that_is_needed_has_the_name_that_the_user_knows():
 def test_every_setting_that_is_needed_exists(recipe):
     """A need that names no setting would never be reported. A need may name a setting of the whole run."""
     cls = get_algorithm(recipe).config
-    keys = {row.key for row in rows(cls)}
-    for row in rows(cls):
+    keys = {row.key for row in setting_rows(cls)}
+    for row in setting_rows(cls):
         section = row.key.rpartition(".")[0]
         for need in row.setting.only_with:
             assert need.key in keys or f"{section}.{need.key}" in keys, (row.key, need.key)

@@ -19,7 +19,7 @@ from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.zero_buffers import FlatParameters
 from areno.kernels.adam import BLOCK
 from areno.layers.attention import PackedAttend
-from areno.layers.config import AdapterSpec, Delta, Experts, Rope
+from areno.layers.config import AdapterSpec, DeltaConfig, MoEConfig, RopeConfig
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models import parameters
@@ -40,7 +40,7 @@ CONFIG = TransformerConfig(
     num_kv_heads=4,
     head_dim=12,
     rms_norm_eps=1e-6,
-    rope=Rope(100.0),
+    rope=RopeConfig(100.0),
     max_position_embeddings=64,
     tie_word_embeddings=True,
     qkv_bias=True,
@@ -52,11 +52,11 @@ CONFIG = TransformerConfig(
     hf={},
 )
 SPARSE: dict[str, Any] = {
-    "experts": Experts(n_experts=8, top_k=3, inner_size=20, normalised=True, dense_layers=frozenset({1})),
+    "experts": MoEConfig(n_experts=8, top_k=3, inner_size=20, normalised=True, dense_layers=frozenset({1})),
     "mlp_bias": False,
 }
 RECURRENT: dict[str, Any] = {
-    "delta": Delta(layers=(0, 2), n_key_heads=4, n_value_heads=8, key_dim=12, value_dim=12, width=4),
+    "delta": DeltaConfig(layers=(0, 2), n_key_heads=4, n_value_heads=8, key_dim=12, value_dim=12, width=4),
     "attention_gate": True,
     "num_kv_heads": 1,
 }
@@ -83,10 +83,10 @@ def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torc
 )
 def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int) -> None:
     config = replace(CONFIG, **changes)
-    model, layout = build(config, tp_size), Layout.one_copy(tp_size)
-    assert parameters.parameters(config, layout) == sum(parameter.numel() for parameter in model.parameters())
+    model, layout = build(config, tp_size), Layout.single_replica(tp_size)
+    assert parameters.n_parameters(config, layout) == sum(parameter.numel() for parameter in model.parameters())
     body = [*model.layers.parameters(), *model.final_norm.parameters()]
-    assert parameters.body_parameters(config, layout) == sum(parameter.numel() for parameter in body)
+    assert parameters.n_body_parameters(config, layout) == sum(parameter.numel() for parameter in body)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -95,18 +95,20 @@ def test_kv_bytes_are_those_of_the_cache(tp_size: int) -> None:
     n_bytes = sum(
         value.nbytes for value in vars(cache).values() if isinstance(value, torch.Tensor) and value.dim() == 6
     )
-    assert n_bytes == 5 * 8 * memory.kv_bytes(CONFIG, 2, Layout.one_copy(tp_size))
+    assert n_bytes == 5 * 8 * memory.kv_bytes_per_token(CONFIG, 2, Layout.single_replica(tp_size))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_state_bytes_are_those_of_the_cache(tp_size: int) -> None:
     config = replace(CONFIG, **RECURRENT)
-    model, layout = build(config, tp_size, torch.bfloat16), Layout.one_copy(tp_size)
+    model, layout = build(config, tp_size, torch.bfloat16), Layout.single_replica(tp_size)
     states = StateCache(model, n_slots=5)
     n_bytes = sum(each.nbytes for layer in states.layers for each in layer)
     assert n_bytes == 5 * memory.state_bytes(config, 2, layout)
     assert KVCache(model, 4, KVLayout.from_config(config, 8, 64), n_slots=3).kv_blocks.shape[0] == 1
-    assert memory.kv_bytes(config, 2, layout) * 3 == memory.kv_bytes(replace(config, delta=None), 2, layout)
+    assert memory.kv_bytes_per_token(config, 2, layout) * 3 == memory.kv_bytes_per_token(
+        replace(config, delta=None), 2, layout
+    )
     assert memory.state_bytes(CONFIG, 2) == 0
 
 
@@ -132,7 +134,7 @@ def test_bytes_of_a_divided_optimizer(
     monkeypatch.setattr("areno.engine.train.zero_buffers.BUCKET", 1)
     config = replace(CONFIG, hidden_size=256, intermediate_size=1024, vocab_size=1024, **changes)
     model = build(config, dtype=torch.bfloat16)
-    stage = model.stage if zero_stage else None
+    stage = model.backward_stage if zero_stage else None
     flat = FlatParameters(model, None, BLOCK, stage=stage, dp=ParallelGroup(0, 3), divide_grads=zero_stage == 2)
     optimizer = Optimizer(flat, OptimizerConfig(type=kind), ParallelGroup())
     found = memory.model_bytes(config, 2, kind, layout=Layout(3), zero_stage=zero_stage)
@@ -197,13 +199,13 @@ def test_what_experts_cost_worked_by_hand() -> None:
     assert token.expert_params == n_layers * expert
     body = sum(parameter.numel() for parameter in [*model.layers.parameters(), *model.final_norm.parameters()])
     assert token.body_params == body - n_layers * 5 * expert  # a token goes through 3 of 8
-    assert token.moved_params(1) == pytest.approx(token.active_params)
+    assert token.params_read(1) == pytest.approx(token.active_params)
     draws = torch.stack([torch.rand(5000, 8).argsort(-1)[:, :3] for _ in range(4)], 1)  # 4 tokens, each of its own
     met = torch.zeros(5000, 8).scatter_(1, draws.flatten(1), 1.0).sum(1).mean().item()
-    assert token.moved_params(4) == pytest.approx(token.active_params + token.expert_params * (met - 3), rel=5e-3)
-    assert token.moved_params(10_000) == pytest.approx(body + token.head_params)
+    assert token.params_read(4) == pytest.approx(token.active_params + token.expert_params * (met - 3), rel=5e-3)
+    assert token.params_read(10_000) == pytest.approx(body + token.head_params)
     dense = flops.TokenCost.from_config(CONFIG, 2)
-    assert dense.moved_params(5) == dense.active_params == parameters.body_parameters(CONFIG) + 51 * 24
+    assert dense.params_read(5) == dense.active_params == parameters.n_body_parameters(CONFIG) + 51 * 24
 
 
 def test_what_states_cost_worked_by_hand() -> None:
@@ -227,7 +229,7 @@ def test_cost_and_specs_load_without_torch_and_numpy() -> None:
 def test_layers_with_windows_keep_and_see_their_last_tokens() -> None:
     kinds = tuple(LayerKind(CONFIG.rope, 7 if layer else None) for layer in range(CONFIG.num_layers))
     config = replace(CONFIG, kinds=kinds)
-    of_layer = memory.kv_bytes(CONFIG, 2) // CONFIG.num_layers
+    of_layer = memory.kv_bytes_per_token(CONFIG, 2) // CONFIG.num_layers
     for n in (3, 7, 40):
         kept = n + (CONFIG.num_layers - 1) * min(n, 7)
         assert memory.kv_bytes_of_row(config, n, 2) == kept * of_layer
@@ -242,10 +244,10 @@ def test_layers_with_windows_keep_and_see_their_last_tokens() -> None:
 )
 def test_copies_of_a_are_counted(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], tp_size: int) -> None:
     """As many bytes as the storages of a model take once A has room below its weights."""
-    monkeypatch.setattr("areno.layers.adapter.use_triton", lambda _: True)
+    monkeypatch.setattr("areno.layers.adapter.can_use_triton", lambda _: True)
     config = replace(CONFIG, **{**BARE, **changes})
     adapters = AdapterSpec(rank=3, alpha=6.0, targets=tuple(linear_shapes(config))[::2])
-    model, layout = build(config, tp_size), Layout.one_copy(tp_size)
+    model, layout = build(config, tp_size), Layout.single_replica(tp_size)
     add_adapters(model, adapters)
     before = _held(model)
     assert before == memory.model_bytes(config, 4, None, layout=layout, adapters=adapters).weights

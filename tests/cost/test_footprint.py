@@ -13,13 +13,13 @@ import pytest
 from areno.config.layout import Layout
 from areno.config.models import OptimizerConfig
 from areno.cost.footprint import GIB, RESERVE, Footprint, ModelFootprint, footprint_of
-from areno.cost.remedies import check_fits, check_host_memory, ways_to_fit
+from areno.cost.remedies import check_device_memory, check_host_memory, fitting_remedies
 from areno.engine.engine import Engine
 from areno.errors import EngineError
 from areno.layers.config import AdapterSpec
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.config import LayerKind
-from areno.models.parameters import parameters
+from areno.models.parameters import n_parameters
 from areno.specs.engine import EngineSpec
 from areno.specs.role import LoraSpec, RoleSpec
 from tests.helpers.critics import critic, reference
@@ -37,7 +37,7 @@ def of(*models: ModelFootprint, world_size: int = 1, tp_size: int = 1, cp_size: 
 
 
 def test_bytes_worked_by_hand() -> None:
-    n = parameters(QWEN3_8B)
+    n = n_parameters(QWEN3_8B)
     assert of().total_resident_bytes == (2 + 4 + 4 + 8) * n
     assert of(world_size=2, zero_stage=0).total_resident_bytes == 18 * n
     assert of(world_size=2, zero_stage=1).total_resident_bytes == (2 + 4 + 2 + 4) * n
@@ -52,21 +52,21 @@ def test_bytes_worked_by_hand() -> None:
 
 def test_a_teacher_is_on_the_device_while_the_actor_trains() -> None:
     """Whole, and its logits beside those of the actor. A reference model is not, and neither counts while scoring."""
-    n = parameters(QWEN3_8B)
+    n = n_parameters(QWEN3_8B)
     teacher = replace(REF, name="teacher", key="teacher.path", offload=True, in_training=True)
     ref = replace(REF, offload=True)
     assert of(ACTOR, teacher).extra_bytes_in_use(ACTOR, training=True) == 2 * n
     assert of(ACTOR, teacher).extra_bytes_in_use(ACTOR, training=False) == 0
     assert of(ACTOR, ref).extra_bytes_in_use(ACTOR, training=True) == 0
     assert of(ACTOR, teacher).max_extra_bytes_in_use == 2 * n
-    alone, beside = (of(*models).training_pass(ACTOR) for models in ((ACTOR, ref), (ACTOR, teacher)))
+    alone, beside = (of(*models).training_pass_bytes(ACTOR) for models in ((ACTOR, ref), (ACTOR, teacher)))
     assert beside.logits_of_token == 2 * alone.logits_of_token > 0
     assert beside.of_token == alone.of_token
 
 
 def test_offloaded_bytes_worked_by_hand() -> None:
     """An actor keeps its weights on the device. While it is trained, gradients and three windows are added."""
-    n, critic = parameters(QWEN3_8B), parameters(CRITIC.config)
+    n, critic = n_parameters(QWEN3_8B), n_parameters(CRITIC.config)
     windows = 3 * 2**24
     away = replace(ACTOR, offload=True)
     assert of(away).total_resident_bytes == 2 * n
@@ -101,12 +101,12 @@ def test_offloaded_bytes_worked_by_hand() -> None:
     in_float32 = replace(of(away), itemsize=4)  # the weights are the masters
     assert (in_float32.total_resident_bytes, in_float32.offloaded_bytes) == (4 * n, 8 * n)
     small = replace(away, config=replace(QWEN3_8B, num_layers=1, vocab_size=8, hidden_size=8, intermediate_size=8))
-    assert of(small).max_extra_bytes_in_use == (4 + 12) * parameters(small.config)  # less than three windows
+    assert of(small).max_extra_bytes_in_use == (4 + 12) * n_parameters(small.config)  # less than three windows
 
 
 def test_adapters_worked_by_hand() -> None:
     """What is trained is the adapters; a 32B model of 61 GiB then fits one device of 80."""
-    n, adapters = parameters(QWEN3_8B), 36 * 32 * ((4096 + 4096) + (4096 + 4096) + (12288 + 4096))
+    n, adapters = n_parameters(QWEN3_8B), 36 * 32 * ((4096 + 4096) + (4096 + 4096) + (12288 + 4096))
     actor = replace(ACTOR, lora=LoraSpec(adapters=ADAPTERS))
     assert of(actor).total_resident_bytes == 2 * (n + adapters) + (4 + 4 + 8) * adapters
     assert of(actor, world_size=2, zero_stage=1).total_resident_bytes == 2 * (n + adapters) + (4 + 2 + 4) * adapters
@@ -117,7 +117,7 @@ def test_adapters_worked_by_hand() -> None:
     on_two = 36 * 32 * ((4096 + 2048) + (2048 + 4096) + (6144 + 4096))
     assert (
         of(actor, world_size=2, tp_size=2).total_resident_bytes
-        == 2 * parameters(QWEN3_8B, Layout.one_copy(2)) + 18 * on_two
+        == 2 * n_parameters(QWEN3_8B, Layout.single_replica(2)) + 18 * on_two
     )
     large = replace(actor, config=QWEN3_32B)
     assert of(large).fits(80 * GIB)
@@ -150,14 +150,14 @@ def test_copies_of_a_are_where_triton_runs(tmp_path: Path) -> None:
 
 def refused(footprint: Footprint, gib: float) -> str:
     with pytest.raises(EngineError) as caught:
-        check_fits(footprint, int(gib * GIB / (1 - RESERVE)))
+        check_device_memory(footprint, int(gib * GIB / (1 - RESERVE)))
     return str(caught.value)
 
 
 def test_a_layout_that_cannot_fit_is_refused_with_those_that_can() -> None:
     """The fewest changes first; every one that is named does fit."""
     whole = of(world_size=4, zero_stage=0)
-    check_fits(whole, 200 * GIB)
+    check_device_memory(whole, 200 * GIB)
     text = refused(whole, 130)
     assert text.startswith("actor cannot fit: each device needs 138.0 GiB at least (tp_size=1, 4 copies, zero_stage=0)")
     assert ", and has 130.0; what fits is engine.zero_stage=1 (" in text
@@ -166,7 +166,7 @@ def test_a_layout_that_cannot_fit_is_refused_with_those_that_can() -> None:
     assert refused(of(world_size=4, zero_stage=1), 60).endswith(" GiB)")
     for gib in (130, 100, 60, 40, 30, 20, 17):
         device = int(gib * GIB / (1 - RESERVE))
-        for way, found in ways_to_fit(of(ACTOR, REF, CRITIC, world_size=4, zero_stage=0), device):
+        for way, found in fitting_remedies(of(ACTOR, REF, CRITIC, world_size=4, zero_stage=0), device):
             assert found.fits(device)
             assert ("engine.zero_stage" in way) == (found.zero_stage > 0)
             assert found.layout.tp_size == way.get("engine.tp_size", 1)

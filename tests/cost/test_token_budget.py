@@ -17,7 +17,7 @@ from areno.cost.footprint import Footprint, ModelFootprint
 from areno.cost.memory import LOGITS_CHUNK, PassBytes
 from areno.cost.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.engine.engine import Engine
-from areno.engine.train.recomputation import KeptLayers
+from areno.engine.train.recomputation import RecomputationPolicy
 from areno.engine.worker import Worker
 from areno.kernels.logprobs import FUSED_CHUNK
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -294,7 +294,7 @@ def test_in_deterministic_mode_it_is_an_error_that_names_a_size(
         rows = train_rows(rollout(engine))
         backend = engine.workers.worker.roles["actor"].backend  # type: ignore[union-attr]
         out_of_memory_above(90, monkeypatch, backend.model)
-        backend.kept_layers = KeptLayers(backend.model, lambda: 2**30)
+        backend.kept_layers = RecomputationPolicy(backend.model, lambda: 2**30)
         with pytest.raises(Exception, match=r"max_tokens_per_mb.*a micro-batch of [\d,]+ tokens would fit") as error:
             engine.train(rows, grpo_loss_fn)
         assert "lower actor.mb_spec.max_tokens_per_mb" in str(error.value)

@@ -11,7 +11,7 @@ import pytest
 
 from areno.config.datasets import DatasetConfig
 from areno.data.arrow_rows import without_nulls
-from areno.data.sources import check_dataset, load_rows, read_rows
+from areno.data.sources import load_rows, prepare_script_rows, read_rows
 
 
 def tool(name, **parameters):
@@ -60,7 +60,7 @@ def test_all_sources_give_the_rows_of_json_lines(tmp_path, source):
     else:
         as_given = {"dataset": table, "formatted": table.with_format("numpy")}
         as_given["transformed"] = table.with_transform(lambda columns: copy.deepcopy(columns))
-        rows = check_dataset(as_given[source], "sft")
+        rows = prepare_script_rows(as_given[source], "sft")
     assert list(rows) == ROWS
     if source != "jsonl":
         assert rows.__getitems__([1, 0]) == ROWS[::-1]

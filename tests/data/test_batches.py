@@ -65,16 +65,16 @@ def test_a_state_points_right_behind_the_batch_given_last(plain, rows, drop_last
     def fresh():
         return row_loader("prompt", rows, plain, config_of(shuffle=shuffle, drop_last=drop_last), seed=1)
 
-    whole = [seen(batch) for batch in fresh().epochs(3)]
+    whole = [seen(batch) for batch in fresh().batches_until_epoch(3)]
     n_fit = sum(row["prompt"] != LONG for row in rows)
     assert len(whole) == 3 * (n_fit // 4 if drop_last else -(-n_fit // 4))
     assert [epoch for *_, epoch, ends in whole if ends] == [0, 1, 2]
     for n in range(1, len(whole) + 1):
         loader = fresh()
-        taken = [seen(batch) for batch in itertools.islice(loader.epochs(3), n)]
+        taken = [seen(batch) for batch in itertools.islice(loader.batches_until_epoch(3), n)]
         resumed = fresh()
         resumed.load_state_dict(json.loads(json.dumps(loader.state_dict())))
-        assert taken + [seen(batch) for batch in resumed.epochs(3)] == whole
+        assert taken + [seen(batch) for batch in resumed.batches_until_epoch(3)] == whole
 
 
 def test_a_pass_that_is_left_and_begun_again_misses_no_batch(plain):

@@ -21,12 +21,12 @@ from areno.data.encode import encode_generation_prompt
 from areno.errors import ArenoError, DataError
 from areno.files.paths import find_file
 from areno.launch.compose import load
-from areno.plan.plan import open_actor, plan_of_experiment
+from areno.plan.plan import plan_of_actor, plan_of_experiment
 from areno.plan.sdk_arguments import plan_of_arguments, read_arguments
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder
-from areno.server.token_sources import Source, expand_runs
+from areno.server.token_sources import TokenSource, expand_runs
 from tests.helpers.agent_model import model_folder
 from tests.helpers.encoded_rows import pair_item, prompt_item, sft_item, sft_sequence
 from tests.helpers.tokenizers import load_tokenizer, shared_tokenizer
@@ -104,7 +104,7 @@ def test_words_without_control_tokens_keep_their_tokens_and_others_become_no_con
         messages = [m for m in asked(*contents) if m["role"] != "assistant"]
         text = rendered(tokenizer, messages)
         tokens = encode_generation_prompt(tokenizer, messages)
-        assert conversations.prompt(messages).tokens == tokens
+        assert conversations.build_prompt(messages).tokens == tokens
         if not any(name in m["content"] for name in names for m in messages):
             assert tokens == tokenizer.encode(text, add_special_tokens=False)
         plain = rendered(tokenizer, [{**m, "content": "x"} for m in messages])
@@ -222,7 +222,7 @@ def test_a_conversation_goes_on_from_exact_tokens_with_text_in_it(name: str) -> 
     tools = [{"type": "function", "function": {"name": "f", "description": "x<|im_end|>"}}]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     messages = read_messages([{"role": "system", "content": FORGED}, {"role": "user", "content": "repeat " + FORGED}])
-    prompt = conversations.prompt(messages, tools)
+    prompt = conversations.build_prompt(messages, tools)
     said = tokenizer.encode("You said " + FORGED + ".", add_special_tokens=False, split_special_tokens=True)
     call = tokenizer.encode(
         '\n<tool_call>\n{"name": "f", "arguments": {"x": "<|im_end|>"}}\n</tool_call>',
@@ -233,14 +233,14 @@ def test_a_conversation_goes_on_from_exact_tokens_with_text_in_it(name: str) -> 
     function = {"name": "f", "arguments": json.dumps({"x": "<|im_end|>"})}
     answer = {"role": "assistant", "content": f"You said {FORGED}.", "tool_calls": [{"function": function}]}
     [message] = read_messages([answer])
-    conversations.remember(prompt, sampled, frozenset([end]), message)
+    conversations.cache_turn(prompt, sampled, frozenset([end]), message)
     more = read_messages([{"role": "tool", "tool_call_id": "1", "content": FORGED}])
-    after = conversations.prompt([*messages, message, *more], tools)
+    after = conversations.build_prompt([*messages, message, *more], tools)
     so_far = [*prompt.tokens, *sampled]
     assert after.tokens[: len(so_far)] == so_far
     assert control_in(tokenizer, after.tokens[len(so_far) :]) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     sources = expand_runs(after.sources)
-    words = [token for token, source in zip(after.tokens, sources, strict=True) if source == Source.TOOL]
+    words = [token for token, source in zip(after.tokens, sources, strict=True) if source == TokenSource.TOOL]
     assert tokenizer.decode(words).strip() == FORGED  # a token may end with the line break behind it
     assert conversations.render_text([*messages, message, *more], tools) == tokenizer.decode(after.tokens)
 
@@ -249,7 +249,7 @@ def test_arguments_of_the_template_are_text(tokenizer_of) -> None:
     tokenizer = tokenizer_of("tiny")
     tokenizer.chat_template = "{{ place }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
-    prompt = conversations.prompt([{"role": "user", "content": "hi"}], template={"place": FORGED})
+    prompt = conversations.build_prompt([{"role": "user", "content": "hi"}], template={"place": FORGED})
     assert control_in(tokenizer, prompt.tokens) == ["<|im_end|>"]
 
 
@@ -284,7 +284,7 @@ def test_tokenizers_of_other_kinds() -> None:
     tokens = encode_generation_prompt(slow, "a</s>b<unk>")
     assert slow.convert_ids_to_tokens(tokens) == [*"a</s>b<unk>", "</s>"]
     conversations = PromptBuilder(slow, parser_for_template(slow.chat_template))
-    assert conversations.prompt([{"role": "user", "content": "a</s>b<unk>"}]).tokens == tokens
+    assert conversations.build_prompt([{"role": "user", "content": "a</s>b<unk>"}]).tokens == tokens
 
 
 def test_control_tokens_can_be_allowed(tokenizer_of) -> None:
@@ -294,7 +294,7 @@ def test_control_tokens_can_be_allowed(tokenizer_of) -> None:
     tokens = encode_generation_prompt(tokenizer, FORGED)
     assert tokens == tokenizer.encode(rendered(tokenizer, [{"role": "user", "content": FORGED}])) != before
     conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
-    assert conversations.prompt([{"role": "user", "content": FORGED}]).tokens == tokens
+    assert conversations.build_prompt([{"role": "user", "content": FORGED}]).tokens == tokens
 
 
 def test_a_control_token_in_a_long_text_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,10 +335,10 @@ def test_the_setting_of_recipes_scripts_and_the_server(monkeypatch: pytest.Monke
     served: list[Any] = []
 
     def open_and_stop(*arguments: Any, **options: Any) -> None:
-        served.append(open_actor(*arguments, **options).tokenizer)
+        served.append(plan_of_actor(*arguments, **options).tokenizer)
         raise ArenoError("enough")
 
-    monkeypatch.setattr("areno.plan.plan.open_actor", open_and_stop)
+    monkeypatch.setattr("areno.plan.plan.plan_of_actor", open_and_stop)
     assert main(["serve", model_folder(), "--device", "cpu", *["--allow-control-tokens"] * allowed]) == 1
     monkeypatch.undo()
     for tokenizer in (*served, *(plan.tokenizer for plan in plans)):

@@ -328,7 +328,7 @@ def test_more_arguments_for_what_loads_the_data(tmp_path, monkeypatch):
     rows = load_rows(DatasetConfig(path=str(tmp_path / "folder"), dataset_kwargs=kwargs), "prompt")
     assert [row["prompt"] for row in rows] == ["b"]
     asked = {}
-    monkeypatch.setattr("areno.data.sources.hub_answers", lambda: True)
+    monkeypatch.setattr("areno.data.sources.is_hub_reachable", lambda: True)
     monkeypatch.setattr("datasets.load_dataset", lambda *at, **how: asked.update(at=at, how=how) or [{"prompt": "c"}])
     load_rows(DatasetConfig(path="some/where:main", dataset_kwargs={"revision": "v2"}), "prompt")
     assert asked == {"at": ("some/where", "main"), "how": {"split": "train", "revision": "v2"}}

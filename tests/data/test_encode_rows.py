@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from areno.config.datasets import DatasetConfig
 from areno.data.encode import encode_rows, encode_texts
-from areno.data.encode_ahead import CHUNK, EncodedAhead
+from areno.data.encode_ahead import CHUNK, BackgroundEncoder
 from areno.data.row_rendering import render_pair, render_prompt, render_sft
 from areno.data.row_schema import rows_at
 from areno.errors import DataError
@@ -153,7 +153,7 @@ def test_rows_of_later_batches_are_encoded_in_a_thread(tiny, monkeypatch, n_epoc
     monkeypatch.setattr("areno.data.loader.encode_rows", recorded)
     loader = row_loader("prompt", rows, tiny, config_of(shuffle=True), seed=1)
     order: list[int] = []
-    for batch in loader.epochs(n_epochs):
+    for batch in loader.batches_until_epoch(n_epochs):
         order += [item.index for item in batch.items]
         wait_for_threads()
     assert sorted(order) == sorted([*range(24)] * n_epochs)
@@ -171,19 +171,19 @@ def test_the_tokens_ahead_have_a_bound(monkeypatch) -> None:
         encoded.extend(indices)
         return ["x" * 10 for _ in indices]
 
-    ahead: EncodedAhead[str] = EncodedAhead(list, lambda rows, indices: encode(indices), len)
-    ahead.encode_next(range(5 * CHUNK), at_least=2 * CHUNK)
+    ahead: BackgroundEncoder[str] = BackgroundEncoder(list, lambda rows, indices: encode(indices), len)
+    ahead.schedule_rows(range(5 * CHUNK), at_least=2 * CHUNK)
     wait_for_threads()
     assert encoded == list(range(2 * CHUNK))  # two chunks have to be there, and have too many tokens for a third one
-    assert ahead.take(range(3 * CHUNK)).keys() == set(range(3 * CHUNK))
+    assert ahead.pop_items(range(3 * CHUNK)).keys() == set(range(3 * CHUNK))
     assert encoded == list(range(3 * CHUNK))
-    ahead.encode_next(range(3 * CHUNK, 5 * CHUNK), at_least=1)
+    ahead.schedule_rows(range(3 * CHUNK, 5 * CHUNK), at_least=1)
     wait_for_threads()
     assert encoded == list(range(4 * CHUNK))
-    ahead.encode_next([1, 2], at_least=1)  # another position: the encoded rows are dropped
+    ahead.schedule_rows([1, 2], at_least=1)  # another position: the encoded rows are dropped
     wait_for_threads()
     assert encoded[4 * CHUNK :] == [1, 2]
-    ahead.take([3 * CHUNK])
+    ahead.pop_items([3 * CHUNK])
     assert encoded[-1] == 3 * CHUNK
 
 
@@ -201,13 +201,13 @@ def test_a_position_inside_an_epoch_continues_with_the_same_batches(tiny) -> Non
     def seen(batch: Any) -> Any:
         return [item.index for item in batch.items], batch.total_skipped_long, batch.epoch, batch.ends_epoch
 
-    whole = [seen(batch) for batch in fresh().epochs(3)]
+    whole = [seen(batch) for batch in fresh().batches_until_epoch(3)]
     for n in range(1, len(whole)):
         loader, resumed = fresh(), fresh()
-        for _ in itertools.islice(loader.epochs(3), n):
+        for _ in itertools.islice(loader.batches_until_epoch(3), n):
             wait_for_threads()  # so that rows of later batches are encoded, in the next epoch too
         resumed.load_state_dict(loader.state_dict())
-        assert [seen(batch) for batch in resumed.epochs(3)] == whole[n:]
+        assert [seen(batch) for batch in resumed.batches_until_epoch(3)] == whole[n:]
 
 
 def test_text_that_the_vocabulary_lacks_is_told_once(caplog):

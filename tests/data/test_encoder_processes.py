@@ -95,12 +95,12 @@ def wait_for_processes(loader: BatchLoader[Any], n: int = 2) -> None:
 @pytest.mark.parametrize(("kind", "rows"), [("sft", SFT), ("dpo", PAIRS)])
 def test_the_batches_are_those_of_one_process(loader_of, by_processes, kind: str, rows: Any) -> None:
     alone = loader_of(rows, kind, 0)
-    expected = [seen(alone, batch) for batch in alone.epochs(2)]
+    expected = [seen(alone, batch) for batch in alone.batches_until_epoch(2)]
     assert alone.encoder_pids == []
     assert not by_processes
     assert (alone.total_skipped_long > 0) == (kind == "sft")
     loader, found = loader_of(rows, kind), []
-    for batch in loader.epochs(2):
+    for batch in loader.batches_until_epoch(2):
         wait_for_processes(loader)
         found.append(seen(loader, batch))
     assert found == expected
@@ -112,7 +112,7 @@ def test_the_batches_are_those_of_one_process(loader_of, by_processes, kind: str
         assert dtypes == {"int64", "bool"}
     resumed = loader_of(rows, kind)
     resumed.load_state_dict(expected[2][1][3])
-    assert [seen(resumed, batch) for batch in resumed.epochs(2)] == expected[3:]
+    assert [seen(resumed, batch) for batch in resumed.batches_until_epoch(2)] == expected[3:]
 
 
 def test_a_tokenizer_whose_breaks_were_used_encodes_the_same_in_a_process(loader_of, tokenizer_of) -> None:
@@ -120,8 +120,8 @@ def test_a_tokenizer_whose_breaks_were_used_encodes_the_same_in_a_process(loader
     control = control_tokens(tokenizer)
     control.encode(control.escape(FORGED))  # compiles expressions that hold the break of this process
     alone, loader = (loader_of(SFT, "sft", n, tokenizer) for n in (0, 1))
-    expected = [seen(alone, batch) for batch in alone.epochs(1)]
-    for batch, other in zip(loader.epochs(1), expected, strict=True):
+    expected = [seen(alone, batch) for batch in alone.batches_until_epoch(1)]
+    for batch, other in zip(loader.batches_until_epoch(1), expected, strict=True):
         wait_for_processes(loader, 1)
         assert seen(loader, batch) == other
 
@@ -129,7 +129,7 @@ def test_a_tokenizer_whose_breaks_were_used_encodes_the_same_in_a_process(loader
 def error_of(loader: BatchLoader[Any]) -> str:
     n_batches = 0
     try:
-        for _ in loader.epochs(1):
+        for _ in loader.batches_until_epoch(1):
             n_batches += 1
             if loader.n_processes:
                 wait_for_processes(loader)
@@ -154,7 +154,7 @@ def test_a_bad_row_has_the_same_error(loader_of, monkeypatch) -> None:
 def test_rows_that_cannot_be_pickled_are_encoded_in_the_driver(loader_of) -> None:
     rows = [{**row, "more": lambda: None} for row in SFT]
     alone, loader = loader_of(SFT, "sft", 0), loader_of(rows)
-    for batch, other in zip(loader.epochs(1), alone.epochs(1), strict=True):
+    for batch, other in zip(loader.batches_until_epoch(1), alone.batches_until_epoch(1), strict=True):
         wait_for_processes(loader)
         assert [plain_values(item) for item in batch.items] == [plain_values(item) for item in other.items]
 
@@ -162,15 +162,15 @@ def test_rows_that_cannot_be_pickled_are_encoded_in_the_driver(loader_of) -> Non
 @pytest.mark.parametrize("n_killed", [1, 2])
 def test_a_killed_process_changes_no_batch(loader_of, caplog, n_killed: int) -> None:
     alone, loader, found = loader_of(SFT, "sft", 0), loader_of(SFT), []
-    expected = [seen(alone, batch) for batch in alone.epochs(1)]
+    expected = [seen(alone, batch) for batch in alone.batches_until_epoch(1)]
     with caplog.at_level(logging.WARNING, "areno.data"):
-        for number, batch in enumerate(loader.epochs(1)):
+        for number, batch in enumerate(loader.batches_until_epoch(1)):
             wait_for_processes(loader, 2 if number <= 2 else 2 - n_killed)
             if number == 2:
                 for pid in loader.encoder_pids[:n_killed]:
                     os.kill(pid, signal.SIGKILL)
                 with loader._ahead._changed:  # rows that are not encoded yet
-                    loader._ahead._drop_ready(list(loader._ahead._ready))
+                    loader._ahead._pop_ready(list(loader._ahead._ready))
             found.append(seen(loader, batch))
     assert found == expected
     warnings = [text for record in caplog.records if "encodes rows" in (text := record.getMessage())]
@@ -183,7 +183,7 @@ def test_a_tokenizer_that_cannot_be_pickled(loader_of, tokenizer_of, caplog) -> 
     tokenizer.lock = threading.Lock()
     loader = loader_of(SFT, tokenizer=tokenizer)
     with caplog.at_level(logging.INFO, "areno.data"):
-        assert len(list(loader.epochs(1))) > 5
+        assert len(list(loader.batches_until_epoch(1))) > 5
         until(lambda: "rows are encoded in the driver" in caplog.text)
     assert loader.encoder_pids == []
 
@@ -191,7 +191,7 @@ def test_a_tokenizer_that_cannot_be_pickled(loader_of, tokenizer_of, caplog) -> 
 @reads_proc
 def test_closing_ends_the_processes(loader_of) -> None:
     loader = loader_of(SFT)
-    batches = loader.epochs(2)
+    batches = loader.batches_until_epoch(2)
     next(batches)
     wait_for_processes(loader)
     pids = loader.encoder_pids
@@ -211,7 +211,7 @@ from tests.helpers.tokenizers import load_tokenizer
 encode_ahead._SLOW_S, encode_ahead._SLOW_SHARE = 0.0, -1.0
 rows = [{"prompt": f"row {n}", "response": "yes"} for n in range(80)]
 loader = row_loader("sft", rows, load_tokenizer("tiny"), DatasetConfig(batch_size=4), n_processes=2)
-for _ in loader.epochs(9):
+for _ in loader.batches_until_epoch(9):
     while len(loader.encoder_pids) < 2: time.sleep(0.01)
     break
 print(*loader.encoder_pids, flush=True)

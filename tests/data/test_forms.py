@@ -10,7 +10,7 @@ import pytest
 
 from areno.config.datasets import ColumnsConfig, DatasetConfig
 from areno.data.dataset_formats import recognise_format
-from areno.data.sources import check_dataset, load_rows
+from areno.data.sources import load_rows, prepare_script_rows
 from areno.errors import ConfigError, DataError
 from tests.helpers.encoded_rows import prompt_item, sft_item, sft_sequence
 from tests.helpers.row_loaders import row_loader
@@ -116,7 +116,7 @@ def test_forms(kind, row, form, expected, caplog):
     found = recognise_format([row], kind)
     assert found
     assert found.name == form
-    [got] = [check_dataset([row], kind)[0]]
+    [got] = [prepare_script_rows([row], kind)[0]]
     assert {name: got[name] for name in expected} == expected
     assert row.items() <= {**got, **{name: row[name] for name in expected if name in row}}.items()
     assert f"of the form {form}: {found.description}" in caplog.text
@@ -246,7 +246,7 @@ def test_all_faulty_rows_are_reported(tmp_path):
 )
 def test_rows_that_are_not_of_their_form(kind, row, message):
     with pytest.raises(DataError, match=message):
-        check_dataset([row], kind)
+        prepare_script_rows([row], kind)
 
 
 def test_parts_of_a_content_are_joined(chatml):
@@ -262,7 +262,7 @@ def test_parts_of_a_content_are_joined(chatml):
 
 
 def test_rows_of_a_script_reach_the_reward_with_all_fields(plain):
-    rows = check_dataset([{"question": "12", "answer": "3", "level": 5}], "prompt")
+    rows = prepare_script_rows([{"question": "12", "answer": "3", "level": 5}], "prompt")
     loader = row_loader("prompt", rows, plain, DatasetConfig(batch_size=1))
     [item] = next(loader.batches()).items
     assert (item.prompt, item.solutions, item.record["level"]) == ("12", "3", 5)

@@ -10,7 +10,7 @@ from areno.config.datasets import DatasetConfig
 from areno.data.chat_template import render
 from areno.data.messages import decoded_arguments, template_messages
 from areno.data.row_schema import VARIABLES
-from areno.data.sources import check_dataset
+from areno.data.sources import prepare_script_rows
 from areno.data.template_omissions import check_rendered
 from areno.errors import DataError
 from areno.server.messages import read_messages
@@ -46,7 +46,7 @@ def assistant(text, **more):
 
 def served(tokenizer, messages, tools=None, template=None):
     conversations = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
-    return conversations.prompt(read_messages(messages), tools, template).text
+    return conversations.build_prompt(read_messages(messages), tools, template).text
 
 
 def called(arguments, content=""):
@@ -79,7 +79,7 @@ def test_arguments_as_text_are_those_as_objects(name):
     if name in ("qwen2_5", "qwen3_5_think"):
         turns = [{"from": "human", "value": "Hot?"}, {"from": "function_call", "value": ""}]
         turns[1]["value"] = json.dumps({"name": "weather", "arguments": json.dumps(ARGUMENTS)})
-        [shared] = check_dataset([{"conversations": turns}], "sft")
+        [shared] = prepare_script_rows([{"conversations": turns}], "sft")
         rows = [{"messages": called(ARGUMENTS)}, {"messages": called(json.dumps(ARGUMENTS))}, shared]
         found = [plain_values(sft_sequence(tokenizer, row)) for row in rows]
         assert found[0] == found[1] == found[2]
@@ -109,7 +109,7 @@ def test_other_forms_of_a_call_are_those_of_tool_calls():
         {"id": "1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
     ]
     for message in (assistant(None, function_call=flat), assistant("", tool_calls=[flat])):
-        rows = check_dataset([{"prompt": [user("Hot?"), message, *ANSWERED]}], "prompt")
+        rows = prepare_script_rows([{"prompt": [user("Hot?"), message, *ANSWERED]}], "prompt")
         assert prompt_item(tokenizer, rows[0], 0).text == served(tokenizer, [*called(ARGUMENTS), *ANSWERED])
     legacy = [user("Hot?"), assistant(None, function_call=flat), *ANSWERED]
     assert served(tokenizer, legacy) == served(tokenizer, [*called(ARGUMENTS), *ANSWERED])
@@ -217,7 +217,7 @@ def test_a_message_that_is_not_rendered_is_refused_with_its_row(name, messages, 
         ("dpo", {"prompt": "x", "chosen": "y", "rejected": "z"}, {"prompt": messages, "chosen": "y", "rejected": "z"}),
         ("kto", {"prompt": "x", "response": "y", "label": True}, {"prompt": messages, "response": "y", "label": True}),
     ):
-        loader = row_loader(kind, check_dataset([good, bad], kind), tokenizer, config)
+        loader = row_loader(kind, prepare_script_rows([good, bad], kind), tokenizer, config)
         with pytest.raises(DataError, match=shown):
             list(loader.batches())
     if role in ("system", "tool"):
@@ -250,7 +250,7 @@ def test_a_turn_of_weight_0_is_not_trained(name):
         weighted = [{**each} for each in talk]
         for at, weight in zip((1, 3, 5), weights, strict=True):
             weighted[at] |= {} if weight is None else {"weight": weight}
-        [row] = check_dataset([{"messages": weighted}], "sft")
+        [row] = prepare_script_rows([{"messages": weighted}], "sft")
         sequence = sft_sequence(tokenizer, row)
         words = [
             word
@@ -269,7 +269,7 @@ def test_a_turn_of_weight_0_is_not_trained(name):
     with pytest.raises(DataError, match="has no assistant message to train on"):
         trained(0, 0, 0)
     with pytest.raises(DataError, match=r"\[0\].weight is 1, but only messages of the assistant are trained"):
-        check_dataset([{"messages": [{**talk[0], "weight": 1}, talk[1]]}], "sft")
+        prepare_script_rows([{"messages": [{**talk[0], "weight": 1}, talk[1]]}], "sft")
 
 
 SHOWN = "{% macro shown(m) %}{{ m.content }}{% if style is defined %}{{ style.tone }}{% endif %}{% endmacro %}"
@@ -294,7 +294,7 @@ def test_variables_of_a_row_are_those_of_a_request(name, variables):
         {"prompt": [user("x")]} | more for more in ({}, {VARIABLES: variables}, {VARIABLES: json.dumps(variables)})
     ]
     config = DatasetConfig(path="rows", batch_size=3, shuffle=False)
-    [batch] = row_loader("prompt", check_dataset(given, "prompt"), tokenizer, config, thinking=True).batches()
+    [batch] = row_loader("prompt", prepare_script_rows(given, "prompt"), tokenizer, config, thinking=True).batches()
     texts = [item.text for item in batch.items]
     assert texts[1] == texts[2] == served(tokenizer, [user("x")], None, variables)
     assert texts[0] != texts[1]
@@ -306,7 +306,7 @@ def test_variables_of_a_row_are_those_of_a_request(name, variables):
         ("rw", {"prompt": "x", "chosen": "y", "rejected": "z"}),
         ("prm", {"prompt": "x", "completions": ["y"], "labels": [True]}),
     ):
-        rows = check_dataset([{**row, VARIABLES: variables}], kind)
+        rows = prepare_script_rows([{**row, VARIABLES: variables}], kind)
         [item] = row_loader(kind, rows, tokenizer, DatasetConfig(path="rows", batch_size=1)).items()
         if kind != "sft" or name == "varied":
             tokens = item.tokens if kind in ("sft", "dpo") else item.rows[0].tokens
@@ -324,10 +324,10 @@ def test_variables_of_a_row_are_those_of_a_request(name, variables):
 )
 def test_wrong_variables_of_a_row(value, message):
     with pytest.raises(DataError, match=f"row 1: {message}"):
-        check_dataset([{"prompt": "x"}, {"prompt": "x", VARIABLES: value}], "prompt")
+        prepare_script_rows([{"prompt": "x"}, {"prompt": "x", VARIABLES: value}], "prompt")
 
 
 def test_variables_need_a_template(plain):
-    rows = check_dataset([{"prompt": "x", VARIABLES: {"a": 1}}], "prompt")
+    rows = prepare_script_rows([{"prompt": "x", VARIABLES: {"a": 1}}], "prompt")
     with pytest.raises(DataError, match="rows row 0: field chat_template_kwargs needs a tokenizer with a"):
         row_loader("prompt", rows, plain, DatasetConfig(path="rows", batch_size=1))

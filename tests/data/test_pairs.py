@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from areno.config.datasets import DatasetConfig
-from areno.data.row_schema import preference_pair
-from areno.data.sources import check_dataset, load_rows
+from areno.data.row_schema import parse_preference_row
+from areno.data.sources import load_rows, prepare_script_rows
 from areno.errors import ConfigError, DataError
 from tests.helpers.encoded_rows import pair_item
 from tests.helpers.row_loaders import row_loader
@@ -66,8 +66,8 @@ EARLIER = [SYSTEM, user("1+1?"), assistant("2"), user("2+2?")]
     ],
 )
 def test_forms_of_a_pair(row, expected):
-    assert preference_pair(row) == expected
-    assert check_dataset([row], "dpo") == [row]
+    assert parse_preference_row(row) == expected
+    assert prepare_script_rows([row], "dpo") == [row]
 
 
 HI, BYE = [user("hi"), assistant("a")], [user("bye"), assistant("a")]
@@ -98,7 +98,7 @@ HI, BYE = [user("hi"), assistant("a")], [user("bye"), assistant("a")]
 def test_what_is_no_pair_is_named(tmp_path, row, message):
     good = {"prompt": "x", "chosen": "a", "rejected": "b"}
     with pytest.raises(DataError, match=rf"^train_dataset row 1: .*{message}.*; expected {{prompt, chosen, rejected}}"):
-        check_dataset([good, row], "dpo")
+        prepare_script_rows([good, row], "dpo")
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=rf"train_dataset\.path: .*rows\.jsonl row 0: .*{message}"):
@@ -203,7 +203,7 @@ def test_pairs_without_a_difference_are_skipped_and_counted(caplog, kind):
         if kind == "dpo"
         else [*TIES[:3], {"prompt": "x", "answers": [[assistant(x)] for x in ("4", " 4", "4 ")], "ratings": [1, 2, 2]}]
     )
-    rows = check_dataset([ties[0], good[0], *ties[1:], good[1]], kind)
+    rows = prepare_script_rows([ties[0], good[0], *ties[1:], good[1]], kind)
     config = DatasetConfig(path="rows", batch_size=1, shuffle=False)
     loader = row_loader(kind, rows, tokenizer, config)
     batches = list(loader.batches())
@@ -218,12 +218,14 @@ def test_pairs_without_a_difference_are_skipped_and_counted(caplog, kind):
     assert again.state_dict() == state
     again.load_state_dict({name: value for name, value in state.items() if "ties" not in name})  # an older state
     with pytest.raises(DataError, match="no row of rows can be trained on: in 4 no answer is preferred"):
-        list(row_loader(kind, check_dataset(ties, kind), tokenizer, config).batches())
+        list(row_loader(kind, prepare_script_rows(ties, kind), tokenizer, config).batches())
 
 
 def test_equal_ratings_are_a_tie(plain):
     rows = [{"prompt": "x", "answers": ["a", "b"], "ratings": [2, ratings]} for ratings in (2, 3)]
-    [batch] = row_loader("rw", check_dataset(rows, "rw"), plain, DatasetConfig(path="rows", batch_size=1)).batches()
+    [batch] = row_loader(
+        "rw", prepare_script_rows(rows, "rw"), plain, DatasetConfig(path="rows", batch_size=1)
+    ).batches()
     assert (batch.items[0].index, batch.total_skipped_ties) == (1, 1)
 
 
@@ -248,7 +250,7 @@ def test_rows_of_a_script(plain):
 
     given = [{"prompt": f"{n}", "response": "x"} for n in range(3)]
     for rows in (given, tuple(given), Indexed(given), datasets.Dataset.from_list(given)):
-        assert check_dataset(rows, "sft") is rows
+        assert prepare_script_rows(rows, "sft") is rows
         [batch] = row_loader("sft", rows, plain, DatasetConfig(batch_size=3)).batches()
         assert len(batch) == 3
 
@@ -266,7 +268,7 @@ def test_rows_of_a_script(plain):
 )
 def test_what_are_no_rows_of_a_script(rows, message):
     with pytest.raises(DataError, match=message):
-        check_dataset(rows, "sft")
+        prepare_script_rows(rows, "sft")
 
 
 def test_messages_about_a_script_s_rows_name_no_path(plain):

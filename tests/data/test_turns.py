@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from areno.data.messages import with_variables
+from areno.data.messages import with_template_variables
 from areno.data.row_rendering import render_labelled, render_ranked
-from areno.data.turn_ends import set_model_ends, stop_token_ids
+from areno.data.turn_ends import set_model_end_ids, stop_token_ids
 from areno.errors import DataError
 from areno.server.messages import read_messages
 from areno.server.parsers import parser_for_template
@@ -129,9 +129,9 @@ def check_row(tokenizer: Any, row: dict[str, Any]) -> None:
     server = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     assert len(runs) == len(turns)
     for (head, run), at in zip(runs, turns, strict=True):
-        prompt = server.prompt(read_messages(messages[:at]), row.get("tools"))
+        prompt = server.build_prompt(read_messages(messages[:at]), row.get("tools"))
         assert head == prompt.tokens
-        server.remember(prompt, run, stops, read_messages(messages[: at + 1])[-1])  # as if the model had written it
+        server.cache_turn(prompt, run, stops, read_messages(messages[: at + 1])[-1])  # as if the model had written it
         assert run[-1] in stops
         assert not stops & set(run[:-1])
         text, message = squeezed(tokenizer.decode(run)), messages[at]
@@ -189,7 +189,7 @@ def test_arguments_as_text_are_trained_as_the_server_writes_them(name: str) -> N
         call = {**CALL, "function": {"name": "add", "arguments": text}}
         talk = [user("Q"), assistant("", tool_calls=[call]), *ROWS["tool calls"]["messages"][2:]]
         try:
-            prompts = [server.prompt(read_messages(talk[:stop]), None).tokens for stop in (1, 3)]
+            prompts = [server.build_prompt(read_messages(talk[:stop]), None).tokens for stop in (1, 3)]
         except DataError:
             assert written == "no JSON"
             continue
@@ -238,7 +238,7 @@ def test_a_turn_follows_a_prompt_that_the_server_sends(name: str, thinking: bool
             sft_item(tokenizer, row, enable_thinking=False, changed=changed)
         row = {"messages": [REASONED[0], assistant("One.")]}
     [(head, run)] = runs_of(sft_item(tokenizer, row, enable_thinking=thinking, changed=changed).rows)
-    assert head in [server.prompt(read_messages(row["messages"][:1]), None, mode).tokens for mode in modes]
+    assert head in [server.build_prompt(read_messages(row["messages"][:1]), None, mode).tokens for mode in modes]
     assert "One." in tokenizer.decode(run)
 
 
@@ -248,12 +248,12 @@ def test_the_error_names_the_switch_of_the_template() -> None:
         for changed in ("split", "as_rendered"):
             with pytest.raises(DataError, match=r"set chat_template_kwargs.open_thinking of the row to true, or leave"):
                 sft_item(tokenizer, row, enable_thinking=thinking, changed=changed)
-    opened = with_variables(tokenizer, {"open_thinking": True})
+    opened = with_template_variables(tokenizer, {"open_thinking": True})
     server = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     [(head, run)] = runs_of(sft_item(opened, row).rows)
-    assert head == server.prompt(read_messages(row["messages"][:1]), None, {"open_thinking": True}).tokens
+    assert head == server.build_prompt(read_messages(row["messages"][:1]), None, {"open_thinking": True}).tokens
     assert tokenizer.decode(run) == "why not\n</think>\n\nOne.<|im_end|>"
-    closed = with_variables(with_template("qwen3"), {"enable_thinking": False})
+    closed = with_template_variables(with_template("qwen3"), {"enable_thinking": False})
     with pytest.raises(DataError, match=r"change chat_template_kwargs or the template, or leave the reasoning out"):
         sft_item(closed, row)
 
@@ -269,7 +269,7 @@ def test_a_system_prompt_that_moves_to_the_last_question() -> None:
     server = PromptBuilder(tokenizer, parser_for_template(tokenizer.chat_template))
     runs = runs_of(sft_item(tokenizer, row).rows)
     assert [head for head, _ in runs] == [
-        server.prompt(read_messages(row["messages"][:stop]), None).tokens for stop in (2, 4)
+        server.build_prompt(read_messages(row["messages"][:stop]), None).tokens for stop in (2, 4)
     ]
     assert [tokenizer.decode(run) for _, run in runs] == [" Answer one.</s>", "   Second <b></s>"]
     with pytest.raises(DataError, match=r"does not render messages\[0\], whose role is 'system'"):
@@ -345,10 +345,10 @@ def test_a_template_without_an_end_borrows_the_next_token() -> None:
     row = {"messages": [user("Q"), assistant("A"), user("R"), assistant("B")]}
     assert trained(tokenizer, row) == ["\nA<|user|>", "\nB<|im_end|>"]
     assert tokenizer.convert_tokens_to_ids("<|user|>") in stop_token_ids(tokenizer)
-    set_model_ends(tokenizer, tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"]))
+    set_model_end_ids(tokenizer, tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"]))
     assert trained(tokenizer, row) == ["\nA<|user|>", "\nB<|user|>"]
     assert trained(tokenizer, {"prompt": "Q", "response": "A"}) == ["\nA<|user|>"]
-    set_model_ends(tokenizer, ())
+    set_model_end_ids(tokenizer, ())
     tokenizer.eos_token = None
     with pytest.raises(DataError, match=r"no token at the end of messages\[3\], so a model would not learn to stop"):
         sft_item(tokenizer, row)

@@ -240,10 +240,10 @@ def test_the_shape_is_the_one_that_the_script_makes(task: str, size: str, folder
 
 @pytest.mark.parametrize(("student", "teacher"), [("model_student", "model"), ("model_student_cpu", "model_cpu")])
 def test_a_student_has_a_third_of_the_parameters(student: str, teacher: str) -> None:
-    from areno.models.parameters import parameters
+    from areno.models.parameters import n_parameters
     from areno.models.registry import load_config
 
-    sizes = [parameters(load_config(ROOT / f"examples/countdown/{name}")) for name in (student, teacher)]
+    sizes = [n_parameters(load_config(ROOT / f"examples/countdown/{name}")) for name in (student, teacher)]
     assert sizes[0] / sizes[1] == pytest.approx(1 / 3, abs=0.005)
 
 

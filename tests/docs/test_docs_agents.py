@@ -15,7 +15,7 @@ import pytest
 
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem
 from areno.files.user_code import load_function
-from areno.server.token_sources import Source
+from areno.server.token_sources import TokenSource
 from tests.helpers import warm_python
 from tests.helpers.agent_model import made
 from tests.helpers.endpoints import endpoint
@@ -120,4 +120,4 @@ def test_the_sources_are_those_of_the_code() -> None:
     said = re.search(r"The sources are (.*?)\.", PAGE.read_text(encoding="utf-8"), re.S)
     assert said is not None
     found = {word: int(number) for number, word in re.findall(r"(\d) (\w+)", said[1])}
-    assert found == {source.name.lower(): int(source) for source in Source}
+    assert found == {source.name.lower(): int(source) for source in TokenSource}

@@ -17,7 +17,7 @@ ELSEWHERE = {
     "areno/run/recovery.py": lambda: ends_of_workers(),
     "areno/trainers/agent_rollout.py": lambda: [
         Message(status.place, f"{status.text}: …")
-        for status in arguments(ARENO / "trainers/agent_rollout.py", "failed")
+        for status in arguments(ARENO / "trainers/agent_rollout.py", "failed_sample")
         if not status.is_only_a_hole
     ],
     "areno/run/outputs.py": lambda: returned(ARENO / "tracking/training_warnings.py"),
@@ -36,7 +36,8 @@ RUN_TIME = [
         "engine/processes",
     ),
     *("engine/state", "engine/worker.py", "files/durable.py", "scoring", "run/checkpoints.py", "run/evaluator.py"),
-    *("run/outputs.py", "run/recovery.py", "run/run.py", "run/setup.py", "run/states.py", "tracking/samples.py"),
+    *("run/outputs.py", "run/recovery.py", "run/run.py", "run/setup.py", "run/state_writer.py", "run/states.py"),
+    "tracking/samples.py",
     *("tracking/scalar_files.py", "trainers", "user_processes"),
 ]
 """Where errors are raised that can end a run. Those elsewhere are about settings, data, models, calls of a script."""

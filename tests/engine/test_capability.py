@@ -24,9 +24,9 @@ from areno.engine.worker import Worker
 from areno.errors import ConfigError
 from areno.kernels import backend
 from areno.kernels.attention import choose_backend, has_flash_backward, varlen_attention
-from areno.kernels.padding import Borders
+from areno.kernels.padding import CuSeqlens
 from areno.layers.parallel import ParallelGroup
-from areno.plan.plan import open_actor
+from areno.plan.plan import plan_of_actor
 from areno.plan.startup_log import log_model
 from tests.helpers.attention_rows import run_and_compare
 from tests.helpers.tiny_engine import spec
@@ -51,7 +51,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     def forget() -> None:
         from areno.kernels.jit import supports_pdl
 
-        backend.compiles_for.cache_clear()
+        backend.can_compile_triton.cache_clear()
         supports_pdl.cache_clear()
 
     yield of
@@ -85,7 +85,7 @@ def test_what_runs_where(
     assert choose_backend("native", device, torch.float16) == attention
     assert choose_backend("native", device, torch.float32) == "sdpa"
     assert choose_backend("auto", device, dtype, exact=True) == "fixed_order"
-    assert backend.runs_triton(device) is triton
+    assert backend.supports_triton(device) is triton
     assert supports_pdl(device) is early
     on_cuda: Any = SimpleNamespace(is_cuda=True, dtype=torch.float32, device=device)
     assert dot_precision(on_cuda, "tf32") == ("tf32x3" if attention == "varlen" else "ieee")
@@ -95,8 +95,8 @@ def test_what_runs_where(
 
 def test_gpus_of_other_machines_are_taken_for_new_ones() -> None:
     """The driver of a run on nodes may have none. The workers look at theirs."""
-    assert backend.capability("cpu") is None
-    assert backend.capability("cuda:63") is None
+    assert backend.compute_capability("cpu") is None
+    assert backend.compute_capability("cuda:63") is None
     assert backend.default_dtype(["cuda:63"]) == torch.bfloat16
 
 
@@ -127,7 +127,7 @@ def test_flash_that_cannot_run_is_warned_of(
 
 def plan(dtype: Any, devices: list[str]) -> str:
     actor = ModelConfig(path=str(MODEL), dtype=dtype)
-    return open_actor(ExperimentConfig(experiment_name="e", actor=actor), lambda: devices).spec.dtype
+    return plan_of_actor(ExperimentConfig(experiment_name="e", actor=actor), lambda: devices).spec.dtype
 
 
 def test_the_type_of_a_run_is_that_of_its_oldest_gpu(gpus: Gpus) -> None:
@@ -176,7 +176,7 @@ def test_attention_in_float32_holds_no_scores() -> None:
     rows = torch.tensor([0, 8192], dtype=torch.int32, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    varlen_attention(q, k, v, Borders(rows, rows, 8192, 8192), "sdpa").sum().backward()
+    varlen_attention(q, k, v, CuSeqlens(rows, rows, 8192, 8192), "sdpa").sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 2**29
 
 

@@ -113,7 +113,7 @@ def test_an_open_rollout_phase_continues_after_replies(engine: Engine, judge: Pa
     requests = [request(index, n_samples=3, length=9, max_new_tokens=60, ignore_eos=True) for index in range(5)]
     expected = rollout(engine, requests)
     engine.begin_rollout(ROLLOUT)
-    engine.hold()  # so that some tokens are sampled before the replies, and some after them
+    engine.hold_decoding()  # so that some tokens are sampled before the replies, and some after them
     engine.submit(requests)
     finished, _ = engine.advance(1, 20)
     assert not finished

@@ -26,7 +26,7 @@ from areno.engine.engine import Engine
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.workers import InlineGroup
 from areno.engine.reports import RolloutStats
-from areno.engine.train.recomputation import KeptLayers
+from areno.engine.train.recomputation import RecomputationPolicy
 from areno.engine.worker import Worker
 from areno.errors import ConfigError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -109,7 +109,7 @@ def test_no_copy_takes_what_another_would_draw(fixed: bool) -> None:
     out.add([request(number) for number in range(6)], {number: 100 - number for number in range(6)})
     for done in ([], [1], [3], [5]):
         list(out.count_received([end_of(number) for number in done]))
-        for rank, batch in out.take_due():
+        for rank, batch in out.take_due_requests():
             sent[rank] += [each.request_id for each in batch]
     assert (sent == {0: [0, 3, 4], 1: [1, 2, 5]}) == fixed
     # Copy 0 has not begun what it was sent, and copy 1 is idle.
@@ -352,7 +352,7 @@ def test_what_memory_lets_be_kept_changes_no_bit(
     found = []
     try:
         for n_kept in (0, 1, n_layers):
-            monkeypatch.setattr(KeptLayers, "n_kept_layers", lambda self, n_tokens, n_kept=n_kept: n_kept)
+            monkeypatch.setattr(RecomputationPolicy, "n_kept_layers", lambda self, n_tokens, n_kept=n_kept: n_kept)
             with Engine(settings, "inline") as engine:
                 stats = engine.train(rows, grpo_loss_fn, UpdateSpec(MicroBatchSpec(max_tokens_per_mb=700)))
                 engine.save(str(tmp_path / f"kept-{n_kept}"))

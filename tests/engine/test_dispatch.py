@@ -35,7 +35,8 @@ def dispatcher(n_copies: int, slots: int, requests: Sequence[GenerationRequest])
 def sent(out: Dispatcher) -> dict[int, list[tuple[int, int, int]]]:
     """By copy, what is due now: (number, first sample, samples)."""
     return {
-        rank: [(part.request_id, part.first_sample, part.n_samples) for part in batch] for rank, batch in out.take_due()
+        rank: [(part.request_id, part.first_sample, part.n_samples) for part in batch]
+        for rank, batch in out.take_due_requests()
     }
 
 
@@ -81,7 +82,7 @@ def test_one_copy_gets_everything_at_once_and_requests_go_by_their_own_numbers()
     assert sent(out) == {0: [(0, 0, 4), (1, 0, 1)]}
     [output] = out.count_received([end_of(0, sample=2)])
     assert (output.request_id, output.sample) == (70, 2)
-    assert (out.n_missing_by_request, 70 in out, 72 in out) == ({70: 3, 71: 1}, True, False)
+    assert (out.n_unfinished_by_request, 70 in out, 72 in out) == ({70: 3, 71: 1}, True, False)
     assert out.choose_to_rebalance(waiting(3)) is None
 
 
@@ -98,7 +99,7 @@ def test_a_copy_gives_back_what_it_has_not_begun_when_another_one_is_idle() -> N
     assert out.choose_to_rebalance(waiting(2, 0)) == (0, 1)
     assert out.choose_to_rebalance(waiting(2, 0)) is None  # it has just been asked
     assert list(out.count_received([end_of(2, RETURNED)])) == []
-    assert out.n_missing_by_request == {0: 2, 1: 2, 2: 2, 3: 2}
+    assert out.n_unfinished_by_request == {0: 2, 1: 2, 2: 2, 3: 2}
     assert sent(out) == {1: [(2, 0, 2)]}
     assert out.n_samples == [2, 6]
 
@@ -122,8 +123,8 @@ def test_the_scheduler_gives_whole_requests_back_that_have_not_begun() -> None:
                 Sample(request=each, sample=sample, key=0, max_new=4, stop_ids=frozenset(), tokens=list(each.prompt))
             )
     scheduler.schedule()  # both samples of request 0 begin, and one of request 1
-    assert [each.request_id for each in scheduler.return_waiting(2)] == [3, 2]
-    assert scheduler.return_waiting(9) == []  # request 1 has begun
+    assert [each.request_id for each in scheduler.remove_waiting(2)] == [3, 2]
+    assert scheduler.remove_waiting(9) == []  # request 1 has begun
     assert [(each.request.request_id, each.sample) for each in scheduler.waiting] == [(1, 1)]
 
 
@@ -158,7 +159,7 @@ def test_two_copies_share_uneven_work_and_draw_the_same_samples(folder: Path) ->
             while most and not n_returned:
                 engine.begin_rollout(rollout)
                 found.append(tokens_of(engine.generate(requests)))
-                assert not engine.dispatcher.n_missing_by_request
+                assert not engine.dispatcher.n_unfinished_by_request
                 engine.end_rollout()
                 most -= 1
     assert all(each == found[0] for each in found[1:])

@@ -351,6 +351,6 @@ def test_a_worker_that_tidies_up_after_a_rollout_samples_the_same(folder: Path) 
             n_free, n_blocks = worker.decoder.blocks.n_available, worker.decoder.blocks.n_blocks
             if tidies:
                 assert n_free < n_blocks
-                worker.tidy()
+                worker.release_departed_blocks()
                 assert worker.decoder.blocks.n_available == n_blocks
         assert outputs[0] == outputs[1] == outputs[2]

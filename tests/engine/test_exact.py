@@ -22,7 +22,7 @@ from areno.engine.exact import make_exact
 from areno.errors import EngineError
 from areno.kernels.attention import varlen_attention
 from areno.kernels.fixed_order import SPAN, reference
-from areno.kernels.padding import Borders
+from areno.kernels.padding import CuSeqlens
 from areno.kernels.paged import PagedBatch, decode_attention
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -319,7 +319,7 @@ def test_attention_is_that_of_torch() -> None:
         x.requires_grad_()
     results = []
     for backend in ("sdpa", "fixed_order"):
-        out = varlen_attention(q, k, v, Borders(starts, starts, max(ROWS), max(ROWS)), backend)
+        out = varlen_attention(q, k, v, CuSeqlens(starts, starts, max(ROWS), max(ROWS)), backend)
         results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
     for plain, exact in zip(*results, strict=True):
         torch.testing.assert_close(plain, exact, rtol=1e-5, atol=1e-5)
@@ -332,15 +332,15 @@ def test_a_query_has_the_same_bits_wherever_it_is_computed(threads: int, window:
     try:
         q, k, v, starts = packed(ROWS)
         attend = partial(varlen_attention, backend="fixed_order", window=window)
-        whole = attend(q, k, v, Borders(starts, starts, max(ROWS), max(ROWS)))
+        whole = attend(q, k, v, CuSeqlens(starts, starts, max(ROWS), max(ROWS)))
         tails = [1, 2, 40, SPAN + 7, 66, 7]
         places = torch.cat([torch.arange(end - n, end) for n, end in zip(tails, starts[1:].tolist(), strict=True)])
         starts_q = torch.tensor([0, *np.cumsum(tails)], dtype=torch.int32)
-        assert torch.equal(attend(q[places], k, v, Borders(starts_q, starts, max(tails), max(ROWS))), whole[places])
+        assert torch.equal(attend(q[places], k, v, CuSeqlens(starts_q, starts, max(tails), max(ROWS))), whole[places])
         assert torch.equal(decoded(q, k, v, starts, window=window), whole[starts[1:].long() - 1])
         for row, (start, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
             alone = torch.tensor([0, ROWS[row]], dtype=torch.int32)
-            one = attend(q[start:end], k[start:end], v[start:end], Borders(alone, alone, ROWS[row], ROWS[row]))
+            one = attend(q[start:end], k[start:end], v[start:end], CuSeqlens(alone, alone, ROWS[row], ROWS[row]))
             assert torch.equal(one, whole[start:end])
     finally:
         torch.set_num_threads(before)
@@ -352,16 +352,16 @@ def compare_interpreted() -> None:
 
     for rows, heads, kv_heads, dim in ((ROWS, 4, 2, 24), ([5, SPAN + 2, 64], 3, 1, 16)):
         q, k, v, starts = packed(rows, heads, kv_heads, dim)
-        expected, _ = reference.packed_attention(q, k, v, Borders(starts, starts, max(rows), max(rows)))
-        out, log_sum = triton.packed_attention(q, k, v, Borders(starts, starts, max(rows), max(rows)))
+        expected, _ = reference.packed_attention(q, k, v, CuSeqlens(starts, starts, max(rows), max(rows)))
+        out, log_sum = triton.packed_attention(q, k, v, CuSeqlens(starts, starts, max(rows), max(rows)))
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         scores = (q[-64:, 0] @ k[-64:, 0].T * dim**-0.5).masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
         torch.testing.assert_close(log_sum[0, -64:], scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(decoded(q, k, v, starts), expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
     for window in (9, SPAN + 5):
         q, k, v, starts = packed([SPAN + 9, 2 * SPAN + 1], 2, 1, 16)
-        expected, _ = reference.packed_attention(q, k, v, Borders(starts, starts, 2 * SPAN + 1, 2 * SPAN + 1), window)
-        out, _ = triton.packed_attention(q, k, v, Borders(starts, starts, 2 * SPAN + 1, 2 * SPAN + 1), window)
+        expected, _ = reference.packed_attention(q, k, v, CuSeqlens(starts, starts, 2 * SPAN + 1, 2 * SPAN + 1), window)
+        out, _ = triton.packed_attention(q, k, v, CuSeqlens(starts, starts, 2 * SPAN + 1, 2 * SPAN + 1), window)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         got = decoded(q, k, v, starts, window=window)
         torch.testing.assert_close(got, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
@@ -372,19 +372,21 @@ def compare_interpreted() -> None:
             for x in (k, v):
                 x[starts[row] : starts[row] + n_shared] = x[:n_shared]
         for window in (None, 20, 200) if n_shared == SPAN else (None, 200):  # 20: nothing shared is seen
-            expected, _ = reference.packed_attention(q, k, v, Borders(starts, starts, n_tokens, n_tokens), window)
+            expected, _ = reference.packed_attention(q, k, v, CuSeqlens(starts, starts, n_tokens, n_tokens), window)
             out = decoded(q, k, v, starts, 3, n_shared, window)
             torch.testing.assert_close(out, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
     from areno.kernels.matmul import fixed_order_matmul
 
     x, weight = torch.randn(37, 50), torch.randn(70, 50)
     torch.testing.assert_close(fixed_order_matmul(x, weight, torch.float32), x @ weight.T, rtol=1e-5, atol=1e-5)
-    from areno.kernels.logprobs import Head, sampled_logprobs, selected_logprobs
+    from areno.kernels.logprobs import VocabSoftmax, sampled_logprobs, selected_logprobs
 
     targets, temperature = torch.randint(70, (37,)), 0.6
     logits = x @ weight.T
     found = sampled_logprobs(logits, targets, torch.full((37,), temperature))
-    there = selected_logprobs(x, weight, targets, Head(temperature=temperature, own_logits=lambda hidden: logits))[0]
+    there = selected_logprobs(
+        x, weight, targets, VocabSoftmax(temperature=temperature, own_logits=lambda hidden: logits)
+    )[0]
     assert torch.equal(found, there)
 
 
@@ -409,6 +411,6 @@ def test_bits_on_cuda(rows: int, prompt: int, tmp_path: Path) -> None:
     path, _ = shape_folder("qwen3-0.6b", tmp_path)
     settings = engine_spec(path, ["cuda:0"], dtype="bfloat16", random_init=True, exact=True)
     requests = [request(i, n_samples=4, length=prompt, max_new_tokens=70, temperature=1.0) for i in range(rows // 4)]
-    with Engine(settings.frozen(), "inline") as engine:
+    with Engine(settings.without_optimizer(), "inline") as engine:
         outputs = sampled(engine, requests, RolloutSpec(max_running=rows, max_len=prompt + 70))
         assert apart(engine, train_rows(outputs, requests), 1.0) == 0.0

@@ -17,7 +17,7 @@ from areno.config.models import MicroBatchSpec, PolicyConfig
 from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.errors import DataError, EngineError
-from areno.layers.config import Experts
+from areno.layers.config import MoEConfig
 from areno.layers.mlp import ExpertMLP
 from areno.layers.routing import Routing
 from areno.layers.shard import WeightSpec
@@ -110,7 +110,7 @@ def test_routes_are_the_experts_that_a_forward_pass_chooses(engine: Engine, fold
 
     for samples in outputs.values():
         tokens = twice[0].prompt + samples[0].tokens
-        model.routing.begin(records=True)
+        model.routing.configure(records=True)
         with torch.no_grad():
             model(*packed([torch.tensor(tokens)]))
         routes = samples[0].routes
@@ -118,7 +118,7 @@ def test_routes_are_the_experts_that_a_forward_pass_chooses(engine: Engine, fold
         assert routes.shape == (len(tokens) - 1, 2, 2)
         assert routes.dtype == np.uint8
         assert np.array_equal(routes, model.routing.recorded_experts()[:-1].numpy())
-        model.routing.begin()
+        model.routing.configure()
 
 
 @pytest.mark.slow
@@ -163,7 +163,7 @@ def test_given_experts_are_used_and_others_get_no_gradient(folder: Path, tmp_pat
 @pytest.mark.parametrize("normalised", [True, False])
 def test_the_layer_is_the_formula_also_with_given_experts(normalised: bool) -> None:
     """Output and gradients in float64 against a loop over tokens and choices, written down from the paper."""
-    experts = Experts(n_experts=5, top_k=2, inner_size=6, normalised=normalised)
+    experts = MoEConfig(n_experts=5, top_k=2, inner_size=6, normalised=normalised)
     routing = Routing(experts, 1)
     layer = ExpertMLP(4, experts, 0, routing, WeightSpec(torch.float32, "cpu"))
     generator = torch.Generator().manual_seed(3)
@@ -171,7 +171,7 @@ def test_the_layer_is_the_formula_also_with_given_experts(normalised: bool) -> N
         parameter.data.normal_(generator=generator)
     x = torch.randn(7, 4, generator=generator, requires_grad=True)
     given = torch.tensor([[4, 0], [1, 3], [2, 1], [255, 255], [0, 1]], dtype=torch.uint8)
-    routing.begin(given[:, None])
+    routing.configure(given[:, None])
     upstream = torch.randn(7, 4, generator=generator)
     leaves = (x, *layer.parameters())
     out = layer(x)
@@ -255,7 +255,7 @@ def test_two_ranks_sample_and_train_as_one(layout: dict[str, int], folder: Path,
             for engine, name in ((one, "one"), (two, "two")):
                 engine.save(str(tmp_path / name))
             two.save_state(tmp_path / "state")
-            two.state_written(wait=True)
+            two.is_state_written(wait=True)
             one.load_state(tmp_path / "state")
             one.save(str(tmp_path / "loaded"))
             greedy = [request(i, greedy=True, ignore_eos=True) for i in range(4)]

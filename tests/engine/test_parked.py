@@ -14,7 +14,7 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.engine import Engine
-from areno.engine.requests import RequestRefused, requests_of_rest
+from areno.engine.requests import RequestRefused, continuation_requests
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
@@ -65,7 +65,7 @@ def test_in_processes_too(folder: Path, layout: dict[str, int]) -> None:
 @pytest.mark.slow
 def test_advance_stops_when_enough_have_finished(engine: Engine) -> None:
     engine.begin_rollout(ROOMY)
-    engine.hold()
+    engine.hold_decoding()
     engine.submit([request(i, max_new_tokens=5 * (i + 1), ignore_eos=True) for i in range(4)])
     assert engine.poll(0.01) == []  # held: nothing runs by itself
     first, stats = engine.advance(1, 1000)
@@ -88,7 +88,7 @@ def largest_difference(engine: Engine) -> float:
     """Of the log-probabilities of tokens that the newest weights drew, to those of a training pass over whole rows."""
     asked = [request(i, n_samples=2, length=300, max_new_tokens=60, ignore_eos=True) for i in range(3)]
     engine.begin_rollout(ROOMY)
-    engine.hold()
+    engine.hold_decoding()
     engine.submit(asked)
     engine.advance(MANY, 25)
     parked = engine.park()
@@ -99,7 +99,7 @@ def largest_difference(engine: Engine) -> float:
         by_request.setdefault(output.request_id, []).append(output)
     train(engine, by_request, asked)
     ids = itertools.count()
-    rest = [one for each in asked for one in requests_of_rest(each, by_request[each.request_id], ids)]
+    rest = [one for each in asked for one in continuation_requests(each, by_request[each.request_id], ids)]
     engine.begin_rollout(ROOMY)
     outputs = [output for each in engine.generate(rest).values() for output in each]
     engine.end_rollout()

@@ -139,7 +139,7 @@ def test_no_phase_takes_twice_a_share(tmp_path: Path, layout: dict[str, Any], dt
             wait_saved(engine)
         with at_most(workers, state + 1.5 * SLACK, "writing a state"):
             engine.save_state(tmp_path / "state")
-            assert engine.state_written(wait=True)
+            assert engine.is_state_written(wait=True)
         with at_most(workers, share, "loading a state"):
             engine.load_state(tmp_path / "state")
         # The copy of the state is kept for the next one.

@@ -52,7 +52,7 @@ def test_four_ranks_in_all_forms(tmp_path: Path, changes: dict[str, Any]) -> Non
 
 def test_who_shares_tokens() -> None:
     def of(tp_size: int = 2, **settings: Any) -> bool:
-        return engine_spec(devices=["cpu"] * 2, tp_size=tp_size, **settings).splits_tokens
+        return engine_spec(devices=["cpu"] * 2, tp_size=tp_size, **settings).is_sequence_parallel
 
     assert of()
     assert of(sequence_parallel=True)

@@ -36,8 +36,8 @@ def rollouts(engine: Engine, speculation: Any, requests: list[GenerationRequest]
         stats, counts = engine.rollout_stats(), engine.draft_counts()
         engine.end_rollout()
     assert counts.drafted == sum(one.drafted_tokens for one in stats)
-    assert counts.acceptance == counts.accepted / max(1, counts.drafted)
-    assert counts.step_share == counts.draft_steps / counts.steps
+    assert counts.acceptance_rate == counts.accepted / max(1, counts.drafted)
+    assert counts.drafted_step_share == counts.draft_steps / counts.steps
     assert (counts.draft_steps > 0) == (counts.drafted > 0)
     return found, counts.drafted, counts.accepted
 
@@ -68,7 +68,7 @@ def test_a_held_engine_does_not_draft(tmp_path: Path) -> None:
         steps: list[int] = []
         for speculation in ("off", "on", "on"):
             engine.begin_rollout(replace(ROLLOUT, decoder=DecoderConfig(speculation=speculation)))
-            engine.hold()
+            engine.hold_decoding()
             engine.submit(REQUESTS)
             steps.append(0)
             outputs: list[GenerationOutput] = []

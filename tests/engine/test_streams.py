@@ -108,9 +108,9 @@ def test_a_consumer_that_stops_aborts_its_request_and_no_other(engine: Engine) -
     (output,) = asyncio.run(main())
     assert len(output.tokens) == LONG
     deadline = time.monotonic() + 60
-    while engine.dispatcher.n_missing_by_request and time.monotonic() < deadline:
+    while engine.dispatcher.n_unfinished_by_request and time.monotonic() < deadline:
         assert engine.poll(0.1) == []  # what an abandoned request still gives is nobody's
-    assert not engine.dispatcher.n_missing_by_request
+    assert not engine.dispatcher.n_unfinished_by_request
     assert not engine.streams.has_consumers
     engine.end_rollout()
 
@@ -256,12 +256,12 @@ def test_poll_passes_partial_outputs_on(scripted: Engine) -> None:
     scripted.submit([request(0), request(1)])
     partial = [scripted.poll(0.0) for _ in range(2)]
     assert [[output.tokens for output in outputs] for outputs in partial] == [[[5]], [[6, 7]]]
-    assert (scripted.dispatcher.n_samples, scripted.dispatcher.n_missing_by_request) == (
+    assert (scripted.dispatcher.n_samples, scripted.dispatcher.n_unfinished_by_request) == (
         [2],
         {0: 1, 1: 1},
     )  # they finish nothing
     assert [output.request_id for _ in range(2) for output in scripted.poll(0.0)] == [1, 0]
-    assert (scripted.dispatcher.n_samples, scripted.dispatcher.n_missing_by_request) == ([0], {})
+    assert (scripted.dispatcher.n_samples, scripted.dispatcher.n_unfinished_by_request) == ([0], {})
 
 
 def test_generate_returns_finished_samples_only(scripted: Engine) -> None:
@@ -300,9 +300,9 @@ def test_a_stream_out_of_time_aborts_its_request(engine: Engine) -> None:
     with pytest.raises(TimeoutError):
         asyncio.run(main())
     deadline = time.monotonic() + 60
-    while engine.dispatcher.n_missing_by_request and time.monotonic() < deadline:
+    while engine.dispatcher.n_unfinished_by_request and time.monotonic() < deadline:
         engine.poll(0.1)
-    assert not engine.dispatcher.n_missing_by_request
+    assert not engine.dispatcher.n_unfinished_by_request
     engine.end_rollout()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.engine import deterministic
-from areno.engine.deterministic import Threads
+from areno.engine.deterministic import CpuThreads
 from areno.engine.engine import Engine
 from areno.engine.train.backend import TrainBackend
 from tests.helpers.tiny_engine import engine_spec
@@ -26,7 +26,7 @@ def four_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def in_pass(found: Threads, n_tokens: int) -> int:
+def in_pass(found: CpuThreads, n_tokens: int) -> int:
     with found.for_pass(n_tokens):
         return torch.get_num_threads()
 
@@ -44,14 +44,14 @@ def in_pass(found: Threads, n_tokens: int) -> int:
 def test_a_tiny_model_has_all_threads_for_large_passes_alone(
     size: int, n_tokens: int, exact: bool, decoding: int, training: int
 ) -> None:
-    found = Threads(CPU, 2, lambda: size, one_number=exact)  # two ranks share the four threads
+    found = CpuThreads(CPU, 2, lambda: size, one_number=exact)  # two ranks share the four threads
     assert torch.get_num_threads() == decoding
     assert in_pass(found, n_tokens) == training
     assert torch.get_num_threads() == decoding
 
 
 def test_a_device_does_not_change_threads() -> None:
-    found = Threads(torch.device("cuda"), 2, lambda: 1, one_number=False)
+    found = CpuThreads(torch.device("cuda"), 2, lambda: 1, one_number=False)
     assert in_pass(found, 1 << 40) == torch.get_num_threads() == 4
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from areno.errors import ConfigError
 from areno.files.interrupts import reraise_interrupts
-from areno.files.small_yaml import YamlFault, plain_yaml
+from areno.files.small_yaml import YamlFault, load_yaml
 from tests.helpers.played import TASK, load, task_folder
 
 
@@ -22,10 +22,10 @@ def test_values_are_those_that_hydra_reads(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("a: &a {b: 1e-6, c: [on, ~, '1', \"${x}\"]}\nd: *a\ne: {<<: *a, b: 2}\nf: 2024-01-01\n")
     inner = {"b": 1e-6, "c": [True, None, "1", "${x}"]}
-    assert plain_yaml(path) == {"a": inner, "d": inner, "e": {**inner, "b": 2}, "f": "2024-01-01"}
+    assert load_yaml(path) == {"a": inner, "d": inner, "e": {**inner, "b": 2}, "f": "2024-01-01"}
     path.write_text("# nothing\n")
-    assert plain_yaml(path) in (None, {})
-    assert plain_yaml(tmp_path / "nowhere.yaml") is None
+    assert load_yaml(path) in (None, {})
+    assert load_yaml(tmp_path / "nowhere.yaml") is None
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path, text, expected):
     path = tmp_path / "a.yaml"
     path.write_text(text)
     with pytest.raises(YamlFault) as caught:
-        plain_yaml(path)
+        load_yaml(path)
     assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 

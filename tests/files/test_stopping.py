@@ -13,7 +13,7 @@ import pytest
 from areno.engine.engine import Engine
 from areno.errors import ArenoError
 from areno.files import interrupts
-from areno.files.interrupts import Stop, Terminated, terminate
+from areno.files.interrupts import InterruptDelay, Terminated, raise_terminated
 from areno.run.checkpoints import Saver
 from areno.run.progress import RunProgress
 from areno.scoring.pool import Scoring
@@ -55,7 +55,7 @@ class Call:
     ("recipe", "place", "name", "n", "number", "step"),
     [
         pytest.param("gspo", Engine, "generate", 3, signal.SIGTERM, 1, marks=pytest.mark.slow),  # after an evaluation
-        ("gspo", Scoring, "outcomes", 3, signal.SIGINT, 1),
+        ("gspo", Scoring, "collect_outcomes", 3, signal.SIGINT, 1),
         pytest.param("gspo", Engine, "generate", 4, signal.SIGTERM, 2, marks=pytest.mark.slow),  # in an evaluation
         pytest.param("gspo", Engine, "train", 3, signal.SIGUSR1, 3, marks=pytest.mark.slow),  # the update is finished
         ("gspo", Saver, "save", 1, signal.SIGTERM, 3),
@@ -137,34 +137,34 @@ def test_an_error_leaves_a_state_too(work, tmp_path, tmp_path_factory):
 @pytest.fixture
 def handlers():
     before = {number: signal.getsignal(number) for number in CODES}
-    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGTERM, raise_terminated)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 def test_the_first_signal_waits_and_the_second_does_not(handlers, capfd):
-    with Stop() as stop:
-        stop.check()
+    with InterruptDelay() as stop:
+        stop.raise_if_interrupted()
         kill()
         assert b"stopping as soon as" in capfd.readouterr().err.encode()
         with pytest.raises(KeyboardInterrupt):
             kill(signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) is terminate
+    assert signal.getsignal(signal.SIGTERM) is raise_terminated
 
 
 def test_a_signal_is_taken_where_it_is_asked_for(handlers):
-    with Stop() as stop:
+    with InterruptDelay() as stop:
         kill()
         with pytest.raises(Terminated):
-            stop.check()
-        stop.check()  # once is enough
+            stop.raise_if_interrupted()
+        stop.raise_if_interrupted()  # once is enough
 
 
 def test_a_signal_ends_work_that_may_be_dropped(handlers):
-    with Stop() as stop, pytest.raises(Terminated), stop.interruptible():
+    with InterruptDelay() as stop, pytest.raises(Terminated), stop.interruptible():
         kill()
-    with Stop() as stop:
+    with InterruptDelay() as stop:
         kill()
         with pytest.raises(Terminated), stop.interruptible():
             pytest.fail("it had been asked to stop")
@@ -177,22 +177,22 @@ def test_a_signal_waits_no_longer_than_its_limit(handlers, monkeypatch):
         kill()
         time.sleep(30)
 
-    with Stop(), pytest.raises(Terminated):
+    with InterruptDelay(), pytest.raises(Terminated):
         wait()
 
 
 def test_handlers_of_the_program_stay(handlers):
     came = []
     signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    with Stop():
+    with InterruptDelay():
         kill()
     assert came == [signal.SIGTERM]
 
 
 def test_another_thread_has_no_signals():
     def work():
-        with Stop() as stop:
-            stop.check()
+        with InterruptDelay() as stop:
+            stop.raise_if_interrupted()
         done.append(True)
 
     done = []

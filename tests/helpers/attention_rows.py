@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from areno.kernels.attention import varlen_attention
-from areno.kernels.padding import Borders
+from areno.kernels.padding import CuSeqlens
 
 ROWS = {
     "one": ([9], [9]),
@@ -62,7 +62,7 @@ def run_and_compare(
     exact = [x.to(dtype).double().requires_grad_() for x in random_qkv(lengths_q, lengths_k, *heads, dim)]
     tested = [x.detach().to(device=device, dtype=dtype).requires_grad_() for x in exact]
     expected = loop(*exact, lengths_q, lengths_k, window)
-    rows = Borders(borders(lengths_q, device), borders(lengths_k, device), max(lengths_q), max(lengths_k))
+    rows = CuSeqlens(borders(lengths_q, device), borders(lengths_k, device), max(lengths_q), max(lengths_k))
     out = varlen_attention(*tested, rows, backend, window)
     tolerance = {"atol": 2e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-2, "rtol": 2e-2}
     torch.testing.assert_close(out.double().cpu(), expected, **tolerance)

@@ -20,11 +20,11 @@ def turn_of(
     """A turn as an agent returns it, whose model has written `said`."""
     tokenizer = conversations.tokenizer
     asked = read_messages(messages)
-    prompt = conversations.prompt(asked, tools)
+    prompt = conversations.build_prompt(asked, tools)
     tokens = tokenizer.encode(said, add_special_tokens=False)
     message = answer or {"role": "assistant", "content": said.removesuffix("<|im_end|>")}
     [kept] = read_messages([message])
-    conversations.remember(prompt, tokens, frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")]), kept, hidden)
+    conversations.cache_turn(prompt, tokens, frozenset([tokenizer.convert_tokens_to_ids("<|im_end|>")]), kept, hidden)
     sampled = {"token_ids": tokens, "logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
     sampled["message"] = message_digest(message)
     told = {

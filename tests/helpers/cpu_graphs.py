@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from areno.engine.decoder.cuda_graphs import Captures
+from areno.engine.decoder.cuda_graphs import GraphCapturer
 
 
-class CpuCaptures(Captures):
+class CpuCaptures(GraphCapturer):
     """Captures up to `room` graphs, then runs out of memory."""
 
     def __init__(self, room: int = 1000, *, may_fail: bool = True):

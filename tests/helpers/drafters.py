@@ -23,7 +23,7 @@ class KnownDrafter:
         self.rng = random.Random(seed)
         self.n_rows = self.n_finished = 0
 
-    def is_due(self, n_running: int) -> bool:
+    def should_draft(self, n_running: int) -> bool:
         return self.wrong in (0, 1) or self.rng.random() < 0.8
 
     def propose(self, sequences: list[Sequence]) -> list[list[int]]:
@@ -42,7 +42,7 @@ class KnownDrafter:
             else token
         )
 
-    def prepare(self, sequences: list[Sequence]) -> None:
+    def prepare_table(self, sequences: list[Sequence]) -> None:
         pass
 
     def count_verified(self, found: list[tuple[Sequence, int]]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from areno.engine.train.zero_buffers import FlatParameters
 from areno.layers.attention import PackedAttend, PrefixKeys, SharedKeys
-from areno.layers.config import Delta, Rope
+from areno.layers.config import DeltaConfig, RopeConfig
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models.config import TransformerConfig
@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {  # no size is a power of two
     "num_kv_heads": 3,
     "head_dim": 12,
     "rms_norm_eps": 1e-3,
-    "rope": Rope(100.0, "yarn", factor=4.0, original_max_positions=16, attention_factor=1.2),
+    "rope": RopeConfig(100.0, "yarn", factor=4.0, original_max_positions=16, attention_factor=1.2),
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
     "qkv_bias": True,
@@ -57,7 +57,7 @@ def build(dtype: torch.dtype, device: str, tp: ParallelGroup = ALONE, **changes:
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            for part in model.layout(name) if parameter.dim() == 1 else ():
+            for part in model.tensor_parts(name) if parameter.dim() == 1 else ():
                 part.region(parameter).add_(part.shard_of(torch.randn(part.full_shape, generator=generator)) * 0.3)
     return model.to(device, dtype)
 
@@ -137,7 +137,7 @@ def compare(
 ) -> None:
     """Fused layers, keeping all, some or nothing, against plain ones. tolerance: of the norm of the difference."""
     if device == "cuda":
-        patch = mock.patch("areno.kernels.backend.is_installed", return_value=False)
+        patch = mock.patch("areno.kernels.backend.is_triton_installed", return_value=False)
     else:
         patch = mock.patch("areno.kernels.backend.is_triton_interpreted", return_value=False)
     with patch:
@@ -155,7 +155,7 @@ def compare(
         assert torch.equal(got[0], got[1])  # what is scored is what was trained on
 
 
-DELTA = Delta(layers=(0,), n_key_heads=2, n_value_heads=2, key_dim=6, value_dim=5, width=3)
+DELTA = DeltaConfig(layers=(0,), n_key_heads=2, n_value_heads=2, key_dim=6, value_dim=5, width=3)
 
 
 LIKE_QWEN: dict[str, Any] = {**BARE, "attention_gate": True, "norm_plus_one": True, "delta": DELTA}

@@ -6,7 +6,7 @@ from typing import Any
 
 from areno.config.judge import JudgeConfig
 from areno.scoring.judge import JudgeTask, Judging
-from areno.scoring.judge_readers import JudgeReader
+from areno.scoring.judge_readers import JudgeBackend
 from areno.types import RewardRecord
 
 
@@ -18,7 +18,7 @@ def record(completion: str, prompt: str = "1+1?", **row: Any) -> RewardRecord:
 
 
 def judging_of(
-    config: JudgeConfig, reader: JudgeReader, n_samples: int = 1, prompt: Any = "1+1?", **task: Any
+    config: JudgeConfig, reader: JudgeBackend, n_samples: int = 1, prompt: Any = "1+1?", **task: Any
 ) -> Judging:
     """A judging in which each prompt has n_samples consecutive samples."""
 

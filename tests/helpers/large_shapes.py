@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from areno.config.models import OptimizerConfig
 from areno.cost.footprint import ModelFootprint
-from areno.layers.config import Rope
+from areno.layers.config import RopeConfig
 from areno.models.config import TransformerConfig
 
 QWEN3_8B = TransformerConfig(
@@ -19,7 +19,7 @@ QWEN3_8B = TransformerConfig(
     num_kv_heads=8,
     head_dim=128,
     rms_norm_eps=1e-6,
-    rope=Rope(1e6),
+    rope=RopeConfig(1e6),
     max_position_embeddings=40960,
     tie_word_embeddings=False,
     qkv_bias=False,

@@ -13,7 +13,7 @@ from areno.api import get_algorithm
 from areno.api.algorithms import built_in_algorithms
 from areno.cli.__main__ import main
 from areno.launch.command import run as run_recipe
-from areno.schema.fields import Row, rows
+from areno.schema.fields import SettingRow, setting_rows
 from areno.schema.values import InvalidValue
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +51,9 @@ WORDS = {"null": None, "None": None, "true": True, "True": True, "false": False,
 
 
 @cache
-def known(recipe: str) -> dict[str, Row]:
+def known(recipe: str) -> dict[str, SettingRow]:
     """The settings of a recipe."""
-    return {row.key: row for row in rows(get_algorithm(recipe).config)}
+    return {row.key: row for row in setting_rows(get_algorithm(recipe).config)}
 
 
 def text_of(page: Path) -> str:

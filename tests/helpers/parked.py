@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areno.engine.engine import Engine
-from areno.engine.requests import requests_of_rest
+from areno.engine.requests import continuation_requests
 from areno.specs.rollout import RolloutSpec
 from areno.types import GenerationOutput, GenerationRequest
 
@@ -34,12 +34,12 @@ def in_pieces(
     origin = {}
     due = []
     for each in requests:
-        [one] = requests_of_rest(each, [blank(each, k) for k in range(each.n_samples)], ids)
+        [one] = continuation_requests(each, [blank(each, k) for k in range(each.n_samples)], ids)
         origin[one.request_id] = each
         due.append(one)
     while due:
         engine.begin_rollout(rollout)
-        engine.hold()
+        engine.hold_decoding()
         engine.submit(due)
         outputs, _ = engine.advance(1 << 40, n_steps)
         outputs += engine.park()
@@ -53,7 +53,7 @@ def in_pieces(
                 finished[origin[output.request_id].request_id, output.sample] = output
         due = []
         for each in requests:
-            rest = requests_of_rest(each, parked.get(each.request_id, []), ids)
+            rest = continuation_requests(each, parked.get(each.request_id, []), ids)
             origin |= {one.request_id: each for one in rest}
             due += rest
         if between is not None and due:

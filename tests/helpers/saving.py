@@ -19,4 +19,4 @@ def save_weights(
 ) -> None:
     sources = [source] if isinstance(source, str | Path) else source
     with mock.patch.object(weights, "MAX_SHARD_BYTES", max_shard_bytes):
-        weights.write_all(folder, weights.file_writes(model, folder, source=sources))
+        weights.write_all(folder, weights.file_writers(model, folder, source=sources))

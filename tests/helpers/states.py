@@ -24,7 +24,7 @@ FORMATS = [
 
 def saved(engine: Engine, folder: Path) -> Path:
     engine.save_state(folder)
-    assert engine.state_written(wait=True)
+    assert engine.is_state_written(wait=True)
     return folder
 
 

@@ -83,7 +83,7 @@ def saved_tensors(folder: Path) -> dict[str, Tensor]:
 
 def wait_saved(engine: Engine) -> None:
     """Until what is saved in the background is on the disk."""
-    until(engine.saved)
+    until(engine.is_saved)
 
 
 def engine_spec(path: str | Path = "", devices: Sequence[str] = ("cpu",), **options: Any) -> EngineSpec:

@@ -87,7 +87,7 @@ def backend(folder: Path, layout: Groups, **how: Any) -> TrainBackend:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name == "score.weight" or parameter.dim() == 1:
-                for part in model.layout(name):
+                for part in model.tensor_parts(name):
                     full = torch.randn(part.full_shape, generator=drawn) * 0.3
                     part.region(parameter).add_(part.shard_of(full))
     optimizer = dataclasses.replace(OPTIMIZER, type=kind)
@@ -109,7 +109,7 @@ def full_gradients(trained: TrainBackend) -> dict[str, torch.Tensor]:
     found, tp = {}, trained.model.tp
     for name, parameter in trained.model.named_parameters():
         assert parameter.grad is not None
-        for index, part in enumerate(trained.model.layout(name)):
+        for index, part in enumerate(trained.model.tensor_parts(name)):
             full = torch.zeros(part.full_shape)
             for owner in range(tp.size):
                 part.gather(parameter.grad, tp, owner, full if owner == tp.rank else None)
@@ -145,7 +145,7 @@ def compare(folder: Path, layout: Groups, alone: dict[str, Any], **how: Any) -> 
     atol = 1e-2 if alone.get("kind") == "adam_8bit" else 1e-3
     whole = dict(one.model.named_parameters())
     for name, parameter in several.model.named_parameters():
-        for part, full in zip(several.model.layout(name), one.model.layout(name), strict=True):
+        for part, full in zip(several.model.tensor_parts(name), one.model.tensor_parts(name), strict=True):
             mine, wanted = part.region(parameter), part.shard_of(full.region(whole[name].detach()))
             torch.testing.assert_close(mine, wanted, atol=atol, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
     _assert_copies_are_equal(several)
@@ -155,11 +155,11 @@ def _assert_copies_are_equal(trained: TrainBackend) -> None:
     """What several ranks hold has the same bits everywhere."""
     tp = trained.model.tp
     for name, parameter in trained.model.named_parameters():
-        for part in trained.model.layout(name):
+        for part in trained.model.tensor_parts(name):
             n = tp.size if part.dim is None else part.copies
             if n > 1:
                 mine = part.region(parameter).flatten()
-                for theirs in tp.gather_copies(mine, n):
+                for theirs in tp.gather_from_replicas(mine, n):
                     assert torch.equal(theirs, mine), name
 
 

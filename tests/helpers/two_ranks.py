@@ -98,8 +98,8 @@ def assert_saved_alike(reference: transformers.PreTrainedModel, folder: Path) ->
 def compare_models(folder: Path, tp: ParallelGroup) -> None:
     """Logits, gradients (after gathering), initialisation; saves the model beside its folder."""
     alone, model = load(folder), load(folder, tp)
-    padded = torch.cat([alone.output.weight, torch.zeros(1, 32)])
-    assert torch.equal(model.output.weight, padded[tp.rank * 51 : (tp.rank + 1) * 51])
+    padded = torch.cat([alone.lm_head.weight, torch.zeros(1, 32)])
+    assert torch.equal(model.lm_head.weight, padded[tp.rank * 51 : (tp.rank + 1) * 51])
     inputs = packed(random_rows(101, (5, 9)))
     with torch.no_grad():
         torch.testing.assert_close(model.logits(model(*inputs)), alone.logits(alone(*inputs)), atol=1e-4, rtol=0)
@@ -111,7 +111,7 @@ def compare_models(folder: Path, tp: ParallelGroup) -> None:
         if parameter.grad is None:
             continue  # an untied head, which the hidden states do not reach
         assert model.is_sharded(own) == (parameter.shape != expected[own].shape)
-        for part, whole in zip(model.layout(own), alone.layout(own), strict=True):
+        for part, whole in zip(model.tensor_parts(own), alone.tensor_parts(own), strict=True):
             full = torch.empty(part.full_shape)
             for owner in range(tp.size):
                 part.gather(parameter.grad, tp, owner, full if tp.rank == owner else None)
@@ -138,7 +138,7 @@ def compare_values(folder: Path, tp: ParallelGroup) -> None:
     assert not model.is_sharded("score.weight")
     for own, parameter in model.named_parameters():
         assert parameter.grad is not None
-        for part, whole in zip(model.layout(own), alone.layout(own), strict=True):
+        for part, whole in zip(model.tensor_parts(own), alone.tensor_parts(own), strict=True):
             full = torch.empty(part.full_shape)
             for owner in range(tp.size):
                 part.gather(parameter.grad, tp, owner, full if tp.rank == owner else None)

@@ -201,7 +201,7 @@ def _run_short_of_memory(short: TrainBackend, failures: Any) -> None:
         return True
 
     short.kept_layers.n_less = 0  # type: ignore[attr-defined]
-    short.kept_layers.keep_less = keep_less  # type: ignore[method-assign]
+    short.kept_layers.recompute_more = keep_less  # type: ignore[method-assign]
 
 
 def in_backward() -> bool:

@@ -11,12 +11,12 @@ import torch
 from areno.config.models import OptimizerConfig
 from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.zero_buffers import FlatParameters
-from areno.kernels.adam import BLOCK, Update, adam, adam_8bit, squares_and_nonzeros
-from areno.kernels.adam.reference import codes, dequantise, quantise
+from areno.kernels.adam import BLOCK, AdamUpdate, adam, adam_8bit, squares_and_nonzeros
+from areno.kernels.adam.reference import code_values, dequantise, quantise
 from areno.layers.parallel import ParallelGroup
 from tests.helpers.interpreted import run_interpreted
 
-UPDATE = Update(
+UPDATE = AdamUpdate(
     lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, decay=0.999, scale=0.5, correction_1=0.271, correction_2=0.1723
 )
 
@@ -32,7 +32,7 @@ def test_the_norm_of_a_long_gradient_is_as_exact_as_that_of_a_short_one(n):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_spaced_by_their_size(signed):
-    table = codes(signed, torch.device("cpu"))
+    table = code_values(signed, torch.device("cpu"))
     assert len(table) == len(set(table.tolist())) == 256
     assert table.tolist() == sorted(table.tolist())
     assert table.max() == 1.0
@@ -56,7 +56,7 @@ def test_a_value_becomes_the_nearest_code_of_its_block(signed):
     code, scale = torch.empty(n, dtype=torch.uint8), torch.empty(4)
     quantise(values, code, scale, signed=signed)
     got = dequantise(code, scale, signed=signed)
-    table = codes(signed, values.device).double()
+    table = code_values(signed, values.device).double()
     for block in range(4):
         part = slice(block * BLOCK, (block + 1) * BLOCK)
         largest = values[part].abs().max().double()
@@ -117,7 +117,7 @@ def compare(device, cases=ALL):
             forms: list[tuple[Callable[..., None], bool]] = [(adam, False), (adam_8bit, True)]
             for update, eight_bits in forms:
                 want, got = (states(n, dtype, device, eight_bits) for _ in range(2))
-                with mock.patch("areno.kernels.backend.use_triton", return_value=False):
+                with mock.patch("areno.kernels.backend.can_use_triton", return_value=False):
                     update(*want[:3], *zip(want[3::2], want[4::2], strict=True), UPDATE)
                 update(*got[:3], *zip(got[3::2], got[4::2], strict=True), UPDATE)
                 assert not torch.equal(got[1], states(n, dtype, device, eight_bits)[1])

@@ -10,7 +10,7 @@ import torch
 from areno.errors import ConfigError
 from areno.kernels import padding
 from areno.kernels.attention import choose_backend, varlen_attention, varlen_backward, varlen_forward
-from areno.kernels.padding import Borders
+from areno.kernels.padding import CuSeqlens
 from tests.helpers.attention_rows import ROWS, borders, loop, random_qkv, run_and_compare
 
 
@@ -57,7 +57,7 @@ def test_a_backward_pass_that_is_called_by_itself_is_the_definition(case: str, b
     exact = [x.bfloat16().double().requires_grad_() for x in random_qkv(lengths, lengths, 4, 2, 128)]
     q, k, v = (x.detach().to("cuda", torch.bfloat16) for x in exact)
     expected = loop(*exact, lengths, lengths)
-    rows = Borders(*[borders(lengths, "cuda")] * 2, *[max(lengths)] * 2), backend
+    rows = CuSeqlens(*[borders(lengths, "cuda")] * 2, *[max(lengths)] * 2), backend
     out, saved = varlen_forward(q, k, v, *rows)
     tolerance = {"atol": 4e-2, "rtol": 2e-2}
     torch.testing.assert_close(out.double().cpu(), expected, **tolerance)
@@ -77,10 +77,10 @@ def test_sdpa_on_cuda_is_the_definition(case: str) -> None:
 def test_a_change_in_one_row_or_a_later_token_is_not_seen() -> None:
     lengths = [5, 80, 7]
     q, k, v = (x.float() for x in random_qkv(lengths, lengths, 2, 1, 8))
-    before = varlen_attention(q, k, v, Borders(borders(lengths), borders(lengths), 80, 80), "sdpa")
+    before = varlen_attention(q, k, v, CuSeqlens(borders(lengths), borders(lengths), 80, 80), "sdpa")
     k[50] += 3.0
     v[50] += 3.0
-    after = varlen_attention(q, k, v, Borders(borders(lengths), borders(lengths), 80, 80), "sdpa")
+    after = varlen_attention(q, k, v, CuSeqlens(borders(lengths), borders(lengths), 80, 80), "sdpa")
     changed = (before != after).any(dim=2).any(dim=1)
     assert changed[50:85].all()
     assert not changed[:50].any()
@@ -91,7 +91,7 @@ def test_batches_waste_little() -> None:
     """Short rows share one call whatever their lengths; long ones only with rows of similar length."""
     lengths = [3, 1000, 60, 10, 990, 400, 1]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    assert sorted(padding._batches(starts, starts)) == [[0, 2, 3, 6], [1, 4], [5]]
+    assert sorted(padding._group_by_length(starts, starts)) == [[0, 2, 3, 6], [1, 4], [5]]
 
 
 def test_choice_of_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from areno.cost import memory
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_rows_backward, delta_step
 from areno.kernels.delta.parts import CHUNK
-from areno.layers.config import Delta
+from areno.layers.config import DeltaConfig
 from tests.helpers.delta_loop import (
     N_HEADS,
     VALUE_DIM,
@@ -39,7 +39,7 @@ def chunks_of(lengths: list[int], device: torch.device = CPU, chunk: int = 16) -
 
 def in_torch(function: Any, *given: Any, **more: Any) -> Any:
     """What the torch form gives."""
-    with mock.patch("areno.kernels.backend.use_triton", return_value=False):
+    with mock.patch("areno.kernels.backend.can_use_triton", return_value=False):
         return function(*given, **more)
 
 
@@ -127,7 +127,7 @@ def around_in_float64(
     proj_NP: Tensor, out_NHV: Tensor, weights: DeltaWeights, lengths: list[int]
 ) -> tuple[Tensor, ...]:
     """q, k, v, decay, beta, and the gated norm of what the rule would give, written down row by row."""
-    x_NX, z_NI, b_NH, a_NH = proj_NP.split(weights.sizes, dim=-1)
+    x_NX, z_NI, b_NH, a_NH = proj_NP.split(weights.projection_sizes, dim=-1)
     width, rows = weights.conv_XW.shape[1], []
     for row in x_NX.split(lengths):
         padded = F.pad(row, (0, 0, width - 1, 0))
@@ -225,11 +225,11 @@ class PeakBytes(TorchDispatchMode):
 
 def compare_memory() -> None:
     """The backward pass takes what the estimate says, but for a few numbers a head, where rows fill their chunks."""
-    delta = Delta(layers=(0,), n_key_heads=1, n_value_heads=2, key_dim=32, value_dim=32, width=4)
+    delta = DeltaConfig(layers=(0,), n_key_heads=1, n_value_heads=2, key_dim=32, value_dim=32, width=4)
     n, dtype = 64, torch.bfloat16
     drawn = (torch.ones(delta.n_channels, delta.width), torch.ones(2), torch.ones(2), torch.ones(delta.value_dim))
     weights = DeltaWeights(*(each.to(dtype) for each in drawn), 1e-6, delta.n_key_heads)
-    given, grad_NI = torch.zeros(n, delta.projected, dtype=dtype), torch.zeros(n, delta.inner_size, dtype=dtype)
+    given, grad_NI = torch.zeros(n, delta.projected_size, dtype=dtype), torch.zeros(n, delta.inner_size, dtype=dtype)
     with PeakBytes() as found:
         delta_rows_backward(grad_NI, given, weights, chunks_of([n], chunk=CHUNK))
     # The estimate counts the gradient that goes in, and leaves the one that comes out to the products.

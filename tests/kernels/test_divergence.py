@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from areno.config.teacher import Divergence
-from areno.kernels.logprobs import Head, selected_logprobs
-from areno.kernels.logprobs.divergence import CommonIds, ListedTeacher, WholeTeacher
+from areno.kernels.logprobs import VocabSoftmax, selected_logprobs
+from areno.kernels.logprobs.divergence import CommonTokenIds, FullVocabTeacher, TopKTeacher
 from areno.kernels.matmul import float32_matmul
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.thread_ranks import ThreadRanks
@@ -70,9 +70,11 @@ def expected(made, targets, of_logprob, of_divergence, temperature, divergence, 
 
 def teacher_of(made, divergence, temperature, listed=None):
     if listed is None:
-        return WholeTeacher(made["their_hidden"], partial(float32_matmul, weight_OI=made["their_weight"]), divergence)
+        return FullVocabTeacher(
+            made["their_hidden"], partial(float32_matmul, weight_OI=made["their_weight"]), divergence
+        )
     logits = made["their_hidden"].double() @ made["their_weight"].double().t()
-    return ListedTeacher(listed, torch.log_softmax(logits / temperature, -1).gather(1, listed), divergence)
+    return TopKTeacher(listed, torch.log_softmax(logits / temperature, -1).gather(1, listed), divergence)
 
 
 def most_likely(made, n):
@@ -86,7 +88,7 @@ def compare(dtype, tol, divergence, n_listed=None, keep=10**9, chunk=5, temperat
     hidden, weight = made["hidden"].requires_grad_(), made["weight"].requires_grad_()
     teacher = teacher_of({name: x.detach() for name, x in made.items()}, divergence, temperature, listed)
     how = {"temperature": temperature, "chunk": chunk, "keep_bytes": keep}
-    logprobs, entropy, found = selected_logprobs(hidden, weight, targets, Head(**how), teacher)
+    logprobs, entropy, found = selected_logprobs(hidden, weight, targets, VocabSoftmax(**how), teacher)
     (logprobs * upstream[0].to(logprobs.dtype) + found * upstream[1].to(found.dtype)).sum().backward()
     for got, wanted in zip((logprobs, found, hidden.grad, weight.grad), want, strict=True):
         torch.testing.assert_close(got.double(), wanted, atol=tol, rtol=tol)
@@ -118,12 +120,12 @@ def compare_common(dtype, tol, divergence, ranges, keep, n_ranks=1):
         hidden = made["hidden"].clone().requires_grad_()
         weight = made["weight"][first : first + per_rank].clone().requires_grad_()
         theirs = partial(float32_matmul, weight_OI=made["their_weight"][first : first + per_rank])
-        common = CommonIds.from_ranges(ranges, first, max(0, min(33 - first, per_rank)), torch.device("cpu"))
-        teacher = WholeTeacher(made["their_hidden"], theirs, divergence, common)
+        common = CommonTokenIds.from_ranges(ranges, first, max(0, min(33 - first, per_rank)), torch.device("cpu"))
+        teacher = FullVocabTeacher(made["their_hidden"], theirs, divergence, common)
         how = {"temperature": 0.7, "chunk": 5, "keep_bytes": keep, "first": first, "most_rows": per_rank}
         if n_ranks > 1:
             how["all_reduce"] = ThreadRanks(rank, shared).all_reduce
-        logprobs, _, found = selected_logprobs(hidden, weight, targets, Head(**how), teacher)
+        logprobs, _, found = selected_logprobs(hidden, weight, targets, VocabSoftmax(**how), teacher)
         (logprobs * upstream[0].to(logprobs.dtype) + found * upstream[1].to(found.dtype)).sum().backward()
         results[rank] = (logprobs.detach(), found.detach(), hidden.grad, weight.grad)
 
@@ -161,11 +163,11 @@ def compare_accuracy(divergence, n=32, n_ids=600, deviations=(1, 22, 135)):
         rng = torch.Generator().manual_seed(1)
         x = torch.randn(n, n_ids, generator=rng) * deviation
         y = x + torch.randn(n, n_ids, generator=rng)
-        teacher = WholeTeacher(y, torch.Tensor.clone, divergence)
+        teacher = FullVocabTeacher(y, torch.Tensor.clone, divergence)
         identity, targets = torch.eye(n_ids), torch.zeros(n, dtype=torch.int64)
 
         def ours(a, b, teacher=teacher, identity=identity, targets=targets):
-            return selected_logprobs(a, identity, targets, Head(own_logits=torch.Tensor.clone), teacher)[2]
+            return selected_logprobs(a, identity, targets, VocabSoftmax(own_logits=torch.Tensor.clone), teacher)[2]
 
         by_torch, found = partial(plainly, kind=divergence.kind, beta=divergence.beta), []
         for function, dtype in ((by_torch, torch.float64), (by_torch, torch.float32), (ours, torch.float32)):
@@ -203,10 +205,10 @@ def test_worked_example(kind, n_listed, value):
     p, q = (torch.tensor([each], dtype=torch.float64) for each in (TEACHER, STUDENT))
     identity, divergence = torch.eye(3, dtype=torch.float64), Divergence(kind)
     if n_listed is None:
-        teacher, want = WholeTeacher(p.log(), lambda x: x.clone(), divergence), formula(p, q, kind, 0.5)
+        teacher, want = FullVocabTeacher(p.log(), lambda x: x.clone(), divergence), formula(p, q, kind, 0.5)
     else:
         listed = torch.tensor([[0]])
-        teacher = ListedTeacher(listed, p.log()[:, :1], divergence)
+        teacher = TopKTeacher(listed, p.log()[:, :1], divergence)
         want = formula(bucketed(p, listed), bucketed(q, listed), kind, 0.5)
     found = selected_logprobs(q.log(), identity, torch.tensor([0]), None, teacher)[2]
     assert found.item() == pytest.approx(want.item(), abs=1e-12)
@@ -219,8 +221,8 @@ def test_equal_models_have_no_divergence_and_no_gradient(divergence, keep):
     made, targets, *_ = inputs(torch.float32)
     hidden, weight = made["hidden"].requires_grad_(), made["weight"].requires_grad_()
     same = partial(float32_matmul, weight_OI=weight.detach())
-    teacher = WholeTeacher(hidden.detach(), same, divergence)
-    found = selected_logprobs(hidden, weight, targets, Head(temperature=0.7, keep_bytes=keep), teacher)[2]
+    teacher = FullVocabTeacher(hidden.detach(), same, divergence)
+    found = selected_logprobs(hidden, weight, targets, VocabSoftmax(temperature=0.7, keep_bytes=keep), teacher)[2]
     found.sum().backward()
     assert not found.any()
     assert not hidden.grad.any()
@@ -235,9 +237,9 @@ def test_logprobs_have_the_bits_of_the_head_without_a_teacher():
         how = {"temperature": 0.7, "chunk": 4}
         if with_teacher:
             teacher = teacher_of(made, KINDS[0], 0.7)
-            logprobs, entropy, _ = selected_logprobs(hidden, made["weight"], targets, Head(**how), teacher)
+            logprobs, entropy, _ = selected_logprobs(hidden, made["weight"], targets, VocabSoftmax(**how), teacher)
         else:
-            logprobs, entropy = selected_logprobs(hidden, made["weight"], targets, Head(**how))
+            logprobs, entropy = selected_logprobs(hidden, made["weight"], targets, VocabSoftmax(**how))
         (logprobs * of_logprob).sum().backward()
         found.append((logprobs, entropy, hidden.grad))
     for one, other in zip(*found, strict=True):
@@ -279,7 +281,7 @@ def test_divided_and_padded_vocabulary(size, vocab_size, n_listed, divergence):
         teacher = teacher_of(mine, divergence, 0.8) if listed is None else teacher_of(made, divergence, 0.8, listed)
         how = {"temperature": 0.8, "chunk": 6, "first": first, "all_reduce": ThreadRanks(rank, shared).all_reduce}
         how |= {"keep_bytes": 9 * 16 * per_rank, "most_rows": per_rank}
-        logprobs, _, found = selected_logprobs(hidden, weight, targets, Head(**how), teacher)
+        logprobs, _, found = selected_logprobs(hidden, weight, targets, VocabSoftmax(**how), teacher)
         (logprobs * upstream[0] + found * upstream[1]).sum().backward()
         results[rank] = (logprobs.detach(), found.detach(), hidden.grad, weight.grad)
 
@@ -333,14 +335,14 @@ def test_bf16_models_on_cuda(divergence, keep):
     buffer = torch.zeros(V, D, device="cuda")
     teacher = teacher_of({name: x.detach() for name, x in made.items()}, divergence, 0.7)
     how = {"temperature": 0.7, "chunk": 9, "keep_bytes": keep, "weight_grad": buffer}
-    logprobs, _, found = selected_logprobs(hidden, weight, targets.cuda(), Head(**how), teacher)
+    logprobs, _, found = selected_logprobs(hidden, weight, targets.cuda(), VocabSoftmax(**how), teacher)
     (logprobs * upstream[0].cuda().float() + found * upstream[1].cuda().float()).sum().backward()
     results = (logprobs, found, hidden.grad, buffer)
     for got, wanted, tol in zip(results, want, (1e-3, 1e-3, 0.3, 0.3), strict=True):
         torch.testing.assert_close(got.double().cpu(), wanted, atol=tol, rtol=tol)
-    same = WholeTeacher(hidden.detach(), partial(float32_matmul, weight_OI=weight.detach()), divergence)
+    same = FullVocabTeacher(hidden.detach(), partial(float32_matmul, weight_OI=weight.detach()), divergence)
     hidden.grad = None
-    equal = selected_logprobs(hidden, weight.detach(), targets.cuda(), Head(temperature=0.7), same)[2]
+    equal = selected_logprobs(hidden, weight.detach(), targets.cuda(), VocabSoftmax(temperature=0.7), same)[2]
     equal.sum().backward()
     assert not equal.any()
     assert not hidden.grad.any()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areno.kernels import experts as ops
 from areno.kernels.experts import reference, triton
-from areno.layers.config import Experts
+from areno.layers.config import MoEConfig
 from areno.layers.parallel import ParallelGroup
 from tests.helpers.fused_layers import BARE, SOME, build, compare, run
 from tests.helpers.interpreted import on_ranks, run_interpreted
@@ -24,7 +24,7 @@ from tests.helpers.tiny_decoder import run as run_decoder
 SIZES = [(40, 3, 7), (1, 2, 5), (90, 1, 4)]  # tokens, experts of a token, experts
 EXPERTS: dict[str, Any] = {
     "family": "qwen3_moe",
-    "experts": Experts(n_experts=6, top_k=2, inner_size=20, normalised=True, dense_layers=frozenset({0})),
+    "experts": MoEConfig(n_experts=6, top_k=2, inner_size=20, normalised=True, dense_layers=frozenset({0})),
     "mlp_bias": False,
 }
 
@@ -48,7 +48,7 @@ def compare_routing(device: str = "cpu") -> None:
             torch.testing.assert_close(weights, expected[1], atol=1e-6, rtol=1e-5)
         for first, n_local in ((0, n_experts), (n_experts // 2, n_experts - n_experts // 2)):
             groups = ops.group_by_expert(chosen, first, n_local)
-            with mock.patch("areno.kernels.experts.use_triton", return_value=False):
+            with mock.patch("areno.kernels.experts.can_use_triton", return_value=False):
                 expected_groups = ops.group_by_expert(chosen, first, n_local)
             for one, other in zip(groups, expected_groups, strict=True):
                 assert torch.equal(one, other), (n, top_k, n_experts, first)
@@ -120,7 +120,7 @@ def test_interpreted_kernels_are_the_references() -> None:
 def compare_layers() -> None:
     """Fused layers with experts: a plain layer and one with experts; then weights that do not add up to 1."""
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME, {"recompute": True}), **EXPERTS)
-    loose = Experts(n_experts=4, top_k=3, inner_size=8, normalised=False)
+    loose = MoEConfig(n_experts=4, top_k=3, inner_size=8, normalised=False)
     compare("cpu", torch.float32, 1e-5, "sdpa", ({},), **{**EXPERTS, "experts": loose})
 
 
@@ -132,12 +132,12 @@ def compare_told_layers() -> None:
         with contextlib.nullcontext() if is_fused else plain():
             model = build(torch.float32, "cpu", **EXPERTS)
             assert model.routing is not None
-            model.routing.begin(given, balance, 5, observes=True, records=True)
+            model.routing.configure(given, balance, 5, observes=True, records=True)
             how = {"recompute": True} if is_fused else {}
             numbers = run(model, "sdpa", is_fused, **how)
             [load] = model.routing.loads.values()
             found.append((*numbers, model.routing.recorded_experts(), *vars(load).values()))
-            model.routing.begin(given, None, 5)
+            model.routing.configure(given, None, 5)
             without = run(model, "sdpa", is_fused, **how)[2]
     for got, expected in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

@@ -17,7 +17,7 @@ from tests.helpers.interpreted import run_interpreted
 
 
 def compare_products(device: str, dtype: torch.dtype, n_rows: int, n_inputs: int, n_outputs: int) -> None:
-    from areno.kernels.matmul.triton_few_rows import gated_product, partial_products, product
+    from areno.kernels.matmul.triton_few_rows import few_rows_matmul, gated_product, partial_products
 
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
@@ -30,10 +30,10 @@ def compare_products(device: str, dtype: torch.dtype, n_rows: int, n_inputs: int
     def check(got: torch.Tensor, wanted: torch.Tensor, most: float) -> None:
         assert ((got.double() - wanted).norm() / wanted.norm()).item() < most
 
-    got = product(x, weight, bias)
+    got = few_rows_matmul(x, weight, bias)
     assert got.dtype == dtype
     check(got, expected + bias.double(), tolerance)
-    check(product(x, weight), expected, tolerance)
+    check(few_rows_matmul(x, weight), expected, tolerance)
     parts = partial_products(x, weight)
     assert parts.dtype == torch.float32
     check(parts.double().sum(0), expected, 1e-5)
@@ -100,14 +100,14 @@ def test_on_the_gpu(dtype: torch.dtype, n_rows: int) -> None:
 @pytest.mark.gpu
 def test_hopper_computes_in_gluon() -> None:
     gluon_few_rows = pytest.importorskip("areno.kernels.matmul.gluon_few_rows")
-    if not gluon_few_rows.jit.runs_gluon(torch.device("cuda"), gluon_few_rows.FEW_ROWS_KERNEL):
+    if not gluon_few_rows.jit.can_run_gluon(torch.device("cuda"), gluon_few_rows.FEW_ROWS_KERNEL):
         pytest.skip("needs a Hopper GPU and a Triton with Gluon")
     x, weight = (torch.ones(n, 64, dtype=torch.bfloat16, device="cuda") for n in (5, 32))
     out = torch.empty(1, 5, 32, dtype=torch.bfloat16, device="cuda")
-    assert gluon_few_rows.few_rows_product(x, weight, None, out, is_gated=False, gelu=False)
+    assert gluon_few_rows.launch_few_rows(x, weight, None, out, is_gated=False, gelu=False)
     assert (out == 64).all()
     part = x.new_ones(1 + 5 * 64)[1:].view(5, 64)  # does not lie at a multiple of 16 bytes
-    assert not gluon_few_rows.few_rows_product(part, weight, None, out, is_gated=False, gelu=False)
+    assert not gluon_few_rows.launch_few_rows(part, weight, None, out, is_gated=False, gelu=False)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_hopper_computes_in_gluon() -> None:
 )
 def test_tiles_fit_into_shared_memory(sizes: tuple[int, ...], expected: tuple[int, int, int] | None) -> None:
     gluon_few_rows = pytest.importorskip("areno.kernels.matmul.gluon_few_rows")
-    found = gluon_few_rows._tiles(*sizes, 132)
+    found = gluon_few_rows._choose_tiling(*sizes, 132)
     assert found == expected
     if found is not None:
         inputs, n_tiles, n_x_tiles = found
@@ -164,10 +164,10 @@ def test_which_passes_have_few_rows(
 
     layers = layers_of(build(torch.float32, "cpu", **{**BARE, **changes}))
     with torch.no_grad():
-        assert not few_rows.runs_few_rows(layers, n_tokens, attend)  # the CPU has no such kernels
+        assert not few_rows.can_run_few_rows(layers, n_tokens, attend)  # the CPU has no such kernels
         monkeypatch.setattr(few_rows, "supports_few_rows", lambda weight: True)
-        assert few_rows.runs_few_rows(layers, n_tokens, attend) is expected
+        assert few_rows.can_run_few_rows(layers, n_tokens, attend) is expected
         layers[1].mlp.down.fixed_order = FixedOrderMatmul()  # type: ignore[union-attr]
-        assert not few_rows.runs_few_rows(layers, n_tokens, attend)
+        assert not few_rows.can_run_few_rows(layers, n_tokens, attend)
         layers[1].mlp.down.fixed_order = None  # type: ignore[union-attr]
-    assert not few_rows.runs_few_rows(layers, n_tokens, attend)
+    assert not few_rows.can_run_few_rows(layers, n_tokens, attend)

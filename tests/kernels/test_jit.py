@@ -71,7 +71,7 @@ def _gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(jit, "HAS_GLUON", True)
     monkeypatch.setattr(jit, "supports_pdl", lambda _: True)
-    monkeypatch.setattr(backend, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(backend, "compute_capability", lambda _: (9, 0))
     monkeypatch.setattr(jit, "_uncompiled", set())
     jit._has_gluon.cache_clear()
     yield jit
@@ -80,8 +80,8 @@ def _gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
 def test_gluon_runs_on_hopper(capability: tuple[int, int], gluon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "capability", lambda _: capability)
-    assert gluon.runs_gluon(torch.device("cuda:0"), "good") is (capability == (9, 0))
+    monkeypatch.setattr(backend, "compute_capability", lambda _: capability)
+    assert gluon.can_run_gluon(torch.device("cuda:0"), "good") is (capability == (9, 0))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_kernel_in_gluon_that_does_not_compile_runs_no_more(
     bad, good = Kernel("bad", error, compiles=isinstance(error, OutOfResources)), Kernel("good")
     assert not gluon.launch_gluon(bad, (2, 3), 4, SIZE=5)
     assert gluon.launch_gluon(good, (2, 3), 4, SIZE=5)
-    assert [gluon.runs_gluon(torch.device("cuda:0"), name) for name in ("bad", "good")] == [False, True]
+    assert [gluon.can_run_gluon(torch.device("cuda:0"), name) for name in ("bad", "good")] == [False, True]
     assert (bad.launches, good.launches) == (1, 1)
     assert "Triton cannot compile the kernel bad in Gluon" in caplog.text
     assert message in caplog.text
@@ -114,7 +114,7 @@ def test_a_kernel_in_gluon_that_does_not_compile_runs_no_more(
 def test_errors_of_cuda_are_raised(error: Exception, gluon: Any, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(type(error), match=re.escape(str(error))):
         gluon.launch_gluon(Kernel("good", error), (2, 3), 4, SIZE=5)
-    assert gluon.runs_gluon(torch.device("cuda:0"), "good")
+    assert gluon.can_run_gluon(torch.device("cuda:0"), "good")
     assert not caplog.text
 
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from areno.kernels.logprobs import Head, selected_logprobs
+from areno.kernels.logprobs import VocabSoftmax, selected_logprobs
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.thread_ranks import ThreadRanks
 
@@ -40,7 +40,7 @@ def test_equals_the_full_softmax(chunk, temperature, dtype, tol):
     expected = plain(hidden, weight, targets, upstream, temperature)
     hidden.requires_grad_()
     weight.requires_grad_()
-    logprobs, entropy = selected_logprobs(hidden, weight, targets, Head(temperature=temperature, chunk=chunk))
+    logprobs, entropy = selected_logprobs(hidden, weight, targets, VocabSoftmax(temperature=temperature, chunk=chunk))
     assert logprobs.dtype == entropy.dtype == torch.promote_types(dtype, torch.float32)
     assert not entropy.requires_grad
     (logprobs * upstream.to(logprobs.dtype)).sum().backward()
@@ -56,7 +56,7 @@ def test_how_much_is_held_for_the_backward_pass_does_not_matter(rows):
     hidden.requires_grad_()
     weight.requires_grad_()
     logprobs, entropy = selected_logprobs(
-        hidden, weight, targets, Head(temperature=0.7, chunk=4, keep_bytes=rows * V * hidden.element_size() + 3)
+        hidden, weight, targets, VocabSoftmax(temperature=0.7, chunk=4, keep_bytes=rows * V * hidden.element_size() + 3)
     )
     (logprobs * upstream).sum().backward()
     for got, want in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
@@ -73,7 +73,7 @@ def compare_interpreted():
         expected = plain(hidden, weight, targets, upstream, 0.7)
         hidden.requires_grad_()
         weight.requires_grad_()
-        logprobs, entropy = selected_logprobs(hidden, weight, targets, Head(temperature=0.7, keep_bytes=keep))
+        logprobs, entropy = selected_logprobs(hidden, weight, targets, VocabSoftmax(temperature=0.7, keep_bytes=keep))
         (logprobs * upstream).sum().backward()
         for got, want in zip((logprobs, entropy, hidden.grad, weight.grad), expected, strict=True):
             torch.testing.assert_close(got.double(), want, atol=tol, rtol=tol)
@@ -92,7 +92,7 @@ def test_weight_gradient_can_be_added_to_a_buffer():
     hidden.requires_grad_()
     weight.requires_grad_()
     buffer = torch.ones(V, D)
-    logprobs, _ = selected_logprobs(hidden, weight, targets, Head(temperature=1.0, chunk=7, weight_grad=buffer))
+    logprobs, _ = selected_logprobs(hidden, weight, targets, VocabSoftmax(temperature=1.0, chunk=7, weight_grad=buffer))
     (logprobs * upstream).sum().backward()
     assert weight.grad is None
     torch.testing.assert_close(buffer, 1 + expected.float(), atol=2e-5, rtol=2e-5)
@@ -101,7 +101,7 @@ def test_weight_gradient_can_be_added_to_a_buffer():
 def test_large_logits_stay_finite():
     hidden, weight, targets, _ = inputs()
     hidden = (hidden * 1e4).requires_grad_()
-    logprobs, entropy = selected_logprobs(hidden, weight, targets, Head(temperature=1.0))
+    logprobs, entropy = selected_logprobs(hidden, weight, targets, VocabSoftmax(temperature=1.0))
     logprobs.sum().backward()
     assert all(torch.isfinite(x).all() for x in (logprobs, entropy, hidden.grad))
     assert (entropy >= -1e-5).all()
@@ -111,7 +111,7 @@ def test_no_positions_give_empty_results_and_zero_gradients():
     hidden, weight, targets, _ = inputs()
     hidden.requires_grad_()
     weight.requires_grad_()
-    logprobs, entropy = selected_logprobs(hidden[:0], weight, targets[:0], Head(temperature=1.0))
+    logprobs, entropy = selected_logprobs(hidden[:0], weight, targets[:0], VocabSoftmax(temperature=1.0))
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
     assert not weight.grad.any()
@@ -135,7 +135,10 @@ def test_divided_and_padded_vocabulary(size, vocab_size):
         all_reduce = ThreadRanks(rank, shared).all_reduce if size > 1 else None
         how = {"keep_bytes": 9 * 8 * per_rank, "most_rows": per_rank}  # 9 positions
         logprobs, entropy = selected_logprobs(
-            x, mine[:n_valid], targets, Head(temperature=0.8, chunk=6, first=first, all_reduce=all_reduce, **how)
+            x,
+            mine[:n_valid],
+            targets,
+            VocabSoftmax(temperature=0.8, chunk=6, first=first, all_reduce=all_reduce, **how),
         )
         grads = torch.autograd.grad((logprobs * upstream).sum(), (x, mine))
         results[rank] = (logprobs.detach(), entropy, *grads)
@@ -168,7 +171,7 @@ def test_bf16_products_are_kept_in_fp32_on_cuda(keep_bytes):
     weight.requires_grad_()
     buffer = torch.zeros(V, D, device="cuda")
     logprobs, entropy = selected_logprobs(
-        hidden, weight, targets, Head(temperature=0.6, chunk=9, weight_grad=buffer, keep_bytes=keep_bytes)
+        hidden, weight, targets, VocabSoftmax(temperature=0.6, chunk=9, weight_grad=buffer, keep_bytes=keep_bytes)
     )
     (logprobs * upstream).sum().backward()
     # Only gradients see bf16 rounding.

@@ -188,7 +188,7 @@ def test_hopper_computes_splits_in_gluon(
     shape: tuple[int, int, int, int], group_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = pytest.importorskip("areno.kernels.paged.triton")
-    if not triton.jit.runs_gluon(torch.device("cuda"), "_gluon_split_kernel"):
+    if not triton.jit.can_run_gluon(torch.device("cuda"), "_gluon_split_kernel"):
         pytest.skip("needs a Hopper GPU and a Triton with Gluon")
     launched: list[bool] = []
     compute = triton.compute_splits
@@ -233,7 +233,7 @@ def test_which_splits_gluon_computes(
     gluon_splits = pytest.importorskip("areno.kernels.paged.gluon_splits")
     if not gluon_splits.HAS_GLUON:
         pytest.skip("this Triton has no Gluon")
-    monkeypatch.setattr(gluon_splits.jit, "runs_gluon", lambda device, name: True)
+    monkeypatch.setattr(gluon_splits.jit, "can_run_gluon", lambda device, name: True)
     monkeypatch.setattr(gluon_splits.jit, "launch_gluon", lambda *args, **options: True)
     q, blocks = torch.zeros(1, queries, head_dim), torch.zeros(2, 3, block_size, 1, head_dim, dtype=torch.bfloat16)
     constants = {"HEADS_PER_KEY": queries, "GROUP_SIZE": group_size, "BLOCK_SIZE": block_size}
@@ -241,5 +241,5 @@ def test_which_splits_gluon_computes(
     assert gluon_splits.compute_splits((1, 1), q.bfloat16(), blocks, (), **rest) is expected
     assert not gluon_splits.compute_splits((1, 1), q, blocks.float(), (), **rest)
     assert not gluon_splits.compute_splits((1, 1), q.half(), blocks, (), **rest)
-    monkeypatch.setattr(gluon_splits.jit, "runs_gluon", lambda device, name: False)
+    monkeypatch.setattr(gluon_splits.jit, "can_run_gluon", lambda device, name: False)
     assert not gluon_splits.compute_splits((1, 1), q.bfloat16(), blocks, (), **rest)

@@ -44,7 +44,7 @@ def compare_tiles_by_tma() -> None:
     from areno.kernels import backend
     from areno.kernels.sampling import triton_head
 
-    backend.capability = lambda _: (9, 0)
+    backend.compute_capability = lambda _: (9, 0)
     from_tensor, shapes = triton_head.TensorDescriptor.from_tensor, []
     triton_head.TensorDescriptor.from_tensor = lambda x, tile: shapes.append(x.shape) or from_tensor(x, tile)
     for vocab, width in ((300, 72), (130, 64)):
@@ -72,7 +72,7 @@ def test_draws_from_hidden_states_are_those_from_logits() -> None:
 
 
 def test_few_rows_wide_models_and_settings_need_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areno.kernels.sampling.use_triton", lambda x: True)
+    monkeypatch.setattr("areno.kernels.sampling.can_use_triton", lambda x: True)
     hidden = torch.zeros(64, 512, dtype=torch.bfloat16)
     assert can_sample_hidden(hidden, SamplingFlags())
     assert not can_sample_hidden(hidden[:16], SamplingFlags())

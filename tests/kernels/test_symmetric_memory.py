@@ -34,8 +34,8 @@ def opened(n_ranks: int, empty: Any = torch.empty) -> SymmetricMemory:
 @pytest.mark.parametrize(("n_ranks", "large"), [(2, True), (3, False), (4, True), (6, False), (8, True), (16, False)])
 def test_large_sums_are_for_groups_that_torch_can_add_in_two_steps(n_ranks: int, large: bool) -> None:
     memory = opened(n_ranks)
-    assert memory.can_sum(torch.empty(2**19, dtype=torch.bfloat16))
-    assert memory.can_sum(torch.empty(2**19 + 8, dtype=torch.bfloat16)) == large
+    assert memory.can_all_reduce(torch.empty(2**19, dtype=torch.bfloat16))
+    assert memory.can_all_reduce(torch.empty(2**19 + 8, dtype=torch.bfloat16)) == large
     assert memory.can_gather(torch.empty(2**19 + 8, dtype=torch.bfloat16))
 
 
@@ -44,7 +44,7 @@ def test_an_error_without_a_first_line_is_one_as_well(
     text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(symmetric_memory, "SymmetricMemory", mock.Mock(side_effect=RuntimeError(text)))
-    monkeypatch.setattr(symmetric_memory, "_any_rank", lambda here, *_: here)
+    monkeypatch.setattr(symmetric_memory, "_is_true_on_any_rank", lambda here, *_: here)
     with caplog.at_level("INFO", "areno"):
         assert open_symmetric_memory(None, CPU) is None
     assert (text.strip() or "RuntimeError") in caplog.text
@@ -71,11 +71,11 @@ def test_each_rank_tries_the_memory_with_numbers_of_its_own(monkeypatch: pytest.
         tried.append(x.clone())
         return x
 
-    memory: Any = SimpleNamespace(device=CPU, max_bytes=2**20, can_sum=lambda _: True, all_reduce=total)
+    memory: Any = SimpleNamespace(device=CPU, max_bytes=2**20, can_all_reduce=lambda _: True, all_reduce=total)
     memory.all_gather = lambda x: x[None]
     memory.connect = lambda: None
     monkeypatch.setattr(symmetric_memory, "SymmetricMemory", lambda *_: memory)
-    monkeypatch.setattr(symmetric_memory, "_any_rank", lambda here, *_: here)
+    monkeypatch.setattr(symmetric_memory, "_is_true_on_any_rank", lambda here, *_: here)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
     for rank in range(2):
         torch.manual_seed(1)  # processes begin with the same state

@@ -74,7 +74,7 @@ def compare_calls(memory: SymmetricMemory, rank: int, n_ranks: int) -> None:
         pieces = [torch.empty_like(part) for _ in range(n_ranks)]
         dist.all_gather(pieces, part)
         total = torch.stack(pieces).float().sum(0).bfloat16()
-        assert memory.can_sum(part)
+        assert memory.can_all_reduce(part)
         assert memory.can_gather(part)
         assert torch.equal(memory.all_reduce(part), total)
         wide = part.float()

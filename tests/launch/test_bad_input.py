@@ -14,7 +14,7 @@ import pytest
 from areno.api import get_algorithm
 from areno.errors import ConfigError
 from areno.launch.compose import load
-from areno.plan.plan import check_copies
+from areno.plan.plan import check_rows_per_replica
 from areno.recipes import gspo, sft
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
@@ -122,10 +122,10 @@ def test_fewer_rows_than_copies_of_the_model(recipe, task, overrides, message):
     config = load(get_algorithm(recipe).config, task, [*words, "gconfig.n_samples=4"] if recipe == "ppo" else words)
     spec = EngineSpec(actor=RoleSpec(path=""), devices=["cpu"] * 2, engine=config.engine)
     if message is None:
-        check_copies(config, spec)
+        check_rows_per_replica(config, spec)
         return
     with pytest.raises(ConfigError, match=rf"^train_dataset.batch_size: is \d, so {message}"):
-        check_copies(config, spec)
+        check_rows_per_replica(config, spec)
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_data_files(capsys, section, rows, message):
 
 
 def test_data_that_is_not_there(capsys, monkeypatch):
-    monkeypatch.setattr("areno.data.sources.hub_answers", lambda: False)
+    monkeypatch.setattr("areno.data.sources.is_hub_reachable", lambda: False)
     for path, message in {
         "rows.jsonl": "there is no file or folder rows.jsonl",
         "nobody/nothing": "hub cannot be reached .*to use local data, set train_dataset.path to a file or folder",

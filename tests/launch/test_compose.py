@@ -415,7 +415,7 @@ def test_installed_wheel_works_anywhere(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["experiment_name"] == "gsm8k"
-    program = "from areno.files.paths import *; print(root()); print(find_file('examples/math/dataset_loader.py'))"
+    program = "from areno.files.paths import *; print(data_root()); print(find_file('examples/math/dataset_loader.py'))"
     done = python("-c", program, cwd=elsewhere, PYTHONPATH=str(tmp_path / "site"))
     data = tmp_path / "site/areno/_data"
     assert done.stdout.split() == [str(data), str(data / "examples/math/dataset_loader.py")]

@@ -14,7 +14,7 @@ from areno.launch import command
 from areno.launch.compose import load
 from areno.launch.hints import all_setting_keys, setting_hint
 from areno.launch.other_tools import COUNTERPARTS, EQUAL, HOLDS, PARTS
-from areno.schema.fields import rows
+from areno.schema.fields import setting_rows
 
 OURS = """
 experiment_name: questions
@@ -201,7 +201,7 @@ def test_no_limit_of_rows_is_the_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", built_in_algorithms())
 def test_hints_name_settings_that_the_algorithm_has(recipe: str) -> None:
     cls = get_algorithm(recipe).config
-    here = {row.key for row in rows(cls)}
+    here = {row.key for row in setting_rows(cls)}
     for key in (*COUNTERPARTS, *EQUAL, *HOLDS, *PARTS, "actor.max_new_tokens", "critic.temperature"):
         named = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+", setting_hint(key, cls=cls))) & all_setting_keys()
         assert named <= here, (key, setting_hint(key, cls=cls))

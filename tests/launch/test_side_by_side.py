@@ -18,7 +18,7 @@ import pytest
 from areno.config.run import EngineConfig
 from areno.errors import ConfigError
 from areno.launch.compose import HydraSession
-from areno.launch.side_by_side import JobFailed, JobLines, SideBySide, shares
+from areno.launch.side_by_side import JobFailed, JobOutputDisplay, ParallelJobs, job_env_vars
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
 from tests.helpers.played import Main, run, task_folder
@@ -65,7 +65,7 @@ def test_runs_go_on_together_and_one_that_fails_alone(tmp_path: Path) -> None:
         2: partial(fails, "killed"),
         3: partial(fails, ""),
     }
-    with SideBySide([{"SHARE": "left"}, {"SHARE": "right"}], lambda *line: told.append(line)) as runs:
+    with ParallelJobs([{"SHARE": "left"}, {"SHARE": "right"}], lambda *line: told.append(line)) as runs:
         futures = [
             runs.start(number, work, lambda: None, lambda *found, number=number: ended.append((number, *found)))
             for number, work in works.items()
@@ -95,7 +95,7 @@ def test_what_goes_wrong_with_telling_of_a_run_is_raised_when_it_has_ended(tmp_p
     def begin(number: int, name: str, other: str, then: Callable[..., None]) -> Future[float]:
         return runs.start(number, partial(meets, tmp_path, name, other), lambda: None, then)
 
-    with SideBySide([{"SHARE": "left"}, {"SHARE": "right"}], told) as runs:
+    with ParallelJobs([{"SHARE": "left"}, {"SHARE": "right"}], told) as runs:
         futures = begin(0, "a", "b", lambda *found: ended.append(found)), begin(1, "b", "a", full)
         for future, message in zip(futures, ("the terminal is gone", "no space left"), strict=True):
             with pytest.raises(OSError, match=message):
@@ -118,7 +118,7 @@ def test_an_interrupt_ends_all(name: str, signals: str, tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     def go() -> None:
-        with SideBySide([{}, {}], lambda *line: None) as runs:
+        with ParallelJobs([{}, {}], lambda *line: None) as runs:
             for number, run_name in enumerate({name, "hears"}):
                 runs.start(number, partial(holds, tmp_path, run_name), lambda: None, lambda *found: ended.append(found))
             if name == "deaf":
@@ -142,19 +142,19 @@ def test_each_has_its_share_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert shares(3, EngineConfig()) == [{"OMP_NUM_THREADS": "2"}] * 3
+    assert job_env_vars(3, EngineConfig()) == [{"OMP_NUM_THREADS": "2"}] * 3
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    devices = [share["CUDA_VISIBLE_DEVICES"] for share in shares(2, EngineConfig())]
+    devices = [share["CUDA_VISIBLE_DEVICES"] for share in job_env_vars(2, EngineConfig())]
     assert devices == ["0,1", "2,3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, 6,5,GPU-a,3")
-    devices = [share["CUDA_VISIBLE_DEVICES"] for share in shares(3, EngineConfig(world_size=1))]
+    devices = [share["CUDA_VISIBLE_DEVICES"] for share in job_env_vars(3, EngineConfig(world_size=1))]
     assert devices == ["7", "6", "5"]
-    assert "CUDA_VISIBLE_DEVICES" not in shares(9, EngineConfig(device="cpu"))[0]
+    assert "CUDA_VISIBLE_DEVICES" not in job_env_vars(9, EngineConfig(device="cpu"))[0]
     with pytest.raises(ConfigError, match=r"hydra.launcher.n_jobs: is 3, with 2 devices for each run; there are 5"):
-        shares(3, EngineConfig(world_size=2))
+        job_env_vars(3, EngineConfig(world_size=2))
     with pytest.raises(ConfigError, match=r"is 6, with 1 device for each run; there are 5"):
-        shares(6, EngineConfig())
+        job_env_vars(6, EngineConfig())
 
 
 def test_a_sweep_with_mistakes_in_n_jobs(
@@ -175,7 +175,7 @@ def test_a_line_for_each_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
     terminal = Terminal(60, 15)
     monkeypatch.setattr(sys, "stderr", terminal.stream)
     monkeypatch.setenv("TERM", "xterm-256color")
-    with JobLines(True, "eval/accuracy") as lines:
+    with JobOutputDisplay(True, "eval/accuracy") as lines:
         lines.begin(0, ["seed=1"])
         lines.begin(1, ["seed=2"])
         for number in range(1, 40):
@@ -200,7 +200,7 @@ def test_a_line_for_each_run_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_all_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with JobLines(False, "eval/accuracy") as lines:
+    with JobOutputDisplay(False, "eval/accuracy") as lines:
         lines.begin(7, ["seed=1"])
         lines.show_line(7, "10:00:00 step=1/2 reward_mean=0.5")
         lines.show_line(7, "error: no rows")
@@ -210,7 +210,7 @@ def test_all_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_what_cannot_travel_is_an_error() -> None:
-    with SideBySide([{}], print) as runs:
+    with ParallelJobs([{}], print) as runs:
         for number in range(2):  # and the next run does not wait for the share of this one
             with pytest.raises(ConfigError, match="n_jobs: is more than 1, but"):
                 runs.start(number, lambda: (1.0, ""), lambda: None, print)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from areno.kernels.attention import choose_backend
 from areno.layers.attention import PackedAttend
-from areno.layers.config import Rope
+from areno.layers.config import RopeConfig
 from areno.layers.parallel import ParallelGroup
 from areno.models.config import LayerKind
 from areno.models.transformer import Transformer
@@ -76,14 +76,14 @@ def compare_interpreted() -> None:
     compare("cpu", torch.float16, 1e-2, "sdpa", (SOME,), num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=32)
 
 
-NOPE = Rope(1.0, "none")
+NOPE = RopeConfig(1.0, "none")
 LIKE_GEMMA: dict[str, Any] = {
     "norms": "both",
     "norm_plus_one": True,
     "activation": "gelu_tanh",
     "embed_scale": 3.0,
     "num_layers": 3,
-    "kinds": (LayerKind(SMALL["rope"], 2), LayerKind(Rope(10.0, partial=0.5)), LayerKind(NOPE, 2)),
+    "kinds": (LayerKind(SMALL["rope"], 2), LayerKind(RopeConfig(10.0, partial=0.5)), LayerKind(NOPE, 2)),
 }
 LIKE_OLMO: dict[str, Any] = {"norms": "after", "qk_norm": False, "qk_norm_whole": True}
 
@@ -119,7 +119,7 @@ def compare_share(rank: int, **like: Any) -> None:
     for how in ({}, {"split": True, "recompute": True}, {"split": True}):
         divided = build(torch.float32, "cpu", tp, **changes)
         for name, parameter in divided.named_parameters():
-            for part, of_alone in zip(divided.layout(name), alone.layout(name), strict=True):
+            for part, of_alone in zip(divided.tensor_parts(name), alone.tensor_parts(name), strict=True):
                 part.region(parameter).copy_(part.shard_of(of_alone.region(whole[name])))
         got = run(divided, "sdpa", is_fused=True, **how)
         torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
@@ -127,9 +127,9 @@ def compare_share(rank: int, **like: Any) -> None:
             mine, expected_grad = parameter.grad, whole[name].grad
             assert mine is not None
             assert expected_grad is not None
-            for elements, n in divided.partial_gradients(name, split="split" in how):
-                tp.sum_copies(mine.view(-1)[elements], n)
-            for part, full in zip(divided.layout(name), alone.layout(name), strict=True):
+            for elements, n in divided.partial_gradient_slices(name, split="split" in how):
+                tp.sum_over_replicas(mine.view(-1)[elements], n)
+            for part, full in zip(divided.tensor_parts(name), alone.tensor_parts(name), strict=True):
                 theirs = part.shard_of(full.region(expected_grad))
                 torch.testing.assert_close(part.region(mine), theirs, atol=1e-4, rtol=1e-4, msg=f"{name} {how}")
 

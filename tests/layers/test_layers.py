@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.layers.config import Rope
+from areno.layers.config import RopeConfig
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.norm import RMSNorm
@@ -46,7 +46,7 @@ def test_rms_norm_is_its_formula_and_keeps_the_dtype() -> None:
 
 def test_rotation_turns_complex_pairs() -> None:
     x, positions = randn(4, 3, 6), torch.tensor([0, 1, 2, 700])
-    cos, sin = Rotary(Rope(100.0), 6, device="cpu")(positions)
+    cos, sin = Rotary(RopeConfig(100.0), 6, device="cpu")(positions)
     freqs = torch.tensor([100.0 ** (-2 * i / 6) for i in range(3)], dtype=torch.float64)
     phase = torch.exp(1j * positions.double()[:, None] * freqs)[:, None]
     turned = torch.complex(x[..., :3].double(), x[..., 3:].double()) * phase
@@ -61,8 +61,8 @@ def test_rotation_turns_complex_pairs() -> None:
 
 
 def test_llama3_frequency_bands() -> None:
-    plain = frequencies(Rope(500000.0), 128).double()
-    scaled = frequencies(Rope(500000.0, "llama3", factor=8.0), 128).double()
+    plain = frequencies(RopeConfig(500000.0), 128).double()
+    scaled = frequencies(RopeConfig(500000.0, "llama3", factor=8.0), 128).double()
     for before, after in zip(plain.tolist(), scaled.tolist(), strict=True):
         wavelength = 2 * math.pi / before
         if wavelength < 8192 / 4:
@@ -121,6 +121,6 @@ def test_logits_are_fp32_also_from_bf16() -> None:
     embedding = VocabParallelEmbedding(7, 4, WeightSpec(torch.bfloat16, "cpu"))
     embedding.weight.data = randn(7, 4).bfloat16()
     hidden = randn(2, 4, seed=1).bfloat16()
-    logits = embedding.product(hidden)
+    logits = embedding.matmul(hidden)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, hidden.float() @ embedding.weight.float().T, atol=0.05, rtol=0)

@@ -13,7 +13,7 @@ import transformers
 from areno.engine.decoder.decoder import Decoder
 from areno.errors import CheckpointError, EngineError
 from areno.layers.attention import PackedAttend
-from areno.layers.config import Rope
+from areno.layers.config import RopeConfig
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
@@ -114,9 +114,9 @@ def test_older_fields_are_read_like_the_new_ones(tmp_path: Path) -> None:
     edited(tmp_path, rope_parameters=None, rope_theta=1000.0, rope_scaling=YARN)
     assert load_config(tmp_path).rope == new
     edited(tmp_path, rope_scaling={"type": "linear", "factor": 2}, rope_theta=3.0)
-    assert load_config(tmp_path).rope == Rope(3.0, "linear", 2.0)
+    assert load_config(tmp_path).rope == RopeConfig(3.0, "linear", 2.0)
     edited(tmp_path, rope_scaling=None, rope_theta=7)
-    assert load_config(tmp_path).rope == Rope(7.0)
+    assert load_config(tmp_path).rope == RopeConfig(7.0)
 
 
 def test_rope_scaling_beside_rope_parameters_counts_as_in_transformers(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_dynamic_scaling_ends_where_it_would_change_the_angles(tmp_path: Path) -
     reference(tmp_path, KINDS["dynamic"])
     config = load_config(tmp_path)
     assert config.max_position_embeddings == CONTEXT
-    assert config.rope.limit == " (max_position_embeddings; dynamic rope scaling beyond it is not supported)"
+    assert config.rope.limit_note == " (max_position_embeddings; dynamic rope scaling beyond it is not supported)"
     request = GenerationRequest(request_id=0, prompt=[5] * CONTEXT, n_samples=1, seed=1, params=SamplingParams())
     with pytest.raises(EngineError, match=f"context.*{CONTEXT}"):
         decoder(load(tmp_path)).submit(request)

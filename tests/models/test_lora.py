@@ -19,8 +19,8 @@ from areno.errors import CheckpointError
 from areno.layers.config import AdapterSpec
 from areno.layers.rotary import permute_heads
 from areno.models import parameters
-from areno.models.adapter_shapes import adapter_parameters, linear_shapes
-from areno.models.adapters import add_adapters, is_adapter, load_adapters, read_adapter_config, stored_adapters
+from areno.models.adapter_shapes import linear_shapes, n_adapter_parameters
+from areno.models.adapters import add_adapters, is_adapter_folder, load_adapters, read_adapter_config, stored_adapters
 from areno.models.registry import load_config
 from areno.specs.role import LoraSpec, RoleSpec
 from tests.helpers.family_cases import CASES, SHAPE, random_model
@@ -58,7 +58,7 @@ def times_apart(stats: dict[str, float]) -> dict[str, float]:
 
 def test_peft_loads_what_is_saved(trained: Engine, folder: Path, tmp_path: Path) -> None:
     trained.save(str(tmp_path / "a"))
-    assert is_adapter(tmp_path / "a")
+    assert is_adapter_folder(tmp_path / "a")
     expected = of_peft(folder, tmp_path / "a")
     assert apart(scored(trained, "actor", ROWS), expected) < 1e-5
     with engine_of(folder, None) as plain:
@@ -121,14 +121,14 @@ def test_a_value_role_of_the_same_folder_has_the_base(trained: Engine, folder: P
 def test_only_adapters_have_gradients_masters_and_moments(trained: Engine, folder: Path) -> None:
     backend = worker_of(trained).roles["actor"].backend
     adapters, config = trained.spec.actor.lora.adapters, load_config(folder)  # type: ignore[union-attr]
-    n = adapter_parameters(config, adapters)
+    n = n_adapter_parameters(config, adapters)
     shapes = linear_shapes(config)
     assert n == sum(2 * adapters.rank * sum(shapes[name]) for name in adapters.targets)  # of two layers
     assert n == trained.info.n_adapter_params
     assert sum(p.numel() for p in backend.model.parameters() if p.requires_grad) == n
     held = memory.model_bytes(config, 4, "adam", adapters=adapters)
     assert (held.gradients, held.masters, held.moments) == (4 * n, 0, 8 * n)
-    assert held.weights == 4 * (parameters.parameters(config) + n)
+    assert held.weights == 4 * (parameters.n_parameters(config) + n)
     flat, moments = backend.flat, backend.optimizer.moments
     assert flat.grads.numel() == flat.params.numel() == pytest.approx(n, abs=16 * len(flat.ranges))
     assert sum(buffer.nbytes for buffer in moments.values()) == pytest.approx(held.moments, rel=0.01)
@@ -184,7 +184,7 @@ def test_other_families(case: str, tmp_path: Path) -> None:
         before = scored(plain, "actor", ROWS)
     adapters = lora(tmp_path, tuple(linear_shapes(load_config(tmp_path))), alpha=8.0)
     with engine_of(tmp_path, adapters) as engine:
-        assert engine.info.n_adapter_params == adapter_parameters(load_config(tmp_path), adapters.adapters)
+        assert engine.info.n_adapter_params == n_adapter_parameters(load_config(tmp_path), adapters.adapters)
         train(engine)
         assert train(engine, 1)["logp_abs_diff_max"] < 1e-4
         engine.save(str(tmp_path / "a"))
@@ -217,7 +217,7 @@ def test_all_linear_is_what_peft_makes_of_it(case: str, tmp_path: Path) -> None:
     shapes = {name: (each.out_features, each.in_features) for name, each in layers.items()}
     assert linear_shapes(config) == shapes
     n_trained, _ = found.get_nb_trainable_parameters()
-    assert adapter_parameters(config, AdapterSpec(3, 1.0, tuple(shapes))) == n_trained
+    assert n_adapter_parameters(config, AdapterSpec(3, 1.0, tuple(shapes))) == n_trained
 
 
 def test_the_guide_names_the_layers(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_state_goes_on_exactly(folder: Path, tmp_path: Path, model: str) -> No
     with engine_of(folder, adapters) as engine:
         train(engine, 1)
         engine.save_state(tmp_path)
-        assert engine.state_written(wait=True)
+        assert engine.is_state_written(wait=True)
         stats, expected = train(engine), scored(engine, "actor", ROWS)
     n_bytes = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     assert n_bytes < 3 * 4 * engine.info.n_adapter_params + 60_000  # none of the base

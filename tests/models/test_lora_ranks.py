@@ -19,16 +19,16 @@ from areno.config.layout import Layout
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
 from areno.engine.train.zero_buffers import FlatParameters
-from areno.kernels.adapters import AdapterSlice, add_lora, reference, tiles
+from areno.kernels.adapters import AdapterSlice, add_lora, column_tiles, reference
 from areno.kernels.attention import choose_backend
-from areno.layers.adapter import Adapter, sampling
+from areno.layers.adapter import Adapter, use_stacked_adapters
 from areno.layers.attention import PackedAttend
 from areno.layers.config import AdapterSpec
 from areno.layers.linear import Linear
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
-from areno.models.adapter_shapes import adapter_parameters, linear_shapes
+from areno.models.adapter_shapes import linear_shapes, n_adapter_parameters
 from areno.models.adapters import add_adapters, init_adapters, refresh_adapters, stack_adapters, without_adapters
 from areno.models.config import TransformerConfig
 from areno.models.registry import build_model, load_config
@@ -94,7 +94,7 @@ def test_several_ranks_are_as_one(folder: Path, tmp_path: Path, model: str, layo
             engine.save(str(tmp_path / name))
             engine.save(str(tmp_path / f"{name}-merged"), merge=True)
             engine.save_state(tmp_path / f"{name}-state")
-            assert engine.state_written(wait=True)
+            assert engine.is_state_written(wait=True)
             found.append((numbers, tokens_of(rollout(engine, GREEDY)), logprobs, ref))
             if name == "two":
                 engine.load_state(tmp_path / "one-state")
@@ -122,7 +122,7 @@ def test_what_a_rank_holds_is_told_beforehand(tmp_path: Path, model: str) -> Non
         divided = build_model(config, dtype=torch.float32, device="meta", tp=ParallelGroup(rank, 2))
         add_adapters(divided, adapters)
         held = sum(parameter.numel() for parameter in divided.parameters() if parameter.requires_grad)
-        assert held == adapter_parameters(config, adapters, Layout.one_copy(2))
+        assert held == n_adapter_parameters(config, adapters, Layout.single_replica(2))
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_a_state_with_8_bit_moments_is_read_on_another_layout(folder: Path, tmp_
         for _ in range(3):
             one.train(rows, grpo_loss_fn)
         one.save_state(tmp_path)
-        assert one.state_written(wait=True)
+        assert one.is_state_written(wait=True)
         expected = scored(one, "actor", ROWS)
         one.train(rows, grpo_loss_fn)
         after = scored(one, "actor", ROWS)
@@ -203,8 +203,9 @@ def test_the_kernel_on_a_gpu(dtype: torch.dtype) -> None:
         y, h, b = (torch.randn(s, device="cuda").to(dtype) for s in ((n_rows, 1436), (n_rows, 3 * rank), (1360, rank)))
         expected = reference.add_lora(y.double(), h.double(), b.double(), slices, 0.5)
         with torch.no_grad():
-            found = add_lora(y.clone(), h, b, slices, tiles(slices, rank, y.device), 0.5)
-            rows = [add_lora(y[:n].clone(), h[:n], b, slices, tiles(slices, rank, y.device), 0.5) for n in (1, n_rows)]
+            tiles = column_tiles(slices, rank, y.device)
+            found = add_lora(y.clone(), h, b, slices, tiles, 0.5)
+            rows = [add_lora(y[:n].clone(), h[:n], b, slices, tiles, 0.5) for n in (1, n_rows)]
         close = {"atol": 1e-3, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
         torch.testing.assert_close(found.double(), expected, **close)
         assert all(torch.equal(each, found[: len(each)]) for each in rows)
@@ -228,13 +229,13 @@ def compare_kernel() -> None:
         y, h, b = draw(n_rows, 150), draw(n_rows, 2 * rank), draw(137, rank)
         expected = reference.add_lora(y, h, b, slices, 0.7)
         with torch.no_grad():
-            found = add_lora(y, h, b, slices, tiles(slices, rank, y.device), 0.7)
+            found = add_lora(y, h, b, slices, column_tiles(slices, rank, y.device), 0.7)
         assert found is y
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert torch.equal(expected[:, :3], y[:, :3])
     apart = (AdapterSlice(3, 0, 60), AdapterSlice(70, 60, 70))  # with columns between and behind them that stay
     y, h, b = draw(5, 150), draw(5, 8), draw(130, 4)
-    found = add_lora_stacked(torch.cat([y, h], dim=1), b, tiles(apart, 4, y.device, whole=150), 0.7, 150)
+    found = add_lora_stacked(torch.cat([y, h], dim=1), b, column_tiles(apart, 4, y.device, whole=150), 0.7, 150)
     torch.testing.assert_close(found, reference.add_lora(y, h, b, apart, 0.7), atol=1e-4, rtol=1e-4)
     for rank, n_rows, slices in (
         (3, 1, (AdapterSlice(0, 0, 150),)),  # gate and up share an A
@@ -245,7 +246,7 @@ def compare_kernel() -> None:
         y, h, b = draw(n_rows, 150), draw(n_rows, len(slices) * rank), draw(150, rank)
         whole = reference.add_lora(y, h, b, slices, 0.7)
         both = torch.cat([y, h], dim=1)
-        found = add_lora_stacked(both, b, tiles(slices, rank, y.device, whole=150), 0.7, 150)
+        found = add_lora_stacked(both, b, column_tiles(slices, rank, y.device, whole=150), 0.7, 150)
         torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
         for gelu in (False, True):
             gate, up = whole.chunk(2, dim=-1)
@@ -253,7 +254,7 @@ def compare_kernel() -> None:
             found = swiglu_stacked(both, b, slices, 0.7, 150, gelu)
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
             two_steps = swiglu(
-                add_lora_stacked(both.half(), b.half(), tiles(slices, rank, y.device, whole=150), 0.7, 150), gelu
+                add_lora_stacked(both.half(), b.half(), column_tiles(slices, rank, y.device, whole=150), 0.7, 150), gelu
             )
             assert torch.equal(swiglu_stacked(both.half(), b.half(), slices, 0.7, 150, gelu), two_steps)
         assert torch.equal(both[:, :150], y)
@@ -269,7 +270,7 @@ def add_lora_alone(n_rows: int) -> Tensor:
     h, b = ((each * 8).round() / 8 for each in (h, b))
     slices = (AdapterSlice(0, 0, 40),)
     with torch.no_grad():
-        return add_lora(y[:n_rows].clone(), h[:n_rows], b, slices, tiles(slices, 8, y.device), 0.7)
+        return add_lora(y[:n_rows].clone(), h[:n_rows], b, slices, column_tiles(slices, 8, y.device), 0.7)
 
 
 def adapted(tp: ParallelGroup, targets: tuple[str, ...], **changes: Any) -> Transformer:
@@ -304,7 +305,7 @@ def passed(model: Transformer, fused: bool, split: bool = False) -> tuple[Tensor
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert parameter.grad is not None
-            for index, part in enumerate(model.layout(name)):
+            for index, part in enumerate(model.tensor_parts(name)):
                 full = torch.empty(part.full_shape)
                 for owner in range(model.tp.size):
                     part.gather(parameter.grad, model.tp, owner, full if model.tp.rank == owner else None)
@@ -345,7 +346,7 @@ def compare_sampled(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME, 
     for _ in range(2):
         expected = hidden_of(model)
         refresh_adapters(model)
-        with sampling(), mock.patch.object(Adapter, "project_a", side_effect=AssertionError("two products")):
+        with use_stacked_adapters(), mock.patch.object(Adapter, "project_a", side_effect=AssertionError("twice")):
             found = hidden_of(model)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
         assert all((expected - each).abs().max() > 1e-2 for each in seen)
@@ -353,7 +354,7 @@ def compare_sampled(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME, 
         for module in model.modules():
             if isinstance(module, Adapter):
                 module.a.detach().mul_(-1.5)
-    with sampling(), without_adapters(model):
+    with use_stacked_adapters(), without_adapters(model):
         found = hidden_of(model)
     with without_adapters(model):
         assert torch.equal(found, hidden_of(model))
@@ -372,7 +373,7 @@ def compare_engine() -> None:
         with engine_of(base_folder, adapters) as engine:
             engine.train(train_rows(sampled_as_scored(engine, few), few), grpo_loss_fn)
             engine.save_state(state)
-            assert engine.state_written(wait=True)
+            assert engine.is_state_written(wait=True)
             expected = sampled_as_scored(engine, few)
             engine.train(train_rows(expected, few), grpo_loss_fn)
             now = scored(engine, "actor", ROWS[:1])

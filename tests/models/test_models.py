@@ -116,7 +116,7 @@ def test_parameters_can_become_views_of_a_flat_buffer(tmp_path: Path) -> None:
     expected = model.logits(model(tokens, positions, attend)).detach()
     parameters = dict(model.named_parameters())
     assert "head.weight" not in parameters
-    assert model.output.weight is parameters["embed.weight"]
+    assert model.lm_head.weight is parameters["embed.weight"]
     flat = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
     start = 0
     for parameter in parameters.values():

@@ -40,7 +40,7 @@ def test_ranks_that_do_not_divide_the_experts_name_the_key(tmp_path: Path) -> No
     config = load_config(tmp_path)
     with pytest.raises(ConfigError, match=r"engine\.tp_size: is 2, .*7 \(experts\).*num_local_experts=7"):
         build_model(config, dtype=torch.float32, device="cpu", tp=ParallelGroup(rank=0, size=2))
-    assert "intermediate" not in str(layout_problems(config, Layout.one_copy(2))[0])  # no layer has a plain MLP
+    assert "intermediate" not in str(layout_problems(config, Layout.single_replica(2))[0])  # no layer has a plain MLP
 
 
 # --- the auxiliary loss ---
@@ -57,16 +57,16 @@ def aux_loss(model: Transformer, coefficient: float, rows: list[list[torch.Tenso
 
     def run(one: PackedTokens) -> torch.Tensor:
         share = LocalTokens.for_rank(one, ParallelGroup(), "sdpa")
-        routing.begin(one, share)
+        routing.begin_pass(one, share)
         return model(share.tokens_n, share.positions_n, share.attend)
 
     routing.begin_step(batches, run)
     routing.restart()
     for one in batches:
         hidden = run(one)
-        routing.add()
+        routing.count_experts()
         (hidden * 0).sum().backward()  # a loss that knows nothing of the router
-    routing.end()
+    routing.free_tensors()
     routing.add_statistics(numbers := {"total_loss": 0.0})
     return numbers["router_aux_loss"]
 
@@ -117,9 +117,9 @@ def test_statistics_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
     one = PackedTokens(tokens, positions, attend.cu_seqlens, attend.max_len)
     share = LocalTokens.for_rank(one, ParallelGroup(), "sdpa")
     routing.begin_step([one], lambda packed: None)
-    routing.begin(one, share)
+    routing.begin_pass(one, share)
     model(share.tokens_n, share.positions_n, share.attend)
-    routing.add()
+    routing.count_experts()
     routing.add_statistics(found := {"total_loss": 0.0})
     with torch.no_grad():
         probs = [logits.softmax(-1) for logits in reference.model(row[None], output_router_logits=True).router_logits]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from areno.config.models import ModelConfig
 from areno.errors import ConfigError
 from areno.loss_fns.grpo import grpo_loss_fn
-from areno.models.adapter_shapes import adapter_parameters, linear_shapes
+from areno.models.adapter_shapes import linear_shapes, n_adapter_parameters
 from areno.models.registry import load_config
 from areno.plan.lora import lora_spec
 from tests.helpers.family_cases import random_model
@@ -35,7 +35,7 @@ def test_peft_loads_what_was_trained_on_attention(folder: Path, tmp_path: Path) 
     with engine_of(folder, lora(folder, ATTENTION), routing_replay=True) as engine:
         base = scored(engine, "actor", ROWS)
         train(engine)
-        assert engine.info.n_adapter_params == adapter_parameters(load_config(folder), lora(folder).adapters)
+        assert engine.info.n_adapter_params == n_adapter_parameters(load_config(folder), lora(folder).adapters)
         assert engine.info.routes is not None
         engine.save(str(tmp_path / "alone"))
         engine.save(str(tmp_path / "merged"), merge=True)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from areno.bench.device import decode_s, prefill_s
-from areno.bench.work import Work, model_folder
+from areno.bench.device import min_decode_s, min_prefill_s
+from areno.bench.work import Workload, model_folder
 from areno.config.experiments import ExperimentConfig
 from areno.config.layout import Layout
 from areno.config.models import ModelConfig, OptimizerConfig
@@ -63,7 +63,7 @@ def test_a_run_goes_on_from_its_state(kind: Any, folder: Path, tmp_path: Path) -
         step(engine)
         engine.save_state(str(tmp_path / "state"))
         expected = step(engine)[2]
-        assert engine.state_written(wait=True)
+        assert engine.is_state_written(wait=True)
     with Engine(settings, "inline") as engine:
         engine.load_state(str(tmp_path / "state"))
         assert step(engine)[2] == expected
@@ -167,7 +167,7 @@ def test_what_states_do_not_allow_is_refused(folder: Path) -> None:
     config = load_config(folder)
     [problem] = layout_problems(config, Layout(2, 1, 2))
     assert str(problem).startswith("engine.cp_size: is 2, but the model has layers with a recurrent state")
-    [problem] = layout_problems(config, Layout.one_copy(4))
+    [problem] = layout_problems(config, Layout.single_replica(4))
     assert "2 (linear key heads)" in str(problem)
     experiment = ExperimentConfig(experiment_name="e", actor=ModelConfig(path="x"))
     assert not [*engine_problems(experiment, config, "cpu")]
@@ -189,14 +189,16 @@ PLAIN = TokenCost(n_params=100, body_params=70, head_params=30, kv_bytes=10, att
 
 
 def test_floors_move_states_twice_in_a_step_and_once_behind_a_prompt() -> None:
-    work = Work.fixed(n_prompts=2, n_samples=2, prompt_len=10, new_tokens=3)
+    work = Workload.fixed(n_prompts=2, n_samples=2, prompt_len=10, new_tokens=3)
     moving = Rates(copy_bytes_s=100.0, matmul_flops_s=1e12)
     cost = replace(PLAIN, state_bytes=50, rule_flops=7.0)
     for shared in (False, True):
-        more = decode_s(cost, work, moving, shared=shared) - decode_s(PLAIN, work, moving, shared=shared)
+        more = min_decode_s(cost, work, moving, shared=shared) - min_decode_s(PLAIN, work, moving, shared=shared)
         assert more == pytest.approx(2 * 4 * 2 * 50 / 100)
-    assert prefill_s(cost, work, moving) - prefill_s(PLAIN, work, moving) == pytest.approx(4 * 50 / 100)
+    assert min_prefill_s(cost, work, moving) - min_prefill_s(PLAIN, work, moving) == pytest.approx(4 * 50 / 100)
     multiplying = Rates(copy_bytes_s=1e12, matmul_flops_s=10.0)
-    more = decode_s(cost, work, multiplying, shared=True) - decode_s(PLAIN, work, multiplying, shared=True)
+    more = min_decode_s(cost, work, multiplying, shared=True) - min_decode_s(PLAIN, work, multiplying, shared=True)
     assert more == pytest.approx(2 * 4 * 7 / 10)
-    assert prefill_s(cost, work, multiplying) - prefill_s(PLAIN, work, multiplying) == pytest.approx(20 * 7 / 10)
+    assert min_prefill_s(cost, work, multiplying) - min_prefill_s(PLAIN, work, multiplying) == pytest.approx(
+        20 * 7 / 10
+    )

@@ -160,14 +160,14 @@ def _agree_on_the_end(tp: ParallelGroup) -> None:
     worker: Any = SimpleNamespace(_saving=[future], context=context)
     if tp.rank == 0:
         future.set_result(None)
-    assert not Worker.saved(worker)
+    assert not Worker.is_saved(worker)
     if tp.rank == 0:
-        assert Worker.saved(worker)
+        assert Worker.is_saved(worker)
     else:
         future.set_exception(CheckpointError("full"))
         with pytest.raises(CheckpointError, match="full"):
-            Worker.saved(worker)
-    assert Worker.saved(worker)
+            Worker.is_saved(worker)
+    assert Worker.is_saved(worker)
 
 
 def test_tensors_travel_in_pieces_into_files_of_bounded_size(

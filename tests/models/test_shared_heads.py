@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from areno.config.layout import Layout
-from areno.cost.memory import kv_bytes
+from areno.cost.memory import kv_bytes_per_token
 from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
-from areno.models.adapter_shapes import adapter_parameters, linear_shapes
+from areno.models.adapter_shapes import linear_shapes, n_adapter_parameters
 from areno.models.adapters import add_adapters
-from areno.models.parameters import parameters
+from areno.models.parameters import n_parameters
 from areno.models.registry import build_model, layout_problems, load_config
 from tests.helpers.tiny_engine import folder_with
 from tests.helpers.tp_ranks import Groups, compare, on_ranks
@@ -51,25 +51,25 @@ def test_with_two_copies_of_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "phi3"])  # whose files keep q, k and v as one
 def test_what_a_rank_holds_is_told_beforehand(tmp_path: Path, family: Any, n_kv_heads: int) -> None:
     config = replace(load_config(folder_with(tmp_path, num_key_value_heads=n_kv_heads)), family=family)
-    layout = Layout.one_copy(4)
+    layout = Layout.single_replica(4)
     assert layout_problems(config, layout) == []
     adapters = AdapterSpec(rank=3, alpha=6.0, targets=tuple(linear_shapes(config)))
     for rank in range(4):
         model = build_model(config, dtype=torch.float32, device="meta", tp=ParallelGroup(rank, 4))
-        assert sum(parameter.numel() for parameter in model.parameters()) == parameters(config, layout)
+        assert sum(parameter.numel() for parameter in model.parameters()) == n_parameters(config, layout)
         head = rank * n_kv_heads // 4
-        for part in model.layout("layers.0.attention.qkv.weight")[1:]:
+        for part in model.tensor_parts("layers.0.attention.qkv.weight")[1:]:
             assert (part.start, part.size) == (head * config.head_dim, config.head_dim)
         add_adapters(model, adapters)
         held = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        assert held == adapter_parameters(config, adapters, layout)
-    assert kv_bytes(config, 4, layout) == kv_bytes(config, 4) // n_kv_heads
+        assert held == n_adapter_parameters(config, adapters, layout)
+    assert kv_bytes_per_token(config, 4, layout) == kv_bytes_per_token(config, 4) // n_kv_heads
 
 
 def test_ranks_that_do_not_share_heads_evenly_are_refused(tmp_path: Path) -> None:
     config = load_config(folder_with(tmp_path, num_attention_heads=6, num_key_value_heads=2))
-    assert layout_problems(config, Layout.one_copy(6)) == []
-    (problem,) = layout_problems(config, Layout.one_copy(3))
+    assert layout_problems(config, Layout.single_replica(6)) == []
+    (problem,) = layout_problems(config, Layout.single_replica(3))
     assert problem.key == "engine.tp_size"
     assert "2 (key-value heads)" in problem.message
     (problem,) = layout_problems(config, Layout(4, 2, 2))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from areno.config.models import MicroBatchSpec
 from areno.errors import CheckpointError
-from areno.models.parameters import parameters
+from areno.models.parameters import n_parameters
 from areno.models.registry import build_model, head_of, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
@@ -258,7 +258,7 @@ def test_heads_that_are_no_token_classifiers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Qwen2ForCausalLM.*no trained head for steps"):
         load_config(tmp_path / "lm", "step", needs_head=True)
     assert head_of(tmp_path / "step") == "step"
-    assert parameters(load_config(tmp_path / "step", "step")) == sum(
+    assert n_parameters(load_config(tmp_path / "step", "step")) == sum(
         parameter.numel() for parameter in load(tmp_path / "step", head="step").parameters()
     )
 

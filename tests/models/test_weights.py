@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from areno.errors import CheckpointError
 from areno.layers.attention import PackedAttend
 from areno.models import folder as hub
-from areno.models.folder import add_end_tokens
+from areno.models.folder import add_eos_token_ids
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights, write_tensors
@@ -99,7 +99,7 @@ def test_the_ends_of_turns_are_listed(own: Any, config_ids: Any, ends: Any, expe
     file = tmp_path / "generation_config.json"
     if own is not None:
         file.write_text(json.dumps(own))
-    add_end_tokens(tmp_path, config_ids, ends)
+    add_eos_token_ids(tmp_path, config_ids, ends)
     assert (json.loads(file.read_text()) if file.exists() else None) == expected
     if expected is not None and "eos_token_id" in expected:
         assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == expected["eos_token_id"]
@@ -216,7 +216,7 @@ def test_harmless_extra_tensors_are_let_pass(tmp_path: Path) -> None:
     write_model(tmp_path, tied=True)
     extra = {"lm_head__weight": torch.zeros(64, 32), "model__layers__0__self_attn__rotary_emb__inv_freq": torch.ones(8)}
     edit_tensors(tmp_path, **extra)
-    assert load(tmp_path).output.weight.abs().sum() > 0
+    assert load(tmp_path).lm_head.weight.abs().sum() > 0
 
 
 def test_a_wrong_shape_names_tensor_and_both_shapes(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_equal_weights_are_found_in_the_type_of_the_first_folder(tmp_path: Path)
             folder.mkdir()
             save_file({key: tensor.to(dtype) for key, tensor in tensors.items()}, folder / "model.safetensors")
     start = folders["start", torch.float32]
-    same = {key: hub.same_weights(folder, start) for key, folder in folders.items()}
+    same = {key: hub.has_same_weights(folder, start) for key, folder in folders.items()}
     assert {key for key, is_same in same.items() if is_same} == {
         *(("start", dtype) for dtype in (torch.float32, torch.bfloat16)),
         ("moved", torch.bfloat16),

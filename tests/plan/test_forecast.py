@@ -16,10 +16,10 @@ from areno.api.algorithms import get_algorithm
 from areno.cli.__main__ import main
 from areno.errors import ConfigError
 from areno.launch.compose import load
-from areno.models.known_shapes import known_shape
+from areno.models.known_shapes import published_config
 from areno.plan.forecast import Forecast, forecast
-from areno.plan.hardware import devices_here, hardware_names, hardware_of
-from areno.plan.settings_that_fit import FittingChange, ways_to_fit
+from areno.plan.hardware import hardware_names, hardware_of, local_devices
+from areno.plan.settings_that_fit import FittingChange, fitting_changes
 from tests.helpers.pages import ROOT, blocks
 
 WORK = [
@@ -119,7 +119,7 @@ def test_tensor_parallel_against_measurements_on_two_gpus(
 
 
 def ways_of(found: Forecast) -> list[FittingChange]:
-    return ways_to_fit(found, lambda config, n: forecast(config, found.hardware, n, 256, 256))
+    return fitting_changes(found, lambda config, n: forecast(config, found.hardware, n, 256, 256))
 
 
 def test_drafts_take_memory_for_logits() -> None:
@@ -225,7 +225,7 @@ def test_several_teachers_divide_the_rows() -> None:
 
 
 def test_teachers_of_whole_distributions_are_in_the_training_passes(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(known_shape("qwen3-1.7b")))
+    (tmp_path / "config.json").write_text(json.dumps(published_config("qwen3-1.7b")))
     path = "actor.path=Qwen/Qwen3-0.6B"
     plain = predicted("gspo", path)
     other = predicted("gspo", path, "teacher=default", f"teacher.path={tmp_path}", "teacher.loss_type=reverse_kl")
@@ -264,7 +264,7 @@ def test_runs_without_a_rollout(recipe: str) -> None:
 @pytest.mark.parametrize("device", hardware_names())
 def test_every_device_can_be_planned_for(device: str) -> None:
     assert predicted("gspo", "actor.path=Qwen/Qwen3-0.6B", device=device).step_seconds > 0
-    assert devices_here()
+    assert local_devices()
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_only_visible_devices_are_planned_for(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert [device.name for device in devices_here()] == expected
+    assert [device.name for device in local_devices()] == expected
 
 
 def test_a_driver_that_fails_leaves_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_a_driver_that_fails_leaves_the_cpu(tmp_path: Path, monkeypatch: pytest.
     broken.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     broken.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert [device.name for device in devices_here()] == ["cpu"]
+    assert [device.name for device in local_devices()] == ["cpu"]
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_the_line_of_a_bar_is_where_usable_memory_ends(capsys: pytest.CaptureFix
 def test_a_plan_for_this_machine_names_the_option_for_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areno.plan.hardware.devices_here", lambda: [hardware_of("cpu")])
+    monkeypatch.setattr("areno.plan.hardware.local_devices", lambda: [hardware_of("cpu")])
     main(["plan", "--ckpt", "Qwen/Qwen3-8B"])
     assert capsys.readouterr().out.endswith("For a GPU, give its kind, such as --device h100-80gb.\n")
 

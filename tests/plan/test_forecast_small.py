@@ -9,7 +9,7 @@ import pytest
 
 from areno.api.algorithms import get_algorithm
 from areno.launch.compose import load
-from areno.models.known_shapes import known_shape
+from areno.models.known_shapes import published_config
 from areno.plan.forecast import Forecast, forecast
 from areno.plan.hardware import hardware_of
 from tests.helpers.pages import ROOT
@@ -52,7 +52,7 @@ def assert_near(found: Forecast, seconds: dict[str, float]) -> None:
 def test_small_models_against_measurements(
     recipe: str, shape: str, settings: list[str], prompt: int, seconds: dict[str, float], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(known_shape(shape)))
+    (tmp_path / "config.json").write_text(json.dumps(published_config(shape)))
     words = [f"actor.path={tmp_path}", *settings, "actor.gradient_checkpointing=true", "valid_dataset=null"]
     if recipe == "sft":
         words += ["train_dataset.max_length=4096"]

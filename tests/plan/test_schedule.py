@@ -12,7 +12,7 @@ from areno.config.models import OptimizerConfig
 from areno.engine.train.learning_rate import DECAY_STEPS, learning_rate
 from areno.errors import ConfigError
 from areno.launch.compose import load
-from areno.plan.lr_schedule import device_warnings, n_updates, schedule_warnings
+from areno.plan.lr_schedule import device_warnings, n_updates_by_role, schedule_warnings
 from areno.recipes.dpo import DPOConfig
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.ppo import PPOConfig
@@ -38,7 +38,7 @@ from tests.helpers.policy_runs import classifier, play
 )
 def test_how_many_updates_a_run_has(cls, task, overrides, updates):
     more = ["train_dataset.batch_size=32"] if cls is DPOConfig else []
-    assert n_updates(load(cls, task, [*overrides, *more]), 50) == updates
+    assert n_updates_by_role(load(cls, task, [*overrides, *more]), 50) == updates
 
 
 def test_a_run_that_ends_before_the_steps_that_were_asked_for() -> None:

@@ -13,7 +13,7 @@ from areno.api.algorithms import get_algorithm
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.plan.forecast import forecast
-from areno.plan.hardware import Hardware, hardware_of, this_cpu
+from areno.plan.hardware import Hardware, hardware_of, local_cpu
 from areno.plan.tuning_candidates import (
     AT_ONCE,
     BATCH,
@@ -23,7 +23,7 @@ from areno.plan.tuning_candidates import (
     Candidate,
     LengthLimits,
     candidates,
-    chosen_settings_given,
+    given_candidate_settings,
     shortlist,
 )
 
@@ -72,7 +72,7 @@ def test_settings_that_are_given_are_kept() -> None:
     for key in (AT_ONCE, DROP, RECOMPUTE):
         assert values(found(SMALL, given={BATCH, key}), key) == {None}
     assert values(found(SMALL, "actor.mb_spec.mini_bs=4", given={BATCH, "actor.mb_spec.mini_bs"}), BUDGET) == {None}
-    assert chosen_settings_given(["actor.mb_spec", "train_dataset.path"]) == {BUDGET, "actor.mb_spec.mini_bs"}
+    assert given_candidate_settings(["actor.mb_spec", "train_dataset.path"]) == {BUDGET, "actor.mb_spec.mini_bs"}
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_long_row_has_a_micro_batch_of_its_own() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", [H100, this_cpu()], ids=["h100", "cpu"])
+@pytest.mark.parametrize("device", [H100, local_cpu()], ids=["h100", "cpu"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_deterministic_runs_keep_what_changes_bits(exact: bool, device: Hardware) -> None:
     settings = [SMALL, "engine.deterministic=true", f"engine.exact={exact}".lower(), "tune.mem_frac=1"]
@@ -152,6 +152,6 @@ def test_what_does_not_fit_gets_ways_that_fit() -> None:
 
 
 def test_a_cpu_has_no_cache_to_drop_and_no_context() -> None:
-    of = found(device=replace(this_cpu(), memory=2**34))
+    of = found(device=replace(local_cpu(), memory=2**34))
     assert values(of, DROP) == {None}
     assert min(candidate.peak_memory_bytes for candidate in of) < 2**30

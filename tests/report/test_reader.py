@@ -25,7 +25,7 @@ CONFIG = SFTConfig(
 def folder(tmp_path):
     """A run of two steps."""
     folder = tmp_path / "e" / "t"
-    run_folder.make_folder(folder).describe(CONFIG, ["seed=1", "note='${x}: - y'"])
+    run_folder.make_run_folder(folder).write_description(CONFIG, ["seed=1", "note='${x}: - y'"])
     with MetricsRecorder(None, folder / "logs/metrics.jsonl") as recorder:
         recorder.record(1, {"train/loss": 2.0})
         recorder.record(1, {"eval/loss": math.inf})
@@ -54,7 +54,7 @@ def test_scalars(folder):
 
 
 def test_a_run_that_has_just_started(tmp_path):
-    run_folder.make_folder(tmp_path / "run").describe(CONFIG, [])
+    run_folder.make_run_folder(tmp_path / "run").write_description(CONFIG, [])
     run = RunReader(tmp_path / "run")
     assert (run.overrides, run.metrics(), run.checkpoints(), run.sampled_steps()) == ([], {}, {}, [])
     assert run.latest_checkpoint() is run.status() is None
@@ -108,7 +108,7 @@ def test_samples(folder, caplog):
 def test_checkpoints(tmp_path, elsewhere):
     place = tmp_path / ("mine" if elsewhere else "run/checkpoints")
     config = replace(CONFIG, saver=SaverConfig(path=str(place) if elsewhere else None))
-    run_folder.make_folder(tmp_path / "run").describe(config, [])
+    run_folder.make_run_folder(tmp_path / "run").write_description(config, [])
     for name in ("step-000002", "step-1000000", ".tmp-step-000003", "step-probe"):
         (place / name).mkdir(parents=True)
     run = RunReader(tmp_path / "run")
@@ -147,7 +147,7 @@ def test_all_runs_below_a_folder(folder):
     root = folder.parents[1]
     sweep = root / "e" / "sweep"
     for number in (0, 2, 10):
-        run_folder.make_folder(sweep / str(number)).describe(CONFIG, [])
+        run_folder.make_run_folder(sweep / str(number)).write_description(CONFIG, [])
     (sweep / "multirun.yaml").touch()
     (root / "empty").mkdir()
     runs = list_runs(root)

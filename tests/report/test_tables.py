@@ -13,7 +13,7 @@ from areno.errors import ArenoError
 from areno.report.page import page_contents
 from areno.report.runs import runs_table
 from areno.report.tables import compare_tables
-from areno.tracking.display.display import end_table
+from areno.tracking.display.display import make_end_table
 from areno.tracking.reader import RunReader, duration_text
 from tests.helpers.made_up_runs import make_run
 
@@ -46,7 +46,7 @@ def test_equal_numbers_are_one_row_of_the_table_at_the_end(tmp_path):
         for step, value in ((1, 0.25), (2, 0.5))
     ]
     (logs / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = told(end_table(RunReader(tmp_path / "a"), "a"))
+    shown = told(make_end_table(RunReader(tmp_path / "a"), "a"))
     assert "evaluation: accuracy" in shown
     assert "evaluation: loss" in shown
     assert "reward" not in shown

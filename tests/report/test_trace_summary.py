@@ -14,7 +14,7 @@ from areno import trace
 from areno.cli import trace as trace_command
 from areno.cli.__main__ import main
 from areno.errors import ArenoError, ConfigError
-from areno.report.trace_summary import Bar, SampleTimes, StepTimes, _LaneBars, summarise, tables
+from areno.report.trace_summary import SampleTimes, Span, StepTimes, _LaneSpans, summarise, summary_tables
 from areno.tracking.trace_file import TraceFile
 
 S = 10**9
@@ -53,7 +53,7 @@ def a_trace(run: Path, *steps: int) -> None:
         add("samples#0.0.1", "decode", 4.25, 5)
         add("samples#eval 0.0.0", "sample", 1, 90, of="eval test 0", prompt=0, sample=0, tokens=9)
         add("samples#eval 0.0.0", "decode", 1, 90)
-        file.write(trace.take())
+        file.write(trace.drain_events())
         start += 20 * S
     trace.end()
     file.close()
@@ -106,7 +106,7 @@ def test_a_sample_that_was_repeated_in_one_file_counts_once(tmp_path: Path) -> N
 def test_many_steps_are_quick(tmp_path: Path) -> None:
     a_trace(tmp_path, *range(1, 200))
     assert len(summarise(tmp_path).steps) == 199
-    assert tables(summarise(tmp_path))[0].row_count == 21  # the last twenty, and their share
+    assert summary_tables(summarise(tmp_path))[0].row_count == 21  # the last twenty, and their share
 
 
 def test_a_lane_finds_the_bars_of_a_step() -> None:
@@ -114,11 +114,11 @@ def test_a_lane_finds_the_bars_of_a_step() -> None:
     drawn = random.Random(0)
     for _ in range(200):
         starts = sorted(drawn.randrange(50) for _ in range(20))
-        bars = [Bar("rank 0", "device", "x", start, start + drawn.choice([0, 1, 3, 40])) for start in starts]
-        step = Bar("driver", "main", "step", start := drawn.randrange(50), start + drawn.randrange(1, 20))
+        bars = [Span("rank 0", "device", "x", start, start + drawn.choice([0, 1, 3, 40])) for start in starts]
+        step = Span("driver", "main", "step", start := drawn.randrange(50), start + drawn.randrange(1, 20))
         overlapping = [bar for bar in bars if bar.start < step.end and bar.end > step.start]
         cut = [bar._replace(start=max(bar.start, step.start), end=min(bar.end, step.end)) for bar in overlapping]
-        assert _LaneBars(bars).within(step) == cut
+        assert _LaneSpans(bars).within(step) == cut
 
 
 def test_the_command_prints_tables_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ import pytest
 from areno.config.judge import JudgeConfig
 from areno.engine.decoder.grammar import Vocabulary
 from areno.errors import ConfigError, DataError
-from areno.scoring.judge import add_judged
-from areno.scoring.judge_readers import RoleReader, Verdict, strip_reasoning
+from areno.scoring.judge import add_judge_scores
+from areno.scoring.judge_readers import RoleJudge, Verdict, strip_reasoning
 from areno.scoring.pool import no_reward_error
 from areno.types import RewardOutcome, RewardRecord
 from tests.helpers.judged import judging_of, record
@@ -37,7 +37,7 @@ class Written:
         future.set_result(Verdict(status="error", message="down") if found is None else Verdict(tuple(found)))
         return future
 
-    def complete(self, score: Any, write: Any) -> None:
+    def answer_questions(self, score: Any, write: Any) -> None:
         pass
 
 
@@ -111,19 +111,19 @@ def vocabulary(tokenizer: Any) -> Vocabulary:
 def test_tokens_with_which_all_labels_begin_follow_the_question(monkeypatch):
     monkeypatch.setattr("areno.scoring.judge_readers.render_generation_prompt", lambda *_, **__: "")
     monkeypatch.setattr("areno.scoring.judge_readers.encode_generation_prompt", lambda *_, **__: [7])
-    reader = RoleReader(JudgeConfig(path="m", labels=["1", "2"]), vocabulary(Pieces()))
+    reader = RoleJudge(JudgeConfig(path="m", labels=["1", "2"]), vocabulary(Pieces()))
     asked, seen = reader.ask("?"), []
 
     def score(rows):
         seen.extend(rows)
         return [[0.0, math.log(0.5), math.log(0.2 * row[-1] / 50)] for row in rows]
 
-    reader.complete(score, write=None)
+    reader.answer_questions(score, write=None)
     assert seen == [[7, 1, 49], [7, 1, 50]]
     assert asked.result().probabilities == pytest.approx((49 / 99, 50 / 99))
     assert asked.result().parts["label_mass"] == pytest.approx(0.5 * 0.2 * 99 / 50)
     with pytest.raises(ConfigError, match=r"do not differ in their first token .*\(unkind \[1, 117, "):
-        RoleReader(JudgeConfig(path="m", labels=["unkind", "unfair", "good"]), vocabulary(Pieces()))
+        RoleJudge(JudgeConfig(path="m", labels=["unkind", "unfair", "good"]), vocabulary(Pieces()))
 
 
 def test_a_judge_whose_template_begins_with_reasoning_is_refused(monkeypatch):
@@ -131,7 +131,7 @@ def test_a_judge_whose_template_begins_with_reasoning_is_refused(monkeypatch):
         "areno.scoring.judge_readers.render_generation_prompt", lambda *_, **__: "<|user|>?<|im|><think>\n"
     )
     with pytest.raises(ConfigError, match=r"reward.judge.path: is a model whose chat template begins with <think>"):
-        RoleReader(JudgeConfig(path="m"), vocabulary(Pieces()))
+        RoleJudge(JudgeConfig(path="m"), vocabulary(Pieces()))
 
 
 # Comparisons ----------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def compared(prefers: Callable[[str, str], float | None], *answers: str, **setti
     config = JudgeConfig(path="m", compare=True, template="{first}|{second}", **settings)
     judging = judging_of(config, Written(judge), len(answers))
     judging.add({place: record(text) for place, text in enumerate(answers)})
-    found = judging.outcomes()
+    found = judging.collect_outcomes()
     return [found[place] for place in range(len(answers))]
 
 
@@ -182,7 +182,7 @@ def test_groups_are_compared_apart_and_equal_answers_are_even():
     judging = judging_of(config, reader, 2)
     judging.add({0: record("a"), 3: record("x"), 2: record("x"), 1: record("b")})
     assert sorted(reader.questions) == ["a|b", "b|a"]
-    assert [judging.outcomes()[place].value for place in range(4)] == [1.0, 0.0, 0.5, 0.5]
+    assert [judging.collect_outcomes()[place].value for place in range(4)] == [1.0, 0.0, 0.5, 0.5]
 
 
 def test_comparisons_that_fail_are_counted_and_no_score_rests_on_a_blank_opponent_alone():
@@ -214,7 +214,7 @@ def test_blank_answers_get_nothing_and_openers_of_reasoning_depend_on_the_judge(
     config, reader = JudgeConfig(path="m"), Written(gullible)
     judging = judging_of(config, reader)
     judging.add({place: record(text) for place, text in enumerate(MASTER_KEYS)})
-    found = judging.outcomes()
+    found = judging.collect_outcomes()
     assert [found[place].value for place in range(8)] == [0.0] * 5 + [1.0] * 3
     assert [found[place].parts["judge/blank"] for place in range(8)] == [1.0] * 5 + [0.0] * 3
     assert len(reader.questions) == 3
@@ -224,7 +224,7 @@ def test_without_the_guard_the_judge_reads_blank_answers():
     config, reader = JudgeConfig(path="m", refuse_blank=False), Written(gullible)
     judging = judging_of(config, reader)
     judging.add({place: record(text) for place, text in enumerate(MASTER_KEYS)})
-    assert {each.value for each in judging.outcomes().values()} == {1.0}
+    assert {each.value for each in judging.collect_outcomes().values()} == {1.0}
     assert len(reader.questions) == len(MASTER_KEYS) - 1  # "" and " " are one question
 
 
@@ -238,7 +238,7 @@ def test_a_blank_answer_gets_the_lowest_reward_of_a_negative_weight():
     config = JudgeConfig(path="m", weight=-1.0)
     judging = judging_of(config, Written(gullible))
     judging.add({0: record(""), 1: record("2")})
-    assert judging.outcomes()[0].value == 1.0
+    assert judging.collect_outcomes()[0].value == 1.0
     found = compared(lambda first, second: 0.5, "", "a", "b", weight=-1.0)
     assert [each.value for each in found] == [1.0, 0.25, 0.25]
 
@@ -250,14 +250,14 @@ def test_the_weighted_score_is_added_and_failures_stay():
     records = [record("2")] * 3
     own = [RewardOutcome(1.0), RewardOutcome(None, "timeout", "late"), RewardOutcome(0.5, parts={"f": 2.0})]
     scores = [RewardOutcome(0.25, parts={"judge": 0.25}), RewardOutcome(1.0), RewardOutcome(None, "error", "no label")]
-    found = add_judged(records, own, scores, weight=2.0)
+    found = add_judge_scores(records, own, scores, weight=2.0)
     assert [each.value for each in found] == [1.5, None, None]
     assert [each.status for each in found] == ["ok", "timeout", "error"]
     assert found[0].parts == {"fn": 1.0, "judge": 0.25}
-    assert add_judged(records, own, scores, weight=2.0, source="model")[0].parts == {"model": 1.0, "judge": 0.25}
+    assert add_judge_scores(records, own, scores, weight=2.0, source="model")[0].parts == {"model": 1.0, "judge": 0.25}
 
 
 def test_a_judge_without_a_verdict_is_named():
-    found = add_judged([record("2")], None, [RewardOutcome(None, "error", "no label")], weight=1.0)
+    found = add_judge_scores([record("2")], None, [RewardOutcome(None, "error", "no label")], weight=1.0)
     expected = r"reward.judge: no reward could be computed for any of the 1 samples; the last: error: no label"
     assert str(no_reward_error(found)) == expected

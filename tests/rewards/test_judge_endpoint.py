@@ -13,7 +13,7 @@ import pytest
 
 from areno.config.judge import JudgeConfig
 from areno.errors import ConfigError
-from areno.scoring.judge_readers import EndpointReader
+from areno.scoring.judge_readers import EndpointJudge
 from areno.types import RewardOutcome
 from tests.helpers.endpoints import Say, endpoint
 from tests.helpers.judged import judging_of, record
@@ -23,9 +23,9 @@ def judged(say: Say, *completions: str, n_samples: int = 1, **settings: Any) -> 
     """The outcomes of completions, judged by an endpoint."""
     with endpoint(say) as (url, _):
         config = JudgeConfig(base_url=url, model="m", **{"retries": 0, **settings})
-        with EndpointReader(config) as reader, judging_of(config, reader, n_samples) as judging:
+        with EndpointJudge(config) as reader, judging_of(config, reader, n_samples) as judging:
             judging.add({place: record(text) for place, text in enumerate(completions)})
-            found = judging.outcomes()
+            found = judging.collect_outcomes()
     return [found[place] for place in range(len(completions))]
 
 
@@ -100,9 +100,9 @@ def test_an_unreadable_reply_is_asked_for_once_more():
 def test_json_verdicts(reply, value):
     with endpoint(lambda _: reply) as (url, requests):
         config = JudgeConfig(base_url=url, model="m", verdict="json", max_tokens=7, retries=0)
-        with EndpointReader(config) as reader, judging_of(config, reader) as judging:
+        with EndpointJudge(config) as reader, judging_of(config, reader) as judging:
             judging.add({0: record("2")})
-            assert judging.outcomes()[0].value == value
+            assert judging.collect_outcomes()[0].value == value
     schema = requests[-1]["response_format"]["json_schema"]["schema"]
     assert schema["properties"]["verdict"]["enum"] == ["no", "yes"]
     assert requests[-1]["max_tokens"] == 7
@@ -128,10 +128,10 @@ def test_an_endpoint_that_refuses_a_field_is_asked_without_it(verdict, field, ca
 def test_the_key_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with endpoint(lambda _: "yes") as (url, requests):
-        EndpointReader(JudgeConfig(base_url=url, model="m", api_key_env="JUDGE_KEY")).close()
+        EndpointJudge(JudgeConfig(base_url=url, model="m", api_key_env="JUDGE_KEY")).close()
         monkeypatch.delenv("JUDGE_KEY")
         with pytest.raises(ConfigError, match=r"reward.judge.api_key_env: names a variable that the environment lacks"):
-            EndpointReader(JudgeConfig(base_url=url, model="m", api_key_env="JUDGE_KEY"))
+            EndpointJudge(JudgeConfig(base_url=url, model="m", api_key_env="JUDGE_KEY"))
     assert requests[0]["key"] == "Bearer secret"
 
 
@@ -151,7 +151,7 @@ def test_malformed_replies_are_reward_errors_and_refused_before_the_run(body):
     found = judged(lambda request: body if "bad" in question(request) else "yes", "bad", "2")
     assert [(each.status, each.value) for each in found] == [("error", None), ("ok", 1.0)]
     with endpoint(lambda _: body) as (url, _), pytest.raises(ConfigError, match=rf"base_url: is {url}, which does not"):
-        EndpointReader(JudgeConfig(base_url=url, model="m", retries=0))
+        EndpointJudge(JudgeConfig(base_url=url, model="m", retries=0))
 
 
 def test_log_probabilities_without_a_list_are_read_as_text():
@@ -162,7 +162,7 @@ def test_log_probabilities_without_a_list_are_read_as_text():
 def test_a_key_that_no_request_can_carry_is_an_error_before_the_run(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "schlüssel")
     with endpoint(lambda _: "yes") as (url, _), pytest.raises(ConfigError, match="which does not answer"):
-        EndpointReader(JudgeConfig(base_url=url, model="m", api_key_env="JUDGE_KEY"))
+        EndpointJudge(JudgeConfig(base_url=url, model="m", api_key_env="JUDGE_KEY"))
 
 
 def test_the_endpoint_sees_no_other_names_of_the_environment_and_errors_hide_the_key(monkeypatch):
@@ -172,7 +172,7 @@ def test_the_endpoint_sees_no_other_names_of_the_environment_and_errors_hide_the
     told = b'{"error": {"message": "no account for sesame"}}'
     refused = pytest.raises(ConfigError, match=r"no account for \*\*\*")
     with endpoint(lambda _: (401, told)) as (url, requests), refused as caught:
-        EndpointReader(JudgeConfig(base_url=url, model="m", api_key_env="JUDGE_KEY"))
+        EndpointJudge(JudgeConfig(base_url=url, model="m", api_key_env="JUDGE_KEY"))
     assert "sesame" not in str(caught.value)
     assert requests[0]["key"] == "Bearer sesame"
     assert not [name for name, value in requests[0]["headers"].items() if "mine" in value]
@@ -183,7 +183,7 @@ def test_an_endpoint_that_does_not_answer_is_an_error_before_the_run(status):
     with endpoint(lambda _: status) as (url, _):
         url = url if status else "http://127.0.0.1:9/v1"
         with pytest.raises(ConfigError, match=rf"reward.judge.base_url: is {url}, which does not answer"):
-            EndpointReader(JudgeConfig(base_url=url, model="m", retries=0))
+            EndpointJudge(JudgeConfig(base_url=url, model="m", retries=0))
 
 
 def test_errors_and_timeouts_of_single_questions_are_reward_errors():
@@ -217,8 +217,8 @@ def test_the_time_limit_holds_for_a_question_with_all_attempts_however_slowly_by
 def test_an_unanswered_question_does_not_keep_the_process_alive(tmp_path):
     """Not by `close`, which an interrupted process may never reach."""
     with endpoint(lambda request: ("drip", 0.2) if "late" in question(request) else "yes") as (url, _):
-        code = "from areno.config.judge import JudgeConfig\nfrom areno.scoring.judge_readers import EndpointReader\n"
-        code += f"reader = EndpointReader(JudgeConfig(base_url='{url}', model='m'))\nreader.ask('late')\nprint('done')"
+        code = "from areno.config.judge import JudgeConfig\nfrom areno.scoring.judge_readers import EndpointJudge\n"
+        code += f"reader = EndpointJudge(JudgeConfig(base_url='{url}', model='m'))\nreader.ask('late')\nprint('done')"
         started = time.monotonic()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=True)
     assert done.stdout.strip() == "done"

@@ -15,7 +15,7 @@ from areno.config.judge import JudgeConfig, json_reply_text
 from areno.engine.decoder.grammar import GrammarCompiler, Vocabulary
 from areno.errors import ConfigError
 from areno.models.registry import load_config
-from areno.scoring.judge_readers import RoleReader, _read_json, _verdict_of_label, json_grammar
+from areno.scoring.judge_readers import RoleJudge, _parse_json_verdict, _verdict_of_label, json_grammar
 from areno.types import RolloutSequence
 from tests.helpers.grammars import allowed
 from tests.helpers.judge_model import CHARACTERS, char_judge
@@ -40,16 +40,16 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return char_judge(tmp_path_factory.mktemp("judge"), context=512)
 
 
-def reader_of(folder: Path, **settings: Any) -> RoleReader:
+def reader_of(folder: Path, **settings: Any) -> RoleJudge:
     config = JudgeConfig(path=str(folder), verdict="json", **{"max_tokens": 60, **settings})
-    return RoleReader(config, Vocabulary(str(folder), load_config(folder)))
+    return RoleJudge(config, Vocabulary(str(folder), load_config(folder)))
 
 
 @pytest.mark.parametrize("labels", [["*", "**", "***"], ["(a)", "(b)"], ["[0]", "[1]"], [" yes", "no"], ["'", '"']])
 def test_labels_that_begin_with_marks_are_read(labels: list[str]) -> None:
     lowered = [label.casefold() for label in labels]
     for place, label in enumerate(labels):
-        verdict = _read_json(json_reply_text("It is so.", label), lowered)
+        verdict = _parse_json_verdict(json_reply_text("It is so.", label), lowered)
         assert verdict.probabilities == tuple(float(other == place) for other in range(len(labels)))
         assert _verdict_of_label(f"{label.strip()} \n", lowered, {}).probabilities == verdict.probabilities
 
@@ -100,7 +100,7 @@ def test_replies_become_verdicts_by_their_labels(judge: Path) -> None:
         return [said(tokenizer.encode(text)) for text in texts]
 
     asked = [reader.ask(question) for question in ("a?", "b?", "c?", "x" * 453)]
-    reader.complete(score=lambda rows: [], write=write)
+    reader.answer_questions(score=lambda rows: [], write=write)
     assert seen == [(["a?", "b?", "c?"], True, 60, json_grammar(config_of(["no", "yes"], 60)))]
     verdicts = [future.result() for future in asked]
     assert [verdict.probabilities for verdict in verdicts] == [(0.0, 1.0), (1.0, 0.0), (), ()]
@@ -109,7 +109,7 @@ def test_replies_become_verdicts_by_their_labels(judge: Path) -> None:
     assert (
         "453 tokens, and its reply up to 60 (reward.judge.max_tokens); the model has a context" in verdicts[3].message
     )
-    reader.complete(score=lambda rows: [], write=write)
+    reader.answer_questions(score=lambda rows: [], write=write)
     assert len(seen) == 1  # nothing waits
 
 
@@ -125,8 +125,8 @@ def test_both_orders_of_a_comparison_are_written(judge: Path) -> None:
     config = JudgeConfig(path="m", verdict="json", compare=True, template="{first}|{second}")
     with judging_of(config, reader, 2) as judging:
         judging.add({0: record("one"), 1: record("two")})
-        judging.complete(lambda rows: [], write)
-        outcomes = judging.outcomes()
+        judging.answer_questions(lambda rows: [], write)
+        outcomes = judging.collect_outcomes()
     assert questions == ["two|one", "one|two"]
     assert [outcomes[place].value for place in (0, 1)] == [0.5, 0.5]
     assert outcomes[0].parts["judge/disagreement"] == 1.0
@@ -138,17 +138,17 @@ def test_reasoning_that_the_template_opens_is_closed_before_the_reply(judge: Pat
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{{ messages[0]['content'] }}:<think>\n"
     rows: list[list[int]] = []
-    reader = RoleReader(config_of(["no", "yes"]), Vocabulary(str(folder), load_config(folder), tokenizer=tokenizer))
+    reader = RoleJudge(config_of(["no", "yes"]), Vocabulary(str(folder), load_config(folder), tokenizer=tokenizer))
 
     def write(given: Any, params: Any, *, grammar: str | None) -> list[RolloutSequence]:
         rows.extend(given)
         return [said(tokenizer.encode('{"reason": "", "verdict": "yes"}'))]
 
     reader.ask("Is it?")
-    reader.complete(lambda rows: [], write)
+    reader.answer_questions(lambda rows: [], write)
     assert [tokenizer.decode(row) for row in rows] == ["Is it?:<think>\n</think>\n\n"]  # Jinja drops a line break
     with pytest.raises(ConfigError, match=r"reward.judge.path: is a model whose chat template begins with <think>"):
-        RoleReader(JudgeConfig(path="m"), Vocabulary(str(folder), load_config(folder), tokenizer=tokenizer))
+        RoleJudge(JudgeConfig(path="m"), Vocabulary(str(folder), load_config(folder), tokenizer=tokenizer))
 
 
 def test_a_tokenizer_that_cannot_write_the_reply_is_refused(judge: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 import transformers
 
 from areno.api.metrics import Stopwatch
-from areno.api.session import ExpectedLengths
+from areno.api.session import CompletionLengthEstimator
 from areno.config.reward import RewardConfig
 from areno.data.encode import decode_all
 from areno.scoring.pool import RewardPool, Scoring, _ScoringCalls
@@ -85,7 +85,7 @@ def test_outcomes_are_there_before_all_samples_are(pool: Callable[..., RewardPoo
         scoring.add({1: record(texts[1])})
         wait_for(scoring, 3)
         scoring.add({place: record(texts[place]) for place in (4, 0, 2)})
-        found = scoring.outcomes()
+        found = scoring.collect_outcomes()
     statuses = [found[place].status for place in range(6)]
     assert statuses == ["ok", "error", "ok", "error", "ok", "ok"]
     assert [found[place].value for place in range(6)] == [1.0, None, 3.0, None, 5.0, 100_000.0]
@@ -123,17 +123,17 @@ def test_messages_arrive_as_a_whole_however_the_socket_cuts_them() -> None:
             borders = [0, *cuts, len(written)]
             for start, end in itertools.pairwise(borders):
                 os.write(theirs.fileno(), written[start:end])
-                worker.read()
+                worker.read_messages()
             theirs.send("by Connection")
-            worker.read()
+            worker.read_messages()
             found = [pickle.loads(message) for message in worker.messages]
             assert found == ["a", "", "b" * 70_000, "long", "by Connection"]
             worker.messages.clear()
         os.write(theirs.fileno(), written[:30])
         theirs.close()
-        worker.read()
+        worker.read_messages()
         with pytest.raises(EOFError):
-            worker.read()
+            worker.read_messages()
 
 
 def test_answers_before_a_broken_message_count(
@@ -145,7 +145,7 @@ def test_answers_before_a_broken_message_count(
     monkeypatch.setattr(
         one, "_wait_for_workers", lambda *args: (time.sleep(0.1), wait(*args))
     )  # so that it reads all at once
-    found = one.outcomes([record(text) for text in ("a", "a", "breaks", "a")])
+    found = one.compute_outcomes([record(text) for text in ("a", "a", "breaks", "a")])
     assert [outcome.value for outcome in found] == [1.0, 1.0, None, 1.0]
     assert "ended its process (exit code 3)" in found[2].message
 
@@ -153,7 +153,7 @@ def test_answers_before_a_broken_message_count(
 def test_a_pool_knows_the_time_of_a_call_from_the_step_before(pool: Callable[..., RewardPool]) -> None:
     one = pool(workers=1)
     assert one.call_s == math.inf
-    one.outcomes([record("a")] * 40)
+    one.compute_outcomes([record("a")] * 40)
     assert 0 < one.call_s < 1
     with one.scoring() as scoring:
         assert scoring._calls.mean_call_s == one.call_s
@@ -165,7 +165,7 @@ def test_a_slow_call_times_out_while_nobody_waits(pool: Callable[..., RewardPool
         scoring.add({0: record("slow"), 1: record("b")})
         wait_for(scoring, 2)
         scoring.add({2: record("cc")})
-        found = scoring.outcomes()
+        found = scoring.collect_outcomes()
     assert [(found[place].status, found[place].value) for place in range(3)] == [
         ("timeout", None),
         ("ok", 1.0),
@@ -178,9 +178,9 @@ def test_what_is_left_early_is_dropped_and_the_next_samples_are_scored(pool: Cal
     with two.scoring() as scoring:
         scoring.add({0: record("slow"), 1: record("slow"), 2: record("c")})
     assert not scoring._thread.is_alive()
-    assert two.outcomes([record("dd")]) == [RewardOutcome(2.0)]
+    assert two.compute_outcomes([record("dd")]) == [RewardOutcome(2.0)]
     with two.scoring() as nothing:
-        assert nothing.outcomes() == {}
+        assert nothing.collect_outcomes() == {}
 
 
 def test_a_process_that_cannot_start_again_is_told_where_samples_are_added(
@@ -244,7 +244,7 @@ def test_samples_rows_and_metrics_are_those_of_scoring_after_the_rollout(
         taken.clear()
         return finish(self)
 
-    monkeypatch.setattr(reward_sources.Scorer, "take", lambda self, outputs: taken.append(outputs))
+    monkeypatch.setattr(reward_sources.Scorer, "score_outputs", lambda self, outputs: taken.append(outputs))
     monkeypatch.setattr(reward_sources.Scorer, "finish", finish_late)
     assert played(tmp_path / "b") == overlapped
     samples, scalars, _ = overlapped
@@ -271,8 +271,8 @@ def test_an_interrupt_ends_a_rollout_whose_samples_are_being_scored(
             os.kill(os.getpid(), signal.SIGINT)
 
     class Watched(reward_sources.Scorer):
-        def take(self, outputs: Any) -> None:
-            super().take(outputs)
+        def score_outputs(self, outputs: Any) -> None:
+            super().score_outputs(outputs)
             if outputs:
                 began.set()
                 time.sleep(0.2)
@@ -319,7 +319,7 @@ def test_rows_are_decoded_together_as_they_are_alone() -> None:
 
 
 def test_lengths_are_expected_as_they_were() -> None:
-    lengths = ExpectedLengths()
+    lengths = CompletionLengthEstimator()
     assert lengths.estimate([1, 2]) is None
     lengths.record([[1, 2], [3]], [[10, 20], [40, 50]])
     assert (lengths.estimate([1, 2]), lengths.estimate([3]), lengths.estimate([9])) == (15.0, 45.0, 30.0)

@@ -21,7 +21,7 @@ from areno.errors import ConfigError, EngineError, printable
 from areno.scoring.pool import RewardPool, no_reward_error
 from areno.trainers.reward_sources import add_model_scores
 from areno.types import RewardOutcome, RewardRecord
-from areno.user_processes.worker import Output
+from areno.user_processes.worker import OutputLogger
 from tests.helpers.waiting import until
 
 reads_proc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and a subreaper")
@@ -239,7 +239,7 @@ def test_what_a_function_prints_is_limited_for_each_step_and_cannot_move_the_ter
 
 
 def test_each_step_may_print_again(caplog):
-    output = Output("reward")
+    output = OutputLogger("reward")
     with caplog.at_level(logging.INFO, logger="areno"):
         output.log(io.BytesIO(b"x" * 2**18 + b"\nlast\n"))
         output.begin_step()
@@ -267,7 +267,7 @@ def test_a_call_that_ends_its_process_is_in_the_trace(reward_file, function, act
     try:
         with pool_of(f"{reward_file(source)}:{function}", timeout_s=1.5) as pool:
             pool.score(records("a", "bad", "bb"))
-        calls = {event[4]["sample"]: event[3] - event[2] for event in trace.take() if event[1] == "reward"}
+        calls = {event[4]["sample"]: event[3] - event[2] for event in trace.drain_events() if event[1] == "reward"}
     finally:
         trace.end()
     assert calls.keys() == {0, 1, 2}
@@ -376,7 +376,7 @@ def test_slow_rewards_are_told_and_not_each_second(reward_file, caplog, monkeypa
     with caplog.at_level(logging.INFO, logger="areno"), pool_of(reward_file(SLOW), timeout_s=0.5) as pool:
         pool.wait_ready()
         start = time.monotonic()
-        outcomes = pool.outcomes(records(*["hang"] * 3))
+        outcomes = pool.compute_outcomes(records(*["hang"] * 3))
         seconds = time.monotonic() - start
     assert [outcome.status for outcome in outcomes] == ["timeout"] * 3
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rewards: ")]
@@ -398,7 +398,7 @@ def test_when_nobody_answers_any_more_the_rest_is_given_up(reward_file, caplog, 
         patient, hasty = pool.config, dataclasses.replace(pool.config, timeout_s=0.5)
         pool.score(records("a"))
         pool.config = hasty
-        outcomes = pool.outcomes(records(*["hang"] * 100))
+        outcomes = pool.compute_outcomes(records(*["hang"] * 100))
         pool.config = patient
         assert pool.score(records("a"))[0].value == 1.0, "the pool still works"
     assert [outcome.status for outcome in outcomes] == ["timeout"] * 100
@@ -419,5 +419,5 @@ def test_an_error_that_has_no_text_is_told_by_its_place(reward_file):
     class_ = "class Mute(Exception):\n    def __str__(self): raise ValueError\n"
     path = reward_file(class_ + "def reward_fn(record):\n    raise Mute\n")
     with pool_of(path) as pool:
-        outcomes = pool.outcomes(records("a"))
+        outcomes = pool.compute_outcomes(records("a"))
     assert outcomes[0].message == f"Mute ({path.name}:4)"

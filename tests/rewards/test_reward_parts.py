@@ -22,7 +22,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.schema.build import build
 from areno.scoring.functions import part_names
 from areno.scoring.pool import RewardPool
-from areno.scoring.records import verdict
+from areno.scoring.records import combine_results
 from areno.tracking.reader import RunReader
 from areno.types import PromptItem, RewardOutcome, RewardRecord, RolloutSequence, ScoredSample
 
@@ -78,7 +78,7 @@ def scored(fn, *completions, **settings):
     ],
 )
 def test_a_dictionary_names_the_parts(returned, expected):
-    answer = verdict([("", 1.0, returned)])
+    answer = combine_results([("", 1.0, returned)])
     assert (answer.status, answer.value, answer.parts) == ("ok", *expected)
 
 
@@ -94,7 +94,7 @@ def test_a_dictionary_names_the_parts(returned, expected):
     ],
 )
 def test_a_dictionary_that_is_no_reward(returned, status, message):
-    answer = verdict([("", 1.0, returned)])
+    answer = combine_results([("", 1.0, returned)])
     assert (answer.status, answer.value, answer.parts) == (status, None, {})
     assert message in answer.message
 
@@ -255,7 +255,7 @@ class Raising:
 def given_by(kind: str, reward: object) -> float:
     """What a reward function, an agent, an environment or a part of an agent's reward counts as."""
     if kind == "function":
-        answer = verdict([("", 1.0, reward)])
+        answer = combine_results([("", 1.0, reward)])
         if answer.value is None:
             raise ValueError(answer.message)
         return answer.value

@@ -169,13 +169,13 @@ def test_async_timeouts(reward_file, monkeypatch):
 
 def test_many_are_sent_together_and_come_back_in_order(reward_file, monkeypatch):
     """A message for each would take the driver most of its time."""
-    sizes, send = [], Worker.send
+    sizes, send = [], Worker.send_calls
 
     def counted(self, chunk, timeout_s):
         sizes.append(len(chunk))
         send(self, chunk, timeout_s)
 
-    monkeypatch.setattr(Worker, "send", counted)
+    monkeypatch.setattr(Worker, "send_calls", counted)
     with pool_of(f"{reward_file}:fast") as pool:
         rows = [RewardRecord(completion="x" * 200, solutions=n, tokens=list(range(100))) for n in range(4000)]
         outcomes = pool.score(rows)

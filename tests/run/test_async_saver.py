@@ -53,7 +53,7 @@ class Disk:
 
 def saver(folder: Path, disk: Disk, **settings: Any) -> Saver:
     made = Saver(SaverConfig(**{"mode": "async", **settings}), folder / "checkpoints", disk.is_written)
-    made.claim(folder)
+    made.lock_folder(folder)
     return made
 
 
@@ -101,7 +101,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     made.save(disk.write, 2)
     assert names(tmp_path) == [".owner", ".tmp-step-000002", "latest", "step-000001"]
     disk.written = True
-    made.end()
+    made.wait_for_all()
     assert names(tmp_path) == [".owner", "latest", "step-000002"]
 
 
@@ -114,7 +114,7 @@ def test_an_error_is_told_once_and_leaves_nothing(tmp_path: Path) -> None:
         made.poll()
     assert names(tmp_path) == [".owner"]
     assert made.poll()
-    made.release()
+    made.unlock_folder()
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -214,7 +214,7 @@ def test_an_update_behind_the_save_does_not_change_what_is_written(tmp_path: Pat
     with Engine(spec(model_folder(tmp_path / "model")), "inline") as engine:
         engine.save(str(tmp_path / "background"), background=True)
         engine.train(ROWS, sft_loss_fn)
-        assert not engine.saved()
+        assert not engine.is_saved()
         gate.set()
         engine.save(str(tmp_path / "after"))
         wait_saved(engine)
@@ -236,7 +236,7 @@ def test_a_full_disk_in_the_background_is_told_once(tmp_path: Path, monkeypatch:
             engine.save(str(tmp_path / "lost"), background=True)
             with pytest.raises(CheckpointError, match=r"cannot write the model to .*lost: .*No space.*saver\.path"):
                 wait_saved(engine)
-        assert engine.saved()
+        assert engine.is_saved()
         engine.save(str(tmp_path / "kept"), background=True)
         wait_saved(engine)
     assert saved_tensors(tmp_path / "kept")
@@ -277,7 +277,7 @@ from pathlib import Path
 from areno.run.checkpoints import Saver
 from areno.config.run import SaverConfig
 saver = Saver(SaverConfig(mode="async", keep=1), {str(tmp_path)!r}, lambda: saver.saved_step is None)
-saver.claim(Path("one"))
+saver.lock_folder(Path("one"))
 for step in (1, 2):
     saver.save(lambda folder: (folder / "weights").write_text("x"), step)
 print(saver.poll(), flush=True)
@@ -290,6 +290,6 @@ time.sleep(60)
         process.send_signal(signal.SIGKILL)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".owner", ".tmp-step-000002", "latest", "step-000001"]
     again = Saver(SaverConfig(), tmp_path)
-    again.claim(Path(__file__).parents[2] / "one")
+    again.lock_folder(Path(__file__).parents[2] / "one")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".owner", "latest", "step-000001"]
     assert os.readlink(tmp_path / "latest") == "step-000001"

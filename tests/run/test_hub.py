@@ -140,7 +140,7 @@ def test_a_checkpoint_is_a_commit(tmp_path: Path, hub: Hub, caplog: pytest.LogCa
     made = saver(tmp_path)
     with caplog.at_level(logging.INFO, "areno"):
         made.save(write_model, 7)
-        made.end()
+        made.wait_for_all()
     assert hub.repositories == [("me/model", "private")]
     assert hub.commits == ["areno: step-000007"]
     assert hub.files == {
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_a_commit(tmp_path: Path, hub: Hub, caplog: pytest.LogCa
 def test_a_public_repository_on_request(tmp_path: Path, hub: Hub) -> None:
     made = saver(tmp_path, hub_private=False)
     made.save(write_model, 1)
-    made.end()
+    made.wait_for_all()
     assert hub.repositories == [("me/model", "public")]
 
 
@@ -175,7 +175,7 @@ def test_a_run_goes_on_while_its_checkpoint_is_uploaded(
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000001", "step-000004"]
     assert "step-000002 is not pushed to the hub: a newer checkpoint has overtaken it" in caplog.text
     hub.opened.set()
-    made.end()
+    made.wait_for_all()
     assert hub.commits == ["areno: step-000001", "areno: step-000004"]
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-000004"]
 
@@ -185,13 +185,13 @@ def test_a_refused_upload_is_told_without_the_token(tmp_path: Path, hub: Hub, ca
     made = saver(tmp_path)
     with caplog.at_level(logging.DEBUG):
         made.save(write_model, 1)
-        made.end()
+        made.wait_for_all()
     assert "step-000001 could not be pushed to me/model; the run continues (" in caplog.text
     assert "the token *** may not write" in caplog.text
     assert TOKEN not in caplog.text
     hub.refused = ""
     made.save(write_model, 2)
-    made.end()
+    made.wait_for_all()
     assert hub.commits == ["areno: step-000002"]
 
 
@@ -216,7 +216,7 @@ from areno.run.checkpoints import Saver
 from areno.config.run import SaverConfig
 saver = Saver(SaverConfig(push_to_hub="me/model"), {str(tmp_path)!r})
 saver.save(lambda folder: (folder / "config.json").write_text("of a process"), 1)
-saver.end()
+saver.wait_for_all()
 """
     environment = {
         **os.environ,

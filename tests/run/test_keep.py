@@ -29,7 +29,7 @@ def write_model(folder: Path) -> None:
 
 def saver(folder: Path, **settings: Any) -> Saver:
     made = Saver(SaverConfig(**settings), folder / "checkpoints")
-    made.claim(folder)
+    made.lock_folder(folder)
     return made
 
 
@@ -105,7 +105,7 @@ def test_without_any_value_nothing_is_removed_and_the_name_is_told_once(tmp_path
     made = saver(tmp_path, best_metric="eval/acuracy", keep=1)
     with caplog.at_level(logging.WARNING, "areno"):
         play(made, {1: None, 2: None, 3: None})
-        made.end()
+        made.wait_for_all()
     assert steps(tmp_path) == [1, 2, 3]
     told = "no step has recorded eval/acuracy, so no checkpoint is the best; did you mean eval/accuracy?"
     assert [record.getMessage() for record in caplog.records] == [f"saver.best_metric: {told}"]
@@ -118,7 +118,7 @@ def test_a_resumed_run_keeps_what_it_would_have_kept(tmp_path: Path) -> None:
     play(first, {1: 0.7, 2: 0.1})
     state = json.loads(json.dumps(first.state_dict()))
     play(first, {3: 0.9, 5: 0.2})
-    first.release()
+    first.unlock_folder()
     assert steps(tmp_path) == [3, 5]
     resumed = saver(tmp_path, **settings)
     resumed.load_state_dict(state)
@@ -143,7 +143,7 @@ def test_a_crash_while_a_checkpoint_is_removed_leaves_it_whole_or_not_at_all(tmp
                 made.save(write_model, 2)
         assert steps(tmp_path) == ([1, 2] if crash_at == "rename" else [2])
         assert link(tmp_path, "latest") == 2
-        made.release()
+        made.unlock_folder()
         made = saver(tmp_path, keep=1)  # puts in order what the crash left
         assert not list((tmp_path / "checkpoints").glob(".tmp-*"))
         for step in steps(tmp_path):
@@ -198,7 +198,7 @@ def test_only_checkpoints_are_removed(tmp_path: Path) -> None:
 def test_a_run_that_was_moved_has_its_checkpoints(tmp_path: Path) -> None:
     first = saver(tmp_path / "old", keep=1)
     first.save(write_model, 1)
-    first.release()
+    first.unlock_folder()
     (tmp_path / "old").rename(tmp_path / "new")
     moved = saver(tmp_path / "new", keep=1)
     moved.load_state_dict(first.state_dict())

@@ -75,7 +75,7 @@ def test_before_it_had_a_state(expected):
 
 
 def test_before_it_had_begun(expected):
-    with killed_at(Saver, "claim"):
+    with killed_at(Saver, "lock_folder"):
         go("sft", *OFTEN)
     assert go("sft", *OFTEN) == 0
     check(expected)

@@ -44,7 +44,7 @@ def test_files_are_cut_back_to_a_step(tmp_path):
     with (tmp_path / "logs/run.log").open("a") as log:
         log.write("this session\n")
         log.flush()
-        files.cut_back(3, sizes, begun_at)
+        files.truncate_to_step(3, sizes, begun_at)
         log.write("goes on\n")
     assert (tmp_path / "logs/run.log").read_text() == "step 1\nstep 2\nstep 3\nthis session\ngoes on\n"
     assert (tmp_path / "logs/dropped.log").read_text() == "step 4\nstep 5\n"
@@ -79,7 +79,7 @@ def test_a_tensorboard_that_has_read_later_steps_drops_them(tmp_path):
     board = EventAccumulator(str(files.events))
     board.Reload()
     assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
-    files.cut_back(3, sizes, files.sizes())
+    files.truncate_to_step(3, sizes, files.sizes())
     session(files, range(4, 6), resumed=3)
     board.Reload()
     assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5]
@@ -102,7 +102,7 @@ def test_runs_that_share_a_folder_of_events_keep_their_own(tmp_path):
     for files in (one, two):
         session(files, range(1, 3))
     before = two.sizes()
-    one.cut_back(0, {}, one.sizes())
+    one.truncate_to_step(0, {}, one.sizes())
     assert set(one.sizes().values()) == {0}
     assert two.sizes() == before
     assert min(before.values()) > 0

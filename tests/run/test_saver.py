@@ -31,7 +31,7 @@ def test_trigger_by_steps_epochs_and_seconds():
     def due_at(config, asked):
         times = iter([0.0, *(now for _, _, now in asked)])
         trigger = Trigger(config, lambda: next(times))
-        return [i for i, (step, ended, _) in enumerate(asked) if trigger.due(step, ended)]
+        return [i for i, (step, ended, _) in enumerate(asked) if trigger.is_due(step, ended)]
 
     steps = [(step, step % 4 == 0, 10.0 * step) for step in range(1, 13)]
     assert due_at(FrequencyConfig(), steps) == []
@@ -45,7 +45,7 @@ def test_trigger_by_steps_epochs_and_seconds():
 
 def test_save(tmp_path):
     saver = Saver(SaverConfig(), tmp_path / "checkpoints")
-    saver.claim(tmp_path)
+    saver.lock_folder(tmp_path)
     assert saver.due(100)
     assert not saver.due(101)
     path = saver.save(write_model, 100)
@@ -154,11 +154,11 @@ def test_states_go_on_where_they_were():
     times = iter([0.0, 40.0, 60.0])
     later = iter([5000.0, 5000.0, 5039.0, 5040.0, 5041.0])
     before, after = Trigger(config, lambda: next(times)), Trigger(config, lambda: next(later))
-    assert not before.due(1, epoch_ended=True)
+    assert not before.is_due(1, epoch_ended=True)
     after.load_state_dict(before.state_dict())
-    assert not after.due(2)
-    assert after.due(3), "60 seconds before, 40 after"
-    assert after.due(4, epoch_ended=True), "the second epoch"
+    assert not after.is_due(2)
+    assert after.is_due(3), "60 seconds before, 40 after"
+    assert after.is_due(4, epoch_ended=True), "the second epoch"
 
 
 def test_a_saver_goes_on_where_it_was(tmp_path):
@@ -176,7 +176,7 @@ def test_folder_that_cannot_be_written(tmp_path, monkeypatch):
     for path in (blocker, blocker / "below"):
         saver = Saver(SaverConfig(path=str(path)), tmp_path)
         with pytest.raises(CheckpointError, match=r"saver\.path: .*file"):
-            saver.claim(tmp_path)
+            saver.lock_folder(tmp_path)
         with pytest.raises(CheckpointError, match=r"saver\.path: .*file"):
             saver.save(write_model, 1)
 
@@ -185,7 +185,7 @@ def test_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", refuse)
     with pytest.raises(CheckpointError, match=r"saver\.path: .*cannot be written: Read-only file system"):
-        Saver(SaverConfig(), tmp_path / "new").claim(tmp_path)
+        Saver(SaverConfig(), tmp_path / "new").lock_folder(tmp_path)
 
 
 def test_start_clears_what_a_crash_left(tmp_path):
@@ -200,7 +200,7 @@ def test_start_clears_what_a_crash_left(tmp_path):
     folder("mine")
     (tmp_path / ".tmp-other").write_text("x")
     (tmp_path / ".owner").write_text(f"{tmp_path}\n")
-    Saver(SaverConfig(), tmp_path).claim(tmp_path)
+    Saver(SaverConfig(), tmp_path).lock_folder(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".owner", ".tmp-other", "mine", "step-000001", "step-000002"]
     assert (tmp_path / "step-000002/weights").read_text() == "step-000002"
     assert (tmp_path / "step-000001/weights").read_text() == ".old-step-000001"
@@ -208,7 +208,7 @@ def test_start_clears_what_a_crash_left(tmp_path):
 
 def claimed(folder: Path, run: str) -> Saver:
     saver = Saver(SaverConfig(path=str(folder)), "default")
-    saver.claim(Path(run))
+    saver.lock_folder(Path(run))
     return saver
 
 
@@ -217,14 +217,14 @@ def test_a_folder_belongs_to_the_run_that_has_checkpoints_there(tmp_path):
     with pytest.raises(ConfigError, match=r"saver\.path: .*a/b belongs to the run in .*/one, which is still running"):
         claimed(tmp_path / "a/b", "two")
     one.save(write_model, 1)
-    one.release()
+    one.unlock_folder()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ConfigError, match=r"saver\.path: .*a/b holds the checkpoints of the run in .*/one; choose ano"):
         claimed(tmp_path / "a/b", "two")
     again = claimed(tmp_path / "a/b", "one")  # it may go on from its state
     with pytest.raises(ConfigError, match=r"holds the checkpoints of the run in .*/one"):
         again.refuse_checkpoints()
-    again.release()
+    again.unlock_folder()
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -239,8 +239,8 @@ def test_checkpoints_without_an_owner_belong_to_nobody_who_comes(tmp_path, left)
 def test_a_run_without_checkpoints_leaves_the_folders_as_they_were(tmp_path):
     (tmp_path / "mine").mkdir()
     for folder in ("mine", "new/deep"):
-        claimed(tmp_path / folder, "one").release()
-        claimed(tmp_path / folder, "two").release()
+        claimed(tmp_path / folder, "one").unlock_folder()
+        claimed(tmp_path / folder, "two").unlock_folder()
     assert [p.name for p in tmp_path.rglob("*")] == ["mine"]
 
 
@@ -310,7 +310,7 @@ def write(folder):
     print("writing", flush=True)
     time.sleep(60)
 saver = Saver(SaverConfig(), {str(tmp_path)!r})
-saver.claim(Path("one"))
+saver.lock_folder(Path("one"))
 saver.save(write, 7)
 """
     root = Path(__file__).parents[2]
@@ -319,13 +319,13 @@ saver.save(write, 7)
         other = Saver(SaverConfig(path=str(tmp_path)), "default")
         expected = r"saver\.path: .* belongs to the run in .*/one, which is still running; choose"
         with pytest.raises(ConfigError, match=expected):
-            other.claim(Path("other"))
+            other.lock_folder(Path("other"))
         with pytest.raises(ConfigError, match=r"trial_name: the run in .*/one is still running, in another process"):
-            other.claim(root / "one")
+            other.lock_folder(root / "one")
         with pytest.raises(CheckpointError, match="another process is writing there"):
             other.save(write_model, 7)
         assert (tmp_path / ".tmp-step-000007/half").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == [".owner", ".tmp-step-000007"]
-    other.claim(Path("other"))
-    other.release()
+    other.lock_folder(Path("other"))
+    other.unlock_folder()
     assert list(tmp_path.iterdir()) == []

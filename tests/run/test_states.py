@@ -18,7 +18,7 @@ from areno.errors import CheckpointError, EngineError
 from areno.files.durable import locked
 from areno.files.paths import find_file
 from areno.run.state_writer import StateWriter
-from areno.run.states import States
+from areno.run.states import StateFolder
 from tests import kill_runs
 from tests.helpers.resumed import folder_of, go, killed_after, log, states, stopped_sft, whole
 from tests.helpers.waiting import until
@@ -116,7 +116,7 @@ def test_a_full_disk_costs_states_and_nothing_else(tmp_path, tmp_path_factory, m
     """Large files cannot be written while the states of steps 3 to 5 are."""
     monkeypatch.chdir(tmp_path)
     kill_runs.write_rows("sft", tmp_path)
-    save_state, written, before = Engine.save_state, Engine.state_written, resource.getrlimit(resource.RLIMIT_FSIZE)
+    save_state, written, before = Engine.save_state, Engine.is_state_written, resource.getrlimit(resource.RLIMIT_FSIZE)
     seen = []
 
     def save(self, folder, *how):
@@ -134,7 +134,7 @@ def test_a_full_disk_costs_states_and_nothing_else(tmp_path, tmp_path_factory, m
                 resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     monkeypatch.setattr(Engine, "save_state", save)
-    monkeypatch.setattr(Engine, "state_written", waited)
+    monkeypatch.setattr(Engine, "is_state_written", waited)
     poll = StateWriter.poll
     monkeypatch.setattr(StateWriter, "poll", lambda self, wait=False: poll(self, wait=True))
     assert go("sft", *OFTEN, "saver.freq_steps=null") == 0
@@ -163,7 +163,7 @@ class FakeEngine:
     def save_state(self, folder, with_moments=True):
         self.folder, self.is_done = Path(folder), False
 
-    def state_written(self, wait=False):
+    def is_state_written(self, wait=False):
         if self.error is not None:
             raise self.error
         if (self.is_done or wait) and self.folder:
@@ -176,7 +176,7 @@ class FakeEngine:
 def writer(tmp_path):
     engine = FakeEngine()
     (tmp_path / "state").mkdir()
-    made = StateWriter(RecoverConfig(), States(tmp_path / "state", 2), lambda: engine, lambda: None)
+    made = StateWriter(RecoverConfig(), StateFolder(tmp_path / "state", 2), lambda: engine, lambda: None)
     return made, engine, tmp_path / "state"
 
 
@@ -186,10 +186,10 @@ def names(folder):
 
 def test_a_state_is_absent_until_it_is_whole(writer):
     states, _, folder = writer
-    assert states.begin(1, {"run": 1})
+    assert states.begin_write(1, {"run": 1})
     states.poll()
     assert [name[:16] for name in names(folder)] == [".tmp-step-000001"]
-    assert not states.begin(2, {"run": 2}), "one after another"
+    assert not states.begin_write(2, {"run": 2}), "one after another"
     states.poll(wait=True)
     assert names(folder) == ["latest", "step-000001"]
     assert states.states.newest().record["run"] == 1
@@ -217,7 +217,7 @@ def test_a_state_of_the_same_step_shares_its_weights(writer):
 def test_a_state_that_cannot_be_whole_is_not_there(writer, error, caplog):
     states, engine, folder = writer
     assert states.write(1, {})
-    states.begin(2, {})
+    states.begin_write(2, {})
     engine.error = error
     if isinstance(error, EngineError):
         with pytest.raises(EngineError, match="a worker died"):
@@ -261,7 +261,7 @@ def test_older_states_make_room(writer, monkeypatch, caplog):
 def test_a_run_without_its_last_state_says_so_at_its_end(room, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     kill_runs.write_rows("sft", tmp_path)
-    disk, made = SimpleNamespace(free=1 << 40), States.begin
+    disk, made = SimpleNamespace(free=1 << 40), StateFolder.begin
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
 
     def begin(self, step):
@@ -270,7 +270,7 @@ def test_a_run_without_its_last_state_says_so_at_its_end(room, tmp_path, monkeyp
             raise OSError(28, "No space left on device")
         return made(self, step)
 
-    monkeypatch.setattr(States, "begin", begin)
+    monkeypatch.setattr(StateFolder, "begin", begin)
     how = [*OFTEN, "recover.keep=1", "saver.freq_steps=null"]
     assert go("sft", *how) == 1
     said = capsys.readouterr().err
@@ -288,15 +288,15 @@ def test_a_disk_that_does_not_answer_is_told(tmp_path, caplog):
     engine = FakeEngine()
     (tmp_path / "state").mkdir()
     slow, quick = (
-        StateWriter(RecoverConfig(), States(tmp_path / "state", 2), lambda: engine, lambda: None, slow_s=slow_s)
+        StateWriter(RecoverConfig(), StateFolder(tmp_path / "state", 2), lambda: engine, lambda: None, slow_s=slow_s)
         for slow_s in (0.01, 600.0)
     )
-    assert slow.begin(1, {})
+    assert slow.begin_write(1, {})
     until(lambda: bool(caplog.text))
     assert "the state of step 1 has been in progress for 0 s: the disk of" in caplog.text
     slow.poll(wait=True)
     caplog.clear()
-    assert quick.begin(2, {})
+    assert quick.begin_write(2, {})
     alarm = quick._write.alarm
     quick.poll(wait=True)
     alarm.join(60)
@@ -325,8 +325,8 @@ def test_a_crash_at_the_end_of_writing(writer, place, monkeypatch):
         tmp = states.states.begin_again(1)
         with pytest.raises(Crash):
             states.states.finish(tmp, 1, {"run": "after"})
-    after = States(folder, 2)
-    after.tidy()
+    after = StateFolder(folder, 2)
+    after.clean_up()
     assert names(folder) == ["latest", "step-000001"]
     assert after.newest().record["run"] == ("before" if place == "rename" else "after")
 

@@ -103,7 +103,7 @@ def abi(request, monkeypatch):
         monkeypatch.setattr(kernel, "landlock_abi", lambda: request.param)
         if box.try_box()[1]:
             pytest.skip("there are no PID namespaces")
-        starter = box._Starter()
+        starter = box._CommandServer()
         monkeypatch.setattr(box, "_starter", starter)
     yield request.param
     if request.param != "this kernel":

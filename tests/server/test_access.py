@@ -19,14 +19,14 @@ from openai import OpenAI
 from areno import SamplingParams, Trainer
 from areno.agents.proxy import SessionProxy
 from areno.cli.__main__ import main
-from areno.server.access import PageGuard
+from areno.server.access import OriginGuard
 from areno.server.app import build_server
-from areno.server.sampling import Sampler, ServerLimits
+from areno.server.sampling import EngineClient, ServerLimits
 from areno.server.threads import ServerThread
 from tests.helpers.conversations import USER
 
 PAGE = "https://page.example"
-GUARD = PageGuard(frozenset({"my.host", "other.host:99"}), frozenset({PAGE, "null"}))
+GUARD = OriginGuard(frozenset({"my.host", "other.host:99"}), frozenset({PAGE, "null"}))
 CHAT = {"model": "policy", "messages": [USER], "max_tokens": 2}
 
 
@@ -34,7 +34,7 @@ CHAT = {"model": "policy", "messages": [USER], "max_tokens": 2}
 def url(trainer: Trainer, proxy: SessionProxy) -> Iterator[str]:
     """A server without a key, as `areno serve` starts it, over the engine of the session."""
     limits, tokenizer = proxy.server.sampler.request_limits, proxy.server.chat.prompts.tokenizer
-    sampler = Sampler(trainer.engine, limits, SamplingParams(max_new_tokens=4), ServerLimits(), seed=0)
+    sampler = EngineClient(trainer.engine, limits, SamplingParams(max_new_tokens=4), ServerLimits(), seed=0)
     thread = ServerThread(build_server(sampler, tokenizer, models=["policy"], keys=[], guard=GUARD).application)
     yield thread.start()
     thread.stop()

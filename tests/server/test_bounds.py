@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from areno.schema.values import show
+from areno.schema.values import format_value
 from areno.server import errors, json_bodies
-from areno.server.errors import ApiError, has_more_tokens, is_deeper, is_larger
+from areno.server.errors import ApiError, exceeds_depth, exceeds_size, has_more_tokens
 from areno.server.json_bodies import decompress, read_json
 from tests.helpers.tokenizers import shared_tokenizer
 
@@ -24,20 +24,20 @@ def nested(levels: int, kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["list", "object"])
 def test_depth(kind: str) -> None:
-    assert [is_deeper(nested(levels, kind), 5) for levels in (0, 1, 4)] == [False] * 3
-    assert [is_deeper(nested(levels, kind), 5) for levels in (6, 100, 100_000)] == [True] * 3
-    assert not is_deeper(nested(5, "list"), 5)
-    assert is_deeper([[[]]], 2)
-    assert not is_deeper([[]], 2)
+    assert [exceeds_depth(nested(levels, kind), 5) for levels in (0, 1, 4)] == [False] * 3
+    assert [exceeds_depth(nested(levels, kind), 5) for levels in (6, 100, 100_000)] == [True] * 3
+    assert not exceeds_depth(nested(5, "list"), 5)
+    assert exceeds_depth([[[]]], 2)
+    assert not exceeds_depth([[]], 2)
 
 
 def test_size() -> None:
-    assert not is_larger({"abc": ["de", 1, None]}, 11)
-    assert is_larger({"abc": ["de", 1, None]}, 10)
-    assert is_larger("a" * 11, 10)
-    assert is_larger([1] * 11, 10)
-    assert is_larger({str(number): None for number in range(4)}, 10)
-    assert not is_larger([nested(2, "list")], 100)
+    assert not exceeds_size({"abc": ["de", 1, None]}, 11)
+    assert exceeds_size({"abc": ["de", 1, None]}, 10)
+    assert exceeds_size("a" * 11, 10)
+    assert exceeds_size([1] * 11, 10)
+    assert exceeds_size({str(number): None for number in range(4)}, 10)
+    assert not exceeds_size([nested(2, "list")], 100)
 
 
 @pytest.mark.slow
@@ -101,9 +101,9 @@ def test_a_packed_body(wbits: int) -> None:
 
 def test_of_a_large_value_the_beginning_is_shown() -> None:
     for value in ("a" * 10**7, [1] * 10**6, {str(n): n for n in range(10**5)}, nested(300, "list"), [["a" * 500] * 99]):
-        shown = show(value)
+        shown = format_value(value)
         assert len(shown) == 80
         assert shown.endswith("...")
         assert shown[:77] == repr(value)[:77]
-    assert show(["a", {"b": 1}, 2.5]) == "['a', {'b': 1}, 2.5]"
-    assert show("a" * 78) == repr("a" * 78)
+    assert format_value(["a", {"b": 1}, 2.5]) == "['a', {'b': 1}, 2.5]"
+    assert format_value("a" * 78) == repr("a" * 78)

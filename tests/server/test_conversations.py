@@ -21,9 +21,9 @@ from areno.server import errors
 from areno.server.errors import PromptTooLong
 from areno.server.messages import conversation_keys, read_messages
 from areno.server.parsers import parser_for_template
-from areno.server.prompt_builder import Prompt, PromptBuilder, TokenCache
-from areno.server.threads import Threads
-from areno.server.token_sources import Source, expand_runs
+from areno.server.prompt_builder import ConversationCache, EncodedPrompt, PromptBuilder
+from areno.server.threads import ThreadPool
+from areno.server.token_sources import TokenSource, expand_runs
 from tests.helpers.conversations import OTHER, USER, turn_of
 from tests.helpers.tokenizers import load_tokenizer
 
@@ -93,7 +93,7 @@ def test_rows_of_real_conversations_are_what_the_template_renders(name: str, eve
         for row in trajectory.rows:
             assert repr(row.tokens) in ends
             assert (row.trained == row.sampled).all()
-            assert ((row.sources == Source.SAMPLED) >= row.sampled).all()
+            assert ((row.sources == TokenSource.SAMPLED) >= row.sampled).all()
             said_tokens += np.array(row.tokens)[row.sampled].tolist()
         assert sorted(said_tokens) == sorted(
             token for _, said in expected for token in tokenizer.encode(said, add_special_tokens=False)
@@ -105,17 +105,17 @@ def test_rows_of_real_conversations_are_what_the_template_renders(name: str, eve
 
 def test_tokens_that_were_sampled_are_kept_however_their_text_would_be_encoded(tiny: Any) -> None:
     conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
-    first = conversations.prompt([USER])
+    first = conversations.build_prompt([USER])
     odd = [tiny.encode(letter, add_special_tokens=False)[0] for letter in "hello"]  # not how "hello" is encoded
     assert tiny.decode(odd) == "hello"
     assert odd != tiny.encode("hello")
     end = tiny.convert_tokens_to_ids("<|im_end|>")
     answer = {"role": "assistant", "content": "hello"}
-    conversations.remember(first, [*odd, end], frozenset([end]), answer)
-    second = conversations.prompt([USER, answer, OTHER])
+    conversations.cache_turn(first, [*odd, end], frozenset([end]), answer)
+    second = conversations.build_prompt([USER, answer, OTHER])
     assert second.tokens[: len(first.tokens) + 6] == [*first.tokens, *odd, end]
     assert tiny.decode(second.tokens) == second.text == render(tiny, [USER, answer, OTHER], None, None, True)
-    other = conversations.prompt([USER, {"role": "assistant", "content": "hello!"}, OTHER])
+    other = conversations.build_prompt([USER, {"role": "assistant", "content": "hello!"}, OTHER])
     assert other.tokens == tiny.encode(other.text)  # nobody sampled this
 
 
@@ -124,18 +124,18 @@ def test_a_request_that_ends_with_the_sampled_turn_gets_a_prompt(tiny: Any) -> N
     asked = read_messages([{"role": "user", "content": "hi"}])
     [answer] = read_messages([{"role": "assistant", "content": "hello"}])
     tokens = tiny.encode("hello<|im_end|>", add_special_tokens=False)
-    conversations.remember(conversations.prompt(asked), tokens, frozenset(tokens[-1:]), answer)
-    expected = made("tiny").prompt([*asked, answer])
-    assert conversations.prompt([*asked, answer]).text == expected.text
-    assert asyncio.run(conversations.prompt_async([*asked, answer])).text == expected.text
+    conversations.cache_turn(conversations.build_prompt(asked), tokens, frozenset(tokens[-1:]), answer)
+    expected = made("tiny").build_prompt([*asked, answer])
+    assert conversations.build_prompt([*asked, answer]).text == expected.text
+    assert asyncio.run(conversations.build_prompt_async([*asked, answer])).text == expected.text
 
 
 def test_an_answer_that_was_cut_off_is_closed_by_the_template(tiny: Any) -> None:
     conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
-    first = conversations.prompt([USER])
+    first = conversations.build_prompt([USER])
     tokens, answer = tiny.encode("hel"), {"role": "assistant", "content": "hel"}
-    conversations.remember(first, tokens, frozenset([384]), answer)
-    second = conversations.prompt([USER, answer, OTHER])
+    conversations.cache_turn(first, tokens, frozenset([384]), answer)
+    second = conversations.build_prompt([USER, answer, OTHER])
     assert second.tokens[: len(first.tokens) + len(tokens)] == first.tokens + tokens
     assert tiny.decode(second.tokens) == second.text
 
@@ -175,7 +175,7 @@ def test_a_call_whose_json_the_template_writes_otherwise_stays_one_row(tiny: Any
     assert record.rendered_completion.endswith("ok<|im_end|>")
     trained = [tiny.decode([token]) for token, on in zip(row.tokens, row.trained, strict=True) if on]
     assert "".join(trained) == said + "two three" + "ok<|im_end|>"
-    assert {Source(source).name for source in row.sources} == {"TEMPLATE", "USER", "TOOL", "SAMPLED"}
+    assert {TokenSource(source).name for source in row.sources} == {"TEMPLATE", "USER", "TOOL", "SAMPLED"}
 
 
 @pytest.mark.parametrize("argument", ['"\\ud83d"', "[" * 2000 + "]" * 2000])
@@ -213,13 +213,13 @@ def test_each_token_of_a_prompt_knows_where_it_comes_from(chatml: Any) -> None:
     system = {"role": "system", "content": " be\nkind "}
     answer = {"role": "assistant", "content": "hello", "tool_calls": [{"function": {"name": "user", "arguments": {}}}]}
     result = {"role": "tool", "tool_call_id": "c", "content": "user"}
-    prompt = conversations.prompt([system, {"role": "user", "content": "user"}, answer, result])
+    prompt = conversations.build_prompt([system, {"role": "user", "content": "user"}, answer, result])
     sources = expand_runs(prompt.sources)
     found = {}
-    for source in (Source.SYSTEM, Source.USER, Source.TOOL):
+    for source in (TokenSource.SYSTEM, TokenSource.USER, TokenSource.TOOL):
         of_source = [token for token, one in zip(prompt.tokens, sources, strict=True) if one == source]
         found[source] = chatml.decode(of_source).strip()
-    assert found == {Source.SYSTEM: "be\nkind", Source.USER: "user", Source.TOOL: "user"}
+    assert found == {TokenSource.SYSTEM: "be\nkind", TokenSource.USER: "user", TokenSource.TOOL: "user"}
 
 
 @pytest.mark.parametrize(
@@ -260,13 +260,13 @@ def test_several_conversations_of_one_agent_are_rows_of_their_own(tiny: Any) -> 
 def test_the_samples_of_a_prompt_share_its_tokens(tiny: Any) -> None:
     conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template), max_cached_tokens=1500)
     tool = {"type": "function", "function": {"name": "f"}}
-    first = conversations.prompt([USER])
-    assert conversations.prompt([dict(USER)]) is first
-    assert conversations.prompt([USER], [tool]).text != first.text
-    assert conversations.prompt([USER], None, {"enable_thinking": False}) is not first
+    first = conversations.build_prompt([USER])
+    assert conversations.build_prompt([dict(USER)]) is first
+    assert conversations.build_prompt([USER], [tool]).text != first.text
+    assert conversations.build_prompt([USER], None, {"enable_thinking": False}) is not first
     for number in range(6):
-        conversations.prompt([{"role": "user", "content": str(number)}])
-    again = conversations.prompt([USER])
+        conversations.build_prompt([{"role": "user", "content": str(number)}])
+    again = conversations.build_prompt([USER])
     assert again is not first
     assert (again.text, again.tokens, again.sources) == (first.text, first.tokens, first.sources)
 
@@ -283,25 +283,25 @@ def test_a_long_text_becomes_tokens_beside_the_event_loop(tiny: Any, monkeypatch
 
     monkeypatch.setattr(conversations, "_encode_new_text", noted)
 
-    async def all_of_them() -> list[Prompt]:
-        left = asyncio.ensure_future(conversations.prompt_async(long))
-        waiting = [asyncio.ensure_future(conversations.prompt_async(long)) for _ in range(3)]
+    async def all_of_them() -> list[EncodedPrompt]:
+        left = asyncio.ensure_future(conversations.build_prompt_async(long))
+        waiting = [asyncio.ensure_future(conversations.build_prompt_async(long)) for _ in range(3)]
         await asyncio.sleep(0)
         left.cancel()  # the others still get it
-        among = await conversations.prompt_async(short)
+        among = await conversations.build_prompt_async(short)
         assert not any(each.done() for each in waiting)
-        return [among, *await asyncio.gather(*waiting), await conversations.prompt_async(long)]
+        return [among, *await asyncio.gather(*waiting), await conversations.build_prompt_async(long)]
 
     among, *same = asyncio.run(all_of_them())
     assert sorted(thread is threading.main_thread() for thread in threads) == [False, True]
     assert all(each is same[0] for each in same)
     fresh = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
-    assert [among, same[0]] == [fresh.prompt(short), fresh.prompt(long)]
+    assert [among, same[0]] == [fresh.build_prompt(short), fresh.build_prompt(long)]
 
     answer = {"role": "assistant", "content": "hi " * 600}
     turn_of(fresh, long, "hi " * 600 + "<|im_end|>", None)
     later = [*long, answer, {"role": "user", "content": "and " * 400}]
-    assert asyncio.run(fresh.prompt_async(later)) == fresh.prompt(later)
+    assert asyncio.run(fresh.build_prompt_async(later)) == fresh.build_prompt(later)
 
 
 def test_an_error_in_the_thread_reaches_all_who_wait(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_an_error_in_the_thread_reaches_all_who_wait(tiny: Any, monkeypatch: pyt
         raise DataError("no tokens")
 
     async def both() -> list[Any]:
-        return await asyncio.gather(*(conversations.prompt_async(long) for _ in range(2)), return_exceptions=True)
+        return await asyncio.gather(*(conversations.build_prompt_async(long) for _ in range(2)), return_exceptions=True)
 
     with monkeypatch.context() as patch:
         patch.setattr(conversations, "_encode_new_text", broken)
@@ -321,7 +321,7 @@ def test_an_error_in_the_thread_reaches_all_who_wait(tiny: Any, monkeypatch: pyt
 
 
 def test_a_prompt_that_nobody_waits_for_any_more_is_given_up(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template), threads=Threads(1, "one"))
+    conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template), threads=ThreadPool(1, "one"))
     encode, made, go_on = conversations._encode_new_text, [], threading.Event()
 
     def noted(draft: Any) -> Any:
@@ -331,9 +331,9 @@ def test_a_prompt_that_nobody_waits_for_any_more_is_given_up(tiny: Any, monkeypa
 
     monkeypatch.setattr(conversations, "_encode_new_text", noted)
 
-    async def some_leave() -> Prompt:
+    async def some_leave() -> EncodedPrompt:
         asked = [
-            asyncio.ensure_future(conversations.prompt_async([{"role": "user", "content": f"{number} " * 1000}]))
+            asyncio.ensure_future(conversations.build_prompt_async([{"role": "user", "content": f"{number} " * 1000}]))
             for number in (1, 2, 2, 3)
         ]
         while not made:
@@ -366,9 +366,9 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_made(
     monkeypatch.setattr(errors, "_count_tokens", lambda tokenizer, text: len(counted(text)["input_ids"]))
     long = [{"role": "user", "content": "hello " * n_words}]
     with pytest.raises(PromptTooLong, match="more than 200 tokens"):
-        conversations.prompt(long)
+        conversations.build_prompt(long)
     with pytest.raises(PromptTooLong, match="more than 200 tokens"):
-        asyncio.run(conversations.prompt_async(long))
+        asyncio.run(conversations.build_prompt_async(long))
     assert 0 < n_characters <= 2 * min(errors.PIECE, 6 * n_words + 200)
     assert len(conversations.cache) == 0
 
@@ -377,17 +377,17 @@ def test_what_a_turn_leaves_room_for_is_counted(tiny: Any) -> None:
     conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template), max_prompt_tokens=900)
     turn_of(conversations, [USER], "hello " * 300 + "<|im_end|>", None)
     later = [USER, {"role": "assistant", "content": "hello " * 300}]
-    assert len(conversations.prompt([*later, {"role": "user", "content": "hello " * 100}]).tokens) > 800
+    assert len(conversations.build_prompt([*later, {"role": "user", "content": "hello " * 100}]).tokens) > 800
     with pytest.raises(PromptTooLong):
-        conversations.prompt([*later, {"role": "user", "content": "hello " * 200}])
+        conversations.build_prompt([*later, {"role": "user", "content": "hello " * 200}])
 
 
 def test_private_use_characters_of_a_message_do_not_hide_where_it_stands(tiny: Any) -> None:
     conversations = PromptBuilder(tiny, parser_for_template(tiny.chat_template))
     plain, marked = ({"role": "user", "content": f"one {mark} two"} for mark in ("", "\ue002\ue003\ue002 12"))
     for message in (plain, marked):
-        prompt = conversations.prompt([message])
-        user = expand_runs(prompt.sources) == Source.USER
+        prompt = conversations.build_prompt([message])
+        user = expand_runs(prompt.sources) == TokenSource.USER
         tokens = [token for token, is_user in zip(prompt.tokens, user, strict=True) if is_user]
         assert tiny.decode(tokens) == message["content"]
 
@@ -425,7 +425,7 @@ def test_what_is_remembered_has_a_limit(tiny: Any) -> None:
 
 def test_a_tokenizer_without_a_template_cannot_chat(plain: Any) -> None:
     with pytest.raises(DataError, match="no chat template"):
-        PromptBuilder(plain, parser_for_template(None)).prompt([USER])
+        PromptBuilder(plain, parser_for_template(None)).build_prompt([USER])
 
 
 def test_expected_prompts_are_made_until_somebody_asks_for_another(tiny: Any) -> None:
@@ -433,11 +433,11 @@ def test_expected_prompts_are_made_until_somebody_asks_for_another(tiny: Any) ->
     rows = [[{"role": "user", "content": f"prompt {number}"}] for number in range(8)]
 
     async def begun(other: bool) -> int:
-        conversations.cache = TokenCache(1_000_000)
+        conversations.cache = ConversationCache(1_000_000)
         task = asyncio.ensure_future(conversations.prefetch(rows))
         await asyncio.sleep(0)
         asked = [{"role": "user", "content": "another" if other else "prompt 5"}]
-        assert (await conversations.prompt_async(asked)).tokens == conversations.prompt(asked).tokens
+        assert (await conversations.build_prompt_async(asked)).tokens == conversations.build_prompt(asked).tokens
         await task
         return len(conversations.cache) - other
 

@@ -19,8 +19,8 @@ from areno.engine.decoder.grammar import GrammarCompiler
 from areno.errors import GrammarError
 from areno.server.output_grammars import Constraint, Grammar, compile_grammar, reasoning_after
 from areno.server.parsers import PARSERS, ParsedMessage
-from areno.server.parsers.lark import Lark
-from areno.server.parsers.schemas import Document
+from areno.server.parsers.lark import LarkBuilder
+from areno.server.parsers.schemas import SchemaDocument
 from tests.helpers.grammars import allowed, response_format, schemas
 
 FAMILIES = ["hermes", "qwen3_coder", "llama3_json", "pythonic"]
@@ -73,8 +73,8 @@ def nested(levels: int) -> Any:
 
 def test_the_work_for_a_schema_grows_like_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
     visited: list[int] = []
-    own = Document.kinds
-    monkeypatch.setattr(Document, "kinds", lambda *asked: (visited.append(1), own(*asked))[1])
+    own = SchemaDocument.kinds
+    monkeypatch.setattr(SchemaDocument, "kinds", lambda *asked: (visited.append(1), own(*asked))[1])
 
     def n_visited(levels: int, **more: Any) -> int:
         visited.clear()
@@ -99,9 +99,9 @@ def test_a_grammar_that_would_be_too_large_is_refused_before_it_is_made() -> Non
 
 def test_special_tokens_of_a_literal_are_found_once_and_the_longest_first() -> None:
     special = {"<a>": 1, "<a><b>": 2, "<c>": 3}
-    assert Lark(special).literal("x<a><b><a>y<c>") == '"x" <[2]> <[1]> "y" <[3]>'
-    assert Lark(special).literal("") == Lark({}).literal("") == '""'
-    assert Lark({}).literal("x<a>") == '"x<a>"'
+    assert LarkBuilder(special).literal("x<a><b><a>y<c>") == '"x" <[2]> <[1]> "y" <[3]>'
+    assert LarkBuilder(special).literal("") == LarkBuilder({}).literal("") == '""'
+    assert LarkBuilder({}).literal("x<a>") == '"x<a>"'
 
 
 @pytest.fixture(params=["tiny", "minimind"])
@@ -282,7 +282,7 @@ def test_a_tokenizer_that_cannot_write_what_an_answer_must_contain() -> None:
 def test_the_text_of_a_constraint_is_kept(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     constraint = Constraint(response_format=response_format({"const": "kept"}))
     first = compile_grammar(constraint, tiny, len(tiny))
-    monkeypatch.setattr(Constraint, "rules", None)
+    monkeypatch.setattr(Constraint, "add_rules", None)
     assert compile_grammar(Constraint(response_format=response_format({"const": "kept"})), tiny, len(tiny)) is first
 
 

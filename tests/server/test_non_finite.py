@@ -28,13 +28,13 @@ POISON = 70
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log-probability of a sample whose prompt has the token POISON is NaN."""
-    wait = PendingTokens.wait
+    wait = PendingTokens.wait_for_tokens
 
     def poisoned(self: PendingTokens) -> Any:
         tokens_B, logprobs_B = wait(self)
         return tokens_B, np.where([POISON in each.request.prompt for each in self.sequences], np.nan, logprobs_B)
 
-    monkeypatch.setattr(PendingTokens, "wait", poisoned)
+    monkeypatch.setattr(PendingTokens, "wait_for_tokens", poisoned)
 
 
 def ask(proxy: SessionProxy, **fields: Any) -> httpx2.Response:
@@ -179,7 +179,7 @@ def test_a_rollout_of_the_run_itself_ends_with_it() -> None:
 
 def test_a_model_whose_weights_are_not_finite_ends_the_server() -> None:
     with made() as broken:
-        weight = worker_of(broken.engine).actor.output.weight
+        weight = worker_of(broken.engine).actor.lm_head.weight
         with broken.rollout_session(sampling_params=SamplingParams()) as session:
             with torch.no_grad():
                 weight[5, 0] = torch.nan

@@ -97,7 +97,7 @@ def test_bounds_that_no_double_holds() -> None:
 
 @pytest.mark.parametrize("n", [2, 4, 10, 20, 100, 1000])
 def test_multiples_of_a_part_of_one(n: int) -> None:
-    grammar = ByteGrammar(f"start: N\nN: {' | '.join(Range().at_least(-2, False).at_most(2, True).in_units_of(n))}")
+    grammar = ByteGrammar(f"start: N\nN: {' | '.join(Range().at_least(-2, False).at_most(2, True).fraction_terms(n))}")
     for thousandths in range(-2100, 2101, 5):
         text = f"{thousandths / 1000:.3f}"
         assert grammar.accepts(text) == (-2000 <= thousandths < 2000 and thousandths * n % 1000 == 0), text

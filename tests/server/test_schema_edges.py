@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areno.errors import GrammarError
-from areno.server.parsers.lark import Lark
+from areno.server.parsers.lark import LarkBuilder
 from tests.helpers.grammars import accepted, answers, call, calls
 
 pytest.importorskip("llguidance")
@@ -136,7 +136,7 @@ def test_schemas_that_would_overflow_the_stack(schema: Any, message: str) -> Non
 
 
 def test_a_grammar_has_a_bounded_number_of_symbols() -> None:
-    lark = Lark({})
+    lark = LarkBuilder({})
     for number in range(32_500):
         lark.terminal(f'"{number}"')
     with pytest.raises(GrammarError, match="more than 65,000 symbols"):

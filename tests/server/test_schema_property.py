@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from areno.errors import GrammarError
 from areno.server.output_grammars import Constraint
 from areno.server.parsers import PARSERS
-from areno.server.parsers.json_rules import JsonRules, Style
-from areno.server.parsers.lark import Lark
-from areno.server.parsers.schemas import Document
+from areno.server.parsers.json_rules import JsonRules, JsonStyle
+from areno.server.parsers.lark import LarkBuilder
+from areno.server.parsers.schemas import SchemaDocument
 from tests.helpers.drawn_schemas import NAMES, Draw, NoValue, is_valid
 from tests.helpers.grammars import ByteGrammar
 
@@ -28,8 +28,8 @@ HOW: Any = {"deadline": None, "suppress_health_check": list(HealthCheck), "deran
 
 
 def json_grammar(schema: Any, is_free: bool) -> ByteGrammar:
-    lark = Lark({})
-    return ByteGrammar(lark.grammar_text(JsonRules(lark, Document(schema), Style(is_free=is_free)).root()))
+    lark = LarkBuilder({})
+    return ByteGrammar(lark.grammar_text(JsonRules(lark, SchemaDocument(schema), JsonStyle(is_free=is_free)).root()))
 
 
 def written(family: str, arguments: dict[str, Any], quotes: bool) -> str:

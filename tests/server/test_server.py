@@ -312,7 +312,7 @@ def test_a_client_that_goes_away_ends_its_request(proxy: SessionProxy, trainer: 
             await stream.close()
             waiting.cancel()
         for _ in range(200):
-            if not proxy.server.sampler.n_samples and not trainer.engine.dispatcher.n_missing_by_request:
+            if not proxy.server.sampler.n_samples and not trainer.engine.dispatcher.n_unfinished_by_request:
                 return
             await asyncio.sleep(0.05)
         raise AssertionError("the requests go on")

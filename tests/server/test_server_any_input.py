@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from areno import SamplingParams
 from areno.server.app import Server, build_server
-from areno.server.sampling import Sampler, ServerLimits
+from areno.server.sampling import EngineClient, ServerLimits
 from areno.server.threads import ServerThread
 from tests.helpers.agent_model import VOCAB, made
 from tests.helpers.waiting import until
@@ -213,7 +213,7 @@ def asked() -> Iterator[Asked]:
     with made() as trainer, trainer.rollout_session(sampling_params=params, max_running_prompts=16) as session:
         room = replace(session.proxy.server.sampler.request_limits, context_len=96)
         limits = ServerLimits(max_body=2**17, max_messages=1000)
-        sampler = Sampler(trainer.engine, room, replace(params, max_context_len=96), limits, seed=0)
+        sampler = EngineClient(trainer.engine, room, replace(params, max_context_len=96), limits, seed=0)
         server = build_server(sampler, session.proxy.server.chat.prompts.tokenizer, models=["model"], keys=[KEY])
         thread = ServerThread(server.application)
         yield Asked(server, thread.start())

@@ -75,7 +75,7 @@ def test_how_often_a_prompt_came_is_known_of_the_latest_prompts(
 ) -> None:
     server = proxy.server.sampler
     monkeypatch.setattr(sampling, "MAX_SEEN", 3)
-    sampler = sampling.Sampler(server.engine, server.request_limits, server.defaults, server.limits, 7)
+    sampler = sampling.EngineClient(server.engine, server.request_limits, server.defaults, server.limits, 7)
     seeds = [sampler.next_seed([number], None) for number in (1, 1, 2, 1, 3, 1)]
     assert len(set(seeds)) == 6
     for number in range(4, 100):
@@ -121,7 +121,7 @@ def test_an_error_of_the_server_has_a_short_traceback(
     def other(request: Any) -> Any:  # two functions, so that Python does not fold their frames
         return one(request)
 
-    monkeypatch.setattr(proxy.server.chat, "open", one)
+    monkeypatch.setattr(proxy.server.chat, "prepare", one)
     answer = httpx2.post(
         f"{proxy.base_url}/chat/completions",
         json={"model": "policy", "messages": HELLO},

@@ -194,7 +194,7 @@ def test_clients_of_every_kind_leave_nothing_behind(n_clients: int, monkeypatch:
                 storm = Storm(proxy, http)
                 await asyncio.gather(*(storm.client(number) for number in range(n_clients)))
             for _ in range(600):
-                if not sampler.metrics.in_flight and not engine.dispatcher.n_missing_by_request:
+                if not sampler.metrics.in_flight and not engine.dispatcher.n_unfinished_by_request:
                     break
                 await asyncio.sleep(0.05)
             return storm
@@ -206,7 +206,7 @@ def test_clients_of_every_kind_leave_nothing_behind(n_clients: int, monkeypatch:
         n_gone = storm.seen["cancelled"] + storm.seen["half a body"]  # perhaps before the server had looked at them
         assert storm.sent - n_gone <= sum(sampler.metrics.requests.values()) - n_before <= storm.sent
         assert sampler.metrics.in_flight == sampler.n_samples == 0
-        assert not engine.dispatcher.n_missing_by_request
+        assert not engine.dispatcher.n_unfinished_by_request
         assert not decoder.has_work
         assert_all_blocks_are_free(decoder)
         assert tokens_of(temperature=0, max_tokens=20) == before

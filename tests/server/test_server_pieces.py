@@ -126,7 +126,7 @@ def test_prompts_of_agents_that_begin_are_made_before_they_ask(monkeypatch: pyte
         session.proxy.prefetch(items)
         until(lambda: len(conversations.cache) >= 2)
         assert 6 in trainer.engine.batcher._announced.values()
-        monkeypatch.setattr(conversations, "_draft", None)  # would be called for a prompt that is not there
+        monkeypatch.setattr(conversations, "_render_draft", None)  # would be called for a prompt that is not there
         for messages in (rows[0], [{"role": "user", "content": "text 2"}]):
             told = chat(client, messages=messages).areno["prompt_token_ids"]
-            assert told == PromptBuilder(conversations.tokenizer, conversations.parser).prompt(messages).tokens
+            assert told == PromptBuilder(conversations.tokenizer, conversations.parser).build_prompt(messages).tokens

@@ -138,6 +138,6 @@ def test_an_answer_that_is_not_streamed_becomes_an_error(proxy: SessionProxy, se
 @pytest.mark.slow
 def test_what_is_frozen_is_not_reported_as_leaked_at_exit() -> None:
     pytest.importorskip("triton")
-    code = "import triton, areno.engine.device_memory as memory; memory.RolloutCollector().begin()"
+    code = "import triton, areno.engine.device_memory as memory; memory.RolloutGarbageCollector().begin()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")

@@ -18,7 +18,7 @@ from areno.server.detokenize import (
     TokenText,
     TokenTextCache,
     TokenTextStream,
-    n_partial,
+    n_partial_tokens,
     prompt_token_texts,
 )
 from areno.server.response_bodies import text_logprobs
@@ -64,7 +64,7 @@ def test_the_texts_of_tokens_add_up_however_they_come(name: str) -> None:
             for at in range(0, len(tokens), size):
                 text += stream.feed(tokens[at : at + size])
                 spelling.feed(tokens[at : at + size])
-                found += spelling.take(len(text))
+                found += spelling.pop_tokens(len(text))
                 assert text.startswith("".join(one.text for one in found))
             text += stream.finish()
             found += spelling.finish(len(text))
@@ -143,7 +143,11 @@ def test_prompt_and_completion_read_as_the_decoding_of_all_tokens(client: OpenAI
     echoed: Any = client.completions.create(echo=True, **how)
     [asked] = whole.areno["prompt_token_ids"]
     special = not isinstance(prompt, str)
-    said = prompt if isinstance(prompt, str) else tokenizer.decode(prompt[: len(prompt) - n_partial(tokenizer, prompt)])
+    said = (
+        prompt
+        if isinstance(prompt, str)
+        else tokenizer.decode(prompt[: len(prompt) - n_partial_tokens(tokenizer, prompt)])
+    )
     for choice, beside, told in zip(whole.choices, echoed.choices, whole.areno["choices"], strict=True):
         assert beside.text == said + choice.text
         tokens = [token for token in told["token_ids"] if token not in tokenizer.all_special_ids]

@@ -10,12 +10,12 @@ from functools import partial
 
 import pytest
 
-from areno.server.threads import Threads
+from areno.server.threads import ThreadPool
 from tests.helpers.waiting import until
 
 
 def test_results_and_errors_come_to_those_who_asked() -> None:
-    threads = Threads(2, "work")
+    threads = ThreadPool(2, "work")
 
     async def all_of_them() -> list[object]:
         work = [partial(int, str(number)) for number in range(20)] + [partial(int, "a")]
@@ -29,7 +29,7 @@ def test_results_and_errors_come_to_those_who_asked() -> None:
 
 
 def test_so_many_run_at_once_and_what_nobody_waits_for_is_dropped() -> None:
-    threads, begun, done = Threads(2, "work"), list[int](), list[int]()
+    threads, begun, done = ThreadPool(2, "work"), list[int](), list[int]()
     at_once, go_on = threading.BoundedSemaphore(2), threading.Event()
 
     def work(number: int) -> None:
@@ -54,7 +54,7 @@ def test_so_many_run_at_once_and_what_nobody_waits_for_is_dropped() -> None:
 
 
 def test_a_loop_that_has_ended_does_not_harm_the_thread() -> None:
-    threads, go_on = Threads(1, "work"), threading.Event()
+    threads, go_on = ThreadPool(1, "work"), threading.Event()
 
     async def leave() -> None:
         with pytest.raises(asyncio.TimeoutError):
@@ -80,7 +80,7 @@ def test_an_error_keeps_nothing_of_the_work_in_memory() -> None:
         with pytest.raises(ValueError):
             await threads.run(fail)
 
-    threads = Threads(1, "work")
+    threads = ThreadPool(1, "work")
     gc.collect()
     gc.disable()
     try:

@@ -96,7 +96,7 @@ def test_a_board_knows_how_things_stand(monkeypatch):
     board = Board(lambda: 10, lambda: now[0])
     board.log(0, {"eval/accuracy": 0.25, "time/eval": 1.0})
     now[0] = 100.0
-    board.begin(0)
+    board.begin_training(0)
     assert board.snapshot().left is None
     for step in (1, 2):
         now[0] += 5.0
@@ -211,7 +211,7 @@ def test_after_a_stop_the_lines_begin_anew(terminal, monkeypatch):
     screen = a_screen(terminal)
     screen.draw()
     terminal.stream.write("[1]+ Stopped\n$ fg\n")
-    screen._note_continued(signal.SIGCONT, None)
+    screen._on_sigcont(signal.SIGCONT, None)
     screen.draw()
     screen.draw()
     terminal.close()
@@ -243,9 +243,9 @@ def test_where_a_display_can_be(terminal, monkeypatch):
 
 def test_which_console_is_chosen(terminal, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal.stream)  # here: pytest sets its own when a test begins
-    monkeypatch.setattr(displays, "host_listens", lambda: False)
+    monkeypatch.setattr(displays, "has_host_handler", lambda: False)
     assert [displays.chosen_console(name) for name in ("auto", "live", "full")] == ["live", "live", "full"]
-    monkeypatch.setattr(displays, "host_listens", lambda: True)
+    monkeypatch.setattr(displays, "has_host_handler", lambda: True)
     assert [displays.chosen_console(name) for name in ("auto", "live", "quiet")] == ["lines", "live", "quiet"]
     with open(os.devnull, "w") as no_terminal:
         monkeypatch.setattr(sys, "stderr", no_terminal)
@@ -261,7 +261,7 @@ def test_an_error_in_the_display_does_not_end_the_run(terminal, monkeypatch, tmp
         monkeypatch.setattr(display.board, "log", lambda *_: 1 / 0)
         display.log(1, {"train/loss": 1.0})
         display.log(2, {"train/loss": 1.0})
-        assert run_log.console() == "lines"
+        assert run_log.current_console() == "lines"
         assert sys.stderr is terminal.stream
         display.finish()
     terminal.close()

@@ -35,7 +35,9 @@ NO_ADVANTAGE = {"rollout/advantages_std": 0.0}
 def told(steps, divergence=None):
     """(step, the beginning of what is told) for steps that differ from FINE; steps count from 1."""
     divergence = divergence or TrainingWarnings("reward.py:near")
-    found = [(step, text) for step, changes in enumerate(steps, 1) for text in divergence.check({**FINE, **changes})]
+    found = [
+        (step, text) for step, changes in enumerate(steps, 1) for text in divergence.new_warnings({**FINE, **changes})
+    ]
     return [(step, " ".join(text.split()[:4])) for step, text in found]
 
 
@@ -105,7 +107,7 @@ def test_completions_that_never_end_are_told_after_a_while():
     cut = {"rollout/truncated": 1.0}
     assert told([cut] * (N_TRUNCATED - 1) + [{}] + [cut] * (N_TRUNCATED - 1)) == []
     divergence = TrainingWarnings()
-    texts = [text for _ in range(3 * N_TRUNCATED) for text in divergence.check({**FINE, **cut})]
+    texts = [text for _ in range(3 * N_TRUNCATED) for text in divergence.new_warnings({**FINE, **cut})]
     assert len(texts) == 1
     assert "cut off at the length limit (128 tokens" in texts[0]
     assert "raise gconfig.max_new_tokens" in texts[0]
@@ -113,22 +115,22 @@ def test_completions_that_never_end_are_told_after_a_while():
 
 def test_rows_without_answers_are_told_where_all_rewards_are_equal():
     divergence = TrainingWarnings("reward.py:near", "no row of data.jsonl")
-    assert divergence.check(FINE) == [], "this reward needs none"
-    [text] = divergence.check({**FINE, **FLAT})
+    assert divergence.new_warnings(FINE) == [], "this reward needs none"
+    [text] = divergence.new_warnings({**FINE, **FLAT})
     assert text.startswith("all rewards of this step are 0.5, and no row of data.jsonl has solutions; ")
-    assert divergence.check({**FINE, **FLAT}) == []
-    assert TrainingWarnings("reward.py:near").check({**FINE, **FLAT}) == []
+    assert divergence.new_warnings({**FINE, **FLAT}) == []
+    assert TrainingWarnings("reward.py:near").new_warnings({**FINE, **FLAT}) == []
 
 
 def test_rewards_that_only_have_no_advantage_are_not_called_equal():
     """Each prompt has its own reward, so "all rewards are 0.5" would be wrong."""
     divergence = TrainingWarnings("reward.py:near", "no row of data.jsonl")
-    assert divergence.check({**FINE, **NO_ADVANTAGE}) == []
+    assert divergence.new_warnings({**FINE, **NO_ADVANTAGE}) == []
 
 
 def test_equal_rewards_are_no_problem_if_the_run_does_not_train_on_rewards():
     divergence = TrainingWarnings("reward.py:near", "no row of data.jsonl", needs_rewards=False)
-    assert [divergence.check({**FINE, **FLAT}) for _ in range(30)] == [[]] * 30
+    assert [divergence.new_warnings({**FINE, **FLAT}) for _ in range(30)] == [[]] * 30
 
 
 def test_advantages_that_only_cancel_out_are_not_flat():
@@ -146,18 +148,18 @@ def test_log_probabilities_that_drift_apart(first, then, is_told):
 
 def test_rewards_that_are_not_finite_are_told_with_their_number_and_their_function():
     divergence = TrainingWarnings("reward.py:near")
-    assert divergence.check(FINE) == []
-    [text] = divergence.check({**FINE, "rollout/reward_not_finite": 3.0})
+    assert divergence.new_warnings(FINE) == []
+    [text] = divergence.new_warnings({**FINE, "rollout/reward_not_finite": 3.0})
     assert text.startswith("3 of 64 rewards of reward.py:near are NaN, infinite or too large for float32")
-    assert divergence.check({**FINE, "rollout/reward_not_finite": 4.0}) == []
+    assert divergence.new_warnings({**FINE, "rollout/reward_not_finite": 4.0}) == []
 
 
 def test_steps_without_rewards_or_updates_are_passed_over():
     divergence = TrainingWarnings()
-    assert divergence.check({"train/entropy": 0.0, "train/loss": 1.0}) == []
+    assert divergence.new_warnings({"train/entropy": 0.0, "train/loss": 1.0}) == []
     warmup = {name: value for name, value in FINE.items() if not name.startswith("train/")}
     for _ in range(20):  # a critic's: no update of the policy
-        assert divergence.check(warmup) == []
+        assert divergence.new_warnings(warmup) == []
     assert told(entropies(*[0.6] * FIRST, *[0.01] * LAST), divergence) == [(FIRST + LAST, "the entropy of the")]
 
 

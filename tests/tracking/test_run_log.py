@@ -80,8 +80,8 @@ def test_the_file_also_has_the_lines_before_it(monkeypatch, capsys, tmp_path, ow
             logger.info("of the loop")
             with RunLog(tmp_path / "run.log") as log:
                 logger.info("in the run")
-                log.write_earlier()
-                log.write_earlier()
+                log.write_buffered()
+                log.write_buffered()
     assert lines(tmp_path / "run.log") == ["in the run", *["of the command"] * own_process, "of the loop"]
     assert state() == before
 

@@ -14,7 +14,7 @@ from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
 from areno.tracking.reader import RunReader
-from areno.tracking.samples import EvalFiles, SampleFiles, select_samples
+from areno.tracking.samples import EvalSampleFiles, SampleFiles, select_samples
 from areno.types import PromptItem
 from tests.helpers.policy_runs import classifier, play
 from tests.helpers.samples import samples
@@ -61,7 +61,7 @@ def test_what_is_written_of_a_sample(tmp_path):
     assert (second["reward"], second["status"], second["finish_reason"]) == (None, "timeout", "length")
     assert (second["sample"], second["advantage"]) == (1, 0.5)
     assert not second.keys() & {"token_advantages", "train_logprobs", "parts"}, "one value says it"
-    EvalFiles(tmp_path / "eval", str).eval_samples(3, given, "hard")
+    EvalSampleFiles(tmp_path / "eval", str).eval_samples(3, given, "hard")
     assert [line["set"] for line in written(tmp_path / "eval/hard/000003.jsonl")] == ["hard", "hard"]
 
 
@@ -81,7 +81,7 @@ def test_what_is_written_of_a_sample(tmp_path):
 def test_the_task_of_a_row_of_messages_is_what_it_asks(tmp_path, messages, task):
     given = samples()[:1]
     given[0].item = PromptItem(prompt="<c>", text="<c>", tokens=[1], messages=messages)
-    EvalFiles(tmp_path, str).eval_samples(1, given, "")
+    EvalSampleFiles(tmp_path, str).eval_samples(1, given, "")
     (line,) = written(tmp_path / "000001.jsonl")
     assert line.get("task") == task
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from areno.errors import ArenoError
-from areno.report.runs import best_of, runs_table
+from areno.report.runs import main_headline, runs_table
 from areno.tracking.metrics_file import MetricsFile
 from areno.tracking.reader import RunReader, headlines, run_seconds
-from areno.tracking.series import MAX_POINTS, Curves, Series, drop_meaningless_right_answers
+from areno.tracking.series import MAX_POINTS, Curves, Series, drop_meaningless_accuracy
 from tests.helpers.made_up_runs import make_run
 
 
@@ -24,7 +24,7 @@ def thinned(values: list[float], every: int = 1) -> Series:
     curves = Curves()
     for step, value in enumerate(values, 1):
         curves.add({"step": step, "time": 1.0, "a": value} if step % every == 0 else {"step": step, "b": 0.0})
-    return curves.by_name()["a"]
+    return curves.series_by_name()["a"]
 
 
 @pytest.mark.parametrize("n", [1, 5, 1_023, 1_024, 1_025, MAX_POINTS])
@@ -50,20 +50,20 @@ def test_a_scalar_of_several_kinds_of_lines_keeps_its_order():
     curves = Curves()
     for step in range(1, 3_000):
         curves.add({"step": step, "a": float(step)} | ({"b": 1.0} if step % 3 == 0 else {}))
-    assert curves.by_name()["a"].steps == list(range(1, 3_000))
+    assert curves.series_by_name()["a"].steps == list(range(1, 3_000))
 
 
 def test_only_what_is_asked_for_is_read(tmp_path):
     run = RunReader(make_run(tmp_path, "a", 1, 40))
     file = run.path / "logs/metrics.jsonl"
     assert run.file.series("train/loss") == run.series("train/loss")
-    assert [line["step"] for line in run.file.first_and_last()] == [1, 40]
+    assert [line["step"] for line in run.file.first_and_last_records()] == [1, 40]
     assert run_seconds(run) == 80.0
     assert run.file.series("train") == run.file.series("nothing") == Series([], [])
     with file.open("a") as lines:
         lines.write('{"step": 41, "train/loss": 1.0')  # the run writes this line at the moment
     assert run.file.series("train/loss").steps == list(range(1, 41))
-    assert MetricsFile(tmp_path / "none").first_and_last() == []
+    assert MetricsFile(tmp_path / "none").first_and_last_records() == []
     (tmp_path / "odd").write_text('{"time": 1.0, "step": 3, "a": null}\n{"step": 4, "a": 1e-5}\n{"step": 5, "b": 2}\n')
     odd = MetricsFile(tmp_path / "odd").series("a")
     assert (odd.steps, math.isnan(odd.values[0]), odd.values[1]) == ([3, 4], True, 1e-5)
@@ -136,22 +136,22 @@ RIGHT = {"rollout/rewards_mean": 0.5, "rollout/accuracy": 0.5, "rollout/rewards_
 
 
 def test_accuracy_says_nothing_once_a_reward_was_above_one(tmp_path):
-    assert drop_meaningless_right_answers(lines(RIGHT, RIGHT)).keys() == RIGHT.keys()
+    assert drop_meaningless_accuracy(lines(RIGHT, RIGHT)).keys() == RIGHT.keys()
     left = {"rollout/rewards_mean", "rollout/rewards_max", "train/accuracy"}
     recorded = lines(RIGHT | {"train/accuracy": 0.5}, RIGHT | {"rollout/rewards_max": 1.5})  # by an earlier version
-    assert drop_meaningless_right_answers(recorded).keys() == left
+    assert drop_meaningless_accuracy(recorded).keys() == left
     stopped = {"rollout/rewards_mean": 0.5, "rollout/rewards_max": 1.0}
-    assert drop_meaningless_right_answers(lines(RIGHT | {"train/accuracy": 0.5}, stopped)).keys() == left
+    assert drop_meaningless_accuracy(lines(RIGHT | {"train/accuracy": 0.5}, stopped)).keys() == left
     evaluated = [{"eval/rewards_mean": 0.5, "eval/accuracy": 0.5}, {"eval/rewards_mean": 0.5}]
-    assert drop_meaningless_right_answers(lines(*evaluated)).keys() == {"eval/rewards_mean"}
+    assert drop_meaningless_accuracy(lines(*evaluated)).keys() == {"eval/rewards_mean"}
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs/metrics.jsonl").write_text(
         "".join(json.dumps({"step": 1, **line}) + "\n" for line in evaluated[:1])
     )
     run = RunReader(tmp_path)
-    assert best_of(run) == ("evaluation: accuracy", 0.5, 0.5, 0.5, 1)
+    assert main_headline(run) == ("evaluation: accuracy", 0.5, 0.5, 0.5, 1)
     with (tmp_path / "logs/metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 2, **evaluated[1]}) + "\n")
-    assert best_of(run) == ("evaluation: reward", 0.5, 0.5, 0.5, 1)
+    assert main_headline(run) == ("evaluation: reward", 0.5, 0.5, 0.5, 1)
     assert run.curves().keys() == {"eval/rewards_mean"}
     assert run.metrics().keys() == {"eval/rewards_mean", "eval/accuracy"}

@@ -36,10 +36,10 @@ def written(folder: Path, *batches: list[trace.Event]) -> list[dict[str, Any]]:
 def test_spans_nest_and_carry_what_is_known(tmp_path: Path) -> None:
     with trace.span("driver/main", "step", step=3), trace.span("driver/main", "rollout"):
         pass
-    inner, outer = trace.take()
+    inner, outer = trace.drain_events()
     assert (inner[1], outer[1], outer[4]) == ("rollout", "step", {"step": 3})
     assert outer[2] <= inner[2] <= inner[3] <= outer[3]
-    assert trace.take() == []
+    assert trace.drain_events() == []
     events = written(tmp_path, [inner, outer])
     assert not problems(events)
     bars = [event for event in events if event["ph"] == "X"]
@@ -52,7 +52,7 @@ def test_nothing_is_recorded_while_it_is_off() -> None:
     trace.end()
     with trace.span("driver/main", "step"):
         trace.add("driver/main", "rollout", 1, 2)
-    assert trace.take() == []
+    assert trace.drain_events() == []
 
 
 def test_no_event_of_other_threads_is_lost() -> None:
@@ -65,8 +65,8 @@ def test_no_event_of_other_threads_is_lost() -> None:
         thread.start()
     taken = 0
     while any(thread.is_alive() for thread in threads):
-        taken += len(trace.take())
-    assert taken + len(trace.take()) == 8000
+        taken += len(trace.drain_events())
+    assert taken + len(trace.drain_events()) == 8000
 
 
 def test_any_events_become_a_valid_file(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_sample_has_its_phases_inside_of_it(tmp_path: Path) -> None:
     trace.add("samples#1.0.0", "prefill", start + 10, start + 30)
     trace.add("samples#1.0.0", "sample", start, start + 90, tokens=3)
     trace.add("samples#1.0.0", "decode", start + 30, start + 80)
-    events = [event for event in written(tmp_path, trace.take()) if event["ph"] in "be"]
+    events = [event for event in written(tmp_path, trace.drain_events()) if event["ph"] in "be"]
     assert [event["ph"] + " " + event["name"] for event in events] == [
         *("b sample", "b queued", "e queued", "b prefill", "e prefill", "b decode", "e decode", "e sample")
     ]

@@ -11,7 +11,7 @@ from areno.tracking.display.board import (
     ShownSample,
     Snapshot,
 )
-from areno.tracking.display.view import render_lines, rows_of
+from areno.tracking.display.view import render_lines, scalar_rows
 
 
 def a_look(seed=0, **more):
@@ -92,7 +92,7 @@ def test_what_the_display_says_at_a_glance():
 def test_numbers_that_are_the_same_all_the_time_are_told_once():
     course, flat = (1.0, [0.0, 1.0]), (0.0, [0.0, 0.0])
     trends = {"rollout/rewards_mean": course, "rollout/accuracy": course, "rollout/truncated": flat, "train/lr": flat}
-    assert [row.title for row in rows_of(a_look(trends=trends))] == ["reward", "truncated", "learning rate"]
+    assert [row.title for row in scalar_rows(a_look(trends=trends))] == ["reward", "truncated", "learning rate"]
 
 
 def test_the_critic_and_a_policy_that_is_not_trained_yet_are_shown():
@@ -109,4 +109,4 @@ def test_the_critic_and_a_policy_that_is_not_trained_yet_are_shown():
 def test_parts_of_a_reward_have_their_rows():
     names = ("rollout/rewards_mean", "rollout/reward/format", "rollout/reward/format_std")
     look = a_look(trends={name: (at, [at, 2.0]) for at, name in enumerate(names)})
-    assert [row.title for row in rows_of(look)] == ["reward", "reward: format"]
+    assert [row.title for row in scalar_rows(look)] == ["reward", "reward: format"]

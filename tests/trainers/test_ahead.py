@@ -16,7 +16,7 @@ import pytest
 
 from areno.api.trainer import Trainer
 from areno.errors import ArenoError, ConfigError
-from areno.run.group_selection import FirstWholeGroups, Group, n_groups_due
+from areno.run.group_selection import FirstCompleteGroups, Group, n_groups_due
 from areno.run.groups_in_flight import GroupsInFlight
 from areno.trainers import rollout
 from areno.types import GenerationOutput, PromptItem, TrainSequence
@@ -59,19 +59,19 @@ def test_groups_are_due_in_their_last_step_or_before_if_later_steps_have_no_room
 def test_due_groups_belong_to_the_step_and_the_first_whole_ones_fill_it():
     old, first, second, third = group(1, 0, 1), group(2, 0), group(2, 1), group(2, 2)
     old.finished[0] = output(0)
-    choice = FirstWholeGroups([old, first, second, third], [old], 2)
+    choice = FirstCompleteGroups([old, first, second, third], [old], 2)
 
     def known(samples: Any) -> list[tuple[Group, int]]:
         return [(group, output.sample) for group, output in samples]
 
     assert known(choice.known) == [(old, 0)]  # the step trains on all samples of a group that is due
     assert choice.min_missing_samples == 3
-    assert choice.add([(second, output(0)), (third, output(1))]) == []
+    assert choice.record_outputs([(second, output(0)), (third, output(1))]) == []
     assert choice.min_missing_samples == 2
-    added = choice.add([(third, output(0)), (second, output(1))])  # both are whole; third was before
+    added = choice.record_outputs([(third, output(0)), (second, output(1))])  # both are whole; third was before
     assert known(added) == [(third, 0), (third, 1)]
     assert choice.min_missing_samples == 1
-    assert known(choice.add([(old, output(1))])) == [(old, 1)]
+    assert known(choice.record_outputs([(old, output(1))])) == [(old, 1)]
     assert choice.min_missing_samples == 0
     assert choice.taken == [third, old]
 
@@ -81,8 +81,8 @@ def items_of(sizes: Sequence[int]) -> list[list[PromptItem]]:
     return [[group(batch, place).item for place in range(size)] for batch, size in enumerate(sizes, 1)]
 
 
-def begun(in_flight: GroupsInFlight, batches: Sequence[list[PromptItem]], step: int, ahead: int) -> FirstWholeGroups:
-    return in_flight.begin(step, ahead, batches[step - 1], lambda n: batches[step : step + n])
+def begun(in_flight: GroupsInFlight, batches: Sequence[list[PromptItem]], step: int, ahead: int) -> FirstCompleteGroups:
+    return in_flight.begin_rollout(step, ahead, batches[step - 1], lambda n: batches[step : step + n])
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 4])
@@ -101,11 +101,11 @@ def test_a_simulated_run_trains_each_prompt_once_and_in_time(limit, ahead, sizes
         while choice.min_missing_samples:
             each, sample = waiting.pop()
             begun_at[each.item.index] = begun_at.get(each.item.index, step) if limit else step
-            n_known += len(choice.add([(each, output(sample))]))
+            n_known += len(choice.record_outputs([(each, output(sample))]))
         assert len(choice.taken) == sizes[step - 1]
         assert n_known == 2 * len(choice.taken)  # all samples of the step were announced, once
         n_sampled.append(len(choice.groups))
-        in_flight.end(step, choice, [(each, output(k, draw.randint(0, 1), None)) for each, k in waiting])
+        in_flight.end_rollout(step, choice, [(each, output(k, draw.randint(0, 1), None)) for each, k in waiting])
         for each in choice.taken:
             seen[each.item.index] += 1
             assert step - begun_at[each.item.index] <= limit
@@ -128,8 +128,8 @@ def test_tail_batching_samples_as_many_prompts_as_it_is_told(ahead):
         n_sampled.append(len(choice.groups))
         for each in choice.groups:
             if choice.min_missing_samples:
-                choice.add([(each, output(0))])
-        in_flight.end(step, choice, [(each, output(0, 1, None)) for each in choice.groups if not each.finished])
+                choice.record_outputs([(each, output(0))])
+        in_flight.end_rollout(step, choice, [(each, output(0, 1, None)) for each in choice.groups if not each.finished])
     assert set(n_sampled) == {8, 8 + ahead}
     assert n_sampled.count(8) < 4
 
@@ -142,9 +142,9 @@ def test_postponed_prompts_have_steps_of_their_own():
         long = [each for each in choice.groups if each.item.index % 10 == 0]  # the first prompt of each batch
         for each in [*(each for each in choice.groups if each not in long), *long]:
             if choice.min_missing_samples:
-                choice.add([(each, output(0))])
+                choice.record_outputs([(each, output(0))])
         stopped = [(each, output(0, 4, None)) for each in choice.groups if not each.finished]
-        assert in_flight.end(step, choice, stopped) == 4 * len(stopped)
+        assert in_flight.end_rollout(step, choice, stopped) == 4 * len(stopped)
     # Prompts 10, 20 and so on are long. Two of them make a long round.
     assert rounds == [[10, 11, 20], [21, 30, 31], [20, 30], [40, 41, 50], [51, 60, 61], [50, 60]]
 
@@ -157,7 +157,7 @@ def test_groups_are_written_and_read():
     first.finished[1].routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     choice.taken.append(second)
     third.is_postponed = True
-    in_flight.end(1, choice, [(first, output(2, 5, None)), (first, output(0, 0, None))])
+    in_flight.end_rollout(1, choice, [(first, output(2, 5, None)), (first, output(0, 0, None))])
     other = GroupsInFlight(prompts_at, 3, 1)
     other.load_state_dict(json.loads(json.dumps(in_flight.state_dict())))
     assert [(each.batch, each.prompt_index, each.begun_at) for each in other.groups] == [(1, 0, 1), (2, 0, None)]
@@ -174,7 +174,7 @@ def test_groups_are_written_and_read():
             )
             assert sample.finish_reason == known[number].finish_reason
     assert (read.finished[1].routes == first.finished[1].routes).all()
-    assert [part.sample for part in new.unfinished] == [0, 1, 2]
+    assert [part.sample for part in new.unfinished_outputs] == [0, 1, 2]
     begun(other, batches, 2, 1)
     assert [(each.batch, each.prompt_index) for each in other.groups] == [(1, 0), (2, 0), (2, 1), (3, 0)]
 
@@ -184,8 +184,8 @@ def test_after_a_change_of_settings_all_prompts_are_trained_with_new_samples(n_s
     batches, before = items_of([2] * 8), GroupsInFlight(prompts_at, 2, 4)
     choice = begun(before, batches, 1, 8)
     for each in choice.groups[:2]:
-        choice.add([(each, output(0)), (each, output(1))])
-    before.end(1, choice, [(each, output(k, 5, None)) for each in choice.groups[2:] for k in range(2)])
+        choice.record_outputs([(each, output(0)), (each, output(1))])
+    before.end_rollout(1, choice, [(each, output(k, 5, None)) for each in choice.groups[2:] for k in range(2)])
     in_flight, seen = (
         GroupsInFlight(prompts_at, n_samples, limit),
         Counter[int](each.item.index for each in choice.taken),
@@ -194,12 +194,12 @@ def test_after_a_change_of_settings_all_prompts_are_trained_with_new_samples(n_s
     assert len(in_flight.groups) == 8
     for step in range(2, 9):
         choice = begun(in_flight, batches, step, ahead)
-        assert all(not part.tokens for each in choice.groups for part in each.unfinished)
+        assert all(not part.tokens for each in choice.groups for part in each.unfinished_outputs)
         waiting = [(each, k) for each in choice.groups for k in range(n_samples)]
         while choice.min_missing_samples:
             each, sample = waiting.pop()
-            choice.add([(each, output(sample))])
-        in_flight.end(step, choice, [(each, output(k, 0, None)) for each, k in waiting])
+            choice.record_outputs([(each, output(sample))])
+        in_flight.end_rollout(step, choice, [(each, output(k, 0, None)) for each, k in waiting])
         seen.update(each.item.index for each in choice.taken)
     assert not in_flight.groups
     assert set(seen.values()) == {1}
@@ -264,7 +264,7 @@ def test_without_a_limit_a_step_samples_its_own_prompts_alone(tmp_path, monkeypa
         raise AssertionError("samples are in flight")
 
     monkeypatch.setattr(rollout, "sample_ahead", sample)
-    monkeypatch.setattr(rollout, "sample_replacing", sample)
+    monkeypatch.setattr(rollout, "run_dynamic_sampling", sample)
     drawn_alone: list[Counter[tuple[Any, ...]]] = []
     sample_batch = Trainer.rollout_token_batch
 

@@ -55,31 +55,31 @@ def test_a_simulated_run_trains_or_drops_each_prompt_once_and_in_time(limit, ahe
             in_flight.admit(*batch)
         elif not in_flight.groups:
             break
-        admission = in_flight.begin_replacing(step, size, size + ahead, at_once, lambda: next(numbered, None))
+        admission = in_flight.begin_dynamic_sampling(step, size, size + ahead, at_once, lambda: next(numbered, None))
         missing: list[tuple[Group, int]] = []
         while True:
-            new = admission.begin()
-            while (group := admission.next_group_to_judge()) is not None:
+            new = admission.begin_groups()
+            while (group := admission.next_group_to_compare()) is not None:
                 assert not group.n_missing_samples
                 admission.record_uniformity(group.item.index in uniform)
-                new += admission.begin()
+                new += admission.begin_groups()
             admission.end_interval()
             missing += [(group, k) for group in new for k in range(n_samples) if k not in group.finished]
             in_play = [group for group in admission.groups if group not in admission.dropped]
             assert len(in_play) <= size + ahead
             if admission.is_over:
                 break
-            assert admission.n_open == len(missing)
+            assert admission.n_open_groups == len(missing)
             for _ in range(draw.randint(0, 3)):
                 if missing:
                     group, k = missing.pop(draw.randrange(min(len(missing), at_once)))
                     begun_at.setdefault(group.item.index, step)
-                    admission.add([(group, ended(k))])
+                    admission.record_outputs([(group, ended(k))])
         parts = [(group, ended(k, None, draw.randint(0, 1))) for group, k in missing]
         for group, part in parts:
             if part.tokens:
                 begun_at.setdefault(group.item.index, step)
-        in_flight.end(step, admission, parts)
+        in_flight.end_rollout(step, admission, parts)
         assert len(admission.taken) == size or not in_flight.groups
         for group in admission.groups_no_longer_in_flight:
             assert step - begun_at[group.item.index] <= limit
@@ -97,13 +97,13 @@ def test_without_dynamic_sampling_a_resumed_run_trains_what_is_left():
     before = GroupsInFlight(lambda indices: [], 1, limit)
     numbered = iter(enumerate(batches, 1))
     before.admit(*next(numbered))
-    admission = before.begin_replacing(1, 4, 10, 100, lambda: next(numbered, None))
-    groups = admission.begin()
-    admission.add((group, ended(0)) for group in groups[:5])
+    admission = before.begin_dynamic_sampling(1, 4, 10, 100, lambda: next(numbered, None))
+    groups = admission.begin_groups()
+    admission.record_outputs((group, ended(0)) for group in groups[:5])
     admission.end_interval()
-    while (group := admission.next_group_to_judge()) is not None:
+    while (group := admission.next_group_to_compare()) is not None:
         admission.record_uniformity(group is groups[2])
-    before.end(1, admission, [(group, ended(0, None, 1)) for group in groups[5:]])
+    before.end_rollout(1, admission, [(group, ended(0, None, 1)) for group in groups[5:]])
     seen = Counter(group.item.index for group in admission.groups_no_longer_in_flight)
     in_flight = GroupsInFlight(lambda indices: [items[index] for index in indices], 1, limit)
     in_flight.load_state_dict(before.state_dict())
@@ -115,34 +115,34 @@ def test_without_dynamic_sampling_a_resumed_run_trains_what_is_left():
         if not batch and not in_flight.groups:
             break
         left = batches[n_taken:]
-        choice = in_flight.begin(step, 2, batch, lambda n, left=left: left[:n], n_taken)
+        choice = in_flight.begin_rollout(step, 2, batch, lambda n, left=left: left[:n], n_taken)
         missing = [group for group in choice.groups if group.n_missing_samples]
         while choice.min_missing_samples:
-            choice.add([(missing.pop(), ended(0))])
+            choice.record_outputs([(missing.pop(), ended(0))])
         assert all(step - (group.begun_at or step) <= limit for group in choice.taken)
         seen.update(group.item.index for group in choice.taken)
-        in_flight.end(step, choice, [(group, ended(0, None, 1)) for group in missing])
+        in_flight.end_rollout(step, choice, [(group, ended(0, None, 1)) for group in missing])
     assert seen == Counter(item.index for item in items)
 
 
 def test_rewards_are_not_waited_for_while_the_device_is_full():
     in_flight = GroupsInFlight(lambda indices: [], 1, 4)
     in_flight.admit(1, items_of([12])[0])
-    admission = in_flight.begin_replacing(1, 4, 8, 6, lambda: None)
-    groups = admission.begin()
+    admission = in_flight.begin_dynamic_sampling(1, 4, 8, 6, lambda: None)
+    groups = admission.begin_groups()
     assert [group.item.index for group in groups] == list(range(8))
-    admission.add([(groups[2], ended(0))])
-    assert admission.next_group_to_judge() is None  # it has just become whole
+    admission.record_outputs([(groups[2], ended(0))])
+    assert admission.next_group_to_compare() is None  # it has just become whole
     admission.end_interval()
-    assert admission.next_group_to_judge() is None  # seven samples are open, and six are decoded at once
-    admission.add([(groups[1], ended(0)), (groups[0], ended(0))])
-    assert admission.next_group_to_judge() is groups[2]
+    assert admission.next_group_to_compare() is None  # seven samples are open, and six are decoded at once
+    admission.record_outputs([(groups[1], ended(0)), (groups[0], ended(0))])
+    assert admission.next_group_to_compare() is groups[2]
     admission.record_uniformity(True)
-    assert [group.item.index for group in admission.begin()] == [8]
-    assert admission.next_group_to_judge() is None  # six samples are open
+    assert [group.item.index for group in admission.begin_groups()] == [8]
+    assert admission.next_group_to_compare() is None  # six samples are open
     admission.end_interval()
-    admission.add([(groups[3], ended(0))])
-    assert admission.next_group_to_judge() is groups[1]  # in the order of becoming whole
+    admission.record_outputs([(groups[3], ended(0))])
+    assert admission.next_group_to_compare() is groups[1]  # in the order of becoming whole
     admission.record_uniformity(False)
     assert admission.taken == [groups[1]]
     assert admission.dropped == [groups[2]]
@@ -214,13 +214,13 @@ def check_lengths(run: Played) -> None:
 @pytest.mark.slow
 def test_lengths_are_those_of_trained_prompts(tmp_path, monkeypatch):
     found = list[list[int]]()
-    lengths_of = GroupsInFlight.begun_lengths
+    lengths_of = GroupsInFlight.stalest_lengths
 
     def watched(self: GroupsInFlight, *given: Any) -> list[int]:
         found.append(lengths_of(self, *given))
         return found[-1]
 
-    monkeypatch.setattr(GroupsInFlight, "begun_lengths", watched)
+    monkeypatch.setattr(GroupsInFlight, "stalest_lengths", watched)
     run = epoch(tmp_path / "run", *AHEAD, n=40)
     assert sum(run.series("rollout/dropped_groups")) > 4
     check_lengths(run)
@@ -237,7 +237,7 @@ def test_a_resumed_run_trains_the_same_samples(reward, tmp_path, monkeypatch):
     settings = [*AHEAD, "recover.mode=auto", "recover.freq_steps=1"]
     whole = epoch(tmp_path / "whole", *settings, n=60)
     assert whole.series("rollout/parked_samples")[1] > 0
-    sample, n_calls = rollout.sample_replacing, itertools.count(1)
+    sample, n_calls = rollout.run_dynamic_sampling, itertools.count(1)
 
     def interrupted(*args: Any) -> Any:
         if next(n_calls) == 3:
@@ -245,7 +245,7 @@ def test_a_resumed_run_trains_the_same_samples(reward, tmp_path, monkeypatch):
         return sample(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rollout, "sample_replacing", interrupted)
+        patch.setattr(rollout, "run_dynamic_sampling", interrupted)
         with pytest.raises(ArenoError, match="stops"):
             epoch(tmp_path / "run", *settings, n=60, reward=reward)
     rest = epoch(tmp_path / "run", *settings, n=60, reward=reward)

@@ -14,10 +14,10 @@ from areno.cost.kv_cache import WantedCache
 from areno.engine.decoder.decoder import Decoder
 from areno.launch.compose import load
 from areno.models.registry import load_config
-from areno.plan.phases import shared_decoder
+from areno.plan.phases import decoder_concurrency
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
-from areno.specs.rollout import RolloutSpec, SharedDecoder
+from areno.specs.rollout import DecoderConcurrency, RolloutSpec
 from areno.tracking.reader import RunReader
 from areno.trainers.loop import PolicyEvaluation
 from tests.helpers.policy_runs import MODEL
@@ -78,22 +78,22 @@ def test_training_keeps_its_number_and_the_decoder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ([], SharedDecoder(usual=8, most=1024)),
-        (["valid_dataset.batch_size=30"], SharedDecoder(usual=8, most=30)),
-        (["valid_dataset.max_rows=30", "eval_gconfig.n_samples=3"], SharedDecoder(usual=8, most=90)),
+        ([], DecoderConcurrency(usual=8, most=1024)),
+        (["valid_dataset.batch_size=30"], DecoderConcurrency(usual=8, most=30)),
+        (["valid_dataset.max_rows=30", "eval_gconfig.n_samples=3"], DecoderConcurrency(usual=8, most=90)),
         (["valid_dataset.max_rows=8"], None),
         (["rollout.max_concurrent_rollouts=4"], None),
     ],
 )
 def test_the_number_comes_from_the_settings(words, expected):
-    assert shared_decoder(loaded(*words), load_config(str(MODEL)), Layout(2, 1)) == expected
+    assert decoder_concurrency(loaded(*words), load_config(str(MODEL)), Layout(2, 1)) == expected
 
 
 def test_the_cache_grows_by_a_tenth_of_the_free_memory():
     config = load_config(str(MODEL))
     actor = RoleSpec(path=str(MODEL), head="lm", optimizer=OptimizerConfig(lr=1e-3))
     engine = EngineSpec(actor=actor, devices=["cpu"])
-    spec = RolloutSpec(max_running=8, max_len=64, shared=SharedDecoder(usual=8, most=80))
+    spec = RolloutSpec(max_running=8, max_len=64, shared=DecoderConcurrency(usual=8, most=80))
 
     def wanted(spec: RolloutSpec, engine: EngineSpec = engine) -> WantedCache:
         return WantedCache.for_rollout(config, 4, engine, spec, block_size=32, route_bytes=0)
@@ -106,7 +106,7 @@ def test_the_cache_grows_by_a_tenth_of_the_free_memory():
         assert found.fitting_blocks(free, 10**6) == n_blocks
     assert found.fitting_blocks(2**40, 3) == 3
     assert wanted(replace(spec, keeps_cache=False)).more_fraction == spec.decoder.mem_fraction
-    assert wanted(spec, engine.frozen()).more_fraction == spec.decoder.mem_fraction
+    assert wanted(spec, engine.without_optimizer()).more_fraction == spec.decoder.mem_fraction
     set_by_hand = replace(spec, decoder=replace(spec.decoder, max_kv_tokens=10**6))
     assert wanted(set_by_hand).blocks == found.needed  # evaluations enlarge no cache whose size is given
     deterministic = replace(engine, engine=replace(engine.engine, deterministic=True))

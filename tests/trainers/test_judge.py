@@ -17,13 +17,13 @@ from areno.api.trainer import Trainer
 from areno.cli.__main__ import main
 from areno.config.judge import JudgeConfig
 from areno.errors import ArenoError, CheckpointError, ConfigError, DataError
-from areno.files.interrupts import Stop
+from areno.files.interrupts import InterruptDelay
 from areno.launch.compose import load
 from areno.plan.forecast import forecast
-from areno.plan.hardware import hardware_of, this_cpu
+from areno.plan.hardware import hardware_of, local_cpu
 from areno.plan.roles import experiment_roles
 from areno.scoring.judge import Judging
-from areno.scoring.judge_readers import EndpointReader
+from areno.scoring.judge_readers import EndpointJudge
 from tests.helpers.agent_runs import DATA
 from tests.helpers.agent_runs import run as agent_run
 from tests.helpers.endpoints import endpoint
@@ -94,7 +94,7 @@ def test_the_judge_is_one_more_frozen_role_of_the_plan(words):
     spec = experiment_roles(config)["judge"]
     assert (spec.key, spec.head, spec.optimizer) == ("reward.judge.path", "lm", None)
     assert spec.offload == bool(words)
-    found = forecast(config, this_cpu(), 1)
+    found = forecast(config, local_cpu(), 1)
     assert [model.own_section for model in found.footprint.models] == ["actor", "reward.judge"]
     assert "score judge" in [phase.name for phase in found.phases]
 
@@ -110,9 +110,9 @@ def test_the_judge_is_one_more_frozen_role_of_the_plan(words):
 def test_the_forecast_counts_questions_with_their_answers_and_labels(words, n_questions, n_labels, n_answers):
     words = [*role(MODEL, *words), "gconfig.n_samples=4", "train_dataset.batch_size=8"]
     config = load(get_algorithm("grpo").config, "quickstart", words)
-    found = forecast(config, this_cpu(), 1)
+    found = forecast(config, local_cpu(), 1)
     [phase] = [phase for phase in found.phases if phase.name == "score judge"]
-    question = len(config.reward.judge.question) // 4 + found.lengths.prompt + n_answers * found.lengths.answer
+    question = len(config.reward.judge.question_template) // 4 + found.lengths.prompt + n_answers * found.lengths.answer
     assert phase.n_tokens == 8 * n_questions * n_labels * (question + 1)
 
 
@@ -129,7 +129,7 @@ def test_the_forecast_counts_the_replies_of_a_judge_and_the_cache_for_them(compa
     assert labels.keys() - written.keys() == {"score judge"}
     assert list(written) == ["rollout", "write judge", "train actor"]
     lengths = by["json"].lengths
-    question = len(config.reward.judge.question) // 4 + lengths.prompt + (1 + compares) * lengths.answer
+    question = len(config.reward.judge.question_template) // 4 + lengths.prompt + (1 + compares) * lengths.answer
     n_replies = 8 * (12 if compares else 4)
     found = written["write judge"]
     assert (found.n_tokens, found.clock) == (n_replies * 200, "reward")
@@ -167,7 +167,7 @@ def test_a_plan_says_that_the_replies_of_a_judge_find_no_room():
 def test_a_signal_waits_for_the_pass_of_the_judge_and_interrupts_the_wait_for_an_endpoint(tmp_path, monkeypatch):
     """An interrupted pass would leave the devices of a run waiting for each other."""
     seen, is_inside = [], [False]
-    score, wait, interruptible = Trainer.score_logprobs, Judging.outcomes, Stop.interruptible
+    score, wait, interruptible = Trainer.score_logprobs, Judging.collect_outcomes, InterruptDelay.interruptible
 
     def spied_score(self, name, *args, **kwargs):
         seen.append((name, is_inside[0]))
@@ -184,9 +184,9 @@ def test_a_signal_waits_for_the_pass_of_the_judge_and_interrupts_the_wait_for_an
             yield
         is_inside[0] = False
 
-    monkeypatch.setattr(Stop, "interruptible", spied_interruptible)
+    monkeypatch.setattr(InterruptDelay, "interruptible", spied_interruptible)
     monkeypatch.setattr(Trainer, "score_logprobs", spied_score)
-    monkeypatch.setattr(Judging, "outcomes", spied_wait)
+    monkeypatch.setattr(Judging, "collect_outcomes", spied_wait)
     words = [f"reward.judge.labels={LABELS}", "reward.judge.template='{prompt}{completion}='", "total_train_steps=1"]
     play("grpo", tmp_path / "run", *role(MODEL, *words))
     assert seen == [("judge", False), ("wait", True)]
@@ -316,7 +316,7 @@ def test_the_projects_own_server_writes_json_of_the_schema(caplog):
     """A model of random weights reasons for as long as it may."""
     with contextlib.closing(Served()) as server:
         config = JudgeConfig(base_url=server.url, model="tiny", verdict="json", max_tokens=60, enable_thinking=False)
-        with EndpointReader(config) as reader:
+        with EndpointJudge(config) as reader:
             verdict = reader.ask("Is it?").result()
     assert "refuses" not in caplog.text
     assert verdict.probabilities or "'{" in verdict.message

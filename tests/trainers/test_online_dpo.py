@@ -20,7 +20,7 @@ from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.loss_fns import choose_pairs
 from areno.plan.forecast import forecast
-from areno.plan.hardware import this_cpu
+from areno.plan.hardware import local_cpu
 from areno.recipes.online_dpo import OnlineDPOConfig
 from areno.tracking.reader import RunReader
 from areno.types import TrainSequence
@@ -243,7 +243,8 @@ def test_few_pairs_are_shared_by_many_copies(online: Variant, tmp_path: Path, mo
     given: list[Any] = []
     with algorithm.trainer(config, tmp_path / "run") as trainer:
         monkeypatch.setattr(
-            "areno.trainers.online_dpo.update", lambda setup, rows, **how: given.append((rows, how["n_minibatches"]))
+            "areno.trainers.online_dpo.update_actor",
+            lambda setup, rows, **how: given.append((rows, how["n_minibatches"])),
         )
         engine = trainer.setup.trainer.engine
         monkeypatch.setattr(type(engine.spec.layout), "n_data_parallel_groups", 4)
@@ -283,7 +284,7 @@ def test_advantages_of_ones_own_are_refused(tmp_path: Path) -> None:
 def test_the_plan_counts_the_samples_of_pairs(pairs: int, n_trained: int) -> None:
     words = [f"pairs_per_prompt={pairs}", "train_dataset.batch_size=16"]
     config = load(OnlineDPOConfig, TASK, words)
-    found = forecast(config, this_cpu(), 1)
+    found = forecast(config, local_cpu(), 1)
     assert found.n_rows == 16 * n_trained
     tokens = {phase.name: phase.n_tokens for phase in found.phases}
     each = found.lengths.prompt + found.lengths.answer

@@ -11,7 +11,7 @@ import torch
 
 import areno
 from areno.api.trainer import Trainer
-from areno.data.solution_steps import StepReader, render_steps, split_steps
+from areno.data.solution_steps import StepEncoder, render_steps, split_steps
 from areno.errors import CheckpointError, ConfigError, DataError, EngineError
 from areno.launch.compose import load
 from areno.loss_fns import process_reward_loss_fn
@@ -107,7 +107,7 @@ def test_answers_are_cut_and_scored_as_rows_are(trained):
     ends = {**row, "completions": [step + "?" for step in row["completions"]]}
     assert render_steps(tokenizer, ends, 0, "?").encode(tokenizer).rows[0].tokens.tolist() == tokens
     prompt = tokenizer.encode(row["prompt"], add_special_tokens=False)
-    reader = StepReader(tokenizer, "?", "min", 100)
+    reader = StepEncoder(tokenizer, "?", "min", 100)
     for answer in ("?".join(row["completions"]), "?".join([*row["completions"], ""]), "??".join(row["completions"])):
         assert reader.encode([prompt], [answer]) == [(tuple(tokens), tuple(marks))]
     [(alone, end)] = reader.encode([prompt], ["62"])  # one step, ended by the separator
@@ -115,20 +115,21 @@ def test_answers_are_cut_and_scored_as_rows_are(trained):
     assert reader.encode([prompt], [""]) == [((*prompt, tokens[-1]), (len(prompt),))]
     whole = "?".join(row["completions"])
     for limit in range(marks[0] + 1, len(tokens) + 2):  # the last step is shortened, so that its separator fits
-        [(cut_tokens, cut_marks)] = StepReader(tokenizer, "?", "min", limit).encode([prompt], [whole])
+        [(cut_tokens, cut_marks)] = StepEncoder(tokenizer, "?", "min", limit).encode([prompt], [whole])
         assert len(cut_tokens) <= limit
         assert {cut_tokens[mark] for mark in cut_marks} == {tokens[marks[0]]}
         assert cut_marks[:-1] == tuple(marks[: len(cut_marks) - 1])
         assert cut_tokens[: len(cut_tokens) - 1] == tuple(tokens[: len(cut_tokens) - 1])
         assert cut_marks[-1] == len(cut_tokens) - 1
-    cut = StepReader(tokenizer, "?", "min", len(prompt) + 1).encode([prompt], ["62"])
+    cut = StepEncoder(tokenizer, "?", "min", len(prompt) + 1).encode([prompt], ["62"])
     assert cut == [((*prompt, tokens[-1]), (len(prompt),))]
-    [(prompt_alone, end)] = StepReader(tokenizer, "?", "min", len(prompt)).encode([prompt], ["62"])
+    [(prompt_alone, end)] = StepEncoder(tokenizer, "?", "min", len(prompt)).encode([prompt], ["62"])
     assert (prompt_alone, end) == (tuple(prompt[:-1]), (len(prompt) - 2,))
     assert split_steps("a\n \nb", "\n") == ["a", "b"]
     scores = [0.5, 0.2, 0.4]
     reduced = {
-        how: StepReader(tokenizer, "?", how, 9).reward_of_step_scores(scores) for how in ("min", "mean", "last", "prod")
+        how: StepEncoder(tokenizer, "?", how, 9).reward_of_step_scores(scores)
+        for how in ("min", "mean", "last", "prod")
     }
     assert reduced == pytest.approx({"min": 0.2, "mean": 1.1 / 3, "last": 0.4, "prod": 0.04})
 

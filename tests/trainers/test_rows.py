@@ -217,11 +217,11 @@ def test_the_rounding_of_a_kl_is_not_made_a_signal(levels: tuple[str, str], has_
 
 
 def test_only_weights_need_a_scoring_pass_before_the_update() -> None:
-    assert not actor().needs_proximal
-    assert not actor(recompute_logprob=False).needs_proximal
-    assert not actor(use_decoupled_loss=True, prox_logp_method="loglinear").needs_proximal
-    assert actor(use_decoupled_loss=True).needs_proximal
-    assert actor(m2_threshold=0.04).needs_proximal
+    assert not actor().needs_proximal_logprobs
+    assert not actor(recompute_logprob=False).needs_proximal_logprobs
+    assert not actor(use_decoupled_loss=True, prox_logp_method="loglinear").needs_proximal_logprobs
+    assert actor(use_decoupled_loss=True).needs_proximal_logprobs
+    assert actor(m2_threshold=0.04).needs_proximal_logprobs
 
 
 def test_the_decoupled_loss_weighs_tokens_and_masks_those_rejected() -> None:

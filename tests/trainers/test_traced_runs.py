@@ -156,13 +156,13 @@ def test_ranks_in_processes_send_their_events(tmp_path: Path) -> None:
             started = trace.now()
             outputs = engine.generate(requests)
             engine.end_rollout()
-            engine.begin_kernels()
+            engine.begin_kernel_profile()
             engine.train(train_rows(outputs, requests), _loss)
-            engine.end_kernels("step1")
+            engine.end_kernel_profile("step1")
             ended = trace.now()
             memory = engine.host_memory_gib()
             assert engine.workers.host_bytes() > 2 * 100 * 2**20
-        found = {(event[0], event[1]) for event in trace.take()}
+        found = {(event[0], event[1]) for event in trace.drain_events()}
         phases = outputs[0][0].phases
     finally:
         trace.end()

@@ -20,7 +20,7 @@ from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
 from areno.recipes.sft import SFTConfig
 from areno.tracking.reader import RunReader
-from areno.tracking.samples import EvalFiles
+from areno.tracking.samples import EvalSampleFiles
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample
 from tests.helpers.row_runs import DEMONSTRATIONS, PAIRS, dpo_config, scalars, sft_config
 
@@ -285,7 +285,7 @@ def test_files_of_a_single_set(tmp_path):
         )
         for outcome in outcomes
     ]
-    EvalFiles(tmp_path / "eval", str).eval_samples(12, samples, "")
+    EvalSampleFiles(tmp_path / "eval", str).eval_samples(12, samples, "")
     [file] = (path for path in Path(tmp_path).rglob("*") if path.is_file())
     assert file == tmp_path / "eval/000012.jsonl"
     first, second = map(json.loads, file.read_text().splitlines())

@@ -67,7 +67,7 @@ def prefix_groups(
     rows_GR = np.full((max_groups, group_size), -1, dtype=np.int64)
     shared_lens: list[int] = []
     n_saved = 0
-    for rows in _rows_by_prompt(sequences, shareable, block_size) if max_groups else ():
+    for rows in _group_rows_by_prompt(sequences, shareable, block_size) if max_groups else ():
         if has_windows:  # the first row's blocks serve the group; the shortest row has all blocks that others see
             rows.sort(key=lambda row: lengths_B[row])
         n_shared = shareable(sequences[rows[0]].n_prompt)
@@ -141,7 +141,9 @@ def split_attention(
     return AttentionSplit(shared_lens_B, prefix_groups_GR, split_lens, (own_splits, shared_splits), groups)
 
 
-def _rows_by_prompt(sequences: list[Sequence], shareable: Callable[[int], int], block_size: int) -> Iterable[list[int]]:
+def _group_rows_by_prompt(
+    sequences: list[Sequence], shareable: Callable[[int], int], block_size: int
+) -> Iterable[list[int]]:
     """Return lists of rows that have the same KV blocks for their prompts. A list may have a single row.
 
     `shareable` maps the length of a prompt to the number of its positions that can be shared. Rows for which this is

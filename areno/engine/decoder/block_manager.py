@@ -69,7 +69,7 @@ class BlockManager:
         self._content: dict[int, tuple[dict[Any, Any], Any]] = {}  # registered group block -> where, and its key there
         self._last_prefix_id = EMPTY_PREFIX
 
-    def blocks_for(self, n_tokens: int) -> int:
+    def n_blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.block_size)
 
     def physical_blocks(self, first: int) -> tuple[int, ...]:
@@ -96,13 +96,15 @@ class BlockManager:
             group_blocks,
             *([each.get(i, self.scratch) for i in prefix_ids[1:]] for each in self._by_prefix[1:]),
         ]
-        n_group_blocks = self._longest_prefix(of_groups)
-        n_skipped = [group.first_visible(n_group_blocks * self.block_size, self.block_size) for group in self.groups]
+        n_group_blocks = self._longest_prefix_len(of_groups)
+        n_skipped = [
+            group.first_visible_block(n_group_blocks * self.block_size, self.block_size) for group in self.groups
+        ]
         for each, n in zip(of_groups, n_skipped, strict=True):
             each[n_group_blocks:], each[:n] = [], [self.scratch] * n
         return PrefixMatch(n_group_blocks, prefix_ids[n_group_blocks], of_groups, n_skipped)
 
-    def _longest_prefix(self, of_groups: list[list[int]]) -> int:
+    def _longest_prefix_len(self, of_groups: list[list[int]]) -> int:
         """Return the length in blocks of the longest prefix that is usable in every group of layers.
 
         `of_groups` has a list for each group of layers: the prompt's cached group blocks in order, with the scratch
@@ -114,7 +116,7 @@ class BlockManager:
                 0 if group_block == self.scratch else run + 1
                 for run, group_block in zip(runs, group_blocks, strict=True)
             ]
-            seen = [n - group.first_visible(n * self.block_size, self.block_size) for group in self.groups]
+            seen = [n - group.first_visible_block(n * self.block_size, self.block_size) for group in self.groups]
             if all(run >= n_seen for run, n_seen in zip(runs, seen, strict=True)):
                 longest = n
         return longest
@@ -181,7 +183,7 @@ class BlockManager:
         self._content[group_block] = self._by_content, key
         return self._last_prefix_id
 
-    def register_end(self, group_block: int, group: int, prefix_id: int) -> None:
+    def register_last_block(self, group_block: int, group: int, prefix_id: int) -> None:
         """Add `group_block` to the prefix cache, as the last block of a prefix in a group other than the first."""
         if prefix_id not in self._by_prefix[group]:
             self._by_prefix[group][prefix_id] = group_block
@@ -227,7 +229,7 @@ class BlockTables:
         self.n_registered, self.prefix_id = match.n_group_blocks, match.prefix_id
         for group, group_blocks in enumerate(self.group_blocks):
             if blocks.groups[group].window is None:
-                n_new = blocks.blocks_for(n_tokens) - len(group_blocks)
+                n_new = blocks.n_blocks_for(n_tokens) - len(group_blocks)
                 group_blocks += blocks.allocate(n_new, group)
                 n_taken += n_new * blocks.groups[group].n_tables
         self._update_capacity()
@@ -260,7 +262,7 @@ class BlockTables:
     def allocate_until(self, end: int) -> None:
         blocks = self._blocks
         for group, group_blocks in enumerate(self.group_blocks):
-            group_blocks += blocks.allocate(max(0, blocks.blocks_for(end) - len(group_blocks)), group)
+            group_blocks += blocks.allocate(max(0, blocks.n_blocks_for(end) - len(group_blocks)), group)
         self._update_capacity()
 
     @staticmethod
@@ -277,7 +279,7 @@ class BlockTables:
         """Release blocks that lie before the sliding window of `position` and are already in the prefix cache."""
         blocks = self._blocks
         for group, group_blocks in enumerate(self.group_blocks):
-            behind = min(blocks.groups[group].first_visible(position, blocks.block_size), self.n_registered)
+            behind = min(blocks.groups[group].first_visible_block(position, blocks.block_size), self.n_registered)
             if behind > self.n_skipped[group]:
                 blocks.release(group_blocks[self.n_skipped[group] : behind])
                 self.n_skipped[group] = behind
@@ -289,7 +291,7 @@ class BlockTables:
             content = tuple(tokens[i * size : (i + 1) * size])
             self.prefix_id = blocks.register(self.group_blocks[0][i], self.prefix_id, content)
             for group in range(1, len(self.group_blocks)):
-                blocks.register_end(self.group_blocks[group][i], group, self.prefix_id)
+                blocks.register_last_block(self.group_blocks[group][i], group, self.prefix_id)
             self.n_registered = i + 1
 
     @staticmethod

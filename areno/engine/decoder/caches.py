@@ -1,6 +1,6 @@
 """Device memory of the decoder: keys and values with their block tables, recurrent states, and routed experts.
 
-`kv_cache_blocks` chooses the size of the KV cache from the free memory of the device.
+`n_kv_cache_blocks` chooses the size of the KV cache from the free memory of the device.
 
 The experts that each token was routed to are stored in the same blocks as keys and values. So shared prompts, cached
 prefixes, chunked prefill and recomputation also cover the experts without extra code.
@@ -22,12 +22,12 @@ from areno.errors import EngineError, Key
 from areno.kernels.backend import HostCopy, to_device, to_host
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
 from areno.layers.routing import Routing
-from areno.models.parameters import kv_heads
+from areno.models.parameters import n_kv_heads
 from areno.models.transformer import Transformer
 from areno.specs.engine import EngineSpec
 
 
-def kv_cache_blocks(
+def n_kv_cache_blocks(
     model: Transformer,
     engine: EngineSpec,
     wanted: WantedCache,
@@ -48,7 +48,7 @@ def kv_cache_blocks(
     layout, max_len = wanted.layout, wanted.max_len
     if wanted.mem_fraction is None:
         return wanted.blocks
-    least = torch.tensor([free_bytes() - reserved], device=model.output.weight.device)
+    least = torch.tensor([free_bytes() - reserved], device=model.lm_head.weight.device)
     free = int(model.tp.all_reduce(least, torch.distributed.ReduceOp.MIN).item())
     affordable = wanted.affordable_blocks(free)
     room = layout.max_sequence_tokens(layout.pool_blocks(max(affordable, 0)), max_len)
@@ -109,8 +109,8 @@ class KVCache:
     """
 
     def __init__(self, model: Transformer, n_blocks: int, layout: KVLayout, n_slots: int):
-        config, weight = model.config, model.output.weight
-        n_heads, size = kv_heads(config, Layout.one_copy(model.tp.size)), layout.block_size
+        config, weight = model.config, model.lm_head.weight
+        n_heads, size = n_kv_heads(config, Layout.single_replica(model.tp.size)), layout.block_size
         shape = (layout.layers_per_block, 2, n_blocks + 1, size, n_heads, config.head_dim)
         # Zeros, because what lies beyond a row's length is read with weight 0, and 0 * nan is nan.
         self.kv_blocks = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
@@ -126,7 +126,7 @@ class KVCache:
         blocks_B = table_TW[slots_B, positions_B // self.block_size].long()
         return blocks_B * self.block_size + positions_B % self.block_size
 
-    def layer_table(self, layer: int) -> int:
+    def table_index(self, layer: int) -> int:
         return self._places[layer][0]
 
     def layer_blocks(self, layer: int) -> Tensor:
@@ -150,10 +150,10 @@ class StateCache:
         delta, weight, tp = model.config.delta, model.embed.weight, model.tp
         assert delta is not None, "a model without recurrent states"
         n, on = len(delta.layers), weight.device
-        heads = (tp.shard(delta.n_value_heads, "value heads"), delta.key_dim, delta.value_dim)
+        heads = (tp.shard_size(delta.n_value_heads, "value heads"), delta.key_dim, delta.value_dim)
         # Zeros, because padding rows read theirs, and a nan would be kept for ever.
         inputs = torch.zeros(
-            n, n_slots, tp.shard(delta.n_channels, "channels"), delta.width - 1, dtype=weight.dtype, device=on
+            n, n_slots, tp.shard_size(delta.n_channels, "channels"), delta.width - 1, dtype=weight.dtype, device=on
         )
         matrices = torch.zeros(n, n_slots, *heads, dtype=torch.float32, device=on)
         self.layers = [DeltaStates(inputs[layer], matrices[layer]) for layer in range(n)]
@@ -176,20 +176,20 @@ class StateCache:
         states, before = self.layers[layer], None
         if continues_R is not None:
             given = [each.index_select(0, slots_R) for each in states]
-            before = DeltaStates(*(_zero_rows_unless(continues_R, each) for each in given))
+            before = DeltaStates(*(_mask_rows(continues_R, each) for each in given))
         out_NI, after = delta_rows(proj_NP, weights, chunks, before, return_states=True)
         assert after is not None
         for mine, new in zip(states, after, strict=True):
             mine.index_copy_(0, slots_R, new)
         return out_NI
 
-    def copy(self, sources: Tensor, targets: Tensor) -> None:
+    def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
         for states in self._all:
             for of_layer in states:  # one layer at a time, because the copy of all layers would take as much as they do
                 of_layer.index_copy_(0, targets, of_layer.index_select(0, sources))
 
 
-def _zero_rows_unless(kept_R: Tensor, x: Tensor) -> Tensor:
+def _mask_rows(kept_R: Tensor, x: Tensor) -> Tensor:
     """Return x with zeros in the rows where `kept_R` is False, even if these rows contain NaN."""
     return torch.where(kept_R.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
@@ -210,10 +210,10 @@ class RouteCache:
         recorded_NLk = self._routing.recorded_experts()[: len(indices_N)]  # without padding
         self.routes.flatten(0, 1).index_copy_(0, indices_N, recorded_NLk)
 
-    def copy(self, sources: Tensor, targets: Tensor) -> None:
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         self.routes.index_copy_(0, targets, self.routes.index_select(0, sources))
 
-    def read(self, blocks: Any, n_tokens: int) -> HostCopy:
+    def start_read(self, blocks: Any, n_tokens: int) -> HostCopy:
         """Start copying the experts of a sequence's first `n_tokens` tokens to the host, (n_tokens, L, k)."""
         n_blocks = -(-n_tokens // self._block_size)
         chosen = to_device(np.array(blocks[:n_blocks], dtype=np.int64), self._device)

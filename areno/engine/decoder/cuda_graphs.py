@@ -24,14 +24,14 @@ GraphKey = tuple[int, "tuple[int, ...] | None", "tuple[int, int]", SamplingFlags
 _POWERS_UP_TO = 32
 
 
-def bucket_sizes(max_running: int) -> list[int]:
+def capture_sizes(max_running: int) -> list[int]:
     """Return the batch sizes of the CUDA graphs: 1, 2, 4, ..., 32, then multiples of 32, and last `max_running`."""
     sizes = [1 << i for i in range(_POWERS_UP_TO.bit_length()) if 1 << i < max_running]
     sizes += range(2 * _POWERS_UP_TO, max_running, _POWERS_UP_TO)
     return [*sizes, max_running]
 
 
-def drafting_sizes(max_running: int) -> list[int]:
+def draft_capture_sizes(max_running: int) -> list[int]:
     """Return the batch sizes of CUDA graphs for steps with drafts. Each draft length has graphs of these sizes."""
     return [*(1 << i for i in range((max_running - 1).bit_length())), max_running]
 
@@ -47,7 +47,7 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Captures:
+class GraphCapturer:
     """Captures functions as CUDA graphs, which share one memory pool.
 
     Graphs can share memory because they are replayed one after the other. Only their outputs must outlive a replay, and
@@ -103,7 +103,7 @@ class GraphCache(Generic[Key]):
     With `at_once`, the first pass with a key is captured, otherwise the second. A capture takes as long as many passes.
     """
 
-    def __init__(self, captures: Captures, *, at_once: bool):
+    def __init__(self, captures: GraphCapturer, *, at_once: bool):
         self._captures, self._at_once = captures, at_once
         self._graphs: dict[Key, tuple[Callable[[], None], Tensor, Tensor] | None] = {}  # replay, inputs, output
         self._seen: set[Key] = set()
@@ -121,8 +121,9 @@ class GraphCache(Generic[Key]):
     ) -> Tensor:
         """Run `body` on the inputs, as a CUDA graph if possible. The next call overwrites the result.
 
-        `packed` has all inputs, in memory from `pinned_memory`. A capture runs `body` on the result of `idle`: inputs
-        with which `body` changes no state. If `idle` is None, a capture runs `body` several times on the real inputs.
+        `packed` has all inputs, in memory from `pinned_memory`. A capture runs `body` on the result of
+        `padding_inputs`: inputs with which `body` changes no state. If `padding_inputs` is None, a capture runs `body`
+        several times on the real inputs.
         """
         device = self._captures.device
         if key not in self._graphs and (self._at_once or key in self._seen):
@@ -154,7 +155,7 @@ class DecodeGraphs:
         body: DecodeBody,
         sizes: Sequence[int],
         padding: Sequence[int],
-        captures: Captures,
+        captures: GraphCapturer,
     ):
         self._body, self._sizes, self.most = body, sizes, sizes[-1]
         self._padding = np.array(padding, dtype=np.int64)[:, None]
@@ -181,8 +182,8 @@ class DecodeGraphs:
             prefix_groups_GR = None if group_shape is None else inputs[end:].view(group_shape)
             return self._body(inputs[2:end].view(n_inputs, size), inputs[:2], prefix_groups_GR, splits, flags)
 
-        def idle() -> np.ndarray:
+        def padding_inputs() -> np.ndarray:
             of_rows = self._padding.repeat(size, 1).ravel()
             return np.concatenate((np.ones(2, np.int64), of_rows, np.full(len(packed) - end, -1, dtype=np.int64)))
 
-        return self.graphs.run((size, group_shape, splits, flags), host, body, idle)[:, :n_rows]
+        return self.graphs.run((size, group_shape, splits, flags), host, body, padding_inputs)[:, :n_rows]

@@ -11,7 +11,7 @@ import numpy as np
 
 from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.block_manager import BlockManager
-from areno.engine.decoder.draft_verification import Drafts, TableDrafts, accepted_rows, n_right_tokens
+from areno.engine.decoder.draft_verification import Drafts, TableDrafts, find_accepted_tokens, n_accepted_tokens
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.decoder.ngram_drafts import NgramDrafter
 from areno.engine.decoder.runner import Runner
@@ -39,7 +39,7 @@ class _StreamingPolicy:
     streams_due: bool
     ends_piece: bool
 
-    def reports(self, sequence: Sequence) -> bool:
+    def should_report(self, sequence: Sequence) -> bool:
         request = sequence.request
         return (self.ends_piece and request.pieces) or (
             request.stream and (self.streams_due or sequence.n_streamed == 0)
@@ -77,11 +77,11 @@ class Decoder:
         self._stop_strings = functools.lru_cache(MAX_STOP_STRINGS)(StopStrings)
         config = model.config
         # Routes are kept in the blocks of the first group, and a sample's are read when it ends.
-        context_len, by_window = config.max_position_embeddings, not spec.keeps_routes(rollout.role)
+        context_len, by_window = config.max_position_embeddings, not spec.records_routes(rollout.role)
         layout = KVLayout.from_config(config, block_size, rollout.max_len, by_window=by_window)
         self.blocks = BlockManager(layout.pool_blocks(n_blocks), block_size, layout.groups)
         max_running, max_prefill_tokens = (
-            spec.layout.samples_per_copy(rollout.n_slots),
+            spec.layout.samples_per_replica(rollout.n_slots),
             rollout.decoder.max_prefill_tokens,
         )
         self._scheduler = Scheduler(self.blocks, max_running, max_prefill_tokens, reuses_prefixes=config.delta is None)
@@ -162,13 +162,13 @@ class Decoder:
         """End the unfinished samples of a request. The next step returns them with finish_reason "abort"."""
         self._finish(self._scheduler.abort(request_id))
 
-    def return_waiting(self, n_samples: int) -> None:
+    def drop_waiting(self, n_samples: int) -> None:
         """Drop requests that have not started, the youngest first, until `n_samples` samples are dropped.
 
         Another replica can then serve them. For each dropped request, the next step returns one output whose `sample`
         is RETURNED (-1).
         """
-        for request in self._scheduler.return_waiting(n_samples):
+        for request in self._scheduler.remove_waiting(n_samples):
             request_id = request.request_id
             del self.unfinished[request_id]
             self._outputs.append(
@@ -186,9 +186,9 @@ class Decoder:
         self._scheduler.preempt_all()
         finished = self._outputs
         for output, routes in self._awaiting:
-            output.routes = routes.wait()
+            output.routes = routes.result()
             finished.append(output)
-        parked = [sequence.output(whole=True) for sequence in self._scheduler.waiting]
+        parked = [sequence.take_output(whole=True) for sequence in self._scheduler.waiting]
         self._scheduler.waiting.clear()
         self._outputs, self._awaiting, self.unfinished = [], [], {}
         return finished + parked
@@ -207,7 +207,7 @@ class Decoder:
         awaiting, self._awaiting = self._awaiting, []
         if self._scheduler.is_short_of_blocks():
             self._collect_previous_step()
-        drafts = self.drafter is not None and self.drafter.is_due(self._scheduler.n_running)
+        drafts = self.drafter is not None and self.drafter.should_draft(self._scheduler.n_running)
         # The host knows the lengths of sequences after a verification when it has read their tokens. For another step
         # with TableDrafts, it suffices that the device knows them.
         if not (drafts and self._may_draft_ahead()) and (
@@ -223,14 +223,14 @@ class Decoder:
         self._n_draft_steps += scheduled.drafts is not None
         launched = self.runner.launch(scheduled)
         if self.drafter is not None:
-            self.drafter.prepare(scheduled.decode)
+            self.drafter.prepare_table(scheduled.decode)
         self._collect_previous_step(scheduled.drafts if isinstance(scheduled.drafts, TableDrafts) else None)
         self._in_flight, self._in_flight_version = launched, self.weights_version
         if not self._runs_ahead:
             self._collect_previous_step()
         outputs, self._outputs = self._outputs, []
         for output, routes in awaiting:  # copied after a step that has ended by now
-            output.routes = routes.wait()
+            output.routes = routes.result()
             outputs.append(output)
         return outputs
 
@@ -247,11 +247,11 @@ class Decoder:
             self.runner.cache.kv_blocks.zero_()  # attention reads blocks of others with weight 0, and 0 * nan is nan
             self._has_bad_blocks = False
 
-    def release_departed(self) -> None:
-        self._scheduler.release_departed()
+    def release_departed_blocks(self) -> None:
+        self._scheduler.release_departed_blocks()
 
     @property
-    def n_tokens_of_waiting(self) -> list[int]:
+    def waiting_completion_lens(self) -> list[int]:
         """The number of completion tokens of each sample that was interrupted and waits to continue."""
         return [n_new for sequence in self._scheduler.waiting if (n_new := sequence.n_new)]
 
@@ -277,9 +277,9 @@ class Decoder:
         streams = _StreamingPolicy(streams_due, self._n_collected % PIECE_STEPS == 0)
         for pending in in_flight:
             if isinstance(pending.drafts, TableDrafts):
-                finished += self._accept_rows(pending, pending.drafts, streams, ahead)
+                finished += self._accept_table_drafts(pending, pending.drafts, streams, ahead)
             elif pending.drafts is not None:
-                finished += self._accept_drafted(pending, pending.drafts, streams)
+                finished += self._accept_list_drafts(pending, pending.drafts, streams)
             else:
                 finished += self._accept_step(pending, streams)
         if finished:
@@ -290,7 +290,8 @@ class Decoder:
             routes = None
             if cache is not None:
                 routes = [
-                    cache.read(each.block_tables.group_blocks[0], each.n_prompt + each.n_new - 1) for each in finished
+                    cache.start_read(each.block_tables.group_blocks[0], each.n_prompt + each.n_new - 1)
+                    for each in finished
                 ]
             self._scheduler.remove_finished()
             self._finish(finished, routes)
@@ -298,7 +299,7 @@ class Decoder:
     def _accept_step(self, pending: PendingTokens, streams: _StreamingPolicy) -> list[Sequence]:
         """Accept one token per sequence, and return the sequences that end. Most tokens go to the slot table only."""
         table, slots_B = self._scheduler.table, pending.slots_B
-        tokens_B, logprobs_B = pending.wait()
+        tokens_B, logprobs_B = pending.wait_for_tokens()
         # A sequence that stopped or was aborted with this token in flight has left its slot.
         is_wanted_B = table.owner[slots_B] == pending.owners_B
         by_host_B = is_wanted_B & (table.needs_host[slots_B] | ~np.isfinite(logprobs_B))
@@ -316,7 +317,7 @@ class Decoder:
             else:
                 self._n_generated += 1
                 sequence.accept(int(tokens_B[row]), float(logprobs_B[row]), self._in_flight_version, top[row], raw[row])
-        return self._after_accepted(touched, streams)
+        return self._collect_finished(touched, streams)
 
     def _find_affected(
         self, pending: PendingTokens, plain: np.ndarray, stops: np.ndarray, streams: _StreamingPolicy
@@ -338,30 +339,30 @@ class Decoder:
         ends = zip(touched.values(), stops[needed].tolist(), is_last[needed].tolist(), strict=True)
         for sequence, has_stopped, is_at_limit in ends:
             sequence.finish_reason = "stop" if has_stopped else "length" if is_at_limit else None
-        self._keep_completions([each for each in touched.values() if each.finish_reason is not None])
+        self._store_completions([each for each in touched.values() if each.finish_reason is not None])
         for sequence in touched.values():
             if sequence.completion is None:
                 sequence.append_staged()
         return touched
 
-    def _after_accepted(self, touched: dict[int, Sequence], streams: _StreamingPolicy) -> list[Sequence]:
+    def _collect_finished(self, touched: dict[int, Sequence], streams: _StreamingPolicy) -> list[Sequence]:
         finished: list[Sequence] = []
         for _, sequence in sorted(touched.items()):
             if sequence.finish_reason is not None:
                 finished.append(sequence)
-            elif streams.reports(sequence):
-                self._outputs.append(sequence.output())
+            elif streams.should_report(sequence):
+                self._outputs.append(sequence.take_output())
             if sequence.finish_reason != "error" and self._scheduler.registers_while_decoding:
                 self._scheduler.register(sequence, sequence.n_prompt + sequence.n_new - 1)
         return finished
 
-    def _accept_rows(
+    def _accept_table_drafts(
         self, pending: PendingTokens, drafts: TableDrafts, streams: _StreamingPolicy, ahead: TableDrafts | None
     ) -> list[Sequence]:
         """Accept a step with TableDrafts: tokens up to and with the first token that differs from its draft."""
         table, slots_B, number = self._scheduler.table, pending.slots_B, np.arange(drafts.n_rows)
         tokens_BR, logprobs_BR, inputs_BR = pending.wait_for_rows(drafts.n_rows)
-        right_BJ, counts_B, stops_B = accepted_rows(tokens_BR, inputs_BR, table.stop_ids[slots_B])
+        right_BJ, counts_B, stops_B = find_accepted_tokens(tokens_BR, inputs_BR, table.stop_ids[slots_B])
         is_wanted_B = table.owner[slots_B] == pending.owners_B
         right_BJ, counts_B = right_BJ & is_wanted_B[:, None], np.where(is_wanted_B, counts_B, 0)
         by_host_B = is_wanted_B & table.needs_host[slots_B]
@@ -384,7 +385,7 @@ class Decoder:
         self._n_generated += int(counts_B.sum())
         self._n_drafted += int((inputs_BR[wanted, 1:] >= 0).sum())
         self._n_accepted += int((right_BJ & (number[:-1] < counts_B[:, None])).sum())
-        return self._after_accepted(self._find_affected(pending, plain, stops_B[plain], streams) | by_host, streams)
+        return self._collect_finished(self._find_affected(pending, plain, stops_B[plain], streams) | by_host, streams)
 
     def _accept_tokens(self, sequence: Sequence, tokens: np.ndarray, logprobs: np.ndarray, n: int) -> int:
         """Append up to `n` tokens to a sequence, until it ends. Return how many were appended."""
@@ -397,9 +398,9 @@ class Decoder:
                 break
         return sequence.n_new - n_before
 
-    def _keep_completions(self, finished: list[Sequence]) -> None:
+    def _store_completions(self, finished: list[Sequence]) -> None:
         """If all tokens of a finished sequence are in the slot table, move them to its `completion`, as arrays."""
-        whole = [sequence for sequence in finished if sequence.has_no_completion]
+        whole = [sequence for sequence in finished if sequence.has_only_prompt]
         if whole:
             arrays = self._scheduler.table.take_staged([sequence.slot for sequence in whole])
             for sequence, completion in zip(whole, arrays, strict=True):
@@ -421,11 +422,11 @@ class Decoder:
                 sequence.append_staged()
         return drafts
 
-    def _accept_drafted(
+    def _accept_list_drafts(
         self, pending: PendingTokens, drafts: list[list[int]], streams: _StreamingPolicy
     ) -> list[Sequence]:
         """Accept a step whose drafts are lists: tokens up to and with the first token that differs from its draft."""
-        tokens_N, logprobs_N = pending.wait()
+        tokens_N, logprobs_N = pending.wait_for_tokens()
         tokens, logprobs, top, raw = (
             tokens_N.tolist(),
             logprobs_N.tolist(),
@@ -451,10 +452,10 @@ class Decoder:
             self.drafter.count_verified(found)
         # A rejected row may have left numbers in the cache that are not finite.
         self._has_bad_blocks |= not np.isfinite(logprobs_N).all()
-        return self._after_accepted(touched, streams)
+        return self._collect_finished(touched, streams)
 
     def _count_verified(self, sequence: Sequence, draft: list[int], n_new: int) -> int:
-        n_right = n_right_tokens(sequence, draft, n_new)
+        n_right = n_accepted_tokens(sequence, draft, n_new)
         self._n_generated += n_new
         self._n_drafted += len(draft)
         self._n_accepted += n_right
@@ -478,9 +479,9 @@ class Decoder:
         """Queue the outputs of finished sequences for `step`. `routes` are host copies of their tokens' experts."""
         for index, sequence in enumerate(sequences):
             if routes is None:
-                self._outputs.append(sequence.output())
+                self._outputs.append(sequence.take_output())
             else:
-                self._awaiting.append((sequence.output(), routes[index]))
+                self._awaiting.append((sequence.take_output(), routes[index]))
             request_id = sequence.request.request_id
             self.unfinished[request_id] -= 1
             if not self.unfinished[request_id]:

@@ -71,7 +71,7 @@ class DraftLength:
         self._pause = self._waits = self._paused_at = 0
         self.awaits_texts = False
 
-    def begin(self, costs: StepCosts, kept: float) -> None:
+    def begin_rollout(self, costs: StepCosts, kept: float) -> None:
         """Begin a rollout, and multiply the counts of earlier rollouts by `kept`."""
         self.costs = costs
         if kept == 0:
@@ -97,7 +97,7 @@ class DraftLength:
         self._waits -= 1
         if self._waits >= 0:
             return 0
-        tried = 0 if self._tried[0] >= _KNOWN else self._tried_length(n_running)
+        tried = 0 if self._tried[0] >= _KNOWN else self._trial_length(n_running)
         self.awaits_texts = tried > 0 and not is_prepared
         if self.awaits_texts:
             return 0
@@ -107,7 +107,7 @@ class DraftLength:
         self._right *= _KEPT
         return tried
 
-    def _tried_length(self, n_rows: int) -> int:
+    def _trial_length(self, n_rows: int) -> int:
         """Return the largest length with which a step takes at most twice as long as without drafts."""
         costs, most = self.costs, 2 * self.costs.plain_step_cost(n_rows)
         return max(
@@ -128,8 +128,11 @@ class DraftLength:
             best, found = min((best, found), (steps_per_token * self.costs.drafted_step_cost(n_rows, length), length))
         return found
 
-    def count_right_by_position(self, tried_J: np.ndarray, right_J: np.ndarray) -> None:
-        """Add counts for each position in a draft: how many sequences had right tokens before it, and also at it."""
+    def count_accepted_by_position(self, tried_J: np.ndarray, right_J: np.ndarray) -> None:
+        """Add two counts for each position in a draft.
+
+        `tried_J`: sequences whose drafts were right before the position. `right_J`: those that were also right at it.
+        """
         self._tried[: len(tried_J)] += tried_J
         self._right[: len(right_J)] += right_J
         if self._tried[0] > _MOST_TRIED:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.decoder.attention_split import AttentionSplit, PrefixGroups
-from areno.engine.decoder.cuda_graphs import Captures, DecodeGraphs, GraphCache, GraphKey, drafting_sizes
+from areno.engine.decoder.cuda_graphs import DecodeGraphs, GraphCache, GraphCapturer, GraphKey, draft_capture_sizes
 from areno.engine.decoder.grammar import allowed_token_masks_along_draft
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
@@ -61,14 +61,14 @@ Drafts = list[list[int]] | TableDrafts
 """The drafted tokens of each sequence as lists, or TableDrafts, which the device looks up."""
 
 
-def n_right_tokens(sequence: Sequence, draft: list[int], n_new: int) -> int:
+def n_accepted_tokens(sequence: Sequence, draft: list[int], n_new: int) -> int:
     """Return how many leading tokens of a draft were right. `n_new` is the number of tokens that the sequence got."""
     if sequence.finish_reason is not None and 0 < n_new <= len(draft) and sequence.tokens[-1] == draft[n_new - 1]:
         return n_new  # the sample ends with a drafted token
     return max(0, n_new - 1)
 
 
-def fitting_draft(sequence: Sequence, draft: list[int]) -> list[int]:
+def truncate_draft(sequence: Sequence, draft: list[int]) -> list[int]:
     """Cut a draft to the tokens that are worth verifying.
 
     The draft ends before the first token that ends the sequence or that the sequence's grammar does not allow. With the
@@ -115,7 +115,7 @@ class DraftedRows:
             tokens_N=np.array(tokens, dtype=np.int64),
         )
 
-    def drafted_counts(self) -> np.ndarray:
+    def drafted_token_pairs(self) -> np.ndarray:
         """Return (row, token) pairs, (2, n): the drafted tokens up to each row of a sequence with a penalty."""
         pairs: list[tuple[int, int]] = []
         row = 0
@@ -138,7 +138,7 @@ class DraftedRows:
         return masks_NW
 
 
-def accepted_rows(
+def find_accepted_tokens(
     tokens_BR: np.ndarray, inputs_BR: np.ndarray, stop_ids_BS: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Find the accepted tokens of a step with TableDrafts.
@@ -167,7 +167,7 @@ class RowSampler(Protocol):
     def at_rows(self, slots_N: Tensor, flags: SamplingFlags) -> RowSampler: ...
 
 
-class NgramSteps:
+class NgramStepRunner:
     """Runs the decode pass of steps with TableDrafts, as CUDA graphs if possible.
 
     The number of new tokens of each slot and its last tokens stay on the device, so that the next step can draft before
@@ -190,7 +190,7 @@ class NgramSteps:
         self._gained = torch.zeros(sampler.n_slots, dtype=torch.int64, device=self._device)
         self._last_tokens = torch.zeros(CONTEXT, sampler.n_slots, dtype=torch.int64, device=self._device)
         self._graphs: dict[int, DecodeGraphs] = {}  # by the number of rows of a sequence
-        self.captures: Captures | None = None
+        self.captures: GraphCapturer | None = None
 
     @property
     def graphs(self) -> list[GraphCache[GraphKey]]:
@@ -236,11 +236,11 @@ class NgramSteps:
         most = int(np.minimum(table.n_kv[slots_B], drafts.limits_B).max())
         return self._draft_and_verify(n_rows, *given, split.splits, flags, most).flatten(1)
 
-    def _graphs_for(self, n_rows: int, captures: Captures) -> DecodeGraphs:
+    def _graphs_for(self, n_rows: int, captures: GraphCapturer) -> DecodeGraphs:
         if n_rows not in self._graphs:
             most = self._sampler.n_slots - 1
             padding, body = (most, *[0] * (5 + CONTEXT)), partial(self._draft_and_verify, n_rows)
-            self._graphs[n_rows] = DecodeGraphs(body, drafting_sizes(most), padding, captures)
+            self._graphs[n_rows] = DecodeGraphs(body, draft_capture_sizes(most), padding, captures)
         return self._graphs[n_rows]
 
     def _draft_and_verify(

@@ -236,18 +236,18 @@ def grammar_error(text: str) -> str:
     return _error_reason(matcher.get_error()) if matcher.is_error() else ""
 
 
-def accepts_answer(grammar: str, answer: str) -> bool:
+def accepts_completion(grammar: str, answer: str) -> bool:
     """Return whether `answer` is a whole completion in the grammar `grammar`, which has no special tokens."""
     state, tokens = _byte_matcher(grammar).deep_copy(), _byte_tokenizer().tokenize_str(answer)
     return state.validate_tokens(tokens) == len(tokens) and state.consume_tokens(tokens) and state.is_accepting()
 
 
-def matches_nothing(term: str) -> bool:
+def has_empty_language(term: str) -> bool:
     """Return whether a terminal of a grammar matches no text. `term` is its body, which must compile."""
-    return _allows_no_token(f"start: T\nT: {term}") and not _allows_no_token(f'start: T | "a"\nT: {term}')
+    return _is_dead_end(f"start: T\nT: {term}") and not _is_dead_end(f'start: T | "a"\nT: {term}')
 
 
-def _allows_no_token(text: str) -> bool:
+def _is_dead_end(text: str) -> bool:
     state = GrammarState(_byte_matcher(text).deep_copy(), _byte_tokenizer().vocab_size, frozenset())
     state.allowed_token_mask()
     return state.matcher.is_error()
@@ -269,7 +269,7 @@ def _ll_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> 
 
 
 class _TokenizerAdapter:
-    """Wraps a tokenizer that is not byte-level in the interface that llguidance expects."""
+    """Gives a tokenizer that is not byte-level the interface that llguidance expects."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_id: int):
         self._tokenizer = tokenizer

@@ -121,7 +121,7 @@ class _SlotTexts:
         self.owner, self.n_new, self.n_entered, self.scope = np.zeros((4, n_slots), dtype=np.int64)
         self.n_steps, self.n_right = np.zeros((2, n_slots))
 
-    def count_right(self, slots_B: np.ndarray, n_right_B: np.ndarray) -> None:
+    def count_accepted(self, slots_B: np.ndarray, n_right_B: np.ndarray) -> None:
         self.n_steps[slots_B] += 1
         self.n_right[slots_B] += n_right_B
         many = slots_B[self.n_steps[slots_B] > _MOST_STEPS]
@@ -178,7 +178,7 @@ class NgramDrafter:
         self._n_tokens = self._n_proposed = 0
         self._is_prepared, self._n_preparations = False, 0
 
-    def begin(self, costs: StepCosts) -> None:
+    def begin_rollout(self, costs: StepCosts) -> None:
         """Begin a rollout, and forget the unfinished samples of the previous rollout."""
         for known in (self._requests, self._chunks):
             known.clear()
@@ -192,9 +192,9 @@ class NgramDrafter:
             self._finished.clear()
             self._pending.clear()
             self._n_pending = self._n_finished = 0
-        self.length.begin(costs, kept=0.5 if self._remembers else 0.0)
+        self.length.begin_rollout(costs, kept=0.5 if self._remembers else 0.0)
 
-    def is_due(self, n_running: int) -> bool:
+    def should_draft(self, n_running: int) -> bool:
         is_prepared, self._is_prepared = self._is_prepared or not self._prepares, False
         relative_acceptance_B = np.ones(1) if self._texts is None else self._texts.relative_acceptance()
         self._n_tokens = self.length.next_length(n_running, relative_acceptance_B, is_prepared=is_prepared)
@@ -204,11 +204,11 @@ class NgramDrafter:
             self._n_preparations = 0
         return self._n_tokens > 0
 
-    def prepare(self, sequences: list[Sequence]) -> None:
+    def prepare_table(self, sequences: list[Sequence]) -> None:
         """If `length.awaits_texts`, enter some of the texts that must be in the table before drafts are tried."""
         if not self.length.awaits_texts or not sequences:
             return
-        slots, slots_B = _slots_of(sequences)
+        slots, slots_B = _table_and_slots(sequences)
         budget = _PREPARED_SAMPLES - self._remember_finished(_PREPARED_SAMPLES)
         n_new = self._begin_texts(sequences, slots, slots_B, budget)
         self._enter_queued_texts(_PREPARED_TOKENS)
@@ -220,7 +220,7 @@ class NgramDrafter:
 
     def learn_finished(self, sequences: list[Sequence]) -> None:
         """Store the completions of finished sequences for later drafts. The sequences must still be in the batch."""
-        slots, slots_B = _slots_of(sequences)
+        slots, slots_B = _table_and_slots(sequences)
         n_known_B = np.zeros(len(sequences), dtype=np.int64)
         if (texts := self._texts) is not None:
             is_known_B = texts.owner[slots_B] == slots.owner[slots_B]
@@ -247,7 +247,7 @@ class NgramDrafter:
 
     def propose(self, sequences: list[Sequence]) -> TableDrafts:
         """Return drafts. All tokens have arrived, except those of a step with TableDrafts in flight."""
-        slots, slots_B = _slots_of(sequences)
+        slots, slots_B = _table_and_slots(sequences)
         texts, self._n_proposed = self._slot_texts(slots), self._n_tokens
         self._remember_finished()
         self._begin_texts(sequences, slots, slots_B)
@@ -280,19 +280,19 @@ class NgramDrafter:
         texts.n_new[slots_B] += n_new_B
         # A draft of a sequence at its limit counts as wrong. Few sequences are.
         rows = np.flatnonzero(n_new_B)
-        self._count_right(slots_B[rows], right_BJ[rows].sum(1), drafts.n_tokens)
+        self._count_accepted(slots_B[rows], right_BJ[rows].sum(1), drafts.n_tokens)
 
     def count_verified(self, found: list[tuple[Sequence, int]]) -> None:
         """Count `found`, each sequence's number of right tokens. Tokens that were cut off a draft count as wrong."""
         if found and self._texts is not None:
-            _, slots_B = _slots_of([sequence for sequence, _ in found])
-            self._count_right(slots_B, np.array([n_right for _, n_right in found]), self._n_proposed)
+            _, slots_B = _table_and_slots([sequence for sequence, _ in found])
+            self._count_accepted(slots_B, np.array([n_right for _, n_right in found]), self._n_proposed)
 
-    def _count_right(self, slots_B: np.ndarray, n_right_B: np.ndarray, n_drafted: int) -> None:
+    def _count_accepted(self, slots_B: np.ndarray, n_right_B: np.ndarray, n_drafted: int) -> None:
         assert self._texts is not None
-        self._texts.count_right(slots_B, n_right_B)
+        self._texts.count_accepted(slots_B, n_right_B)
         n_reached = (n_right_B[:, None] >= np.arange(n_drafted + 1)).sum(0)
-        self.length.count_right_by_position(n_reached[:-1], n_reached[1:])
+        self.length.count_accepted_by_position(n_reached[:-1], n_reached[1:])
 
     def _slot_texts(self, slots: SlotTable) -> _SlotTexts:
         if self._texts is None:
@@ -353,7 +353,7 @@ class NgramDrafter:
         return found
 
     def _queue_prompt(self, scope: int, prompt: list[int]) -> None:
-        """Queue a prompt, except leading chunks that an earlier prompt of the scope had, as in a conversation."""
+        """Queue a prompt without the chunks that begin an earlier prompt of the scope, as in a conversation."""
         if len(self._chunks) > _MOST_KNOWN:
             self._chunks.clear()
         tokens, digest, n_known, is_known = np.array(prompt, dtype=np.int64), scope, 0, True
@@ -395,7 +395,7 @@ class NgramDrafter:
             add_texts(self.table, to_device(_pack_texts(chosen), self._device))
 
 
-def _slots_of(sequences: list[Sequence]) -> tuple[SlotTable, np.ndarray]:
+def _table_and_slots(sequences: list[Sequence]) -> tuple[SlotTable, np.ndarray]:
     table = sequences[0].table
     assert table is not None
     return table, np.array([sequence.slot for sequence in sequences], dtype=np.int64)

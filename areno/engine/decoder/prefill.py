@@ -20,9 +20,9 @@ from torch import Tensor
 
 from areno.cost.kv_layout import KVGroup
 from areno.engine.decoder.block_manager import BlockManager
-from areno.engine.decoder.cuda_graphs import Captures, GraphCache
+from areno.engine.decoder.cuda_graphs import GraphCache, GraphCapturer
 from areno.engine.decoder.scheduler import Chunk
-from areno.kernels.padding import Borders
+from areno.kernels.padding import CuSeqlens
 
 # The sizes of prefills with a CUDA graph. With few sizes, there are few graphs, and none has to be dropped.
 _TOKENS = (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
@@ -56,10 +56,10 @@ def _indices_of_group(
     for chunk in chunks:
         block_tables = chunk.prefill.leader.block_tables
         group_blocks, n_skipped = (
-            block_tables.group_blocks[index][: blocks.blocks_for(chunk.end)],
+            block_tables.group_blocks[index][: blocks.n_blocks_for(chunk.end)],
             block_tables.n_skipped[index],
         )
-        first = 0 if from_the_first else group.first_visible(chunk.start, size)
+        first = 0 if from_the_first else group.first_visible_block(chunk.start, size)
         blocks_TW = np.full((group.n_tables, len(group_blocks)), blocks.scratch, dtype=np.int64)
         own = group_blocks[n_skipped:]
         blocks_TW[:, n_skipped:] = (
@@ -93,7 +93,7 @@ class PrefillShape:
     max_q: int
     max_k: tuple[int, ...]
 
-    def lengths(self) -> list[int]:
+    def input_lengths(self) -> list[int]:
         found = [self.n_tokens, self.n_tokens, self.n_rows + 1, self.n_last]
         for n_tables, n_keys in zip(self.n_tables, self.n_keys, strict=True):
             found += [n_tables * self.n_tokens, n_tables * (n_keys or 0), self.n_rows + 1]
@@ -109,18 +109,18 @@ class PrefillTensors:
     last_K: Tensor
     stored: list[Tensor]
     keys: list[Tensor | None]
-    borders: list[Borders]
+    borders: list[CuSeqlens]
 
     @staticmethod
     def unpack(packed: Tensor, shape: PrefillShape) -> PrefillTensors:
-        tokens_N, positions_N, cu_q, last_K, *groups = packed.split(shape.lengths())
+        tokens_N, positions_N, cu_q, last_K, *groups = packed.split(shape.input_lengths())
         cu_q_R1 = cu_q.int()
         found = PrefillTensors(tokens_N, positions_N, last_K, [], [], [])
         for index, (n_tables, n_keys) in enumerate(zip(shape.n_tables, shape.n_keys, strict=True)):
             stored, keys, cu_k = groups[3 * index : 3 * index + 3]
             found.stored += stored.view(n_tables, -1)
             found.keys += [None] * n_tables if n_keys is None else keys.view(n_tables, -1)
-            found.borders += [Borders(cu_q_R1, cu_k.int(), shape.max_q, shape.max_k[index])] * n_tables
+            found.borders += [CuSeqlens(cu_q_R1, cu_k.int(), shape.max_q, shape.max_k[index])] * n_tables
         return found
 
 
@@ -164,14 +164,14 @@ class PrefillBatch:
             max_k=tuple(int(np.diff(each.cu_k).max()) for each in self.indices),
         )
 
-    def packed(self) -> np.ndarray:
+    def pack(self) -> np.ndarray:
         parts = [self.tokens, self.positions, self.cu_q, self.last]
         for each in self.indices:
             keys = np.empty(0, np.int64) if each.keys_TM is None else each.keys_TM.ravel()
             parts += [each.stored_TN.ravel(), keys, each.cu_k]
         return np.concatenate(parts).astype(np.int64, copy=False)
 
-    def padded(self, scratch: int, most_tokens: int) -> tuple[PrefillBatch, PrefillShape] | None:
+    def pad(self, scratch: int, most_tokens: int) -> tuple[PrefillBatch, PrefillShape] | None:
         """Return the prefill padded to a size that can have a CUDA graph, and its shape, or None if it is too large.
 
         After the chunks come a row of padding tokens, a row that has the padding keys and no queries, and empty rows.
@@ -219,7 +219,7 @@ class PrefillGraphs:
     depend on earlier prefills. `body`, which computes logits, may read only its argument and tensors that never move.
     """
 
-    def __init__(self, body: Callable[[PrefillTensors], Tensor], scratch: int, captures: Captures, n_params: int):
+    def __init__(self, body: Callable[[PrefillTensors], Tensor], scratch: int, captures: GraphCapturer, n_params: int):
         self._body, self._scratch = body, scratch
         most = max(_FEW_TOKENS, min(_TOKENS[-1], int(_MOST_WORK / n_params)))
         self._most_tokens = max(size for size in _TOKENS if size <= most)
@@ -228,11 +228,11 @@ class PrefillGraphs:
 
     def run(self, batch: PrefillBatch) -> Tensor | None:
         """Return logits (K, V), valid until the next call. None if no prompt is complete or the batch is too large."""
-        padded = batch.padded(self._scratch, self._most_tokens) if len(batch.last) else None
+        padded = batch.pad(self._scratch, self._most_tokens) if len(batch.last) else None
         if padded is None:
             return None
         whole, shape = padded
-        packed = whole.packed()
+        packed = whole.pack()
         host = self.graphs.pinned_memory(len(packed))
         host.numpy()[:] = packed
         return self.graphs.run(shape, host, lambda inputs: self._logits(inputs, shape))[: len(batch.last)]

@@ -21,8 +21,8 @@ from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.attention_split import PrefixGroups, split_attention
 from areno.engine.decoder.block_manager import BlockManager, BlockTables
 from areno.engine.decoder.caches import KVCache, RouteCache, StateCache
-from areno.engine.decoder.cuda_graphs import Captures, DecodeGraphs, GraphCache, bucket_sizes
-from areno.engine.decoder.draft_verification import DraftedRows, NgramSteps, TableDrafts
+from areno.engine.decoder.cuda_graphs import DecodeGraphs, GraphCache, GraphCapturer, capture_sizes
+from areno.engine.decoder.draft_verification import DraftedRows, NgramStepRunner, TableDrafts
 from areno.engine.decoder.prefill import PrefillBatch, PrefillGraphs, PrefillTensors
 from areno.engine.decoder.sampler import LogitEdits, PendingTokens, SlotSampler, sample_edited, token_and_top_logprobs
 from areno.engine.decoder.scheduler import Chunk, SchedulerOutput
@@ -30,11 +30,11 @@ from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
-from areno.kernels.backend import to_device, to_host, use_triton
+from areno.kernels.backend import can_use_triton, to_device, to_host
 from areno.kernels.delta import DeltaWeights, RowChunks
 from areno.kernels.paged import PagedBatch, decode_attention, max_group_rows
 from areno.kernels.sampling import SamplingFlags, can_sample_columns, can_sample_hidden
-from areno.layers.adapter import sampling
+from areno.layers.adapter import use_stacked_adapters
 from areno.layers.attention import Attend, CachedAttend
 from areno.models.transformer import Transformer
 from areno.specs.engine import EngineSpec
@@ -70,13 +70,13 @@ class Runner:
         self.model, self.attn_backend, self.is_exact = model, attn_backend, spec.engine.exact
         self.fixed_order = attn_backend == "fixed_order"
         self.device = model.device
-        max_running = spec.layout.samples_per_copy(rollout.n_slots)
+        max_running = spec.layout.samples_per_replica(rollout.n_slots)
         n_blocks, n_slots = blocks.n_blocks, max_running + 1
         self.blocks = blocks
         self.cache = KVCache(model, n_blocks, layout, n_slots)
         self.states = None if model.config.delta is None else StateCache(model, n_slots)
         self.routes: RouteCache | None = None
-        if spec.keeps_routes(rollout.role) and model.routing is not None:
+        if spec.records_routes(rollout.role) and model.routing is not None:
             self.routes = RouteCache(model.routing, n_blocks, blocks.block_size, self.device)
         self.sampler = SlotSampler(n_slots, model.config.vocab_size, self.device, texts)
         self._last_groups: tuple[np.ndarray | None, PrefixGroups | None] = (None, None)
@@ -84,7 +84,7 @@ class Runner:
         self._uncounted: list[tuple[int, int]] = []  # (slot, token) that the device's counts lack
         on_cuda = self.device.type == "cuda"
         # The torch form of paged attention reads each row by itself, so groups would not help it.
-        self.uses_prefix_groups = use_triton(self.cache.tables)
+        self.uses_prefix_groups = can_use_triton(self.cache.tables)
         self.group_size = max_group_rows(
             model.config.num_heads // model.tp.size // self.cache.n_heads, self.fixed_order
         )
@@ -99,13 +99,13 @@ class Runner:
         )
         groups_rows = self.uses_prefix_groups and not self.fixed_order and not blocks.has_windows
         group_size = self.group_size if groups_rows else 0
-        self.ngrams = NgramSteps(self._decode, self.sampler, self._split, self.cache.block_size, group_size)
+        self.ngrams = NgramStepRunner(self._decode, self.sampler, self._split, self.cache.block_size, group_size)
         self.graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         use_graphs = on_cuda and not rollout.decoder.eager_decode
         if use_graphs and self.uses_prefix_groups:
-            captures = Captures(self.device, may_fail=model.tp.size == 1)
-            sizes = sorted({*bucket_sizes(max_running), spec.layout.samples_per_copy(rollout.n_samples_with_cache)})
+            captures = GraphCapturer(self.device, may_fail=model.tp.size == 1)
+            sizes = sorted({*capture_sizes(max_running), spec.layout.samples_per_replica(rollout.n_samples_with_cache)})
             self.graphs = DecodeGraphs(self._decode, sizes, (max_running, 0, 0, 0), captures)
             if self._pads_prefills:
                 scratch = blocks.scratch * blocks.block_size
@@ -142,13 +142,13 @@ class Runner:
         sampler: SlotSampler,
     ) -> Tensor:
         """Sample a token for each row from logits of the whole vocabulary, which may be overwritten."""
-        head, first = self.model.output, self.model.output.first
+        head, first = self.model.lm_head, self.model.lm_head.first
         local_BV = self._logits_to_score(logits_BV[:, first : first + head.n_valid], flags)
         if edits is None:
             out_2B = sampler.sample(logits_BV, slots_B, index_B, flags)
         else:
             out_2B = sample_edited(logits_BV, slots_B, index_B, sampler, flags, edits)
-        return self._exact_logprobs(out_2B, local_BV, slots_B, sampler)
+        return self._set_exact_logprobs(out_2B, local_BV, slots_B, sampler)
 
     def _sample_column_shards(
         self, local_BV: Tensor, slots_B: Tensor, index_B: Tensor, flags: SamplingFlags, sampler: SlotSampler
@@ -158,11 +158,11 @@ class Runner:
         If `can_sample_columns` accepts `flags`, each rank draws from its own columns. Otherwise, as with top-k or
         top-p, the ranks exchange logits, and each rank draws the tokens of some of the rows from the whole vocabulary.
         """
-        tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.output.n_valid
+        tp, n_rows, n_valid = self.model.tp, len(slots_B), self.model.lm_head.n_valid
         if can_sample_columns(local_BV, flags):
             valid_BV = self._logits_to_score(local_BV[:, :n_valid], flags)
             out_2B = sampler.sample_columns(tp, local_BV, slots_B, index_B, flags)
-            return self._exact_logprobs(out_2B, valid_BV, slots_B, sampler)
+            return self._set_exact_logprobs(out_2B, valid_BV, slots_B, sampler)
         if more := -n_rows % tp.size:  # rows of the scratch slot
             local_BV = F.pad(local_BV, (0, 0, 0, more))
             slots_B, index_B = F.pad(slots_B, (0, more), value=sampler.n_slots - 1), F.pad(index_B, (0, more))
@@ -171,17 +171,17 @@ class Runner:
         out_2R = sampler.sample(logits_RV, slots_B[share], index_B[share], flags)
         out_2B = tp.gather(out_2R, dim=1)[:, :n_rows]
         sampler.record_tokens(out_2B[0].long(), slots_B[:n_rows], share, flags)
-        return self._exact_logprobs(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows], sampler)
+        return self._set_exact_logprobs(out_2B, local_BV[:n_rows, :n_valid], slots_B[:n_rows], sampler)
 
     def _logits_to_score(self, local_BV: Tensor, flags: SamplingFlags) -> Tensor:
-        """Return the logits that `_exact_logprobs` reads: a copy if sampling would change them."""
-        return local_BV.clone() if self.is_exact and self.sampler.tensors.overwrites(flags) else local_BV
+        """Return the logits that `_set_exact_logprobs` reads: a copy if sampling would change them."""
+        return local_BV.clone() if self.is_exact and self.sampler.tensors.overwrites_logits(flags) else local_BV
 
-    def _exact_logprobs(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor, sampler: SlotSampler) -> Tensor:
+    def _set_exact_logprobs(self, out_2B: Tensor, local_BV: Tensor, slots_B: Tensor, sampler: SlotSampler) -> Tensor:
         """If `is_exact`, replace log-probabilities in place by the values that the training kernel computes."""
         if self.is_exact:
             model = self.model
-            out_2B[1] = sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.output.first)
+            out_2B[1] = sampler.logprobs(local_BV, out_2B[0].long(), slots_B, model.tp, model.lm_head.first)
         return out_2B
 
     @torch.no_grad()
@@ -191,7 +191,7 @@ class Runner:
         prefilled = [sequence for chunk in scheduled.chunks if chunk.is_last for sequence in chunk.prefill.sequences]
         table = scheduled.table
         slots_of_prefilled = np.array([sequence.slot for sequence in prefilled], dtype=np.int64)
-        self._correct_verified()
+        self._upload_verified()
         logits_KV: Tensor | None = None
         if scheduled.chunks:  # first, so that the device computes while the host collects the settings of new slots
             with phase("prefill", tokens=sum(chunk.end - chunk.start for chunk in scheduled.chunks)):
@@ -205,7 +205,7 @@ class Runner:
         ) and (masks := self.sampler.pack_masks(masked)) is not None:
             self.sampler.assign_masks(*map(self._upload, masks))
         if prefilled and logits_KV is not None:
-            out = self._sample_first(scheduled, prefilled, slots_of_prefilled, logits_KV)
+            out = self._sample_first_tokens(scheduled, prefilled, slots_of_prefilled, logits_KV)
             owners_B = table.owner[slots_of_prefilled]
             pending.append(PendingTokens(prefilled, slots_of_prefilled, owners_B, to_host(out)))
         if scheduled.decode:
@@ -222,7 +222,7 @@ class Runner:
         if sequence.is_penalized:
             self._uncounted += [(sequence.slot, token) for token in sequence.tokens[-n_accepted:]]
 
-    def _correct_verified(self) -> None:
+    def _upload_verified(self) -> None:
         verified, self._verified = self._verified, {}
         uncounted, self._uncounted = self._uncounted, []
         # A sequence that has left its slot needs nothing: a new one in the slot writes its own values afterwards.
@@ -259,13 +259,13 @@ class Runner:
             logits_KV = self.prefill_graphs.run(batch)
             if logits_KV is not None:
                 return logits_KV
-        given = PrefillTensors.unpack(self._upload(batch.packed()), batch.shape)
+        given = PrefillTensors.unpack(self._upload(batch.pack()), batch.shape)
         attend = self._with_recurrent_states(chunks, batch.cu_q, self._prefill_attention(given))
         hidden_ND = self._forward(given.tokens_N, given.positions_N, attend, given.stored[0])
         self._score_prompts(chunks, hidden_ND)
         return self.model.logits(hidden_ND[given.last_K]) if len(batch.last) else None
 
-    def _sample_first(
+    def _sample_first_tokens(
         self, scheduled: SchedulerOutput, prefilled: list[Sequence], slots_B: np.ndarray, logits_KV: Tensor
     ) -> Tensor:
         """Copy partly filled blocks and states from leaders to followers, and sample each sequence's first token."""
@@ -274,11 +274,11 @@ class Runner:
             sources, targets = self._upload_columns(copies)
             self.cache.kv_blocks.index_copy_(2, targets, self.cache.kv_blocks.index_select(2, sources))
             if self.routes is not None:
-                self.routes.copy(sources, targets)
+                self.routes.copy_blocks(sources, targets)
         if self.states is not None:
             pairs = [pair for prefill in complete for pair in prefill.slot_pairs()]
             if pairs:
-                self.states.copy(*self._upload_columns(pairs))
+                self.states.copy_slots(*self._upload_columns(pairs))
         prompt_of_row = np.repeat(np.arange(len(complete)), [len(prefill.sequences) for prefill in complete])
         table, edits = scheduled.table, self._logit_edits(prefilled, slots_B, scheduled.table)
         drawn = np.stack([slots_B, table.n_sampled[slots_B] - 1, prompt_of_row])
@@ -291,7 +291,7 @@ class Runner:
 
         def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
             cached_k, cached_v = self.cache.flat_view(layer)
-            table = self.cache.layer_table(layer)
+            table = self.cache.table_index(layer)
             # All rows write before any reads: a row may use blocks that another one fills in this very pass.
             cached_k.index_copy_(0, given.stored[table], k_NKC)
             cached_v.index_copy_(0, given.stored[table], v_NKC)
@@ -323,8 +323,8 @@ class Runner:
     def _forward(self, tokens_N: Tensor, positions_N: Tensor, attend: Attend, indices_N: Tensor | None) -> Tensor:
         """Run the layers, and return hidden states (N, D). Store routed experts at `indices_N` of the RouteCache."""
         if self.model.routing is not None:
-            self.model.routing.begin(records=self.routes is not None)
-        with sampling():
+            self.model.routing.configure(records=self.routes is not None)
+        with use_stacked_adapters():
             hidden_ND = self.model(tokens_N, positions_N, attend)
         if self.routes is not None and indices_N is not None:
             self.routes.store(indices_N)
@@ -390,12 +390,12 @@ class Runner:
         rows = np.stack([slots_N, drafted.positions_N, drafted.index_N, split.shared_lens_B, drafted.tokens_N])
         edits = LogitEdits.for_batch(drafted.sequences, self._upload) if needs_edits else None
         groups = None if split.prefix_groups_GR is None else self._upload(split.prefix_groups_GR)
-        masks_NW = drafted.grammar_masks(self.sampler.n_words) if flags.masked else None
+        masks_NW = drafted.grammar_masks(self.sampler.n_mask_words) if flags.masked else None
         rows_5N = self._upload(rows)
         sampler = self.sampler.at_rows(
             rows_5N[0],
             flags,
-            self._upload(drafted.drafted_counts()) if flags.penalized else None,
+            self._upload(drafted.drafted_token_pairs()) if flags.penalized else None,
             None if masks_NW is None else self._upload(masks_NW),
         )
         max_len = int(lengths_N.max())
@@ -446,7 +446,7 @@ class Runner:
         )
 
         def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None) -> Tensor:
-            blocks, table = self.cache.layer_blocks(layer), self.cache.layer_table(layer)
+            blocks, table = self.cache.layer_blocks(layer), self.cache.table_index(layer)
             if stored:  # a row attends to rows before it, whose keys the kernel would write at the same time
                 for part, new in zip(self.cache.flat_view(layer), (k_BKC, v_BKC), strict=True):
                     part.index_copy_(0, stored[table], new)
@@ -462,7 +462,7 @@ class Runner:
         drawn_B = slots_B if of_rows is None else torch.arange(len(slots_B), device=slots_B.device)
         may_skip_logits = edits is None and not self.is_exact and self.model.tp.size == 1
         if may_skip_logits and can_sample_hidden(hidden_BD, flags):
-            return sampler.sample_hidden(hidden_BD, self.model.output.weight, drawn_B, index_B)
+            return sampler.sample_hidden(hidden_BD, self.model.lm_head.weight, drawn_B, index_B)
         if self.model.tp.size > 1 and edits is None:
             return self._sample_column_shards(self.model.logit_columns(hidden_BD), drawn_B, index_B, flags, sampler)
         return self._sample(self.model.logits(hidden_BD), drawn_B, index_B, flags, edits, sampler)

@@ -28,7 +28,7 @@ from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
 from areno.kernels.backend import HostCopy
 from areno.kernels.logprobs import sampled_logprobs
-from areno.kernels.sampling import SamplingFlags, SamplingSettings, TextIds, sample_slots
+from areno.kernels.sampling import DecodableIds, SamplingFlags, SamplingSettings, sample_slots
 from areno.kernels.sampling.reference import COLUMNS, apply_masks, mask_banned_tokens, policy_logprobs
 from areno.layers.parallel import ParallelGroup
 from areno.types import TokenScores
@@ -53,7 +53,7 @@ class SlotSampler:
             },
             banned=torch.full((n_slots, 0), -1, dtype=torch.int64, device=device),
             counts=None,
-            texts=TextIds.from_ranges(texts, vocab_size, device),
+            texts=DecodableIds.from_ranges(texts, vocab_size, device),
         )
         self.n_slots, self.vocab_size = n_slots, vocab_size
         self.masks_SW: Tensor | None = None
@@ -163,7 +163,7 @@ class SlotSampler:
         counts.index_put_((pairs_2N[0], pairs_2N[1]), counts.new_ones(()), accumulate=True)
 
     @property
-    def n_words(self) -> int:
+    def n_mask_words(self) -> int:
         return -(-self.vocab_size // 32)
 
     @property
@@ -181,7 +181,7 @@ class SlotSampler:
         if not with_grammar and not freed:
             return None
         slots = np.array([sequence.slot for sequence in with_grammar + freed], dtype=np.int64)
-        masks_KW = np.full((len(slots), self.n_words), -1, dtype=np.int32)
+        masks_KW = np.full((len(slots), self.n_mask_words), -1, dtype=np.int32)
         if with_grammar:
             found = allowed_token_masks([sequence.grammar for sequence in with_grammar if sequence.grammar is not None])
             masks_KW[: len(with_grammar)] = found[:, : masks_KW.shape[1]]
@@ -372,23 +372,23 @@ class PendingTokens:
     copy: HostCopy
     drafts: Drafts | None = None
 
-    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+    def wait_for_tokens(self) -> tuple[np.ndarray, np.ndarray]:
         """Wait for the copy, and return the sampled tokens and their log-probabilities, (B,) each."""
-        sampled = self.copy.wait()
+        sampled = self.copy.result()
         return sampled[0].astype(np.int64), sampled[1]
 
     def wait_for_rows(self, n_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Wait for a pass with TableDrafts. Returns tokens, log-probabilities and input tokens, (B, R) each."""
-        tokens_N, logprobs_N = self.wait()
-        inputs_N = self.copy.wait()[2].astype(np.int64)
+        tokens_N, logprobs_N = self.wait_for_tokens()
+        inputs_N = self.copy.result()[2].astype(np.int64)
         return tokens_N.reshape(-1, n_rows), logprobs_N.reshape(-1, n_rows), inputs_N.reshape(-1, n_rows)
 
     def wait_for_top_scores(self) -> list[TokenScores]:
         """Wait, and return the most likely tokens of each row. A list is empty if the request does not ask for them."""
-        sampled = self.copy.wait()
+        sampled = self.copy.result()
         return token_scores(sampled[3:], sampled.shape[1])
 
     def wait_for_raw_logprobs(self) -> list[float]:
         """Wait, and return each row's log-probability at temperature 1, if its request sets `raw_logprobs`."""
-        sampled = self.copy.wait()
+        sampled = self.copy.result()
         return sampled[2 if len(sampled) > 2 else 1].tolist()

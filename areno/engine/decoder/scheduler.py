@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from areno.engine.decoder.block_manager import BlockManager, BlockTables, PrefixMatch
-from areno.engine.decoder.draft_verification import Drafts, TableDrafts, fitting_draft
+from areno.engine.decoder.draft_verification import Drafts, TableDrafts, truncate_draft
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import NEVER, SlotTable
 from areno.types import GenerationRequest
@@ -151,7 +151,7 @@ class Scheduler:
         """
         self._step += 1
         self._release_skipped_of_prefilled()
-        decode, slots_B, grown = self._grow_running()
+        decode, slots_B, grown = self._allocate_running()
         drafts = None if propose is None or not decode else self._allocate_drafts(decode, propose(decode), grown)
         chunks = self._next_chunks()
         n_rows_B: int | np.ndarray = 1
@@ -170,8 +170,8 @@ class Scheduler:
     def may_draft_ahead(self) -> bool:
         """Return whether a step may draft while the tokens of a step with TableDrafts are in flight.
 
-        Meanwhile, the host does not know the lengths of the sequences. So there must be plenty of blocks and no sliding
-        windows. No sequence may have settings that need drafts on the host, because the host needs all tokens to draft.
+        While they are in flight, the host does not know the lengths of the sequences. So there must be plenty of blocks
+        and no sliding windows, and no sequence whose settings need drafts by the host, which needs all tokens.
         """
         slots_B, table = self._slots_of_running(), self.table
         # For each sequence one block to grow, one or two for drafts, and one in reserve.
@@ -200,7 +200,7 @@ class Scheduler:
             return replace(drafts, limits_B=np.minimum(table.capacity[slots_B], most_B))
         found: list[list[int]] = []
         for sequence, proposed in zip(decode, drafts, strict=True):
-            draft = fitting_draft(sequence, proposed) if proposed else []
+            draft = truncate_draft(sequence, proposed) if proposed else []
             while (room := sequence.block_tables.capacity - sequence.n_kv - 1) < len(draft):
                 if self.blocks.n_available - self.blocks.blocks_over_all_groups < reserve:
                     draft = draft[:room]
@@ -256,9 +256,9 @@ class Scheduler:
         self.waiting = deque(sequence for sequence in self.waiting if sequence.finish_reason is None)
         return dropped
 
-    def return_waiting(self, n_samples: int) -> list[GenerationRequest]:
+    def remove_waiting(self, n_samples: int) -> list[GenerationRequest]:
         """Remove requests that have not started, the youngest first, until `n_samples` samples are removed."""
-        fresh = Counter(each.request.request_id for each in self.waiting if each.has_no_completion)
+        fresh = Counter(each.request.request_id for each in self.waiting if each.has_only_prompt)
         found: dict[int, GenerationRequest] = {}
         for sequence in reversed(self.waiting):
             request = sequence.request
@@ -274,7 +274,7 @@ class Scheduler:
         """Preempt every sequence, to be recomputed from its tokens. No more of its blocks enter the prefix cache."""
         while self.prefilling or self.running:
             self._preempt_youngest()
-        self.release_departed()
+        self.release_departed_blocks()
 
     def _slots_of_running(self) -> np.ndarray:
         """Return the slots of the running sequences, (B,) int64: the same array object until `running` changes."""
@@ -282,7 +282,7 @@ class Scheduler:
             self._running_slots = np.array([sequence.slot for sequence in self.running], dtype=np.int64)
         return self._running_slots
 
-    def _grow_running(self) -> tuple[list[Sequence], np.ndarray, list[Sequence]]:
+    def _allocate_running(self) -> tuple[list[Sequence], np.ndarray, list[Sequence]]:
         """Allocate the missing blocks of the sequences that decode, and preempt the youngest if blocks run out.
 
         Returns the sequences that decode (the oldest first), their slots, and the sequences that got a block.
@@ -427,7 +427,7 @@ class Scheduler:
         leader.enter_phase("prefill")
         self.n_cached_tokens += leader.n_kv
         prefill = Prefill(leader)
-        if leader.has_no_completion:
+        if leader.has_only_prompt:
             leader.n_cached = leader.n_kv
             n_own = self.blocks.blocks_over_all_groups if n_tokens % size else 0
             reserve += n_new - n_taken  # of which chunks to come take the rest
@@ -466,7 +466,7 @@ class Scheduler:
         return n_blocks
 
     def _can_follow(self, leader: Sequence) -> bool:
-        if not self.waiting or not self.waiting[0].has_no_completion:
+        if not self.waiting or not self.waiting[0].has_only_prompt:
             return False
         request = self.waiting[0].request
         return request is leader.request or request.shares_prefill(leader.request)
@@ -494,14 +494,14 @@ class Scheduler:
         self._slots += slots
         keeps, released = self.reuses_prefixes and not self.registers_while_decoding, list[BlockTables]()
         for sequence, n_tokens in zip(sequences, n_tokens_B.tolist(), strict=True):
-            block_tables = sequence.leave_cache()
+            block_tables = sequence.leave_batch()
             if keeps and sequence.finish_reason != "error":
                 self._departed.append((block_tables, sequence, n_tokens))
             else:
                 released.append(block_tables)
         BlockTables.release(released)
 
-    def release_departed(self) -> None:
+    def release_departed_blocks(self) -> None:
         """Release the blocks of sequences that have left the batch, without caching them."""
         departed, self._departed = self._departed, []
         BlockTables.release([block_tables for block_tables, _, _ in departed])
@@ -511,4 +511,4 @@ class Scheduler:
         for block_tables, sequence, n_tokens in self._departed:
             sequence.append_staged()
             block_tables.register(sequence.tokens, n_tokens)
-        self.release_departed()
+        self.release_departed_blocks()

@@ -104,7 +104,7 @@ class Sequence:
             self.phases.append((phase, trace.now()))
 
     def enter_batch(self, table: SlotTable, slot: int) -> None:
-        table.take(slot, self.stop_ids)
+        table.occupy(slot, self.stop_ids)
         table.n_kv[slot], table.n_sampled[slot], table.n_new[slot] = 0, len(self.logprobs), len(self.logprobs)
         table.n_prompt[slot], table.max_new[slot], table.min_new[slot] = self.n_prompt, self.max_new, self.min_new
         table.is_filtered[slot], table.is_penalized[slot] = self.uses_top_k_or_top_p, self.is_penalized
@@ -177,7 +177,7 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
-    def has_no_completion(self) -> bool:
+    def has_only_prompt(self) -> bool:
         """Return whether `tokens` has only the prompt. If so, a waiting sample can share the prefill of another."""
         return self.completion is None and len(self.tokens) == len(self.request.prompt)
 
@@ -236,20 +236,20 @@ class Sequence:
             return False
         return stop_strings.are_in(self.tokens[self.n_prompt :])
 
-    def leave_cache(self) -> BlockTables:
+    def leave_batch(self) -> BlockTables:
         """Leave the batch, and return the KV blocks, which the caller releases. Tokens still on the device are lost."""
         if self.completion is None:
             self.append_staged()
         self.table, self.slot = None, -1
         if (
-            self.has_no_completion
+            self.has_only_prompt
         ):  # its prompt will be scored again from the first token on, maybe for other samples, too
             self.prompt_logprobs = []
         block_tables = self.block_tables
         del self.block_tables
         return block_tables
 
-    def output(self, whole: bool = False) -> GenerationOutput:
+    def take_output(self, whole: bool = False) -> GenerationOutput:
         """Return the completion if the sample has finished or `whole` is True, else the tokens since the last call."""
         if self.completion is None:
             self.append_staged()

@@ -37,7 +37,7 @@ class SlotTable:
         self.tokens, self.versions = (np.empty((n_slots, STAGED), dtype=np.int64) for _ in range(2))
         self.logprobs = np.empty((n_slots, STAGED), dtype=np.float64)
 
-    def take(self, slot: int, stop_ids: frozenset[int]) -> None:
+    def occupy(self, slot: int, stop_ids: frozenset[int]) -> None:
         """Assign a free slot to a new sequence. The caller sets all entries other than owner and stop tokens."""
         self._n_admitted += 1
         self.owner[slot], self.n_staged[slot] = self._n_admitted, 0

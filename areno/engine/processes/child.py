@@ -43,7 +43,7 @@ def without_main_module() -> Iterator[None]:
                 setattr(main, name, value)
 
 
-def follow_parent() -> None:
+def exit_with_parent() -> None:
     """Ignore stop signals in this child process, and end the process once the driver has ended.
 
     Call this function first in a child. A terminal or a cluster sends its stop signal (SIGINT, SIGTERM or SIGUSR1) to

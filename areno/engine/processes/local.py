@@ -86,7 +86,7 @@ class LocalProcesses:
             self.processes[rank].join(timeout)
         return {each: process.exitcode for each, process in self.processes.items()}
 
-    def suspect_loss(self) -> None:
+    def expect_lost_node(self) -> None:
         """Notice lost machines sooner from now on. Call this after a worker has failed. No effect on one machine."""
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
@@ -114,7 +114,7 @@ class LocalProcesses:
         self.processes, self._pipes, self._stack_trace_pipes = {}, {}, {}
 
 
-def start_on_this_machine(spec: EngineSpec) -> LocalProcesses:
+def start_local_processes(spec: EngineSpec) -> LocalProcesses:
     # The driver opens the rendezvous port, so that no other program can take it, and rank 0 listens at it.
     with socket.create_server((spec.addresses[0].host, 0)) as listener:
         return LocalProcesses(spec, range(spec.world_size), listener.getsockname()[1], listener)

@@ -1,7 +1,7 @@
 """Messages between the driver and a worker: Command to the worker, Reply and Outputs to the driver.
 
-`pack` pickles the arguments of a command in the driver, and `execute` calls the method in the worker. `picklable_error`
-turns any exception into an exception that can be pickled.
+`pack_command` pickles the arguments of a command in the driver, and `execute` calls the method in the worker.
+`picklable_error` turns any exception into an exception that can be pickled.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Reply:
 
 
 @dataclass
-class Outputs:
+class WorkerOutputs:
     """Outputs and statistics that a worker sends to the driver while it decodes."""
 
     outputs: list[GenerationOutput]
@@ -63,20 +63,20 @@ class Outputs:
     def __reduce__(self) -> tuple[Any, ...]:
         # Send few arrays and lists: pickling the fields of each sample would take several times as long.
         if not self.outputs:
-            return Outputs, ([], self.stats)
+            return WorkerOutputs, ([], self.stats)
         columns = zip(*map(_of_fields, map(vars, self.outputs)), strict=True)
         tokens, logprobs, versions, *rest = columns
         return _outputs_from_arrays, (
             np.concatenate(tokens, dtype=np.int32, casting="unsafe"),
             np.concatenate(logprobs, dtype=np.float64, casting="unsafe"),
-            _run_lengths(np.concatenate(versions, dtype=np.int64, casting="unsafe")),
+            _run_length_encode(np.concatenate(versions, dtype=np.int64, casting="unsafe")),
             np.fromiter(map(len, tokens), np.int64, len(tokens)),
             rest,
             self.stats,
         )
 
 
-def _run_lengths(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _run_length_encode(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the value and the length of each run of equal values. Versions of weights have few such runs."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     return values[starts], np.diff(starts, append=len(values))
@@ -89,7 +89,7 @@ def _outputs_from_arrays(
     lengths: np.ndarray,
     rest: Sequence[Sequence[Any]],
     stats: RolloutStats,
-) -> Outputs:
+) -> WorkerOutputs:
     """Rebuild Outputs. The arrays hold all samples in a row. `versions` are run lengths, `rest` the `_REST` fields."""
     ends, versions_N = np.cumsum(lengths).tolist(), np.repeat(*versions)
     places = map(slice, [0, *ends], ends)
@@ -98,10 +98,10 @@ def _outputs_from_arrays(
         GenerationOutput.from_fields(dict(zip(_FIELDS, (*three, *others), strict=True)))
         for three, *others in zip(numbers, *rest, strict=True)
     ]
-    return Outputs(found, stats)
+    return WorkerOutputs(found, stats)
 
 
-def pack(method: str, args: Sequence[Any]) -> bytes:
+def pack_command(method: str, args: Sequence[Any]) -> bytes:
     try:
         return dumps(args)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -133,4 +133,4 @@ def execute(worker: Any, method: str, args: Sequence[Any]) -> Any:
         end = trace.now()
         if method != "step" and end - start > _LEAST_NS:  # a decoding step has events of its own
             trace.add(f"rank {worker.context.rank}/commands", method, start, end)
-        profiling.settle()
+        profiling.record_finished_phases()

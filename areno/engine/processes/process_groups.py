@@ -114,7 +114,7 @@ def join_groups(spec: EngineSpec, rank: int, port: int = 0, listener: socket.soc
     tp_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).tolist())
     dp_group, _ = dist.new_subgroups_by_enumeration(ranks.flatten(0, 1).T.tolist())
     states = dist.new_group(backend="gloo", timeout=_FOREVER)
-    (dp_rank, tp_rank), together, exact = layout.copy_and_shard_of(rank), layout.copy_of(rank), spec.engine.exact
+    (dp_rank, tp_rank), together, exact = layout.replica_and_shard(rank), layout.replica_ranks(rank), spec.engine.exact
     symmetric_memory = None
     hosts = {spec.addresses[each].host for each in together}
     if layout.is_sharded and device.type == "cuda" and len(hosts) == 1 and (len(together) == 2 or not exact):

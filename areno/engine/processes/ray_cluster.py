@@ -51,7 +51,7 @@ class Node:
 
     def accepts_connections(self) -> bool:
         """Return whether Ray's process accepts connections. Ray itself notices a lost node after half a minute."""
-        return _listens(self.host, self.port)
+        return _is_listening(self.host, self.port)
 
     def n_devices(self, kind: str) -> int:
         return self.gpus if kind == "cuda" else self.cpus
@@ -177,7 +177,7 @@ def shortened_to_one_line(words: str) -> str:
 
 def _accepts_connections(address: str) -> bool:
     host, _, port = address.rpartition(":")
-    return _listens(host.strip("[]"), int(port))
+    return _is_listening(host.strip("[]"), int(port))
 
 
 def _check_token(address: str) -> None:
@@ -197,7 +197,7 @@ def _check_token(address: str) -> None:
         ) from error
 
 
-def _listens(host: str, port: int) -> bool:
+def _is_listening(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=_ANSWER_S).close()
     except OSError:
@@ -305,12 +305,12 @@ def has_room(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> boo
     return sum(node.n_devices(kind) >= n_each for node in found) >= n_nodes
 
 
-def device_sets_left(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> int:
+def n_device_sets(found: Sequence[Node], kind: str, n_nodes: int, n_each: int) -> int:
     """Return how many sets of `n_each` devices the nodes can hold, at most `n_nodes`. A node may hold several."""
     return min(n_nodes, sum(node.n_devices(kind) // n_each for node in found))
 
 
-def no_room_problem(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited: float) -> Problem:
+def too_few_devices_problem(kind: str, n_nodes: int, n_each: int, found: Sequence[Node], waited: float) -> Problem:
     key = "cluster.n_nodes" if n_nodes > 1 else "cluster.n_gpus_per_node"
     size = n_nodes if n_nodes > 1 else n_each
     text = "is {}, and the run takes {}, but the Ray cluster has {}; areno waited {:g} s for more ({} changes that)"
@@ -319,16 +319,17 @@ def no_room_problem(kind: str, n_nodes: int, n_each: int, found: Sequence[Node],
 
 def describe_request(kind: str, n_nodes: int, n_each: int) -> str:
     """Return the nodes that a run needs in words, such as `2 nodes with 8 GPUs each`."""
-    return f"{_counted(n_nodes, 'node')} with {_counted(n_each, resource_name(kind))}{' each' if n_nodes > 1 else ''}"
+    each = " each" if n_nodes > 1 else ""
+    return f"{_format_count(n_nodes, 'node')} with {_format_count(n_each, resource_name(kind))}{each}"
 
 
 def describe_nodes(found: Sequence[Node]) -> str:
     """Return a list of nodes in words, such as `2 nodes: 10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.2 (8 GPUs, 64 CPUs)`."""
     if not found:
         return "no node"
-    each = (f"{node.host} ({_counted(node.gpus, _GPU)}, {_counted(node.cpus, _CPU)})" for node in found)
-    return f"{_counted(len(found), 'node')}: {', '.join(each)}"
+    each = (f"{node.host} ({_format_count(node.gpus, _GPU)}, {_format_count(node.cpus, _CPU)})" for node in found)
+    return f"{_format_count(len(found), 'node')}: {', '.join(each)}"
 
 
-def _counted(n: int, what: str) -> str:
+def _format_count(n: int, what: str) -> str:
     return f"{n} {what}{'' if n == 1 else 's'}"

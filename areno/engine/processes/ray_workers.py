@@ -106,27 +106,27 @@ class RayProcesses:
         what = ray_cluster.describe_request(kind, n_nodes, n_each)
         if lost_nodes:
             ray_cluster.wait_for_nodes(
-                partial(has_noticed_losses, kind, n_each), _FORGET_S, "Ray to see which node is gone", None
+                partial(has_noticed_lost_nodes, kind, n_each), _FORGET_S, "Ray to see which node is gone", None
             )
         found = ray_cluster.wait_for_nodes(
             lambda found: ray_cluster.has_room(found, kind, n_nodes, n_each), spec.setup_timeout, what
         )
         spread = ray_cluster.has_room(found, kind, n_nodes, n_each)
         if not spread:
-            n_shares = ray_cluster.device_sets_left(found, kind, n_nodes, n_each) if again else 0
+            n_shares = ray_cluster.n_device_sets(found, kind, n_nodes, n_each) if again else 0
             while list(spec.engine.layout(n_shares * n_each).problems()):
                 n_shares -= 1
             if not n_shares:
-                raise ConfigError(ray_cluster.no_room_problem(kind, n_nodes, n_each, found, spec.setup_timeout))
+                raise ConfigError(ray_cluster.too_few_devices_problem(kind, n_nodes, n_each, found, spec.setup_timeout))
             if n_shares < n_nodes:
                 n_copies, there_is = spec.engine.layout(n_shares * n_each).dp_size, ray_cluster.describe_nodes(found)
                 text = "going on with %d of %d copies of the model, on what is left: the Ray cluster has %s, "
                 text += "and no more came within %g s (%s)"
                 logger.warning(text, n_copies, spec.layout.dp_size, there_is, spec.setup_timeout, ray_cluster.TIMEOUT)
             self.spec = spec = replace(spec, devices=spec.devices[: n_shares * n_each], n_nodes=n_shares)
-        self._reserve(kind, n_each, "STRICT_SPREAD" if spread else "SPREAD", found)
+        self._reserve_devices(kind, n_each, "STRICT_SPREAD" if spread else "SPREAD", found)
 
-    def _reserve(self, kind: str, n_each: int, strategy: str, found: Sequence[ray_cluster.Node]) -> None:
+    def _reserve_devices(self, kind: str, n_each: int, strategy: str, found: Sequence[ray_cluster.Node]) -> None:
         """Reserve devices with a Ray placement group ("SPREAD": actors may share nodes), and start actors."""
         from ray.util.placement_group import placement_group, placement_group_table
 
@@ -169,7 +169,7 @@ class RayProcesses:
         """Check versions, devices and folders on the nodes, and start the workers and threads for messages."""
         probe_files = {key: create_probe_file(folder) for key, folder in self.spec.shared}
         try:
-            paths = [*read_folders(self.spec).values(), *map(str, probe_files.values())]
+            paths = [*input_folders(self.spec).values(), *map(str, probe_files.values())]
             asked = [_call_actor(node.actor.report, paths) for node in self._nodes]
             reports = [self._wait_for_report(node, one) for node, one in zip(self._nodes, asked, strict=True)]
         finally:
@@ -268,7 +268,7 @@ class RayProcesses:
         return messages, gone
 
     def exit_codes(self, rank: int | None = None, timeout: float = 0.0) -> dict[int, int | None]:
-        self.suspect_loss()
+        self.expect_lost_node()
         self._raise_if_lost()
         asked = [
             _call_actor(node.actor.exit_codes, *((rank, timeout) if rank in node.ranks else (None, 0.0)))
@@ -282,23 +282,23 @@ class RayProcesses:
         self._raise_if_lost()
         return codes
 
-    def suspect_loss(self) -> None:
+    def expect_lost_node(self) -> None:
         self._suspects_loss = True
 
     def stack_traces(self) -> dict[int, tuple[str, str]]:
         shown = {rank: ("", "(its node does not answer)") for node in self._nodes for rank in node.ranks}
-        for one in self._wait_for_answers([_call_actor(node.actor.stack_traces) for node in self._nodes], _ANSWER_S):
+        for one in self._wait_for_results([_call_actor(node.actor.stack_traces) for node in self._nodes], _ANSWER_S):
             with suppress(self._ray.exceptions.RayError):
                 shown |= self._ray.get(one)
         return shown
 
-    def _wait_for_answers(self, asked: list[Any], timeout: float) -> list[Any]:
+    def _wait_for_results(self, asked: list[Any], timeout: float) -> list[Any]:
         return self._ray.wait(asked, num_returns=len(asked), timeout=timeout)[0] if asked else []
 
     def kill(self) -> None:
         self._closed.set()  # the end of the workers is not a loss
         self._inbox.put(([], list(range(self.spec.world_size))))
-        self._wait_for_answers(
+        self._wait_for_results(
             [_call_actor(node.actor.kill) for node in self._nodes], _KILL_S
         )  # a worker that hangs would not see the end of its actor
         for node in self._nodes:
@@ -313,7 +313,7 @@ class RayProcesses:
 
         with suppress(self._ray.exceptions.RayError):
             asked = [_call_actor(node.actor.close) for node in self._nodes]
-            self._wait_for_answers(asked, _SUSPECT_S if self._lost else _CLOSE_S)
+            self._wait_for_results(asked, _SUSPECT_S if self._lost else _CLOSE_S)
             for node in self._nodes:
                 self._ray.kill(node.actor)
         if self._group is not None:
@@ -328,7 +328,7 @@ def _call_actor(method: Any, *args: Any, group: str = "watch") -> Any:
     return method.options(concurrency_group=group).remote(*args)
 
 
-def has_noticed_losses(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
+def has_noticed_lost_nodes(kind: str, n_each: int, found: Sequence[ray_cluster.Node]) -> bool:
     """Return whether Ray offers no devices of a lost node any more.
 
     A node that was lost is alive again if it accepts connections and has `n_each` free devices. A hung node may accept
@@ -358,7 +358,7 @@ def check_devices(spec: EngineSpec, reports: Sequence[NodeReport]) -> None:
             raise EngineError(text, report.n_cuda, report.host, n_each, Key("engine.device"))
 
 
-def read_folders(spec: EngineSpec) -> dict[str, str]:
+def input_folders(spec: EngineSpec) -> dict[str, str]:
     """Return the folders that every node reads directly, such as the model's, by the setting that names them."""
     lora = spec.actor.lora
     adapters = {"actor.init_lora_from": lora.init_from} if lora is not None and lora.init_from else {}
@@ -368,7 +368,7 @@ def read_folders(spec: EngineSpec) -> dict[str, str]:
 def check_folders(spec: EngineSpec, reports: Sequence[NodeReport], probe_files: dict[str, Any]) -> None:
     """Raise an error if a node lacks a model folder, or a probe file that was written to a shared folder."""
     for report in reports:
-        for key, folder in read_folders(spec).items():
+        for key, folder in input_folders(spec).items():
             if folder in report.missing:
                 text = "node {} has no {}; each node reads the model itself, so it must be there on all of them"
                 raise CheckpointError(Problem(key, text, report.host, folder))

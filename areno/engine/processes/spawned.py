@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from areno import heartbeat, trace
-from areno.engine.processes.local import LocalProcesses, start_on_this_machine
-from areno.engine.processes.messages import Command, Outputs, Reply, WorkerFailure, pack
+from areno.engine.processes.local import LocalProcesses, start_local_processes
+from areno.engine.processes.messages import Command, Reply, WorkerFailure, WorkerOutputs, pack_command
 from areno.engine.processes.watchdog import Watchdog, WorkerHeartbeats
 from areno.engine.reports import RolloutStats
 from areno.errors import ArenoError, CheckpointError, EngineError, WorkerLost
@@ -37,7 +37,7 @@ class SpawnedGroup:
     `spec` describes the workers that were started: a Ray cluster may have started fewer ranks.
     """
 
-    def __init__(self, spec: EngineSpec, start: Callable[[EngineSpec], Processes] = start_on_this_machine):
+    def __init__(self, spec: EngineSpec, start: Callable[[EngineSpec], Processes] = start_local_processes):
         self.command = ""
         self._lost: WorkerLost | None = None  # set when the watchdog has killed all workers
         self._gone: list[int] = []  # ranks whose connection has ended
@@ -62,7 +62,7 @@ class SpawnedGroup:
             raise
 
     @property
-    def _open_processes(self) -> Processes:
+    def _live_processes(self) -> Processes:
         if self.processes is None:
             raise EngineError("the engine is closed")
         return self.processes
@@ -77,7 +77,9 @@ class SpawnedGroup:
 
     def call_each(self, method: str, args: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method as `call` does, with separate arguments for each data-parallel rank."""
-        packed = [pack(method, each) for each in args]  # before sending: if one cannot be pickled, nothing is sent
+        packed = [
+            pack_command(method, each) for each in args
+        ]  # before sending: if one cannot be pickled, nothing is sent
         self._last_id += 1
         self._replies = {}
         self.heartbeats.together = True
@@ -90,7 +92,7 @@ class SpawnedGroup:
 
     def call_nowait(self, dp_rank: int, method: str, *args: Any) -> None:
         """Send a command without waiting, from any thread. If it fails, a later `poll` or `call` raises the error."""
-        self._send_command(self._layout.leaders[dp_rank], Command(method, pack(method, args), None))
+        self._send_command(self._layout.leaders[dp_rank], Command(method, pack_command(method, args), None))
 
     def poll(self, timeout: float) -> list[GenerationOutput]:
         """Return the outputs that have arrived since the last call, after at most `timeout` seconds.
@@ -130,7 +132,7 @@ class SpawnedGroup:
             processes.close()
 
     def _send_command(self, rank: int, command: Command) -> None:
-        processes = self._open_processes
+        processes = self._live_processes
         try:
             with self._sending[rank]:
                 self.heartbeats.record_command(rank, command.method)
@@ -148,7 +150,7 @@ class SpawnedGroup:
         while len(self._replies) < self.spec.world_size:
             self._receive(None if deadline is None else max(0.0, deadline - time.monotonic()))
             if any(reply.error for reply in self._replies.values()):
-                self._open_processes.suspect_loss()
+                self._live_processes.expect_lost_node()
                 deadline = deadline or time.monotonic() + _FAILURE_GRACE_S
                 if time.monotonic() > deadline:
                     self.close()
@@ -158,7 +160,7 @@ class SpawnedGroup:
 
     def _receive(self, timeout: float | None) -> None:
         """Handle the messages that arrive within `timeout` seconds. Raises WorkerLost if a worker has ended."""
-        processes = self._open_processes
+        processes = self._live_processes
         if not self._gone:
             messages, self._gone = processes.receive(timeout)
             for rank, message in messages:
@@ -166,16 +168,16 @@ class SpawnedGroup:
         if self._gone:
             self._raise_death(self._gone[0])
 
-    def _store_message(self, rank: int, message: Reply | Outputs) -> None:
+    def _store_message(self, rank: int, message: Reply | WorkerOutputs) -> None:
         heartbeat.beat()
         if isinstance(message, Reply):
             trace.extend(message.events)
             self._host_bytes[rank] = message.host_bytes
             if message.error is not None:
                 message.error = self._with_host(rank, message.error)
-        if isinstance(message, Outputs):
+        if isinstance(message, WorkerOutputs):
             self._ready.extend(message.outputs)
-            self._stats[self._layout.copy_and_shard_of(rank)[0]] = message.stats
+            self._stats[self._layout.replica_and_shard(rank)[0]] = message.stats
         elif message.id is None:
             self._error = self._error or message.error
         elif message.id == self._last_id:  # other replies are to an earlier command that failed on another rank
@@ -219,13 +221,13 @@ class SpawnedGroup:
         WorkerLost with the exit code.
         """
         self._raise_if_lost()
-        code = self._open_processes.exit_codes(rank, _DEATH_WAIT_S)[rank]
+        code = self._live_processes.exit_codes(rank, _DEATH_WAIT_S)[rank]
         self._raise_if_killed()  # other workers may end because one was killed
         self._raise_error()  # an error sent by the worker says more than its exit code
         self._raise_worker_lost(rank, "stopped answering" if code is None else f"ended with exit code {code}")
 
     def _raise_if_killed(self) -> None:
-        for rank, code in self._open_processes.exit_codes().items():
+        for rank, code in self._live_processes.exit_codes().items():
             if code is not None and code < 0:
                 name = signal.Signals(-code).name
                 why = ", perhaps by the kernel for lack of memory" if name == "SIGKILL" else ""

@@ -51,7 +51,7 @@ class StackTraceServer:
             threading.Thread(target=self._send_collectives, daemon=True, name="areno-collectives").start()
 
     def _send_collectives(self) -> None:
-        """Send the collectives recorded by torch when the driver writes a byte. Runs in a thread."""
+        """When the driver writes a byte, send it the collectives that torch has recorded. Runs in a thread."""
         with contextlib.suppress(OSError):
             while os.read(self._pipe.fileno(), 1):
                 os.write(self._pipe.fileno(), _recorded_collectives().encode())
@@ -63,10 +63,10 @@ def _recorded_collectives() -> str:
     dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
     if dump is None:
         return ""
-    return collectives(pickle.loads(dump(includeStackTraces=False)))
+    return format_collectives(pickle.loads(dump(includeStackTraces=False)))
 
 
-def collectives(trace: Mapping[str, Any]) -> str:
+def format_collectives(trace: Mapping[str, Any]) -> str:
     """Format the last three unfinished collectives in a dump of torch's flight recorder, or the last completed one."""
     entries = trace.get("entries", [])
     in_progress = [entry for entry in entries if entry["state"] != "completed" and not entry.get("retired")]

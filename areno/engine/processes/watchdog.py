@@ -57,13 +57,13 @@ class WorkerHeartbeats:
         self.together = True
 
     def record_command(self, leader: int, command: str) -> None:
-        for rank in self._layout.copy_of(leader):
+        for rank in self._layout.replica_ranks(leader):
             self._sent[rank] += 1
             self._commands[rank] = command
 
     def is_due(self, rank: int) -> bool:
         """Return whether a rank should make progress now, because of a command or requests to decode."""
-        leader = self._layout.copy_of(rank).start  # other ranks have no requests: they wait for the leader
+        leader = self._layout.replica_ranks(rank).start  # other ranks have no requests: they wait for the leader
         return self._has_open_command(rank) or bool(self.counters[FIELDS * leader + _DECODES])
 
     def _has_open_command(self, rank: int) -> bool:
@@ -160,7 +160,7 @@ class Watchdog:
             self._end_driver(work)
 
     def _ranks_due(self, elapsed: float) -> list[int]:
-        """Return the ranks that should make progress now, and update for how long each rank has made none."""
+        """Return the ranks that should make progress now. Also counts the time since the last progress of each rank."""
         heartbeats, due = self._group.heartbeats, []
         if heartbeats is None or self._lost:
             return due

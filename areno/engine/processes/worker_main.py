@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from areno import heartbeat, trace
 from areno.cost.remedies import MORE_DEVICES
 from areno.engine.device_memory import out_of_memory_hint, process_resident_bytes
-from areno.engine.processes.child import follow_parent
-from areno.engine.processes.messages import Command, Outputs, Reply, execute, picklable_error
+from areno.engine.processes.child import exit_with_parent
+from areno.engine.processes.messages import Command, Reply, WorkerOutputs, execute, picklable_error
 from areno.engine.processes.stack_traces import StackTraceServer
 from areno.engine.processes.watchdog import Heartbeat
 from areno.errors import ArenoError, Key, WorkerLost
@@ -48,7 +48,7 @@ def worker_main(
     `pipe` carries Command, Reply and Outputs. `port` is the rendezvous port, and rank 0 gets the `listener` at it.
     `counters` are shared memory. Through `stack_trace_pipe` the driver asks for stack traces.
     """
-    follow_parent()
+    exit_with_parent()
     own_heartbeat = Heartbeat(counters, rank)
     _stacks = StackTraceServer(stack_trace_pipe, with_collectives=spec.world_size > 1)
     try:
@@ -118,7 +118,7 @@ def _execute_and_decode(
     """
     last_stats = 0.0
     while True:
-        for command in _arrived_commands(inbox, worker, context):
+        for command in _receive_commands(inbox, worker, context):
             if command is None:
                 return
             reply = Reply(command.id)
@@ -131,10 +131,10 @@ def _execute_and_decode(
                 reply.error = _error_to_send(error, context)
             own_heartbeat.finish_command(worker.has_work)
             if command.id is not None or (reply.error is not None and context.is_leader):
-                reply.events, reply.host_bytes = trace.take(), process_resident_bytes()
+                reply.events, reply.host_bytes = trace.drain_events(), process_resident_bytes()
                 pipe.send(reply)
         if not worker.has_work and inbox.empty():
-            worker.tidy()
+            worker.release_departed_blocks()
         if worker.has_work:
             outputs = worker.step()
             heartbeat.beat()
@@ -143,12 +143,12 @@ def _execute_and_decode(
                 own_heartbeat.set_decoding(False)  # the send below may wait for the driver to read
                 stats = worker.rollout_stats()
                 for first in range(0, len(outputs) or 1, _OUTPUTS_AT_ONCE):
-                    pipe.send(Outputs(outputs[first : first + _OUTPUTS_AT_ONCE], stats))
+                    pipe.send(WorkerOutputs(outputs[first : first + _OUTPUTS_AT_ONCE], stats))
                 last_stats = now
             own_heartbeat.set_decoding(worker.has_work)
 
 
-def _arrived_commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
+def _receive_commands(inbox: SimpleQueue[Command | None], worker: Any, context: Any) -> list[Command | None]:
     """Return the commands that have arrived, None for a closed pipe. Waits if there is nothing to decode.
 
     The leader of a tensor-parallel group broadcasts the commands, so that all ranks execute them at the same step.

@@ -20,7 +20,7 @@ from areno.engine.state.tensor_shards import (
     TensorShard,
     buffers_of,
     flat_and_optimizer,
-    metadata,
+    role_metadata,
     shards_of,
     shards_to_write,
 )
@@ -72,8 +72,8 @@ class StateCheckpointer:
 
         Later optimizer updates do not change the state that is written. On CUDA, the state is copied to pinned host
         memory while the following work runs, and the next optimizer update waits for this copy. Masters and moments
-        that are kept in host memory are not copied: the next optimizer update waits until they are written. `written`
-        reports when the files are complete.
+        that are kept in host memory are not copied: the next optimizer update waits until they are written.
+        `is_written` reports when the files are complete.
         """
         if self._thread is not None:
             self._thread.join()  # another rank may know earlier that all ranks have written
@@ -84,7 +84,7 @@ class StateCheckpointer:
         files: list[HostFile] = []
         failure: Exception | None = None
         try:
-            files = self._copy(shares)
+            files = self._start_copies(shares)
         except (EngineError, RuntimeError) as error:  # no memory; `check` stops the other ranks, which already write
             failure = error
 
@@ -105,8 +105,8 @@ class StateCheckpointer:
             if flat.in_host:
                 optimizer.before_step.append(self._wait_for_files)
 
-    def written(self) -> bool:
-        """Return whether all ranks have written the last `save`. Raises CheckpointError once if writing failed."""
+    def is_written(self) -> bool:
+        """Return whether all ranks have written the last `write_state`. Raises CheckpointError once if it failed."""
         if self._thread is not None and self._thread.is_alive():
             return False
         self._thread, failure, self._failure = None, self._failure, None
@@ -123,7 +123,7 @@ class StateCheckpointer:
 
         Raises CheckpointError for a damaged folder, and EngineError for the state of other roles, models or optimizers.
         """
-        from areno.engine.state.storage import Reader
+        from areno.engine.state.storage import StateFileReader
         from areno.engine.state.transfer import check_compatible, load_role
 
         self._wait_for_copies()
@@ -131,10 +131,10 @@ class StateCheckpointer:
         if self._stream is not None:
             torch.cuda.current_stream().synchronize()  # the last update has stored masters and moments in host memory
         roles, context = self._roles.trained_roles(), self._context
-        readers: list[Reader] = []
+        readers: list[StateFileReader] = []
 
         def check() -> None:
-            readers.append(Reader(folder))
+            readers.append(StateFileReader(folder))
             check_compatible(readers[0], roles, folder)
             readers[0].verify(context.rank, context.world_size)
 
@@ -144,19 +144,19 @@ class StateCheckpointer:
                     load_role(readers[0], name, backend, with_moments)
 
         self._plans.clear()  # they contain facts about the moments
-        if self._on_all_ranks(check) and self._on_all_ranks(load):
+        if self._run_on_all_ranks(check) and self._run_on_all_ranks(load):
             for role in roles.values():
                 with role.on_device(training=True) as backend:
                     flat_and_optimizer(backend)[0].update_from_masters()  # a collective call
 
-    def forget(self) -> None:
+    def free_buffers(self) -> None:
         """Free save plans and host memory. Call this before roles are added or removed."""
         self._wait_for_copies()
         self._plans.clear()
         self._memory.clear()
 
     def close(self) -> None:
-        """Stop the background thread of `save` and wait for it to end. A state may stay incomplete."""
+        """Stop the background thread of `write_state` and wait for it to end. A state may stay incomplete."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -174,10 +174,10 @@ class StateCheckpointer:
             mine = shards_to_write(shards_of(name, role.backend, with_moments), alike)
             shares += [_Share(name, buffer, shards) for buffer, shards in mine.items()]
         shards = [shard for share in shares for shard in share.shards]
-        facts = {name: metadata(role.backend, with_moments) for name, role in roles.items()}
+        facts = {name: role_metadata(role.backend, with_moments) for name, role in roles.items()}
         return shares, ShardSavePlanner(shards, dtypes, facts)
 
-    def _copy(self, shares: list[_Share]) -> list[HostFile]:
+    def _start_copies(self, shares: list[_Share]) -> list[HostFile]:
         """Start to copy this rank's shares into host memory. Buffers that are in host memory are not copied."""
         from areno.engine.state.storage import HostFile
 
@@ -188,10 +188,10 @@ class StateCheckpointer:
             role, place = roles[share.role], slice(share.start, share.stop)
             buffer = buffers_of(share.role, role.backend)[share.buffer]
             if isinstance(buffer, HostBuffer):
-                in_host[share.buffer] = buffer.pieces(place)
+                in_host[share.buffer] = buffer.range_views(place)
             else:
                 sources[share.buffer] = _buffer_views(buffer, role, share.start, share.stop)
-        self._provide_memory(sources)
+        self._allocate_host_memory(sources)
         with self._on_copy_stream(list(roles.values())):
             for buffer, parts in sources.items():
                 size = COPY_BYTES // parts[0].element_size()
@@ -204,7 +204,7 @@ class StateCheckpointer:
             for share in shares
         ]
 
-    def _provide_memory(self, sources: dict[str, list[Tensor]]) -> None:
+    def _allocate_host_memory(self, sources: dict[str, list[Tensor]]) -> None:
         """Allocate host memory for copies, once for each buffer. Raises EngineError if too little is free."""
         missing = {buffer: parts for buffer, parts in sources.items() if buffer not in self._memory}
         n_bytes = sum(part.nbytes for parts in missing.values() for part in parts)
@@ -249,14 +249,14 @@ class StateCheckpointer:
 
     def _write(self, folder: Path, files: list[HostFile], planner: ShardSavePlanner, check: Callable[[], None]) -> None:
         """Write the files in the background thread. `check` stops this by raising an exception."""
-        from areno.engine.state.transfer import save
+        from areno.engine.state.transfer import write_state
 
         try:
-            save(folder, files, planner, check, self._context.states)
+            write_state(folder, files, planner, check, self._context.states)
         except CheckpointError as error:
             self._failure = error
 
-    def _on_all_ranks(self, step: Callable[[], None]) -> bool:
+    def _run_on_all_ranks(self, step: Callable[[], None]) -> bool:
         """Run `step` on all ranks. Raises its error if it failed here, and returns False if it failed elsewhere."""
         failure = None
         try:

@@ -78,13 +78,13 @@ class HostFile:
 
 
 @dataclass
-class _Sums:
+class _Checksums:
     """The CRC-32 of each block of one file."""
 
     crc32: list[int] = field(default_factory=list)
 
 
-class Writer(StorageWriter):
+class StateFileWriter(StorageWriter):
     """Writes the files of this rank and, on the coordinator, the index. All files are synced to disk at the end.
 
     torch.distributed.checkpoint calls its methods. `check` is called before each block of a file is written. An
@@ -129,7 +129,7 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, file: HostFile) -> WriteResult:
-        n_bytes, sums = 0, _Sums()
+        n_bytes, sums = 0, _Checksums()
         with open(self._folder / file.name, "wb", buffering=0) as out:
             for block in file.blocks():
                 self._check()
@@ -144,7 +144,7 @@ class Writer(StorageWriter):
         """Write the index, on the coordinator only. `results` are those of `write_data`, for each rank."""
         files, locations = {}, {}
         for result in (result for of_rank in results for result in of_rank):
-            if isinstance(result.storage_data, _Sums):
+            if isinstance(result.storage_data, _Checksums):
                 files[result.index.fqn] = {"bytes": result.size_in_bytes, "crc32": result.storage_data.crc32}
             else:
                 locations[result.index] = result.storage_data
@@ -166,7 +166,7 @@ class Writer(StorageWriter):
         sync(self._folder)
 
 
-class Reader(StorageReader):
+class StateFileReader(StorageReader):
     """Reads shards from a folder that a Writer wrote. torch.distributed.checkpoint calls most of its methods.
 
     `about` are facts about each role. Raises CheckpointError if the index is missing, damaged or of another format.

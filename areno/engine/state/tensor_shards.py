@@ -63,7 +63,7 @@ def flat_and_optimizer(backend: TrainBackend) -> tuple[FlatParameters, Optimizer
     return backend.flat, backend.optimizer
 
 
-def metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
+def role_metadata(backend: TrainBackend, with_moments: bool = True) -> dict[str, Any]:
     """Return the facts about a role on which the form of its stored state depends. The index records them.
 
     States of older areno versions lack the last two entries. Their moments count from the first update.
@@ -84,7 +84,7 @@ def buffers_of(role: str, backend: TrainBackend) -> dict[str, Buffer]:
     return {f"{role}.{kind}": buffer for kind, buffer in named.items()}
 
 
-def shapes_of(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
+def stored_shapes(backend: TrainBackend) -> dict[str, tuple[int, ...]]:
     return {name: _stored_shape(part) for name, _, part in _trained_tensors(backend)}
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from areno import heartbeat
 from areno.engine.roles import Role
-from areno.engine.state.storage import HostFile, Reader, Writer
+from areno.engine.state.storage import HostFile, StateFileReader, StateFileWriter
 from areno.engine.state.tensor_shards import (
     COUNTERS,
     MASTER,
@@ -36,10 +36,10 @@ from areno.engine.state.tensor_shards import (
     TensorShard,
     buffers_of,
     flat_and_optimizer,
-    metadata,
-    shapes_of,
+    role_metadata,
     shards_by_name,
     shards_of,
+    stored_shapes,
     vector_shards,
 )
 from areno.engine.train.backend import TrainBackend
@@ -138,19 +138,23 @@ def _chunk_metadata(shard: TensorShard) -> ChunkStorageMetadata:
 warnings.filterwarnings("ignore", message=r"torch\.distributed is .*uninitialized, assuming the intent")
 
 
-def save(
+def write_state(
     folder: Path, files: Sequence[HostFile], planner: ShardSavePlanner, check: Callable[[], None], group: Any
 ) -> None:
     """Write the files of all ranks, which must all call this. Raises CheckpointError on every rank if one fails."""
     try:
         dcp.save(
-            {}, storage_writer=Writer(folder, files, check), planner=planner, process_group=group, no_dist=not group
+            {},
+            storage_writer=StateFileWriter(folder, files, check),
+            planner=planner,
+            process_group=group,
+            no_dist=not group,
         )
     except BaseException as error:  # CheckpointException does not derive from Exception
         raise _checkpoint_error(error, f"{folder}: the state of the run cannot be written") from error
 
 
-def check_compatible(reader: Reader, roles: Mapping[str, Role], folder: Path) -> None:
+def check_compatible(reader: StateFileReader, roles: Mapping[str, Role], folder: Path) -> None:
     """Raise EngineError if a stored state has other role names, optimizer types or model shapes than `roles`."""
     if reader.about.keys() != roles.keys():
         raise EngineError(
@@ -158,15 +162,15 @@ def check_compatible(reader: Reader, roles: Mapping[str, Role], folder: Path) ->
             "resume with the algorithm that wrote it"
         )
     for name, role in roles.items():
-        theirs, ours = reader.about[name]["optimizer"], metadata(role.backend)["optimizer"]
+        theirs, ours = reader.about[name]["optimizer"], role_metadata(role.backend)["optimizer"]
         if theirs != ours:
             text = "{}: {} was {!r} when the state was written and is {!r} now; it cannot change within a run"
             raise EngineError(text, folder, Key(f"{role.spec.section}.optimizer.type"), theirs, ours)
         _check_shapes(reader, name, role, folder)
 
 
-def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
-    prefix, ours = f"{name}.{MASTER}.", shapes_of(role.backend)
+def _check_shapes(reader: StateFileReader, name: str, role: Role, folder: Path) -> None:
+    prefix, ours = f"{name}.{MASTER}.", stored_shapes(role.backend)
     theirs = {
         tensor.removeprefix(prefix): tuple(metadata.size)
         for tensor, metadata in reader.metadata.state_dict_metadata.items()
@@ -181,7 +185,7 @@ def _check_shapes(reader: Reader, name: str, role: Role, folder: Path) -> None:
 
 
 @torch.no_grad()
-def load_role(reader: Reader, role: str, backend: TrainBackend, with_moments: bool = True) -> None:
+def load_role(reader: StateFileReader, role: str, backend: TrainBackend, with_moments: bool = True) -> None:
     """Load master weights, moments and update counters of one role, whose buffers are on the device.
 
     Each rank reads only the elements that it holds. Without `with_moments`, moments start at zero.
@@ -203,14 +207,14 @@ def load_role(reader: Reader, role: str, backend: TrainBackend, with_moments: bo
         optimizer.clear_moments()
 
 
-def _read_shards(reader: Reader, shards: Iterable[TensorShard], buffers: Mapping[str, Buffer]) -> None:
+def _read_shards(reader: StateFileReader, shards: Iterable[TensorShard], buffers: Mapping[str, Buffer]) -> None:
     try:
         dcp.load({}, storage_reader=reader, planner=ShardLoadPlanner(shards, buffers), no_dist=True)
     except CheckpointException as error:
         raise _checkpoint_error(error, "the state of the run cannot be read") from error
 
 
-def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int) -> None:
+def _requantise(reader: StateFileReader, role: str, backend: TrainBackend, stored_tp: int) -> None:
     """Fill 8-bit moments from a state that was written with another tensor-parallel size.
 
     The blocks that share a scale follow the layout of one rank, so the stored moments are dequantised, assembled to
@@ -231,7 +235,7 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
         for name, place in flat.ranges.items():
             own = torch.zeros(flat.shapes[name])
             wholes = _full_moments(reader, role, kind, name, stored)
-            for part, whole in zip(model.layout(name), wholes, strict=True):
+            for part, whole in zip(model.tensor_parts(name), wholes, strict=True):
                 part.region(own).copy_(part.shard_of(whole))
             for part, local in flat.owned_ranges(place):
                 values = own.flatten()[part.start - place.start : part.stop - place.start].to(device)
@@ -239,12 +243,12 @@ def _requantise(reader: Reader, role: str, backend: TrainBackend, stored_tp: int
                 quantise(values, buffers[f"{role}.{kind}"][local], scales, signed=signed)
 
 
-def _full_moments(reader: Reader, role: str, kind: str, name: str, stored: list[Transformer]) -> list[Tensor]:
+def _full_moments(reader: StateFileReader, role: str, kind: str, name: str, stored: list[Transformer]) -> list[Tensor]:
     """Return the full fp32 moment of each checkpoint tensor that a parameter combines.
 
     `stored` are models on the device `meta` with the shapes of each tensor-parallel rank that wrote the state.
     """
-    wholes = [torch.zeros(part.full_shape) for part in stored[0].layout(name)]
+    wholes = [torch.zeros(part.full_shape) for part in stored[0].tensor_parts(name)]
     for model in stored if stored[0].is_sharded(name) else stored[:1]:
         shape = model.get_parameter(name).shape
         codes = torch.empty(shape.numel(), dtype=torch.uint8)
@@ -257,7 +261,7 @@ def _full_moments(reader: Reader, role: str, kind: str, name: str, stored: list[
         ]
         _read_shards(reader, shards, buffers)
         values = dequantise(codes, scales, signed=kind == "exp_avg").view(shape)
-        for part, whole in zip(model.layout(name), wholes, strict=True):
+        for part, whole in zip(model.tensor_parts(name), wholes, strict=True):
             part.shard_of(whole).copy_(part.region(values))
     return wholes
 

@@ -20,28 +20,28 @@ from areno.config.teacher import Divergence
 from areno.cost.memory import LOGITS_KEPT
 from areno.cost.prefix_sharing import PrefixSharing
 from areno.cost.remedies import Option
-from areno.engine.device_memory import training_hint
+from areno.engine.device_memory import training_memory_hint
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.profiling import phase
 from areno.engine.train import old_logprobs
 from areno.engine.train.checked_rows import without_padding
-from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, join_steps
+from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, average_steps
 from areno.engine.train.micro_batches import NO_SHARING, StepMicroBatches, TrainResult, row_micro_batches
 from areno.engine.train.moe_routing import StepRouting
 from areno.engine.train.optimizer import Optimizer
-from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, StepBatches, is_predicted, pack_group
-from areno.engine.train.recomputation import KeptLayers, free_bytes
+from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, StepBatches, pack_group, predicted_mask
+from areno.engine.train.recomputation import RecomputationPolicy, free_bytes
 from areno.engine.train.rollout_mismatch import compare_with_rollout
 from areno.engine.train.shared_prefixes import order_to_share
-from areno.engine.train.smaller_pieces import retry_with_smaller_pieces
+from areno.engine.train.smaller_pieces import retry_with_smaller_micro_batches
 from areno.engine.train.teacher import TeacherPasses, Teachers, listed_teacher
 from areno.engine.train.zero_buffers import ALIGN, FlatParameters, flatten
 from areno.errors import EngineError, Key
 from areno.kernels.backend import to_device
-from areno.kernels.logprobs import KEEP_BYTES, Head, Teacher, selected_logprobs
-from areno.kernels.logprobs.divergence import CommonIds
+from areno.kernels.logprobs import KEEP_BYTES, Teacher, VocabSoftmax, selected_logprobs
+from areno.kernels.logprobs.divergence import CommonTokenIds
 from areno.layers.attention import PrefixKeys
-from areno.loss_fns.data_pack import DataPack, checked_result
+from areno.loss_fns.data_pack import DataPack, check_loss_result
 from areno.models.transformer import Transformer
 from areno.specs.engine import EngineSpec, SharePrefixes
 from areno.specs.role import RoleSpec
@@ -79,14 +79,14 @@ class TrainBackend:
         self.device, self.exact, self._beside = model.device, spec.engine.exact, beside
         on_cuda = self.device.type == "cuda"
         self.score_sharing, self.train_sharing = _prefix_sharing_rules(model, role, spec.share_prefixes)
-        self._split = spec.splits_tokens
+        self._split = spec.is_sequence_parallel
         self._multiple = model.tp.size if self._split else 1  # of the number of tokens of a pass
         self._prefix: PrefixPass | None = None  # begun by the last micro-batch
         self._teachers: Teachers | None = None  # of the last call of `train`
         self.n_halvings = 0  # of micro-batches in the last call of `train` or a scoring method
         self._is_alone = model.tp.size == context.cp.size == 1
         free = partial(free_bytes, self.device) if on_cuda else None
-        self.kept_layers = KeptLayers(model, free, self._is_alone, self._split)
+        self.kept_layers = RecomputationPolicy(model, free, self._is_alone, self._split)
         self._routing = StepRouting(model.routing, role.router_aux_loss_coef, context.dp)
         self.flat: FlatParameters | None = None
         self.optimizer: Optimizer | None = None
@@ -101,8 +101,8 @@ class TrainBackend:
                 model,
                 model.is_sharded,
                 max(ALIGN, OPTIMIZERS[role.optimizer.type].block),
-                in_parts=partial(model.partial_gradients, split=self._split),
-                stage=model.stage if stage else None,
+                in_parts=partial(model.partial_gradient_slices, split=self._split),
+                stage=model.backward_stage if stage else None,
                 dp=dp,
                 divide_grads=stage == 2,
                 fill=fill,
@@ -120,8 +120,8 @@ class TrainBackend:
         switch: Callable[[], AbstractContextManager[None]] = nullcontext,
         common_ids: Sequence[tuple[int, int]] = (),
     ) -> TeacherPasses:
-        head = self.model.output
-        common = CommonIds.from_ranges(common_ids, head.first, head.n_valid, self.device) if common_ids else None
+        head = self.model.lm_head
+        common = CommonTokenIds.from_ranges(common_ids, head.first, head.n_valid, self.device) if common_ids else None
         return TeacherPasses(self._run_layers, self.model.local_logits, divergence, switch, common)
 
     def train(
@@ -146,26 +146,26 @@ class TrainBackend:
             batches = [StepBatches(step, update.rows_per_unit, self.device) for step in steps]
             is_policy = self.model.config.head == "lm"
             if is_policy:
-                score = partial(self.scored_logprobs, sampling=update.sampling)
+                score = partial(self.no_grad_logprobs, sampling=update.sampling)
                 with self._prefix_passes():
-                    old_logprobs.set_before_first_update(batches, update.old_logprobs, self.exact, score)
+                    old_logprobs.set_old_logprobs(batches, update.old_logprobs, self.exact, score)
             stats, old, keeps_old = [], [], is_policy and update.old_logprobs == "recompute"
             self.n_halvings = 0
             for number, (step, of_step) in enumerate(zip(steps, batches, strict=True)):
                 stats.append(self._optimizer_step(step, of_step, loss_fn, update, is_first=number == 0))
                 old.append(old_logprobs.step_old_logprobs(of_step) if keeps_old else None)
-            return TrainResult(join_steps(stats), old, self.n_halvings)
+            return TrainResult(average_steps(stats), old, self.n_halvings)
 
     def skip_updates(self, n: int) -> dict[str, float]:
         assert self.optimizer is not None
-        rates = [self.optimizer.skip(is_empty=True) for _ in range(n)]
+        rates = [self.optimizer.skip_update(is_empty=True) for _ in range(n)]
         return {"lr": rates[-1], "skipped_steps": float(n)}
 
-    def scored_logprobs(self, packed: PackedTokens, sampling: SamplingConfig) -> Tensor:
+    def no_grad_logprobs(self, packed: PackedTokens, sampling: SamplingConfig) -> Tensor:
         """Compute log-probabilities (U,) without gradient, by the same forward pass as in an update."""
         with torch.no_grad(), phase("old logprobs", tokens=packed.n_computed):
             logprobs_N = self._logprobs(packed, sampling)[0]
-        self._routing.end()
+        self._routing.free_tensors()
         heartbeat.beat()
         return logprobs_N
 
@@ -231,7 +231,7 @@ class TrainBackend:
         def attempt() -> list[np.ndarray]:
             return self._score_once(rows, mb_spec, score, routes, prompt_masks)
 
-        return retry_with_smaller_pieces(attempt, divide) if rows else []
+        return retry_with_smaller_micro_batches(attempt, divide) if rows else []
 
     def _score_once(
         self,
@@ -248,14 +248,14 @@ class TrainBackend:
             scored = []
             for group in groups:
                 given = None if routes is None else [[routes[i] for i in batch] for batch in group]
-                asked = None if prompt_masks is None else [is_predicted(prompt_masks, batch) for batch in group]
+                asked = None if prompt_masks is None else [predicted_mask(prompt_masks, batch) for batch in group]
                 packs = pack_group([[rows[i] for i in batch] for batch in group], self.device, given, asked, share)
                 for batch, packed in zip(group, packs, strict=True):
                     with phase("score", rows=len(batch)), self.pass_threads(packed.n_computed):
                         scored.append(score(packed))
                     heartbeat.beat()
             numbers = torch.cat(scored).cpu().numpy()
-        self._routing.end()
+        self._routing.free_tensors()
         order = [i for group in groups for batch in group for i in batch]
         pieces = np.split(numbers, np.cumsum([len(rows[i]) for i in order])[:-1])
         return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
@@ -266,11 +266,11 @@ class TrainBackend:
         try:
             yield
         finally:
-            self._end_prefix()
+            self._finish_shared_prefix()
             if self._teachers is not None:
                 self._teachers.end()
 
-    def _end_prefix(self) -> None:
+    def _finish_shared_prefix(self) -> None:
         if self._prefix is not None:
             self._prefix.end()
         self._prefix = None
@@ -281,17 +281,17 @@ class TrainBackend:
         Prefixes that several micro-batches share are computed once, when the first of these micro-batches is passed.
         """
         if packed.prefix is not None and packed.prefix is not self._prefix:
-            self._end_prefix()
+            self._finish_shared_prefix()
             self._prefix = packed.prefix
             with phase("prefixes", tokens=packed.n_prefix_tokens):
                 self._prefix.begin(lambda packed, stores: self._run_layers(packed, stores)[0])
-            self._routing.add()
+            self._routing.count_experts()
         return self._run_layers(packed)
 
     def _run_layers(self, packed: PackedTokens, stores: PrefixKeys | None = None) -> tuple[Tensor, LocalTokens]:
         """Run the layers on packed tokens. `stores` receives the keys and values of these tokens for later passes."""
         share = LocalTokens.for_rank(packed, self.context.cp, self.attn_backend, self._multiple, stores)
-        self._routing.begin(packed, share)
+        self._routing.begin_pass(packed, share)
         recompute = self.role.gradient_checkpointing
         waits = stores is not None  # for the passes that read the keys
         n_kept = self.kept_layers.n_kept_layers(len(share.tokens_n), waits) if recompute else 0
@@ -311,7 +311,7 @@ class TrainBackend:
         self, packed: PackedTokens, sampling: SamplingConfig, pack: DataPack | None = None, update: Any = None
     ) -> tuple[Tensor, ...]:
         """Compute log-probability, entropy and, with a teacher, divergence: (U,) each, 0 at unpredicted tokens."""
-        tp, head = self.model.tp, self.model.output
+        tp, head = self.model.tp, self.model.lm_head
         divergence: Divergence | None = None if update is None else update.divergence
         # The teacher comes first: its activations are gone when those of this model are stored.
         teacher: Teacher | None = None
@@ -324,7 +324,7 @@ class TrainBackend:
             teacher = listed_teacher(packed, pack, indices_T, divergence)
         # None if the head is frozen or the model only scores. While a model scores, its gradients may have no memory.
         grad_VD = head.weight.grad if torch.is_grad_enabled() else None
-        softmax = Head(
+        softmax = VocabSoftmax(
             temperature=sampling.logprob_temperature,
             first=head.first,
             all_reduce=tp.all_reduce if tp.size > 1 else None,
@@ -347,7 +347,7 @@ class TrainBackend:
         stats = self._accumulate(step, batches, loss_fn, update, is_first)
 
         numbers = stats.finish(self.context.data)  # the ranks of `context.cp` have the same statistics
-        self._routing.end()
+        self._routing.free_tensors()
         self._routing.add_statistics(numbers)
         apart = numbers.pop("on_policy_logp_abs_diff_max", 0.0)
         if self.exact and is_first and apart:
@@ -373,7 +373,7 @@ class TrainBackend:
             if applies:
                 self.optimizer.step(gradient.norm)
             else:
-                self.optimizer.skip(is_empty=not step.step_tokens)
+                self.optimizer.skip_update(is_empty=not step.step_tokens)
         heartbeat.beat()
         return numbers
 
@@ -397,7 +397,7 @@ class TrainBackend:
             return stats
 
         def divide() -> bool:
-            if not self.kept_layers.keep_less():
+            if not self.kept_layers.recompute_more():
                 if not (update.may_halve and self._is_alone and not self._divides_grads):
                     return False
                 if not batches.halve(given + [pack.old_logprobs for _, pack in batches[len(given) :]]):
@@ -407,7 +407,7 @@ class TrainBackend:
             self._gradients.begin(step, again=True)
             return True
 
-        return retry_with_smaller_pieces(attempt, divide)
+        return retry_with_smaller_micro_batches(attempt, divide)
 
     def _accumulate_all(
         self,
@@ -431,7 +431,7 @@ class TrainBackend:
             pack.old_logprobs = given[number]
             with phase("forward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
                 loss, loss_stats = self._micro_batch_loss(packed, pack, loss_fn, update, is_first, stats)
-            self._routing.add()
+            self._routing.count_experts()
             with phase("backward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
                 self._gradients.backward(loss)
             n_computed += packed.n_computed
@@ -452,9 +452,9 @@ class TrainBackend:
         with phase("backward", tokens=len(prefix.packed.tokens_N)):
             if self.model.routing is not None:  # the settings of the forward pass, for recomputation
                 share = LocalTokens.for_rank(prefix.packed, self.context.cp, self.attn_backend, self._multiple)
-                self._routing.begin(prefix.packed, share)
-            self._gradients.backward(*prefix.output())
-        self._end_prefix()
+                self._routing.begin_pass(prefix.packed, share)
+            self._gradients.backward(*prefix.output_and_gradient())
+        self._finish_shared_prefix()
 
     def _micro_batch_loss(
         self,
@@ -470,13 +470,13 @@ class TrainBackend:
         Sets `pack.entropy` and the missing `pack.old_logprobs`, and adds the comparison with the rollout to `stats`.
         """
         if self.model.config.head != "lm":
-            return checked_result(loss_fn(pack, self._values(packed)))
+            return check_loss_result(loss_fn(pack, self._values(packed)))
         logprobs_N, pack.entropy, *more = self._logprobs(packed, update.sampling, pack, update)
         pack.divergence = more[0] if more else None
         own_N = logprobs_N.detach()
         if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
             pack.old_logprobs = old_logprobs.fill_missing(pack.old_logprobs, own_N)
-        loss, loss_stats = checked_result(loss_fn(pack, logprobs_N))
+        loss, loss_stats = check_loss_result(loss_fn(pack, logprobs_N))
         before_N = pack.old_logprobs
         if update.old_logprobs == "rollout":
             before_N = own_N if is_first else None
@@ -487,7 +487,7 @@ class TrainBackend:
         recomputes = self.role.gradient_checkpointing or not torch.is_grad_enabled()
         on_cuda = self.device.type == "cuda"
         fitting = self.kept_layers.fitting_micro_batch_text
-        return training_hint(self.role, mb_spec, fitting, self._beside, recomputes=recomputes, on_cuda=on_cuda)
+        return training_memory_hint(self.role, mb_spec, fitting, self._beside, recomputes=recomputes, on_cuda=on_cuda)
 
 
 def _prefix_sharing_rules(

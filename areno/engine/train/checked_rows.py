@@ -125,7 +125,7 @@ class FlatRows(Sequence[Row]):
     def n_trained(self) -> np.ndarray:
         return np.add.reduceat(self.trained, self.starts, dtype=np.int64)
 
-    def per_row(self, values: np.ndarray) -> list[np.ndarray]:
+    def split_by_row(self, values: np.ndarray) -> list[np.ndarray]:
         """Split an array with one value per token into one array per row."""
         ends = (self.starts + self.lengths).tolist()
         return [values[start:end] for start, end in zip(self.starts.tolist(), ends, strict=True)]
@@ -369,7 +369,7 @@ def read_routes(routes: Any, n_tokens: int, shape: RouteShape | None, name: str)
     return whole
 
 
-def routes_of_rows(
+def read_routes_to_score(
     routes: Sequence[Any] | None, token_rows: Sequence[Any], shape: RouteShape | None, role: str
 ) -> list[np.ndarray] | None:
     """Check the routes of rows to score, where some rows may have no routes. Returns None if no row has any."""
@@ -389,7 +389,7 @@ def without_padding(tokens: np.ndarray, pad: int | None) -> np.ndarray:
     return tokens[: kept[-1] + 1 if kept.size else 1]
 
 
-def masks_of_rows(prompt_masks: Sequence[Any] | None, token_rows: Sequence[Any]) -> list[np.ndarray] | None:
+def read_prompt_masks(prompt_masks: Sequence[Any] | None, token_rows: Sequence[Any]) -> list[np.ndarray] | None:
     """Check the prompt masks of rows to score. A mask is True where no log-probability is needed."""
     if prompt_masks is None:
         return None
@@ -404,7 +404,7 @@ def masks_of_rows(prompt_masks: Sequence[Any] | None, token_rows: Sequence[Any])
     return masks
 
 
-class ModelFacts(Protocol):
+class ModelLimits(Protocol):
     """The limits of a model that rows are checked against. EngineInfo has these fields."""
 
     vocab_size: int
@@ -413,7 +413,7 @@ class ModelFacts(Protocol):
 
 
 def read_training_rows(
-    rows: Sequence[TrainSequence], info: ModelFacts, name: str, with_teacher: bool = False
+    rows: Sequence[TrainSequence], info: ModelLimits, name: str, with_teacher: bool = False
 ) -> FlatRows:
     """Check and convert rows, with their routes and, if `with_teacher`, with the input of the teacher."""
     checked = read_rows(rows, info.vocab_size, info.context_len, name)

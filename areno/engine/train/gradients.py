@@ -42,14 +42,14 @@ class Gradients:
 
     def _sum_partial_gradients(self) -> None:
         """Sum, over tensor-parallel ranks, the gradients of which each rank has computed only a part."""
-        found = sorted(self._flat.copies(), key=lambda pair: pair[1])
+        found = sorted(self._flat.replicated_chunks(), key=lambda pair: pair[1])
         for n, same in itertools.groupby(found, key=lambda pair: pair[1]):
             parts = [self._flat.grads[chunk.grads] for chunk, _ in same]
             while parts:  # about CHUNK elements in each collective
                 size = list(itertools.accumulate(map(len, parts)))
                 taken = max(1, sum(end <= CHUNK for end in size))
                 joined = torch.cat(parts[:taken])
-                self._tp.sum_copies(joined, n)
+                self._tp.sum_over_replicas(joined, n)
                 for part, total in zip(parts, joined.split([len(part) for part in parts[:taken]]), strict=False):
                     part.copy_(total)
                 del parts[:taken]
@@ -85,7 +85,7 @@ class ReducedGradients(Gradients):
         if again:
             whole = [bucket for bucket, _ in self._works if bucket.is_whole]
             self._wait_for_reductions()
-            self._kept += [(bucket, flat.grads[bucket.own_grads].to("cpu", copy=True)) for bucket in whole]
+            self._kept += [(bucket, flat.grads[bucket.own_grads_range].to("cpu", copy=True)) for bucket in whole]
         else:
             self._wait_for_reductions()
             self._kept, self._begun = [], 0
@@ -93,7 +93,7 @@ class ReducedGradients(Gradients):
             if bucket.is_whole or not again:
                 flat.grads[bucket.grads].zero_()
         self._at, self._round = 0, 0
-        self._rounds = step.rounds if self._divided else step.n_backward
+        self._rounds = step.rounds if self._divided else step.max_backward_passes
 
     def backward(self, output: Tensor, gradient: Tensor | None = None) -> None:
         self._open_round()
@@ -106,7 +106,7 @@ class ReducedGradients(Gradients):
             self._close_round()
         self._wait_for_reductions()
         for bucket, piece in self._kept:
-            self._flat.grads[bucket.own_grads].copy_(piece)
+            self._flat.grads[bucket.own_grads_range].copy_(piece)
         self._sum_partial_gradients()
 
     def _open_round(self) -> None:
@@ -210,7 +210,7 @@ class StepStats:
         return out
 
 
-def join_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def average_steps(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Average the statistics of optimizer steps. Keeps the largest *_max and the last lr, and sums skipped_steps."""
     names = dict.fromkeys(name for step in steps for name in step)
     found = {name: [step[name] for step in steps if name in step] for name in names}

@@ -22,7 +22,7 @@ from areno.engine.train.shared_prefixes import (
     LinkedGroups,
     Rows,
     linked_groups,
-    n_computed,
+    n_computed_tokens,
     order_to_share,
     sharing_groups,
 )
@@ -63,7 +63,7 @@ class StepMicroBatches:
         return [self.rows[start:end] for start, end in pairwise([0, *ends])]
 
     @property
-    def n_backward(self) -> int:
+    def max_backward_passes(self) -> int:
         """Largest possible number of backward passes of this rank."""
         return sum(len(group) + (len(group) > 1) for group in self.sizes)
 
@@ -84,7 +84,7 @@ class TrainResult:
     seconds: float = 0.0  # of the worker, without its messages
 
 
-def keep_old_logprobs(
+def store_old_logprobs(
     rows: Sequence[TrainSequence], shares: Sequence[Sequence[StepMicroBatches]], results: Sequence[TrainResult]
 ) -> None:
     """Store in each row the old log-probabilities with which training computed its importance ratios.
@@ -97,12 +97,12 @@ def keep_old_logprobs(
             if old_N is None:
                 continue
             # NaN means unknown: these tokens were not trained, but may be trained in a later call.
-            kept = step.rows.per_row(np.where(step.rows.trained, old_N, np.nan))
+            kept = step.rows.split_by_row(np.where(step.rows.trained, old_N, np.nan))
             for place, of_row in zip(step.row_indices, kept, strict=False):  # no index of a row that was added
                 rows[place].old_logprobs = of_row
 
 
-def sharing_beside_teachers(
+def sharing_with_teachers(
     sharing: PrefixSharing, of_teachers: Iterable[PrefixSharing], rows: FlatRows, cp_size: int
 ) -> PrefixSharing:
     """Return the rule by which an update with teachers computes shared prefixes once: `sharing` or NO_SHARING.
@@ -146,7 +146,7 @@ def divide_steps(
     lengths = rows.lengths.reshape(n_units, per_unit).sum(1).tolist()
     trained_of_unit = rows.n_trained.reshape(n_units, per_unit)
     rows_of_unit = np.arange(len(rows)).reshape(n_units, per_unit)
-    of_rows = rows.per_row(rows.tokens)
+    of_rows = rows.split_by_row(rows.tokens)
     tokens_of_unit = [of_rows[first : first + per_unit] for first in range(0, len(rows), per_unit)]
     teachers = _teachers_of(rows, per_unit)
     shares: list[list[StepMicroBatches]] = [[] for _ in range(dp_size)]
@@ -186,9 +186,9 @@ def divide_steps(
                 indices = rows_of_unit[[own_units[at] for at in chain(*chain(*found))]].ravel().tolist()
                 own, sizes = rows.select(indices), [[per_unit * len(batch) for batch in group] for group in found]
             else:  # the rank takes part in collectives, but adds nothing to the loss
-                indices, own, sizes = [], _shortest_untrained_rows(rows, rows_of_unit[step][:, 0]), [[1]]
+                indices, own, sizes = [], _dummy_rows(rows, rows_of_unit[step][:, 0]), [[1]]
             of_ranks.append(StepMicroBatches(own, sizes, n_tokens, n_rows, 0, rank_shares, indices))
-        rounds = max(of_rank.n_backward for of_rank in of_ranks)
+        rounds = max(of_rank.max_backward_passes for of_rank in of_ranks)
         for of_rank, steps in zip(of_ranks, shares, strict=True):
             steps.append(replace(of_rank, rounds=rounds))
     return shares
@@ -246,7 +246,7 @@ def _split_units(units: Sequence[Rows], costs: Sequence[float], n_shares: int, s
     return [sorted(i for place in share for i in found[place].units) for share in shares]
 
 
-def _shortest_untrained_rows(rows: FlatRows, indices: np.ndarray) -> FlatRows:
+def _dummy_rows(rows: FlatRows, indices: np.ndarray) -> FlatRows:
     """Return two untrained tokens of the shortest of some rows, for a rank that has no row of its own."""
     row = rows[int(indices[rows.lengths[indices].argmin()])]
     fields = {name: numbers[:2] for name, numbers in row.fields.items()}
@@ -341,8 +341,8 @@ def row_micro_batches(
 ) -> tuple[list[list[list[int]]], bool]:
     """Divide units of rows into micro-batches as `micro_batches` does.
 
-    A shared prefix counts once for `spec.max_tokens_per_mb`, and units that share a prefix are put together as far as
-    possible. With `keeps_count`, the micro-batches are the same as without sharing. `order` is the result of
+    A shared prefix counts once towards `spec.max_tokens_per_mb`, and units that share a prefix are put together as far
+    as possible. With `keeps_count`, the micro-batches are the same as without sharing. `order` is the result of
     `sorted_rows` for the first rows of the units, or None.
 
     Returns groups of micro-batches, and whether the model should compute shared prefixes once. If a group has several
@@ -360,7 +360,7 @@ def row_micro_batches(
     if sharing.when == "off" or not units:
         return [[batch] for batch in apart], False
     if keeps_count or spec.max_tokens_per_mb is None:
-        passes = [n_computed([row for unit in batch for row in units[unit]]) for batch in apart]
+        passes = [n_computed_tokens([row for unit in batch for row in units[unit]]) for batch in apart]
         return [[batch] for batch in apart], is_faster(passes)
     most = spec.max_tokens_per_mb * cp_size
     if order is not None:  # dividing thousands of short rows takes longer than to see that it would be of no use

@@ -23,8 +23,8 @@ from areno.layers.routing import Routing
 class StepRouting:
     """Controls and counts the routing of tokens to experts in a step. Does nothing for a model without experts.
 
-    Call `begin_step` for each step, then for each micro-batch `begin` before its forward pass and `add` after it, and
-    at last `add_statistics`. Scoring needs only `begin`. `coefficient` is 0 for no auxiliary loss.
+    Call `begin_step` for each step, then for each micro-batch `begin_pass` before its forward pass and `add` after it,
+    and at last `add_statistics`. Scoring needs only `begin_pass`. `coefficient` is 0 for no auxiliary loss.
     """
 
     def __init__(self, routing: Routing | None, coefficient: float, dp: ParallelGroup):
@@ -33,7 +33,7 @@ class StepRouting:
         self._observes = False
         self.restart()
 
-    def begin(self, packed: PackedTokens, share: LocalTokens) -> None:
+    def begin_pass(self, packed: PackedTokens, share: LocalTokens) -> None:
         """Set the experts to replay, and the auxiliary loss, for the forward pass of a micro-batch."""
         if self._routing is None:
             return
@@ -43,12 +43,12 @@ class StepRouting:
         self._n_tokens = n_here if counts_N is None else counts_N.sum().long()
         given = None if packed.routes_NLk is None else packed.routes_NLk[share.first : share.first + n]
         observes = self._observes or torch.is_grad_enabled()
-        self._routing.begin(given, self._balance_E, n_here, counts_N, observes=observes)
+        self._routing.configure(given, self._balance_E, n_here, counts_N, observes=observes)
 
-    def end(self) -> None:
+    def free_tensors(self) -> None:
         """Free the tensors that the last forward passes have stored for routing."""
         if self._routing is not None:
-            self._routing.begin()
+            self._routing.configure()
 
     def begin_step(self, batches: Iterable[PackedTokens], run: Callable[[PackedTokens], object]) -> None:
         """Count how often the tokens of a step choose each expert, by a forward pass over its micro-batches.
@@ -63,7 +63,7 @@ class StepRouting:
         with torch.no_grad():
             for packed in batches:
                 run(packed)
-                self.add()
+                self.count_experts()
         self._observes = False
         counts = self._dp.all_reduce(torch.cat([self._chosen_LE.sum(0), self._n_seen.view(1)]))
         # A step without tokens has none to balance either.
@@ -75,7 +75,7 @@ class StepRouting:
         self._chosen_LE = self._probability_E = self._entropy = self._changed = torch.zeros(())
         self._n_seen = torch.zeros((), dtype=torch.int64)
 
-    def add(self) -> None:
+    def count_experts(self) -> None:
         """Add the experts chosen in the last forward pass to the counts, unless the pass only scored rows."""
         if self._routing is None or not self._routing.observes:
             return

@@ -25,7 +25,7 @@ def fill_missing(given_N: Tensor | None, found_N: Tensor) -> Tensor:
     return found_N if given_N is None else torch.where(given_N.isnan(), found_N, given_N)
 
 
-def set_before_first_update(
+def set_old_logprobs(
     steps: Sequence[Batches], source: OldLogprobs, exact: bool, score: Callable[[PackedTokens], Tensor]
 ) -> None:
     """Set the old log-probabilities that must be known before the first update, in place.

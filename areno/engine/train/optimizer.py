@@ -14,7 +14,7 @@ from areno.engine.train.learning_rate import learning_rate
 from areno.engine.train.optimizer_offload import Buffer, StateStream, UpdateWindow
 from areno.engine.train.optimizer_updates import UPDATES
 from areno.engine.train.zero_buffers import Bucket, FlatParameters
-from areno.kernels.adam import Update, squares_and_nonzeros
+from areno.kernels.adam import AdamUpdate, squares_and_nonzeros
 from areno.layers.parallel import ParallelGroup, wait_for
 
 
@@ -73,7 +73,7 @@ class Optimizer:
         for segment in flat.segments:
             n_params = segment.n_params / flat.dp.size
             totals_3[2] += n_params if segment.sharded else n_params / self.tp.size
-        for chunk, n in flat.copies():
+        for chunk, n in flat.replicated_chunks():
             if chunk.segment.sharded:  # counted above by each of n ranks
                 grads = flat.grads[chunk.grads]
                 totals_3[:2] -= squares_and_nonzeros(grads) * (1 - 1 / n)
@@ -81,7 +81,7 @@ class Optimizer:
         squares, nonzeros, entries = flat.dp.all_reduce(self.tp.all_reduce(totals_3)).tolist()
         return GradientStats(math.sqrt(squares), 1.0 - nonzeros / entries)
 
-    def skip(self, is_empty: bool = False) -> float:
+    def skip_update(self, is_empty: bool = False) -> float:
         """Count an update that is not applied, and return its lr. With `is_empty`, the schedule of lr advances."""
         lr = self.lr
         self.skipped_steps += 1
@@ -97,7 +97,7 @@ class Optimizer:
         lr = self.lr
         self.steps += 1
         n_updates = self.steps - self.moments_from
-        update = Update(
+        update = AdamUpdate(
             lr=lr,
             beta1=config.beta1,
             beta2=config.beta2,
@@ -118,22 +118,22 @@ class Optimizer:
                     grads, params = flat.grads[chunk.grads], flat.params[chunk.place]
                     self._update.apply(window, chunk.local, grads, params, how)
                 if self.is_in_blocks:
-                    self._broadcast_copies(bucket, window)
+                    self._broadcast_replicas(bucket, window)
                 if bucket.local.stop <= window.place.stop:
                     works.append(flat.gather(bucket))  # runs while the next bucket is updated
         for work in works:
             wait_for(work)
 
-    def _broadcast_copies(self, bucket: Bucket, window: UpdateWindow) -> None:
-        """Make the copies of a sharded parameter equal on all tensor-parallel ranks that hold it.
+    def _broadcast_replicas(self, bucket: Bucket, window: UpdateWindow) -> None:
+        """Make the copies of a shard equal on all tensor-parallel ranks that hold the same shard.
 
         The first of these ranks sends its values to the others. Without this the copies may drift apart: a block of
         8-bit moments also contains elements that other ranks do not hold, so the scale of the block differs between
         ranks.
         """
         flat = self.flat
-        for chunk, n in flat.copies(bucket, window.place):
+        for chunk, n in flat.replicated_chunks(bucket, window.place):
             if chunk.segment.sharded:
                 masters = window.state("masters", chunk.local)
-                masters.copy_(self.tp.gather_copies(masters, n)[0])
+                masters.copy_(self.tp.gather_from_replicas(masters, n)[0])
                 flat.params[chunk.place].copy_(masters)

@@ -46,10 +46,10 @@ class HostBuffer:
 
     def __getitem__(self, place: slice) -> Tensor:
         """Return a view of a range of elements, which must lie within one part."""
-        [piece] = self.pieces(place)
+        [piece] = self.range_views(place)
         return piece
 
-    def pieces(self, place: slice) -> list[Tensor]:
+    def range_views(self, place: slice) -> list[Tensor]:
         size, found = self.part_size, []
         for number in range(place.start // size, -(-place.stop // size)):
             start = number * size
@@ -69,8 +69,8 @@ Buffer = Tensor | HostBuffer
 """A flat buffer on the device or in host memory."""
 
 
-def buffer_pieces(buffer: Buffer, place: slice) -> list[Tensor]:
-    return buffer.pieces(place) if isinstance(buffer, HostBuffer) else [buffer[place]]
+def buffer_range_views(buffer: Buffer, place: slice) -> list[Tensor]:
+    return buffer.range_views(place) if isinstance(buffer, HostBuffer) else [buffer[place]]
 
 
 def block_range(place: slice) -> slice:

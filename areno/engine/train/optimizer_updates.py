@@ -10,15 +10,15 @@ from torch import Tensor
 from areno.config.optimizers import MOMENT_BLOCK, OptimizerType
 from areno.engine.train.optimizer_offload import Buffer, UpdateWindow
 from areno.engine.train.zero_buffers import FlatParameters
-from areno.kernels.adam import Update, adam, adam_8bit
-from areno.kernels.adam.reference import codes
+from areno.kernels.adam import AdamUpdate, adam, adam_8bit
+from areno.kernels.adam.reference import code_values
 
 
 class Sgd:
     """SGD without momentum, and the base class of the other updates.
 
     `moments` holds tensors with one element per owned parameter, and their scales, if any, with one element per block.
-    They are allocated at once, so that the size of the KV cache takes them into account.
+    They are allocated in the constructor, so that the size of the KV cache takes them into account.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
@@ -30,7 +30,7 @@ class Sgd:
         for buffer in self.moments.values():
             buffer.zero_()
 
-    def apply(self, window: UpdateWindow, local: slice, grads: Tensor, params: Tensor, how: Update) -> None:
+    def apply(self, window: UpdateWindow, local: slice, grads: Tensor, params: Tensor, how: AdamUpdate) -> None:
         masters = window.state("masters", local)
         masters.mul_(how.decay).add_(grads, alpha=-how.lr * how.scale)
         if params.data_ptr() != masters.data_ptr():
@@ -40,7 +40,7 @@ class Sgd:
 class Adam(Sgd):
     names = "exp_avg", "exp_avg_sq"
 
-    def apply(self, window: UpdateWindow, local: slice, grads: Tensor, params: Tensor, how: Update) -> None:
+    def apply(self, window: UpdateWindow, local: slice, grads: Tensor, params: Tensor, how: AdamUpdate) -> None:
         exp_avg, exp_avg_sq = (window.state(name, local) for name in self.names)
         adam(grads, window.state("masters", local), params, (exp_avg, exp_avg_sq), how)
 
@@ -60,9 +60,9 @@ class Adam8Bit(Sgd):
     def clear(self) -> None:
         super().clear()
         # Padding between parameters must decode to zero for any scale of its block.
-        self.moments["exp_avg"].fill_(codes(True, torch.device("cpu")).tolist().index(0.0))
+        self.moments["exp_avg"].fill_(code_values(True, torch.device("cpu")).tolist().index(0.0))
 
-    def apply(self, window: UpdateWindow, local: slice, grads: Tensor, params: Tensor, how: Update) -> None:
+    def apply(self, window: UpdateWindow, local: slice, grads: Tensor, params: Tensor, how: AdamUpdate) -> None:
         exp_avg, exp_avg_sq = (window.state(name, local) for name in self.names)
         scale, scale_sq = (window.scales(f"{name}_scale", local) for name in self.names)
         adam_8bit(grads, window.state("masters", local), params, (exp_avg, exp_avg_sq), (scale, scale_sq), how)

@@ -83,8 +83,8 @@ class PackedTokens:
 class PrefixPass:
     """The forward pass over prefixes that several micro-batches share. It runs before these micro-batches.
 
-    Call `begin`, then `join` for each micro-batch, and at last `end`. Training runs the backward pass of `output` after
-    the backward passes of all micro-batches.
+    Call `begin`, then `join` for each micro-batch, and at last `end`. Training runs the backward pass of
+    `output_and_gradient` after the backward passes of all micro-batches.
     """
 
     def __init__(self, packed: PackedTokens):
@@ -106,7 +106,7 @@ class PrefixPass:
         assert self._leaf_ND is not None, "the pass has not begun"
         return torch.cat((self._leaf_ND.to(hidden_nD.dtype), hidden_nD))
 
-    def output(self) -> tuple[Tensor, Tensor]:
+    def output_and_gradient(self) -> tuple[Tensor, Tensor]:
         """Return the hidden states of the prefixes, and their gradient from the passes of all micro-batches."""
         assert self._hidden_ND is not None, "the pass has not begun"
         assert self._leaf_ND is not None
@@ -231,10 +231,10 @@ class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
         return self._packs[index]
 
     def _pack(self, group: list[FlatRows]) -> list[tuple[PackedTokens, DataPack]]:
-        tokens, trained = [rows.per_row(rows.tokens) for rows in group], [rows.trained for rows in group]
+        tokens, trained = [rows.split_by_row(rows.tokens) for rows in group], [rows.trained for rows in group]
         routes = None
         if "routes" in self._step.rows.fields:
-            routes = [rows.per_row(rows.fields["routes"]) for rows in group]
+            routes = [rows.split_by_row(rows.fields["routes"]) for rows in group]
         packed = pack_group(tokens, self._device, routes, trained, self._step.shares)
         for rows, one in zip(group, packed, strict=True):
             one.teacher, one.for_teacher = rows.teachers[0], _pack_for_teacher(rows, self._device)
@@ -298,7 +298,7 @@ def _pack_rows(rows: FlatRows, packed: PackedTokens, step: StepMicroBatches, row
     )
 
 
-def is_predicted(prompt_masks: Sequence[np.ndarray], batch: Sequence[int]) -> np.ndarray:
+def predicted_mask(prompt_masks: Sequence[np.ndarray], batch: Sequence[int]) -> np.ndarray:
     """Return a mask over the tokens of the rows `batch`, False at masked tokens and at the first token of each row."""
     asked = [~prompt_masks[index] for index in batch]
     for of_row in asked:

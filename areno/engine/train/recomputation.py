@@ -26,7 +26,7 @@ def free_bytes(device: torch.device) -> int:
     return max(0, free + idle - int(RESERVE * total))
 
 
-class KeptLayers:
+class RecomputationPolicy:
     """Chooses how many layers keep the outputs of their large matrix products for the backward pass.
 
     All other layers recompute these outputs. `free` returns the free bytes of the device. If it is None, all layers
@@ -36,7 +36,7 @@ class KeptLayers:
 
     def __init__(self, model: Transformer, free: Callable[[], int] | None, alone: bool = True, split: bool = False):
         self._model, self._free, self._alone = model, free, alone
-        itemsize, layout = model.embed.weight.element_size(), Layout.one_copy(model.tp.size)
+        itemsize, layout = model.embed.weight.element_size(), Layout.single_replica(model.tp.size)
         self.teacher: object | None = None
         self._of_model = PassBytes.for_training(model.config, itemsize, layout, split=split)
         self._share = 1.0  # share of the free memory to use; lowered after running out of memory
@@ -44,7 +44,7 @@ class KeptLayers:
 
     @property
     def _pass_bytes(self) -> PassBytes:
-        return self._of_model if self.teacher is None else self._of_model.with_two_heads()
+        return self._of_model if self.teacher is None else self._of_model.with_teacher_logits()
 
     def n_kept_layers(self, n_tokens: int, waits: bool = False) -> int:
         """Return how many layers keep their products: none if other passes precede the backward pass (`waits`)."""
@@ -66,7 +66,7 @@ class KeptLayers:
             return "; beside the models and the KV cache no micro-batch fits"
         return f"; a micro-batch of {n_tokens:,} tokens would fit, with activations recomputed"
 
-    def keep_less(self) -> bool:
+    def recompute_more(self) -> bool:
         """Keep fewer products from now on. Returns False if that cannot help, or if the rank is not alone."""
         if not self._last or not self._alone:
             return False

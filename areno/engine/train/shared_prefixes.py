@@ -36,7 +36,7 @@ class UnitGroup(NamedTuple):
     size: int  # stands for memory: computed tokens, and a KEYS-th of the others, whose keys are copied
     n_computed: int  # stands for time: computed tokens
 
-    def joined(self, unit: int, size: int, n_computed: int) -> UnitGroup:
+    def with_unit(self, unit: int, size: int, n_computed: int) -> UnitGroup:
         return UnitGroup([*self.units, unit], self.size + size, self.n_computed + n_computed)
 
 
@@ -255,7 +255,7 @@ def _common_lengths(rows: Rows) -> list[int]:
     return np.minimum(differs.argmax(1), np.minimum(lengths[1:], lengths[:-1])).tolist()
 
 
-def n_computed(rows: Rows) -> int:
+def n_computed_tokens(rows: Rows) -> int:
     tree = _SegmentTree(rows)
     return sum(tree.end) - sum(tree.begin)
 
@@ -266,7 +266,7 @@ def _n_computed_by_unit(units: Sequence[Rows]) -> Iterator[int]:
     of_pairs = iter(_common_lengths(list(chain(*pairs)))[::2])
     for unit in units:
         if len(unit) != 2:
-            yield len(unit[0]) if len(unit) == 1 else n_computed(unit)
+            yield len(unit[0]) if len(unit) == 1 else n_computed_tokens(unit)
             continue
         common, (one, other) = next(of_pairs), map(len, unit)
         is_shared = common >= min_shared_tokens(unit) or common == one == other
@@ -292,7 +292,7 @@ def _group_units(additions: Iterable[_AddedUnit], most: int) -> list[UnitGroup]:
     found: list[UnitGroup] = []
     for addition in additions:
         if addition.common and found and found[-1].size + addition.size <= most:
-            found[-1] = found[-1].joined(addition.unit, addition.size, addition.n_computed)
+            found[-1] = found[-1].with_unit(addition.unit, addition.size, addition.n_computed)
         else:
             found.append(addition.alone)
     return found
@@ -356,7 +356,7 @@ def _linked_groups(additions: Sequence[_AddedUnit], most: int) -> LinkedGroups |
         for addition in additions[1:]:
             seen = min(seen, addition.common)
             if found[-1].size + addition.size <= room:
-                found[-1] = found[-1].joined(addition.unit, addition.size, addition.n_computed)
+                found[-1] = found[-1].with_unit(addition.unit, addition.size, addition.n_computed)
                 continue
             moved[-1], seen = addition.common - seen, addition.common
             found.append(UnitGroup([addition.unit], addition.size, addition.n_computed))

@@ -11,7 +11,7 @@ from areno.engine.device_memory import free_unused_memory, is_out_of_memory
 T = TypeVar("T")
 
 
-def retry_with_smaller_pieces(attempt: Callable[[], T], divide: Callable[[], bool]) -> T:
+def retry_with_smaller_micro_batches(attempt: Callable[[], T], divide: Callable[[], bool]) -> T:
     """Call `attempt` until the memory suffices, and return its result.
 
     After each failure, `divide` makes the next attempt need less memory. If `divide` returns False, it could not do so,

@@ -13,7 +13,7 @@ from areno.config.teacher import Divergence
 from areno.engine.profiling import phase
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass
 from areno.kernels.logprobs import Teacher
-from areno.kernels.logprobs.divergence import CommonIds, ListedTeacher, WholeTeacher
+from areno.kernels.logprobs.divergence import CommonTokenIds, FullVocabTeacher, TopKTeacher
 from areno.layers.attention import PrefixKeys
 from areno.loss_fns.data_pack import DataPack
 
@@ -37,7 +37,7 @@ class TeacherPasses:
         logits: Callable[[Tensor], Tensor],
         divergence: Divergence,
         switch: Callable[[], AbstractContextManager[None]] = nullcontext,
-        common: CommonIds | None = None,
+        common: CommonTokenIds | None = None,
     ):
         self._run, self._logits, self._divergence, self._switch = run, logits, divergence, switch
         self._common = common
@@ -45,7 +45,7 @@ class TeacherPasses:
         self._prefix: PrefixPass | None = None  # of the teacher, over the tokens of `_prefix_of_student`
 
     @torch.no_grad()
-    def run(self, packed: PackedTokens) -> WholeTeacher:
+    def run(self, packed: PackedTokens) -> FullVocabTeacher:
         """Run the teacher on the student's input, for the T positions whose next tokens are predicted."""
         with self._switch(), phase("teacher", tokens=packed.n_computed):
             theirs = packed.for_teacher
@@ -53,10 +53,10 @@ class TeacherPasses:
                 theirs = replace(packed, routes_NLk=None, prefix=self._run_prefix(packed.prefix))
             hidden_nE, share = self._run(theirs, None)
             hidden_TE = share.select_predecessors(hidden_nE, theirs.indices_to_predict())[1]
-        return WholeTeacher(hidden_TE, self._logits, self._divergence, self._common)
+        return FullVocabTeacher(hidden_TE, self._logits, self._divergence, self._common)
 
     def _run_prefix(self, prefix: PrefixPass | None) -> PrefixPass | None:
-        """Run the teacher once on prefixes that several micro-batches share. Returns its own PrefixPass."""
+        """Run the teacher once on prefixes that several micro-batches share. Returns the teacher's PrefixPass."""
         if prefix is not None and prefix is not self._prefix_of_student:
             self.end()
             self._prefix = PrefixPass(replace(prefix.packed, routes_NLk=None))
@@ -71,9 +71,10 @@ class TeacherPasses:
 
 
 class Teachers:
-    """Holds one teacher of an update on the device at a time, and exchanges it between micro-batches.
+    """Holds one teacher of an update on the device at a time, and swaps it between micro-batches.
 
-    `hold` returns a context that holds the model of a role there. `default` is the teacher of rows that name none.
+    `hold` returns a context in which the model of a role is on the device. `default` is the teacher of rows that name
+    none.
     """
 
     def __init__(self, hold: Callable[[str], AbstractContextManager[TeacherPasses]], default: str):
@@ -88,7 +89,7 @@ class Teachers:
         self.end()
         self._stack.close()
 
-    def run(self, packed: PackedTokens) -> WholeTeacher:
+    def run(self, packed: PackedTokens) -> FullVocabTeacher:
         role = packed.teacher or self._default
         if self._passes is None or role != self._role:
             self.end()
@@ -112,4 +113,4 @@ def listed_teacher(packed: PackedTokens, pack: DataPack, indices_T: Tensor, dive
         index_N = torch.zeros(len(packed.tokens_N), dtype=torch.int64, device=indices_T.device)
         index_N[packed.shared.indices_U[trained_U]] = trained_U
         indices_U = index_N[indices_T]
-    return ListedTeacher(pack.teacher_top_tokens[indices_U], pack.teacher_top_logprobs[indices_U], divergence)
+    return TopKTeacher(pack.teacher_top_tokens[indices_U], pack.teacher_top_logprobs[indices_U], divergence)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from areno.cost.memory import BUCKET
-from areno.engine.train.optimizer_offload import Buffer, HostBuffer, buffer_pieces, split_at_parts
+from areno.engine.train.optimizer_offload import Buffer, HostBuffer, buffer_range_views, split_at_parts
 from areno.layers.parallel import ParallelGroup, wait_for
 
 ALIGN = 16  # elements; every parameter starts at a multiple, so that vector loads are aligned in every dtype
@@ -59,7 +59,7 @@ class Bucket:
         return slice_length(self.grads) == slice_length(self.place)
 
     @property
-    def own_grads(self) -> slice:
+    def own_grads_range(self) -> slice:
         return self.grads if not self.is_whole else _shift_slice(self.own, self.grads.start - self.place.start)
 
 
@@ -162,7 +162,7 @@ class FlatParameters:
 
     def _owned_pairs(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (masters, parameters) of the owned elements of a bucket, in pieces."""
-        masters = buffer_pieces(self.masters, bucket.local)
+        masters = buffer_range_views(self.masters, bucket.local)
         params = self.params[bucket.own].split([master.numel() for master in masters])
         yield from zip(masters, params, strict=True)
 
@@ -188,7 +188,9 @@ class FlatParameters:
             for segment in each.segments:
                 yield from _chunks(each, segment, segment.start, segment.stop, local)
 
-    def copies(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[tuple[OwnedChunk, int]]:
+    def replicated_chunks(
+        self, bucket: Bucket | None = None, local: slice | None = None
+    ) -> Iterator[tuple[OwnedChunk, int]]:
         """Yield (chunk of owned elements, n) where the gradient must be summed over n tensor-parallel ranks."""
         for each in self.buckets if bucket is None else [bucket]:
             for segment in each.segments:
@@ -231,7 +233,7 @@ def _chunks(bucket: Bucket, segment: Segment, low: int, high: int, within: slice
     for start in range(low, high, CHUNK):
         place = slice(start, min(start + CHUNK, high))
         local = _shift_slice(place, shift)
-        yield OwnedChunk(place, local, _shift_slice(place, bucket.own_grads.start - bucket.own.start), segment)
+        yield OwnedChunk(place, local, _shift_slice(place, bucket.own_grads_range.start - bucket.own.start), segment)
 
 
 def _parameters_by_bucket(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:

@@ -8,10 +8,10 @@ uint8 codes, with one float32 scale for each block of BLOCK codes. Master, momen
 from __future__ import annotations
 
 from areno.kernels.adam import reference
-from areno.kernels.adam.reference import BLOCK, Update
+from areno.kernels.adam.reference import BLOCK, AdamUpdate
 from areno.kernels.backend import dispatch_by_device
 
-__all__ = ["BLOCK", "Update", "adam", "adam_8bit", "squares_and_nonzeros"]
+__all__ = ["BLOCK", "AdamUpdate", "adam", "adam_8bit", "squares_and_nonzeros"]
 
 adam = dispatch_by_device(reference.adam)
 adam_8bit = dispatch_by_device(reference.adam_8bit)

@@ -24,7 +24,7 @@ Pair = tuple[Tensor, Tensor]  # one tensor for the first moment and one for the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update:
+class AdamUpdate:
     lr: float
     beta1: float
     beta2: float
@@ -35,20 +35,20 @@ class Update:
     correction_2: float  # sqrt(1 - beta2^t)
 
 
-def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
-    _moments(grad, *moments, update)
-    _apply(master, param, *moments, update)
+def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: AdamUpdate) -> None:
+    _update_moments(grad, *moments, update)
+    _update_parameters(master, param, *moments, update)
 
 
-def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
+def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: AdamUpdate) -> None:
     (first, second), (first_scale, second_scale) = moments, scales
     first_32 = dequantise(first, first_scale, signed=True)
     second_32 = dequantise(second, second_scale, signed=False)
-    _moments(grad, first_32, second_32, update)
+    _update_moments(grad, first_32, second_32, update)
     # As in the paper, the parameters are updated with the moments before quantisation.
     quantise(first_32, first, first_scale, signed=True)
     quantise(second_32, second, second_scale, signed=False)
-    _apply(master, param, first_32, second_32, update)
+    _update_parameters(master, param, first_32, second_32, update)
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:
@@ -60,12 +60,12 @@ def squares_and_nonzeros(grad: Tensor) -> Tensor:
     return torch.stack([squares, grad.count_nonzero().double()])
 
 
-def _moments(grad: Tensor, first: Tensor, second: Tensor, update: Update) -> None:
+def _update_moments(grad: Tensor, first: Tensor, second: Tensor, update: AdamUpdate) -> None:
     first.mul_(update.beta1).add_(grad, alpha=(1.0 - update.beta1) * update.scale)
     second.mul_(update.beta2).addcmul_(grad, grad, value=(1.0 - update.beta2) * update.scale**2)
 
 
-def _apply(master: Tensor, param: Tensor, first: Tensor, second: Tensor, update: Update) -> None:
+def _update_parameters(master: Tensor, param: Tensor, first: Tensor, second: Tensor, update: AdamUpdate) -> None:
     if update.decay != 1.0:
         master.mul_(update.decay)
     # Bias corrections go into the step size and eps, which saves a pass over memory.
@@ -76,7 +76,7 @@ def _apply(master: Tensor, param: Tensor, first: Tensor, second: Tensor, update:
 
 
 def dequantise(code: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    values = codes(signed, code.device)[code.long()]
+    values = code_values(signed, code.device)[code.long()]
     return values * scale.repeat_interleave(BLOCK)[: values.numel()]
 
 
@@ -94,7 +94,7 @@ def quantise(values: Tensor, code: Tensor, scale: Tensor, *, signed: bool) -> No
 
 
 @functools.cache
-def codes(signed: bool, device: torch.device) -> Tensor:
+def code_values(signed: bool, device: torch.device) -> Tensor:
     """Return the table of the values that the 256 codes stand for, (256,) float32, in ascending order.
 
     The values are between -1 (or 0 if not signed) and 1. The values 0 and 1 have codes of their own. Every other value
@@ -115,5 +115,5 @@ def codes(signed: bool, device: torch.device) -> Tensor:
 @functools.cache
 def midpoints(signed: bool, device: torch.device) -> Tensor:
     """Return the midpoints between neighbouring values of the table, (255,), at which rounding changes the code."""
-    table = codes(signed, device)
+    table = code_values(signed, device)
     return (table[1:] + table[:-1]) / 2

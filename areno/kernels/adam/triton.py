@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.adam.reference import BLOCK, TINY, Pair, Update, codes, midpoints
+from areno.kernels.adam.reference import BLOCK, TINY, AdamUpdate, Pair, code_values, midpoints
 from areno.kernels.jit import kernel, load_masked, program_id_64
 
 _BLOCK = 1024
@@ -15,14 +15,14 @@ _ROWS = 8  # blocks of 8-bit codes that one program handles
 MAX_PROGRAMS = 2048  # of `squares_and_nonzeros`; with so many, the count of each program is exact in fp32
 
 
-def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Update) -> None:
+def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: AdamUpdate) -> None:
     n = grad.numel()
     if n:
         grid = (triton.cdiv(n, _BLOCK),)
-        _adam_kernel[grid](grad, master, param, *moments, n, *_numbers(update), BLOCK=_BLOCK, num_warps=4)
+        _adam_kernel[grid](grad, master, param, *moments, n, *_kernel_scalars(update), BLOCK=_BLOCK, num_warps=4)
 
 
-def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: Update) -> None:
+def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: AdamUpdate) -> None:
     n, device = grad.numel(), grad.device
     if n:
         _adam_8bit_kernel[(triton.cdiv(n, BLOCK * _ROWS),)](
@@ -31,12 +31,12 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
             param,
             *moments,
             *scales,
-            codes(True, device),
+            code_values(True, device),
             midpoints(True, device),
-            codes(False, device),
+            code_values(False, device),
             midpoints(False, device),
             n,
-            *_numbers(update),
+            *_kernel_scalars(update),
             TINY,
             BLOCK=BLOCK,
             ROWS=_ROWS,
@@ -52,7 +52,7 @@ def squares_and_nonzeros(grad: Tensor) -> Tensor:
     return partial_P2.double().sum(0)
 
 
-def _numbers(update: Update) -> tuple[float, ...]:
+def _kernel_scalars(update: AdamUpdate) -> tuple[float, ...]:
     return (
         update.beta1,
         (1.0 - update.beta1) * update.scale,

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from areno.kernels.adapters import reference
-from areno.kernels.adapters.reference import TILE, AdapterSlice, tiles
-from areno.kernels.backend import use_triton
+from areno.kernels.adapters.reference import TILE, AdapterSlice, column_tiles
+from areno.kernels.backend import can_use_triton
 
-__all__ = ["TILE", "AdapterSlice", "add_lora", "tiles"]
+__all__ = ["TILE", "AdapterSlice", "add_lora", "column_tiles"]
 
 
 def add_lora(
     y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, slices: tuple[AdapterSlice, ...], tiles_T4: Tensor, scaling: float
 ) -> Tensor:
     """Return y + scaling * h B^T. Triton changes `y_NO` in place. Plain torch, which autograd needs, copies `y_NO`."""
-    if use_triton(y_NO) and not torch.is_grad_enabled():
+    if can_use_triton(y_NO) and not torch.is_grad_enabled():
         from areno.kernels.adapters.triton import add_lora as kernel
 
         return kernel(y_NO, h_NR, b_SR, tiles_T4, scaling)

@@ -20,7 +20,7 @@ class AdapterSlice(NamedTuple):
     size: int
 
 
-def tiles(slices: tuple[AdapterSlice, ...], rank: int, device: torch.device, whole: int = 0) -> Tensor:
+def column_tiles(slices: tuple[AdapterSlice, ...], rank: int, device: torch.device, whole: int = 0) -> Tensor:
     """Cut the columns of a layer's output into tiles, one for each program of a Triton kernel.
 
     A tile is an int32 row of (T, 4): first column in the output, first row in b, number of columns, and first column in

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.adapters.reference import TILE, AdapterSlice
-from areno.kernels.elementwise.triton_swiglu import activated
-from areno.kernels.jit import kernel, load_fp32, load_masked, rounded
+from areno.kernels.elementwise.triton_swiglu import glu
+from areno.kernels.jit import kernel, load_fp32, load_masked, round_to_dtype
 
 MANY_ROWS = 1024  # if y has more rows than this, a program computes 32 rows instead of 16
 
@@ -24,7 +24,7 @@ def add_lora(y_NO: Tensor, h_NR: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling
 
 
 def add_lora_stacked(both_NX: Tensor, b_SR: Tensor, tiles_T4: Tensor, scaling: float, n_columns: int) -> Tensor:
-    """Return y + scaling * h B^T. `tiles_T4` must cover all columns (`whole=n_columns`)."""
+    """Return y + scaling * h B^T. `both_NX` has the columns of y, then those of h. `tiles_T4` covers all of y."""
     out_NO = both_NX.new_empty((len(both_NX), n_columns))
     return _add_lora(both_NX, out_NO, both_NX[:, n_columns:], b_SR, tiles_T4, scaling, pdl=True)
 
@@ -199,8 +199,8 @@ def _swiglu_stacked_kernel(
     up = load_fp32(place + n_inner, inside)
     if GATE_H >= 0:
         total = _product(h_place + GATE_H, b_of_gate, first_of_gate, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
-        gate = rounded(gate + scaling * total, out_ptr)
+        gate = round_to_dtype(gate + scaling * total, out_ptr)
     if UP_H >= 0:
         total = _product(h_place + UP_H, b_of_up, first_of_up, real_row, real_column, RANK, ROWS, COLUMNS, INPUTS)
-        up = rounded(up + scaling * total, out_ptr)
-    tl.store(out_ptr + row[:, None] * n_inner + column[None, :], activated(gate, up, out_ptr, GELU), mask=inside)
+        up = round_to_dtype(up + scaling * total, out_ptr)
+    tl.store(out_ptr + row[:, None] * n_inner + column[None, :], glu(gate, up, out_ptr, GELU), mask=inside)

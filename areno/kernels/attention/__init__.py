@@ -28,17 +28,17 @@ from torch.nn import functional as F
 from areno.errors import ConfigError, Problem
 from areno.kernels.backend import is_before_ampere
 from areno.kernels.fixed_order import packed_attention
-from areno.kernels.padding import Borders, by_padding
+from areno.kernels.padding import CuSeqlens, attend_padded
 
 
 def sdpa_attention(
     q_NHD: Tensor,
     k_MKD: Tensor,
     v_MKD: Tensor,
-    borders: Borders,
+    borders: CuSeqlens,
     window: int | None = None,
 ) -> Tensor:
-    return by_padding(q_NHD, k_MKD, v_MKD, borders, partial(_sdpa, window=window))
+    return attend_padded(q_NHD, k_MKD, v_MKD, borders, partial(_sdpa, window=window))
 
 
 def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, firsts_B: Tensor | None, window: int | None) -> Tensor:
@@ -104,7 +104,7 @@ def varlen_attention(
     q_NHD: Tensor,
     k_MKD: Tensor,
     v_MKD: Tensor,
-    borders: Borders,
+    borders: CuSeqlens,
     backend: str,
     window: int | None = None,
 ) -> Tensor:
@@ -115,7 +115,7 @@ def varlen_attention(
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
         how = {
-            "window_size": (_n_before(window), -1),
+            "window_size": (_left_window_size(window), -1),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         return flash_attn_varlen_func(q_NHD, k_MKD, v_MKD, *borders, causal=True, **how)
@@ -129,7 +129,7 @@ def varlen_forward(
     q_NHD: Tensor,
     k_MKD: Tensor,
     v_MKD: Tensor,
-    borders: Borders,
+    borders: CuSeqlens,
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -146,7 +146,7 @@ def varlen_forward(
         how = {
             "dropout_p": 0.0,
             "softmax_scale": q_NHD.shape[-1] ** -0.5,
-            "window_size_left": _n_before(window),
+            "window_size_left": _left_window_size(window),
         }
         out_NHD, log_sum, _, state = _flash_attn_varlen_forward(q_NHD, k_MKD, v_MKD, *borders, causal=True, **how)
         return out_NHD, (log_sum, state)
@@ -164,13 +164,13 @@ def varlen_backward(
     v_MKD: Tensor,
     out_NHD: Tensor,
     saved: Sequence[Tensor],
-    borders: Borders,
+    borders: CuSeqlens,
     backend: str,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "varlen" or (backend == "fixed_order" and has_flash_backward(q_NHD)):
         log_sum, *states = saved
-        states = states or _no_dropout(q_NHD.device)
+        states = states or _dropout_rng_state(q_NHD.device)
         return torch.ops.aten._flash_attention_backward(
             grad_NHD.contiguous(),
             q_NHD,
@@ -193,7 +193,7 @@ def varlen_backward(
             "dropout_p": 0.0,
             "softmax_scale": q_NHD.shape[-1] ** -0.5,
             "causal": True,
-            "window_size_left": _n_before(window),
+            "window_size_left": _left_window_size(window),
             "window_size_right": -1,
             "softcap": 0.0,
             "alibi_slopes": None,
@@ -210,7 +210,7 @@ def has_flash_backward(q_NHD: Tensor) -> bool:
     return q_NHD.is_cuda and q_NHD.dtype != torch.float32 and not is_before_ampere(q_NHD.device)
 
 
-def _n_before(window: int | None) -> int:
+def _left_window_size(window: int | None) -> int:
     """Return a sliding window as flash-attn counts it: the number of keys before the query's own, -1 for all keys."""
     return -1 if window is None else window - 1
 
@@ -224,7 +224,7 @@ def _sdpa_backward(
     q_NHD: Tensor,
     k_MKD: Tensor,
     v_MKD: Tensor,
-    borders: Borders,
+    borders: CuSeqlens,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients by a second forward pass under autograd, as torch has no function for the backward pass."""
@@ -235,7 +235,7 @@ def _sdpa_backward(
 
 
 @functools.cache
-def _no_dropout(device: torch.device) -> list[Tensor]:
+def _dropout_rng_state(device: torch.device) -> list[Tensor]:
     """Return the random state that torch's flash backward kernel requires even without dropout."""
     return [torch.zeros(2, dtype=torch.uint64, device=device), torch.zeros(0, dtype=torch.uint64, device=device)]
 
@@ -248,7 +248,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, borders: Borders, backend: str, window: int | None
+        ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, borders: CuSeqlens, backend: str, window: int | None
     ) -> Tensor:
         out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, borders, backend, window)
         ctx.save_for_backward(q_NHD, k_MKD, v_MKD, *((out_NHD, *saved) if backend == "varlen" else ()))

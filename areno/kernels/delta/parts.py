@@ -37,7 +37,7 @@ class DeltaWeights(NamedTuple):
         return (len(self.conv_XW) - self.n_heads * self.value_dim) // (2 * self.n_key_heads)
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
+    def projection_sizes(self) -> tuple[int, int, int, int]:
         """Sizes of a token's projections: channels of the convolution (q, k and v), z, b, a."""
         return len(self.conv_XW), self.n_heads * self.value_dim, self.n_heads, self.n_heads
 

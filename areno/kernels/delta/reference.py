@@ -19,7 +19,7 @@ _EPS = 1e-6  # added to the squared lengths of q and k
 
 
 def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
-    x_BX, z_BI, b_BH, a_BH = proj_BP.split(weights.sizes, dim=-1)
+    x_BX, z_BI, b_BH, a_BH = proj_BP.split(weights.projection_sizes, dim=-1)
     window_BXW = torch.cat((states.inputs_SXw.index_select(0, slots_B), x_BX.unsqueeze(-1)), dim=-1)
     states.inputs_SXw.index_copy_(0, slots_B, window_BXW[..., 1:])
     mixed_BX = F.silu((window_BXW.float() * weights.conv_XW.float()).sum(-1))
@@ -41,7 +41,7 @@ def delta_rows(
     initial: DeltaStates | None = None,
     return_states: bool = False,
 ) -> tuple[Tensor, DeltaStates | None]:
-    x_NX, z_NI, b_NH, a_NH = proj_NP.split(weights.sizes, dim=-1)
+    x_NX, z_NI, b_NH, a_NH = proj_NP.split(weights.projection_sizes, dim=-1)
     mixed_NX = _ConvolveRows.apply(x_NX, weights.conv_XW, chunks.positions_N)
     inputs_RXw = None
     if initial is not None:
@@ -110,7 +110,7 @@ def chunked_delta(
         padded = F.pad(x_NHD, (0, 0, 0, 0, 0, 1))
         return padded.index_select(0, chunks.tokens_TC.flatten()).unflatten(0, chunks.tokens_TC.shape).transpose(1, 2)
 
-    def by_value_head(x_TGCD: Tensor) -> Tensor:
+    def repeat_heads(x_TGCD: Tensor) -> Tensor:
         return x_TGCD.repeat_interleave(n_heads // n_key_heads, dim=1)
 
     q_TGCK, k_TGCK, v_THCV = cut(q_NGK), cut(k_NGK), cut(v_NHV)
@@ -124,9 +124,9 @@ def chunked_delta(
     between_THCC = (sums_THC1 - sums_THC1.transpose(-1, -2)).to(dtype).masked_fill_(later, -torch.inf).exp_()
     since_THC1, until_THC1 = sums_THC1.exp().to(dtype), (sums_THC1[:, :, -1:] - sums_THC1).exp().to(dtype)
     keys_TGCC = k_TGCK @ k_TGCK.transpose(-1, -2)
-    system_THCC = beta_THC1 * between_THCC * by_value_head(keys_TGCC)
-    seen_THCC = between_THCC * by_value_head(q_TGCK @ k_TGCK.transpose(-1, -2))
-    q_THCK, k_THCK = by_value_head(q_TGCK), by_value_head(k_TGCK)
+    system_THCC = beta_THC1 * between_THCC * repeat_heads(keys_TGCC)
+    seen_THCC = between_THCC * repeat_heads(q_TGCK @ k_TGCK.transpose(-1, -2))
+    q_THCK, k_THCK = repeat_heads(q_TGCK), repeat_heads(k_TGCK)
     # A token writes its value minus the value that the state and the chunk's earlier tokens hold for its key.
     sides = torch.cat((beta_THC1 * v_THCV, (beta_THC1 * since_THC1) * k_THCK), dim=-1)
     solved = torch.linalg.solve_triangular(system_THCC, sides, upper=False, unitriangular=True)

@@ -23,7 +23,7 @@ from areno.kernels.delta.triton_chunks_backward import chunks_backward
 from areno.kernels.delta.triton_rows import LENGTH_EPS, conv_and_gates, conv_states, softplus
 from areno.kernels.delta.triton_rows_backward import conv_and_gates_backward
 from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
-from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, rounded
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, round_to_dtype
 
 _CHANNELS = 256  # channels that one program of the convolution computes
 # Columns of a head's state that one program of `_head_kernel` updates, and warps of the program. An H200 takes 276 us
@@ -36,7 +36,7 @@ NORM_PROGRAMS = 8  # programs of the norm's backward kernel for each multiproces
 
 def delta_step(proj_BP: Tensor, weights: DeltaWeights, states: DeltaStates, slots_B: Tensor) -> Tensor:
     n_rows, proj_size = proj_BP.shape
-    n_channels, n_inner, n_heads, _ = weights.sizes
+    n_channels, n_inner, n_heads, _ = weights.projection_sizes
     out_BI = proj_BP.new_empty(n_rows, n_inner)
     if not n_rows:
         return out_BI
@@ -141,13 +141,13 @@ def _head_kernel(
     q = load_masked(mixed + head // shared * KEY + key, has_key)
     k = load_masked(mixed + n_key + head // shared * KEY + key, has_key)
     v = load_masked(mixed + 2 * n_key + head * VALUE + value, has_value)
-    q = rounded(q * tl.rsqrt(tl.sum(q * q, 0) + LENGTH_EPS) * scale, proj_ptr)
-    k = rounded(k * tl.rsqrt(tl.sum(k * k, 0) + LENGTH_EPS), proj_ptr)
-    v = rounded(v, proj_ptr)
+    q = round_to_dtype(q * tl.rsqrt(tl.sum(q * q, 0) + LENGTH_EPS) * scale, proj_ptr)
+    k = round_to_dtype(k * tl.rsqrt(tl.sum(k * k, 0) + LENGTH_EPS), proj_ptr)
+    v = round_to_dtype(v, proj_ptr)
     missing = v - tl.sum(state * k[:, None], 0)
     state += k[:, None] * (missing * tl.sigmoid(b))[None, :]
     tl.store(place, state, mask=inside)
-    out = rounded(tl.sum(state * q[:, None], 0), proj_ptr)
+    out = round_to_dtype(tl.sum(state * q[:, None], 0), proj_ptr)
     if PARTS == 1:
         weight = load_fp32(norm_ptr + value, has_value)
         out = out * tl.rsqrt(tl.sum(out * out, 0) / VALUE + eps) * weight * z * tl.sigmoid(z)
@@ -225,7 +225,7 @@ def gated_norm_backward(
 
 def _norm_sizes(weights: DeltaWeights) -> dict[str, int]:
     return {
-        "CHANNELS": weights.sizes[0],
+        "CHANNELS": weights.projection_sizes[0],
         "HEADS": weights.n_heads,
         "VALUE": weights.value_dim,
         "BLOCK": triton.next_power_of_2(weights.value_dim),

@@ -44,7 +44,7 @@ _BASE = tl.constexpr(16)  # rows of the diagonal blocks that are inverted row by
 
 
 @dataclass
-class Saved:
+class SavedTensors:
     """The tensors, fp32, that the backward pass needs. Their names are those of the formulas of this module.
 
     They take (C + K + 2 V + K V / C) H elements for each token, which is 88 KiB with H = 32, K = V = 128, C = 64.
@@ -69,7 +69,7 @@ def chunks_forward(
     chunks: RowChunks,
     initial_RHKV: Tensor | None = None,
     return_states: bool = False,
-) -> tuple[Tensor, Tensor | None, Saved]:
+) -> tuple[Tensor, Tensor | None, SavedTensors]:
     """Return the outputs (N, H, V), final states (None unless `return_states`) and what `chunks_backward` needs.
 
     q, k and v are bf16 or fp32. With fp32, products are fp32. q and k are normalised, q is scaled. Decays (logarithms),
@@ -83,7 +83,7 @@ def chunks_forward(
         return torch.empty(shape, dtype=torch.float32, device=v_NHV.device)
 
     by_chunk, by_token = (n_chunks, n_heads), (n_tokens, n_heads)
-    saved = Saved(
+    saved = SavedTensors(
         g_THC=empty(*by_chunk, size),
         g_low_THC=empty(*by_chunk, size),
         inverse_NHC=empty(*by_token, size),
@@ -194,7 +194,7 @@ def decay_to_end(g_ptr, g_low_ptr, at, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _on_diagonal(SIZE: tl.constexpr):
+def _diagonal_blocks_mask(SIZE: tl.constexpr):
     """Return whether each element of a SIZE x SIZE matrix lies in one of the 16 x 16 blocks on its diagonal."""
     block = tl.arange(0, SIZE) // _BASE
     return block[:, None] == block[None, :]
@@ -203,7 +203,7 @@ def _on_diagonal(SIZE: tl.constexpr):
 @triton.jit
 def _diagonal_blocks(x, SIZE: tl.constexpr):
     BLOCKS: tl.constexpr = SIZE // _BASE
-    x = tl.where(_on_diagonal(SIZE), x, 0.0)
+    x = tl.where(_diagonal_blocks_mask(SIZE), x, 0.0)
     return tl.sum(tl.reshape(x, (BLOCKS, _BASE, BLOCKS, _BASE)), axis=2)
 
 
@@ -224,7 +224,7 @@ def _inverse(system, transposed, SIZE: tl.constexpr, PRECISION: tl.constexpr):
         earlier = tl.sum(line[:, :, None] * blocks, axis=1)
         blocks = tl.where(small_row == i, blocks - earlier[:, None, :], blocks)
     spread = blocks[:, :, None, :] + tl.zeros((BLOCKS, _BASE, BLOCKS, _BASE), tl.float32)
-    whole = tl.where(_on_diagonal(SIZE), tl.reshape(spread, (SIZE, SIZE)), 0.0)
+    whole = tl.where(_diagonal_blocks_mask(SIZE), tl.reshape(spread, (SIZE, SIZE)), 0.0)
     if BLOCKS >= 2:
         below = tl.where((row // _BASE == column // _BASE + 1) & (row // _BASE % 2 == 1), system, 0.0)
         below = dot(below, whole, PRECISION)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from areno.kernels.delta.parts import RowChunks
 from areno.kernels.delta.triton_chunks import (
-    Saved,
+    SavedTensors,
     chunk_tokens,
     decay_between,
     decay_to_end,
@@ -59,7 +59,7 @@ def chunks_backward(
     decay_NH: Tensor,
     beta_NH: Tensor,
     chunks: RowChunks,
-    saved: Saved,
+    saved: SavedTensors,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients with respect to q, k, v, decay and beta, fp32.
 
@@ -84,7 +84,7 @@ def chunks_backward(
     beta_NH, places, g = beta_NH.contiguous(), (chunks.tokens_TC, chunks.sizes_T), (saved.g_THC, saved.g_low_THC)
     inputs = (grad_out_NHV, q_NGK, k_NGK, *g)
     grad_v_new_NHV = empty(*v_NHV.shape, dtype=kept)
-    _local_kernel[(n_heads, n_chunks)](*inputs, *places, grad_v_new_NHV, **sizes, **_LOCAL)
+    _grad_v_local_kernel[(n_heads, n_chunks)](*inputs, *places, grad_v_new_NHV, **sizes, **_LOCAL)
     grad_states_THKV = empty(*saved.states_THKV.shape, dtype=kept)
     columns = state_columns(v_NHV, n_rows)
     rows = (chunks.borders, chunks.order_R, chunks.first_chunks_J)
@@ -95,20 +95,20 @@ def chunks_backward(
     grad_w_NHK, grad_g_THC = empty(n_tokens, n_heads, key_dim, dtype=kept), empty(n_chunks, n_heads, size)
     states = (saved.v_new_NHV, saved.states_THKV, grad_states_THKV, grad_v_new_NHV)
     results = (grad_w_NHK, grad_g_THC, grad_q_NGK, grad_k_NGK)
-    _chunks_kernel[(n_key_heads, n_chunks)](*inputs, *states, *places, *results, **sizes, **_CHUNKS)
+    _grad_qkwg_kernel[(n_key_heads, n_chunks)](*inputs, *states, *places, *results, **sizes, **_CHUNKS)
     del grad_states_THKV, states
     grad_system_NGC = empty(n_tokens, n_key_heads, size)
     factors = (saved.inverse_NHC, saved.w_NHK, saved.u_NHV, grad_w_NHK, grad_v_new_NHV)
     results = (grad_g_THC, grad_system_NGC, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH)
-    _systems_kernel[(n_key_heads, n_chunks)](
+    _wy_backward_kernel[(n_key_heads, n_chunks)](
         k_NGK, v_NHV, beta_NH, *g, *factors, *places, *results, **sizes, **_SYSTEMS
     )
-    _keys_kernel[(n_key_heads, n_chunks)](k_NGK, grad_system_NGC, *places, grad_k_NGK, **sizes, **_KEYS)
+    _grad_k_kernel[(n_key_heads, n_chunks)](k_NGK, grad_system_NGC, *places, grad_k_NGK, **sizes, **_KEYS)
     return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
 
 
 @kernel
-def _local_kernel(
+def _grad_v_local_kernel(
     grad_ptr,
     q_ptr,
     k_ptr,
@@ -191,7 +191,7 @@ def _grad_states_kernel(
 
 
 @kernel
-def _chunks_kernel(
+def _grad_qkwg_kernel(
     grad_ptr,
     q_ptr,
     k_ptr,
@@ -266,7 +266,7 @@ def _chunks_kernel(
 
 
 @kernel
-def _systems_kernel(
+def _wy_backward_kernel(
     k_ptr,
     v_ptr,
     beta_ptr,
@@ -339,7 +339,7 @@ def _systems_kernel(
 
 
 @kernel
-def _keys_kernel(
+def _grad_k_kernel(
     k_ptr,
     grad_system_ptr,
     tokens_ptr,

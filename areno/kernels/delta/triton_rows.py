@@ -20,7 +20,7 @@ from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 LENGTH_EPS = tl.constexpr(1e-6)  # added to the squared lengths of q and k, as in `reference.py`
 
 
-def sizes_of(weights: DeltaWeights) -> dict[str, Any]:
+def constexpr_sizes(weights: DeltaWeights) -> dict[str, Any]:
     key, value = weights.key_dim, weights.value_dim
     return {
         "KEY_HEADS": weights.n_key_heads,
@@ -41,7 +41,7 @@ def softplus(x):
 
 
 @triton.jit
-def convolved(
+def causal_conv(
     proj_ptr,
     conv_ptr,
     initial_ptr,
@@ -83,7 +83,7 @@ _CHANNELS = 256  # channels that one program of `conv_states` copies
 def conv_and_gates(
     proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, initial_RXw: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    n, sizes = len(proj_NP), sizes_of(weights)
+    n, sizes = len(proj_NP), constexpr_sizes(weights)
     q_NGK = proj_NP.new_empty(n, weights.n_key_heads, weights.key_dim)
     k_NGK, v_NHV = torch.empty_like(q_NGK), proj_NP.new_empty(n, weights.n_heads, weights.value_dim)
     decay_NH = torch.empty(n, weights.n_heads, dtype=torch.float32, device=proj_NP.device)
@@ -153,7 +153,7 @@ def _conv_and_gates_kernel(
     if part < 2 * KEY_HEADS:
         key = tl.arange(0, KEY_BLOCK)
         channel, real = part * KEY + key, key < KEY
-        x = convolved(
+        x = causal_conv(
             proj_ptr, conv_ptr, initial_ptr, rows_ptr, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH
         )
         x *= tl.sigmoid(x)
@@ -168,7 +168,7 @@ def _conv_and_gates_kernel(
         first = (part - 2 * KEY_HEADS) * VALUE
         value = tl.arange(0, VALUE_BLOCK)
         channel, real = 2 * KEY_HEADS * KEY + first + value, value < VALUE
-        v = convolved(
+        v = causal_conv(
             proj_ptr, conv_ptr, initial_ptr, rows_ptr, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH
         )
         v *= tl.sigmoid(v)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.delta.parts import DeltaWeights, RowChunks
-from areno.kernels.delta.triton_rows import LENGTH_EPS, convolved, sizes_of, softplus
+from areno.kernels.delta.triton_rows import LENGTH_EPS, causal_conv, constexpr_sizes, softplus
 from areno.kernels.elementwise.triton_norm import add_sums
 from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 
@@ -35,7 +35,7 @@ def conv_and_gates_backward(
     `grads` are the gradients of q, k, v, decay and beta. The first three are overwritten. Inputs before a row count as
     zeros. The weights are those of the convolution, A_log and dt_bias.
     """
-    n, sizes, n_heads = len(proj_NP), sizes_of(weights), weights.n_heads
+    n, sizes, n_heads = len(proj_NP), constexpr_sizes(weights), weights.n_heads
     grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH = grads
     n_blocks, n_parts = triton.cdiv(n, CONV_TOKENS), 2 * weights.n_key_heads + n_heads
     n_conv = weights.conv_XW.numel()
@@ -110,7 +110,7 @@ def _heads_backward_kernel(
     if part < 2 * KEY_HEADS:
         key = tl.arange(0, KEY_BLOCK)
         channel, real = part * KEY + key, key < KEY
-        x = convolved(proj_ptr, conv_ptr, None, None, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH)
+        x = causal_conv(proj_ptr, conv_ptr, None, None, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH)
         inside = is_token[:, None] & (key < KEY)[None, :]
         place = token.to(tl.int64)[:, None] * (KEY_HEADS * KEY) + key[None, :]
         if part < KEY_HEADS:
@@ -121,7 +121,7 @@ def _heads_backward_kernel(
         first = (part - 2 * KEY_HEADS) * VALUE
         value = tl.arange(0, VALUE_BLOCK)
         channel, real = 2 * KEY_HEADS * KEY + first + value, value < VALUE
-        v = convolved(proj_ptr, conv_ptr, None, None, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH)
+        v = causal_conv(proj_ptr, conv_ptr, None, None, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH)
         is_value = is_token[:, None] & (value < VALUE)[None, :]
         v_place = grad_v_ptr + token.to(tl.int64)[:, None] * (HEADS * VALUE) + first + value[None, :]
         grad = load_fp32(v_place, is_value) * _silu_gradient(v)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
-from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, rounded
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, round_to_dtype
 
 QK_PROGRAMS, QK_WARPS = 4, 2  # of the backward kernel: programs for each multiprocessor, warps of a program
 
@@ -67,7 +67,7 @@ def qk_norm_rope_backward(
     eps: float,
     plus_one: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of qkv, and of both norms' weights, (C,) float32 each, or None without norms."""
+    """Return the gradients of qkv and of both norms' weights ((C,) float32 each, or None without norms)."""
     n, n_heads, head_dim = grad_q_NHC.shape
     n_kv_heads = grad_k_NKC.shape[1]
     grad_qkv_NX = torch.empty_like(qkv_NX, memory_format=torch.contiguous_format)
@@ -146,10 +146,10 @@ def _qk_norm_rope_kernel(
     b = load_fp32(place + HALF, inside)
     if q_weight_ptr is not None:
         scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * HALF) + eps)[:, None]
-        weight_a = _weights(q_weight_ptr, k_weight_ptr, is_q, half, half < HALF, PLUS_ONE)
-        weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, half < HALF, PLUS_ONE)
-        a = rounded(a * scale * weight_a, q_ptr)
-        b = rounded(b * scale * weight_b, q_ptr)
+        weight_a = _load_norm_weights(q_weight_ptr, k_weight_ptr, is_q, half, half < HALF, PLUS_ONE)
+        weight_b = _load_norm_weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, half < HALF, PLUS_ONE)
+        a = round_to_dtype(a * scale * weight_a, q_ptr)
+        b = round_to_dtype(b * scale * weight_b, q_ptr)
     cos = load_masked(cos_ptr + row * HALF + half, half < HALF)
     sin = load_masked(sin_ptr + row * HALF + half, half < HALF)
     first = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
@@ -163,7 +163,7 @@ def _qk_norm_rope_kernel(
 
 
 @triton.jit
-def _weights(q_weight_ptr, k_weight_ptr, is_q, place, inside, PLUS_ONE: tl.constexpr):
+def _load_norm_weights(q_weight_ptr, k_weight_ptr, is_q, place, inside, PLUS_ONE: tl.constexpr):
     q_weight = load_fp32(q_weight_ptr + place, inside)
     k_weight = load_fp32(k_weight_ptr + place, inside)
     weight = tl.where(is_q, q_weight, k_weight)
@@ -208,8 +208,8 @@ def _qk_norm_rope_backward_kernel(
     sum_a = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
     sum_b = tl.zeros([HEADS_BLOCK, HALF_BLOCK], tl.float32)
     if q_weight_ptr is not None:
-        weight_a = _weights(q_weight_ptr, k_weight_ptr, is_q, half, real, PLUS_ONE)
-        weight_b = _weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, real, PLUS_ONE)
+        weight_a = _load_norm_weights(q_weight_ptr, k_weight_ptr, is_q, half, real, PLUS_ONE)
+        weight_b = _load_norm_weights(q_weight_ptr, k_weight_ptr, is_q, half + HALF, real, PLUS_ONE)
     for token in range(tl.program_id(0), n, tl.num_programs(0)):
         row = tl.cast(token, tl.int64)
         cos = load_masked(cos_ptr + row * HALF + half, real)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
-from areno.kernels.jit import kernel, load_fp32, program_id_64, rounded
+from areno.kernels.jit import kernel, load_fp32, program_id_64, round_to_dtype
 
 
 def swiglu(gate_up_N2I: Tensor, gelu: bool = False) -> Tensor:
@@ -43,9 +43,9 @@ def _gelu_argument(gate):
 
 
 @triton.jit
-def activated(gate, up, out_ptr, GELU: tl.constexpr):
+def glu(gate, up, out_ptr, GELU: tl.constexpr):
     """Return silu(gate) * up, or gelu(gate) * up if GELU, rounded after each step to the dtype of `out_ptr`."""
-    silu = rounded(gate * tl.sigmoid(_gelu_argument(gate) if GELU else gate), out_ptr)
+    silu = round_to_dtype(gate * tl.sigmoid(_gelu_argument(gate) if GELU else gate), out_ptr)
     return (silu * up).to(out_ptr.dtype.element_ty)
 
 
@@ -61,7 +61,7 @@ def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.co
         jit.wait_for_previous()
     gate = load_fp32(place, inside)
     up = load_fp32(place + inner, inside)
-    tl.store(out_ptr + row * inner + column, activated(gate, up, out_ptr, GELU), mask=inside)
+    tl.store(out_ptr + row * inner + column, glu(gate, up, out_ptr, GELU), mask=inside)
 
 
 @kernel
@@ -76,7 +76,7 @@ def _swiglu_backward_kernel(
     up = load_fp32(gate_up_ptr + place + inner, inside)
     grad = load_fp32(grad_ptr + row * inner + column, inside)
     sigmoid = tl.sigmoid(_gelu_argument(gate) if GELU else gate)
-    silu = rounded(gate * sigmoid, out_ptr)
+    silu = round_to_dtype(gate * sigmoid, out_ptr)
     tl.store(out_ptr + row * inner + column, silu * up, mask=inside)
     slope = gate
     if GELU:

@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from areno.kernels.backend import dispatch_by_device, use_triton
+from areno.kernels.backend import can_use_triton, dispatch_by_device
 from areno.kernels.experts import reference
 
 
-class Groups(NamedTuple):
+class ExpertGroups(NamedTuple):
     """The copies of tokens after sorting by expert, one for each (token, chosen expert) pair."""
 
     tokens_M: Tensor  # int64, the token of each copy
@@ -37,13 +37,13 @@ The weights are those of the softmax over all experts, divided by their sum for 
 """
 
 
-def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
+def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> ExpertGroups:
     """Sort the copies by expert, and those of one expert by token. `first` is the index of this rank's first expert."""
-    if use_triton(chosen_Nk):
-        from areno.kernels.experts.triton_routing import MAX_COPIES, sorted_copies
+    if can_use_triton(chosen_Nk):
+        from areno.kernels.experts.triton_routing import MAX_COPIES, sort_by_expert
 
         if 0 < chosen_Nk.numel() <= MAX_COPIES:
-            return Groups(*sorted_copies(chosen_Nk, first, n_experts))
+            return ExpertGroups(*sort_by_expert(chosen_Nk, first, n_experts))
     top_k = chosen_Nk.shape[1]
     local_M = chosen_Nk.flatten() - first
     local_M = local_M.masked_fill((local_M < 0) | (local_M >= n_experts), n_experts).int()
@@ -52,7 +52,7 @@ def group_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> Groups:
     ends_E = torch.searchsorted(sorted_M, experts_E, right=True, out_int32=True)
     places = torch.empty_like(choices_M)
     places.scatter_(0, choices_M, torch.arange(len(choices_M), device=chosen_Nk.device))
-    return Groups(choices_M // top_k, choices_M, places.view_as(chosen_Nk), ends_E)
+    return ExpertGroups(choices_M // top_k, choices_M, places.view_as(chosen_Nk), ends_E)
 
 
 grouped_matmul = dispatch_by_device(reference.grouped_matmul)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from areno.kernels.matmul import add_matmul, pad_rows
 
 
-def _groups(ends_E: Tensor) -> list[tuple[int, int]]:
+def _expert_row_ranges(ends_E: Tensor) -> list[tuple[int, int]]:
     """Return (first row, row after the last) for each expert."""
     ends = ends_E.tolist()
     return list(zip([0, *ends[:-1]], ends, strict=True))
@@ -28,7 +28,7 @@ def grouped_matmul(
     x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool = False, row_multiple: int = 1
 ) -> Tensor:
     pieces = []
-    for (start, end), matrix in zip(_groups(ends_E), weight.unbind(0), strict=True):
+    for (start, end), matrix in zip(_expert_row_ranges(ends_E), weight.unbind(0), strict=True):
         rows = pad_rows(x_MI[start:end], row_multiple)
         product = rows @ matrix if transposed else F.linear(rows, matrix)
         pieces.append(product[: end - start])
@@ -50,7 +50,7 @@ def combine(y_MD: Tensor, copies_Nk: Tensor, weights_Nk: Tensor | None, ends_E: 
 
 
 def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
-    for (start, end), out_OI in zip(_groups(ends_E), out_EOI, strict=True):
+    for (start, end), out_OI in zip(_expert_row_ranges(ends_E), out_EOI, strict=True):
         add_matmul(out_OI, a_MO[start:end].t(), b_MI[start:end])
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from areno.kernels.backend import is_hopper
 from areno.kernels.experts.triton_routing import choose_experts as choose_experts
-from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, rounded
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, round_to_dtype
 
 logger = logging.getLogger("areno")
 
@@ -27,7 +27,7 @@ _ALIGNMENT = 16  # bytes; grouped_mm requires addresses and strides to be multip
 _TRIED = ((5, 0, 40, 19), 64, 128)  # the test of grouped_mm: rows of four groups, inputs, outputs
 
 
-def library_matmul(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor | None:
+def try_torch_grouped_mm(x_MI: Tensor, weight_EIO: Tensor, ends_E: Tensor) -> Tensor | None:
     """Return the products by torch's grouped_mm, without waiting for the device, or None if it cannot be used.
 
     grouped_mm needs bfloat16, a Hopper GPU on which it has given right results, and aligned tensors.
@@ -105,7 +105,7 @@ def grouped_matmul(
     x_MI, n_experts = x_MI.contiguous(), len(weight)
     n_rows, n_inputs = x_MI.shape
     if n_rows >= _LIBRARY_ROWS * n_experts:
-        done = library_matmul(x_MI, weight if transposed else weight.transpose(1, 2), ends_E)
+        done = try_torch_grouped_mm(x_MI, weight if transposed else weight.transpose(1, 2), ends_E)
         if done is not None:
             return done
     n_columns = weight.shape[2] if transposed else weight.shape[1]
@@ -332,7 +332,7 @@ def _weighted_swiglu_kernel(
         up = load_fp32(gate_up_ptr + place + inner, inside)
         grad = load_fp32(grad_ptr + row * inner + column, inside)
         sigmoid = tl.sigmoid(gate)
-        silu = rounded(gate * sigmoid, act_ptr)
+        silu = round_to_dtype(gate * sigmoid, act_ptr)
         act = silu * up
         total += grad * act
         gate_grad = grad * weight * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))

@@ -70,7 +70,7 @@ def _choose_kernel(
     tl.store(weights_ptr + place, weights, mask=choices < TOP_K)
 
 
-def sorted_copies(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sort_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of `Groups`. Each expert has a program, and one more handles the copies for other ranks."""
     chosen_Nk = chosen_Nk.contiguous()
     n_copies, device = chosen_Nk.numel(), chosen_Nk.device

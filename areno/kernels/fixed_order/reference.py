@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.kernels.padding import Borders, by_padding
+from areno.kernels.padding import CuSeqlens, attend_padded
 
 _Ints = TypeVar("_Ints", int, np.ndarray)
 
@@ -44,13 +44,15 @@ def packed_attention(
     q_NHC: Tensor,
     k_MKC: Tensor,
     v_MKC: Tensor,
-    borders: Borders,
+    borders: CuSeqlens,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    return by_padding(q_NHC, k_MKC, v_MKC, borders, partial(causal, window=window)), None
+    return attend_padded(q_NHC, k_MKC, v_MKC, borders, partial(causal_attention, window=window)), None
 
 
-def causal(q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, firsts_B: Tensor | None, window: int | None) -> Tensor:
+def causal_attention(
+    q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, firsts_B: Tensor | None, window: int | None
+) -> Tensor:
     """Compute attention of padded rows. `firsts_B` is the position of each row's first query, None for 0."""
     positions_BL = torch.arange(q_BHLC.shape[2]).expand(len(q_BHLC), -1)
     if firsts_B is not None:

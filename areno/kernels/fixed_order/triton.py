@@ -23,7 +23,7 @@ from torch import Tensor
 
 from areno.kernels.fixed_order.reference import SPAN
 from areno.kernels.jit import kernel, load_masked
-from areno.kernels.padding import Borders
+from areno.kernels.padding import CuSeqlens
 
 LOG2_E = 1.4426950408889634
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -37,10 +37,10 @@ def packed_attention(
     q_NHC: Tensor,
     k_MKC: Tensor,
     v_MKC: Tensor,
-    borders: Borders,
+    borders: CuSeqlens,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    q_NHC, k_MKC, v_MKC = (heads_together(x) for x in (q_NHC, k_MKC, v_MKC))
+    q_NHC, k_MKC, v_MKC = (with_contiguous_heads(x) for x in (q_NHC, k_MKC, v_MKC))
     n_tokens, n_heads, dim = q_NHC.shape
     out_NHC = q_NHC.new_empty((n_tokens, n_heads, dim))
     log_sum_HN = q_NHC.new_empty((n_heads, n_tokens), dtype=torch.float32)
@@ -68,7 +68,7 @@ def packed_attention(
     return out_NHC, log_sum_HN
 
 
-def heads_together(x: Tensor) -> Tensor:
+def with_contiguous_heads(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
@@ -100,7 +100,7 @@ def add_tile(q, k, v, visible, best, total, acc, rate):
     scores = tl.dot(q, k, input_precision="ieee")
     scores = tl.where(visible, scores, float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, axis=1))
-    shift, decay = rescale(best, new_best, rate)
+    shift, decay = rescale_factors(best, new_best, rate)
     weights = tl.exp2(tl.fma(scores, rate, shift[:, None])).to(v.dtype)
     acc = tl.dot(weights, v, acc=acc * decay[:, None], input_precision="ieee")
     ones = tl.full([TILE, _ONES], 1.0, v.dtype)
@@ -109,7 +109,7 @@ def add_tile(q, k, v, visible, best, total, acc, rate):
 
 
 @triton.jit
-def rescale(best, new_best, rate):
+def rescale_factors(best, new_best, rate):
     """Return the (shift, decay) of a running softmax whose largest score grows from `best` to `new_best`.
 
     New weights are exp2(score * rate + shift). Sums that were computed with `best` are multiplied by decay.
@@ -126,7 +126,7 @@ def join_spans(best, total, span_best, span_total, rate):
     y that over the span, the joint sum is a x + b y.
     """
     new_best = tl.maximum(best, span_best)
-    decay, weight = rescale(best, new_best, rate)[1], rescale(span_best, new_best, rate)[1]
+    decay, weight = rescale_factors(best, new_best, rate)[1], rescale_factors(span_best, new_best, rate)[1]
     return new_best, tl.fma(total, decay, span_total * weight), decay, weight
 
 

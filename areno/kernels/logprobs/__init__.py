@@ -35,7 +35,7 @@ def selected_logprobs(
     hidden_KD: Tensor,
     weight_VD: Tensor,
     targets_K: Tensor,
-    head: Head | None = None,
+    head: VocabSoftmax | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the log-probability of each position's target token, and the entropy (detached), (K,) each.
@@ -46,7 +46,7 @@ def selected_logprobs(
     forward pass keeps onehot - softmax, and the gradient of the divergence, for as many positions as `head.keep_bytes`
     allows. For all other positions, the backward pass computes the logits again.
     """
-    return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head or Head(), teacher)  # type: ignore[return-value]
+    return _SelectedLogprobs.apply(hidden_KD, weight_VD, targets_K, head or VocabSoftmax(), teacher)  # type: ignore[return-value]
 
 
 def sampled_logprobs(
@@ -99,7 +99,7 @@ def log_softmax(
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class VocabSoftmax:
     """How the softmax over the vocabulary is computed.
 
     Attributes:
@@ -125,7 +125,7 @@ class Head:
     def chunk_size(self, hidden_KD: Tensor) -> int:
         return self.chunk or (CHUNK if kernels_for(hidden_KD) is reference else FUSED_CHUNK)
 
-    def n_kept(self, hidden_KD: Tensor, weight_VD: Tensor, n_matrices: int) -> int:
+    def n_stored_positions(self, hidden_KD: Tensor, weight_VD: Tensor, n_matrices: int) -> int:
         """Return for how many positions the forward pass keeps gradients of logits. Each has `n_matrices` rows."""
         n_rows = len(weight_VD) if self.most_rows is None else self.most_rows
         return min(len(hidden_KD), self.keep_bytes // max(1, n_matrices * n_rows * hidden_KD.element_size()))
@@ -133,10 +133,10 @@ class Head:
     def logits(self, hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
         return float32_matmul(hidden_CD, weight_VD) if self.own_logits is None else self.own_logits(hidden_CD)
 
-    def softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def log_softmax(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return log_softmax(logits_CV, targets_C, self.first, self.temperature, self.all_reduce)
 
-    def gradient(self, logits_CV: Tensor, norm_2C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
+    def write_gradient(self, logits_CV: Tensor, norm_2C: Tensor, targets_C: Tensor, out_CV: Tensor) -> None:
         """Write onehot - softmax, the log-probability's gradient times the temperature. Logits may be overwritten."""
         lse_C = norm_2C[0] + norm_2C[1]
         kernels_for(logits_CV).logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
@@ -151,16 +151,25 @@ class Teacher(Protocol):
     @property
     def n_saved(self) -> int: ...
 
-    def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Return (divergence (C,), saved values (C, S), an object for `gradient`) for the positions in `part`."""
+    def compute_divergence(
+        self, head: VocabSoftmax, part: slice, logits_CV: Tensor, norm_2C: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Return (divergence (C,), saved values (C, S), an object for `write_gradient`) for the positions in `part`."""
         ...
 
-    def gradient(
-        self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
+    def write_gradient(
+        self,
+        head: VocabSoftmax,
+        part: slice,
+        logits_CV: Tensor,
+        norm_2C: Tensor,
+        saved_CS: Tensor,
+        out_CV: Tensor,
+        made: Any,
     ) -> None:
         """Write the gradient of the divergence with respect to logits / temperature to `out_CV`.
 
-        `made` is the third result of `measure`, or None to compute that again.
+        `made` is the third result of `compute_divergence`, or None to compute that again.
         """
         ...
 
@@ -168,28 +177,28 @@ class Teacher(Protocol):
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_KD: Tensor, weight_VD: Tensor, targets_K: Tensor, head: Head, teacher: Teacher | None
+        ctx: Any, hidden_KD: Tensor, weight_VD: Tensor, targets_K: Tensor, head: VocabSoftmax, teacher: Teacher | None
     ) -> tuple[Tensor, ...]:
         n, n_saved, n_matrices = len(hidden_KD), *((0, 1) if teacher is None else (teacher.n_saved, 2))
         dtype = torch.promote_types(hidden_KD.dtype, torch.float32)
         logprobs_K, entropy_K, divergence_K = (hidden_KD.new_empty(n, dtype=dtype) for _ in range(3))
         norm_2K = hidden_KD.new_empty((2, n), dtype=dtype)
         saved_KS = hidden_KD.new_empty((n, n_saved), dtype=dtype)
-        n_kept, chunk = head.n_kept(hidden_KD, weight_VD, n_matrices), head.chunk_size(hidden_KD)
+        n_kept, chunk = head.n_stored_positions(hidden_KD, weight_VD, n_matrices), head.chunk_size(hidden_KD)
         # The same chunks with and without gradients, so that both give exactly the same numbers.
-        parts = chunks(0, n_kept, chunk) + chunks(n_kept, n, chunk)
+        parts = chunk_slices(0, n_kept, chunk) + chunk_slices(n_kept, n, chunk)
         n_kept = n_kept if any(ctx.needs_input_grad) else 0
         kept_GCV = hidden_KD.new_empty((n_matrices, n_kept, len(weight_VD)))
         for part in parts:
             logits_CV, made = head.logits(hidden_KD[part], weight_VD), None
-            logprobs_K[part], entropy_K[part], norm_2C = head.softmax(logits_CV, targets_K[part])
+            logprobs_K[part], entropy_K[part], norm_2C = head.log_softmax(logits_CV, targets_K[part])
             norm_2K[:, part] = norm_2C
             if teacher is not None:
-                divergence_K[part], saved_KS[part], made = teacher.measure(head, part, logits_CV, norm_2C)
+                divergence_K[part], saved_KS[part], made = teacher.compute_divergence(head, part, logits_CV, norm_2C)
             if part.stop <= n_kept:
                 if teacher is not None:
-                    teacher.gradient(head, part, logits_CV, norm_2C, saved_KS[part], kept_GCV[1, part], made)
-                head.gradient(logits_CV, norm_2C, targets_K[part], kept_GCV[0, part])  # overwrites
+                    teacher.write_gradient(head, part, logits_CV, norm_2C, saved_KS[part], kept_GCV[1, part], made)
+                head.write_gradient(logits_CV, norm_2C, targets_K[part], kept_GCV[0, part])  # overwrites
             del logits_CV, made  # before the next chunk allocates its own
         ctx.save_for_backward(hidden_KD, weight_VD, targets_K, norm_2K, saved_KS, kept_GCV)
         ctx.head, ctx.teacher = head, teacher
@@ -200,7 +209,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden_KD, weight_VD, _, norm_2K, _, kept_GCV = ctx.saved_tensors
-        head: Head = ctx.head
+        head: VocabSoftmax = ctx.head
         n, n_kept, chunk = len(hidden_KD), kept_GCV.shape[1], head.chunk_size(hidden_KD)
         grads_K = grads[::2]  # without that of the entropy
         want_hidden, want_weight = ctx.needs_input_grad[:2]
@@ -209,9 +218,9 @@ class _SelectedLogprobs(torch.autograd.Function):
         if grad_weight_VD is None and want_weight:
             grad_weight_VD = torch.zeros_like(weight_VD, dtype=norm_2K.dtype)
         kept_at_once = max(1, n_kept) if ctx.teacher is None else chunk
-        for part in chunks(0, n_kept, kept_at_once) + chunks(n_kept, n, chunk):
-            made_GCV = list(kept_GCV[:, part]) if part.stop <= n_kept else _gradients_again(ctx, part, grads_K)
-            grad_CV, factor_C1 = _weighted(
+        for part in chunk_slices(0, n_kept, kept_at_once) + chunk_slices(n_kept, n, chunk):
+            made_GCV = list(kept_GCV[:, part]) if part.stop <= n_kept else _recompute_gradients(ctx, part, grads_K)
+            grad_CV, factor_C1 = _combine_gradients(
                 made_GCV, [each_K if each_K is None else each_K[part, None] for each_K in grads_K]
             )
             if grad_CV is None:
@@ -231,21 +240,21 @@ class _SelectedLogprobs(torch.autograd.Function):
         return grad_hidden_KD, grad_weight_VD.to(weight_VD.dtype), None, None, None
 
 
-def _gradients_again(ctx: Any, part: slice, grads_K: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _recompute_gradients(ctx: Any, part: slice, grads_K: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Compute a chunk's gradients with respect to logits / temperature again, None where `grads_K` is None."""
     hidden_KD, weight_VD, targets_K, norm_2K, saved_KS, _ = ctx.saved_tensors
-    head: Head = ctx.head
+    head: VocabSoftmax = ctx.head
     norm_2C = norm_2K[:, part]
     logits_CV = head.logits(hidden_KD[part], weight_VD)
     made = [None if each_K is None else torch.empty_like(logits_CV, dtype=hidden_KD.dtype) for each_K in grads_K]
     if made[1:] and made[1] is not None:
-        ctx.teacher.gradient(head, part, logits_CV, norm_2C, saved_KS[part], made[1], None)
+        ctx.teacher.write_gradient(head, part, logits_CV, norm_2C, saved_KS[part], made[1], None)
     if made[0] is not None:
-        head.gradient(logits_CV, norm_2C, targets_K[part], made[0])
+        head.write_gradient(logits_CV, norm_2C, targets_K[part], made[0])
     return made
 
 
-def _weighted(made_GCV: list[Tensor | None], grads_GC1: list[Tensor | None]) -> tuple[Tensor | None, Any]:
+def _combine_gradients(made_GCV: list[Tensor | None], grads_GC1: list[Tensor | None]) -> tuple[Tensor | None, Any]:
     """Return a matrix (C, V) or None, and a factor (C, 1), whose product is the gradient with respect to the logits.
 
     The caller applies the factor to matrices (C, D), which are smaller.
@@ -263,5 +272,5 @@ def _weighted(made_GCV: list[Tensor | None], grads_GC1: list[Tensor | None]) -> 
     return grad_CV.addcmul_(of_divergence_CV, (b_C1 / safe_C1).to(dtype).expand_as(grad_CV)), factor_C1
 
 
-def chunks(start: int, stop: int, size: int) -> list[slice]:
+def chunk_slices(start: int, stop: int, size: int) -> list[slice]:
     return [slice(i, min(i + size, stop)) for i in range(start, stop, size)]

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from areno.config.teacher import Divergence
-from areno.kernels.logprobs import Head, kernels_for, reference
+from areno.kernels.logprobs import VocabSoftmax, kernels_for, reference
 
 LEAST_TAIL = -30.0
 """Log-probability that the tail of a listed distribution has at least, so that no divergence is infinite."""
@@ -33,7 +33,7 @@ _NOTHING = -1e30  # a logit whose probability is 0; the difference of two such l
 
 
 @dataclass(frozen=True, slots=True)
-class CommonIds:
+class CommonTokenIds:
     """The token ids over which two models with different vocabularies are compared, in this rank's columns.
 
     Both distributions are renormalized over these ids. The gradient with respect to all other logits is 0.
@@ -43,42 +43,46 @@ class CommonIds:
     absent_V: Tensor | None = None  # bool, ids among the columns that are left out
 
     @staticmethod
-    def from_ranges(ranges: Iterable[tuple[int, int]], first: int, n_valid: int, device: torch.device) -> CommonIds:
+    def from_ranges(
+        ranges: Iterable[tuple[int, int]], first: int, n_valid: int, device: torch.device
+    ) -> CommonTokenIds:
         """Return the ids in ranges (first, end), for a rank with the columns `first` to `first + n_valid` - 1."""
         absent_V = torch.ones(n_valid, dtype=torch.bool)
         for start, end in ranges:
             absent_V[max(0, start - first) : max(0, end - first)] = False
         n_columns = int((~absent_V).nonzero().max()) + 1 if n_valid and not absent_V.all() else 0
         absent_V = absent_V[:n_columns]
-        return CommonIds(n_columns, absent_V.to(device) if absent_V.any() else None)
+        return CommonTokenIds(n_columns, absent_V.to(device) if absent_V.any() else None)
 
-    def select(self, logits_CV: Tensor) -> Tensor:
+    def mask_logits(self, logits_CV: Tensor) -> Tensor:
         """Return the logits of the compared columns. All other ids get a finite logit that makes their weight 0."""
         logits_CV = logits_CV[:, : self.n_columns]
         return logits_CV if self.absent_V is None else logits_CV.masked_fill(self.absent_V, _NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
-class WholeTeacher:
+class FullVocabTeacher:
     """A teacher whose logits are computed here, over the whole vocabulary."""
 
     hidden_KE: Tensor
     logits: Callable[[Tensor], Tensor]  # (C, E) -> this rank's columns (C, V), fp32 or float64, no autograd
     divergence: Divergence
-    common: CommonIds | None = None  # None compares all ids, which both models have
+    common: CommonTokenIds | None = None  # None compares all ids, which both models have
 
     @property
     def n_saved(self) -> int:
         """S = 5: two numbers for each norm (student and teacher), and the mean that the gradient subtracts."""
         return 5
 
-    def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def compute_divergence(
+        self, head: VocabSoftmax, part: slice, logits_CV: Tensor, norm_2C: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
         teacher_CV = self.logits(self.hidden_KE[part])
         first_C = torch.zeros(len(logits_CV), dtype=torch.int64, device=logits_CV.device)  # no target is needed
         if self.common is not None:
-            logits_CV, teacher_CV = self.common.select(logits_CV), self.common.select(teacher_CV)
-            norm_2C = head.softmax(logits_CV, first_C)[2]
-        teacher_norm_2C = head.softmax(teacher_CV, first_C)[2]
+            logits_CV, teacher_CV = self.common.mask_logits(logits_CV), self.common.mask_logits(teacher_CV)
+            norm_2C = head.log_softmax(logits_CV, first_C)[2]
+        teacher_norm_2C = head.log_softmax(teacher_CV, first_C)[2]
         sums_2C = kernels_for(logits_CV).divergence_sums(
             logits_CV,
             teacher_CV,
@@ -92,13 +96,20 @@ class WholeTeacher:
             head.all_reduce(sums_2C)
         return sums_2C[0], torch.cat((norm_2C, teacher_norm_2C, sums_2C[1:])).t(), teacher_CV
 
-    def gradient(
-        self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
+    def write_gradient(
+        self,
+        head: VocabSoftmax,
+        part: slice,
+        logits_CV: Tensor,
+        norm_2C: Tensor,
+        saved_CS: Tensor,
+        out_CV: Tensor,
+        made: Any,
     ) -> None:
         teacher_CV = self.logits(self.hidden_KE[part]) if made is None else made
         if self.common is not None:
-            logits_CV = self.common.select(logits_CV)
-            teacher_CV = teacher_CV if made is not None else self.common.select(teacher_CV)
+            logits_CV = self.common.mask_logits(logits_CV)
+            teacher_CV = teacher_CV if made is not None else self.common.mask_logits(teacher_CV)
             out_CV[:, self.common.n_columns :].zero_()
             out_CV = out_CV[:, : self.common.n_columns]
         saved_5C = saved_CS.t().contiguous()  # kernels read rows with stride 1
@@ -108,7 +119,7 @@ class WholeTeacher:
 
 
 @dataclass(frozen=True, slots=True)
-class ListedTeacher:
+class TopKTeacher:
     """A teacher that lists the log-probabilities of J tokens at each position. All other tokens count as one token.
 
     This last token, the tail, has the rest of the probability. So the divergence is that of two distributions over J +
@@ -124,9 +135,11 @@ class ListedTeacher:
         """S = J + 1: the gradient of each listed token, and that of the tail divided by the tail's probability."""
         return self.tokens_KJ.shape[1] + 1
 
-    def measure(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def compute_divergence(
+        self, head: VocabSoftmax, part: slice, logits_CV: Tensor, norm_2C: Tensor
+    ) -> tuple[Tensor, Tensor, Any]:
         student_CJ = self._student_logprobs(head, part, logits_CV, norm_2C)
-        teacher_CJ = _with_tail(self.logprobs_KJ[part].to(student_CJ.dtype))
+        teacher_CJ = _append_tail(self.logprobs_KJ[part].to(student_CJ.dtype))
         kind, beta = self.divergence.kind, self.divergence.beta
         divergence_C = reference.divergence_terms(student_CJ, teacher_CJ, kind, beta).sum(-1)
         q_CJ = student_CJ.exp()
@@ -138,23 +151,30 @@ class ListedTeacher:
             listed_CJ, tail_C = (q_CJ * factors_CJ)[:, :-1], factors_CJ[:, -1]
         return divergence_C, torch.cat((listed_CJ, tail_C.unsqueeze(-1)), 1), None
 
-    def gradient(
-        self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor, saved_CS: Tensor, out_CV: Tensor, made: Any
+    def write_gradient(
+        self,
+        head: VocabSoftmax,
+        part: slice,
+        logits_CV: Tensor,
+        norm_2C: Tensor,
+        saved_CS: Tensor,
+        out_CV: Tensor,
+        made: Any,
     ) -> None:
         if not logits_CV.shape[1]:
             return
         listed_CJ, tail_C1 = saved_CS[:, :-1], saved_CS[:, -1:]
-        grad_CV = reference.log_softmax_of(logits_CV, norm_2C, head.temperature).exp_().mul_(tail_C1)
+        grad_CV = reference.log_softmax_from_norm(logits_CV, norm_2C, head.temperature).exp_().mul_(tail_C1)
         local_CJ, here_CJ = reference.local_rows(self.tokens_KJ[part], head.first, logits_CV.shape[1])
         more_CJ = (listed_CJ - grad_CV.gather(1, local_CJ)).where(here_CJ, 0.0)
         out_CV.copy_(grad_CV.scatter_add_(1, local_CJ, more_CJ))
 
-    def _student_logprobs(self, head: Head, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> Tensor:
+    def _student_logprobs(self, head: VocabSoftmax, part: slice, logits_CV: Tensor, norm_2C: Tensor) -> Tensor:
         """Return the student's log-probabilities of the listed tokens and of the tail, (C, J + 1)."""
         if not logits_CV.shape[1]:  # a rank whose part of the vocabulary is all padding
             sums_CJ = norm_2C.new_zeros((len(logits_CV), self.tokens_KJ.shape[1] + 1))
         else:
-            x_CV = reference.log_softmax_of(logits_CV, norm_2C, head.temperature)
+            x_CV = reference.log_softmax_from_norm(logits_CV, norm_2C, head.temperature)
             local_CJ, here_CJ = reference.local_rows(self.tokens_KJ[part], head.first, logits_CV.shape[1])
             listed_CJ = x_CV.gather(1, local_CJ).where(here_CJ, 0.0)
             # Listed tokens of other ranks have index 0 here, whose probability must stay in the tail.
@@ -166,7 +186,7 @@ class ListedTeacher:
         return torch.cat((sums_CJ[:, :-1], sums_CJ[:, -1:].log().clamp(min=LEAST_TAIL)), 1)
 
 
-def _with_tail(logprobs_CJ: Tensor) -> Tensor:
+def _append_tail(logprobs_CJ: Tensor) -> Tensor:
     """Append the log-probability of all tokens that are not listed, at least LEAST_TAIL."""
     tail_C1 = (1.0 - logprobs_CJ.exp().sum(-1, keepdim=True)).clamp(min=0.0).log().clamp(min=LEAST_TAIL)
     return torch.cat((logprobs_CJ, tail_C1), 1)

@@ -46,7 +46,7 @@ def local_rows(tokens: Tensor, first: int, n_rows: int) -> tuple[Tensor, Tensor]
     return local.where(is_here, 0), is_here
 
 
-def log_softmax_of(logits_CV: Tensor, norm_2C: Tensor, temperature: float) -> Tensor:
+def log_softmax_from_norm(logits_CV: Tensor, norm_2C: Tensor, temperature: float) -> Tensor:
     """Return log softmax(x) for this rank's columns, in new memory."""
     return (logits_CV / temperature).sub_(norm_2C[0].unsqueeze(-1)).sub_(norm_2C[1].unsqueeze(-1))
 
@@ -92,8 +92,8 @@ def divergence_sums(
     """Return (2, C): the sum of `divergence_terms`, and the sum of q h (see `gradient_factors`, 0 for "forward_kl")."""
     if not logits_CV.shape[1]:
         return torch.zeros_like(norm_2C)
-    student = log_softmax_of(logits_CV, norm_2C, temperature)
-    teacher = log_softmax_of(teacher_CV, teacher_norm_2C, temperature)
+    student = log_softmax_from_norm(logits_CV, norm_2C, temperature)
+    teacher = log_softmax_from_norm(teacher_CV, teacher_norm_2C, temperature)
     total_C = divergence_terms(student, teacher, kind, beta).sum(-1)
     if kind == "forward_kl":
         return torch.stack((total_C, torch.zeros_like(total_C)))
@@ -114,8 +114,8 @@ def divergence_gradient(
     """Write the gradient with respect to x. `mean_C` is the second row of `divergence_sums`, summed over all ranks."""
     if not logits_CV.shape[1]:
         return
-    student = log_softmax_of(logits_CV, norm_2C, temperature)
-    teacher = log_softmax_of(teacher_CV, teacher_norm_2C, temperature)
+    student = log_softmax_from_norm(logits_CV, norm_2C, temperature)
+    teacher = log_softmax_from_norm(teacher_CV, teacher_norm_2C, temperature)
     if kind == "forward_kl":
         out_CV.copy_(student.exp_().sub_(teacher.exp_()))
         return

@@ -26,7 +26,7 @@ def softmax_statistics(logits_CV: Tensor, targets_C: Tensor, first: int, tempera
             logits_CV.stride(0),
             n_rows,
             first,
-            _rate(temperature),
+            _inverse_temperature(temperature),
             PER_ROW=isinstance(temperature, Tensor),
             BLOCK=block,
             num_warps=8,
@@ -46,7 +46,7 @@ def logprob_gradient(
     )
 
 
-def _rate(temperature: float | Tensor) -> float | Tensor:
+def _inverse_temperature(temperature: float | Tensor) -> float | Tensor:
     """Return 1 / temperature, divided in float32, so that a float and a tensor give exactly the same result."""
     return 1.0 / temperature if isinstance(temperature, Tensor) else float(np.float32(1.0) / np.float32(temperature))
 
@@ -122,7 +122,7 @@ def divergence_sums(
         logits_CV.stride(0),
         teacher_CV.stride(0),
         n_rows,
-        _rate(temperature),
+        _inverse_temperature(temperature),
         beta,
         KIND=_KINDS[kind],
         BLOCK=block,
@@ -158,7 +158,7 @@ def divergence_gradient(
         teacher_CV.stride(0),
         out_CV.stride(0),
         n_rows,
-        _rate(temperature),
+        _inverse_temperature(temperature),
         beta,
         KIND=_KINDS[kind],
         BLOCK=block,

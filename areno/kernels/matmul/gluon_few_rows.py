@@ -16,7 +16,7 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import n_multiprocessors
-from areno.kernels.elementwise.triton_swiglu import activated
+from areno.kernels.elementwise.triton_swiglu import glu
 from areno.kernels.jit import HAS_GLUON
 
 if HAS_GLUON:
@@ -31,7 +31,7 @@ _SHARED_MEMORY = 222 * 2**10  # bytes for the tiles of a program
 _MOST_TILES = 24  # of a program: its loop over them is unrolled, and each makes the kernel longer
 
 
-def few_rows_product(
+def launch_few_rows(
     x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_SNO: Tensor, is_gated: bool, gelu: bool
 ) -> bool:
     """Write a product to `out_SNO`, if Gluon runs on the device and all programs fit on it at once. Return whether so.
@@ -40,9 +40,13 @@ def few_rows_product(
     write it. With `is_gated`, the product is `gated_product`, without a bias.
     """
     (n_parts, n_rows, n_columns), n_inputs = out_SNO.shape, x_NI.shape[1]
-    if not n_rows or not jit.runs_gluon(x_NI.device, FEW_ROWS_KERNEL) or (x_NI.data_ptr() | weight_OI.data_ptr()) % 16:
+    if (
+        not n_rows
+        or not jit.can_run_gluon(x_NI.device, FEW_ROWS_KERNEL)
+        or (x_NI.data_ptr() | weight_OI.data_ptr()) % 16
+    ):
         return False
-    tiles = _tiles(n_inputs, n_columns, n_parts, 1 + is_gated, n_multiprocessors(x_NI.device))
+    tiles = _choose_tiling(n_inputs, n_columns, n_parts, 1 + is_gated, n_multiprocessors(x_NI.device))
     if tiles is None:
         return False
     inputs, n_tiles, n_x_tiles = tiles
@@ -66,7 +70,7 @@ def few_rows_product(
 
 
 @functools.cache
-def _tiles(
+def _choose_tiling(
     n_inputs: int, n_columns: int, n_parts: int, n_weights: int, n_multiprocessors: int
 ) -> tuple[int, int, int] | None:
     """Return (inputs of a tile, tiles of a program, x tiles in shared memory at the same time).
@@ -158,7 +162,7 @@ if HAS_GLUON:
         if bias_ptr is not None:
             total += gl.load(bias_ptr + column).to(gl.float32)[None, :]
         if IS_GATED:  # rounded as by a product without activation
-            y = activated(total.to(dtype).to(gl.float32), up_total.to(dtype).to(gl.float32), out_ptr, GELU)
+            y = glu(total.to(dtype).to(gl.float32), up_total.to(dtype).to(gl.float32), out_ptr, GELU)
         else:
             y = total.to(dtype)
         place = out_ptr + (part * n_rows + row).to(gl.int64)[:, None] * n_columns + column[None, :]

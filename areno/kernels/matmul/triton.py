@@ -114,21 +114,21 @@ def _dot_bf16x3(a, b):
     The product of the two low parts is left out. Products with one low part are added first, as they are small.
     """
     if a.dtype == tl.bfloat16:
-        high, low = _high_and_low(b)
+        high, low = _split_to_bf16(b)
         return tl.dot(a, high, acc=tl.dot(a, low))
     elif b.dtype == tl.bfloat16:
-        high, low = _high_and_low(a)
+        high, low = _split_to_bf16(a)
         return tl.dot(high, b, acc=tl.dot(low, b))
     else:
-        high, low = _high_and_low(a)
-        other_high, other_low = _high_and_low(b)
+        high, low = _split_to_bf16(a)
+        other_high, other_low = _split_to_bf16(b)
         total = tl.dot(low, other_high)
         total = tl.dot(high, other_low, acc=total)
         return tl.dot(high, other_high, acc=total)
 
 
 @triton.jit
-def _high_and_low(x):
+def _split_to_bf16(x):
     """Split fp32 into a sum of two bfloat16, which keep 16 of its 24 bits.
 
     The high part is rounded by integer arithmetic, because a GPU converts pairs of values faster than single values.

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import n_multiprocessors
-from areno.kernels.elementwise.triton_swiglu import activated
-from areno.kernels.jit import kernel, load_fp32, rounded
-from areno.kernels.matmul.gluon_few_rows import FEW_ROWS_KERNEL, LEAST_INPUTS, few_rows_product
+from areno.kernels.elementwise.triton_swiglu import glu
+from areno.kernels.jit import kernel, load_fp32, round_to_dtype
+from areno.kernels.matmul.gluon_few_rows import FEW_ROWS_KERNEL, LEAST_INPUTS, launch_few_rows
 
 MOST_ROWS = 64
 _COLUMNS, _WARPS = 32, 4  # outputs of a tile, and warps of its program
@@ -43,18 +43,18 @@ def supports_few_rows(weight_OI: Tensor) -> bool:
     The device must have PDL and enough shared memory. The products are faster if the weight has few outputs or few
     inputs.
     """
-    is_supported = weight_OI.dtype in (torch.bfloat16, torch.float16) and _has_shared_memory(weight_OI.device)
+    is_supported = weight_OI.dtype in (torch.bfloat16, torch.float16) and _has_enough_shared_memory(weight_OI.device)
     return is_supported and min(weight_OI.shape) <= _MOST_WIDTH
 
 
 @functools.cache
-def _has_shared_memory(device: torch.device) -> bool:
+def _has_enough_shared_memory(device: torch.device) -> bool:
     if not jit.supports_pdl(device):
         return False
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0) >= _SHARED_MEMORY
 
 
-def product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+def few_rows_matmul(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return x W^T + b in the dtype of x."""
     return _launch(x_NI, weight_OI, bias_O, x_NI.new_empty((1, len(x_NI), len(weight_OI))))[0]
 
@@ -63,7 +63,7 @@ def partial_products(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """Return x W^T as S float32 summands, each the product of a part of the inputs."""
     n_tiles, parts = triton.cdiv(len(weight_OI), _COLUMNS), 1
     # Half as many programs as multiprocessors are the fastest in Triton on an H100, as many in Gluon on an H200.
-    is_gluon, most = jit.runs_gluon(x_NI.device, FEW_ROWS_KERNEL), n_multiprocessors(x_NI.device)
+    is_gluon, most = jit.can_run_gluon(x_NI.device, FEW_ROWS_KERNEL), n_multiprocessors(x_NI.device)
     while parts < _MOST_PARTS and 2 * parts * n_tiles <= (most if is_gluon else most // 2):
         if is_gluon and x_NI.shape[1] % (2 * parts * LEAST_INPUTS):  # no tile would divide the parts
             break
@@ -88,7 +88,7 @@ def _launch(
     (n_parts, n_rows, n_columns), n_inputs = out_SNO.shape, x_NI.shape[1]
     assert n_rows <= MOST_ROWS
     x_NI = x_NI.contiguous()
-    if few_rows_product(x_NI, weight_OI, bias_O, out_SNO, is_gated, gelu):
+    if launch_few_rows(x_NI, weight_OI, bias_O, out_SNO, is_gated, gelu):
         return out_SNO
     rows = 16 if n_rows <= 16 else MOST_ROWS
     inputs, n_stages, n_gated_stages = _TILES[rows]
@@ -167,5 +167,5 @@ def _few_rows_kernel(
     if bias_ptr is not None:
         total += load_fp32(bias_ptr + column, column < n_columns)[None, :]
     if IS_GATED:  # rounded as by a product without activation
-        total = activated(rounded(total, out_ptr), rounded(up_total, out_ptr), out_ptr, GELU)
+        total = glu(round_to_dtype(total, out_ptr), round_to_dtype(up_total, out_ptr), out_ptr, GELU)
     tl.store(place, total, mask=real_row & real_column)

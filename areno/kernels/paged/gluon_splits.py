@@ -57,7 +57,7 @@ def compute_splits(
         and q_BHC.dtype == kv_blocks.dtype
         and q_BHC.dtype in (torch.bfloat16, torch.float16)
     )
-    if not is_supported or not jit.runs_gluon(q_BHC.device, "_gluon_split_kernel"):
+    if not is_supported or not jit.can_run_gluon(q_BHC.device, "_gluon_split_kernel"):
         return False
     return jit.launch_gluon(
         _gluon_split_kernel,

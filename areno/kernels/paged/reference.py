@@ -68,7 +68,7 @@ class PagedBatch:
     max_len: int | None = None
     cache_positions: dict[int | None, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict, init=False)
 
-    def sizes(self) -> tuple[int, int, int, int]:
+    def group_and_split_counts(self) -> tuple[int, int, int, int]:
         """Return the numbers of groups, of rows in a group, of splits of a row and of splits of a group."""
         n_groups, n_rows = (0, 1) if self.prefix_groups_GR is None else self.prefix_groups_GR.shape
         return n_groups, n_rows, self.splits[0], self.splits[1] if n_groups else 0

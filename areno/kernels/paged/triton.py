@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
-from areno.kernels.fixed_order.triton import empty_softmax, heads_together
+from areno.kernels.fixed_order.triton import empty_softmax, with_contiguous_heads
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.gluon_splits import ROW_POINTERS, SPECIALISATION, compute_splits
 from areno.kernels.paged.reference import PagedBatch
@@ -33,14 +33,14 @@ def decode_attention(
         return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window)
     n_rows, n_heads, head_dim = q_BHC.shape
     n_kv_heads, block_size = kv_blocks.shape[3], kv_blocks.shape[2]
-    q_BHC, k_BKC, v_BKC = (heads_together(x) for x in (q_BHC, k_BKC, v_BKC))
+    q_BHC, k_BKC, v_BKC = (with_contiguous_heads(x) for x in (q_BHC, k_BKC, v_BKC))
     k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
     assert k_blocks.is_contiguous()
     n_shared_heads = n_heads // n_kv_heads
     # The fastest on an H200. With 8 query heads for each key head, two warps spill many registers and take 47 us, and
     # four warps take 44 us. With 5 query heads, two warps take 43 us, and four warps take 54 us.
     n_warps, n_stages = (1, 2) if n_shared_heads <= 2 else (2, 3) if n_shared_heads < 8 else (4, 3)
-    n_groups, group_size, own_splits, shared_splits = batch.sizes()
+    n_groups, group_size, own_splits, shared_splits = batch.group_and_split_counts()
     n_parts = own_splits + shared_splits
     out = q_BHC.new_empty((n_rows, n_heads, head_dim))
     partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32) if n_parts > 1 else out

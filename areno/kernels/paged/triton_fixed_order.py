@@ -18,11 +18,11 @@ from areno.kernels.fixed_order.triton import (
     LOG2_E,
     TILE,
     empty_softmax,
-    heads_together,
     join_spans,
     n_spans,
-    rescale,
+    rescale_factors,
     span_start,
+    with_contiguous_heads,
 )
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.reference import PagedBatch
@@ -35,12 +35,12 @@ _JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel com
 def paged_attention(
     q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None
 ) -> Tensor:
-    q_BHC, k_BKC, v_BKC = (heads_together(x) for x in (q_BHC, k_BKC, v_BKC))
+    q_BHC, k_BKC, v_BKC = (with_contiguous_heads(x) for x in (q_BHC, k_BKC, v_BKC))
     n_rows, n_heads, dim = q_BHC.shape
     k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
     _, block_size, n_kv_heads, _ = k_blocks.shape
     shared = n_heads // n_kv_heads
-    n_groups, group_size, own_splits, shared_splits = batch.sizes()
+    n_groups, group_size, own_splits, shared_splits = batch.group_and_split_counts()
     n_parts = own_splits + shared_splits
     shapes = {"DIM": dim, "PADDED_DIM": max(16, triton.next_power_of_2(dim))}
     out_BHC = q_BHC.new_empty((n_rows, n_heads, dim))
@@ -286,7 +286,7 @@ def _attend_spans(
                 visible &= position[:, None] >= (row_length - WINDOW)[None, :]
             scores = tl.where(visible, tl.dot(k, q, input_precision="ieee"), float("-inf"))
             new_best = tl.maximum(span_best, tl.max(scores, axis=0))
-            shift, decay = rescale(span_best, new_best, rate)
+            shift, decay = rescale_factors(span_best, new_best, rate)
             weights = tl.exp2(tl.fma(scores, rate, shift[None, :])).to(v.dtype)
             span_acc = tl.dot(tl.trans(v), weights, acc=span_acc * decay[None, :], input_precision="ieee")
             ones = tl.full([_ONES, TILE], 1.0, v.dtype)

@@ -16,19 +16,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from areno.kernels.backend import dispatch_by_device, use_triton
+from areno.kernels.backend import can_use_triton, dispatch_by_device
 from areno.kernels.sampling import drafts, reference
 from areno.kernels.sampling.drafts import CONTEXT, LEVELS, NgramTable, add_texts
 from areno.kernels.sampling.random_keys import sample_keys
-from areno.kernels.sampling.reference import SamplingFlags, SamplingSettings, TextIds
+from areno.kernels.sampling.reference import DecodableIds, SamplingFlags, SamplingSettings
 
 __all__ = [
     "CONTEXT",
     "LEVELS",
+    "DecodableIds",
     "NgramTable",
     "SamplingFlags",
     "SamplingSettings",
-    "TextIds",
     "add_texts",
     "can_sample_columns",
     "can_sample_hidden",
@@ -53,12 +53,12 @@ def can_sample_hidden(hidden_BD: Tensor, flags: SamplingFlags) -> bool:
     """
     n_rows, width = hidden_BD.shape
     is_faster = n_rows >= _LEAST_ROWS and width <= _MOST_INPUTS and hidden_BD.element_size() == 2
-    return is_faster and flags == SamplingFlags() and use_triton(hidden_BD)
+    return is_faster and flags == SamplingFlags() and can_use_triton(hidden_BD)
 
 
 def can_sample_columns(logits_BV: Tensor, flags: SamplingFlags) -> bool:
     """Return whether `sample_columns` of `triton.py` supports the rows. False with top-k, top-p, penalties or masks."""
-    return use_triton(logits_BV) and not (flags.filtered or flags.penalized or flags.masked)
+    return can_use_triton(logits_BV) and not (flags.filtered or flags.penalized or flags.masked)
 
 
 draft_tokens = dispatch_by_device(drafts.draft_tokens)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.kernels.sampling.random_keys import logical_shift_right, mixed_bits, uniform
+from areno.kernels.sampling.random_keys import logical_shift_right, mix_bits, uniform
 from areno.kernels.sampling.reference import SamplingSettings
 
 # (tokens of the suffix, whether it counts only in texts of the same scope), the most reliable first. In a replay of
@@ -69,12 +69,12 @@ class NgramTable:
         self.counts.zero_()
 
 
-def _keys(table: NgramTable, before_NW: Tensor, scopes_N: Tensor) -> Tensor:
+def _suffix_hashes(table: NgramTable, before_NW: Tensor, scopes_N: Tensor) -> Tensor:
     """Return the hash of the suffix of each level, (N, L) int64, with `_NONE` where the text is too short."""
     sums_NW = ((before_NW + 1) * table.factors_W).cumsum(1)
     last_L = table.lengths_L - 1
     value_NL = sums_NW[:, last_L] ^ (scopes_N[:, None] * table.is_scoped_L) ^ table.marks_L
-    return torch.where(before_NW[:, last_L] >= 0, mixed_bits(value_NL), _NONE)
+    return torch.where(before_NW[:, last_L] >= 0, mix_bits(value_NL), _NONE)
 
 
 def add_texts(table: NgramTable, texts_4N: Tensor) -> None:
@@ -88,18 +88,18 @@ def add_texts(table: NgramTable, texts_4N: Tensor) -> None:
     back_W = torch.arange(1, CONTEXT + 1, device=device)
     at_NW = torch.arange(len(token_N), device=device)[:, None] - back_W
     before_NW = torch.where(back_W <= offset_N[:, None], token_N[at_NW.clamp_(min=0)], -1)
-    keys_NL = torch.where(is_new_N[:, None] > 0, _keys(table, before_NW, scope_N), _NONE)
+    keys_NL = torch.where(is_new_N[:, None] > 0, _suffix_hashes(table, before_NW, scope_N), _NONE)
     # Stable, so that the tokens of a suffix stay in the order of the texts. Keys of an entry become neighbours.
     keys_M, order_M = keys_NL.flatten().sort(stable=True)
     number_M = torch.arange(len(keys_M), device=device)
     differs = keys_M[1:] != keys_M[:-1]
-    begins_M, ends_M = _with_edge(differs, at_start=True), _with_edge(differs, at_start=False)
+    begins_M, ends_M = _append_true(differs, at_start=True), _append_true(differs, at_start=False)
     first_M = torch.where(begins_M, number_M, 0).cummax(0).values
     last_M = torch.where(ends_M, number_M, len(keys_M)).flip(0).cummin(0).values.flip(0)
     entry_M = logical_shift_right(keys_M, 64 - table.n_bits)
     tag_M = (keys_M & _TAG).int()
     # Of several new suffixes with one entry, the last one is kept.
-    is_last_of_entry_M = _with_edge(entry_M[1:] != entry_M[:-1], at_start=False)[last_M]
+    is_last_of_entry_M = _append_true(entry_M[1:] != entry_M[:-1], at_start=False)[last_M]
     is_written_M = is_last_of_entry_M & (keys_M != _NONE)
     known_M = torch.where(table.tags[entry_M] == tag_M, table.counts[entry_M], 0)
     into_M = torch.where(is_written_M & (last_M - number_M < KEPT), entry_M, n_entries)
@@ -110,7 +110,7 @@ def add_texts(table: NgramTable, texts_4N: Tensor) -> None:
     table.counts[into_M] = known_M + (last_M - first_M + 1).int()
 
 
-def _with_edge(inner: Tensor, *, at_start: bool) -> Tensor:
+def _append_true(inner: Tensor, *, at_start: bool) -> Tensor:
     edge = torch.ones(1, dtype=torch.bool, device=inner.device)
     return torch.cat((edge, inner) if at_start else (inner, edge))
 
@@ -130,7 +130,7 @@ def draft_tokens(
     found_B = torch.ones_like(is_greedy_B)
     drafts = []
     for number in range(n_tokens):
-        keys_BL = _keys(table, context_BW, scopes_B)
+        keys_BL = _suffix_hashes(table, context_BW, scopes_B)
         entry_BL = logical_shift_right(keys_BL, 64 - table.n_bits)
         has_entry_BL = (table.tags[entry_BL] == (keys_BL & _TAG)) & (table.counts[entry_BL] > 0) & (keys_BL != _NONE)
         level_B1 = has_entry_BL.int().argmax(1, keepdim=True)  # the first

@@ -36,7 +36,7 @@ def sample_keys(seed: int, samples: Iterable[int]) -> list[int]:
     return [_to_signed_64(_splitmix64_finalizer(of_request + (sample + 1) * _GOLDEN)) for sample in samples]
 
 
-def mixed_bits(value_B: Tensor) -> Tensor:
+def mix_bits(value_B: Tensor) -> Tensor:
     """Mix the bits with the finalizer of splitmix64, so that each input bit changes about half of the output bits."""
     value_B = (value_B ^ logical_shift_right(value_B, 30)) * _to_signed_64(_MIX_1)
     value_B = (value_B ^ logical_shift_right(value_B, 27)) * _to_signed_64(_MIX_2)
@@ -50,4 +50,4 @@ def logical_shift_right(value_B: Tensor, bits: int) -> Tensor:
 
 def uniform(key_B: Tensor, position_B: Tensor) -> Tensor:
     """Return a float64 in [0, 1) with 53 random bits for each row, which depends only on key and position."""
-    return logical_shift_right(mixed_bits(key_B + (position_B + 1) * _to_signed_64(_GOLDEN)), 11).double() * 2.0**-53
+    return logical_shift_right(mix_bits(key_B + (position_B + 1) * _to_signed_64(_GOLDEN)), 11).double() * 2.0**-53

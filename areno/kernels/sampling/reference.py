@@ -21,7 +21,7 @@ _CHUNK = 128  # vocabulary entries in a chunk; the inverse CDF first finds the c
 
 
 @dataclass(frozen=True, slots=True)
-class TextIds:
+class DecodableIds:
     """The token ids that have a text, which are the only ones that are sampled."""
 
     n_first: int  # the ids below this one all have a text
@@ -29,7 +29,9 @@ class TextIds:
     absent_N: Tensor  # int64, ascending
 
     @classmethod
-    def from_ranges(cls, ranges: Iterable[tuple[int, int]], vocab_size: int, device: torch.device) -> TextIds | None:
+    def from_ranges(
+        cls, ranges: Iterable[tuple[int, int]], vocab_size: int, device: torch.device
+    ) -> DecodableIds | None:
         """Return the ids in ranges (first, end). None if these are all ids, or if there are no ranges."""
         has_text = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
         for first, end in ranges:
@@ -41,7 +43,7 @@ class TextIds:
         return cls(int(absent[0]), words, torch.from_numpy(absent).to(device))
 
 
-class Column(NamedTuple):
+class SlotSetting(NamedTuple):
     """One sampling setting: its dtype, its value in an unused slot, and the function that reads it from a request.
 
     If there is no function, the decoder sets the value for each sample.
@@ -52,8 +54,8 @@ class Column(NamedTuple):
     of_request: Callable[[SamplingConfig], float] | None = None
 
 
-def column(*declared: Any) -> Any:
-    return field(metadata={"column": Column(*declared)})
+def slot_setting(*declared: Any) -> Any:
+    return field(metadata={"column": SlotSetting(*declared)})
 
 
 @dataclass
@@ -62,24 +64,30 @@ class SamplingSettings:
 
     banned: Tensor  # int64 (S, n_banned), padded with -1
     counts: Tensor | None  # int32 (S, V), occurrences in the completion; None until some slot has a penalty
-    key: Tensor = column(torch.int64, 0)  # from `sample_keys`
-    min_new: Tensor = column(torch.int64, 0)  # length of the completion below which `banned` tokens are not sampled
-    last_token: Tensor = column(torch.int64, 0)
-    temperature: Tensor = column(torch.float32, 1, lambda params: params.logprob_temperature)  # above 0
-    greedy: Tensor = column(torch.bool, 0, lambda params: params.is_greedy)
+    key: Tensor = slot_setting(torch.int64, 0)  # from `sample_keys`
+    min_new: Tensor = slot_setting(
+        torch.int64, 0
+    )  # length of the completion below which `banned` tokens are not sampled
+    last_token: Tensor = slot_setting(torch.int64, 0)
+    temperature: Tensor = slot_setting(torch.float32, 1, lambda params: params.logprob_temperature)  # above 0
+    greedy: Tensor = slot_setting(torch.bool, 0, lambda params: params.is_greedy)
     # Top-k and top-p do not change a greedy draw; without them the row skips the slow path.
-    top_k: Tensor = column(torch.int64, -1, lambda params: -1 if params.is_greedy else params.top_k)  # below 1: all
-    top_p: Tensor = column(torch.float32, 1, lambda params: 1 if params.is_greedy else params.top_p)
+    top_k: Tensor = slot_setting(
+        torch.int64, -1, lambda params: -1 if params.is_greedy else params.top_k
+    )  # below 1: all
+    top_p: Tensor = slot_setting(torch.float32, 1, lambda params: 1 if params.is_greedy else params.top_p)
     # subtracted from a token's logit for each occurrence in the completion
-    penalty: Tensor = column(torch.float32, 0, lambda params: params.frequency_penalty)
-    texts: TextIds | None = None  # None means all ids
+    penalty: Tensor = slot_setting(torch.float32, 0, lambda params: params.frequency_penalty)
+    texts: DecodableIds | None = None  # None means all ids
 
-    def overwrites(self, flags: SamplingFlags) -> bool:
+    def overwrites_logits(self, flags: SamplingFlags) -> bool:
         """Return whether kernels write into the logits: with edits, or with top-k or top-p if some ids have no text."""
-        return flags.edits or (flags.filtered and self.texts is not None)
+        return flags.edits_logits or (flags.filtered and self.texts is not None)
 
 
-COLUMNS: dict[str, Column] = {each.name: each.metadata["column"] for each in fields(SamplingSettings) if each.metadata}
+COLUMNS: dict[str, SlotSetting] = {
+    each.name: each.metadata["column"] for each in fields(SamplingSettings) if each.metadata
+}
 
 
 class SamplingFlags(NamedTuple):
@@ -91,7 +99,7 @@ class SamplingFlags(NamedTuple):
     masked: bool = False  # to the tokens that a mask allows
 
     @property
-    def edits(self) -> bool:
+    def edits_logits(self) -> bool:
         return self.penalized or self.n_banned > 0
 
 
@@ -105,7 +113,9 @@ def sample_slots(
         uniform(settings.key[slots_B], positions_B),
         top_k_B=settings.top_k[slots_B] if flags.filtered else None,
         top_p_B=settings.top_p[slots_B] if flags.filtered else None,
-        edited_BV=_with_penalties_and_bans(logits_BV, slots_B, positions_B, settings, flags) if flags.edits else None,
+        edited_BV=_with_penalties_and_bans(logits_BV, slots_B, positions_B, settings, flags)
+        if flags.edits_logits
+        else None,
         absent_N=None if settings.texts is None else settings.texts.absent_N,
     )
     settings.last_token[slots_B] = tokens_B
@@ -158,7 +168,7 @@ def sample_tokens(
     if absent_N is not None:
         weights_BV, best_B, sums_BC = _mask_ids_without_text(absent_N, scaled_drawn_BV, weights_BV, best_B, sums_BC)
     if top_k_B is not None and top_p_B is not None:
-        weights_BV *= _kept_by_top_k_and_top_p(weights_BV, top_k_B, top_p_B)
+        weights_BV *= _top_k_top_p_mask(weights_BV, top_k_B, top_p_B)
         sums_BC = _chunk_sums(weights_BV)
     drawn_B = _inverse_cdf(weights_BV, sums_BC, uniform_B)
     # Take the most likely token if rounding gave an entry of weight 0, which is rare, or if the weight is NaN.
@@ -188,7 +198,7 @@ def _mask_ids_without_text(
     return weights_BV, best_B, sums_BC
 
 
-def _kept_by_top_k_and_top_p(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
+def _top_k_top_p_mask(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor) -> Tensor:
     """Return which tokens top-k and top-p keep, (B, V) bool.
 
     Top-k keeps the k most likely tokens. Of these k tokens, top-p keeps the most likely ones until their weights sum to
@@ -204,14 +214,14 @@ def _kept_by_top_k_and_top_p(weights_BV: Tensor, top_k_B: Tensor, top_p_B: Tenso
     return torch.empty_like(inside_BV).scatter_(1, order_BV, inside_BV)
 
 
-def _chunks(weights_BV: Tensor) -> Tensor:
+def _split_into_chunks(weights_BV: Tensor) -> Tensor:
     n_rows, vocab = weights_BV.shape
     return F.pad(weights_BV, (0, -vocab % _CHUNK)).view(n_rows, -1, _CHUNK)
 
 
 def _chunk_sums(weights_BV: Tensor) -> Tensor:
     """Sum each chunk, (B, C) float64, which avoids a float64 tensor of shape (B, V)."""
-    return _chunks(weights_BV).sum(-1, dtype=torch.float64)
+    return _split_into_chunks(weights_BV).sum(-1, dtype=torch.float64)
 
 
 def _inverse_cdf(weights_BV: Tensor, sums_BC: Tensor, uniform_B: Tensor) -> Tensor:
@@ -219,7 +229,7 @@ def _inverse_cdf(weights_BV: Tensor, sums_BC: Tensor, uniform_B: Tensor) -> Tens
     cumulated_BC = sums_BC.cumsum(-1)
     chunk_B, rest_B = _first_above(cumulated_BC, uniform_B * cumulated_BC[:, -1])
     index = chunk_B[:, None, None].expand(-1, 1, _CHUNK)
-    inner = _chunks(weights_BV).gather(1, index).squeeze(1).double().cumsum(-1)
+    inner = _split_into_chunks(weights_BV).gather(1, index).squeeze(1).double().cumsum(-1)
     inner_B, _ = _first_above(inner, rest_B)
     return (chunk_B * _CHUNK + inner_B).clamp_(max=weights_BV.shape[1] - 1)
 

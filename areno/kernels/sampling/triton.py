@@ -46,11 +46,11 @@ def sample_slots(
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()
     n_spans = triton.cdiv(logits_BV.shape[1], span)
-    stats_PBS = _scan(logits_BV, slots_B, positions_B, settings, flags, n_spans, span)
+    stats_PBS = _compute_span_stats(logits_BV, slots_B, positions_B, settings, flags, n_spans, span)
     truncated = None, None, None
     if flags.filtered:
         truncated = truncate(logits_BV, slots_B, settings, stats_PBS[0], stats_PBS[1], span)
-    return _draw(logits_BV, slots_B, positions_B, settings, flags, stats_PBS.unsqueeze(0), truncated, span)
+    return _sample_from_stats(logits_BV, slots_B, positions_B, settings, flags, stats_PBS.unsqueeze(0), truncated, span)
 
 
 def sample_columns(
@@ -74,15 +74,15 @@ def sample_columns(
     n_spans = triton.cdiv(n_columns, span)
     first = min(rank * n_columns, vocab)
     columns_BV = columns_BV[:, : vocab - first]
-    stats_PBS = _scan(columns_BV, slots_B, positions_B, settings, flags, n_spans, span, first)
+    stats_PBS = _compute_span_stats(columns_BV, slots_B, positions_B, settings, flags, n_spans, span, first)
     stats_RPBS = all_gather(stats_PBS)
-    drawn_2B = _draw(
+    drawn_2B = _sample_from_stats(
         columns_BV, slots_B, positions_B, settings, flags, stats_RPBS, (None, None, None), span, rank, n_columns, vocab
     )
     return all_gather(drawn_2B).sum(0)
 
 
-def _scan(
+def _compute_span_stats(
     logits_BV: Tensor,
     slots_B: Tensor,
     positions_B: Tensor,
@@ -100,7 +100,7 @@ def _scan(
     """
     n_rows, vocab = logits_BV.shape
     texts = settings.texts
-    stats_PBS = logits_BV.new_empty((3 if texts is None and not flags.edits else 5, n_rows, n_spans))
+    stats_PBS = logits_BV.new_empty((3 if texts is None and not flags.edits_logits else 5, n_rows, n_spans))
     rows = (logits_BV, slots_B, positions_B, settings.temperature)
     edits = (settings.min_new, settings.banned, settings.penalty, settings.counts)
     results = (stats_PBS, stats_PBS.view(torch.int32))
@@ -117,13 +117,13 @@ def _scan(
         N_BANNED=flags.n_banned,
         PENALIZED=flags.penalized,
         HAS_TEXTS=texts is not None,
-        STORES=settings.overwrites(flags),
+        STORES=settings.overwrites_logits(flags),
         num_warps=8,
     )
     return stats_PBS
 
 
-def _draw(
+def _sample_from_stats(
     logits_BV: Tensor,
     slots_B: Tensor,
     positions_B: Tensor,
@@ -246,7 +246,7 @@ def _top_and_sum(x, rate):
 
 
 @triton.jit
-def _join(stats_ptr, n_cells, cell, real, rate):
+def _join_spans(stats_ptr, n_cells, cell, real, rate):
     """Combine the statistics of the spans of a row.
 
     Return the maximum of the row, that of each span, and the float64 sum of each span's weights relative to the row's
@@ -259,7 +259,7 @@ def _join(stats_ptr, n_cells, cell, real, rate):
 
 
 @triton.jit
-def _mixed_bits(value):
+def _mix_bits(value):
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB
     return value ^ (value >> 31)
@@ -267,7 +267,7 @@ def _mixed_bits(value):
 
 @triton.jit
 def _uniform(key, position):
-    value = _mixed_bits(key.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    value = _mix_bits(key.to(tl.uint64, bitcast=True) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     return (value >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
 
@@ -327,10 +327,10 @@ def _draw_kernel(
     n_cells = tl.num_programs(0).to(tl.int64) * rank_spans
     # The spans of all ranks, in the order of the ranks.
     cell = span_S // rank_spans * (N_STATS * n_cells) + row * rank_spans + span_S % rank_spans
-    top, tops, sums = _join(stats_ptr, n_cells, cell, real, rate)
+    top, tops, sums = _join_spans(stats_ptr, n_cells, cell, real, rate)
     policy_top, policy_sums = top, sums
     if N_STATS > 3:
-        policy_top, _, policy_sums = _join(stats_ptr + 3 * n_cells, n_cells, cell, real, rate)
+        policy_top, _, policy_sums = _join_spans(stats_ptr + 3 * n_cells, n_cells, cell, real, rate)
     log_norm = tl.log(tl.sum(policy_sums, axis=0))
     best = tl.load(stats_int_ptr + 2 * n_cells + cell, mask=real, other=LAST_INT)
     best = tl.minimum(tl.min(tl.where(tops == top, best, LAST_INT), axis=0), whole_vocab - 1)

@@ -125,7 +125,7 @@ def _largest_below_limit(x, weights, limit, first, width, top, rate, STEPS: tl.c
     """Return nearly the largest value v >= `first` such that the weights of entries below v sum to at most `limit`.
 
     The search is between `first` and `first + width`, and its result is too small by less than width / 4^STEPS. If
-    GROWS, `_margin` is added to the sum, with the weight of v, exp2((v - top) * rate), as the largest weight.
+    GROWS, the sum includes `_margin`, for which the largest weight is that of v: exp2((v - top) * rate).
     """
     for _ in range(STEPS):
         width /= 4

@@ -11,7 +11,7 @@ from torch import Tensor
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.sampling.drafts import CONTEXT, KEPT, NgramTable
 from areno.kernels.sampling.reference import SamplingSettings
-from areno.kernels.sampling.triton import _mixed_bits, _uniform
+from areno.kernels.sampling.triton import _mix_bits, _uniform
 
 
 def draft_tokens(
@@ -95,7 +95,7 @@ def _draft_tokens_kernel(
     is_found = True
     for number in range(n_tokens):
         parts = tl.where(in_suffix, ((context + 1) * factors)[None, :], 0)
-        value = _mixed_bits((tl.sum(parts, axis=1) ^ mark).to(tl.uint64, bitcast=True))
+        value = _mix_bits((tl.sum(parts, axis=1) ^ mark).to(tl.uint64, bitcast=True))
         entries = (value >> SHIFT).to(tl.int64)
         tags = (value & 0x7FFFFFFF).to(tl.int32)
         is_whole = tl.min(tl.where(in_suffix, context[None, :], 0), axis=1) >= 0

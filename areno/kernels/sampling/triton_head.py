@@ -22,7 +22,7 @@ from areno.kernels.backend import is_hopper
 from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 from areno.kernels.matmul.triton import add_products
 from areno.kernels.sampling.reference import SamplingSettings
-from areno.kernels.sampling.triton import _ROW_POINTERS, LOG2_E, _first_above, _join, _uniform, has_text
+from areno.kernels.sampling.triton import _ROW_POINTERS, LOG2_E, _first_above, _join_spans, _uniform, has_text
 
 _SPAN, _INPUTS = 128, 64
 
@@ -197,11 +197,11 @@ def _draw_hidden_kernel(
     n_cells = tl.num_programs(0).to(tl.int64) * width
     cell = row * width + span_S
     is_span = span_S < n_spans
-    top, tops, sums = _join(stats_ptr, n_cells, cell, is_span, rate)
+    top, tops, sums = _join_spans(stats_ptr, n_cells, cell, is_span, rate)
     policy_top, policy_sums = top, sums
     if HAS_TEXTS:
         cell += tl.where(span_S >= n_full, n_spans - n_full, 0)
-        top, tops, sums = _join(stats_ptr, n_cells, cell, is_span, rate)
+        top, tops, sums = _join_spans(stats_ptr, n_cells, cell, is_span, rate)
     running = tl.cumsum(sums, axis=0)
     span, target = _first_above(running, uniform * tl.max(running, axis=0))
     span = tl.minimum(span, n_spans - 1)

@@ -289,7 +289,7 @@ def _measure(x, top, rate, inside, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN: tl.constexpr):
+def _least_key_in_row(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN: tl.constexpr):
     """Return the largest key such that the row's entries from it on measure at least `wanted`."""
     lane = tl.arange(0, SPAN)
     least = tl.full([], -2147483648, tl.int64)
@@ -316,7 +316,7 @@ def _least_kept(logits_ptr, vocab, top, rate, wanted, COUNT: tl.constexpr, SPAN:
 
 
 @triton.jit
-def _above(logits_ptr, vocab, top, rate, least, COUNT: tl.constexpr, SPAN: tl.constexpr):
+def _measure_row_above(logits_ptr, vocab, top, rate, least, COUNT: tl.constexpr, SPAN: tl.constexpr):
     """Return the total measure of the row's entries whose key is above `least`."""
     lane = tl.arange(0, SPAN)
     sums = tl.zeros([SPAN], tl.float32)
@@ -355,14 +355,14 @@ def _truncate_row_kernel(
         n_equal = tl.full([], 0, tl.int32) + vocab
         if has_k:
             wanted = top_k.to(tl.float64)
-            least = _least_kept(logits_ptr, vocab, top, rate, wanted, True, SPAN)
-            n_equal = (wanted - _above(logits_ptr, vocab, top, rate, least, True, SPAN)).to(tl.int32)
-            total = _above(logits_ptr, vocab, top, rate, least, False, SPAN)
+            least = _least_key_in_row(logits_ptr, vocab, top, rate, wanted, True, SPAN)
+            n_equal = (wanted - _measure_row_above(logits_ptr, vocab, top, rate, least, True, SPAN)).to(tl.int32)
+            total = _measure_row_above(logits_ptr, vocab, top, rate, least, False, SPAN)
             total += n_equal.to(tl.float64) * _weight_of(int_key_to_float(least), top, rate)
         if has_p:
             wanted = total * top_p
-            nucleus = _least_kept(logits_ptr, vocab, top, rate, wanted, False, SPAN)
-            missing = wanted - _above(logits_ptr, vocab, top, rate, nucleus, False, SPAN)
+            nucleus = _least_key_in_row(logits_ptr, vocab, top, rate, wanted, False, SPAN)
+            missing = wanted - _measure_row_above(logits_ptr, vocab, top, rate, nucleus, False, SPAN)
             if nucleus >= least:
                 # Of the logits equal to the smallest kept, keep as many as top-p needs, but not more than top-k keeps.
                 n_wanted = _n_needed(missing, _weight_of(int_key_to_float(nucleus), top, rate))

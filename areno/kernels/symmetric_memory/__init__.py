@@ -64,7 +64,7 @@ class SymmetricMemory:
             symmetric_memory.rendezvous(each, self._group).buffer_ptrs_dev
             for each in (self._inbox, self._outboxes, self._signals)
         )
-        self._shared = self._kernels.GroupMemory(
+        self._shared = self._kernels.PeerBuffers(
             rank=dist.get_rank(self._group),
             size=self._size,
             inboxes=inboxes,
@@ -76,7 +76,7 @@ class SymmetricMemory:
         if self._whole is not None:
             symmetric_memory.rendezvous(self._whole, self._group)
 
-    def can_sum(self, x: Tensor) -> bool:
+    def can_all_reduce(self, x: Tensor) -> bool:
         """Return whether `all_reduce` accepts a tensor of this size, dtype and alignment."""
         is_aligned = x.nbytes % _ALIGNMENT == 0  # for torch's two-shot all-reduce
         fits = is_aligned and self._fits(x) and x.nbytes <= self._max_summed
@@ -132,7 +132,7 @@ def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory |
             step()
         except (RuntimeError, ImportError, AttributeError) as error:  # torch's symmetric memory is not a stable API
             has_failed, problem = True, (str(error).strip() or type(error).__name__).splitlines()[0]
-        if _any_rank(has_failed, group, device):
+        if _is_true_on_any_rank(has_failed, group, device):
             logger.info("decoding sums over NCCL: no memory shared between GPUs (%s)", problem)
             return None
     [memory] = found
@@ -143,7 +143,7 @@ def open_symmetric_memory(group: Any, device: torch.device) -> SymmetricMemory |
     wrong = [
         n_bytes for n_bytes in sizes for _ in range(4) if not _are_collectives_right(memory, n_bytes, group, generator)
     ]
-    if _any_rank(bool(wrong), group, device):
+    if _is_true_on_any_rank(bool(wrong), group, device):
         logger.warning("decoding sums over NCCL: over shared memory they are wrong (of %s bytes)", wrong)
         return None
     return memory
@@ -155,11 +155,11 @@ def _are_collectives_right(memory: SymmetricMemory, n_bytes: int, group: Any, ge
     expected = x.clone()
     dist.all_reduce(expected, group=group)
     every = memory.all_gather(x)
-    summed = memory.all_reduce(x) if memory.can_sum(x) else expected
+    summed = memory.all_reduce(x) if memory.can_all_reduce(x) else expected
     return torch.equal(summed, expected) and torch.equal(every.sum(0), expected)
 
 
-def _any_rank(here: bool, group: Any, device: torch.device) -> bool:
+def _is_true_on_any_rank(here: bool, group: Any, device: torch.device) -> bool:
     """Return whether `here` is True on any rank."""
     found = torch.tensor(float(here), device=device)
     dist.all_reduce(found, group=group)

@@ -40,7 +40,7 @@ _EMPTY_32 = tl.constexpr(EMPTY * (2**16 + 1) - 2**32)
 
 
 @dataclass(frozen=True)
-class GroupMemory:
+class PeerBuffers:
     """The symmetric memory of a process group. `inboxes`, `outboxes` and `signals` point to one address per GPU."""
 
     rank: int
@@ -52,7 +52,7 @@ class GroupMemory:
     counts: Tensor  # int32 (PROGRAMS,), initially 0: calls of `all_gather`
 
 
-def all_reduce(x: Tensor, memory: GroupMemory) -> Tensor:
+def all_reduce(x: Tensor, memory: PeerBuffers) -> Tensor:
     out = torch.empty_like(x)
     piece = REGION // x.element_size()
     inbox = (memory.inboxes, memory.turns, memory.rank)
@@ -62,7 +62,7 @@ def all_reduce(x: Tensor, memory: GroupMemory) -> Tensor:
 
 
 def add_and_norm(
-    x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool, memory: GroupMemory
+    x_ND: Tensor, part_ND: Tensor, weight_D: Tensor, eps: float, plus_one: bool, memory: PeerBuffers
 ) -> tuple[Tensor, Tensor]:
     """All-reduce, add and norm as `elementwise.triton_norm.add_rms_norm`, but with squares summed in another order.
 
@@ -79,7 +79,7 @@ def add_and_norm(
     return sum_ND, normed_ND
 
 
-def all_gather(x: Tensor, memory: GroupMemory) -> Tensor:
+def all_gather(x: Tensor, memory: PeerBuffers) -> Tensor:
     out = x.new_empty((memory.size, *x.shape))
     piece = REGION // x.element_size()
     outbox = (memory.outboxes, memory.signals, memory.counts, memory.rank)

@@ -64,7 +64,7 @@ def stored_names(config: TransformerConfig) -> dict[str, str]:
 def stored_modules(module: str, config: TransformerConfig) -> dict[str, list[int]]:
     """Return the modules in the weight files that make up a module of a layer, such as "attention.qkv".
 
-    Each name has the indices of its projections in `layer_names`: several if the files fuse several projections.
+    The values are positions in `layer_names`. A module has several if the files fuse several projections.
     """
     whole, found = stored_names(config), {}
     for index, name in enumerate(layer_names(module, config)):

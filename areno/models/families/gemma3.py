@@ -23,9 +23,9 @@ def read_gemma3(raw: RawConfig) -> TransformerConfig:
     raw.set_defaults(sliding_window=4096, rope_theta=1e6, tie_word_embeddings=True, num_key_value_heads=4)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if raw.get(name, float, 0.0):
-            raw.refuse(name, "null, since capped logits are not implemented")
+            raw.add_unsupported(name, "null, since capped logits are not implemented")
     if raw.get("use_bidirectional_attention", bool, False):
-        raw.refuse("use_bidirectional_attention", "false")
+        raw.add_unsupported("use_bidirectional_attention", "false")
     ropes = read_two_ropes(raw, raw.get("max_position_embeddings", int, ge=1), "rope_local_base_freq")
     head_dim = raw.get("head_dim", int, 256, ge=2)
     # Attention divides scores by the root of head_dim. Queries and keys carry the root of the remaining factor each.

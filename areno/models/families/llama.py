@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from areno.layers.config import Rope
+from areno.layers.config import RopeConfig
 from areno.models.config import UNUSED_WINDOW, Family, LayerKind, TransformerConfig, read_decoder, with_sliding_windows
 from areno.models.folder import RawConfig
 
@@ -40,7 +40,7 @@ def with_sliding_window(raw: RawConfig, config: TransformerConfig) -> Transforme
     types = raw.get("layer_types", list, [])
     has_window = raw.get("sliding_window", int, 0, ge=1) > 0
     if any(kind != ("sliding_attention" if has_window else "full_attention") for kind in types):
-        raw.refuse("layer_types", f"no such field, as in {config.family} all layers go by sliding_window")
+        raw.add_unsupported("layer_types", f"no such field, as in {config.family} all layers go by sliding_window")
         return config
     return with_sliding_windows(raw, config, lambda layer: has_window)
 
@@ -58,10 +58,10 @@ def read_phi3(raw: RawConfig) -> TransformerConfig:
     config = read_decoder(raw, "phi3", partial_rotary=1.0, may_slide=True)
     for name in ("resid_pdrop", "embd_pdrop"):
         if raw.get(name, float, 0.0):
-            raw.refuse(name, "0, since there is no dropout")
+            raw.add_unsupported(name, "0, since there is no dropout")
     for name in ("full_attn_mod", "interpolate_factor"):  # fields of Phi-4-mini's own code, unknown to transformers
         if raw.get(name, int, 1, ge=0) != 1:
-            raw.refuse(name, "1")
+            raw.add_unsupported(name, "1")
     return with_sliding_window(raw, config)
 
 
@@ -89,9 +89,9 @@ def read_smollm3(raw: RawConfig) -> TransformerConfig:
     interval = raw.get("no_rope_layer_interval", int, 4, ge=1)
     rotated = raw.get("no_rope_layers", list, [int((n + 1) % interval != 0) for n in range(config.num_layers)])
     if len(rotated) < config.num_layers or not all(flag in (0, 1) for flag in rotated):
-        raw.refuse("no_rope_layers", f"a 0 or 1 for each of num_hidden_layers={config.num_layers}")
+        raw.add_unsupported("no_rope_layers", f"a 0 or 1 for each of num_hidden_layers={config.num_layers}")
         return config
-    nope = Rope(config.rope.theta, "none")
+    nope = RopeConfig(config.rope.theta, "none")
     kinds = tuple(LayerKind(config.rope if flag else nope) for flag in rotated[: config.num_layers])
     config = replace(config, kinds=kinds, mlp_bias=mlp_bias)
     if raw.get("use_sliding_window", bool, False) and raw.get("sliding_window", int, 0, ge=1):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from areno.layers.config import Experts
+from areno.layers.config import MoEConfig
 from areno.models.config import UNUSED_WINDOW, Family, TransformerConfig, read_decoder
 from areno.models.folder import RawConfig
 
@@ -23,8 +23,8 @@ def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
     config = read_decoder(raw, "qwen3_moe", may_bias=True)
     step = raw.get("decoder_sparse_step", int, 1, ge=1)
     if raw.get("use_sliding_window", bool, False):
-        raw.refuse("use_sliding_window", "false, since sliding-window attention is not implemented")
-    plain = _layers(raw, "mlp_only_layers", config.num_layers)
+        raw.add_unsupported("use_sliding_window", "false, since sliding-window attention is not implemented")
+    plain = _layer_indices(raw, "mlp_only_layers", config.num_layers)
     plain |= {index for index in range(config.num_layers) if (index + 1) % step}
     if len(plain) == config.num_layers:
         raw.add_problem("mlp_only_layers and decoder_sparse_step leave no layer with experts; expected at least one")
@@ -42,9 +42,9 @@ def read_mixtral(raw: RawConfig) -> TransformerConfig:
     """Read the shape of a Mixtral model. `intermediate_size` is the inner size of an expert."""
     config = read_decoder(raw, "mixtral")
     if raw.get("sliding_window", int, -1, ge=0) >= 0:
-        raw.refuse("sliding_window", "null, since sliding-window attention is not implemented")
+        raw.add_unsupported("sliding_window", "null, since sliding-window attention is not implemented")
     if raw.get("router_jitter_noise", float, 0.0):
-        raw.refuse("router_jitter_noise", "0, since the router has no noise")
+        raw.add_unsupported("router_jitter_noise", "0, since the router has no noise")
     sections = raw.values, raw.values.get("rope_parameters"), raw.values.get("rope_scaling")
     if not any(isinstance(section, dict) and section.get("rope_theta") for section in sections):
         raw.add_problem(
@@ -56,23 +56,23 @@ def read_mixtral(raw: RawConfig) -> TransformerConfig:
     return replace(config, experts=experts)
 
 
-def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> Experts:
-    """Read the experts. `fields`: two names that the number of experts may have. `more`: other fields of `Experts`."""
+def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> MoEConfig:
+    """Read the experts. `fields`: two possible names of the number of experts. `more`: other fields of `MoEConfig`."""
     given = [field for field in fields if raw.values.get(field) is not None] or [fields[0]]
     n_experts = raw.get(given[0], int, ge=1, le=2**15 - 1)
     if len(given) == 2 and raw.get(given[1], int, ge=1) != n_experts:
         raw.add_problem(f"{given[1]} is {raw.values[given[1]]}, and {given[0]} is {n_experts}; expected one number")
     top_k = raw.get("num_experts_per_tok", int, ge=1)
     if top_k > n_experts:
-        raw.refuse("num_experts_per_tok", f"at most {given[0]}={n_experts}")
-    return Experts(n_experts=n_experts, top_k=top_k, field=given[0], **more)
+        raw.add_unsupported("num_experts_per_tok", f"at most {given[0]}={n_experts}")
+    return MoEConfig(n_experts=n_experts, top_k=top_k, field=given[0], **more)
 
 
-def _layers(raw: RawConfig, field: str, num_layers: int) -> set[int]:
+def _layer_indices(raw: RawConfig, field: str, num_layers: int) -> set[int]:
     """Return the layer indices in a field. If one of them does not exist, add a problem and return an empty set."""
     listed = raw.get(field, list, [])
     if not all(type(index) is int and 0 <= index < num_layers for index in listed):
-        raw.refuse(field, f"numbers of layers, 0 to {num_layers - 1}")
+        raw.add_unsupported(field, f"numbers of layers, 0 to {num_layers - 1}")
         return set()
     return set(listed)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from areno.layers.config import Delta
+from areno.layers.config import DeltaConfig
 from areno.models.config import UNUSED_WINDOW, Family, TransformerConfig, read_decoder, with_sliding_windows
 from areno.models.folder import RawConfig
 from areno.models.rope_config import read_rope
@@ -37,7 +37,7 @@ def with_sliding_windows_from_layer(raw: RawConfig, config: TransformerConfig) -
     if raw.get("use_sliding_window", bool, False) and raw.get("sliding_window", int, 0, ge=1):
         return with_sliding_windows(raw, config, lambda layer: layer >= first)
     if "sliding_attention" in raw.get("layer_types", list, []):
-        raw.refuse("layer_types", "'full_attention' in every layer without use_sliding_window")
+        raw.add_unsupported("layer_types", "'full_attention' in every layer without use_sliding_window")
     return config
 
 
@@ -75,9 +75,9 @@ def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
     Without `layer_types`, every `full_attention_interval`-th layer has attention.
     """
     if not raw.get("attn_output_gate", bool, True):
-        raw.refuse("attn_output_gate", "true")
+        raw.add_unsupported("attn_output_gate", "true")
     if raw.get("output_gate_type", str, "swish") not in ("swish", "silu"):  # Qwen3.6 says it of the delta rule
-        raw.refuse("output_gate_type", "'swish'")
+        raw.add_unsupported("output_gate_type", "'swish'")
     rope = read_rope(raw, raw.get("max_position_embeddings", int, ge=1), partial=0.25, unused=_OF_IMAGES)
     config = read_decoder(raw, "qwen3_5_text", default_head_dim=256, may_recur=True, may_bias=True, rope=rope)
     interval = raw.get("full_attention_interval", int, 4, ge=1)
@@ -85,7 +85,7 @@ def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
     recurs = [kind == "linear_attention" for kind in types] or [
         (layer + 1) % interval != 0 for layer in range(config.num_layers)
     ]
-    delta = Delta(
+    delta = DeltaConfig(
         layers=tuple(layer for layer, does in enumerate(recurs) if does),
         n_key_heads=raw.get("linear_num_key_heads", int, 16, ge=1),
         n_value_heads=raw.get("linear_num_value_heads", int, 32, ge=1),
@@ -94,9 +94,9 @@ def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
         width=raw.get("linear_conv_kernel_dim", int, 4, ge=2, le=64),
     )
     if delta.n_value_heads % delta.n_key_heads:
-        raw.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads={delta.n_key_heads}")
+        raw.add_unsupported("linear_num_value_heads", f"a multiple of linear_num_key_heads={delta.n_key_heads}")
     if not config.num_layers - len(delta.layers):
-        raw.refuse("layer_types", "'full_attention' in one layer at least")
+        raw.add_unsupported("layer_types", "'full_attention' in one layer at least")
     return replace(
         config,
         qk_norm=True,

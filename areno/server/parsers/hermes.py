@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 
-from areno.server.parsers.json_rules import JsonRules, Style
-from areno.server.parsers.lark import Lark
+from areno.server.parsers.json_rules import JsonRules, JsonStyle
+from areno.server.parsers.lark import LarkBuilder
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
-from areno.server.parsers.partial_text import Cursor, Reading, after_space, dump_json, load_json
-from areno.server.parsers.schemas import Document
+from areno.server.parsers.partial_text import Cursor, Reading, dump_json, index_after_space, load_json
+from areno.server.parsers.schemas import SchemaDocument
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _HEAD = {"name", "id", "type"}  # keys of a call beside its arguments
@@ -27,7 +27,7 @@ class HermesParser(ToolCallParser):
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
         yield from source.skip_space()
-        text = yield from source.json_object()
+        text = yield from source.read_json_object()
         if text is None or (call := parse_call(text, ("arguments", "parameters"))) is None:
             return None
         yield from source.skip_space()
@@ -35,22 +35,22 @@ class HermesParser(ToolCallParser):
             return None
         return [call]
 
-    def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
-        return in_tags(lark, call_object(lark, functions, "arguments"), many)
+    def calls_rule(self, lark: LarkBuilder, functions: dict[str, SchemaDocument], many: bool) -> str:
+        return tagged_calls_rule(lark, call_object_rule(lark, functions, "arguments"), many)
 
 
-def in_tags(lark: Lark, call: str, many: bool) -> str:
+def tagged_calls_rule(lark: LarkBuilder, call: str, many: bool) -> str:
     """Return a rule: `call` between `<tool_call>` and `</tool_call>`, repeated any number of times if `many`."""
     opening, closing, newline = map(lark.literal, (f"{OPEN}\n", f"\n{CLOSE}", "\n"))
     call = lark.rule(f"{opening} {call} {closing}")
     return lark.rule(f"{call} ({newline} {call})*") if many else call
 
 
-def call_object(lark: Lark, functions: dict[str, Document], arguments_key: str) -> str:
+def call_object_rule(lark: LarkBuilder, functions: dict[str, SchemaDocument], arguments_key: str) -> str:
     calls = []
     for name, document in functions.items():
         start = json.dumps(f'{{"name": {json.dumps(name)}, "{arguments_key}": ')
-        calls.append(f'{start} {JsonRules(lark, document, Style()).root()} "}}"')
+        calls.append(f'{start} {JsonRules(lark, document, JsonStyle()).root()} "}}"')
     return f"({' | '.join(calls)})"
 
 
@@ -85,18 +85,18 @@ class LlamaJsonParser(ToolCallParser):
     def find_opening(self, text: str, at: int, at_boundary: bool, after_call: bool) -> tuple[int, int | None]:
         """Accept the brace of a JSON object in place of a tag. After a call, accept a `;` before the brace."""
         if at_boundary:
-            start = after_space(text, at)
-            brace = after_space(text, start + 1) if after_call and text.startswith(";", start) else start
+            start = index_after_space(text, at)
+            brace = index_after_space(text, start + 1) if after_call and text.startswith(";", start) else start
             if brace == len(text) or text.startswith("{", brace):
                 return start, None if brace == len(text) else brace
         return super().find_opening(text, at, at_boundary, after_call)
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
         yield from source.skip_space()
-        text = yield from source.json_object()
+        text = yield from source.read_json_object()
         call = None if text is None else parse_call(text, ("parameters", "arguments"))
         return None if call is None or (tools is not None and call[0] not in tools) else [call]
 
-    def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
-        call = call_object(lark, functions, "parameters")
+    def calls_rule(self, lark: LarkBuilder, functions: dict[str, SchemaDocument], many: bool) -> str:
+        call = call_object_rule(lark, functions, "parameters")
         return lark.rule(f"{call} ({lark.literal('; ')} {call})*") if many else call

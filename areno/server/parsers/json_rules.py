@@ -14,26 +14,26 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
-from areno.engine.decoder.grammar import grammar_error, matches_nothing
+from areno.engine.decoder.grammar import grammar_error, has_empty_language
 from areno.errors import GrammarError
-from areno.server.parsers.lark import Lark
+from areno.server.parsers.lark import LarkBuilder
 from areno.server.parsers.numbers import Range
 from areno.server.parsers.patterns import (
     FORMATS,
     decimal_term,
-    escaped,
-    is_found,
+    escape_regex,
     json_expression,
     lark_literal,
     pattern_fault,
+    pattern_matches,
     text_schema_fault,
     whole_text_term,
 )
 from areno.server.parsers.schemas import (
     Alternative,
-    Document,
     ObjectSchema,
     Place,
+    SchemaDocument,
     schemas_of,
     size_bounds,
     split_array_items,
@@ -55,7 +55,7 @@ _Key = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Style:
+class JsonStyle:
     """How values are written: by default as `json.dumps` and the chat templates write them."""
 
     is_free: bool = False  # a bounded amount of whitespace is allowed where JSON allows it
@@ -65,7 +65,7 @@ class Style:
 class JsonRules:
     """Adds rules for the values of one JSON schema to a grammar. Most methods return expressions or names of rules."""
 
-    def __init__(self, lark: Lark, document: Document, style: Style):
+    def __init__(self, lark: LarkBuilder, document: SchemaDocument, style: JsonStyle):
         self._lark, self._document, self._style = lark, document, style
         self._space = _SPACE if style.is_free else ""
         comma, colon = (f"{_SPACE}{each}{_SPACE}" if style.is_free else f"{each} " for each in ",:")
@@ -80,9 +80,9 @@ class JsonRules:
 
     def root(self) -> str:
         """Return the rule of the whole schema. Raises GrammarError if no finite value satisfies it."""
-        return self.require(self.value_rule([self._document.root]))
+        return self.require_rule(self.value_rule([self._document.root]))
 
-    def require(self, rule: str | None) -> str:
+    def require_rule(self, rule: str | None) -> str:
         if rule is None:
             raise GrammarError("the schema cannot be compiled: no value of finite length can satisfy it")
         return rule
@@ -95,14 +95,14 @@ class JsonRules:
         if key not in self._values:
             if not self._is_finite(places):
                 return None
-            name = self._values[key] = self._lark.reserve()
+            name = self._values[key] = self._lark.reserve_name()
             self._open.add(key)
             terms = [term for each in self._document.alternatives(places) for term in self._alternative_terms(each)]
             self._open.discard(key)
             if terms:
                 self._lark.define(name, " | ".join(dict.fromkeys(terms)))
             elif key in self._used:
-                self.require(None)
+                self.require_rule(None)
             else:
                 self._values[key] = None
         return self._values[key]
@@ -142,7 +142,7 @@ class JsonRules:
 
     def _alternative_terms(self, alternative: Alternative) -> list[str]:
         if (values := self._document.literals(alternative)) is not None:
-            return self._literal_terms([value for value in values if self.may_be(value, alternative)])
+            return self._literal_terms([value for value in values if self.matches_patterns(value, alternative)])
         kinds, found = self._document.kinds(alternative), self._scalar_terms(alternative)
         containers = [self._array_rule(alternative)] if "array" in kinds else []
         containers += [self._object_rule(alternative)] if "object" in kinds else []
@@ -167,12 +167,12 @@ class JsonRules:
         ]
         return found + ([self._lark.terminal(" | ".join(terms))] if terms else [])
 
-    def may_be(self, value: Any, alternative: Alternative) -> bool:
+    def matches_patterns(self, value: Any, alternative: Alternative) -> bool:
         """Return whether a value fits the patterns and formats of an alternative, which `Document.rejects` ignores."""
         if not isinstance(value, str):
             return True
-        patterns, formats = self.text_words(alternative)
-        return all(is_found(each, value) for each in (*patterns, *(f"^({FORMATS[each]})$" for each in formats)))
+        patterns, formats = self.patterns_and_formats(alternative)
+        return all(pattern_matches(each, value) for each in (*patterns, *(f"^({FORMATS[each]})$" for each in formats)))
 
     # Numbers ---------------------------------------------------------------------------------------------------------
 
@@ -189,14 +189,14 @@ class JsonRules:
                 else:
                     step, n_parts = math.lcm(step, divisor.numerator), math.gcd(n_parts, divisor.denominator)
         if n_parts == 0:
-            return [self._lark.terminal_of(found.terms(is_integer))]
-        fractions = [] if is_integer or n_parts == 1 else found.in_units_of(n_parts)
-        return [self._multiples_term(found, step), self._lark.terminal_of(fractions)]
+            return [self._lark.union_terminal(found.terms(is_integer))]
+        fractions = [] if is_integer or n_parts == 1 else found.fraction_terms(n_parts)
+        return [self._multiples_term(found, step), self._lark.union_terminal(fractions)]
 
     def _multiples_term(self, range_: Range, step: int) -> str | None:
         """Return the expression of the integers in a range that are multiples of `step`, or None if there are none."""
         if step == 1:
-            return self._lark.terminal_of(range_.terms(integer=True))
+            return self._lark.union_terminal(range_.terms(integer=True))
         found = range_.at_least(-_MAX_MULTIPLE, False).at_most(_MAX_MULTIPLE, False)
         assert found.low is not None
         assert found.high is not None
@@ -206,7 +206,7 @@ class JsonRules:
 
     # Strings ---------------------------------------------------------------------------------------------------------
 
-    def text_words(self, alternative: Alternative) -> tuple[list[str], list[str]]:
+    def patterns_and_formats(self, alternative: Alternative) -> tuple[list[str], list[str]]:
         """Return (patterns, formats) of a string. Those that cannot be enforced are passed to `Document.leave_out`."""
         patterns, formats = list[str](), list[str]()
         for schema in schemas_of(alternative):
@@ -222,7 +222,7 @@ class JsonRules:
         return list(dict.fromkeys(patterns)), list(dict.fromkeys(formats))
 
     def _string_term(self, alternative: Alternative) -> str | None:
-        (low, high), (patterns, formats) = size_bounds(alternative, "Length"), self.text_words(alternative)
+        (low, high), (patterns, formats) = size_bounds(alternative, "Length"), self.patterns_and_formats(alternative)
         if high is not None and low > high:
             return None
         has_length = low > 0 or high is not None
@@ -237,7 +237,7 @@ class JsonRules:
         if not patterns and not formats:
             return self._lark.terminal(lark_literal(f'"{self._char}{repetition_range(low, high)}"'))
         term = decimal_term(patterns[0]) if patterns else f"({lark_literal(FORMATS[formats[0]])})"
-        return self._lark.terminal_of([f"{json.dumps(chr(34))} {term} {json.dumps(chr(34))}"])
+        return self._lark.union_terminal([f"{json.dumps(chr(34))} {term} {json.dumps(chr(34))}"])
 
     def literal_rule(self, value: Any) -> str:
         """Return the expression of exactly this value."""
@@ -351,7 +351,7 @@ class JsonRules:
         for pattern, term in terms:
             if term is None or grammar_error(f"start: T\nT: {term}"):
                 self._document.relax_or_refuse(f"patternProperties {pattern!r}")
-            elif matches_nothing(f"({term}) & {_PLAIN_NAME}") and not matches_nothing(term):
+            elif has_empty_language(f"({term}) & {_PLAIN_NAME}") and not has_empty_language(term):
                 self._document.relax_or_refuse(f"patternProperties {pattern!r}, whose names need escapes")
         known = [f"({term})" for _, term in terms if term is not None]
         for (_, places), (_, term) in zip(form.patterns, terms, strict=True):
@@ -364,7 +364,7 @@ class JsonRules:
         rules = list[str]()
         for names, places in found:
             quoted = f"{json.dumps(chr(34))} ({names}) {lark_literal(chr(34) + self._colon)}"
-            name = self._lark.terminal_of([quoted]) if known else self._lark.terminal(quoted)
+            name = self._lark.union_terminal([quoted]) if known else self._lark.terminal(quoted)
             if name is not None and (value := self.value_rule(places)) is not None:
                 rules.append(f"{name} {value}")
         return self._lark.rule(" | ".join(rules)) if rules else None
@@ -468,8 +468,8 @@ def _character_spellings(char: str, is_python: bool) -> str:
     if 0xD800 <= code < 0xE000:  # half of a pair can only be escaped
         return unit
     if char in _SHORT:
-        short = rf"\\{escaped(_SHORT[char])}"
+        short = rf"\\{escape_regex(_SHORT[char])}"
         return f"({short}|{unit})" if code < 32 else short
     if code < 32:
         return unit
-    return f"({char}|{unit})" if code >= 127 else escaped(char)
+    return f"({char}|{unit})" if code >= 127 else escape_regex(char)

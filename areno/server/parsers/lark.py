@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 
-from areno.engine.decoder.grammar import matches_nothing
+from areno.engine.decoder.grammar import has_empty_language
 from areno.errors import GrammarError
 
 MAX_CHARACTERS = 2_000_000  # of a grammar; larger ones take many seconds to compile
@@ -16,7 +16,7 @@ _AS_SPACE = str.maketrans("()|?*", "     ")
 _HEADER = '%llguidance {"ignore_once": true}'
 
 
-class Lark:
+class LarkBuilder:
     """A grammar under construction, in llguidance's variant of Lark.
 
     Methods return expressions, which match one after the other when joined by spaces. Only `literal` and `until` can
@@ -32,7 +32,7 @@ class Lark:
         self._n_names = self._n_symbols = self._size = 0  # characters of the rules
         self._depths: dict[str, int] = {}
 
-    def reserve(self, initial: str = "r") -> str:
+    def reserve_name(self, initial: str = "r") -> str:
         """Return an unused name, which `define` must give a body. A capital `initial` makes it a terminal."""
         self._n_names += 1
         return f"{initial}{self._n_names - 1}"
@@ -63,7 +63,7 @@ class Lark:
     def _define_once(self, initial: str, body: str, option: str) -> str:
         key = (initial + option, body)
         if key not in self._names:
-            name = self._names[key] = self.reserve(initial)
+            name = self._names[key] = self.reserve_name(initial)
             self.define(name + option, body)
         return self._names[key]
 
@@ -101,10 +101,10 @@ class Lark:
         start = self.terminal(f"{term} {json.dumps(tag[:special])}" if special else term)
         return f"{start} {self.literal(tag[special:])}" if tag[special:] else start
 
-    def terminal_of(self, terms: Iterable[str]) -> str | None:
+    def union_terminal(self, terms: Iterable[str]) -> str | None:
         """Return a terminal that matches what any of the terms matches, or None if they match nothing."""
         body = " | ".join(terms)
-        return None if not body or ("&" in body and matches_nothing(body)) else self.terminal(body)
+        return None if not body or ("&" in body and has_empty_language(body)) else self.terminal(body)
 
     def grammar_text(self, start: str) -> str:
         """Return the whole grammar, in which an answer must match `start`."""

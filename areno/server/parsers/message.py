@@ -9,9 +9,9 @@ from typing import Any
 
 from areno.data.chat_template import END_THINK, THINK
 from areno.errors import GrammarError
-from areno.server.parsers.lark import Lark
-from areno.server.parsers.partial_text import Cursor, Reading, Schema, partial_tag, schemas_by_name
-from areno.server.parsers.schemas import Document
+from areno.server.parsers.lark import LarkBuilder
+from areno.server.parsers.partial_text import Cursor, Reading, Schema, partial_tag_start, schemas_by_name
+from areno.server.parsers.schemas import SchemaDocument
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class ToolCallParser:
         if found:
             start, length = min(found)
             return start, start - length
-        return partial_tag(text, self.tags, at), None
+        return partial_tag_start(text, self.tags, at), None
 
     def read_calls(self, source: Cursor, tag: str, tools: Tools | None) -> Reading[list[RawCall] | None]:
         """Read the calls after an opening tag, which may be "", and move the cursor past them.
@@ -96,7 +96,7 @@ class ToolCallParser:
         """
         raise NotImplementedError("the family has tags but does not read calls")
 
-    def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
+    def calls_rule(self, lark: LarkBuilder, functions: dict[str, SchemaDocument], many: bool) -> str:
         """Add rules for calls to a grammar and return the name of the rule that matches them.
 
         `functions` are function name -> schema of the arguments, and `many` allows several calls. Raises GrammarError
@@ -134,7 +134,7 @@ class MessageStream:
             yield from source.skip_space()
             in_reasoning = yield from source.accept(THINK)
         if in_reasoning:
-            source.forget()
+            source.drop_read_text()
             yield from self._read_reasoning()
         else:
             source.at = 0  # the whitespace is part of the content
@@ -145,7 +145,7 @@ class MessageStream:
         yield from source.skip_newlines()
         while True:
             end = source.text.find(END_THINK, source.at)
-            border = end if end >= 0 else partial_tag(source.text, (END_THINK,), source.at)
+            border = end if end >= 0 else partial_tag_start(source.text, (END_THINK,), source.at)
             if source.ended and end < 0:
                 border = len(source.text)
             # Newlines before the closing tag belong to the tag.
@@ -156,7 +156,7 @@ class MessageStream:
             yield
         source.at = len(source.text) if end < 0 else source.text.find(END_THINK) + len(END_THINK)
         yield from source.skip_newlines()
-        source.forget()
+        source.drop_read_text()
 
     def _read_content(self) -> Reading[None]:
         source, at_boundary = self._source, True
@@ -197,7 +197,7 @@ class MessageStream:
             call = ToolCall(f"call_{self._message_id}_{self._n_calls}", name, arguments)
             self._deltas.append(MessageDelta(tool_call=call))
             self._n_calls += 1
-        source.forget()
+        source.drop_read_text()
         return True
 
     def _emit_until(self, end: int, reasoning: bool = False) -> None:
@@ -209,7 +209,7 @@ class MessageStream:
                 self._space, self._has_content = "", True
             self._deltas.append(MessageDelta(reasoning_content=text) if reasoning else MessageDelta(content=text))
         source.at = end
-        source.forget()
+        source.drop_read_text()
 
 
 def join_deltas(deltas: Iterable[MessageDelta]) -> ParsedMessage:

@@ -44,7 +44,7 @@ class Range:
         low, high = (None if bound is None else -bound for bound in (self.high, self.low))
         return Range(low, high, -self.high_float, -self.low_float)
 
-    def holds(self, value: Any) -> bool:
+    def contains(self, value: Any) -> bool:
         if isinstance(value, float) and not value.is_integer():
             return self.low_float <= value <= self.high_float
         return (self.low is None or self.low <= value) and (self.high is None or value <= self.high)
@@ -71,9 +71,9 @@ class Range:
         if integer or self.high_float < 0 or self.low_float > self.high_float:
             return found
         start, end = max(self.low_float, 0.0), self.high_float
-        return found + _fractions(start, end) + _with_exponent(start, end)
+        return found + _decimal_terms(start, end) + _exponent_terms(start, end)
 
-    def in_units_of(self, n: int) -> list[str]:
+    def fraction_terms(self, n: int) -> list[str]:
         """Return terms for fractions in the range that are multiples of 1 / n. n has no prime factors but 2 and 5."""
         n_decimals = next(n_decimals for n_decimals in range(1, n + 1) if 10**n_decimals % n == 0)
         step = 10**n_decimals // n
@@ -83,7 +83,7 @@ class Range:
         found = list[str]()
         for sign, each in (("", self), ('"-" ', self.mirrored())):
             if each.high_float >= 0 and each.low_float <= each.high_float:
-                found += [sign + term for term in _fractions(max(each.low_float, 0.0), each.high_float, digits)]
+                found += [sign + term for term in _decimal_terms(max(each.low_float, 0.0), each.high_float, digits)]
         return found
 
 
@@ -140,19 +140,19 @@ def _natural_range(low: int, high: int | None) -> str:
     return _alternation(parts)
 
 
-def _at_least(digits: str) -> str:
+def _at_least_regex(digits: str) -> str:
     """Return a regex of the decimal places that are at least `digits`. `digits` does not end in 0."""
     parts = [f"{digits[:at]}[{int(each) + 1}-9][0-9]*" for at, each in enumerate(digits) if each != "9"]
     return _alternation([*parts, f"{digits}[0-9]*" if digits else "[0-9]+"])
 
 
-def _at_most(digits: str) -> str:
+def _at_most_regex(digits: str) -> str:
     parts = [f"{digits[:at]}[0-{int(each) - 1}][0-9]*" for at, each in enumerate(digits) if each != "0"]
     shorter = [digits[:at] for at in range(1, len(digits))]
     return _alternation([*parts, *shorter, f"{digits}0*" if digits else "0+"])
 
 
-def _fractions(low: float, high: float, digits: str = "[0-9]+") -> list[str]:
+def _decimal_terms(low: float, high: float, digits: str = "[0-9]+") -> list[str]:
     """Return a term for numbers with a decimal point and no exponent, [] if there are none. Skips values below 1e-17.
 
     `digits` is the regex of the digits after the point.
@@ -163,11 +163,11 @@ def _fractions(low: float, high: float, digits: str = "[0-9]+") -> list[str]:
     if low > 0:
         whole, digits = _positional_digits(max(low, 1e-17))
         above = rf"{_natural_range(whole + 1, 10**_MAX_WHOLE - 1)}\.[0-9]+|" if whole + 1 < 10**_MAX_WHOLE else ""
-        parts.append(rf"/{above}{whole}\.{_at_least(digits)}/")
+        parts.append(rf"/{above}{whole}\.{_at_least_regex(digits)}/")
     if high < 10**_MAX_WHOLE:
         whole, digits = _positional_digits(0.0 if high < 1e-17 else high)
         below = rf"{_natural_range(0, whole - 1)}\.[0-9]+|" if whole else ""
-        parts.append(rf"/{below}{whole}\.{_at_most(digits)}/")
+        parts.append(rf"/{below}{whole}\.{_at_most_regex(digits)}/")
     return [f"({' & '.join(parts)})"]
 
 
@@ -177,14 +177,14 @@ def _positional_digits(value: float) -> tuple[int, str]:
     return int(whole), digits.rstrip("0")
 
 
-def _with_exponent(low: float, high: float) -> list[str]:
+def _exponent_terms(low: float, high: float) -> list[str]:
     """Return terms for numbers with one digit before the point and an exponent."""
     if high == 0:
         return []
     first, least, parts = (-324, None, []) if low == 0 else (*_scientific(low), [])
     last, most = _scientific(high)
-    lowest = "" if least is None else _mantissa(least, _at_least, 9)
-    highest = _mantissa(most, _at_most, 1)
+    lowest = "" if least is None else _mantissa(least, _at_least_regex, 9)
+    highest = _mantissa(most, _at_most_regex, 1)
     if least is not None and first == last:
         return [f"( /({lowest}){_exponent(first, last)}/ & /({highest}){_exponent(first, last)}/ )"]
     parts = [f"/({lowest}){_exponent(first, first)}/"] if least is not None else []
@@ -203,7 +203,7 @@ def _scientific(value: float) -> tuple[int, str]:
 def _mantissa(digits: str, bound: Any, end: int) -> str:
     first, rest = int(digits[0]), digits[1:]
     beyond = [rf"[{min(first + 1, end)}-{end}](\.[0-9]+)?" if end == 9 else rf"[1-{first - 1}](\.[0-9]+)?"]
-    is_bare = bound is _at_most or not rest
+    is_bare = bound is _at_most_regex or not rest
     at_bound = rf"{first}(\.{bound(rest)})" + ("?" if is_bare else "")
     return "|".join([*(beyond if first != end else []), at_bound])
 

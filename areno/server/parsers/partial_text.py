@@ -17,13 +17,13 @@ _JSON_PAIRS = {"}": "{", "]": "["}
 _JSON_OUTSIDE_STRINGS = frozenset(" \t\r\n,:+-.0123456789truefalsenullE")
 
 
-def after_space(text: str, at: int) -> int:
+def index_after_space(text: str, at: int) -> int:
     while at < len(text) and text[at].isspace():
         at += 1
     return at
 
 
-def partial_tag(text: str, tags: tuple[str, ...], at: int = 0) -> int:
+def partial_tag_start(text: str, tags: tuple[str, ...], at: int = 0) -> int:
     """Return the smallest index such that text[index:] is the beginning of a tag, else len(text)."""
     longest = max(map(len, tags), default=1) - 1
     for start in range(max(at, len(text) - longest), len(text)):
@@ -41,7 +41,7 @@ class Cursor:
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False
 
-    def forget(self) -> None:
+    def drop_read_text(self) -> None:
         """Drop the text before the cursor, so that `at` becomes 0."""
         self.text, self.at = self.text[self.at :], 0
 
@@ -53,26 +53,26 @@ class Cursor:
 
     def skip_space(self) -> Reading[None]:
         while (yield from self.peek()).isspace():
-            self.at = after_space(self.text, self.at)
+            self.at = index_after_space(self.text, self.at)
 
     def skip_newlines(self) -> Reading[None]:
         while (yield from self.peek()) == "\n":
             self.at += 1
 
-    def looks_at(self, word: str) -> Reading[bool]:
+    def starts_with(self, word: str) -> Reading[bool]:
         while not self.ended and len(self.text) - self.at < len(word) and word.startswith(self.text[self.at :]):
             yield
         return self.text.startswith(word, self.at)
 
     def accept(self, word: str) -> Reading[bool]:
         """Skip `word` if it comes next, and return whether it did."""
-        found = yield from self.looks_at(word)
+        found = yield from self.starts_with(word)
         if found:
             self.at += len(word)
         return found
 
-    def until_one_of(self, marks: tuple[str, ...]) -> Reading[str | None]:
-        """Move past the next of `marks` and return it. If there is none, return None and do not move."""
+    def skip_past_one_of(self, marks: tuple[str, ...]) -> Reading[str | None]:
+        """Move past the first occurrence of a mark, and return the mark. Without one, return None and do not move."""
         searched = self.at
         while not (found := [(at, mark) for mark in marks if (at := self.text.find(mark, searched)) >= 0]):
             if self.ended:
@@ -83,14 +83,14 @@ class Cursor:
         self.at = at + len(mark)
         return mark
 
-    def json_object(self) -> Reading[str | None]:
+    def read_json_object(self) -> Reading[str | None]:
         """Read a JSON object, or return None if there is none. Only brackets and strings are checked."""
         start, brackets = self.at, []
         while True:
             char = yield from self.peek()
             self.at += 1
             if char == '"' and brackets:
-                if not (yield from self._json_string()):
+                if not (yield from self._skip_json_string()):
                     return None
             elif char in ("{", "["):
                 brackets.append(char)
@@ -102,7 +102,7 @@ class Cursor:
             if brackets[:1] != ["{"]:  # closed again, or it never was an object
                 return self.text[start : self.at] if char == "}" else None
 
-    def _json_string(self) -> Reading[bool]:
+    def _skip_json_string(self) -> Reading[bool]:
         """Move past a JSON string whose opening quote was already read. Return whether it is valid."""
         while (char := (yield from self.peek())) != '"':
             if char < " ":  # the end, or a control character, which JSON does not allow in a string
@@ -160,6 +160,6 @@ def schemas_by_name(tools: Sequence[Any] | None) -> dict[str, Schema] | None:
 
 
 def json_type(name: str) -> str:
-    """Return the JSON Schema name of a type in JSON Schema or Python, such as "integer" for "int, optional"."""
+    """Return the JSON Schema name of a type that may be written as in Python: "integer" for "int, optional"."""
     word = name.partition(",")[0].strip()
     return _ALIASES.get(word, word)

@@ -6,7 +6,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
-from areno.engine.decoder.grammar import accepts_answer, grammar_error
+from areno.engine.decoder.grammar import accepts_completion, grammar_error
 from areno.errors import GrammarError
 
 _HEX, _OCTET = "[0-9a-fA-F]", "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
@@ -46,7 +46,7 @@ _SYNTAX = frozenset("\\.*+?()[]{}|^$-&~#")
 _ASCII = {"d": "0-9", "w": "a-zA-Z0-9_"}  # as in JavaScript, whose patterns JSON Schema uses
 
 
-def escaped(text: str) -> str:
+def escape_regex(text: str) -> str:
     """Return the regex of exactly this text."""
     return "".join(f"\\{char}" if char in _SYNTAX else char for char in text)
 
@@ -62,10 +62,10 @@ def lark_literal(regex: str) -> str:
 
 def text_schema_fault(words: dict[str, Any]) -> str:
     """Return why the schema keywords of a string cannot be enforced, or "" if they can, even if no string matches."""
-    return grammar_error(_or_null(words))
+    return grammar_error(_nullable_string_grammar(words))
 
 
-def _or_null(words: dict[str, Any]) -> str:
+def _nullable_string_grammar(words: dict[str, Any]) -> str:
     """Return a grammar of strings with these keywords, or null, so that it compiles even if there is no such string."""
     return f"start: {json_expression({'anyOf': [{'type': 'string', **words}, {'type': 'null'}]})}"
 
@@ -81,15 +81,15 @@ def pattern_fault(pattern: str) -> str:
 
 
 @lru_cache(4096)
-def is_found(pattern: str, text: str) -> bool:
+def pattern_matches(pattern: str, text: str) -> bool:
     """Return whether a pattern is found in a text. Raises GrammarError if the pattern cannot be enforced."""
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half of a pair is no character there
     if term := decimal_term(pattern):
-        return accepts_answer(f"start: T\nT: {term}", text)
+        return accepts_completion(f"start: T\nT: {term}", text)
     if fault := pattern_fault(pattern):
         raise GrammarError("the schema cannot be compiled: pattern {!r}: {}", pattern, fault)
     quoted = json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # which llguidance always escapes
-    return accepts_answer(_or_null({"pattern": pattern}), quoted)
+    return accepts_completion(_nullable_string_grammar({"pattern": pattern}), quoted)
 
 
 def decimal_term(pattern: str) -> str | None:

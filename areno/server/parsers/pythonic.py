@@ -11,11 +11,11 @@ from string import hexdigits
 from typing import Any
 
 from areno.errors import GrammarError
-from areno.server.parsers.json_rules import JsonRules, Style
-from areno.server.parsers.lark import Lark
+from areno.server.parsers.json_rules import JsonRules, JsonStyle
+from areno.server.parsers.lark import LarkBuilder
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
-from areno.server.parsers.partial_text import Cursor, Reading, after_space, dump_json
-from areno.server.parsers.schemas import Document
+from areno.server.parsers.partial_text import Cursor, Reading, dump_json, index_after_space
+from areno.server.parsers.schemas import SchemaDocument
 
 TAGS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
 MAX_NESTED = 50
@@ -25,7 +25,7 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
-class Malformed(Exception):
+class MalformedCallError(Exception):
     """The text is not a list of calls."""
 
 
@@ -38,7 +38,7 @@ class PythonicParser(ToolCallParser):
     def find_opening(self, text: str, at: int, at_boundary: bool, after_call: bool) -> tuple[int, int | None]:
         """Accept the `[` at the start of the answer in place of a tag."""
         if at_boundary and not after_call:
-            at = after_space(text, at)
+            at = index_after_space(text, at)
             if text.startswith("[", at):
                 return at, at
         return super().find_opening(text, at, at_boundary, after_call)
@@ -47,7 +47,7 @@ class PythonicParser(ToolCallParser):
         yield from source.skip_space()
         try:
             calls = yield from _LiteralParser(source).read_calls()
-        except Malformed:
+        except MalformedCallError:
             return None
         yield from source.skip_space()
         closed = bool(tag) and (yield from source.accept(TAGS[tag]))
@@ -55,15 +55,15 @@ class PythonicParser(ToolCallParser):
             return None
         return calls if tools is None or tag or all(name in tools for name, _ in calls) else None
 
-    def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
-        call = lark.rule(" | ".join(_call_grammar(lark, name, document) for name, document in functions.items()))
+    def calls_rule(self, lark: LarkBuilder, functions: dict[str, SchemaDocument], many: bool) -> str:
+        call = lark.rule(" | ".join(_call_rule(lark, name, document) for name, document in functions.items()))
         more = f"({lark.literal(', ')} {call})*" if many else ""
         return lark.rule(f"{lark.literal('[')} {call} {more} {lark.literal(']')}")
 
 
-def _call_grammar(lark: Lark, name: str, document: Document) -> str:
+def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument) -> str:
     """Return the rule of a call name(key=value, ...). The keys are in the order of the schema."""
-    rules = JsonRules(lark, document, Style(is_python=True))
+    rules = JsonRules(lark, document, JsonStyle(is_python=True))
 
     def argument(key: str, value: str) -> str:
         if not key.isidentifier():
@@ -72,7 +72,7 @@ def _call_grammar(lark: Lark, name: str, document: Document) -> str:
 
     found = [rules.properties_rule(form, argument, rules.comma) for form in document.object_schemas]
     contents = [f"{content}{'?' if may_be_empty else ''}" for content, may_be_empty in filter(None, found)]
-    content = rules.require(lark.rule(" | ".join(contents)) if contents else None)
+    content = rules.require_rule(lark.rule(" | ".join(contents)) if contents else None)
     return lark.rule(f"{lark.literal(f'{name}(')} {content} {lark.literal(')')}")
 
 
@@ -85,7 +85,7 @@ def parse_literal(text: str) -> Any:
         next(reading)
     except StopIteration as end:
         return end.value
-    except Malformed as error:
+    except MalformedCallError as error:
         raise ValueError("no literal of Python") from error
     raise AssertionError("a reader of a text that has ended waits for more")
 
@@ -111,7 +111,7 @@ class _LiteralParser:
         value = yield from self._read_value(0)
         yield from self._source.skip_space()
         if (yield from self._source.peek()):
-            raise Malformed
+            raise MalformedCallError
         return value
 
     def _read_call(self) -> Reading[RawCall]:
@@ -122,29 +122,29 @@ class _LiteralParser:
             key = yield from self._read_name()
             yield from self._expect("=")
             if not key.isidentifier() or key in arguments:
-                raise Malformed
+                raise MalformedCallError
             arguments[key] = yield from self._read_value(0)
         try:
             return name, dump_json(arguments)
         except ValueError as error:
-            raise Malformed from error
+            raise MalformedCallError from error
 
     def _read_name(self) -> Reading[str]:
-        """Read a name, which may contain `_.-`, because names of tools may."""
+        """Read a name. Like the names of tools, it may contain `_`, `.` and `-`."""
         yield from self._source.skip_space()
         start = self._source.at
         while (char := (yield from self._source.peek())) and (char.isalnum() or char in "_.-"):
             self._source.at += 1
         word = self._source.text[start : self._source.at]
         if not word or not (word[0].isalpha() or word[0] == "_"):
-            raise Malformed
+            raise MalformedCallError
         return word
 
     def _expect(self, char: str) -> Reading[None]:
         """Skip whitespace and then `char`."""
         yield from self._source.skip_space()
         if not (yield from self._source.accept(char)):
-            raise Malformed
+            raise MalformedCallError
 
     def _skip_end_or_comma(self, closing: str, items: Any) -> Reading[bool]:
         """Skip the closing bracket and return True, or skip the comma before the next item.
@@ -163,7 +163,7 @@ class _LiteralParser:
         yield from self._source.skip_space()
         char = yield from self._source.peek()
         if depth > MAX_NESTED or not char:
-            raise Malformed
+            raise MalformedCallError
         if char in "'\"":
             return (yield from self._read_string(char))
         if char in "[(":
@@ -174,7 +174,7 @@ class _LiteralParser:
             return (yield from self._read_number())
         word = yield from self._read_name()
         if word not in _WORDS:
-            raise Malformed
+            raise MalformedCallError
         return _WORDS[word]
 
     def _read_list(self, opening: str, depth: int) -> Reading[Any]:
@@ -196,7 +196,7 @@ class _LiteralParser:
             key = yield from self._read_value(depth + 1)
             yield from self._expect(":")
             if not isinstance(key, str):
-                raise Malformed
+                raise MalformedCallError
             items[key] = yield from self._read_value(depth + 1)
         return items
 
@@ -210,7 +210,7 @@ class _LiteralParser:
                 return read(text)
             except ValueError:
                 continue
-        raise Malformed
+        raise MalformedCallError
 
     def _read_string(self, quote: str) -> Reading[str]:
         source = self._source
@@ -222,7 +222,7 @@ class _LiteralParser:
         while not (yield from source.accept(end)):
             char = yield from source.peek()
             if char == "" or (char == "\n" and not is_long):
-                raise Malformed
+                raise MalformedCallError
             source.at += 1
             chars.append((yield from self._read_escape()) if char == "\\" else char)
         return "".join(chars)
@@ -238,10 +238,10 @@ class _LiteralParser:
                 digits += yield from source.peek()
                 source.at += 1
             if not set(digits) <= set(hexdigits) or len(digits) < _HEX_DIGITS[char] or int(digits, 16) > sys.maxunicode:
-                raise Malformed
+                raise MalformedCallError
             return chr(int(digits, 16))
         if char in ("\\", "'", '"'):
             return char
         if char == "":
-            raise Malformed
+            raise MalformedCallError
         return _ESCAPES.get(char, "\\" + char)

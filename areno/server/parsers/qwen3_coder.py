@@ -17,21 +17,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from areno.engine.decoder.grammar import grammar_error, matches_nothing
+from areno.engine.decoder.grammar import grammar_error, has_empty_language
 from areno.errors import GrammarError
-from areno.server.parsers.hermes import CLOSE, OPEN, in_tags
-from areno.server.parsers.json_rules import JsonRules, Style, repetition_range
-from areno.server.parsers.lark import Lark
+from areno.server.parsers.hermes import CLOSE, OPEN, tagged_calls_rule
+from areno.server.parsers.json_rules import JsonRules, JsonStyle, repetition_range
+from areno.server.parsers.lark import LarkBuilder
 from areno.server.parsers.message import RawCall, ToolCallParser, Tools
 from areno.server.parsers.partial_text import Cursor, Reading, Schema, dump_json, load_json
-from areno.server.parsers.patterns import FORMATS, decimal_term, escaped, lark_literal, whole_text_term
+from areno.server.parsers.patterns import FORMATS, decimal_term, escape_regex, lark_literal, whole_text_term
 from areno.server.parsers.pythonic import parse_literal
 from areno.server.parsers.schemas import (
     Alternative,
-    Document,
     ObjectSchema,
     Place,
-    arguments_of,
+    SchemaDocument,
+    arguments_schema,
     json_type_of,
     json_values_are_equal,
     schemas_of,
@@ -65,7 +65,7 @@ class Qwen3CoderParser(ToolCallParser):
             yield from source.skip_space()
             if not (yield from source.accept(FUNCTION)):
                 return None
-        name = yield from self._name(source)
+        name = yield from self._read_name(source)
         if name is None or (tag == FUNCTION and tools is not None and name not in tools):
             return None
         known = _Parameters.from_schema((tools or {}).get(name, {}))
@@ -76,9 +76,9 @@ class Qwen3CoderParser(ToolCallParser):
                 break
             if not (yield from source.accept(PARAMETER)):
                 return None
-            key = yield from self._name(source)
+            key = yield from self._read_name(source)
             left = known.names - arguments.keys() - {key}
-            value = None if key is None else (yield from self._value(source, left if known.names else None))
+            value = None if key is None else (yield from self._read_value(source, left if known.names else None))
             if key is None or value is None:
                 return None
             arguments[key] = known.convert_value(key, value)
@@ -93,11 +93,11 @@ class Qwen3CoderParser(ToolCallParser):
         except ValueError:
             return None
 
-    def call_grammar(self, lark: Lark, functions: dict[str, Document], many: bool) -> str:
-        call = lark.rule(" | ".join(_call_grammar(lark, name, document) for name, document in functions.items()))
-        return in_tags(lark, call, many)
+    def calls_rule(self, lark: LarkBuilder, functions: dict[str, SchemaDocument], many: bool) -> str:
+        call = lark.rule(" | ".join(_call_rule(lark, name, document) for name, document in functions.items()))
+        return tagged_calls_rule(lark, call, many)
 
-    def _name(self, source: Cursor) -> Reading[str | None]:
+    def _read_name(self, source: Cursor) -> Reading[str | None]:
         """Read a name and the `>` after it."""
         start = source.at
         while (char := (yield from source.peek())) != ">":
@@ -107,7 +107,7 @@ class Qwen3CoderParser(ToolCallParser):
         source.at += 1
         return source.text[start : source.at - 1].strip() or None
 
-    def _value(self, source: Cursor, names: set[str] | None) -> Reading[str | None]:
+    def _read_value(self, source: Cursor, names: set[str] | None) -> Reading[str | None]:
         """Read a parameter's value and its closing tag. Returns None if the value has no end.
 
         A closing tag ends the value only if the next parameter or the end of the function follows. If no closing tag
@@ -115,14 +115,14 @@ class Qwen3CoderParser(ToolCallParser):
         `names` is None.
         """
         start = source.at
-        while (tag := (yield from source.until_one_of((END_PARAMETER, PARAMETER)))) is not None:
+        while (tag := (yield from source.skip_past_one_of((END_PARAMETER, PARAMETER)))) is not None:
             after = source.at
             if tag == END_PARAMETER:
                 yield from source.skip_space()
-                if (yield from source.looks_at(PARAMETER)) or (yield from source.looks_at(END_FUNCTION)):
+                if (yield from source.starts_with(PARAMETER)) or (yield from source.starts_with(END_FUNCTION)):
                     return _without_outer_newlines(source.text[start : after - len(tag)])
             elif source.text[start : after - len(tag)].endswith("\n"):
-                name = yield from self._name(source)
+                name = yield from self._read_name(source)
                 if name is not None and (names is None or name in names):
                     source.at = after - len(tag)
                     return _without_outer_newlines(source.text[start : source.at])
@@ -135,7 +135,7 @@ def _without_outer_newlines(value: str) -> str:
 
 
 class _Parameters:
-    def __init__(self, document: Document | None):
+    def __init__(self, document: SchemaDocument | None):
         self._document = document
         found = [] if document is None else document.alternatives([document.root])
         self.names = {name for each in found for one in schemas_of(each) for name in one.get("properties", ())}
@@ -143,11 +143,11 @@ class _Parameters:
     @classmethod
     def from_schema(cls, schema: Schema) -> _Parameters:
         try:
-            return cls(arguments_of(schema, strict=False))
+            return cls(arguments_schema(schema, strict=False))
         except GrammarError:  # a schema that means nothing tells no types
             return cls(None)
 
-    def types(self, key: str) -> tuple[frozenset[str], list[Any]]:
+    def types_and_values(self, key: str) -> tuple[frozenset[str], list[Any]]:
         """Return the types of a parameter (empty if any is allowed), and its values in `enum` or `const`."""
         document = self._document
         if document is None or not (found := document.property_alternatives(key)):
@@ -163,7 +163,7 @@ class _Parameters:
         JSON. A list or an object may also be a Python literal.
         """
         try:
-            kinds, values = self.types(key)
+            kinds, values = self.types_and_values(key)
         except GrammarError:
             kinds, values = frozenset(), []
         if text in (value for value in values if isinstance(value, str)):
@@ -173,14 +173,14 @@ class _Parameters:
         word = text.strip().lower()
         if not kinds or "string" in kinds:
             return None if "null" in kinds and word in _NULLS else text
-        value = _WORDS[word] if word in _WORDS else _as_json(text)
+        value = _WORDS[word] if word in _WORDS else _parse_json(text)
         if value is text and kinds & {"array", "object"}:
-            value = _as_python(text)
+            value = _parse_python(text)
         is_whole = isinstance(value, float) and value.is_integer() and "number" not in kinds
         return int(value) if is_whole else value
 
 
-def _named_kinds(document: Document, alternative: Alternative) -> frozenset[str]:
+def _named_kinds(document: SchemaDocument, alternative: Alternative) -> frozenset[str]:
     """Return the types that the schema names. Empty if it allows all types."""
     if (values := document.literals(alternative)) is not None:
         return frozenset(map(json_type_of, values))
@@ -188,7 +188,7 @@ def _named_kinds(document: Document, alternative: Alternative) -> frozenset[str]
     return frozenset() if kinds == document.kinds(()) else kinds
 
 
-def _as_json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         dump_json(value := load_json(text))
     except ValueError:
@@ -196,7 +196,7 @@ def _as_json(text: str) -> Any:
     return value
 
 
-def _as_python(text: str) -> Any:
+def _parse_python(text: str) -> Any:
     try:
         dump_json(value := parse_literal(text))
     except ValueError:
@@ -204,7 +204,7 @@ def _as_python(text: str) -> Any:
     return value if isinstance(value, list | dict) else text
 
 
-def _call_grammar(lark: Lark, name: str, document: Document) -> str:
+def _call_rule(lark: LarkBuilder, name: str, document: SchemaDocument) -> str:
     """Return the rule of a call, with the parameters in the order of the schema."""
     values = _ParameterRules(lark, document)
 
@@ -219,19 +219,19 @@ def _call_grammar(lark: Lark, name: str, document: Document) -> str:
         for form in document.object_schemas
     ]
     contents = [f"{content}{'?' if may_be_empty else ''}" for content, may_be_empty in filter(None, found)]
-    content = values.require(lark.rule(" | ".join(contents)) if contents else None)
+    content = values.require_rule(lark.rule(" | ".join(contents)) if contents else None)
     return lark.rule(f"{lark.literal(f'{FUNCTION}{name}>' + chr(10))} {content} {lark.literal(END_FUNCTION)}")
 
 
 class _ParameterRules(JsonRules):
     """Rules of values with their closing tags. What may be a string is written as a string, without quotes."""
 
-    def __init__(self, lark: Lark, document: Document):
-        super().__init__(lark, document, Style())
-        self._json, self._known = JsonRules(lark, document, Style()), _Parameters(document)
+    def __init__(self, lark: LarkBuilder, document: SchemaDocument):
+        super().__init__(lark, document, JsonStyle())
+        self._json, self._known = JsonRules(lark, document, JsonStyle()), _Parameters(document)
 
     def property_value_rule(self, name: str, places: Sequence[Place]) -> str | None:
-        kinds, values = self._known.types(name)
+        kinds, values = self._known.types_and_values(name)
         if kinds and "string" not in kinds:
             value = self._json.value_rule(places)
             return None if value is None else f"{value} {self._lark.literal(_END)}"
@@ -239,7 +239,7 @@ class _ParameterRules(JsonRules):
         found = document.alternatives(places)
         has_null = any(not document.rejects(None, each) for each in found)
         # Texts that are not read as strings.
-        others = [lark_literal(escaped(dump_json(value))) for value in values if not isinstance(value, str)]
+        others = [lark_literal(escape_regex(dump_json(value))) for value in values if not isinstance(value, str)]
         others += [_ANY_NULL] if "null" in kinds and not has_null else []
         for each in found:
             literals = document.literals(each)
@@ -247,7 +247,7 @@ class _ParameterRules(JsonRules):
                 text = self._string_rule(each, others) if "string" in document.kinds(each) else None
                 terms += [] if text is None else [text]
                 literals = [None] if "null" in kinds and has_null else []
-            for value in (value for value in literals if self.may_be(value, each)):
+            for value in (value for value in literals if self.matches_patterns(value, each)):
                 text = value if isinstance(value, str) else dump_json(value)
                 if (
                     END_PARAMETER not in text
@@ -259,7 +259,7 @@ class _ParameterRules(JsonRules):
 
     def _string_rule(self, alternative: Alternative, others: list[str]) -> str | None:
         """Return the expression of a string and its closing tag. The string matches no term in `others`."""
-        patterns, formats = self.text_words(alternative)
+        patterns, formats = self.patterns_and_formats(alternative)
         terms = [f"({lark_literal(FORMATS[each])})" for each in formats]
         for pattern in patterns:
             term = decimal_term(pattern) or whole_text_term(pattern)
@@ -275,12 +275,12 @@ class _ParameterRules(JsonRules):
         # The line break before the closing tag may be missing where the length of the text does not matter.
         end = _END if terms or others else _END.removeprefix("\n")
         term = f"({' & '.join([*terms, _NO_TAGS, *(f'~{each}' for each in others)])})"
-        return None if (terms or others) and matches_nothing(term) else self._lark.term_before_tag(term, end)
+        return None if (terms or others) and has_empty_language(term) else self._lark.term_before_tag(term, end)
 
     def unlisted_parameter_rule(self, form: ObjectSchema) -> str | None:
         value = None if form.others is None or form.patterns else self.property_value_rule(_UNLISTED, form.others)
         if value is None:
             return None
-        taken = "|".join(map(escaped, form.properties))
+        taken = "|".join(map(escape_regex, form.properties))
         name = self._lark.terminal(r"/[^<>\s]+( [^<>\s]+)*/" + (f" & ~{lark_literal(taken)}" if taken else ""))
         return self._lark.rule(f"{self._lark.literal(PARAMETER)} {name} {self._lark.literal('>' + chr(10))} {value}")

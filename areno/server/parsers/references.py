@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from areno.errors import GrammarError
-from areno.schema.values import show
+from areno.schema.values import format_value
 from areno.server.parsers.partial_text import json_type
 
 Place = tuple[Any, str]
@@ -31,14 +31,14 @@ class References:
     def __init__(self, root: Any):
         self._bases: dict[int, str] = {}
         self._targets: dict[str, Place] = {}
-        self._find(root, "")
+        self._index_schema(root, "")
         self.root: Place = (root, self.base_of(root, ""))
         self._targets.setdefault("", self.root)
 
     def base_of(self, schema: Any, default: str) -> str:
         return self._bases.get(id(schema), default)
 
-    def _find(self, schema: Any, base: str) -> None:
+    def _index_schema(self, schema: Any, base: str) -> None:
         """Record the base URI of a schema and of all schemas in it, and the targets of `$id` and `$anchor`."""
         if not isinstance(schema, dict) or id(schema) in self._bases:
             return
@@ -54,7 +54,7 @@ class References:
             if isinstance(schema.get(word), str):
                 self._targets.setdefault(f"{base}#{schema[word]}", (schema, base))
         for each in _direct_subschemas(schema):
-            self._find(each, base)
+            self._index_schema(each, base)
 
     def resolve(self, reference: str, base: str) -> Place:
         """Return the schema to which a `$ref` leads. Raises GrammarError if there is none in the document."""
@@ -64,7 +64,9 @@ class References:
         if not fragment or not fragment.startswith("/"):
             place = self._targets.get(f"{document}#{fragment}" if fragment else document)
             if place is None:
-                raise GrammarError("the schema cannot be compiled: $ref {} does not exist in it", show(reference))
+                raise GrammarError(
+                    "the schema cannot be compiled: $ref {} does not exist in it", format_value(reference)
+                )
             return place
         target, base = self._targets.get(document, (None, ""))
         for step in fragment[1:].split("/"):
@@ -75,8 +77,8 @@ class References:
                 target = target.get(step) if isinstance(target, dict) else None
             base = self._bases.get(id(target), base)
         if not isinstance(target, dict | bool):
-            raise GrammarError("the schema cannot be compiled: $ref: {} does not exist in it", show(fragment))
-        self._find(target, base)
+            raise GrammarError("the schema cannot be compiled: $ref: {} does not exist in it", format_value(fragment))
+        self._index_schema(target, base)
         return target, base
 
 
@@ -91,31 +93,31 @@ def _direct_subschemas(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def _check_keywords(schema: dict[str, Any]) -> None:
-    def wrong(word: str, expected: str) -> GrammarError:
+    def keyword_error(word: str, expected: str) -> GrammarError:
         return GrammarError(
-            "the schema cannot be compiled: {} is {}; {} is expected", word, show(schema[word]), expected
+            "the schema cannot be compiled: {} is {}; {} is expected", word, format_value(schema[word]), expected
         )
 
     for word, value in schema.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if word in SIZES and not (is_number and value >= 0 and value == value // 1):
-            raise wrong(word, "an integer from 0 on")
+            raise keyword_error(word, "an integer from 0 on")
         if word in SIZES and word.startswith("min") and value > MAX_SIZE:
-            raise wrong(word, f"an integer up to {MAX_SIZE:,}")
+            raise keyword_error(word, f"an integer up to {MAX_SIZE:,}")
         if word in BOUNDS and not (is_number or (word[:2] == "ex" and isinstance(value, bool))):
-            raise wrong(word, "a number")
+            raise keyword_error(word, "a number")
         if word == "multipleOf" and not (value > 0 and math.isfinite(value)):
-            raise wrong(word, "a number above 0")
+            raise keyword_error(word, "a number above 0")
         if word in ("pattern", "format", "$ref") and not isinstance(value, str):
-            raise wrong(word, "a string")
+            raise keyword_error(word, "a string")
         if word in _MAPS and not isinstance(value, dict):
-            raise wrong(word, "an object")
+            raise keyword_error(word, "an object")
         if word in (*_LISTS, "enum") and not isinstance(value, list):
-            raise wrong(word, "a list")
+            raise keyword_error(word, "a list")
         if word == "required" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
-            raise wrong(word, "a list of names")
+            raise keyword_error(word, "a list of names")
     declared = schema.get("type", [])
     for each in declared if isinstance(declared, list) else [declared]:
         if not isinstance(each, str) or json_type(each) not in KINDS:
             text = "the schema cannot be compiled: Invalid type: {}; expected one of {}"
-            raise GrammarError(text, each if isinstance(each, str) else show(each), ", ".join(sorted(KINDS)))
+            raise GrammarError(text, each if isinstance(each, str) else format_value(each), ", ".join(sorted(KINDS)))

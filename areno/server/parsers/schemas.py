@@ -1,7 +1,8 @@
 """Resolution of JSON schemas into alternatives, which are free of `$ref`, `allOf`, `anyOf` and `oneOf`.
 
-An alternative is a tuple of plain schemas, and a value matches it if it matches all of them. A `Document` reads one
-schema. `alternatives` resolves the combining keywords, and most other methods combine the schemas of an alternative.
+An alternative is a tuple of plain schemas, and a value matches it if it matches all of them. A `SchemaDocument` reads
+one schema. `alternatives` resolves the combining keywords, and most other methods combine the schemas of an
+alternative.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from functools import cached_property
 from typing import Any
 
 from areno.errors import GrammarError
-from areno.schema.values import show
+from areno.schema.values import format_value
 from areno.server.parsers.numbers import Range
 from areno.server.parsers.partial_text import json_type
-from areno.server.parsers.patterns import is_found
+from areno.server.parsers.patterns import pattern_matches
 from areno.server.parsers.references import BOUNDS, KINDS, MAX_SIZE, SIZES, Place, References
 
 MAX_ALTERNATIVES = 4096
@@ -66,7 +67,7 @@ class ObjectSchema:
     high: int | None = None
 
 
-class Document:
+class SchemaDocument:
     """A JSON schema with everything that its references lead to.
 
     Args:
@@ -102,7 +103,7 @@ class Document:
         if isinstance(schema, bool):
             return [()] if schema else []
         if not isinstance(schema, dict):
-            raise GrammarError("the schema cannot be compiled: {} is no schema", show(schema))
+            raise GrammarError("the schema cannot be compiled: {} is no schema", format_value(schema))
         if id(schema) in self._expanded:
             if (known := self._expanded[id(schema)]) is None:
                 raise GrammarError("the schema cannot be compiled: a $ref leads back to itself")
@@ -120,7 +121,7 @@ class Document:
             elif word == "allOf":
                 found = _combinations(found, self.alternatives((each, base) for each in value))
             elif word in ("anyOf", "oneOf"):
-                found = _combinations(found, self._branches(word, [(each, base) for each in value]))
+                found = _combinations(found, self._expand_branches(word, [(each, base) for each in value]))
             elif word in _UNENFORCED and _has_effect(word, schema):
                 self.relax_or_refuse(word)
                 found = _combinations(
@@ -129,14 +130,14 @@ class Document:
         self._expanded[id(schema)] = found
         return found
 
-    def _branches(self, word: str, places: list[Place]) -> list[Alternative]:
+    def _expand_branches(self, word: str, places: list[Place]) -> list[Alternative]:
         branches = [self._expand(*place) for place in places]
         is_tagged = self._have_discriminator(branches)
         if word == "oneOf" and not is_tagged:
             pairs = ((one, other) for at, one in enumerate(branches) for other in branches[:at])
             if not all(self._are_disjoint(one, other) for one, other in pairs):
                 self.relax_or_refuse("oneOf with branches that overlap")
-        if is_tagged or not _list_properties(branches):
+        if is_tagged or not _has_properties(branches):
             return [each for branch in branches for each in branch]
         found: list[Alternative] = []
         for at, branch in enumerate(branches):
@@ -232,7 +233,9 @@ class Document:
         found: list[Place] = []
         for schema, base in _schema_places(alternative):
             own = [schema["properties"][name]] if name in schema.get("properties", {}) else []
-            own += [each for pattern, each in schema.get("patternProperties", {}).items() if is_found(pattern, name)]
+            own += [
+                each for pattern, each in schema.get("patternProperties", {}).items() if pattern_matches(pattern, name)
+            ]
             if not own and "additionalProperties" in schema:
                 own = [schema["additionalProperties"]]
             found += [(each, base) for each in own]
@@ -243,16 +246,16 @@ class Document:
         if json_type_of(value) not in self.kinds(alternative):
             return True
         if any(
-            _comparison_key(value) not in self._values_of(schema)
+            _comparison_key(value) not in self._allowed_values(schema)
             for schema in schemas_of(alternative)
-            if _is_fixed(schema)
+            if _has_const_or_enum(schema)
         ):
             return True
         if isinstance(value, bool) or value is None:
             return False
         if isinstance(value, int | float):
             divisors = [schema["multipleOf"] for schema in schemas_of(alternative) if "multipleOf" in schema]
-            return not self.range_of(alternative).holds(value) or any(
+            return not self.range_of(alternative).contains(value) or any(
                 Fraction(repr(value)) % Fraction(repr(each)) for each in divisors
             )
         word = "Length" if isinstance(value, str) else "Items" if isinstance(value, list) else "Properties"
@@ -268,7 +271,7 @@ class Document:
             )
         return False
 
-    def _values_of(self, schema: dict[str, Any]) -> frozenset[Any]:
+    def _allowed_values(self, schema: dict[str, Any]) -> frozenset[Any]:
         if id(schema) not in self._fixed:
             lists = [[schema["const"]]] if "const" in schema else []
             lists += [schema["enum"]] if "enum" in schema else []
@@ -333,7 +336,7 @@ class Document:
     def _properties_of_siblings(self, siblings: Siblings, alternative: Alternative) -> dict[str, tuple[Place, ...]]:
         """Return the properties of sibling branches. A branch counts if a value may match it and the alternative."""
         found: dict[str, tuple[list[Any], str]] = {}
-        for other in (each for branch in siblings.branches for each in branch if _list_properties([[each]])):
+        for other in (each for branch in siblings.branches for each in branch if _has_properties([[each]])):
             if not self.are_alternatives_disjoint(other, alternative):
                 for schema, base in _schema_places(other):
                     for name, each in schema.get("properties", {}).items():
@@ -377,7 +380,7 @@ class Document:
         return found
 
 
-def arguments_of(parameters: dict[str, Any], strict: bool) -> Document:
+def arguments_schema(parameters: dict[str, Any], strict: bool) -> SchemaDocument:
     """Return the schema of a tool's arguments, which is the schema of an object.
 
     `parameters` may use Python's type names, and may consist of only the properties.
@@ -385,7 +388,7 @@ def arguments_of(parameters: dict[str, Any], strict: bool) -> Document:
     words = ("properties", "additionalProperties", *_COMBINING)
     is_bare = all(isinstance(each, dict) for each in parameters.values()) and not any(map(parameters.get, words))
     full = {"properties": parameters} if is_bare else parameters
-    return Document({"properties": {}, **full, "type": "object"}, strict)
+    return SchemaDocument({"properties": {}, **full, "type": "object"}, strict)
 
 
 def schemas_of(alternative: Alternative) -> Iterator[dict[str, Any]]:
@@ -396,7 +399,7 @@ def _schema_places(alternative: Alternative) -> Iterator[Place]:
     return (part for part in alternative if not isinstance(part, Siblings))
 
 
-def _list_properties(branches: list[list[Alternative]]) -> bool:
+def _has_properties(branches: list[list[Alternative]]) -> bool:
     return any("properties" in schema for branch in branches for each in branch for schema in schemas_of(each))
 
 
@@ -428,7 +431,7 @@ def json_type_of(value: Any) -> str:
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
-def _is_fixed(schema: dict[str, Any]) -> bool:
+def _has_const_or_enum(schema: dict[str, Any]) -> bool:
     return "const" in schema or "enum" in schema
 
 

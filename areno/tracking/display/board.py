@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from areno import heartbeat
 from areno.tracking import console
-from areno.tracking.run_log import OwnHandler
+from areno.tracking.run_log import ArenoHandler
 from areno.tracking.tracker import Tracker
 from areno.types import ScoredSample
 
@@ -155,7 +155,7 @@ class Board(Tracker):
                 self._step = step
                 self._ends.append((step, time.monotonic()))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all trends and samples, because the run returns to an earlier step."""
         with self._lock:
             self._trends.clear()
@@ -171,7 +171,7 @@ class Board(Tracker):
         """Return whether any scalar other than time/* has been recorded."""
         return bool(self._trends)
 
-    def begin(self, step: int) -> None:
+    def begin_training(self, step: int) -> None:
         """Record that training starts after `step`. The remaining time is estimated only from the steps that follow."""
         with self._lock:
             self._step = step
@@ -220,7 +220,7 @@ class Board(Tracker):
         return max(0.0, (total - last) * each - (now - ended)) if total > last else 0.0
 
 
-class Warnings(OwnHandler):
+class WarningHandler(ArenoHandler):
     """A logging handler that passes warnings and errors to a board."""
 
     def __init__(self, board: Board):

@@ -18,12 +18,12 @@ from rich.text import Text
 
 from areno.config.experiments import ExperimentConfig
 from areno.schema.fields import changed_settings
-from areno.schema.values import show
-from areno.tracking.display.board import Board, Warnings
+from areno.schema.values import format_value
+from areno.tracking.display.board import Board, WarningHandler
 from areno.tracking.display.screen import Line, Screen, can_draw
 from areno.tracking.display.view import render_lines
 from areno.tracking.reader import RunReader, headlines
-from areno.tracking.run_log import Console, RunLog, host_listens
+from areno.tracking.run_log import Console, RunLog, has_host_handler
 from areno.tracking.tracker import Tracker
 from areno.types import ScoredSample
 from areno.version import __version__
@@ -40,7 +40,7 @@ def chosen_console(setting: str) -> Console:
     "lines" if a program that imports areno handles areno's log records.
     """
     if setting in ("auto", "live"):
-        return "live" if can_draw(sys.stderr) and (setting == "live" or not host_listens()) else "lines"
+        return "live" if can_draw(sys.stderr) and (setting == "live" or not has_host_handler()) else "lines"
     return setting  # type: ignore[return-value]
 
 
@@ -53,7 +53,7 @@ class Display(Tracker):
         self._title = f"{folder.parent.name} / {folder.name}"
         self._stream = sys.stderr
         self._screen = Screen(self._stream, self._lines, self._turn_off)
-        self._handler = Warnings(self.board)
+        self._handler = WarningHandler(self.board)
         self._shows = False
 
     def start(self, facts: Mapping[str, str]) -> None:
@@ -62,12 +62,12 @@ class Display(Tracker):
             self._screen.start()
             self._shows = True
             logger.addHandler(self._handler)
-            self._screen.print(self._rendered(start_panel(facts, self._width)))
+            self._screen.print(self._rendered(make_start_panel(facts, self._width)))
 
-    def begin(self, step: int) -> None:
-        self.board.begin(step)
+    def begin_training(self, step: int) -> None:
+        self.board.begin_training(step)
 
-    def tell(self, text: bytes) -> None:
+    def show_message(self, text: bytes) -> None:
         """Show a message from a signal handler, in UTF-8."""
         self.board.note = text.decode().strip()
 
@@ -82,7 +82,7 @@ class Display(Tracker):
     def resume(self, step: int) -> None:
         """Replace the shown scalars by the values that the run recorded up to and including `step`."""
         with self._errors_suppressed():
-            self.board.forget()
+            self.board.clear()
             for name, (steps, values) in RunReader(self._folder).curves().items():
                 for value in values[: bisect_right(steps, step)]:
                     self.board.add_recorded(name, value)
@@ -124,7 +124,7 @@ class Display(Tracker):
         run = RunReader(self._folder)
         checkpoint = run.latest_checkpoint()
         said = f"checkpoint:   {os.path.relpath(checkpoint)}\n" if checkpoint else "no checkpoint was saved\n"
-        return self._rendered(end_table(run, self._title)) + said
+        return self._rendered(make_end_table(run, self._title)) + said
 
     def _rendered(self, part: Panel | Table) -> str:
         """Convert a panel or a table to text with the terminal's control sequences."""
@@ -134,19 +134,19 @@ class Display(Tracker):
         return capture.get()
 
 
-def settings_shown(config: ExperimentConfig, overrides: Sequence[str]) -> dict[str, str]:
+def start_panel_facts(config: ExperimentConfig, overrides: Sequence[str]) -> dict[str, str]:
     """Return texts by name for the start panel: "given" and "settings". An empty text is left out.
 
     "given" has the settings on the command line, "settings" has the other settings that differ from their defaults.
     """
     known = {"experiment_name", "trial_name", "actor.path", "train_dataset.path"}  # other lines of the panel show them
     known |= {line.partition("=")[0].lstrip("+") for line in overrides}
-    settings = [f"{key}={show(value)}" for key, value in changed_settings(config) if key not in known]
+    settings = [f"{key}={format_value(value)}" for key, value in changed_settings(config) if key not in known]
     told = {"given": " ".join(overrides), "settings": " ".join(settings)}
     return {name: text for name, text in told.items() if text}
 
 
-def start_panel(facts: Mapping[str, str], width: int) -> Panel:
+def make_start_panel(facts: Mapping[str, str], width: int) -> Panel:
     """Return the start panel. A text of more than _SETTINGS_LINES lines is cut."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold cyan", no_wrap=True)
@@ -158,7 +158,7 @@ def start_panel(facts: Mapping[str, str], width: int) -> Panel:
     return Panel(grid, title=f"areno {__version__}", title_align="left", border_style="bright_black", width=width)
 
 
-def end_table(run: RunReader, title: str) -> Table:
+def make_end_table(run: RunReader, title: str) -> Table:
     """Return a table with the first, the best and the last value of the most important scalars.
 
     A scalar with a best value is left out if an earlier row has the same values, such as accuracy if rewards are 0 or

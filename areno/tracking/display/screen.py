@@ -64,7 +64,7 @@ class Screen:
                 self._streams.append((name, before, above))
                 sys.__dict__[name] = above
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCONT) is signal.SIG_DFL:
-            self._signal = signal.signal(signal.SIGCONT, self._note_continued)
+            self._signal = signal.signal(signal.SIGCONT, self._on_sigcont)
         self._thread.start()
 
     def print(self, text: str) -> None:
@@ -114,7 +114,7 @@ class Screen:
             signal.signal(signal.SIGCONT, self._signal)
             self._signal = None
 
-    def _note_continued(self, number: int, frame: Any) -> None:
+    def _on_sigcont(self, number: int, frame: Any) -> None:
         """Handle SIGCONT. Other programs have written to the terminal while the process was stopped."""
         self._continued = True
 
@@ -148,7 +148,7 @@ class Screen:
         """Write the new output above the lines. Then redraw the lines or, if `keep` is False, erase them."""
         size = os.get_terminal_size(self._stream.fileno())
         width, height = size.columns or 80, size.lines or 24  # 0: a terminal that does not know its size
-        here = _in_foreground(self._stream.fileno())
+        here = _is_in_foreground(self._stream.fileno())
         above = [self._above.popleft() for _ in range(len(self._above))]
         if self._continued or not here:
             self._continued, self._widths = False, []
@@ -226,7 +226,7 @@ class OutputAbove(io.TextIOBase):
         return self._stream.buffer
 
 
-def _in_foreground(terminal: int) -> bool:
+def _is_in_foreground(terminal: int) -> bool:
     """Return whether this process owns the terminal. After Ctrl-Z and `bg`, the shell owns it."""
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()

@@ -10,14 +10,14 @@ from rich.cells import cell_len, set_cell_size
 
 from areno.tracking.display.board import ShownSample, Snapshot, sparkline
 from areno.tracking.display.screen import Line
-from areno.tracking.reader import duration_text, loss_is_meaningful, only_critic_trained
+from areno.tracking.reader import duration_text, is_in_critic_warmup, loss_is_meaningful
 
 _TITLE, _VALUE = 26, 9  # cells of the title and of the value of a row
 _TWO_COLUMNS = 100  # the least width for two columns, in cells
 
 
 @dataclass(frozen=True)
-class Row:
+class ScalarRow:
     """A row of the display for one scalar. Main rows are at the top."""
 
     title: str
@@ -27,30 +27,30 @@ class Row:
 
 
 _ROWS = (
-    Row("reward", "rollout/rewards_mean", is_main=True),
-    Row("loss", "train/loss", is_main=True),
-    Row("evaluation: accuracy", "eval/accuracy", is_main=True),
-    Row("evaluation: reward", "eval/rewards_mean", is_main=True),
-    Row("evaluation: loss", "eval/loss", is_main=True),
-    Row("accuracy", "rollout/accuracy"),
-    Row("accuracy", "train/accuracy"),
-    Row("margin", "train/margin"),
-    Row("response length", "rollout/response_len_mean"),
-    Row("truncated", "rollout/truncated", share=True),
-    Row("groups without difference", "rollout/frac_groups_zero_std", share=True),
-    Row("critic: explained variance", "train/explained_variance"),
-    Row("critic: loss", "train/critic_loss"),
-    Row("KL to the reference", "train/kl_loss"),
-    Row("KL to the reference", "rollout/ref_kl"),
-    Row("KL to the policy before", "train/approx_kl"),
-    Row("entropy", "train/entropy"),
-    Row("rollout against training", "train/logp_abs_diff_mean"),
-    Row("gradient norm", "train/grad_norm"),
-    Row("learning rate", "train/lr"),
-    Row("tokens/s, rollout", "rollout/tokens_per_second"),
-    Row("tokens/s, training", "train/tokens_per_second"),
-    Row("peak memory (GiB)", "train/memory_gib"),
-    Row("host memory, all (GiB)", "train/host_memory_gib"),
+    ScalarRow("reward", "rollout/rewards_mean", is_main=True),
+    ScalarRow("loss", "train/loss", is_main=True),
+    ScalarRow("evaluation: accuracy", "eval/accuracy", is_main=True),
+    ScalarRow("evaluation: reward", "eval/rewards_mean", is_main=True),
+    ScalarRow("evaluation: loss", "eval/loss", is_main=True),
+    ScalarRow("accuracy", "rollout/accuracy"),
+    ScalarRow("accuracy", "train/accuracy"),
+    ScalarRow("margin", "train/margin"),
+    ScalarRow("response length", "rollout/response_len_mean"),
+    ScalarRow("truncated", "rollout/truncated", share=True),
+    ScalarRow("groups without difference", "rollout/frac_groups_zero_std", share=True),
+    ScalarRow("critic: explained variance", "train/explained_variance"),
+    ScalarRow("critic: loss", "train/critic_loss"),
+    ScalarRow("KL to the reference", "train/kl_loss"),
+    ScalarRow("KL to the reference", "rollout/ref_kl"),
+    ScalarRow("KL to the policy before", "train/approx_kl"),
+    ScalarRow("entropy", "train/entropy"),
+    ScalarRow("rollout against training", "train/logp_abs_diff_mean"),
+    ScalarRow("gradient norm", "train/grad_norm"),
+    ScalarRow("learning rate", "train/lr"),
+    ScalarRow("tokens/s, rollout", "rollout/tokens_per_second"),
+    ScalarRow("tokens/s, training", "train/tokens_per_second"),
+    ScalarRow("peak memory (GiB)", "train/memory_gib"),
+    ScalarRow("host memory, all (GiB)", "train/host_memory_gib"),
 )
 
 _PART = "rollout/reward/"  # the beginning of the names of the parts of a reward
@@ -63,11 +63,11 @@ def render_lines(look: Snapshot, title: str, width: int, height: int) -> list[Li
     if look.n_warnings:
         count = "a warning" if look.n_warnings == 1 else f"{look.n_warnings} warnings, the last"
         lines.append([(_cut_to_width(f" {count}: {look.warning}", width), "yellow")])
-    if only_critic_trained(look.trends):
+    if is_in_critic_warmup(look.trends):
         lines.append([(_cut_to_width(" the critic warms up; the policy is not trained yet", width), "yellow")])
-    rows = rows_of(look)
+    rows = scalar_rows(look)
     lines += _scalar_lines([row for row in rows if row.is_main], look, width, width - _TITLE - _VALUE - 18)
-    lines += _other_scalars([row for row in rows if not row.is_main], look, width)
+    lines += _other_scalar_lines([row for row in rows if not row.is_main], look, width)
     del lines[height - 1 :]
     left = height - 1 - len(lines) - 2
     if look.samples and left >= 2:
@@ -78,14 +78,14 @@ def render_lines(look: Snapshot, title: str, width: int, height: int) -> list[Li
     return [_fit_line(line, width) for line in lines]
 
 
-def rows_of(look: Snapshot) -> list[Row]:
+def scalar_rows(look: Snapshot) -> list[ScalarRow]:
     """Return a row for each scalar that the display knows and the run has recorded.
 
     If several scalars have the same values, such as accuracy and a reward of 0 or 1, only the first gets a row.
     """
-    found: dict[tuple[object, ...], Row] = {}
+    found: dict[tuple[object, ...], ScalarRow] = {}
     parts = [name for name in look.trends if name.startswith(_PART) and not name.endswith("_std")]
-    for row in (*_ROWS, *(Row(f"reward: {name.removeprefix(_PART)}", name) for name in parts)):
+    for row in (*_ROWS, *(ScalarRow(f"reward: {name.removeprefix(_PART)}", name) for name in parts)):
         if row.name in look.trends and (row.name != "train/loss" or loss_is_meaningful(look.trends)):
             course = tuple(look.trends[row.name][1])
             found.setdefault(course if len(set(course)) > 1 else (row.name,), row)
@@ -113,7 +113,7 @@ def _progress_lines(look: Snapshot, width: int) -> Iterator[Line]:
     yield [(f" {_cut_to_width(doing, width - 1)}", "yellow" if look.note else "cyan"), (padded_last, "dim")]
 
 
-def _scalar_lines(rows: Sequence[Row], look: Snapshot, width: int, trend: int) -> Iterator[Line]:
+def _scalar_lines(rows: Sequence[ScalarRow], look: Snapshot, width: int, trend: int) -> Iterator[Line]:
     """Draw title, value, sparkline (at most `trend` wide) and, for a main row, the first value."""
     for row in rows:
         value, course = look.trends[row.name]
@@ -127,7 +127,7 @@ def _scalar_lines(rows: Sequence[Row], look: Snapshot, width: int, trend: int) -
         yield [(text, "bold"), (line, "green"), (began, "dim")]
 
 
-def _other_scalars(rows: Sequence[Row], look: Snapshot, width: int) -> Iterator[Line]:
+def _other_scalar_lines(rows: Sequence[ScalarRow], look: Snapshot, width: int) -> Iterator[Line]:
     """Draw the rows that are not main rows, in two columns if the terminal is wide enough."""
     if width < _TWO_COLUMNS:
         yield from _scalar_lines(rows, look, width, width - _TITLE - _VALUE - 4)

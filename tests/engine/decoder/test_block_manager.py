@@ -13,7 +13,7 @@ def fill(manager: BlockManager, tokens: list[int]) -> list[int]:
     match = manager.match_prefix(tokens, len(tokens) // size)
     found, prefix_id = match.cached_blocks(), match.prefix_id
     manager.acquire(found)
-    blocks = found + manager.allocate(manager.blocks_for(len(tokens)) - len(found))
+    blocks = found + manager.allocate(manager.n_blocks_for(len(tokens)) - len(found))
     for i in range(len(found), len(tokens) // size):
         prefix_id = manager.register(blocks[i], prefix_id, tuple(tokens[i * size : (i + 1) * size]))
     return blocks
@@ -106,7 +106,7 @@ def test_random_use_keeps_content_apart_and_loses_no_block() -> None:
         tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 12))]
         if roll < 0.02:
             manager.reset()
-        elif roll < 0.55 and manager.n_available >= manager.blocks_for(len(tokens)):
+        elif roll < 0.55 and manager.n_available >= manager.n_blocks_for(len(tokens)):
             n_found = len(manager.match_prefix(tokens, len(tokens) // 2).cached_blocks())
             blocks = fill(manager, tokens)
             for i, block in enumerate(blocks):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from areno.engine.decoder.cuda_graphs import bucket_sizes
+from areno.engine.decoder.cuda_graphs import capture_sizes
 from areno.engine.decoder.sampler import PendingTokens
 from areno.engine.decoder.scheduler import SchedulerOutput
 from areno.errors import EngineError
@@ -306,10 +306,10 @@ def test_abort_returns_what_was_drawn() -> None:
 
 
 def test_graph_sizes_reach_the_largest_batch_in_steps_that_waste_little() -> None:
-    assert bucket_sizes(1) == [1]
-    assert bucket_sizes(8) == [1, 2, 4, 8]
-    assert bucket_sizes(48) == [1, 2, 4, 8, 16, 32, 48]
-    assert bucket_sizes(128) == [1, 2, 4, 8, 16, 32, 64, 96, 128]
+    assert capture_sizes(1) == [1]
+    assert capture_sizes(8) == [1, 2, 4, 8]
+    assert capture_sizes(48) == [1, 2, 4, 8, 16, 32, 48]
+    assert capture_sizes(128) == [1, 2, 4, 8, 16, 32, 64, 96, 128]
 
 
 def test_stats_count() -> None:
@@ -324,7 +324,7 @@ def test_non_finite_logits_end_the_run() -> None:
     broken = build_model(model().config, dtype=torch.float32, device="cpu")
     broken.load_state_dict(model().state_dict())
     with torch.no_grad():
-        broken.output.weight[5, 0] = torch.nan
+        broken.lm_head.weight[5, 0] = torch.nan
     decoder = make_decoder(broken)
     decoder.submit(request(1))
     with pytest.raises(EngineError, match="the model produced non-finite logits"):

@@ -28,7 +28,7 @@ def lengths(share: float, n_rows: int, costs: StepCosts = COSTS, n_steps: int = 
         right = np.array([[rng.random() < share for _ in range(n)] for _ in range(n_rows)]).reshape(n_rows, n)
         right = np.logical_and.accumulate(right, axis=1)
         if n:
-            decides.count_right_by_position(np.array([n_rows, *right.sum(0)[:-1]]), right.sum(0))
+            decides.count_accepted_by_position(np.array([n_rows, *right.sum(0)[:-1]]), right.sum(0))
     return found
 
 
@@ -43,12 +43,12 @@ def test_as_many_tokens_are_drafted_as_pay() -> None:
 
 def test_drafts_are_tried_again_when_the_batch_has_shrunk_or_the_text_begins_to_repeat() -> None:
     decides = DraftLength(COSTS)
-    decides.count_right_by_position(np.array([400.0, 0]), np.array([8.0, 0]))
+    decides.count_accepted_by_position(np.array([400.0, 0]), np.array([8.0, 0]))
     assert not any(decides.next_length(200, EVEN, is_prepared=True) for _ in range(200))
     drafted: list[int] = []
     for _ in range(2500):
         drafted.append(decides.next_length(64, EVEN, is_prepared=True))
-        decides.count_right_by_position(*[np.full(drafted[-1], 64.0)] * 2)
+        decides.count_accepted_by_position(*[np.full(drafted[-1], 64.0)] * 2)
     assert drafted[-1] == max(DRAFT_LENGTHS)
 
 
@@ -56,8 +56,8 @@ def test_a_rollout_after_another_is_tried_as_in_a_resumed_run() -> None:
     drafted: list[list[int]] = []
     decides = DraftLength(COSTS)
     for _ in range(2):
-        decides.begin(COSTS, kept=0.0)
-        decides.count_right_by_position(np.array([20.0]), np.array([0.0]))
+        decides.begin_rollout(COSTS, kept=0.0)
+        decides.count_accepted_by_position(np.array([20.0]), np.array([0.0]))
         drafted.append([decides.next_length(200, EVEN, is_prepared=True) for _ in range(300)])
     assert drafted[0] == drafted[1]
     assert sum(map(bool, drafted[0])) > 2
@@ -86,8 +86,8 @@ class Mixed:
                 began_B = self.texts.owner != self.slots.owner
                 self.texts.owner[began_B] = self.slots.owner[began_B]
                 self.texts.n_steps[began_B] = self.texts.n_right[began_B] = 0
-                self.texts.count_right(np.arange(self.n_rows), right_BJ.sum(1))
-                self.decides.count_right_by_position(np.array([self.n_rows, *right_BJ.sum(0)[:-1]]), right_BJ.sum(0))
+                self.texts.count_accepted(np.arange(self.n_rows), right_BJ.sum(1))
+                self.decides.count_accepted_by_position(np.array([self.n_rows, *right_BJ.sum(0)[:-1]]), right_BJ.sum(0))
                 found += 1
         return found
 
@@ -113,7 +113,7 @@ def test_a_sequence_gains_at_most_the_drafted_tokens(fixed: float, expected: int
     """With fixed = 120, a step takes 1.45 times as long with drafts. A token takes 0.70 steps, and would take 0.63."""
     costs = StepCosts(fixed=fixed, verification=0, most_rows=200)  # for 100 sequences one drafted token
     decides = DraftLength(costs)
-    decides.count_right_by_position(np.array([500.0]), np.array([500.0]))
+    decides.count_accepted_by_position(np.array([500.0]), np.array([500.0]))
     assert decides.next_length(100, np.array([1.9, 0.1]), is_prepared=True) == expected
 
 
@@ -122,10 +122,10 @@ def test_the_counts_of_a_sequence_follow_its_text() -> None:
     slots.owner[:] = texts.owner[:] = 1, 2
     both = np.arange(2)
     for _ in range(1000):
-        texts.count_right(both, np.array([7, 0]))
+        texts.count_accepted(both, np.array([7, 0]))
     assert texts.relative_acceptance() == pytest.approx([2, 0], abs=0.25)
     for _ in range(300):
-        texts.count_right(both, np.array([3, 3]))
+        texts.count_accepted(both, np.array([3, 3]))
     assert texts.relative_acceptance() == pytest.approx([1, 1], abs=0.05)
 
 
@@ -133,7 +133,7 @@ def test_the_counts_of_a_sequence_follow_its_text() -> None:
 def test_wrong_drafts_that_the_host_reads_pause(table_bits: int) -> None:
     """With a tiny table, there are mostly no drafts at all."""
     drafter = NgramDrafter(torch.device("cpu"), table_bits=table_bits)
-    drafter.begin(StepCosts(fixed=40, verification=10, most_rows=200))
+    drafter.begin_rollout(StepCosts(fixed=40, verification=10, most_rows=200))
     decoder = make_decoder(model(), drafter=drafter)
     proposes, n_proposed = drafter.propose, list[int]()
     drafter.propose = lambda sequences: n_proposed.append(1) or proposes(sequences)  # type: ignore[method-assign]
@@ -146,7 +146,7 @@ def test_wrong_drafts_that_the_host_reads_pause(table_bits: int) -> None:
 @pytest.mark.parametrize("penalty", [0.0, 1e-6])  # drafts on the device, and on the host
 def test_the_acceptance_of_each_sequence_is_measured(penalty: float) -> None:
     drafter = NgramDrafter(torch.device("cpu"), table_bits=12)
-    drafter.begin(StepCosts(fixed=10_000, verification=1, most_rows=200))
+    drafter.begin_rollout(StepCosts(fixed=10_000, verification=1, most_rows=200))
     found: list[list[float]] = []
     decides = drafter.length.next_length
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areno.engine.decoder.draft_length import StepCosts
-from areno.engine.decoder.draft_verification import accepted_rows
+from areno.engine.decoder.draft_verification import find_accepted_tokens
 from areno.engine.decoder.ngram_drafts import NgramDrafter, SampleMemory, _pack_texts, _QueuedText
 from areno.engine.decoder.sequence import Sequence
 from areno.engine.decoder.slots import SlotTable
@@ -211,7 +211,7 @@ class Batch:
 
     def __init__(self, **how: Any):
         self.drafter = NgramDrafter(CPU, table_bits=18, **how)
-        self.drafter.begin(COSTS)
+        self.drafter.begin_rollout(COSTS)
         self.table = SlotTable(16)
         self.n_joined = 0
 
@@ -226,7 +226,7 @@ class Batch:
     def propose(self, rows: list[Sequence], n: int) -> Any:
         """Proposals of n tokens, whatever the lengths of earlier drafts say."""
         self.drafter.length.next_length = lambda *_, **__: n  # type: ignore[method-assign]
-        assert self.drafter.is_due(len(rows))
+        assert self.drafter.should_draft(len(rows))
         return self.drafter.propose(rows)
 
     def drafts(self, rows: list[Sequence], n: int = 7) -> list[list[int]]:
@@ -250,13 +250,13 @@ def test_other_samples_and_earlier_rollouts_of_the_prompt_are_drafts() -> None:
     draft, none = batch.drafts([new, other_prompt])
     assert draft == COMPLETION[:7]
     assert none == COMPLETION[:7][: len(none)]  # the last tokens of another prompt are the same: levels of all scopes
-    batch.drafter.begin(COSTS)
+    batch.drafter.begin_rollout(COSTS)
     batch.table = SlotTable(16)
     assert batch.drafts([batch.join(sequence(COMPLETION[:4]))]) == [COMPLETION[4:]]
     # The memory has them when the table has not.
     batch.drafter.table.clear()
     batch.drafter._n_entered = 1 << 30
-    batch.drafter.begin(COSTS)
+    batch.drafter.begin_rollout(COSTS)
     batch.table = SlotTable(16)
     assert batch.drafts([batch.join(sequence(COMPLETION[:3]))]) == [COMPLETION[3:]]
 
@@ -264,7 +264,7 @@ def test_other_samples_and_earlier_rollouts_of_the_prompt_are_drafts() -> None:
 def test_a_drafter_that_does_not_remember_forgets() -> None:
     batch = Batch(remembers=False)
     batch.finish(sequence(COMPLETION))
-    batch.drafter.begin(COSTS)
+    batch.drafter.begin_rollout(COSTS)
     assert batch.drafts([batch.join(sequence(COMPLETION[:4]))]) == [[]]
     assert batch.drafter.memory.samples(hash((1, 2, 3, 4))) == []
 
@@ -314,7 +314,7 @@ def test_rows_are_accepted_up_to_the_first_wrong_draft_a_stop_token_or_the_limit
     tokens = np.array([[5, 6, 7, 8], [5, 6, 7, 8], [5, 9, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
     inputs = np.array([[1, 5, 6, 7], [1, 5, 3, 7], [1, 5, 9, 7], [1, 5, -1, -1], [-2, -2, -2, -2]])
     stops = np.array([[-1, -1], [2, -1], [2, 9], [2, -1], [2, -1]])
-    right, counts, stopped = accepted_rows(tokens, inputs, stops)
+    right, counts, stopped = find_accepted_tokens(tokens, inputs, stops)
     assert counts.tolist() == [4, 2, 2, 2, 0]
     assert stopped.tolist() == [False, False, True, False, False]
     assert right.tolist()[:2] == [[True, True, True], [True, False, False]]
@@ -339,15 +339,15 @@ def test_before_a_try_the_texts_are_entered_in_small_parts() -> None:
         batch.finish(sequence([*COMPLETION, *range(100, 400)], request_id=number))
     batch.table, batch.n_joined = SlotTable(16), 0
     rows = [batch.join(sequence(COMPLETION[:4], [7, 2, 3, number], request_id=100 + number)) for number in range(16)]
-    drafter.length.count_right_by_position(
+    drafter.length.count_accepted_by_position(
         np.array([40.0]), np.array([0.0])
     )  # too few to know well that drafts are wrong
     counts: list[tuple[int, int]] = []
-    while not drafter.is_due(len(rows)):
+    while not drafter.should_draft(len(rows)):
         assert len(counts) < 20
         assert drafter.length.awaits_texts
         before = len(drafter._finished), drafter._n_entered
-        drafter.prepare(rows)
+        drafter.prepare_table(rows)
         counts.append((before[0] - len(drafter._finished), drafter._n_entered - before[1]))
     assert [n for n, _ in counts][:4] == [16, 16, 8, 0]
     assert max(n for _, n in counts) < (1 << 12) + 310
@@ -356,7 +356,7 @@ def test_before_a_try_the_texts_are_entered_in_small_parts() -> None:
     n_entered = drafter._n_entered
     assert batch.drafts(rows)[0] == [*COMPLETION, 100][4:]
     assert drafter._n_entered == n_entered + 16 * 4  # what the rows have sampled
-    drafter.prepare(rows)  # no try is due
+    drafter.prepare_table(rows)  # no try is due
     assert drafter._n_entered == n_entered + 16 * 4
 
 
@@ -364,27 +364,27 @@ def test_before_a_try_the_texts_are_entered_in_small_parts() -> None:
 def test_drafts_are_tried_although_new_samples_arrive_in_each_step(steps_of_rollout: int) -> None:
     batch = Batch(prepares=True)
     drafter = batch.drafter
-    drafter.length.count_right_by_position(np.array([40.0]), np.array([0.0]))
+    drafter.length.count_accepted_by_position(np.array([40.0]), np.array([0.0]))
     n_steps = 0
-    while not drafter.is_due(200):
+    while not drafter.should_draft(200):
         assert n_steps < 100
         for number in range(16):
             batch.n_joined = 0
             batch.finish(sequence(COMPLETION, request_id=16 * n_steps + number))
         batch.n_joined = 0
-        drafter.prepare([batch.join(sequence([], request_id=5000 + n_steps))])
+        drafter.prepare_table([batch.join(sequence([], request_id=5000 + n_steps))])
         n_steps += 1
         if n_steps % steps_of_rollout == 0:
-            drafter.begin(COSTS)
-            drafter.length.count_right_by_position(np.array([20.0]), np.array([0.0]))
-            drafter.is_due(200)
+            drafter.begin_rollout(COSTS)
+            drafter.length.count_accepted_by_position(np.array([20.0]), np.array([0.0]))
+            drafter.should_draft(200)
     assert n_steps == 64
 
 
 def test_a_cpu_tries_drafts_without_preparation() -> None:
     drafter = Batch().drafter
-    drafter.length.count_right_by_position(np.array([40.0]), np.array([0.0]))
-    assert drafter.is_due(16)
+    drafter.length.count_accepted_by_position(np.array([40.0]), np.array([0.0]))
+    assert drafter.should_draft(16)
 
 
 @pytest.mark.parametrize("is_settled", [False, True])
@@ -423,7 +423,7 @@ def test_the_second_rollout_of_the_same_samples_takes_fewer_steps(runs_ahead: bo
     schedule = decoder._scheduler.schedule
     decoder._scheduler.schedule = lambda *given: n_steps.append(1) or schedule(*given)  # type: ignore[method-assign,func-returns-value]
     for _ in range(2):
-        drafter.begin(StepCosts(fixed=100, verification=1, most_rows=128))
+        drafter.begin_rollout(StepCosts(fixed=100, verification=1, most_rows=128))
         decoder.reset_stats()
         n_steps.clear()
         for item in requests:
@@ -439,8 +439,8 @@ def test_the_second_rollout_of_the_same_samples_takes_fewer_steps(runs_ahead: bo
 
 def test_completions_leave_as_arrays_while_nothing_is_drafted() -> None:
     drafter = NgramDrafter(CPU)
-    drafter.begin(COSTS)
-    drafter.is_due = lambda n_running: False  # type: ignore[method-assign]
+    drafter.begin_rollout(COSTS)
+    drafter.should_draft = lambda n_running: False  # type: ignore[method-assign]
     decoder = make_decoder(model(), drafter=drafter)
     decoder.submit(request(1, 9, n_samples=3, max_new_tokens=20))
     outputs = run(decoder)

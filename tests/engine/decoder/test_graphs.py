@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from areno.engine.decoder.attention_split import AttentionSplit, PrefixGroups
-from areno.engine.decoder.cuda_graphs import DecodeGraphs, GraphCache, drafting_sizes
+from areno.engine.decoder.cuda_graphs import DecodeGraphs, GraphCache, draft_capture_sizes
 from areno.kernels.sampling import SamplingFlags
 from tests.helpers.cpu_graphs import CpuCaptures
 
@@ -77,6 +77,6 @@ def test_other_errors_and_ranks_that_wait_for_this_one_end_the_run() -> None:
 
 
 def test_sizes() -> None:
-    assert drafting_sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    assert drafting_sizes(72) == [1, 2, 4, 8, 16, 32, 64, 72]
-    assert drafting_sizes(1) == [1]
+    assert draft_capture_sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert draft_capture_sizes(72) == [1, 2, 4, 8, 16, 32, 64, 72]
+    assert draft_capture_sizes(1) == [1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areno.cost.kv_layout import KVLayout
-from areno.cost.memory import kv_bytes
+from areno.cost.memory import kv_bytes_per_token
 from areno.engine.decoder.decoder import Decoder
 from areno.errors import EngineError
 from areno.models.transformer import Transformer
@@ -118,7 +118,7 @@ def test_what_a_cache_has_room_for(by_window: bool) -> None:
     assert decoder.blocks.blocks_over_all_groups == (6 if by_window else 1)
     cache = decoder.runner.cache.kv_blocks
     used = cache[:, :, :-1]  # without the scratch block
-    assert limits.cache_tokens == 8 * 4 == used.numel() * cache.itemsize // kv_bytes(config, cache.itemsize)
+    assert limits.cache_tokens == 8 * 4 == used.numel() * cache.itemsize // kv_bytes_per_token(config, cache.itemsize)
     # Of 48 blocks of one layer, the five with a window of 5 take at most 3 each. The others are one layer's alone.
     assert limits.kv_tokens == ((48 - 5 * 3) * 4 if by_window else 8 * 4)
     n_prompt = limits.kv_tokens - 5

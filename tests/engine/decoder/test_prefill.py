@@ -98,10 +98,10 @@ def test_there_are_few_shapes() -> None:
     for n_tokens in range(1, 2049, 5):
         for n_rows in (1, 3, 64):
             for n_earlier in (0, 1, 100, 2000, 14000):
-                found = batch_of(n_tokens, min(n_rows, n_tokens), n_earlier).padded(SCRATCH, 2048)
+                found = batch_of(n_tokens, min(n_rows, n_tokens), n_earlier).pad(SCRATCH, 2048)
                 if found is not None:
                     batch, shape = found
-                    assert len(batch.packed()) == sum(shape.lengths())
+                    assert len(batch.pack()) == sum(shape.input_lengths())
                     assert shape.max_q >= batch.shape.max_q
                     assert shape.max_k >= batch.shape.max_k
                     shapes.add(shape)
@@ -110,9 +110,9 @@ def test_there_are_few_shapes() -> None:
 
 @pytest.mark.parametrize(("size", "is_padded"), [((2048,), 1), ((2049,), 0), ((70, 64), 1), ((70, 65), 0)])
 def test_large_prefills_are_not_padded(size: tuple[int, ...], is_padded: int) -> None:
-    assert (batch_of(*size).padded(SCRATCH, 2048) is not None) == is_padded
-    assert batch_of(20, 1, 16352).padded(SCRATCH, 2048) is not None
-    assert batch_of(20, 1, 16353).padded(SCRATCH, 2048) is None
+    assert (batch_of(*size).pad(SCRATCH, 2048) is not None) == is_padded
+    assert batch_of(20, 1, 16352).pad(SCRATCH, 2048) is not None
+    assert batch_of(20, 1, 16353).pad(SCRATCH, 2048) is None
 
 
 @pytest.mark.parametrize(("n_params", "most"), [(10**6, 16384), (440_000_000, 8192), (7 * 10**9, 2048)])
@@ -130,7 +130,7 @@ def rows_alike(n_tokens: int, n_rows: int) -> PrefillBatch:
 
 
 def test_attention_of_many_tokens_launches_programs_for_the_longest_row() -> None:
-    found = rows_alike(3900, 13).padded(SCRATCH, 8192)
+    found = rows_alike(3900, 13).pad(SCRATCH, 8192)
     assert found is not None
     assert (found[1].n_tokens, found[1].max_q) == (4096, 512)
 
@@ -141,7 +141,7 @@ def test_larger_prefills_have_few_shapes() -> None:
     for n_tokens in range(2049, 16385, 61):
         for n_rows in (1, 2, 3, 4, 8, 16, 32, 64):
             batch = rows_alike(n_tokens, n_rows)
-            found = batch.padded(SCRATCH, 16384)
+            found = batch.pad(SCRATCH, 16384)
             assert found is not None
             # Of the rows, or of the padding.
             assert max(batch.shape.max_q, found[1].n_tokens - n_tokens) <= found[1].max_q <= found[1].n_tokens

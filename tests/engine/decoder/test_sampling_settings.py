@@ -93,7 +93,7 @@ def test_skip_special_tokens_is_of_texts(tokenizer_of: Any) -> None:
     )
     for skips in (True, False):
         gconfig = GenerationConfig(n_samples=1, skip_special_tokens=skips)
-        Scorer(setup, [PromptItem(prompt="a", text="a", tokens=[5])], gconfig, 0).take([output])
+        Scorer(setup, [PromptItem(prompt="a", text="a", tokens=[5])], gconfig, 0).score_outputs([output])
     assert texts == ["seven", f"seven{tokenizer.eos_token}"]
 
 

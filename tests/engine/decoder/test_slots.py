@@ -54,10 +54,10 @@ def test_a_step_calls_no_function_for_a_row() -> None:
 
 def test_a_token_in_flight_is_not_given_to_the_next_sequence_of_the_slot() -> None:
     table = SlotTable(2)
-    table.take(1, frozenset({7}))
+    table.occupy(1, frozenset({7}))
     first = table.owner[1]
     table.owner[1] = 0
-    table.take(1, frozenset({8, 9}))
+    table.occupy(1, frozenset({8, 9}))
     assert table.owner[1] not in (0, first)
     both, tokens = np.array([0, 1]), np.array([7, 9])
     assert table.has_stopped(both, tokens).tolist() == [False, True]

@@ -238,7 +238,7 @@ def test_drafts_of_the_table_change_no_bit(scope: int | None, table_bits: int, h
     decoder = make_decoder(exact_model(), drafter=drafter, n_blocks=26, max_running=10, **how)
     decoder.weights_version, n_accepted = 3, 0
     for _ in range(2):
-        drafter.begin(StepCosts(fixed=10_000, verification=1, most_rows=200))
+        drafter.begin_rollout(StepCosts(fixed=10_000, verification=1, most_rows=200))
         decoder.reset_cache()
         decoder.reset_stats()
         for item in requests:
@@ -424,7 +424,7 @@ def test_samples_as_long_as_the_context(runs_ahead: bool, n_blocks: int) -> None
     item = request(1, 9, max_new_tokens=87)
     drafter = NgramDrafter(torch.device("cpu"), table_bits=12)
     drafter.length.next_length = lambda *_, **__: 7  # type: ignore[method-assign]
-    drafter.begin(StepCosts(fixed=10_000, verification=1, most_rows=200))
+    drafter.begin_rollout(StepCosts(fixed=10_000, verification=1, most_rows=200))
     decoder = make_decoder(exact_model(), drafter=drafter, n_blocks=n_blocks, runs_ahead=runs_ahead, **EXACT)
     expected = sampled(exact_model(), [item], **EXACT)
     for _ in range(2):
@@ -442,12 +442,12 @@ def test_a_rollout_begins_while_tokens_of_the_last_one_are_in_flight() -> None:
     drafter.length.next_length = lambda *_, **__: 3  # type: ignore[method-assign]
     costs = StepCosts(fixed=10_000, verification=1, most_rows=200)
     decoder = make_decoder(exact_model(), drafter=drafter, runs_ahead=True, **EXACT)
-    drafter.begin(costs)
+    drafter.begin_rollout(costs)
     decoder.submit(request(1, 9, max_new_tokens=40))
     for _ in range(5):
         decoder.step()
     decoder.clear()
-    drafter.begin(costs)
+    drafter.begin_rollout(costs)
     item = request(2, 9, max_new_tokens=40)
     decoder.submit(item)
     outputs: Outputs = {}

@@ -20,7 +20,7 @@ from areno.api.trainer import Trainer
 from areno.config.run import ClusterConfig, EngineConfig, SchedulerConfig
 from areno.engine.processes import ray_cluster as cluster
 from areno.engine.processes import ray_workers
-from areno.engine.processes.ray_cluster import Node, describe_nodes, device_sets_left, has_room, no_room_problem
+from areno.engine.processes.ray_cluster import Node, describe_nodes, has_room, n_device_sets, too_few_devices_problem
 from areno.engine.processes.ray_host import NodeReport, create_probe_file, interface_of, versions
 from areno.engine.processes.ray_workers import check_folders, check_versions
 from areno.errors import CheckpointError, ConfigError, EngineError, WorkerLost
@@ -149,7 +149,7 @@ def test_the_workers_beside_the_reward_processes(monkeypatch: pytest.MonkeyPatch
     local, ray = SchedulerConfig(), SchedulerConfig(type="ray")
 
     def here(engine: EngineConfig, scheduler: SchedulerConfig = ray, **cluster: int) -> int:
-        return devices.n_workers_here(settings(engine, ClusterConfig(**cluster), scheduler))
+        return devices.n_local_workers(settings(engine, ClusterConfig(**cluster), scheduler))
 
     on_cpu = EngineConfig(device="cpu")
     assert here(on_cpu, local, n_gpus_per_node=3) == 3
@@ -164,11 +164,11 @@ def test_the_workers_beside_the_reward_processes(monkeypatch: pytest.MonkeyPatch
 def test_what_is_left_of_a_layout() -> None:
     assert has_room([BIG, SMALL, HEAD], "cuda", 2, 4)
     assert not has_room([BIG, SMALL, HEAD], "cuda", 2, 8)
-    assert device_sets_left([BIG, HEAD], "cuda", 2, 4) == 2, "one node takes both"
-    assert device_sets_left([SMALL, HEAD], "cuda", 2, 4) == 1
-    assert device_sets_left([SMALL, HEAD], "cuda", 2, 8) == 0
-    assert device_sets_left([BIG], "cpu", 2, 8) == 2, "no more than there were"
-    assert str(no_room_problem("cuda", 2, 8, [BIG, HEAD], 30.0)) == (
+    assert n_device_sets([BIG, HEAD], "cuda", 2, 4) == 2, "one node takes both"
+    assert n_device_sets([SMALL, HEAD], "cuda", 2, 4) == 1
+    assert n_device_sets([SMALL, HEAD], "cuda", 2, 8) == 0
+    assert n_device_sets([BIG], "cpu", 2, 8) == 2, "no more than there were"
+    assert str(too_few_devices_problem("cuda", 2, 8, [BIG, HEAD], 30.0)) == (
         "cluster.n_nodes: is 2, and the run takes 2 nodes with 8 GPUs each, but the Ray cluster has 2 nodes: "
         "10.0.0.1 (8 GPUs, 64 CPUs), 10.0.0.3 (0 GPUs, 16 CPUs); areno waited 30 s for more (scheduler.setup_timeout "
         "changes that)"
@@ -182,12 +182,12 @@ def test_a_node_that_hangs_is_seen_as_lost_until_its_devices_are_free(monkeypatc
     monkeypatch.setattr(Node, "accepts_connections", lambda node: node.id != "c")
     monkeypatch.setattr(cluster, "free_devices", lambda kind: free)
     monkeypatch.setattr(ray_workers, "lost_nodes", {"b"})
-    assert not ray_workers.has_noticed_losses("cuda", 4, [BIG, SMALL])
-    assert ray_workers.has_noticed_losses("cuda", 4, [BIG])
+    assert not ray_workers.has_noticed_lost_nodes("cuda", 4, [BIG, SMALL])
+    assert ray_workers.has_noticed_lost_nodes("cuda", 4, [BIG])
     free["b"] = 4
-    assert ray_workers.has_noticed_losses("cuda", 4, [BIG, SMALL, HEAD])
+    assert ray_workers.has_noticed_lost_nodes("cuda", 4, [BIG, SMALL, HEAD])
     monkeypatch.setattr(ray_workers, "lost_nodes", {"b", "c"})
-    assert not ray_workers.has_noticed_losses("cuda", 4, [BIG, SMALL, HEAD])
+    assert not ray_workers.has_noticed_lost_nodes("cuda", 4, [BIG, SMALL, HEAD])
 
 
 @pytest.mark.parametrize(("scheduler", "retries", "tries"), [("ray", 1, 2), ("ray", 0, 1), ("local", 1, 1)])

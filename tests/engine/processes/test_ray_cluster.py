@@ -203,7 +203,7 @@ def test_what_is_left_of_a_cluster_goes_on(nodes: TwoNodes, tmp_path: Path, capl
         with pytest.raises(WorkerLost, match="was lost"):
             finish(engine, 99)
         with pytest.raises(WorkerLost, match="was lost"):
-            engine.wait()
+            engine.synchronize()
         engine.restart()
         assert (engine.spec.layout.dp_size, engine.spec.n_nodes) == (1, 1)
         assert "going on with 1 of 2 copies of the model, on what is left: the Ray cluster has 1 node" in caplog.text

@@ -129,11 +129,11 @@ def test_a_state_under_way_is_lost_with_the_workers(
                 engine.restart()
         engine.restart()
         with pytest.raises(CheckpointError, match="the run state was not written: the workers were lost"):
-            engine.state_written()
+            engine.is_state_written()
         engine.save_state(tmp_path / "second")
-        assert engine.state_written(wait=True)
+        assert engine.is_state_written(wait=True)
         engine.restart()
-        assert engine.state_written()
+        assert engine.is_state_written()
         engine.load_state(tmp_path / "second")
 
 

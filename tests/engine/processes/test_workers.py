@@ -20,8 +20,8 @@ from torch import Tensor
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
-from areno.engine.processes.local import start_on_this_machine
-from areno.engine.processes.messages import Command, pack
+from areno.engine.processes.local import start_local_processes
+from areno.engine.processes.messages import Command, pack_command
 from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.worker_main import _read_commands
 from areno.engine.processes.workers import InlineGroup, WorkerGroup, start_workers
@@ -90,7 +90,7 @@ def test_a_rank_that_fails_alone_while_loading_leaves_one_message(tmp_path: Path
 @pytest.mark.slow
 def test_a_worker_starts_and_ends_as_it_does_for_users(cold_workers: None, folder: Path) -> None:
     with contextlib.closing(SpawnedGroup(spec(folder))) as group:
-        [process] = group._open_processes.processes.values()  # type: ignore[attr-defined]
+        [process] = group._live_processes.processes.values()  # type: ignore[attr-defined]
         assert b"spawn_main" in Path(f"/proc/{process.pid}/cmdline").read_bytes()
         assert train(group, sft_loss_fn)["skipped_steps"] == 0
         pid = process.pid
@@ -99,7 +99,7 @@ def test_a_worker_starts_and_ends_as_it_does_for_users(cold_workers: None, folde
 
 def test_a_worker_that_nobody_waits_for_any_more_ends_without_a_traceback(folder: Path) -> None:
     """The driver was interrupted while its workers came up. Python reports an exception with exit code 1."""
-    with contextlib.closing(start_on_this_machine(spec(folder))) as processes:
+    with contextlib.closing(start_local_processes(spec(folder))) as processes:
         processes._pipes[0].close()
         assert processes.exit_codes(0, timeout=60) == {0: 0}
 
@@ -177,7 +177,9 @@ def test_an_error_nobody_waits_for_comes_with_the_next_poll(group: SpawnedGroup)
 
 
 def test_late_answers_to_a_failed_command_are_dropped(group: SpawnedGroup) -> None:
-    group._send_command(0, Command("no_such_method", pack("", ()), group._last_id))  # answered under the next id
+    group._send_command(
+        0, Command("no_such_method", pack_command("", ()), group._last_id)
+    )  # answered under the next id
     assert group.call("info")[0].vocab_size == VOCAB
     assert group.poll(0.0) == []
 
@@ -199,7 +201,7 @@ def test_inline_and_spawned_groups_have_one_face(group: SpawnedGroup, folder: Pa
     assert outputs[0] == outputs[1]
     inline.close()
     with pytest.raises(EngineError, match="the engine is closed"):
-        inline.call("wait")
+        inline.call("synchronize")
 
 
 def test_commands_never_wait_for_a_worker_that_is_busy() -> None:
@@ -243,7 +245,7 @@ def test_long_commands_of_two_threads_arrive_whole(folder: Path) -> None:
         thread.start()
         casts()
         thread.join()
-        group.call("wait")
+        group.call("synchronize")
         assert group.heartbeats._sent[0] == counted[0] + 2 * n_sent + 1
 
 
@@ -272,12 +274,12 @@ def test_a_killed_worker_ends_the_group_with_the_signal_named(folder: Path, busy
     else:
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineError, match=message):
-            group.call("wait")
+            group.call("synchronize")
     with pytest.raises(EngineError, match=message):
         group.poll(1.0)
     group.close()
     group.close()
     with pytest.raises(EngineError, match="the engine is closed"):
-        group.call("wait")
+        group.call("synchronize")
     assert time.monotonic() - started < 50, "no 60 s, which the loss takes"
     assert not alive(pid)

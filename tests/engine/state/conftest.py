@@ -14,7 +14,7 @@ from areno.engine.state import storage
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is written before the event is set."""
     event = threading.Event()
-    write = storage.Writer._write
-    monkeypatch.setattr(storage.Writer, "_write", lambda self, file: event.wait(60) and write(self, file))
+    write = storage.StateFileWriter._write
+    monkeypatch.setattr(storage.StateFileWriter, "_write", lambda self, file: event.wait(60) and write(self, file))
     yield event
     event.set()

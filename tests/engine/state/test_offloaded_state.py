@@ -114,7 +114,7 @@ def test_the_next_update_waits_for_the_files(folder: Path, tmp_path: Path, slow_
         engine.save_state(tmp_path / "state")
         assert not any(name.endswith(("master", "exp_avg", "exp_avg_sq")) for name in worker_of(engine).states._memory)
         rollout(engine)  # does not wait
-        assert not engine.state_written()
+        assert not engine.is_state_written()
         trained = threading.Event()
 
         def train() -> None:
@@ -127,7 +127,7 @@ def test_the_next_update_waits_for_the_files(folder: Path, tmp_path: Path, slow_
         slow_disk.set()
         thread.join(60)
         assert trained.is_set()
-        assert engine.state_written(wait=True)
+        assert engine.is_state_written(wait=True)
         assert not same(buffers(engine), before)
         engine.load_state(tmp_path / "state")
         assert same(buffers(engine), before)
@@ -147,7 +147,7 @@ def test_waiting_for_a_disk_that_hangs_is_no_progress(
         beats.clear()
         states._wait_for_files()
         assert beats.count(False) <= 1  # the writer looks at its start, too
-        assert engine.state_written(wait=True)
+        assert engine.is_state_written(wait=True)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("adam", marks=pytest.mark.slow), "adam_8bit"])

@@ -92,7 +92,7 @@ def test_training_goes_on_as_if_nothing_had_happened(
         engine.save_state(tmp_path / "state")
         at_save = buffers(engine)
         expected = steps(engine, 2)
-        assert engine.state_written(wait=True)
+        assert engine.is_state_written(wait=True)
         after = buffers(engine)
     monkeypatch.setattr(tensor_shards, "MAX_SHARD_ELEMENTS", 1000)
     with built(folder, optimizer, dtype=dtype) as other:
@@ -173,7 +173,7 @@ def test_moments_that_are_left_out_begin_at_zero(folder: Path, tmp_path: Path, k
         steps(engine, 2)
         whole = saved(engine, tmp_path / "whole")
         engine.save_state(tmp_path / "small", with_moments=False)
-        assert engine.state_written(wait=True)
+        assert engine.is_state_written(wait=True)
         at_save = buffers(engine)
     assert not [name for name in content(tmp_path / "small") if "exp_avg" in name]
     with built(folder, optimizer) as other:
@@ -205,15 +205,15 @@ def test_what_is_trained_after_the_call_is_not_in_the_state(
         steps(engine, 1)
         before = buffers(engine)
         engine.save_state(tmp_path / "state")
-        assert not engine.state_written()
+        assert not engine.is_state_written()
         with pytest.raises(EngineError, match=r"being written already.*wait=True"):
             engine.save_state(tmp_path / "other")
         steps(engine, 1)
         engine.release_role("critic")
-        assert not engine.state_written()
+        assert not engine.is_state_written()
         slow_disk.set()
-        assert engine.state_written(wait=True)
-        assert engine.state_written()
+        assert engine.is_state_written(wait=True)
+        assert engine.is_state_written()
         assert not (tmp_path / "other").exists()
         only_actor = content(saved(engine, tmp_path / "actor"))
         assert not any(name.startswith("critic") for name in only_actor)
@@ -257,15 +257,15 @@ def test_a_state_that_cannot_be_written(folder: Path, tmp_path: Path, monkeypatc
         for path, reason in ((full, "No space left on device"), (tmp_path / "file" / "state", "Not a directory")):
             engine.save_state(path)
             with pytest.raises(CheckpointError, match=f"{path}: the state of the run cannot be written: {reason}"):
-                engine.state_written(wait=True)
-            assert engine.state_written()
+                engine.is_state_written(wait=True)
+            assert engine.is_state_written()
             assert not (path / "index.json").exists()
         engine.release_role("critic")
         with monkeypatch.context() as patch:
             patch.setattr(checkpointer, "host_bytes_free", lambda: 10)
             engine.save_state(tmp_path / "state")
             with pytest.raises(CheckpointError, match="GiB of host memory, which are not free"):
-                engine.state_written(wait=True)
+                engine.is_state_written(wait=True)
         expected = buffers(engine)
         saved(engine, tmp_path / "state")
         engine.train(train_rows(rollout(engine)), partial(grpo_loss_fn, clip_eps=0.2))
@@ -297,7 +297,7 @@ def test_the_next_update_waits_for_the_copy_beside_it(tmp_path: Path) -> None:
         assert states._copied is not None  # nobody has waited for it
         assert not states._copied.query()
         train(engine)
-        assert engine.state_written(wait=True)
+        assert engine.is_state_written(wait=True)
         assert same(content(tmp_path / "state"), before)
         assert not same(content(saved(engine, tmp_path / "after")), before)
         engine.load_state(tmp_path / "state")

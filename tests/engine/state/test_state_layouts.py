@@ -131,7 +131,7 @@ def test_a_rank_that_cannot_write_is_told_by_all(engines: dict[str, Engine], tmp
         for _ in range(2):
             engine.save_state(path)
             with pytest.raises(CheckpointError, match="cannot be written: No space left on device"):
-                engine.state_written(wait=True)
+                engine.is_state_written(wait=True)
         assert not (path / "index.json").exists()
         (path / "critic.exp_avg.1.bin").unlink()
         train(engine)
@@ -167,8 +167,8 @@ def test_a_worker_that_is_killed_while_it_writes(folder: Path, tmp_path: Path) -
     with Engine(spec(folder), "spawn") as engine:
         engine.save_state(state)
         engine.train(critic_rows(), sft_loss_fn)
-        assert not engine.state_written()
+        assert not engine.is_state_written()
         os.kill(worker_pids(engine)[0], signal.SIGKILL)
         with pytest.raises(EngineError, match="killed by SIGKILL"):
-            engine.state_written(wait=True)
+            engine.is_state_written(wait=True)
     assert not (state / "index.json").exists()

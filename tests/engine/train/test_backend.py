@@ -10,7 +10,7 @@ import torch
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
-from areno.engine.train.gradients import join_steps
+from areno.engine.train.gradients import average_steps
 from areno.errors import DataError, EngineError
 from areno.kernels.attention import choose_backend
 from areno.layers.attention import PackedAttend
@@ -138,7 +138,7 @@ def test_gradient_equals_plain_autograd():
         cu = torch.tensor([0, len(tokens)], dtype=torch.int32)
         attend = PackedAttend(cu, len(tokens), "sdpa")
         hidden = model(tokens, torch.arange(len(tokens)), attend)
-        logp = torch.log_softmax(hidden @ model.output.weight.t() / 0.7, -1)
+        logp = torch.log_softmax(hidden @ model.lm_head.weight.t() / 0.7, -1)
         for t, masked in enumerate(row.prompt_mask):
             if not masked:
                 total = total - logp[t - 1, tokens[t]] / n
@@ -203,9 +203,9 @@ def test_several_steps_are_told_as_one():
         {"loss": 1.0, "ratio_max": 3.0, "lr": 0.2, "skipped_steps": 1.0},
         {"loss": 2.0, "ratio_max": 2.0, "lr": 0.1, "skipped_steps": 1.0},
     ]
-    assert join_steps(steps) == {"loss": 1.5, "ratio_max": 3.0, "lr": 0.1, "skipped_steps": 2.0}
+    assert average_steps(steps) == {"loss": 1.5, "ratio_max": 3.0, "lr": 0.1, "skipped_steps": 2.0}
     later = [steps[0], {**steps[1], "rewards_chosen_mean": 4.0, "rewards_chosen_max": 5.0}]
-    assert join_steps(later).items() >= {"rewards_chosen_mean": 4.0, "rewards_chosen_max": 5.0}.items()
+    assert average_steps(later).items() >= {"rewards_chosen_mean": 4.0, "rewards_chosen_max": 5.0}.items()
 
 
 def test_nonfinite_step_is_skipped():

@@ -10,7 +10,7 @@ import torch
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.cost.memory import PassBytes
-from areno.engine.train.recomputation import KeptLayers
+from areno.engine.train.recomputation import RecomputationPolicy
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
@@ -32,7 +32,7 @@ def test_layers_are_kept_as_memory_allows():
     each = 100 * 4 * (layer.attention.qkv.weight.shape[0] + layer.mlp.gate_up.weight.shape[0])
 
     def kept(n_tokens, free):
-        return KeptLayers(model, lambda: free).n_kept_layers(n_tokens)
+        return RecomputationPolicy(model, lambda: free).n_kept_layers(n_tokens)
 
     first = next(free for free in range(0, 2**33, each // 4) if kept(100, free))
     assert kept(100, 0) == 0
@@ -69,9 +69,9 @@ def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
 
     monkeypatch.setattr(backend.model, "forward", short_of_memory)
     sizes = itertools.count(step=100_000)
-    growing = KeptLayers(backend.model, lambda: next(sizes))
+    growing = RecomputationPolicy(backend.model, lambda: next(sizes))
     enough = 100_000 * next(n for n in itertools.count() if growing.n_kept_layers(80) == 2)
-    backend.kept_layers = KeptLayers(backend.model, lambda: enough)
+    backend.kept_layers = RecomputationPolicy(backend.model, lambda: enough)
     stats, other = loss_and_gradient(backend, rows, grpo_loss_fn, spec)
     assert stats == pytest.approx(expected)
     torch.testing.assert_close(other, gradient)
@@ -83,10 +83,10 @@ def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
 
     monkeypatch.setattr(backend.model, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
     n_fitting = PassBytes.for_training(backend.model.config, 4).fitting_tokens(2**33) // 256 * 256
-    backend.kept_layers = KeptLayers(backend.model, lambda: 2**33)
+    backend.kept_layers = RecomputationPolicy(backend.model, lambda: 2**33)
     with pytest.raises(EngineError, match=f"in training.* a micro-batch of {n_fitting:,} tokens would fit"):
         train_on(backend, rows, sft_loss_fn, spec)
-    backend.kept_layers = KeptLayers(backend.model, lambda: 0)
+    backend.kept_layers = RecomputationPolicy(backend.model, lambda: 0)
     with pytest.raises(EngineError, match="no micro-batch fits"):
         train_on(backend, rows, sft_loss_fn, spec)
 

@@ -10,7 +10,7 @@ import torch
 
 from areno.cost.memory import WINDOW, WINDOWS
 from areno.engine.train import optimizer_offload
-from areno.engine.train.optimizer_offload import HostBuffer, StateStream, buffer_pieces, split_at_parts
+from areno.engine.train.optimizer_offload import HostBuffer, StateStream, buffer_range_views, split_at_parts
 from areno.kernels.adam import BLOCK
 from tests.helpers import tp_ranks, zero_ranks
 from tests.helpers.tiny_engine import folder_with, model_folder
@@ -41,10 +41,10 @@ def test_a_buffer_in_parts(small: None) -> None:
         part.copy_(torch.arange(start, start + len(part)))
     for place in (slice(0, 1283), slice(500, 1030), slice(512, 1024), slice(7, 8), slice(1024, 1283)):
         expected = torch.arange(place.start, place.stop).float()
-        assert torch.equal(torch.cat(buffer_pieces(buffer, place)), expected)
+        assert torch.equal(torch.cat(buffer_range_views(buffer, place)), expected)
         cut = list(split_at_parts(place))
         assert torch.equal(torch.cat([buffer[each] for each in cut]), expected)
-        assert len(cut) == len(buffer_pieces(buffer, place))
+        assert len(cut) == len(buffer_range_views(buffer, place))
     with pytest.raises(ValueError, match="unpack"):
         buffer[500:600]  # from two parts
     assert [part.tolist() for part in buffer.fill_(2).parts] == [[2.0] * 512] * 2 + [[2.0] * 259]

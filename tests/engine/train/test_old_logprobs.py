@@ -14,7 +14,7 @@ from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
 from areno.engine.train.checked_rows import read_rows
-from areno.engine.train.micro_batches import divide_steps, keep_old_logprobs
+from areno.engine.train.micro_batches import divide_steps, store_old_logprobs
 from areno.errors import EngineError
 from areno.layers.config import AdapterSpec
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn, sft_loss_fn, value_loss_fn
@@ -92,7 +92,7 @@ def test_later_updates_of_a_batch_compare_with_the_policy_before_the_first():
     assert backend.optimizer.steps == 2
     assert result.stats["ratio_max"] > 1.001
     assert result.stats["logp_abs_diff_max"] == pytest.approx(0.01, rel=1e-3), "an update is not counted as a mismatch"
-    keep_old_logprobs(rows, shares, [result])
+    store_old_logprobs(rows, shares, [result])
     scored = before.logprobs([row.tokens for row in rows], SamplingConfig(), WHOLE)
     for row, wanted in zip(rows, scored, strict=True):
         places = ~np.asarray(row.prompt_mask)
@@ -157,8 +157,8 @@ def test_a_critic_leaves_the_rows_as_they_are():
 def test_what_needs_no_ratio_is_not_scored(monkeypatch):
     """Supervised rows bring no log-probabilities; exact mode's rollout has the bits of training."""
     backend, passes = make(FROZEN), []
-    scored = backend.scored_logprobs
-    monkeypatch.setattr(backend, "scored_logprobs", lambda *args, **more: passes.append(1) or scored(*args, **more))
+    scored = backend.no_grad_logprobs
+    monkeypatch.setattr(backend, "no_grad_logprobs", lambda *args, **more: passes.append(1) or scored(*args, **more))
     rows = fresh_rows(backend, apart=0.0)
     bare = [dataclasses.replace(row, logprobs=None, ref_logprobs=None) for row in rows]
     train_on(backend, bare, sft_loss_fn, CUT, gradient_accumulation_steps=1)
@@ -195,5 +195,5 @@ def call(backend, rows, loss_fn=grpo_loss_fn):
     checked, update = read_rows(rows, 61), UpdateSpec(CUT)
     shares = divide_steps(checked, update)
     result = backend.train(shares[0], loss_fn, update)
-    keep_old_logprobs(rows, shares, [result])
+    store_old_logprobs(rows, shares, [result])
     return result.stats

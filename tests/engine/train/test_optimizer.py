@@ -152,7 +152,7 @@ def test_skipping_changes_nothing():
     before = flat.params.clone()
     loss_of(ours, 0, scale=math.inf).backward()
     assert not math.isfinite(optimizer.gradient_stats().norm)
-    optimizer.skip()
+    optimizer.skip_update()
     assert torch.equal(flat.params, before)
     assert (optimizer.steps, optimizer.skipped_steps) == (0, 1)
     assert not optimizer.moments["exp_avg"].any()

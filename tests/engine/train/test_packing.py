@@ -277,7 +277,7 @@ def test_rows_are_chosen_in_any_order_and_keep_their_numbers():
         assert [(one.tokens.tolist(), one.trained.tolist(), one.reward) for one in found] == [
             (rows[i].tokens.tolist(), rows[i].trained.tolist(), rows[i].reward) for i in chosen
         ]
-        of_fields = found.per_row(found.fields["rollout_logprobs"])
+        of_fields = found.split_by_row(found.fields["rollout_logprobs"])
         assert [set(of_row.tolist()) for of_row in of_fields] == [{-float(i)} for i in chosen]
     assert [one.reward for one in rows[2:5]] == [2, 3, 4]
     assert np.shares_memory(rows[2:5].tokens, rows.tokens)

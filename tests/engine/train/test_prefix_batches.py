@@ -16,7 +16,7 @@ from areno.engine.train import shared_prefixes
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import divide_steps, row_micro_batches
 from areno.engine.train.packing import pack_group
-from areno.engine.train.shared_prefixes import build_forest, n_computed, order_to_share, sharing_groups
+from areno.engine.train.shared_prefixes import build_forest, n_computed_tokens, order_to_share, sharing_groups
 from areno.layers.config import AdapterSpec
 from areno.specs.update import UpdateSpec
 from tests.helpers.large_shapes import QWEN3_06B, QWEN3_8B
@@ -49,14 +49,14 @@ def check_forest(rows: Rows) -> None:
         assert any(np.array_equal(forest.indices_U[s : s + len(keys)], keys) for s in starts[:-1])
     assert forest.counts_N.sum() == starts[-1]
     np.testing.assert_array_equal(np.unique(forest.indices_U), np.arange(len(forest.tokens_N)))
-    assert n_computed(rows) == len(forest.tokens_N)
+    assert n_computed_tokens(rows) == len(forest.tokens_N)
 
 
 @pytest.mark.parametrize("name", cases(VOCAB))
 def test_a_forest_has_each_beginning_of_a_row_once(name: str) -> None:
     rows = cases(VOCAB)[name]
     check_forest(rows)
-    assert n_computed(rows) == n_nodes(rows)
+    assert n_computed_tokens(rows) == n_nodes(rows)
 
 
 def test_any_rows_make_a_forest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,16 +66,16 @@ def test_any_rows_make_a_forest(monkeypatch: pytest.MonkeyPatch) -> None:
         rows = [np.array([rng.randrange(2) for _ in range(rng.randint(1, 9))]) for _ in range(rng.randint(1, 9))]
         monkeypatch.setattr(shared_prefixes, "LEAST", 1)
         check_forest(rows)
-        assert n_computed(rows) == n_nodes(rows)
+        assert n_computed_tokens(rows) == n_nodes(rows)
         monkeypatch.setattr(shared_prefixes, "LEAST", 3)
         check_forest(rows)
-        assert n_nodes(rows) <= n_computed(rows) <= sum(map(len, rows))
+        assert n_nodes(rows) <= n_computed_tokens(rows) <= sum(map(len, rows))
 
 
 def test_short_prefixes_are_not_worth_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefixes, "LEAST", 4)
     rows = [np.array(row) for row in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 7], [1, 2, 3, 8, 8], [9, 9, 9], [9, 9, 9])]
-    assert n_computed(rows) == 6 + 1 + 5 + 3  # equal rows are one row, however short
+    assert n_computed_tokens(rows) == 6 + 1 + 5 + 3  # equal rows are one row, however short
     check_forest(rows)
 
 
@@ -126,7 +126,7 @@ def test_a_shared_prefix_counts_once_in_a_micro_batch() -> None:
     spec = MicroBatchSpec(max_tokens_per_mb=120)
     batches = [batch for (batch,) in row_micro_batches(units, spec, sharing=ON)[0]]
     assert sorted(itertools.chain(*batches)) == list(range(len(rows)))
-    sizes = [n_computed([rows[i] for i in batch]) for batch in batches]
+    sizes = [n_computed_tokens([rows[i] for i in batch]) for batch in batches]
     assert sum(sizes) <= 6 * (20 + 5 + 6 + 7 + 8)  # no group is cut
     assert max(sizes) <= 120
     assert len(batches) == 3
@@ -187,7 +187,7 @@ def test_a_micro_batch_without_tokens_of_its_own_is_not_linked() -> None:
 def test_ranks_get_whole_groups() -> None:
     rows = [row for seed in range(8) for row in group(20, [5, 6, 7, 8], VOCAB, seed)]
     shares = divide_steps(read_rows(train_rows(rows), VOCAB), UpdateSpec(WHOLE), dp_size=2, sharing=ON)
-    sizes = [n_computed([row.tokens for batch in step.micro_batches for row in batch]) for (step,) in shares]
+    sizes = [n_computed_tokens([row.tokens for batch in step.micro_batches for row in batch]) for (step,) in shares]
     assert sizes == pytest.approx([4 * (20 + 5 + 6 + 7 + 8)] * 2, abs=4)  # prompts may begin alike by chance
 
 
@@ -216,7 +216,10 @@ def test_many_short_answers_are_cut_by_their_copies_of_keys() -> None:
     groups = row_micro_batches([[row] for row in rows], MicroBatchSpec(max_tokens_per_mb=4096), sharing=ON)[0]
     for batch in itertools.chain(*groups):
         n_keys = sum(len(rows[i]) for i in batch)
-        assert n_computed([rows[i] for i in batch]) + n_keys / shared_prefixes.KEYS <= 4096 + 512 / shared_prefixes.KEYS
+        assert (
+            n_computed_tokens([rows[i] for i in batch]) + n_keys / shared_prefixes.KEYS
+            <= 4096 + 512 / shared_prefixes.KEYS
+        )
 
 
 def test_the_number_of_micro_batches_of_a_step_does_not_depend_on_sharing() -> None:
@@ -233,10 +236,10 @@ def test_rows_share_half_of_their_tokens_or_sixteen(
     monkeypatch.setattr(shared_prefixes, "LEAST", 16)
     head, others = list(range(6)), iter(range(100, 10_000))
     rows = [np.array([*head, *itertools.islice(others, length - 6)]) for _ in range(8)]
-    assert n_computed(rows) == 8 * length - 7 * n_shared
+    assert n_computed_tokens(rows) == 8 * length - 7 * n_shared
     assert (order_to_share(rows, PrefixSharing("auto")) is not None) == (n_shared > 0)
     long = [np.concatenate([np.arange(20), row]) for row in rows]
-    assert n_computed(long) == 8 * (length + 20) - 7 * 26
+    assert n_computed_tokens(long) == 8 * (length + 20) - 7 * 26
 
 
 def test_a_rank_without_rows_of_a_shared_step() -> None:

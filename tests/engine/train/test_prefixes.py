@@ -22,7 +22,7 @@ from areno.engine.train import shared_prefixes
 from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.micro_batches import divide_rows, divide_steps, row_micro_batches
 from areno.engine.train.packing import LocalTokens, PrefixPass, StepBatches, pack_group, pack_tokens
-from areno.engine.train.recomputation import KeptLayers
+from areno.engine.train.recomputation import RecomputationPolicy
 from areno.engine.train.shared_prefixes import order_to_share
 from areno.errors import EngineError
 from areno.layers import rotary
@@ -326,7 +326,7 @@ def test_linked_micro_batches_of_float64_have_the_gradients_of_rows_apart(monkey
             of_batch = torch.cat([weights[starts[i] : starts[i + 1]] for i in batch])
             assert_alike(hidden, torch.cat([expected[starts[i] : starts[i + 1]] for i in batch]), 1e-12)
             (hidden * of_batch).sum().backward()
-        output, gradient = prefix.output()
+        output, gradient = prefix.output_and_gradient()
         output.backward(gradient)
     for key, found in model.named_parameters():
         assert_alike(found.grad, of_rows[key], 1e-12, key)
@@ -397,7 +397,7 @@ def test_a_step_of_linked_micro_batches_that_runs_out_of_memory_is_halved(
 def test_prefixes_that_do_not_fit_end_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the micro-batch before has kept activations, which a repeated step would not."""
     backend = make(recompute=True)
-    backend.kept_layers = KeptLayers(backend.model, lambda: 2**40)
+    backend.kept_layers = RecomputationPolicy(backend.model, lambda: 2**40)
     step(backend, train_rows(group(9, [4, 6], VOCAB)), LOSSES["grpo"], "on")
     tries = []
 
@@ -418,7 +418,7 @@ def test_the_gradient_of_prefixes_is_summed_in_float32() -> None:
     prefix.begin(lambda packed, stores: hidden * 1)
     for _ in range(600):
         prefix.join(torch.zeros(1, 4, dtype=torch.bfloat16)).sum().backward()
-    output, gradient = prefix.output()
+    output, gradient = prefix.output_and_gradient()
     output.backward(gradient)
     assert hidden.grad is not None
     assert hidden.grad.unique().tolist() == [600]

@@ -45,7 +45,7 @@ def test_every_element_has_one_owner(
         model = build_model(load_config(folder), dtype=torch.bfloat16, device="cpu")
         model.init_weights(1)
         dp = ParallelGroup(rank, size)
-        flat = FlatParameters(model, None, align, stage=model.stage, dp=dp, divide_grads=divide_grads)
+        flat = FlatParameters(model, None, align, stage=model.backward_stage, dp=dp, divide_grads=divide_grads)
         owners = torch.zeros(flat.params.numel(), dtype=torch.int) if owners is None else owners
         local = torch.zeros(flat.n_local, dtype=torch.int)
         for chunk in flat.chunks():
@@ -77,17 +77,21 @@ def stages_are_final(folder: Path, **how: Any) -> None:
     seen: list[tuple[int, dict[str, torch.Tensor]]] = []
     model.on_stage_backward = lambda stage: seen.append((stage, gradients_from(model, stage)))
     hidden = model(torch.arange(n), torch.arange(n), attend, **how)
-    (model.values(hidden) if head == "value" else hidden @ model.output.weight.t()).square().sum().backward()
+    (model.values(hidden) if head == "value" else hidden @ model.lm_head.weight.t()).square().sum().backward()
     assert [stage for stage, _ in seen] == [*range(len(model.layers), -1, -1)]
     assert flat.grads.any()
     for stage, found in seen:
         for name, gradient in gradients_from(model, stage).items():
             assert torch.equal(found[name], gradient), (stage, name)
-    assert {model.stage(name) for name, _ in model.named_parameters()} == {*range(-1, len(model.layers) + 1)}
+    assert {model.backward_stage(name) for name, _ in model.named_parameters()} == {*range(-1, len(model.layers) + 1)}
 
 
 def gradients_from(model: Transformer, stage: int) -> dict[str, torch.Tensor]:
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and model.stage(n) >= stage}
+    return {
+        n: p.grad.clone()
+        for n, p in model.named_parameters()
+        if p.grad is not None and model.backward_stage(n) >= stage
+    }
 
 
 @pytest.mark.parametrize("how", [{}, {"recompute": True}, {"recompute": True, "n_kept": 1}, {"head": "value"}])
