@@ -42,7 +42,7 @@ from areno.run.progress import Name, RunProgress
 from areno.run.recovery import Recovery
 from areno.run.resume import run_folder_for
 from areno.run.state_writer import RecoverableEngine
-from areno.run.tracing import RunTracer
+from areno.run.tracing import ProfiledEngine, RunTracer
 from areno.tracking.accuracy import without_accuracy_metrics
 from areno.tracking.console import RESUMED, log_done, log_stopped
 from areno.tracking.display.display import chosen_console
@@ -55,10 +55,18 @@ from areno.types import Batch
 logger = logging.getLogger("areno")
 
 
+class RunEngine(RecoverableEngine, ProfiledEngine, Protocol):
+    """The methods of an Engine that a run calls."""
+
+    def phase_memory_gib(self) -> float:
+        """Return the highest peak memory of any worker, in GiB, since the last call."""
+        ...
+
+
 class RunModels(Protocol):
     """Access to the models of a run. They may be loaded after the run is opened."""
 
-    def engine(self) -> RecoverableEngine: ...
+    def engine(self) -> RunEngine: ...
 
     def write_checkpoint(self, folder: Path) -> None:
         """Write a checkpoint. With saver.mode=async or auto, it may be completed in the background."""
