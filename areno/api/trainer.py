@@ -332,7 +332,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
 
         Returns:
             The outputs of the stopped samples with their tokens so far. Their finish_reason is None, unless they
-            finished in the last step. `areno.engine.requests.requests_of_rest` makes the requests that continue them.
+            finished in the last step. `areno.engine.requests.continuation_requests` makes the requests that continue
+            them.
         """
         session = self._sessions.require_open("rollout_until")
         with self._named(), self.clock.phase("rollout"):

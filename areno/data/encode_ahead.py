@@ -1,8 +1,8 @@
 """Encode rows in the background, before the training loop needs them.
 
-The data loader gives the rows of the next batches to `EncodedAhead.schedule_rows`, and gets their items from
-`EncodedAhead.pop_items`. A thread encodes the rows. If that takes a large share of the time, several processes replace
-the thread, because Python code in a thread delays the training loop.
+The data loader gives the rows of the next batches to `BackgroundEncoder.schedule_rows`, and gets their items from
+`BackgroundEncoder.pop_items`. A thread encodes the rows. If that takes a large share of the time, several processes
+replace the thread, because Python code in a thread delays the training loop.
 """
 
 from __future__ import annotations

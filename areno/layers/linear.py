@@ -85,7 +85,7 @@ class ColumnParallelLinear(Linear):
 
     Each rank holds a slice of the outputs of every projection, side by side. `copies`: for each projection, the number
     of neighbouring ranks that hold the same slice (empty: 1 each). Each such rank computes the slice's gradient from
-    its own heads only, so the gradients of all copies must be summed. `Transformer.partial_gradients` lists these
+    its own heads only, so the gradients of all copies must be summed. `Transformer.partial_gradient_slices` lists these
     slices.
     """
 

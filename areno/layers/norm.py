@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
     With `plus_one`, the factor is 1 + weight, in fp32. With `own_data`, each tensor-parallel rank normalises different
     features with the same weight, such as its own heads, and this layer sums the weight's gradient over the ranks.
     Without `own_data`, the ranks have the same x, or with sequence parallelism different tokens. In the second case,
-    the weight's gradient must still be summed, and `Transformer.partial_gradients` lists it.
+    the weight's gradient must still be summed, and `Transformer.partial_gradient_slices` lists it.
     """
 
     def __init__(self, size: int, eps: float, spec: WeightSpec, *, own_data: bool = False, plus_one: bool = False):

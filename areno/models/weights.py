@@ -242,7 +242,7 @@ def file_writers(
 
 
 def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
-    """Take and call all functions that `file_writers` or `adapter_writes` yields.
+    """Take and call all functions that `file_writers` or `adapter_writers` yields.
 
     After a failure the remaining functions are taken but not called, because taking a function is a collective call.
     """

@@ -245,7 +245,7 @@ class Admission:
             self.taken.append(self._later.pop(0))
 
     def end_interval(self) -> None:
-        """End a decoding interval. From the next one on, `to_judge` may return the groups that are whole now."""
+        """End a decoding interval. From then on, `next_group_to_compare` may return the groups that are whole now."""
         self._n_old = len(self._unknown)
 
     def keep_dropped(self, has_reward: Callable[[Group], bool]) -> None:

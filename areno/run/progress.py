@@ -147,7 +147,7 @@ class RunProgress:
         """Begin the next step and return its batch. None if the run has had all its steps, epochs or rows.
 
         With dynamic sampling across steps, the batch is empty if no batch is left but prompts are in flight (see
-        `GroupsInFlight.begin_replacing`).
+        `GroupsInFlight.begin_dynamic_sampling`).
         """
         limit = self.config.total_train_steps
         if limit is not None and self.step >= limit:

@@ -177,7 +177,7 @@ def drop_privileges() -> None:
 
 
 def open_path_rule(path: str, rights: int) -> tuple[int, int]:
-    """Open a path as a rule (file descriptor, rights) for `ruleset`. A file gets only rights that files can have."""
+    """Open a path as a rule (file descriptor, rights) of a Landlock ruleset. A file gets only rights of files."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     return fd, rights if stat.S_ISDIR(os.stat(fd).st_mode) else rights & _OF_NO_FOLDER
 

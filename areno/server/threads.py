@@ -79,7 +79,7 @@ def _call_and_settle(future: asyncio.Future[Any], work: Callable[[], Any]) -> No
         settled = partial(_settle, future, None, error)
     with contextlib.suppress(RuntimeError):  # the loop is closed
         future.get_loop().call_soon_threadsafe(settled)
-    del settled, future  # see `Threads.run`
+    del settled, future  # see `ThreadPool.run`
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:

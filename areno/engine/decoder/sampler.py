@@ -363,7 +363,8 @@ class PendingTokens:
     """The sampled tokens of one forward pass, while they are copied to the host.
 
     `owners_B` are the owners of the slots at the launch. `copy` has the result of `sample` or `sample_edited`, or, with
-    TableDrafts, of `NgramSteps.launch`. If `drafts` are lists, this result has a column for each row of DraftedRows.
+    TableDrafts, of `NgramStepRunner.launch`. If `drafts` are lists, this result has a column for each row of
+    DraftedRows.
     """
 
     sequences: list[Sequence]

@@ -1,4 +1,4 @@
-"""Messages between the driver and a worker: Command to the worker, Reply and Outputs to the driver.
+"""Messages between the driver and a worker: Command to the worker, Reply and WorkerOutputs to the driver.
 
 `pack_command` pickles the arguments of a command in the driver, and `execute` calls the method in the worker.
 `picklable_error` turns any exception into an exception that can be pickled.
@@ -90,7 +90,7 @@ def _outputs_from_arrays(
     rest: Sequence[Sequence[Any]],
     stats: RolloutStats,
 ) -> WorkerOutputs:
-    """Rebuild Outputs. The arrays hold all samples in a row. `versions` are run lengths, `rest` the `_REST` fields."""
+    """Rebuild WorkerOutputs. The arrays are of all samples. `versions` are run lengths, `rest` the `_REST` fields."""
     ends, versions_N = np.cumsum(lengths).tolist(), np.repeat(*versions)
     places = map(slice, [0, *ends], ends)
     numbers = ((tokens[place], logprobs[place], versions_N[place]) for place in places)

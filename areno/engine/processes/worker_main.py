@@ -45,8 +45,8 @@ def worker_main(
 ) -> None:
     """Run one worker process until the driver closes its pipe, then exit the process.
 
-    `pipe` carries Command, Reply and Outputs. `port` is the rendezvous port, and rank 0 gets the `listener` at it.
-    `counters` are shared memory. Through `stack_trace_pipe` the driver asks for stack traces.
+    `pipe` carries Command, Reply and WorkerOutputs. `port` is the rendezvous port, and rank 0 gets the `listener` at
+    it. `counters` are shared memory. Through `stack_trace_pipe` the driver asks for stack traces.
     """
     exit_with_parent()
     own_heartbeat = Heartbeat(counters, rank)
@@ -114,7 +114,7 @@ def _execute_and_decode(
 ) -> None:
     """Execute commands until the driver closes the pipe, and decode while there are requests.
 
-    While it is idle, the worker calls `tidy`, so that the next command does not have to wait for it.
+    While it is idle, the worker calls `release_departed_blocks`, so that the next command does not have to wait for it.
     """
     last_stats = 0.0
     while True:

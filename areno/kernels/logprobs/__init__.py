@@ -62,9 +62,8 @@ def sampled_logprobs(
 
 
 def kernels_for(x: Tensor) -> Any:
-    return (
-        reference if x.dtype == torch.float64 else kernel_module_for(x, __name__)
-    )  # the Triton kernels compute in fp32
+    # The Triton kernels compute in fp32.
+    return reference if x.dtype == torch.float64 else kernel_module_for(x, __name__)
 
 
 def log_softmax(

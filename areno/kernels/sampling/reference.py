@@ -65,16 +65,13 @@ class SamplingSettings:
     banned: Tensor  # int64 (S, n_banned), padded with -1
     counts: Tensor | None  # int32 (S, V), occurrences in the completion; None until some slot has a penalty
     key: Tensor = slot_setting(torch.int64, 0)  # from `sample_keys`
-    min_new: Tensor = slot_setting(
-        torch.int64, 0
-    )  # length of the completion below which `banned` tokens are not sampled
+    # Length of the completion below which `banned` tokens are not sampled.
+    min_new: Tensor = slot_setting(torch.int64, 0)
     last_token: Tensor = slot_setting(torch.int64, 0)
     temperature: Tensor = slot_setting(torch.float32, 1, lambda params: params.logprob_temperature)  # above 0
     greedy: Tensor = slot_setting(torch.bool, 0, lambda params: params.is_greedy)
-    # Top-k and top-p do not change a greedy draw; without them the row skips the slow path.
-    top_k: Tensor = slot_setting(
-        torch.int64, -1, lambda params: -1 if params.is_greedy else params.top_k
-    )  # below 1: all
+    # Top-k and top-p do not change a greedy draw; without them the row skips the slow path. top_k below 1: all tokens.
+    top_k: Tensor = slot_setting(torch.int64, -1, lambda params: -1 if params.is_greedy else params.top_k)
     top_p: Tensor = slot_setting(torch.float32, 1, lambda params: 1 if params.is_greedy else params.top_p)
     # subtracted from a token's logit for each occurrence in the completion
     penalty: Tensor = slot_setting(torch.float32, 0, lambda params: params.frequency_penalty)

@@ -168,7 +168,7 @@ class JsonRules:
         return found + ([self._lark.terminal(" | ".join(terms))] if terms else [])
 
     def matches_patterns(self, value: Any, alternative: Alternative) -> bool:
-        """Return whether a value fits the patterns and formats of an alternative, which `Document.rejects` ignores."""
+        """Return whether a value fits an alternative's patterns and formats, which `SchemaDocument.rejects` ignores."""
         if not isinstance(value, str):
             return True
         patterns, formats = self.patterns_and_formats(alternative)
@@ -207,7 +207,7 @@ class JsonRules:
     # Strings ---------------------------------------------------------------------------------------------------------
 
     def patterns_and_formats(self, alternative: Alternative) -> tuple[list[str], list[str]]:
-        """Return (patterns, formats) of a string. Those that cannot be enforced are passed to `Document.leave_out`."""
+        """Return a string's enforceable (patterns, formats). Others go to `SchemaDocument.relax_or_refuse`."""
         patterns, formats = list[str](), list[str]()
         for schema in schemas_of(alternative):
             if (name := schema.get("format")) in FORMATS:
