@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from areno.engine.processes.ray_cluster import QUIET
-from tests.helpers.processes import children
+from tests.helpers.processes import children, until_ended
 from tests.helpers.waiting import until
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra `ray`")
@@ -46,9 +46,12 @@ class TwoNodes:
             self._second = self.cluster.add_node(**_NODE)
 
     def lose_node(self) -> None:
-        """Kill all that Ray runs on the second node."""
+        """Kill all that Ray runs on the second node. Actors end some time after their raylet: wait for them."""
+        [raylet] = self._second.all_processes["raylet"]
+        actors = children(raylet.process.pid)
         self.cluster.remove_node(self._second, allow_graceful=False)
         self._second = None
+        until_ended(actors)
 
     def workers(self) -> list[int]:
         """Processes of actors of ours and of their workers."""
