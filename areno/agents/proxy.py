@@ -6,7 +6,7 @@ Only processes on this machine can reach it, and they need the API key of the se
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ from typing import Any
 from areno.agents.trajectories import AgentItem
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
+from areno.errors import EngineError
 from areno.server.access import OriginGuard
-from areno.server.app import build_server
+from areno.server.app import Server, build_server
 from areno.server.errors import ApiError
 from areno.server.messages import read_messages
+from areno.server.sample_sessions import SampleSession
 from areno.server.sampling import EngineClient, ServerLimits
 from areno.server.threads import ServerThread
 from areno.types import Message, SamplingParams
@@ -25,10 +27,42 @@ from areno.types import Message, SamplingParams
 POLICY = "policy"
 """The model name in requests to a session. The name and the path of the model's folder are also accepted."""
 _MAX_SAMPLES = 65_536
+_END_S = 5.0
 _MAX_PREFETCHED = 64  # prompts; with more, the first agents would wait until all are tokenized
 
 
-class SessionProxy:
+class SampleServer:
+    """Serves a policy on the loopback device, with a session for each sample. Thread-safe."""
+
+    def __init__(self, server: Server):
+        self.server = server
+        self._thread = ServerThread(server.application)
+        self.url = ""
+
+    def start(self) -> None:
+        self.url = self._thread.start()
+
+    def open_sample(self, session: SampleSession) -> str:
+        """Begin a session, and return its address, to which /v1 is added for OpenAI's clients."""
+        self.server.samples.open(session)
+        return f"{self.url}/s/{session.id}"
+
+    def end_sample(self, session: SampleSession) -> None:
+        """Refuse later requests of a session, and abort those in progress. Then its record is complete."""
+        self.server.samples.end(session)
+        with suppress(TimeoutError, EngineError):
+            self._thread.call(session.abort(), _END_S)
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine in the server's event loop without waiting for it."""
+        self._thread.submit(work)
+
+    def stop(self) -> None:
+        """Abort all requests in progress and close the server's port."""
+        self._thread.stop()
+
+
+class SessionProxy(SampleServer):
     """Serves one rollout session until `stop`. The engine must be in a rollout phase.
 
     `session` is a random name, which each response contains. `base_url` ends in /v1. If `thinking` is None, the default
@@ -49,7 +83,7 @@ class SessionProxy:
         self.session, self.api_key = secrets.token_hex(8), secrets.token_urlsafe(32)
         names = dict.fromkeys([POLICY, Path(engine.spec.actor.path).name, engine.spec.actor.path])
         limits = ServerLimits(timeout_s=timeout_s, max_samples=_MAX_SAMPLES)
-        self.server = build_server(
+        server = build_server(
             EngineClient(engine, request_limits, defaults, limits, seed),
             tokenizer,
             models=list(names),
@@ -58,8 +92,9 @@ class SessionProxy:
             session=self.session,
             guard=OriginGuard(),
         )
-        self._thread = ServerThread(self.server.application)
-        self.base_url = f"{self._thread.start()}/v1"
+        super().__init__(server)
+        self.start()
+        self.base_url = f"{self.url}/v1"
 
     def prefetch(self, items: Iterable[AgentItem]) -> None:
         """Tokenize the prompts of items in advance, and tell the engine how many requests to expect.
@@ -72,12 +107,8 @@ class SessionProxy:
             if len(conversations) < _MAX_PREFETCHED:
                 with suppress(ApiError):
                     conversations.append(read_messages(item.messages or [{"role": "user", "content": item.prompt}]))
-        self._thread.submit(self._prefetch(len(items), conversations))
+        self.submit(self._prefetch(len(items), conversations))
 
     async def _prefetch(self, n_requests: int, conversations: list[list[Message]]) -> None:
         self.server.sampler.engine.batcher.announce(n_requests)
         await self.server.chat.prompts.prefetch(conversations)
-
-    def stop(self) -> None:
-        """Abort all requests in progress and close the server's port."""
-        self._thread.stop()

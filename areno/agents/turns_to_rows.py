@@ -100,8 +100,13 @@ class RowBuilder:
         )
 
     def _checked_tokens(self, turn: PlainTurn, number: int) -> TurnTokens:
-        """Return the tokens of a turn. Raises BadTrajectory if anything differs from what the server sent."""
+        """Return the tokens of a turn. Raises BadTrajectory if anything differs from what the server sent.
+
+        Turns that the session of the sample has recorded need no check.
+        """
         values = turn["tokens"]
+        if isinstance(values, TurnTokens):
+            return values
         if self._session is not None and values.get("session") != self._session:
             raise BadTrajectory(f"turn {number} has a response of another session")
         try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,7 @@ class EngineClient:
         self._seed = seed
         self._seen: OrderedDict[int, int] = OrderedDict()  # digest of a prompt -> its requests without a seed
         self.n_samples = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()  # requests that wait in `reserve_place`
 
     def generation_request(
         self, prompt: list[int], options: SampleOptions, *, digest: int | None = None, **more: Any
@@ -176,11 +178,32 @@ class EngineClient:
         if self.n_samples + n > max_samples:
             message = f"{self.n_samples} samples are in progress, and at most {max_samples} may be; try later"
             raise ApiError(429, message)
+        with self._counted(n):
+            yield
+
+    @contextmanager
+    def _counted(self, n: int) -> Iterator[None]:
         self.n_samples += n
         try:
             yield
         finally:
             self.n_samples -= n
+            for waiting in self._waiting:
+                if not waiting.done():
+                    waiting.set_result(None)
+
+    @asynccontextmanager
+    async def reserve_place(self, n: int) -> AsyncIterator[None]:
+        """As `reserve`, but wait for a place, since some programs end at a refusal."""
+        while self.n_samples and self.n_samples + n > self.limits.max_samples:
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            try:
+                await waiting
+            finally:
+                self._waiting.remove(waiting)
+        with self.reserve(n):
+            yield
 
     async def outputs(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         """Yield partial and finished outputs of all samples as they arrive. Leaving the iteration aborts the request.

@@ -151,6 +151,15 @@ class ServerThread:
         except RuntimeError:
             work.close()
 
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine in the server's event loop, and return its result. Raises EngineError after `stop`."""
+        assert self._loop is not None
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+        except RuntimeError as error:
+            work.close()
+            raise EngineError("the server has stopped") from error
+
     def stop(self) -> None:
         """Refuse new requests, wait for those in progress, then cancel the rest."""
         if self._loop is None or self._stopping is None or self._thread is None:
