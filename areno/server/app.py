@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import re
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,13 +19,13 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from areno.server.access import OriginGuard
+from areno.server.anthropic_messages import MESSAGES
 from areno.server.chat import ChatCompletions, OpenChat
 from areno.server.completions import Completions
-from areno.server.dialects.anthropic_messages import MESSAGES
-from areno.server.dialects.common import CHAT, Answer, ChatAnswer, Dialect
-from areno.server.dialects.openai_responses import RESPONSES
+from areno.server.dialects import CHAT, Answer, ChatAnswer, Dialect
 from areno.server.errors import ApiError
 from areno.server.json_bodies import decompress, read_json, too_large_error
+from areno.server.openai_responses import RESPONSES
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder, prompt_threads
 from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion, read_generate
@@ -42,7 +41,7 @@ _MAX_CACHED_REQUESTS = 512
 _MAX_FRAMES = 10  # of a traceback in the log
 _MAX_NAME = 200  # characters of a model's name that an error repeats
 _KEEP_ALIVE_S = 5.0
-_SAMPLE, _SAMPLE_ID = "/s/{sample}", re.compile("^/s/[^/]*")  # the path of a sample's session
+_SAMPLE = "/s/{sample}"  # the path of a sample's session
 _PUBLIC = {"/", "/health", "/metrics"}  # need no key
 _MESSAGES = "/v1/messages"
 _COUNT = f"{_MESSAGES}/count_tokens"
@@ -123,7 +122,8 @@ class Server:
             return _error_response(too_large_error(self.sampler.limits.max_body), path)
         except web.HTTPException as error:
             status = error.status
-            shown = _SAMPLE_ID.sub("/s/...", request.path)
+            _, first, *rest = request.path.split("/")
+            shown = "/".join(["", "s", "...", *rest[1:]]) if first == "s" else request.path
             return _error_response(ApiError(error.status, f"{request.method} {shown}: {error.reason}"), path)
         except ConnectionError:  # the client has disconnected
             return web.Response(status=status)

@@ -14,7 +14,7 @@ from typing import Any
 
 from areno.schema.values import format_value
 from areno.server.chat import OpenChat
-from areno.server.dialects.common import (
+from areno.server.dialects import (
     Answer,
     Dialect,
     EventAnswer,

@@ -1,4 +1,4 @@
-"""What dialects share: an answer that is written while it is sampled, and parts of requests that need not be served."""
+"""Other APIs for the same samples: requests become chat completions, and answers are written as each API has them."""
 
 from __future__ import annotations
 
