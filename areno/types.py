@@ -488,6 +488,8 @@ class Trajectory:
         tool_calls: Tool calls of the model, in order.
         tool_results: Results of the tool calls, in order.
         reward: (reward, its parts by name) if the agent set a reward itself. None otherwise.
+        conversations: Number of rows of each kind (main, subagent, compaction, auxiliary), with those that are not
+            trained.
     """
 
     rows: list[TokenRow]
@@ -496,6 +498,7 @@ class Trajectory:
     tool_calls: list[dict[str, Any]]
     tool_results: list[dict[str, Any]]
     reward: tuple[float, dict[str, float]] | None = None
+    conversations: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:

@@ -251,6 +251,8 @@ class OpenChat:
         """Return the finished choices as turns of an agent, for RowBuilder."""
         request = self.request
         asked = {"messages": request.messages, "tools": request.tools or None, "tool_choice": None}
+        if self.sampled.grammar is not None:
+            asked["forced"] = True  # its tokens are not trained
         return [{**asked, **choice.turn(), "choice": [self.head["id"], choice.index]} for choice in self.choices]
 
     def usage(self) -> Json:
@@ -391,6 +393,7 @@ class _Choice:
             logprobs=output.logprobs,
             versions=output.versions,
             temperature=self._chat.sampled.params.logprob_temperature,
+            keys=prompt.keys,
         )
         return {"message": message, "finish_reason": self.finish_reason(), "tokens": tokens}
 
