@@ -489,7 +489,8 @@ class Trajectory:
         tool_results: Results of the tool calls, in order.
         reward: (reward, its parts by name) if the agent set a reward itself. None otherwise.
         conversations: Number of rows of each kind (main, subagent, compaction, auxiliary), with those that are not
-            trained.
+            trained. Empty if the agent has returned its turns.
+        requests: What the session of the sample has counted, such as turns that the agent edited.
     """
 
     rows: list[TokenRow]
@@ -499,6 +500,7 @@ class Trajectory:
     tool_results: list[dict[str, Any]]
     reward: tuple[float, dict[str, float]] | None = None
     conversations: Mapping[str, int] = field(default_factory=dict)
+    requests: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:

@@ -40,7 +40,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
-from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, plain_results
+from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, Reward, plain_results, recorded_result
 from areno.agents.verifiers_agent import load_agent
 from areno.engine.output_streams import RunningClock
 from areno.errors import ConfigError, Problem
@@ -62,7 +62,7 @@ _BLOCKS = (
     "run_agent a plain function, which runs in threads"
 )
 
-Answer = tuple[str, "list[PlainTurn] | None", str]  # status, turns, message
+Answer = tuple[str, "list[PlainTurn] | None", str] | tuple[str, None, str, Reward]  # fields of AgentOutcome
 Answers = Answer | list[Answer]  # of all items of a call, or of each item
 
 _position: contextvars.ContextVar[int | None] = contextvars.ContextVar("position", default=None)
@@ -248,6 +248,8 @@ class _Runner:
                     returned = await self._loop.run_in_executor(self._threads, lambda: here.run(call))
                     if inspect.isawaitable(returned):
                         returned = await returned
+            if len(items) == 1 and (recorded := recorded_result(returned)) is not None:
+                return "ok", None, "", recorded[0]
             return [
                 ("error", None, str(turns)) if isinstance(turns, BadTrajectory) else ("ok", turns, "")
                 for turns in plain_results(returned, items)

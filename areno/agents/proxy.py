@@ -6,12 +6,13 @@ Only processes on this machine can reach it, and they need the API key of the se
 from __future__ import annotations
 
 import secrets
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from areno.agents.trajectories import AgentItem
+from areno.agents.trajectories import AgentContext, AgentItem
+from areno.config.rollout import AgentConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
 from areno.errors import EngineError
@@ -95,6 +96,23 @@ class SessionProxy(SampleServer):
         super().__init__(server)
         self.start()
         self.base_url = f"{self.url}/v1"
+        self._sessions: dict[tuple[int, int], SampleSession] = {}
+
+    def begin_agent(self, items: Sequence[AgentItem], settings: AgentConfig) -> AgentContext:
+        """Return the context of an agent. Unless the agent gets a whole batch, it has a new session."""
+        if settings.whole_batch:
+            return AgentContext(self.base_url, self.api_key, self.session, settings.timeout_s)
+        [item] = items
+        self.end_agent(item)
+        session = self._sessions[item.key] = SampleSession(max_requests=settings.max_requests)
+        return AgentContext(f"{self.open_sample(session)}/v1", session.id, self.session, settings.timeout_s)
+
+    def end_agent(self, item: AgentItem) -> SampleSession | None:
+        """End the session of an item's agent, and return it. None if it has none."""
+        session = self._sessions.pop(item.key, None)
+        if session is not None:
+            self.end_sample(session)
+        return session
 
     def prefetch(self, items: Iterable[AgentItem]) -> None:
         """Tokenize the prompts of items in advance, and tell the engine how many requests to expect.

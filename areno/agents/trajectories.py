@@ -18,7 +18,11 @@ from areno.types import Message, PromptBatch
 
 @dataclass(frozen=True)
 class AgentContext:
-    """The argument `ctx` of an agent function. `timeout_s` limits the agent and each of its requests."""
+    """The argument `ctx` of an agent function. `timeout_s` limits the agent and each of its requests.
+
+    `base_url` and `api_key` are those of a session for one sample, which records its turns, and which ends with it.
+    With agent.whole_batch, they are those of all samples, and nothing is recorded.
+    """
 
     base_url: str
     api_key: str
@@ -179,6 +183,25 @@ PlainTurn = dict[str, Any]
 The keys are `messages`, `tools` and `tool_choice` of the request, and those that `read_response` reads from the
 response. If a trajectory has a reward, its last turn also has the key `reward`, which is (reward, parts).
 """
+
+
+Reward = tuple[float, dict[str, float]] | None
+"""A reward with its parts by name, or None if the reward function of the run computes it."""
+
+
+def recorded_result(returned: Any) -> tuple[Reward] | None:
+    """Return (reward,) if an agent leaves its turns to the record of its session: it returns nothing or a reward.
+
+    A trajectory without turns is a reward with parts. Any other value gives None. Raises BadTrajectory for a wrong
+    reward.
+    """
+    if returned is None:
+        return (None,)
+    if isinstance(returned, AgentTrajectory) and not returned.turns:
+        return (None if returned.reward is None else _checked_reward(returned),)
+    if isinstance(returned, bool | int | float):
+        return (_checked_reward(AgentTrajectory([], float(returned))),)
+    return None
 
 
 def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainTurn] | BadTrajectory]:

@@ -78,7 +78,7 @@ class RowBuilder:
         Raises BadTrajectory if there are no turns, a turn was changed after it was sampled, or a row is too long.
         """
         if not turns:
-            raise BadTrajectory("it returned no turns")
+            raise BadTrajectory("it returned no turns, and its session has recorded none")
         rows: list[_OpenRow] = []
         known: dict[tuple[str, int], int] = {}
         for number, turn in enumerate(turns):
@@ -94,14 +94,16 @@ class RowBuilder:
             row.append_turn(tokens, self._trained_mask(turn, tokens.sampled, is_last=number == len(turns) - 1))
             if self._context is not None and len(row) > self._context:
                 raise BadTrajectory(f"it has {len(row)} tokens, more than the model's context of {self._context}")
-        last, kinds = turns[-1], ["main"] * len(rows)
+        last, kept, kinds = turns[-1], rows, list[str]()
         if isinstance(last["tokens"], TurnTokens):
-            kinds = conversation_kinds(turns, [row.turns for row in rows])
+            kinds += conversation_kinds(turns, [row.turns for row in rows])
             agents = [row.turns[-1] for row, kind in zip(rows, kinds, strict=True) if kind in ("main", "compaction")]
             last = turns[max(agents)]
-        kept = [row for row, kind in zip(rows, kinds, strict=True) if kind in self._conversations]
-        if not kept:
-            raise BadTrajectory(f"its conversations ({', '.join(kinds)}) are none that agent.train_conversations names")
+            kept = [row for row, kind in zip(rows, kinds, strict=True) if kind in self._conversations]
+            if not kept:
+                raise BadTrajectory(
+                    f"its conversations ({', '.join(kinds)}) are none that agent.train_conversations names"
+                )
         messages = [*last["messages"], last["message"]]
         return Trajectory(
             rows=[row.to_token_row(self._trained_sources) for row in kept],

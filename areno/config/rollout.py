@@ -404,6 +404,20 @@ class AgentConfig(Section):
         "timeout_s, all of its samples are lost. Needs rollout.max_head_offpolicyness=0",
         only_with=_AGENT,
     )
+    max_requests: int = setting(
+        1000,
+        help="Largest number of requests that the agent of one sample may send. All later ones are refused",
+        gt=0,
+        le=1_000_000,
+        only_with=_AGENT,
+    )
+    train_conversations: list[Literal["main", "subagent", "compaction", "auxiliary"]] = setting(
+        factory=lambda: ["main", "subagent", "compaction"],
+        help="Kinds of conversations that are trained, if the session of the sample has recorded its turns: main, "
+        "subagent, compaction (a summary and what begins with it) and auxiliary (without tools beside others with "
+        "tools, such as a request for a title)",
+        only_with=_AGENT,
+    )
     train_tool_results: bool = setting(
         False, help="Also train on the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"
     )
