@@ -226,8 +226,14 @@ class MessagesAnswer(EventAnswer):
             ),
         }
 
-    def idle_event(self) -> Json:
-        return {"type": "ping"}
+    def idle_events(self) -> Iterator[Json]:
+        """Yield an empty increment, in an empty block if there is none: Claude Code does not count pings as events."""
+        yield {"type": "ping"}
+        if not self._blocks or self._blocks[-1]["type"] == "tool_use":
+            yield from self._close_block()
+            yield self._open_block({"type": "text", "text": ""})
+        kind = self._blocks[-1]["type"]
+        yield self._delta({"type": f"{kind}_delta", kind: ""})
 
     def error_event(self, error: ApiError) -> Json:
         return _error_body(error)

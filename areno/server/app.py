@@ -22,7 +22,7 @@ from areno.server.access import OriginGuard
 from areno.server.anthropic_messages import MESSAGES
 from areno.server.chat import ChatCompletions, OpenChat
 from areno.server.completions import Completions
-from areno.server.dialects import CHAT, Answer, ChatAnswer, Dialect
+from areno.server.dialects import CHAT, Answer, ChatAnswer, Dialect, kept_alive
 from areno.server.errors import ApiError
 from areno.server.json_bodies import decompress, read_json, too_large_error
 from areno.server.openai_responses import RESPONSES
@@ -263,7 +263,8 @@ class Server:
             return await self._answer_sample(request, sample, body, given, answer)
         with self.sampler.reserve(given.options.n):
             chat = await self.chat.prepare(given)
-            return await self._send(request, given.options.stream, answer.pieces(chat), answer)
+            pieces = self._kept_alive(answer.pieces(chat), given, answer)
+            return await self._send(request, given.options.stream, pieces, answer)
 
     async def _answer_sample(
         self, request: web.Request, sample: SampleSession, body: bytes, given: ChatRequest, answer: Answer
@@ -272,15 +273,23 @@ class Server:
         sample.count_request()
         chats: list[OpenChat] = []
 
-        async def pieces() -> AsyncIterator[bytes]:
+        async def sampled() -> AsyncIterator[bytes]:
             chats.append(chat := await self.chat.prepare(given, sample))
-            async with self.sampler.reserve_place(given.options.n), aclosing(answer.pieces(chat)) as sampled:  # type: ignore[type-var]
-                async for piece in sampled:
+            async with self.sampler.reserve_place(given.options.n), aclosing(answer.pieces(chat)) as pieces:  # type: ignore[type-var]
+                async for piece in pieces:
                     yield piece
 
-        shared = sample.shared_answer(request.path, body, pieces, lambda: sample.record(chats[0].turns()))
-        idle_s = _KEEP_ALIVE_S if given.options.stream else None
-        return await self._send(request, given.options.stream, shared.read(idle_s), answer)
+        shared = sample.shared_answer(
+            request.path,
+            body,
+            answer,
+            lambda: self._kept_alive(sampled(), given, answer),
+            lambda: sample.record(chats[0].turns()),
+        )
+        return await self._send(request, given.options.stream, shared.read(), shared.answer)
+
+    def _kept_alive(self, pieces: AsyncIterator[bytes], given: ChatRequest, answer: Answer) -> AsyncIterator[bytes]:
+        return kept_alive(pieces, answer.keep_alive, _KEEP_ALIVE_S) if given.options.stream else pieces
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = await self._read_body(request)
@@ -307,9 +316,9 @@ class Server:
             return await self._send(request, given.options.stream, completion.pieces(), ChatAnswer())
 
     async def _send(
-        self, request: web.Request, is_stream: bool, pieces: AsyncIterator[bytes | None], answer: Answer
+        self, request: web.Request, is_stream: bool, pieces: AsyncIterator[bytes], answer: Answer
     ) -> web.StreamResponse:
-        """Send pieces as server-sent events, or as one body. None among them means that the client has waited.
+        """Send pieces as server-sent events, or as one body.
 
         Before the first piece, an error becomes an error response, later an event.
         """
@@ -319,12 +328,11 @@ class Server:
             try:
                 with self._shutdown_as_error():
                     async for piece in sampled:
-                        if piece is not None and not response.prepared:
+                        if not response.prepared:
                             if not is_stream:
                                 response.content_length = len(piece)
                             await response.prepare(request)
-                        if response.prepared:
-                            await response.write(answer.keep_alive() if piece is None else piece)
+                        await response.write(piece)
             except ApiError as error:
                 if not response.prepared:
                     raise

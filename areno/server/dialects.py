@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -85,7 +86,7 @@ class EventAnswer(Answer):
             yield event
 
     def keep_alive(self) -> bytes:
-        return _encoded(self.idle_event())
+        return b"".join(map(_encoded, self.idle_events()))
 
     def failure(self, error: ApiError) -> bytes:
         return _encoded(self.error_event(error))
@@ -104,10 +105,37 @@ class EventAnswer(Answer):
         """Return the whole answer, after `finish`."""
 
     @abstractmethod
-    def idle_event(self) -> Json: ...
+    def idle_events(self) -> Iterable[Json]: ...
 
     @abstractmethod
     def error_event(self, error: ApiError) -> Json: ...
+
+
+async def kept_alive(
+    pieces: AsyncIterator[bytes], keep_alive: Callable[[], bytes], idle_s: float
+) -> AsyncIterator[bytes]:
+    """Yield the pieces, and `keep_alive()` after each `idle_s` seconds without one, but not before the first.
+
+    Programs give up a stream without events, and ask again.
+    """
+    async with aclosing(pieces):  # type: ignore[type-var]
+        is_first = True
+        coming = asyncio.ensure_future(anext(pieces))
+        try:
+            while True:
+                done, _ = await asyncio.wait({coming}, timeout=None if is_first else idle_s)
+                if not done:
+                    yield keep_alive()
+                    continue
+                try:
+                    piece = coming.result()
+                except StopAsyncIteration:
+                    return
+                yield piece
+                is_first, coming = False, asyncio.ensure_future(anext(pieces))
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
 
 
 def _encoded(event: Json) -> bytes:

@@ -224,8 +224,8 @@ class ResponsesAnswer(EventAnswer):
         self._items: list[Json] = []
         self._n_events = 0
 
-    def idle_event(self) -> Json:
-        return self._event("response.in_progress", response=self._response("in_progress"))
+    def idle_events(self) -> list[Json]:
+        return [self._event("response.in_progress", response=self._response("in_progress"))]
 
     def start(self, chat: OpenChat) -> list[Json]:
         self._id, self._created, self._model = f"resp_{uuid.uuid4().hex}", int(time.time()), chat.request.model
@@ -329,8 +329,8 @@ class ResponsesAnswer(EventAnswer):
         if not self._items:  # an empty answer is a message, too
             yield from self._open_text_item("message", "output_text")
         yield from self._close_item()
-        body = self.body(chat)
-        yield self._event(f"response.{body['status']}", response=body)
+        # Also if it was cut off: clients take the event response.incomplete for a failure.
+        yield self._event("response.completed", response=self.body(chat))
 
     def body(self, chat: OpenChat) -> Json:
         [choice] = chat.choices

@@ -34,11 +34,12 @@ def _ended_error() -> ApiError:
 class SharedAnswer:
     """An answer that is sampled once, and read by every request that repeats the first while it is not delivered.
 
-    `source` yields pieces of the response's body. If nobody reads for `_GRACE_S` seconds, sampling ends.
+    `answer` encodes it, and `source` yields the pieces of the response's body. If nobody reads for `_GRACE_S` seconds,
+    sampling ends.
     """
 
-    def __init__(self, source: AsyncIterator[bytes], on_delivered: Callable[[], object]):
-        self._source, self._on_delivered = source, on_delivered
+    def __init__(self, answer: Any, source: AsyncIterator[bytes], on_delivered: Callable[[], object]):
+        self.answer, self._source, self._on_delivered = answer, source, on_delivered
         self._pieces: list[bytes] = []
         self._n_readers = 0
         self._more = asyncio.Event()
@@ -54,8 +55,8 @@ class SharedAnswer:
         finally:
             self._more.set()
 
-    async def read(self, idle_s: float | None = None) -> AsyncIterator[bytes | None]:
-        """Yield the pieces, and None after each `idle_s` seconds without one. Raises the error of the source."""
+    async def read(self) -> AsyncIterator[bytes]:
+        """Yield the pieces. Raises the error of the source, or ApiError 410 if the session has ended."""
         self._n_readers += 1
         n_read = 0
         try:
@@ -70,10 +71,7 @@ class SharedAnswer:
                     self._task.result()
                     break
                 if n_read == len(self._pieces):
-                    try:
-                        await asyncio.wait_for(self._more.wait(), idle_s)
-                    except TimeoutError:
-                        yield None
+                    await self._more.wait()
             if not self.is_delivered:
                 self.is_delivered = True
                 self._on_delivered()
@@ -138,6 +136,7 @@ class SampleSession:
         self,
         route: str,
         body: bytes,
+        answer: Any,
         make: Callable[[], AsyncIterator[bytes]],
         on_delivered: Callable[[], object],
     ) -> SharedAnswer:
@@ -147,8 +146,8 @@ class SampleSession:
         if known is not None and known.can_be_read:
             self.counts["repeated"] += 1
             return known
-        self._answers[key] = answer = SharedAnswer(make(), on_delivered)
-        return answer
+        self._answers[key] = shared = SharedAnswer(answer, make(), on_delivered)
+        return shared
 
     def restored_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the reasoning and the content that the client left out of its own turns.

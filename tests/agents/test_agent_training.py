@@ -54,7 +54,9 @@ def test_the_record_of_a_session_trains_as_what_an_agent_returns(tmp_path: Path)
     returned, recorded = (run(tmp_path / name, name) for name in ("two_turns.py", "recorded_turns.py"))
     # Which sample of a prompt gets which seed depends on the order in which requests arrive.
     ours, theirs = (sorted(map(_as_lists, played.rows[0])) for played in (recorded, returned))
-    assert ours == theirs
+    for one, other in zip(ours, theirs, strict=True):
+        assert one[:2] == other[:2]
+        assert np.allclose(one[2:], other[2:], atol=1e-5)
     assert recorded.series("rollout/agent_main_rows_mean") == [1.0, 1.0]
     assert recorded.series("rollout/agent_refused") == [0.0, 0.0]
 

@@ -46,6 +46,7 @@ def post(url: str, timeout: float = 20, **body: Any) -> Any:
 
 
 def rows_of(server: SampleServer, session: SampleSession) -> Any:
+    server.end_sample(session)  # then its record is complete
     prompts = server.server.chat.prompts
     return RowBuilder(prompts, LossMaskPolicy(), len(prompts.tokenizer)).build_trajectory(session.turns).rows
 
@@ -198,7 +199,7 @@ def test_idle_streams_are_kept_alive(served: Any, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(app, "_KEEP_ALIVE_S", 0.05)
     server, engine = served
-    _, url = session_of(server)
+    session, url = session_of(server)
     engine.before_tokens = lambda: asyncio.sleep(0.4)
     body: Any = {"model": "a", "messages": ASK, "input": ASK, "max_tokens": 9, "stream": True}
     if path != "chat/completions":
@@ -206,11 +207,13 @@ def test_idle_streams_are_kept_alive(served: Any, monkeypatch: pytest.MonkeyPatc
     with httpx2.stream("POST", f"{url}/v1/{path}", json=body) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
     kinds = [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
-    idle = {"chat/completions": {"delta": {}}, "messages": "ping", "responses": "response.in_progress"}[path]
+    idle = {"chat/completions": {"delta": {}}, "messages": "content_block_delta", "responses": "response.in_progress"}
     shown = [
         event.get("type") if path != "chat/completions" else {"delta": event["choices"][0]["delta"]} for event in kinds
     ]
-    assert shown.count(idle) >= 4
+    assert shown.count(idle[path]) >= 4
+    assert session.counts["repeated"] == 0
+    assert len(session.turns) == 1
 
 
 def turn(url: str, messages: list[Any], **more: Any) -> Any:
