@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,8 @@ PROGRAMS = {
         "aider --model openai/{model} --message {prompt} --edit-format diff --yes-always --no-git --no-check-update "
         "--analytics-disable --no-show-release-notes --no-show-model-warnings --no-pretty hello.txt",
         {"OPENAI_API_BASE": "{url}/v1", "OPENAI_API_KEY": "{key}", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+        # A known model is not looked up on the network.
+        {".aider.model.metadata.json": '{"openai/{model}": {"max_input_tokens": 32768, "mode": "chat"}}'},
     ),
 }
 
@@ -118,11 +121,22 @@ def run_program(
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            while _kill_processes_of(home):
+                time.sleep(0.05)
         code = process.wait()
         output.seek(0)
         return code, output.read()
+
+
+def _kill_processes_of(home: Path) -> bool:
+    """Kill the processes whose home is this one. The programs start commands in sessions of their own."""
+    mark, found = f"HOME={home}\0".encode(), False
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if mark in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)
+                found = True
+    return found
 
 
 def _fill(text: str, values: dict[str, str]) -> str:
