@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
@@ -361,7 +361,10 @@ class TuneConfig(Section):
 
 VERIFIERS = "verifiers:"
 """Prefix of agent.fn if the agent is an environment of the verifiers package."""
+COMMAND = "command"
+"""Value of agent.fn if the agent is the program of agent.command."""
 _AGENT = Needs("fn", so="there is no agent", in_build=True)
+_PROGRAM = Needs("command", so="no program is started", in_build=True)
 
 
 @dataclass(kw_only=True)
@@ -373,11 +376,28 @@ class AgentConfig(Section):
         None,
         help="Agent function, as file.py[:function] (default name: run_agent). It is called as run_agent(ctx, batch) "
         "and returns trajectories. verifiers:NAME runs an installed environment of the verifiers package, which has "
-        "its own data and reward. null: no agent, so each sample is a single completion",
+        "its own data and reward. command runs the program of agent.command, and is the default with it. null: no "
+        "agent, so each sample is a single completion",
         flag=Flag(
             "--agent-fn",
             help="Agent function, as file.py[:function]. Default: no agent, each sample is a single completion",
         ),
+    )
+    command: str | None = setting(
+        None,
+        help="Program that is the agent of each sample, with arguments, as for a shell without variables or pipes. "
+        "In this text, in environment and in files, {prompt} stands for the prompt, {url} for the address of the "
+        "sample's session (OpenAI's clients need {url}/v1), {key} for its API key, {model} for a name of the model and "
+        "{home} for the home directory. Without {prompt}, the program reads the prompt from its standard input. The "
+        "files in conf/agent have the settings of known programs",
+    )
+    environment: dict[str, str] = setting(
+        factory=dict, help="Environment variables of the program, in addition to a few common ones", only_with=_PROGRAM
+    )
+    files: dict[str, str] = setting(
+        factory=dict,
+        help="Files in the program's home directory: path -> text. Each sample has a home directory of its own",
+        only_with=_PROGRAM,
     )
     timeout_s: float = setting(
         300.0,
@@ -421,6 +441,20 @@ class AgentConfig(Section):
     train_tool_results: bool = setting(
         False, help="Also train on the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"
     )
+
+    @classmethod
+    def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Let a command be the agent: it sets fn."""
+        has_program = values.get("command") is not None and values.get("fn") is None
+        return {**values, **({"fn": COMMAND} if has_program else {})}
+
+    @require("fn", "is {self.fn}, but command is null; set command, or leave this out")
+    def fn_has_its_command(self) -> bool:
+        return self.fn != COMMAND or self.command is not None
+
+    @require("command", "is {self.command!r}, but fn is {self.fn}; leave one of both out")
+    def command_is_the_agent(self) -> bool:
+        return self.command is None or self.fn == COMMAND
 
     @property
     def is_environment(self) -> bool:

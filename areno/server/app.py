@@ -11,7 +11,7 @@ import logging
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
@@ -22,14 +22,14 @@ from areno.server.access import OriginGuard
 from areno.server.anthropic_messages import MESSAGES
 from areno.server.chat import ChatCompletions, OpenChat
 from areno.server.completions import Completions
-from areno.server.dialects import CHAT, Answer, ChatAnswer, Dialect, kept_alive
+from areno.server.dialects import CHAT, Answer, ChatAnswer, Dialect
 from areno.server.errors import ApiError
 from areno.server.json_bodies import decompress, read_json, too_large_error
 from areno.server.openai_responses import RESPONSES
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder, prompt_threads
 from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion, read_generate
-from areno.server.sample_sessions import SampleSession, SampleSessions
+from areno.server.sample_sessions import SampleSession, SampleSessions, SharedAnswer
 from areno.server.sampling import EngineClient
 from areno.server.threads import END_ANSWERS, ThreadPool
 
@@ -259,37 +259,37 @@ class Server:
         body = await self._read_body(request)
         given, answer = await self._parse(body, lambda body: self._read_chat(dialect, body, sample))
         self._check_model(given.model, sample)
-        if sample is not None:
-            return await self._answer_sample(request, sample, body, given, answer)
-        with self.sampler.reserve(given.options.n):
-            chat = await self.chat.prepare(given)
-            pieces = self._kept_alive(answer.pieces(chat), given, answer)
-            return await self._send(request, given.options.stream, pieces, answer)
 
-    async def _answer_sample(
-        self, request: web.Request, sample: SampleSession, body: bytes, given: ChatRequest, answer: Answer
-    ) -> web.StreamResponse:
-        """Answer a request of a sample's session: sample once, and record the turn when it has been delivered."""
-        sample.count_request()
+        async def pieces() -> AsyncIterator[bytes]:
+            async with self._place_for(given.options.n, sample):
+                chats.append(chat := await self.chat.prepare(given, sample))
+                async with aclosing(answer.pieces(chat)) as sampled:  # type: ignore[type-var]
+                    async for piece in sampled:
+                        if given.options.stream:
+                            yield piece
+            if not given.options.stream:  # the place is free before the client has its answer
+                yield piece
+
+        def record() -> None:
+            if sample is not None:
+                sample.record(chats[0].turns())
+
         chats: list[OpenChat] = []
-
-        async def sampled() -> AsyncIterator[bytes]:
-            chats.append(chat := await self.chat.prepare(given, sample))
-            async with self.sampler.reserve_place(given.options.n), aclosing(answer.pieces(chat)) as pieces:  # type: ignore[type-var]
-                async for piece in pieces:
-                    yield piece
-
-        shared = sample.shared_answer(
-            request.path,
-            body,
-            answer,
-            lambda: self._kept_alive(sampled(), given, answer),
-            lambda: sample.record(chats[0].turns()),
-        )
+        idle_s = _KEEP_ALIVE_S if given.options.stream else None
+        if sample is None:
+            shared = SharedAnswer(answer, pieces(), idle_s=idle_s)
+        else:
+            sample.count_request()
+            shared = sample.shared_answer(request.path, body, answer, pieces, record, idle_s)
         return await self._send(request, given.options.stream, shared.read(), shared.answer)
 
-    def _kept_alive(self, pieces: AsyncIterator[bytes], given: ChatRequest, answer: Answer) -> AsyncIterator[bytes]:
-        return kept_alive(pieces, answer.keep_alive, _KEEP_ALIVE_S) if given.options.stream else pieces
+    @asynccontextmanager
+    async def _place_for(self, n: int, sample: SampleSession | None) -> AsyncIterator[None]:
+        """Reserve a place for `n` samples. A sample's session waits for it, since some programs end at a refusal."""
+        if sample is not None:
+            await self.sampler.wait_for_place(n)
+        with self.sampler.reserve(n):
+            yield
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = await self._read_body(request)
@@ -305,7 +305,8 @@ class Server:
         self._check_model(given.model or self.models[0], sample)
         with self.sampler.reserve(given.options.n):
             completion = await self.completions.prepare(given)
-            return web.Response(body=await completion.create_token_response(), headers=_JSON)
+            body = await completion.create_token_response()
+        return web.Response(body=body, headers=_JSON)
 
     async def _create_completion(self, request: web.Request) -> web.StreamResponse:
         body = await self._read_body(request)
@@ -313,7 +314,10 @@ class Server:
         self._check_model(given.model, request.get(_SESSION))
         with self.sampler.reserve(given.options.n * len(given.prompts)):
             completion = await self.completions.prepare(given)
-            return await self._send(request, given.options.stream, completion.pieces(), ChatAnswer())
+            if given.options.stream:
+                return await self._send(request, True, completion.pieces(), ChatAnswer())
+            body = await completion.create_response()
+        return web.Response(body=body, headers=_JSON)
 
     async def _send(
         self, request: web.Request, is_stream: bool, pieces: AsyncIterator[bytes], answer: Answer

@@ -255,6 +255,10 @@ class OpenChat:
             asked["forced"] = True  # its tokens are not trained
         return [{**asked, **choice.turn(), "choice": [self.head["id"], choice.index]} for choice in self.choices]
 
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.choices) and all(choice.output is not None for choice in self.choices)
+
     def usage(self) -> Json:
         outputs = [choice.finished_output for choice in self.choices]
         n_completion = sum(len(output.tokens) for output in outputs)
@@ -298,8 +302,7 @@ class OpenChat:
             if delta is not None:
                 yield chunk(choice, choice.delta_body(delta))
             else:
-                is_whole = all(one.output is not None for one in self.choices)
-                yield chunk(choice, {}, choice.finish_reason()) | (self._token_field() if is_whole else {})
+                yield chunk(choice, {}, choice.finish_reason()) | (self._token_field() if self.is_finished else {})
         if options.include_usage:
             yield {**base, "choices": [], "usage": self.usage()}
 

@@ -99,10 +99,7 @@ class _OpenCompletion:
         return text, token_texts.finish(len(text))
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Sample, and yield the pieces of the response's body."""
-        if not self._request.options.stream:
-            yield await self.create_response()
-            return
+        """Sample, and yield the server-sent events of a streamed response."""
         async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 yield response_bodies.server_sent_event(chunk)

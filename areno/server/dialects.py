@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from abc import ABC, abstractmethod
@@ -28,7 +27,12 @@ _MAX_LOGGED = 256
 
 
 class Answer(ABC):
-    """Encodes one answer of an endpoint, as the body of a response or as server-sent events."""
+    """Encodes one answer of an endpoint, as the body of a response or as server-sent events.
+
+    `is_finished` is True from the last piece on.
+    """
+
+    is_finished = False
 
     @abstractmethod
     def pieces(self, chat: OpenChat) -> AsyncIterator[bytes]:
@@ -48,12 +52,19 @@ class ChatAnswer(Answer):
 
     async def pieces(self, chat: OpenChat) -> AsyncIterator[bytes]:
         if not chat.request.options.stream:
-            yield await chat.create_response()
+            body = await chat.create_response()
+            self.is_finished = True
+            yield body
             return
+        last = b""
         async with aclosing(chat.chunks()) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
-                yield server_sent_event(chunk)
-        yield END
+                if chat.is_finished:  # what follows is one piece, so that a client that has its end has all of it
+                    last += server_sent_event(chunk)
+                else:
+                    yield server_sent_event(chunk)
+        self.is_finished = True
+        yield last + END
 
     def keep_alive(self) -> bytes:
         empty = {"index": 0, "delta": {}, "finish_reason": None}
@@ -68,28 +79,23 @@ class EventAnswer(Answer):
 
     async def pieces(self, chat: OpenChat) -> AsyncIterator[bytes]:
         is_stream = chat.request.options.stream
-        async with aclosing(self._events(chat)) as events:  # type: ignore[type-var]
-            async for event in events:
-                if is_stream:
-                    yield _encoded(event)
-        if not is_stream:
-            yield to_json(self.body(chat))
-
-    async def _events(self, chat: OpenChat) -> AsyncIterator[Json]:
-        for event in self.start(chat):
-            yield event
+        first = self.start(chat)
+        if is_stream:
+            yield _encoded(first)
         async with aclosing(chat.deltas()) as deltas:  # type: ignore[type-var]
             async for _, delta in deltas:
-                for event in self.feed(delta) if delta is not None else ():
-                    yield event
-        for event in self.finish(chat):
-            yield event
+                events = list(self.feed(delta)) if delta is not None else []
+                if is_stream and events:
+                    yield _encoded(events)
+        last = list(self.finish(chat))
+        self.is_finished = True
+        yield _encoded(last) if is_stream else to_json(self.body(chat))
 
     def keep_alive(self) -> bytes:
-        return b"".join(map(_encoded, self.idle_events()))
+        return _encoded(self.idle_events())
 
     def failure(self, error: ApiError) -> bytes:
-        return _encoded(self.error_event(error))
+        return _encoded([self.error_event(error)])
 
     @abstractmethod
     def start(self, chat: OpenChat) -> Iterable[Json]: ...
@@ -111,35 +117,8 @@ class EventAnswer(Answer):
     def error_event(self, error: ApiError) -> Json: ...
 
 
-async def kept_alive(
-    pieces: AsyncIterator[bytes], keep_alive: Callable[[], bytes], idle_s: float
-) -> AsyncIterator[bytes]:
-    """Yield the pieces, and `keep_alive()` after each `idle_s` seconds without one, but not before the first.
-
-    Programs give up a stream without events, and ask again.
-    """
-    async with aclosing(pieces):  # type: ignore[type-var]
-        is_first = True
-        coming = asyncio.ensure_future(anext(pieces))
-        try:
-            while True:
-                done, _ = await asyncio.wait({coming}, timeout=None if is_first else idle_s)
-                if not done:
-                    yield keep_alive()
-                    continue
-                try:
-                    piece = coming.result()
-                except StopAsyncIteration:
-                    return
-                yield piece
-                is_first, coming = False, asyncio.ensure_future(anext(pieces))
-        finally:
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
-
-
-def _encoded(event: Json) -> bytes:
-    return server_sent_event(event, event["type"])
+def _encoded(events: Iterable[Json]) -> bytes:
+    return b"".join(server_sent_event(event, event["type"]) for event in events)
 
 
 @dataclass(frozen=True)

@@ -34,26 +34,53 @@ def _ended_error() -> ApiError:
 class SharedAnswer:
     """An answer that is sampled once, and read by every request that repeats the first while it is not delivered.
 
-    `answer` encodes it, and `source` yields the pieces of the response's body. If nobody reads for `_GRACE_S` seconds,
-    sampling ends.
+    `answer` encodes it, and `source` yields the pieces of the response's body. If nobody reads for `grace_s` seconds,
+    sampling ends. While nothing is sampled, readers get an event every `idle_s` seconds, since some programs give up a
+    stream without events.
     """
 
-    def __init__(self, answer: Any, source: AsyncIterator[bytes], on_delivered: Callable[[], object]):
+    def __init__(
+        self,
+        answer: Any,
+        source: AsyncIterator[bytes],
+        on_delivered: Callable[[], object] = lambda: None,
+        *,
+        grace_s: float = 0.0,
+        idle_s: float | None = None,
+    ):
         self.answer, self._source, self._on_delivered = answer, source, on_delivered
+        self._grace_s, self._idle_s = grace_s, idle_s
         self._pieces: list[bytes] = []
         self._n_readers = 0
         self._more = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._added_at = self._loop.time()
         self.is_delivered = False
         self._task = asyncio.ensure_future(self._collect())
+        if idle_s is not None:
+            self._loop.call_later(idle_s, self._keep_alive)
+
+    def _add(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._added_at = self._loop.time()
+        self._more.set()
 
     async def _collect(self) -> None:
         try:
             async with aclosing(self._source) as source:  # type: ignore[type-var]
                 async for piece in source:
-                    self._pieces.append(piece)
-                    self._more.set()
+                    self._add(piece)
         finally:
             self._more.set()
+
+    def _keep_alive(self) -> None:
+        assert self._idle_s is not None
+        if self._task.done():
+            return
+        # Before the first piece, an error can still become an error response.
+        if self._pieces and self._loop.time() >= self._added_at + self._idle_s:
+            self._add(self.answer.keep_alive())
+        self._loop.call_at(max(self._added_at, self._loop.time() - self._idle_s / 2) + self._idle_s, self._keep_alive)
 
     async def read(self) -> AsyncIterator[bytes]:
         """Yield the pieces. Raises the error of the source, or ApiError 410 if the session has ended."""
@@ -65,20 +92,23 @@ class SharedAnswer:
                 while n_read < len(self._pieces):
                     yield self._pieces[n_read]
                     n_read += 1
+                # Checked before anything is awaited: a client may leave as soon as it has the last piece.
+                if self.answer.is_finished and n_read == len(self._pieces) and not self.is_delivered:
+                    self.is_delivered = True
+                    self._on_delivered()
                 if self._task.cancelled():
                     raise _ended_error()
                 if self._task.done():
                     self._task.result()
                     break
-                if n_read == len(self._pieces):
-                    await self._more.wait()
-            if not self.is_delivered:
-                self.is_delivered = True
-                self._on_delivered()
+                await self._more.wait()
         finally:
             self._n_readers -= 1
-            if not self._n_readers and not self._task.done():
-                asyncio.get_running_loop().call_later(_GRACE_S, self._abort_if_unread)
+            if not self._task.done():
+                if self._grace_s:
+                    self._loop.call_later(self._grace_s, self._abort_if_unread)
+                else:
+                    self._abort_if_unread()
 
     def _abort_if_unread(self) -> None:
         if not self._n_readers:
@@ -139,6 +169,7 @@ class SampleSession:
         answer: Any,
         make: Callable[[], AsyncIterator[bytes]],
         on_delivered: Callable[[], object],
+        idle_s: float | None,
     ) -> SharedAnswer:
         """Return the answer to a request: that of an equal one if it was not delivered, else a new one from `make`."""
         key = blake2b(body, key=route.encode()[-64:], digest_size=16).digest()
@@ -146,7 +177,8 @@ class SampleSession:
         if known is not None and known.can_be_read:
             self.counts["repeated"] += 1
             return known
-        self._answers[key] = shared = SharedAnswer(answer, make(), on_delivered)
+        shared = SharedAnswer(answer, make(), on_delivered, grace_s=_GRACE_S, idle_s=idle_s)
+        self._answers[key] = shared
         return shared
 
     def restored_messages(self, messages: Sequence[Message]) -> list[Message]:

@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,7 +127,7 @@ class EngineClient:
         self._seed = seed
         self._seen: OrderedDict[int, int] = OrderedDict()  # digest of a prompt -> its requests without a seed
         self.n_samples = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()  # requests that wait in `reserve_place`
+        self._waiting: deque[asyncio.Future[None]] = deque()  # requests in `wait_for_place`
 
     def generation_request(
         self, prompt: list[int], options: SampleOptions, *, digest: int | None = None, **more: Any
@@ -192,9 +192,8 @@ class EngineClient:
                 if not waiting.done():
                     waiting.set_result(None)
 
-    @asynccontextmanager
-    async def reserve_place(self, n: int) -> AsyncIterator[None]:
-        """As `reserve`, but wait for a place, since some programs end at a refusal."""
+    async def wait_for_place(self, n: int) -> None:
+        """Return when `reserve(n)` will succeed."""
         while self.n_samples and self.n_samples + n > self.limits.max_samples:
             waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(waiting)
@@ -202,8 +201,6 @@ class EngineClient:
                 await waiting
             finally:
                 self._waiting.remove(waiting)
-        with self.reserve(n):
-            yield
 
     async def outputs(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         """Yield partial and finished outputs of all samples as they arrive. Leaving the iteration aborts the request.
