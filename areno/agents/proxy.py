@@ -5,14 +5,18 @@ Only processes on this machine can reach it, and they need the API key of the se
 
 from __future__ import annotations
 
+import itertools
 import secrets
+import tempfile
 from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from aiohttp.web import UnixSite
+
 from areno.agents.trajectories import AgentContext, AgentItem
-from areno.config.rollout import AgentConfig
+from areno.config.rollout import COMMAND, AgentConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
 from areno.errors import EngineError
@@ -38,6 +42,9 @@ class SampleServer:
     def __init__(self, server: Server):
         self.server = server
         self._thread = ServerThread(server.application)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of Unix sockets, for this user alone
+        self._sites: dict[str, tuple[str, UnixSite]] = {}  # by id of their session
+        self._numbers = itertools.count()
         self.url = ""
 
     def start(self) -> None:
@@ -48,11 +55,27 @@ class SampleServer:
         self.server.samples.open(session)
         return f"{self.url}/s/{session.id}"
 
+    def open_socket(self, session: SampleSession) -> str:
+        """Return the path of a Unix socket that leads to a session, which has begun, and to no other."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="areno-")
+        path = f"{self._folder.name}/{next(self._numbers)}"
+        self.server.samples.of_sockets[path] = session
+        self._sites[session.id] = path, self._thread.call(self._thread.open_socket(path), _END_S)
+        return path
+
     def end_sample(self, session: SampleSession) -> None:
         """Refuse later requests of a session, and abort those in progress. Then its record is complete."""
         self.server.samples.end(session)
         with suppress(TimeoutError, EngineError):
-            self._thread.call(session.abort(), _END_S)
+            self._thread.call(self._end(session), _END_S)
+
+    async def _end(self, session: SampleSession) -> None:
+        await session.abort()
+        path, site = self._sites.pop(session.id, ("", None))
+        if site is not None:
+            await site.stop()
+            del self.server.samples.of_sockets[path]
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a coroutine in the server's event loop without waiting for it."""
@@ -61,6 +84,8 @@ class SampleServer:
     def stop(self) -> None:
         """Abort all requests in progress and close the server's port."""
         self._thread.stop()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 class SessionProxy(SampleServer):
@@ -104,8 +129,13 @@ class SessionProxy(SampleServer):
             return AgentContext(self.base_url, self.api_key, self.session, settings.timeout_s)
         [item] = items
         self.end_agent(item)
-        session = self._sessions[item.key] = SampleSession(max_requests=settings.max_requests)
-        return AgentContext(f"{self.open_sample(session)}/v1", session.id, self.session, settings.timeout_s)
+        is_program = settings.fn == COMMAND
+        session = self._sessions[item.key] = SampleSession(
+            max_requests=settings.max_requests, uses_run_sampling=is_program, returns_tokens=not is_program
+        )
+        url = f"{self.open_sample(session)}/v1"
+        socket = self.open_socket(session) if is_program and settings.box else None
+        return AgentContext(url, session.id, self.session, settings.timeout_s, socket)
 
     def end_agent(self, item: AgentItem) -> SampleSession | None:
         """End the session of an item's agent, and return it. None if it has none."""

@@ -28,6 +28,7 @@ class AgentContext:
     api_key: str
     session: str
     timeout_s: float
+    socket: str | None = None  # a Unix socket that leads to the session of the sample, for a program in a box
 
     def get_base_url(self) -> str:
         """Return the address of the policy's endpoint, for the argument `base_url` of an OpenAI client."""

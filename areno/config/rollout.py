@@ -399,6 +399,24 @@ class AgentConfig(Section):
         help="Files in the program's home directory: path -> text. Each sample has a home directory of its own",
         only_with=_PROGRAM,
     )
+    box: bool = setting(
+        True,
+        help="Run the program in a box (Linux): it reaches no network but its session, sees no files but those of the "
+        "system, of the program, of read and its own, and its processes, memory and time are limited. false: it runs "
+        "with all rights of the user",
+        only_with=_PROGRAM,
+    )
+    read: list[str] = setting(
+        factory=list,
+        help="Further files and folders that a program in a box may read",
+        only_with=(_PROGRAM, Needs("box", so="the program may read all")),
+    )
+    memory_mb: int = setting(
+        4096,
+        help="Memory of a program in a box with all its processes, in MiB. Beyond it, the program is ended",
+        gt=0,
+        only_with=(_PROGRAM, Needs("box", so="the memory is not limited")),
+    )
     timeout_s: float = setting(
         300.0,
         help="Time limit in seconds, both for the whole agent of one sample and for each of its requests. With "

@@ -141,6 +141,12 @@ class Server:
     def _check_key(self, request: web.Request) -> None:
         """Find the session that a request belongs to, by its path or its key. Raises ApiError 401, 403 or 410."""
         given, named = _sent_key(request), request.match_info.get("sample")
+        address = None if request.transport is None else request.transport.get_extra_info("sockname")
+        if isinstance(address, str):  # a Unix socket, whose session needs no key
+            request[_SESSION] = own = self.samples.of_sockets[address]
+            if (named or own.id) != own.id or (given in self.samples and given != own.id):
+                raise ApiError(403, "this is the session of another sample", code="foreign_session")
+            return
         if named is not None or given in self.samples:
             request[_SESSION] = self.samples.find(named or given)
             return

@@ -236,6 +236,7 @@ class SampleSessions:
 
     def __init__(self) -> None:
         self._by_id: dict[str, SampleSession | None] = {}
+        self.of_sockets: dict[str, SampleSession] = {}  # by the path of a session's own Unix socket
 
     def __contains__(self, name: str) -> bool:
         return name in self._by_id

@@ -131,6 +131,7 @@ class ServerThread:
         self._stopping: asyncio.Event | None = None
         self._error: BaseException | None = None
         self._ready = threading.Event()
+        self._runner: Runner | None = None
         self.url = ""
 
     def start(self) -> str:
@@ -176,6 +177,13 @@ class ServerThread:
         finally:
             self._ready.set()
 
+    async def open_socket(self, path: str) -> web.UnixSite:
+        """Serve at a Unix socket, too, until `stop` of the result. Called in the event loop."""
+        assert self._runner is not None
+        site = web.UnixSite(self._runner, path)
+        await site.start()
+        return site
+
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         app, grace_s = self._make(), max(self._grace_s, _MIN_GRACE_S)
@@ -189,6 +197,7 @@ class ServerThread:
             logger=_logger,
         )
         await runner.setup()
+        self._runner = runner
         try:
             await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
             host, port = runner.addresses[0][:2]

@@ -260,3 +260,41 @@ def test_no_token_of_the_agent_is_forced(served: Any) -> None:
     post(url, response_format=form, messages=title)
     assert engine.requests[-1].grammar is not None
     assert session.counts["not_forced"] == 2
+
+
+# Unix sockets
+
+
+def over_socket(path: str, url: str, **headers: str) -> httpx2.Response:
+    with httpx2.Client(transport=httpx2.HTTPTransport(uds=path)) as client:
+        return client.post(url, json={"model": "a", "messages": ASK}, headers=headers)
+
+
+def test_a_socket_leads_to_its_session_and_to_no_other(served: Any) -> None:
+    server, _ = served
+    (mine, my_url), (other, _) = session_of(server), session_of(server)
+    path = server.open_socket(mine)
+    plain = "http://127.0.0.1:8999/v1/chat/completions"
+    assert over_socket(path, plain).status_code == 200
+    assert over_socket(path, plain, Authorization="Bearer anything").status_code == 200
+    assert over_socket(path, f"{my_url}/v1/chat/completions").status_code == 200
+    foreign = [
+        over_socket(path, plain, Authorization=f"Bearer {other.id}"),
+        over_socket(path, plain, **{"x-api-key": other.id}),
+        over_socket(path, f"http://a/s/{other.id}/v1/chat/completions"),
+    ]
+    assert [answer.status_code for answer in foreign] == [403] * 3
+    server.end_sample(mine)
+    assert (len(mine.turns), other.turns) == (3, [])
+    with pytest.raises(httpx2.ConnectError):
+        over_socket(path, plain)
+    server.end_sample(other)
+
+
+def test_no_answer_shows_the_id_of_a_session(served: Any) -> None:
+    server, _ = served
+    session, url = session_of(server)
+    wrong = [httpx2.get(f"{url}/nothing"), httpx2.get(f"{url}/v1/messages"), httpx2.post(f"{url}/v1/messages", json={})]
+    found = [post(url), *wrong]
+    assert [answer.status_code for answer in found] == [200, 401, 405, 400]
+    assert all(session.id not in answer.text for answer in found)
