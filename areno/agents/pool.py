@@ -19,9 +19,10 @@ from typing import Any, Literal
 from areno import heartbeat
 from areno.agents.process import DEFAULT_FUNCTION, RESUME, SUSPEND
 from areno.agents.trajectories import AgentContext, AgentItem, PlainTurn
-from areno.config.rollout import VERIFIERS, AgentConfig
+from areno.config.rollout import COMMAND, VERIFIERS, AgentConfig
 from areno.errors import EngineError
 from areno.files.user_code import resolve_spec
+from areno.types import ProgramEnd
 from areno.user_processes.pool import Failure, WorkerPool, default_workers
 from areno.user_processes.worker import Worker
 
@@ -44,6 +45,7 @@ class AgentOutcome:
     turns: list[PlainTurn] | None = None
     message: str = ""  # why the status is not "ok"
     reward: tuple[float, dict[str, float]] | None = None
+    program: ProgramEnd | None = None
     span: tuple[int, int] | None = None  # None: the process gave no answer
 
 
@@ -82,12 +84,12 @@ class AgentPool(WorkerPool[AgentConfig]):
         self._suspended_at: float | None = None
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return (agent function, setting for errors, time limit in seconds).
+        """Return (agent function, setting for errors, configuration section).
 
-        The agent function is the text "FILE:FUNCTION" or "verifiers:NAME".
+        The agent function is the text "FILE:FUNCTION", "verifiers:NAME" or "command".
         """
-        found = self.name if self.name.startswith(VERIFIERS) else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY)
-        return found, _KEY, self.config.timeout_s
+        is_name = self.name == COMMAND or self.name.startswith(VERIFIERS)
+        return self.name if is_name else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY), _KEY, self.config
 
     def run(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 from areno.scoring.records import reward_number
 from areno.server.errors import BadTrajectory
 from areno.server.returned_responses import check_json, read_response, to_plain
-from areno.types import Message, PromptBatch
+from areno.types import Message, ProgramEnd, PromptBatch
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,13 @@ class AgentTrajectory:
 
 
 @dataclass
+class ProgramTrajectory(AgentTrajectory):
+    """The result of the program of agent.command, whose turns the session of the sample has recorded."""
+
+    program: ProgramEnd | None = None
+
+
+@dataclass
 class LossMaskPolicy:
     """Selects the tokens of a trajectory that the policy loss trains. Each attribute switches one kind of tokens on.
 
@@ -190,19 +197,20 @@ Reward = tuple[float, dict[str, float]] | None
 """A reward with its parts by name, or None if the reward function of the run computes it."""
 
 
-def recorded_result(returned: Any) -> tuple[Reward] | None:
-    """Return (reward,) if an agent leaves its turns to the record of its session: it returns nothing or a reward.
+def recorded_result(returned: Any) -> tuple[Reward, ProgramEnd | None] | None:
+    """Return (reward, end of its program) if an agent leaves its turns to the record of its session.
 
-    A trajectory without turns is a reward with parts. Any other value gives None. Raises BadTrajectory for a wrong
-    reward.
+    Then it returns nothing or a reward; a trajectory without turns is a reward with parts. Any other value gives None.
+    Raises BadTrajectory for a wrong reward.
     """
     if returned is None:
-        return (None,)
-    if isinstance(returned, AgentTrajectory) and not returned.turns:
-        return (None if returned.reward is None else _checked_reward(returned),)
+        return None, None
     if isinstance(returned, bool | int | float):
-        return (_checked_reward(AgentTrajectory([], float(returned))),)
-    return None
+        returned = AgentTrajectory([], float(returned))
+    if not isinstance(returned, AgentTrajectory) or returned.turns:
+        return None
+    reward = None if returned.reward is None else _checked_reward(returned)
+    return reward, returned.program if isinstance(returned, ProgramTrajectory) else None
 
 
 def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainTurn] | BadTrajectory]:

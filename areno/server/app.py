@@ -122,9 +122,7 @@ class Server:
             return _error_response(too_large_error(self.sampler.limits.max_body), path)
         except web.HTTPException as error:
             status = error.status
-            _, first, *rest = request.path.split("/")
-            shown = "/".join(["", "s", "...", *rest[1:]]) if first == "s" else request.path
-            return _error_response(ApiError(error.status, f"{request.method} {shown}: {error.reason}"), path)
+            return _error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"), path)
         except ConnectionError:  # the client has disconnected
             return web.Response(status=status)
         except asyncio.CancelledError:

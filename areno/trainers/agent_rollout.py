@@ -251,6 +251,7 @@ def _scored_agent_sample(
     except BadTrajectory as error:
         return failed_sample("agent_error", str(error))
     record = reward_record(agent_item, trajectory, setup.tokenizer, item.solutions)
+    record.program = outcome.program
     versions = np.concatenate([row.versions[row.sampled] for row in trajectory.rows])
     sequence = RolloutSequence(
         resp_tokens=record.tokens,
