@@ -1,0 +1,220 @@
+"""The process that starts one command, watches what it uses and forwards its connections. It is the command's parent.
+
+Where there are namespaces, it is the init of the PID namespace, so that the command can neither end it nor outlive it.
+Else the command leads a process group that none of its processes can leave, and killing the group ends them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from selectors import EVENT_READ, DefaultSelector
+from socket import socket
+from typing import Any, NoReturn
+
+from areno.sandbox import kernel, namespaces
+from areno.sandbox.bridge import Bridge
+from areno.sandbox.usage import descendants, measure, processes_here
+
+_LOOK_S = 0.05  # between two looks at what a command uses
+_LOOK_SHARE = 5  # a look takes at most one part in so many of the time
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What every command gets on this machine."""
+
+    abi: int  # of Landlock, 0 if there is none
+    mounts: namespaces.Mounts | None  # None if there are no namespaces
+    links: dict[str, str]
+    rules: list[tuple[int, int]]  # of Landlock, without namespaces
+    port: int  # at which a command reaches its socket
+
+    def seccomp_program(self, request: dict[str, Any]) -> bytes:
+        has_namespaces, network = self.mounts is not None, request["socket"] is not None
+        return kernel.seccomp_program(self.abi, groups=has_namespaces, network=network)
+
+
+def supervise(request: dict[str, Any], machine: Machine, channel: socket, given: int, output: int) -> NoReturn:
+    """Start a command, send how it ended over `channel`, and end this process, which was forked for it."""
+    status = 1
+    try:
+        _Supervisor(request, machine, channel, given, output).run()
+        status = 0
+    except Exception as error:  # a failure of the box
+        _send(channel, error=str(error) or type(error).__name__)
+    finally:
+        os._exit(status)
+
+
+class _Supervisor:
+    def __init__(self, request: dict[str, Any], machine: Machine, channel: socket, given: int, output: int):
+        self._request, self._machine, self._channel, self._output = request, machine, channel, output
+        self._selector = DefaultSelector()
+        self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._bridge: Bridge | None = None
+        self._list_processes: Callable[[], list[int]] = lambda: descendants(self._proc)
+        kernel.end_with_parent()
+        _maximize_oom_score()
+        kernel.forbid_inspection()
+        if machine.mounts is None:
+            kernel.adopt_orphans()
+        else:
+            self._enter_namespaces(machine.mounts)
+        rules = self._landlock_rules() if machine.abi else []
+        self._ruleset = kernel.make_landlock_ruleset(machine.abi, rules) if machine.abi else None
+        self._command = os.fork()
+        if self._command == 0:
+            _execute(request, self._ruleset, machine.seccomp_program(request), given, output, channel)
+
+    def _enter_namespaces(self, mounts: namespaces.Mounts) -> None:
+        request = self._request
+        more, links = namespaces.plan(
+            [(path, namespaces.READ) for path in request["read"]]
+            + [(path, namespaces.WRITE) for path in (*request["write"], request["folder"])]
+        )
+        namespaces.start_loopback()
+        outside = None
+        if request["socket"] is not None:
+            outside, target = os.path.split(request["socket"])
+            outside = os.open(outside, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._bridge = Bridge(self._selector, self._machine.port, target)
+        folder, _ = namespaces.resolve(request["folder"])
+        has_proc = namespaces.enter_root(
+            mounts | more, self._machine.links | links, folder, request["megabytes"], request["processes"]
+        )
+        if has_proc:
+            os.close(self._proc)
+            self._proc, self._list_processes = os.open("/proc", os.O_PATH | os.O_CLOEXEC), processes_here
+        if outside is not None:
+            os.fchdir(outside)  # the path of the socket may be too long for the kernel, and is not in the new root
+
+    def _landlock_rules(self) -> list[tuple[int, int]]:
+        request, rules = self._request, list(self._machine.rules)
+        paths = [(path, kernel.WRITE) for path in (*request["write"], request["folder"])]
+        if self._machine.mounts is None:
+            paths += [(path, kernel.READ) for path in request["read"]]
+        else:  # others than those that may be read are not there
+            paths += [("/", kernel.READ), ("/tmp", kernel.WRITE), ("/dev/shm", kernel.WRITE)]
+            paths += [(path, kernel.DEVICE) for path, use in self._machine.mounts.items() if use == namespaces.DEVICE]
+        return rules + [kernel.open_path_rule(*each) for each in paths]
+
+    def run(self) -> None:
+        """Wait for the end of the command, and end all its processes."""
+        why = self._wait()
+        status = None
+        if not why:
+            ended = os.waitid(os.P_PID, self._command, os.WEXITED | os.WNOWAIT)  # its number, that of the group, stays
+            assert ended is not None
+            status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if self._machine.mounts is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._command, signal.SIGKILL)  # it may not lead its group yet
+                os.killpg(self._command, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while True:
+                    os.waitpid(-1, 0)
+        _send(self._channel, status=status, why=why)
+
+    def _wait(self) -> str:
+        """Wait for the end of the command, or for what ends it early. Returns the reason for the latter."""
+        command = os.pidfd_open(self._command)
+        self._selector.register(command, EVENT_READ)
+        self._selector.register(self._channel, EVENT_READ)
+        look_at = time.monotonic() + _LOOK_S
+        while True:
+            for key, events in self._selector.select(max(0.0, look_at - time.monotonic())):
+                if key.fd == command:
+                    return "output" if self._exceeds_output() else ""
+                if key.fileobj is self._channel:  # the server does not want it to go on, or has ended
+                    return "cancelled"
+                assert self._bridge is not None
+                self._bridge.handle(key.data, events)
+            if (begin := time.monotonic()) >= look_at:
+                if why := self._exceeded():
+                    return why
+                self._reap_orphans()
+                if self._bridge is not None:
+                    self._bridge.retry()
+                end = time.monotonic()
+                look_at = end + max(_LOOK_S, (_LOOK_SHARE - 1) * (end - begin))
+
+    def _exceeded(self) -> str:
+        if self._exceeds_output():
+            return "output"
+        processes, in_memory = self._list_processes(), self._bytes_of_files_in_memory()
+        threads, memory = measure(self._proc, processes)
+        if threads > self._request["processes"]:
+            return "processes"
+        limit = self._request["megabytes"] << 20
+        if memory + in_memory > limit and measure(self._proc, processes, exact=True)[1] + in_memory > limit:
+            return "memory"
+        return ""
+
+    def _exceeds_output(self) -> bool:
+        return os.fstat(self._output).st_size > self._request["output"]
+
+    def _bytes_of_files_in_memory(self) -> int:
+        if self._machine.mounts is None:
+            return 0
+        found = [os.statvfs(path) for path in ("/tmp", "/dev/shm")]
+        return sum((each.f_blocks - each.f_bfree) * each.f_frsize for each in found)
+
+    def _reap_orphans(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if ended.si_pid == self._command:
+                    break
+                os.waitpid(ended.si_pid, 0)
+
+
+def _send(channel: socket, **answer: Any) -> None:
+    with contextlib.suppress(OSError):
+        channel.send(json.dumps(answer).encode())
+
+
+def _execute(
+    request: dict[str, Any], ruleset: int | None, calls: bytes, given: int, output: int, channel: socket
+) -> NoReturn:
+    """Limit this process, which was forked for the command, and execute the command. `given` is its standard input."""
+    command, *_ = request["command"]
+    try:
+        os.setsid()
+        kernel.end_with_parent()
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        errors = output if request["stderr"] else os.open(os.devnull, os.O_WRONLY)
+        for number, fd in enumerate((given, output, errors)):
+            os.dup2(fd, number)
+        os.chdir(request["folder"])
+        kernel.limit_resources(
+            request["files"], request["file_megabytes"], request["each_megabytes"], request["seconds"]
+        )
+        kernel.drop_privileges()
+        if ruleset is not None:
+            kernel.apply_landlock_ruleset(ruleset)
+        kernel.apply_seccomp_program(calls)
+    except Exception as error:  # a failure of the box
+        _send(channel, error=str(error))
+        os._exit(1)
+    try:
+        os.execvpe(command, request["command"], request["environment"])
+    except FileNotFoundError:
+        os.write(2, f"there is no command {command}\n".encode(errors="replace"))
+    except (OSError, ValueError) as error:
+        os.write(2, f"{command} cannot be run: {error}\n".encode(errors="replace"))
+    finally:
+        os._exit(1)
+
+
+def _maximize_oom_score() -> None:
+    """Let the kernel kill the command, and not the training, if the machine runs out of memory."""
+    with contextlib.suppress(OSError):
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"1000")
+        os.close(fd)
