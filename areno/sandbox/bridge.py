@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 from selectors import EVENT_READ, EVENT_WRITE, BaseSelector
 from socket import AF_INET, AF_UNIX, SHUT_WR, SO_REUSEADDR, SOL_SOCKET, socket
 
@@ -11,15 +10,15 @@ _MAX_CONNECTIONS = 256  # at the same time. Further ones wait in the queue of th
 _CHUNK = 1 << 16  # bytes that a direction of a connection reads before it writes them
 
 
-@dataclass(eq=False)
 class _Side:
     """One end of a connection, and what is to be sent to it."""
 
-    socket: socket
-    waiting: memoryview = memoryview(b"")  # a side is only read when nothing waits for the other one
-    no_more: bool = False  # the other side has ended its stream
-    events: int = 0  # that the selector looks for
-    other: _Side | None = None
+    def __init__(self, connected: socket):
+        self.socket = connected
+        self.other: _Side = self
+        self.waiting = memoryview(b"")  # a side is only read when nothing waits for the other one
+        self.no_more = False  # the other side has ended its stream
+        self.events = 0  # that the selector looks for
 
 
 class Bridge:
@@ -88,7 +87,6 @@ class Bridge:
 
     def _receive(self, side: _Side) -> None:
         other = side.other
-        assert other is not None
         data = side.socket.recv(_CHUNK)
         other.waiting, other.no_more = memoryview(data), not data
         with contextlib.suppress(BlockingIOError):
@@ -97,7 +95,6 @@ class Bridge:
         self._look_for(other)
 
     def _send(self, side: _Side) -> None:
-        assert side.other is not None
         if side.waiting:
             side.waiting = side.waiting[side.socket.send(side.waiting) :]
         if side.no_more and not side.waiting:
@@ -110,7 +107,6 @@ class Bridge:
 
     def _look_for(self, side: _Side) -> None:
         """Let the selector look for what the side waits for."""
-        assert side.other is not None
         reads = not side.other.waiting and not side.other.no_more
         events = EVENT_READ * reads | EVENT_WRITE * bool(side.waiting)
         if events == side.events:
@@ -125,7 +121,6 @@ class Bridge:
 
     def _close(self, side: _Side) -> None:
         for each in (side, side.other):
-            assert each is not None
             if each.events:
                 self._selector.unregister(each.socket)
             each.socket.close()

@@ -18,7 +18,8 @@ Mounts = dict[str, str]  # path without symbolic links -> READ, WRITE or DEVICE
 
 _NEW_MOUNTS, _NEW_HOST_NAME, _NEW_IPC, _NEW_USERS = 0x20000, 0x4000000, 0x8000000, 0x10000000  # linux/sched.h
 _NEW_PIDS, _NEW_NETWORK = 0x20000000, 0x40000000
-_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18  # sys/mount.h
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _REMOUNT, _BIND, _MOVE, _REC = 1, 2, 4, 8, 32, 4096, 8192, 16384  # sys/mount.h
+_PRIVATE = 1 << 18
 _ATTRIBUTES = {READ: _RDONLY | _NOSUID | _NODEV, WRITE: _NOSUID | _NODEV, DEVICE: _NOSUID}
 _HERE, _EMPTY_PATH, _RECURSIVE, _NO_FOLLOW, _CLONE_TREE, _FROM_FD = -100, 0x1000, 0x8000, 0x100, 0x80001, 4
 _MASKED = ("cmdline", "kcore", "keys", "kmsg", "sysrq-trigger", "timer_list")  # of /proc, if a program needs them not
@@ -107,42 +108,81 @@ def plan(paths: Iterable[tuple[str, str]]) -> tuple[Mounts, dict[str, str]]:
     return mounts, links
 
 
-def enter_root(mounts: Mounts, links: dict[str, str], folder: str, megabytes: int, processes: int) -> bool:
-    """Replace the root folder of this process, the init of new namespaces, by one with nothing but `mounts`.
+def prepare_root(mounts: Mounts, links: dict[str, str]) -> None:
+    """Make the root folder that all commands get a copy of, and make it the working directory of this process.
 
-    It also has empty folders /tmp and /dev/shm in memory, and if possible /proc of these namespaces. Returns whether it
-    has the latter.
+    It lies on top of this process's own root folder, where it hides nothing.
     """
+    kernel.unshare(_NEW_MOUNTS)
     _mount(None, "/", None, _REC | _PRIVATE)
-    trees = {path: _open_tree(path, mounts[path]) for path in _outermost(mounts)}
-    _mount("tmpfs", folder, "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
-    os.chdir(folder)
-    kernel.system_call("pivot_root", b".", b".")
-    for path in ("/tmp", "/dev/shm"):
-        os.makedirs(path)
-        _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={megabytes}m,nr_inodes=100000")
-    os.mkdir("/proc")
-    has_proc = _mount_proc()
-    for path, tree in trees.items():
-        if not (has_proc and path.startswith("/proc/")):
-            _attach(tree, path)
+    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
+    os.chdir("/tmp")
+    _mount(".", "/", None, _MOVE)
+    os.makedirs("dev/shm")
+    for path in _outermost(mounts):
+        tree = _open_tree(path, mounts[path])
+        _attach(tree, path[1:])
         os.close(tree)
     for path, target in (_LINKS | links).items():
-        if not os.path.lexists(path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.symlink(target, path)
-    if has_proc:
-        for name in _MASKED:
-            if os.path.exists(f"/proc/{name}"):
-                tree = _open_tree("/dev/null", DEVICE)
-                _move(tree, f"/proc/{name}")
-                os.close(tree)
-        if has_own_pid_max():
-            _write("/proc/sys/kernel/pid_max", b"%d" % (_RESERVED_PIDS + processes))
-        _mount(None, "/proc", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | _NOEXEC)
-    kernel.unmount(".")  # the former root, which lies on top
+        _link(path[1:], target)
+    _mount(None, ".", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+
+
+def enter_root(base: Mounts, more: Mounts, links: dict[str, str], folder: str, megabytes: int, processes: int) -> bool:
+    """Replace the root folder of this process, the init of new namespaces, by the prepared one and further paths.
+
+    It has `base` already. It also gets empty folders /tmp and /dev/shm in memory, and if possible /proc of these
+    namespaces. Returns whether it has the latter.
+    """
+    trees = {path: _open_tree(path, more[path]) for path in _outermost(more)}
+    _mount("tmpfs", folder, "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")  # any folder would do
+    new = {path for path in (*more, *links) if not any(_is_inside(path, each) for each in base)}
+    with os.scandir(".") as found:
+        for top in found:
+            if top.name == "proc":
+                continue
+            if top.is_symlink():
+                os.symlink(os.readlink(top.name), f"{folder}/{top.name}")
+            elif any(_is_inside(path, f"/{top.name}") for path in new):  # a place for them is needed
+                for path in (path for path in _outermost(base) if _is_inside(path, f"/{top.name}")):
+                    _copy(path[1:], f"{folder}{path}")
+            else:
+                _copy(top.name, f"{folder}/{top.name}")
+    os.mkdir(f"{folder}/proc")
+    has_proc = _mount_proc(f"{folder}/proc", processes)
+    if not has_proc:
+        _copy("proc", f"{folder}/proc")
+    os.chdir(folder)
+    kernel.system_call("pivot_root", b".", b".")
+    options = f"mode=1777,size={megabytes}m,nr_inodes=100000"
+    for path in ("/tmp", "/dev/shm"):
+        os.makedirs(path, exist_ok=True)
+        _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
+    for path, tree in trees.items():
+        _attach(tree, path)
+        os.close(tree)
+    for path, target in links.items():
+        _link(path, target)
+    kernel.unmount(".")  # the prepared root, which lies on top
+    kernel.unmount(".")  # the former root
     _mount(None, "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
     return has_proc
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")
+
+
+def _copy(path: str, target: str) -> None:
+    """Show `path` of the prepared root at `target`."""
+    _make_place(target, os.path.isdir(path))
+    _mount(path, target, None, _BIND | _REC)
+
+
+def _link(path: str, target: str) -> None:
+    if not os.path.lexists(path):
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        os.symlink(target, path)
 
 
 def _outermost(mounts: Mounts) -> list[str]:
@@ -155,11 +195,18 @@ def _outermost(mounts: Mounts) -> list[str]:
     return kept
 
 
-def _mount_proc() -> bool:
-    with contextlib.suppress(PermissionError):  # in a container where parts of /proc are hidden
-        _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC)
-        return True
-    return False
+def _mount_proc(path: str, processes: int) -> bool:
+    try:
+        _mount("proc", path, "proc", _NOSUID | _NODEV | _NOEXEC)
+    except PermissionError:  # in a container where parts of /proc are hidden
+        return False
+    for name in _MASKED:
+        with contextlib.suppress(FileNotFoundError):
+            _mount("/dev/null", f"{path}/{name}", None, _BIND)
+    if has_own_pid_max():
+        _write(f"{path}/sys/kernel/pid_max", b"%d" % (_RESERVED_PIDS + processes))
+    _mount(None, path, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | _NOEXEC)
+    return True
 
 
 def has_own_pid_max() -> bool:
@@ -177,17 +224,17 @@ def _open_tree(path: str, use: str) -> int:
 
 
 def _attach(tree: int, path: str) -> None:
-    if not os.path.lexists(path):
-        if stat.S_ISDIR(os.fstat(tree).st_mode):
-            os.makedirs(path)
-        else:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o444))
-    _move(tree, path)
-
-
-def _move(tree: int, path: str) -> None:
+    _make_place(path, stat.S_ISDIR(os.fstat(tree).st_mode))
     kernel.system_call("move_mount", tree, b"", _HERE, os.fsencode(path), _FROM_FD)
+
+
+def _make_place(path: str, is_folder: bool) -> None:
+    """Make an empty folder or file, on which something can be mounted."""
+    if os.path.lexists(path):
+        return
+    os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
+    if not is_folder:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC, 0o444))
 
 
 def _mount(source: str | None, path: str, kind: str | None, flags: int, options: str | None = None) -> None:

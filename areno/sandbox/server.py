@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import glob
-import json
+import marshal
 import os
 import resource
 import select
 import signal
 import time
-from dataclasses import dataclass
 from selectors import EVENT_READ, DefaultSelector
 from socket import AF_UNIX, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SHUT_WR, SOCK_SEQPACKET, recv_fds, socket, socketpair
 from typing import Any
@@ -44,10 +43,11 @@ def main(fd: int, abi: int, without: str, read: list[str], write: list[str], por
         kernel.drop_privileges()
         rights = {namespaces.READ: kernel.READ, namespaces.DEVICE: kernel.DEVICE}
         rules = [kernel.open_path_rule(path, rights[use]) for path, use in paths] if abi else []
-        machine = Machine(abi, None, {}, rules, port)
+        machine = Machine(abi, None, rules, port)
     else:
         namespaces.enter_user_namespace()
-        machine = Machine(abi, mounts, links, [], port)
+        namespaces.prepare_root(mounts, links)
+        machine = Machine(abi, mounts, [], port)
     with socket(AF_UNIX, SOCK_SEQPACKET, fileno=fd) as requests:
         _Server(requests, machine, without).serve()
 
@@ -58,9 +58,10 @@ def _try_namespaces(mounts: namespaces.Mounts, links: dict[str, str]) -> str:
     if (trial := os.fork()) == 0:
         try:
             namespaces.enter_user_namespace()
+            namespaces.prepare_root(mounts, links)
             if (init := namespaces.fork()) == 0:
                 namespaces.start_loopback()
-                namespaces.enter_root(mounts, links, "/tmp", 1, 1 << 10)
+                namespaces.enter_root(mounts, {}, {}, "/tmp", 1, 1 << 10)
                 os._exit(0)
             if os.waitpid(init, 0)[1] == 0:
                 os.write(say, b"-")
@@ -75,14 +76,14 @@ def _try_namespaces(mounts: namespaces.Mounts, links: dict[str, str]) -> str:
     return "" if text == "-" else f"no namespaces can be made: {text or 'a process ended'}"
 
 
-@dataclass(eq=False)
 class _Command:
-    answer: socket  # at its end, the process that asks has gone
-    channel: socket  # to the supervisor
-    request: dict[str, Any]
-    ends_at: float
-    pid: int = 0  # of the supervisor
-    process: int = -1  # its file descriptor
+    """A command that runs. Its answer's socket is at its end when the process that asks has gone, or cancels it."""
+
+    def __init__(self, answer: socket, channel: socket, request: dict[str, Any]):
+        self.answer, self.channel, self.request = answer, channel, request
+        self.ends_at = time.monotonic() + request["seconds"]
+        self.pid = 0  # of the supervisor
+        self.process = -1  # its file descriptor
 
 
 class _Server:
@@ -115,10 +116,10 @@ class _Server:
             self._selector.unregister(self._requests)
             return self._requests.close()
         answer, asked, given, output = fds
-        with open(asked, encoding="utf-8") as file:
-            request = json.load(file)
+        with open(asked, "rb") as file:
+            request = marshal.load(file)
         ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
-        command = _Command(socket(fileno=answer), ours, request, time.monotonic() + request["seconds"])
+        command = _Command(socket(fileno=answer), ours, request)
         try:
             with theirs:
                 if self._without and request["socket"] is not None:
@@ -172,9 +173,9 @@ class _Server:
             if why:
                 return self._send_answer(command, status=None, why=why)
             if found := command.channel.recv(1 << 16, MSG_DONTWAIT):
-                return self._send_answer(command, **json.loads(found))
+                return self._send_answer(command, **marshal.loads(found))
         self._send_answer(command, error="the process that watches the command was killed")
 
     def _send_answer(self, command: _Command, **answer: Any) -> None:
         with command.answer, contextlib.suppress(OSError):
-            command.answer.send(json.dumps({"without": self._without, **answer}).encode())
+            command.answer.send(marshal.dumps({"without": self._without, **answer}))

@@ -7,12 +7,11 @@ Else the command leads a process group that none of its processes can leave, and
 from __future__ import annotations
 
 import contextlib
-import json
+import marshal
 import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from selectors import EVENT_READ, DefaultSelector
 from socket import socket
 from typing import Any, NoReturn
@@ -25,15 +24,14 @@ _LOOK_S = 0.05  # between two looks at what a command uses
 _LOOK_SHARE = 5  # a look takes at most one part in so many of the time
 
 
-@dataclass(frozen=True)
 class Machine:
-    """What every command gets on this machine."""
+    """What every command gets on this machine.
 
-    abi: int  # of Landlock, 0 if there is none
-    mounts: namespaces.Mounts | None  # None if there are no namespaces
-    links: dict[str, str]
-    rules: list[tuple[int, int]]  # of Landlock, without namespaces
-    port: int  # at which a command reaches its socket
+    `mounts` is None if there are no namespaces. `rules` of Landlock are those without namespaces.
+    """
+
+    def __init__(self, abi: int, mounts: namespaces.Mounts | None, rules: list[tuple[int, int]], port: int):
+        self.abi, self.mounts, self.rules, self.port = abi, mounts, rules, port
 
     def seccomp_program(self, request: dict[str, Any]) -> bytes:
         has_namespaces, network = self.mounts is not None, request["socket"] is not None
@@ -78,15 +76,15 @@ class _Supervisor:
             [(path, namespaces.READ) for path in request["read"]]
             + [(path, namespaces.WRITE) for path in (*request["write"], request["folder"])]
         )
-        namespaces.start_loopback()
         outside = None
         if request["socket"] is not None:
+            namespaces.start_loopback()
             outside, target = os.path.split(request["socket"])
             outside = os.open(outside, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             self._bridge = Bridge(self._selector, self._machine.port, target)
         folder, _ = namespaces.resolve(request["folder"])
         has_proc = namespaces.enter_root(
-            mounts | more, self._machine.links | links, folder, request["megabytes"], request["processes"]
+            mounts, more, links, folder, request["megabytes"], request["processes"]
         )
         if has_proc:
             os.close(self._proc)
@@ -175,7 +173,7 @@ class _Supervisor:
 
 def _send(channel: socket, **answer: Any) -> None:
     with contextlib.suppress(OSError):
-        channel.send(json.dumps(answer).encode())
+        channel.send(marshal.dumps(answer))
 
 
 def _execute(
