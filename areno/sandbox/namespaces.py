@@ -128,45 +128,64 @@ def prepare_root(mounts: Mounts, links: dict[str, str]) -> None:
     _mount(None, ".", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
 
 
-def enter_root(base: Mounts, more: Mounts, links: dict[str, str], folder: str, megabytes: int, processes: int) -> bool:
-    """Replace the root folder of this process, the init of new namespaces, by the prepared one and further paths.
+class Root:
+    """The root folder of one command, made in the init of new namespaces. It begins as a copy of the prepared one."""
 
-    It has `base` already. It also gets empty folders /tmp and /dev/shm in memory, and if possible /proc of these
-    namespaces. Returns whether it has the latter.
-    """
-    trees = {path: _open_tree(path, more[path]) for path in _outermost(more)}
-    _mount("tmpfs", folder, "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")  # any folder would do
-    new = {path for path in (*more, *links) if not any(_is_inside(path, each) for each in base)}
-    with os.scandir(".") as found:
-        for top in found:
-            if top.name == "proc":
-                continue
-            if top.is_symlink():
-                os.symlink(os.readlink(top.name), f"{folder}/{top.name}")
-            elif any(_is_inside(path, f"/{top.name}") for path in new):  # a place for them is needed
-                for path in (path for path in _outermost(base) if _is_inside(path, f"/{top.name}")):
-                    _copy(path[1:], f"{folder}{path}")
-            else:
-                _copy(top.name, f"{folder}/{top.name}")
-    os.mkdir(f"{folder}/proc")
-    has_proc = _mount_proc(f"{folder}/proc", processes)
-    if not has_proc:
-        _copy("proc", f"{folder}/proc")
-    os.chdir(folder)
-    kernel.system_call("pivot_root", b".", b".")
-    options = f"mode=1777,size={megabytes}m,nr_inodes=100000"
-    for path in ("/tmp", "/dev/shm"):
-        os.makedirs(path, exist_ok=True)
-        _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
-    for path, tree in trees.items():
-        _attach(tree, path)
-        os.close(tree)
-    for path, target in links.items():
-        _link(path, target)
-    kernel.unmount(".")  # the prepared root, which lies on top
-    kernel.unmount(".")  # the former root
-    _mount(None, "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
-    return has_proc
+    def __init__(self, base: Mounts):
+        self._base = base
+        self._host = os.open("/", os.O_PATH | os.O_CLOEXEC)
+        self._prepared = os.open(".", os.O_PATH | os.O_CLOEXEC)
+        _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
+        with os.scandir(".") as found:
+            for top in found:
+                if top.is_symlink():
+                    os.symlink(os.readlink(top.name), f"/tmp/{top.name}")
+                elif top.name != "proc":
+                    _copy(top.name, f"/tmp/{top.name}")
+        os.mkdir("/tmp/proc")
+        self.has_proc = _mount_proc("/tmp/proc")  # whether it shows the processes of these namespaces
+        if not self.has_proc:
+            _copy("proc", "/tmp/proc")
+        os.chdir("/tmp")
+        kernel.system_call("pivot_root", b".", b".")
+
+    def complete(self, more: Mounts, links: dict[str, str], megabytes: int, processes: int, outside: str) -> None:
+        """Add further paths, and empty folders /tmp and /dev/shm in memory. Then hide the former root folder.
+
+        The folder `outside` of that root becomes the working directory of this process.
+        """
+        trees = {path: _open_tree(path[1:], more[path], self._host) for path in _outermost(more)}
+        outside_folder = os.open(outside[1:] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._host)
+        self._make_places([path for path in (*more, *links) if not any(_is_inside(path, each) for each in self._base)])
+        options = f"mode=1777,size={megabytes}m,nr_inodes=100000"
+        for path in ("/tmp", "/dev/shm"):
+            os.makedirs(path, exist_ok=True)
+            _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
+        for path, tree in trees.items():
+            _attach(tree, path)
+            os.close(tree)
+        for path, target in links.items():
+            _link(path, target)
+        if self.has_proc:
+            if has_own_pid_max():
+                _write("/proc/sys/kernel/pid_max", b"%d" % (_RESERVED_PIDS + processes))
+            _mount(None, "/proc", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | _NOEXEC)
+        os.fchdir(self._host)  # it lies on top of the root folder, and the prepared one on top of it
+        kernel.unmount(".")
+        kernel.unmount(".")
+        _mount(None, "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+        os.fchdir(outside_folder)
+        for fd in (outside_folder, self._host, self._prepared):
+            os.close(fd)
+
+    def _make_places(self, paths: list[str]) -> None:
+        """Replace folders of the prepared root, which all commands share, by own ones where paths are to be added."""
+        for top in {f"/{path.split('/')[1]}" for path in paths} - {"/tmp", "/proc"}:
+            if os.path.isdir(top) and os.path.ismount(top):
+                kernel.unmount(top)
+                os.fchdir(self._prepared)
+                for path in (path for path in _outermost(self._base) if _is_inside(path, top)):
+                    _copy(path[1:], path)
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -195,7 +214,7 @@ def _outermost(mounts: Mounts) -> list[str]:
     return kept
 
 
-def _mount_proc(path: str, processes: int) -> bool:
+def _mount_proc(path: str) -> bool:
     try:
         _mount("proc", path, "proc", _NOSUID | _NODEV | _NOEXEC)
     except PermissionError:  # in a container where parts of /proc are hidden
@@ -203,9 +222,6 @@ def _mount_proc(path: str, processes: int) -> bool:
     for name in _MASKED:
         with contextlib.suppress(FileNotFoundError):
             _mount("/dev/null", f"{path}/{name}", None, _BIND)
-    if has_own_pid_max():
-        _write(f"{path}/sys/kernel/pid_max", b"%d" % (_RESERVED_PIDS + processes))
-    _mount(None, path, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | _NOEXEC)
     return True
 
 
@@ -215,9 +231,9 @@ def has_own_pid_max() -> bool:
     return all(each.isdigit() for each in version) and tuple(map(int, version)) >= (6, 14)
 
 
-def _open_tree(path: str, use: str) -> int:
+def _open_tree(path: str, use: str, folder: int = _HERE) -> int:
     flags = _CLONE_TREE | _RECURSIVE | _NO_FOLLOW
-    tree = kernel.system_call("open_tree", _HERE, os.fsencode(path), flags)
+    tree = kernel.system_call("open_tree", folder, os.fsencode(path), flags)
     attributes = struct.pack("QQQQ", _ATTRIBUTES[use], 0, 0, 0)
     kernel.system_call("mount_setattr", tree, b"", _EMPTY_PATH | _RECURSIVE, attributes, len(attributes))
     return tree

@@ -16,13 +16,12 @@ import select
 import signal
 import time
 from selectors import EVENT_READ, DefaultSelector
-from socket import AF_UNIX, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SHUT_WR, SOCK_SEQPACKET, recv_fds, socket, socketpair
+from socket import AF_UNIX, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SHUT_WR, SOCK_SEQPACKET, recv_fds, send_fds, socket, socketpair
 from typing import Any
 
 from areno.sandbox import kernel, namespaces
-from areno.sandbox.supervisor import Machine, supervise
+from areno.sandbox.supervisor import N_FDS, Machine, supervise
 
-_N_FDS = 4  # of a request: the socket for the answer, the request, standard input, output
 _END_S = 5.0  # a process that waits for a dead disk cannot be killed
 
 
@@ -61,7 +60,7 @@ def _try_namespaces(mounts: namespaces.Mounts, links: dict[str, str]) -> str:
             namespaces.prepare_root(mounts, links)
             if (init := namespaces.fork()) == 0:
                 namespaces.start_loopback()
-                namespaces.enter_root(mounts, {}, {}, "/tmp", 1, 1 << 10)
+                namespaces.Root(mounts).complete({}, {}, 1, 1 << 10, "/")
                 os._exit(0)
             if os.waitpid(init, 0)[1] == 0:
                 os.write(say, b"-")
@@ -77,19 +76,26 @@ def _try_namespaces(mounts: namespaces.Mounts, links: dict[str, str]) -> str:
 
 
 class _Command:
-    """A command that runs. Its answer's socket is at its end when the process that asks has gone, or cancels it."""
+    """A supervisor, and the command that it gets. At the end of `answer`, nobody waits for the command any more."""
 
-    def __init__(self, answer: socket, channel: socket, request: dict[str, Any]):
-        self.answer, self.channel, self.request = answer, channel, request
-        self.ends_at = time.monotonic() + request["seconds"]
-        self.pid = 0  # of the supervisor
-        self.process = -1  # its file descriptor
+    def __init__(self, machine: Machine, others: list[socket]):
+        self.channel, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
+        self.answer: socket | None = None
+        self.temporary, self.ends_at = "", 0.0
+        with theirs:
+            self.pid = os.fork() if machine.mounts is None else namespaces.fork()
+            if self.pid == 0:
+                for each in (self.channel, *others):
+                    each.close()
+                supervise(machine, theirs)
+        self.process = os.pidfd_open(self.pid)
 
 
 class _Server:
     def __init__(self, requests: socket, machine: Machine, without: str):
         self._requests, self._machine, self._without = requests, machine, without
         self._commands: list[_Command] = []
+        self._spare: _Command | None = None  # its supervisor already waits, so that the next command starts sooner
         self._selector = DefaultSelector()
         self._selector.register(requests, EVENT_READ)
 
@@ -108,54 +114,62 @@ class _Server:
                 self._end(command, "time")
         for command in list(self._commands):
             self._end(command, "cancelled")
+        if self._spare is not None:
+            self._spare.channel.close()
+            os.waitpid(self._spare.pid, 0)
 
     def _accept(self) -> None:
         """Start the next command, or close the socket for requests if the client has ended."""
-        _, fds, _, _ = recv_fds(self._requests, 1, _N_FDS, MSG_CMSG_CLOEXEC)
+        _, fds, _, _ = recv_fds(self._requests, 1, 1 + N_FDS, MSG_CMSG_CLOEXEC)
         if not fds:
             self._selector.unregister(self._requests)
             return self._requests.close()
-        answer, asked, given, output = fds
-        with open(asked, "rb") as file:
-            request = marshal.load(file)
-        ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
-        command = _Command(socket(fileno=answer), ours, request)
+        answer, fds = socket(fileno=fds[0]), fds[1:]
         try:
-            with theirs:
-                if self._without and request["socket"] is not None:
-                    raise OSError(f"a box with a network is not possible here: {self._without}")
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(request["temporary"])
-                command.pid = os.fork() if self._machine.mounts is None else namespaces.fork()
-                if command.pid == 0:
-                    self._close_all(command)
-                    supervise(request, self._machine, theirs, given, output)
-            command.process = os.pidfd_open(command.pid)
+            with open(fds[0], "rb", closefd=False) as file:
+                request = marshal.load(file)
+            paths = self._paths(request)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(request["temporary"])
+            command, self._spare = self._spare or self._fork(), None
+            with contextlib.suppress(BrokenPipeError):  # the supervisor has failed
+                send_fds(command.channel, [marshal.dumps(paths)], fds)
         except OSError as error:
-            ours.close()
-            return self._send_answer(command, error=str(error))
+            return self._send_answer(answer, error=str(error))
         finally:
-            os.close(given)
-            os.close(output)
+            for fd in fds:
+                os.close(fd)
+        command.answer, command.temporary = answer, request["temporary"]
+        command.ends_at = time.monotonic() + request["seconds"]
         self._commands.append(command)
         self._selector.register(command.process, EVENT_READ, command)
-        self._selector.register(command.answer, EVENT_READ, command)
+        self._selector.register(answer, EVENT_READ, command)
+        with contextlib.suppress(OSError):
+            self._spare = self._fork()
 
-    def _close_all(self, started: _Command) -> None:
-        """Close what a supervisor inherits from this process but does not need."""
-        self._selector.close()
-        self._requests.close()
-        for command in (*self._commands, started):
-            command.answer.close()
-            command.channel.close()
-            if command.process >= 0:
-                os.close(command.process)
+    def _fork(self) -> _Command:
+        """Fork a supervisor, without what it does not need of this process."""
+        answers = [command.answer for command in self._commands if command.answer is not None]
+        return _Command(self._machine, [self._requests, *answers, *(each.channel for each in self._commands)])
+
+    def _paths(self, request: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the mounts and links for a command, and the folder of its socket."""
+        network = request["socket"]
+        if self._machine.mounts is None:
+            if network is not None:
+                raise OSError(f"a box with a network is not possible here: {self._without}")
+            return ()
+        paths = [(path, namespaces.READ) for path in request["read"]]
+        paths += [(path, namespaces.WRITE) for path in (*request["write"], request["folder"])]
+        return *namespaces.plan(paths), "/" if network is None else namespaces.resolve(os.path.dirname(network))[0]
 
     def _end(self, command: _Command, why: str) -> None:
         """End a command, and send its answer. `why` is "" if its supervisor has ended."""
         self._commands.remove(command)
+        answer = command.answer
+        assert answer is not None
         self._selector.unregister(command.process)
-        self._selector.unregister(command.answer)
+        self._selector.unregister(answer)
         if why:
             if self._machine.mounts is None:
                 command.channel.shutdown(SHUT_WR)  # the supervisor ends the others before itself
@@ -168,14 +182,14 @@ class _Server:
         os.waitpid(command.pid, os.WNOHANG)
         os.close(command.process)
         with contextlib.suppress(OSError):
-            os.rmdir(command.request["temporary"])  # it stays if something is in it
+            os.rmdir(command.temporary)  # it stays if something is in it
         with command.channel:
             if why:
-                return self._send_answer(command, status=None, why=why)
+                return self._send_answer(answer, status=None, why=why)
             if found := command.channel.recv(1 << 16, MSG_DONTWAIT):
-                return self._send_answer(command, **marshal.loads(found))
-        self._send_answer(command, error="the process that watches the command was killed")
+                return self._send_answer(answer, **marshal.loads(found))
+        self._send_answer(answer, error="the process that watches the command was killed")
 
-    def _send_answer(self, command: _Command, **answer: Any) -> None:
-        with command.answer, contextlib.suppress(OSError):
-            command.answer.send(marshal.dumps({"without": self._without, **answer}))
+    def _send_answer(self, asks: socket, **answer: Any) -> None:
+        with asks, contextlib.suppress(OSError):
+            asks.send(marshal.dumps({"without": self._without, **answer}))

@@ -1,4 +1,4 @@
-"""The process that starts one command, watches what it uses and forwards its connections. It is the command's parent.
+"""The process that waits for one command, starts it, watches what it uses and forwards its connections. It is the command's parent.
 
 Where there are namespaces, it is the init of the PID namespace, so that the command can neither end it nor outlive it.
 Else the command leads a process group that none of its processes can leave, and killing the group ends them all.
@@ -11,15 +11,15 @@ import marshal
 import os
 import signal
 import time
-from collections.abc import Callable
 from selectors import EVENT_READ, DefaultSelector
-from socket import socket
+from socket import MSG_CMSG_CLOEXEC, recv_fds, socket
 from typing import Any, NoReturn
 
 from areno.sandbox import kernel, namespaces
 from areno.sandbox.bridge import Bridge
 from areno.sandbox.usage import descendants, measure, processes_here
 
+N_FDS = 3  # of a request: the request, standard input, output
 _LOOK_S = 0.05  # between two looks at what a command uses
 _LOOK_SHARE = 5  # a look takes at most one part in so many of the time
 
@@ -38,11 +38,13 @@ class Machine:
         return kernel.seccomp_program(self.abi, groups=has_namespaces, network=network)
 
 
-def supervise(request: dict[str, Any], machine: Machine, channel: socket, given: int, output: int) -> NoReturn:
-    """Start a command, send how it ended over `channel`, and end this process, which was forked for it."""
+def supervise(machine: Machine, channel: socket) -> NoReturn:
+    """Wait for a command on `channel`, start it, send how it ended, and end this process, which was forked for it."""
     status = 1
     try:
-        _Supervisor(request, machine, channel, given, output).run()
+        supervisor = _Supervisor(machine, channel)
+        if supervisor.start():
+            supervisor.run()
         status = 0
     except Exception as error:  # a failure of the box
         _send(channel, error=str(error) or type(error).__name__)
@@ -51,46 +53,50 @@ def supervise(request: dict[str, Any], machine: Machine, channel: socket, given:
 
 
 class _Supervisor:
-    def __init__(self, request: dict[str, Any], machine: Machine, channel: socket, given: int, output: int):
-        self._request, self._machine, self._channel, self._output = request, machine, channel, output
+    def __init__(self, machine: Machine, channel: socket):
+        self._machine, self._channel = machine, channel
         self._selector = DefaultSelector()
-        self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._bridge: Bridge | None = None
-        self._list_processes: Callable[[], list[int]] = lambda: descendants(self._proc)
+        self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         kernel.end_with_parent()
         _maximize_oom_score()
         kernel.forbid_inspection()
+        self._root = None
         if machine.mounts is None:
             kernel.adopt_orphans()
         else:
-            self._enter_namespaces(machine.mounts)
-        rules = self._landlock_rules() if machine.abi else []
-        self._ruleset = kernel.make_landlock_ruleset(machine.abi, rules) if machine.abi else None
+            namespaces.start_loopback()
+            self._root = namespaces.Root(machine.mounts)
+
+    def start(self) -> bool:
+        """Wait for a command and start it. Returns False if there will be none."""
+        paths, fds, _, _ = recv_fds(self._channel, 1 << 16, N_FDS, MSG_CMSG_CLOEXEC)
+        if not fds:
+            return False
+        asked, given, self._output = fds
+        with open(asked, "rb") as file:
+            file.seek(0)  # the server has read it
+            self._request = request = marshal.load(file)
+        if self._root is not None:
+            self._complete_root(self._root, *marshal.loads(paths))
+        ruleset = kernel.make_landlock_ruleset(self._machine.abi, self._landlock_rules()) if self._machine.abi else None
+        calls = self._machine.seccomp_program(request)
         self._command = os.fork()
         if self._command == 0:
-            _execute(request, self._ruleset, machine.seccomp_program(request), given, output, channel)
+            _execute(request, ruleset, calls, given, self._output, self._channel)
+        return True
 
-    def _enter_namespaces(self, mounts: namespaces.Mounts) -> None:
+    def _complete_root(
+        self, root: namespaces.Root, mounts: namespaces.Mounts, links: dict[str, str], outside: str
+    ) -> None:
         request = self._request
-        more, links = namespaces.plan(
-            [(path, namespaces.READ) for path in request["read"]]
-            + [(path, namespaces.WRITE) for path in (*request["write"], request["folder"])]
-        )
-        outside = None
         if request["socket"] is not None:
-            namespaces.start_loopback()
-            outside, target = os.path.split(request["socket"])
-            outside = os.open(outside, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            self._bridge = Bridge(self._selector, self._machine.port, target)
-        folder, _ = namespaces.resolve(request["folder"])
-        has_proc = namespaces.enter_root(
-            mounts, more, links, folder, request["megabytes"], request["processes"]
-        )
-        if has_proc:
+            self._bridge = Bridge(self._selector, self._machine.port, os.path.basename(request["socket"]))
+        # The path of the socket may be too long for the kernel, and is not in the new root.
+        root.complete(mounts, links, request["megabytes"], request["processes"], outside)
+        if root.has_proc:
             os.close(self._proc)
-            self._proc, self._list_processes = os.open("/proc", os.O_PATH | os.O_CLOEXEC), processes_here
-        if outside is not None:
-            os.fchdir(outside)  # the path of the socket may be too long for the kernel, and is not in the new root
+            self._proc = os.open("/proc", os.O_PATH | os.O_CLOEXEC)
 
     def _landlock_rules(self) -> list[tuple[int, int]]:
         request, rules = self._request, list(self._machine.rules)
@@ -145,7 +151,8 @@ class _Supervisor:
     def _exceeded(self) -> str:
         if self._exceeds_output():
             return "output"
-        processes, in_memory = self._list_processes(), self._bytes_of_files_in_memory()
+        own_proc = self._root is not None and self._root.has_proc
+        processes, in_memory = processes_here() if own_proc else descendants(self._proc), self._bytes_of_files_in_memory()
         threads, memory = measure(self._proc, processes)
         if threads > self._request["processes"]:
             return "processes"
