@@ -196,12 +196,19 @@ def make_landlock_ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
 
     It allows only the access to files that `rules` give. From ABI 6 on, it also forbids signals to processes outside.
     """
-    all_rights = (1 << _N_RIGHTS[min(abi, len(_N_RIGHTS) - 1)]) - 1
     scopes = _ABSTRACT_SOCKETS_AND_SIGNALS if abi >= ABI_OF_SIGNALS else 0
-    made = system_call("landlock_create_ruleset", struct.pack("QQQ", all_rights, 0, scopes), 24, 0)
-    for fd, rights in rules:
-        system_call("landlock_add_rule", made, 1, struct.pack("=Qi", rights & all_rights, fd), 0)
+    made = system_call("landlock_create_ruleset", struct.pack("QQQ", _all_rights(abi), 0, scopes), 24, 0)
+    add_landlock_rules(made, abi, rules)
     return made
+
+
+def add_landlock_rules(ruleset: int, abi: int, rules: list[tuple[int, int]]) -> None:
+    for fd, rights in rules:
+        system_call("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights & _all_rights(abi), fd), 0)
+
+
+def _all_rights(abi: int) -> int:
+    return (1 << _N_RIGHTS[min(abi, len(_N_RIGHTS) - 1)]) - 1
 
 
 def apply_landlock_ruleset(fd: int) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from areno.sandbox import kernel, namespaces
 from areno.sandbox.supervisor import N_FDS, Machine, supervise
 
+_SPARE_AFTER_S = 0.002  # later than the start of a command, which it would slow down
 _END_S = 5.0  # a process that waits for a dead disk cannot be killed
 
 
@@ -102,13 +103,17 @@ class _Server:
     def serve(self) -> None:
         gc.freeze()
         while self._requests.fileno() >= 0:
-            first = min((command.ends_at for command in self._commands), default=None)
-            left = None if first is None else max(0.0, first - time.monotonic())
-            for key, _ in self._selector.select(left):
+            waits = [command.ends_at - time.monotonic() for command in self._commands]
+            waits += [_SPARE_AFTER_S] * (self._spare is None)
+            found = self._selector.select(max(0.0, min(waits)) if waits else None)
+            for key, _ in found:
                 if key.fileobj is self._requests:
                     self._accept()
                 elif key.data in self._commands:
                     self._end(key.data, "" if key.fd == key.data.process else "cancelled")
+            if not found and self._spare is None:
+                with contextlib.suppress(OSError):
+                    self._spare = self._fork()
             now = time.monotonic()
             for command in [each for each in self._commands if each.ends_at <= now]:
                 self._end(command, "time")
@@ -144,8 +149,6 @@ class _Server:
         self._commands.append(command)
         self._selector.register(command.process, EVENT_READ, command)
         self._selector.register(answer, EVENT_READ, command)
-        with contextlib.suppress(OSError):
-            self._spare = self._fork()
 
     def _fork(self) -> _Command:
         """Fork a supervisor, without what it does not need of this process."""

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from selectors import EVENT_READ, DefaultSelector
-from socket import MSG_CMSG_CLOEXEC, recv_fds, socket
+from socket import AF_UNIX, MSG_CMSG_CLOEXEC, SOCK_SEQPACKET, recv_fds, send_fds, socket, socketpair
 from typing import Any, NoReturn
 
 from areno.sandbox import kernel, namespaces
@@ -32,10 +32,9 @@ class Machine:
 
     def __init__(self, abi: int, mounts: namespaces.Mounts | None, rules: list[tuple[int, int]], port: int):
         self.abi, self.mounts, self.rules, self.port = abi, mounts, rules, port
-
-    def seccomp_program(self, request: dict[str, Any]) -> bytes:
-        has_namespaces, network = self.mounts is not None, request["socket"] is not None
-        return kernel.seccomp_program(self.abi, groups=has_namespaces, network=network)
+        self.seccomp_programs = [
+            kernel.seccomp_program(abi, groups=mounts is not None, network=network) for network in (False, True)
+        ]
 
 
 def supervise(machine: Machine, channel: socket) -> NoReturn:
@@ -67,6 +66,13 @@ class _Supervisor:
         else:
             namespaces.start_loopback()
             self._root = namespaces.Root(machine.mounts)
+        self._ruleset = kernel.make_landlock_ruleset(machine.abi, self._common_rules()) if machine.abi else None
+        self._begin, begin = socketpair(AF_UNIX, SOCK_SEQPACKET)
+        self._command = os.fork()
+        if self._command == 0:
+            self._begin.close()
+            _execute(begin, channel, self._ruleset, machine.seccomp_programs)
+        begin.close()
 
     def start(self) -> bool:
         """Wait for a command and start it. Returns False if there will be none."""
@@ -74,16 +80,14 @@ class _Supervisor:
         if not fds:
             return False
         asked, given, self._output = fds
-        with open(asked, "rb") as file:
-            file.seek(0)  # the server has read it
-            self._request = request = marshal.load(file)
+        self._request = request = _read_request(asked)
         if self._root is not None:
             self._complete_root(self._root, *marshal.loads(paths))
-        ruleset = kernel.make_landlock_ruleset(self._machine.abi, self._landlock_rules()) if self._machine.abi else None
-        calls = self._machine.seccomp_program(request)
-        self._command = os.fork()
-        if self._command == 0:
-            _execute(request, ruleset, calls, given, self._output, self._channel)
+        if self._ruleset is not None:
+            kernel.add_landlock_rules(self._ruleset, self._machine.abi, self._own_rules())
+        send_fds(self._begin, [b"."], [asked, given, self._output])
+        for fd in (asked, given):
+            os.close(fd)
         return True
 
     def _complete_root(
@@ -98,15 +102,21 @@ class _Supervisor:
             os.close(self._proc)
             self._proc = os.open("/proc", os.O_PATH | os.O_CLOEXEC)
 
-    def _landlock_rules(self) -> list[tuple[int, int]]:
-        request, rules = self._request, list(self._machine.rules)
-        paths = [(path, kernel.WRITE) for path in (*request["write"], request["folder"])]
+    def _common_rules(self) -> list[tuple[int, int]]:
+        """Return the rules of Landlock that every command gets."""
         if self._machine.mounts is None:
-            paths += [(path, kernel.READ) for path in request["read"]]
-        else:  # others than those that may be read are not there
-            paths += [("/", kernel.READ), ("/tmp", kernel.WRITE), ("/dev/shm", kernel.WRITE)]
-            paths += [(path, kernel.DEVICE) for path, use in self._machine.mounts.items() if use == namespaces.DEVICE]
-        return rules + [kernel.open_path_rule(*each) for each in paths]
+            return self._machine.rules
+        devices = [path for path, use in self._machine.mounts.items() if use == namespaces.DEVICE]
+        # Others than those that may be read are not there.
+        return [kernel.open_path_rule("/", kernel.READ), *(kernel.open_path_rule(each, kernel.DEVICE) for each in devices)]
+
+    def _own_rules(self) -> list[tuple[int, int]]:
+        """Return the rules of Landlock for the paths of a command."""
+        write, read = [*self._request["write"], self._request["folder"]], self._request["read"]
+        if self._root is not None:
+            write, read = [*write, "/tmp", "/dev/shm"], []
+        rules = [kernel.open_path_rule(path, kernel.READ) for path in read]
+        return rules + [kernel.open_path_rule(path, kernel.WRITE) for path in write]
 
     def run(self) -> None:
         """Wait for the end of the command, and end all its processes."""
@@ -183,16 +193,25 @@ def _send(channel: socket, **answer: Any) -> None:
         channel.send(marshal.dumps(answer))
 
 
-def _execute(
-    request: dict[str, Any], ruleset: int | None, calls: bytes, given: int, output: int, channel: socket
-) -> NoReturn:
-    """Limit this process, which was forked for the command, and execute the command. `given` is its standard input."""
-    command, *_ = request["command"]
+def _read_request(asked: int) -> dict[str, Any]:
+    with open(asked, "rb", closefd=False) as file:
+        file.seek(0)  # others have read it, too
+        return marshal.load(file)
+
+
+def _execute(begin: socket, channel: socket, ruleset: int | None, seccomp_programs: list[bytes]) -> NoReturn:
+    """Limit this process, which was forked for a command, wait for the command and execute it."""
     try:
         os.setsid()
         kernel.end_with_parent()
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
+        kernel.drop_privileges()
+        _, fds, _, _ = recv_fds(begin, 1, N_FDS, MSG_CMSG_CLOEXEC)
+        if not fds:
+            os._exit(0)
+        asked, given, output = fds
+        request = _read_request(asked)
         errors = output if request["stderr"] else os.open(os.devnull, os.O_WRONLY)
         for number, fd in enumerate((given, output, errors)):
             os.dup2(fd, number)
@@ -200,13 +219,13 @@ def _execute(
         kernel.limit_resources(
             request["files"], request["file_megabytes"], request["each_megabytes"], request["seconds"]
         )
-        kernel.drop_privileges()
         if ruleset is not None:
             kernel.apply_landlock_ruleset(ruleset)
-        kernel.apply_seccomp_program(calls)
+        kernel.apply_seccomp_program(seccomp_programs[request["socket"] is not None])
     except Exception as error:  # a failure of the box
-        _send(channel, error=str(error))
+        _send(channel, error=str(error) or type(error).__name__)
         os._exit(1)
+    command = request["command"][0]
     try:
         os.execvpe(command, request["command"], request["environment"])
     except FileNotFoundError:
