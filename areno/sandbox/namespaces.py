@@ -118,14 +118,21 @@ def prepare_root(mounts: Mounts, links: dict[str, str]) -> None:
     _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
     os.chdir("/tmp")
     _mount(".", "/", None, _MOVE)
-    os.makedirs("dev/shm")
+    for path in ("tmp", "proc", "dev/shm"):
+        os.makedirs(path)
     for path in _outermost(mounts):
-        tree = _open_tree(path, mounts[path])
-        _attach(tree, path[1:])
-        os.close(tree)
+        _attach(_open_tree(path, mounts[path]), path[1:])
     for path, target in (_LINKS | links).items():
         _link(path[1:], target)
-    _mount(None, ".", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+
+
+def extend_prepared_root(mounts: Mounts, links: dict[str, str]) -> None:
+    """Add folders and links of the first level for paths to the prepared root. Nothing else of them is shared."""
+    for top in {path.split("/")[1] for path in (*mounts, *links)}:
+        if f"/{top}" in links:
+            _link(top, links[f"/{top}"])
+        else:
+            os.makedirs(top or ".", exist_ok=True)
 
 
 class Root:
@@ -134,19 +141,7 @@ class Root:
     def __init__(self, base: Mounts):
         self._base = base
         self._host = os.open("/", os.O_PATH | os.O_CLOEXEC)
-        self._prepared = os.open(".", os.O_PATH | os.O_CLOEXEC)
-        _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
-        with os.scandir(".") as found:
-            for top in found:
-                if top.is_symlink():
-                    os.symlink(os.readlink(top.name), f"/tmp/{top.name}")
-                elif top.name != "proc":
-                    _copy(top.name, f"/tmp/{top.name}")
-        os.mkdir("/tmp/proc")
-        self.has_proc = _mount_proc("/tmp/proc")  # whether it shows the processes of these namespaces
-        if not self.has_proc:
-            _copy("proc", "/tmp/proc")
-        os.chdir("/tmp")
+        self.has_proc = _mount_proc()  # whether it shows the processes of these namespaces
         kernel.system_call("pivot_root", b".", b".")
 
     def complete(self, more: Mounts, links: dict[str, str], megabytes: int, processes: int, outside: str) -> None:
@@ -156,46 +151,43 @@ class Root:
         """
         trees = {path: _open_tree(path[1:], more[path], self._host) for path in _outermost(more)}
         outside_folder = os.open(outside[1:] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._host)
-        self._make_places([path for path in (*more, *links) if not any(_is_inside(path, each) for each in self._base)])
+        own = self._replace_folders((*more, *links))
         options = f"mode=1777,size={megabytes}m,nr_inodes=100000"
         for path in ("/tmp", "/dev/shm"):
             os.makedirs(path, exist_ok=True)
             _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
         for path, tree in trees.items():
             _attach(tree, path)
-            os.close(tree)
-        for path, target in links.items():
+        for path, target in (_LINKS | links).items():
             _link(path, target)
         if self.has_proc:
             if has_own_pid_max():
                 _write("/proc/sys/kernel/pid_max", b"%d" % (_RESERVED_PIDS + processes))
             _mount(None, "/proc", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | _NOEXEC)
-        os.fchdir(self._host)  # it lies on top of the root folder, and the prepared one on top of it
+        os.fchdir(self._host)  # it lies on top of the root folder
         kernel.unmount(".")
-        kernel.unmount(".")
-        _mount(None, "/", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+        for path in ("/", *own):
+            _mount(None, path, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
         os.fchdir(outside_folder)
-        for fd in (outside_folder, self._host, self._prepared):
-            os.close(fd)
+        os.close(outside_folder)
+        os.close(self._host)
 
-    def _make_places(self, paths: list[str]) -> None:
-        """Replace folders of the prepared root, which all commands share, by own ones where paths are to be added."""
-        for top in {f"/{path.split('/')[1]}" for path in paths} - {"/tmp", "/proc"}:
-            if os.path.isdir(top) and os.path.ismount(top):
-                kernel.unmount(top)
-                os.fchdir(self._prepared)
-                for path in (path for path in _outermost(self._base) if _is_inside(path, top)):
-                    _copy(path[1:], path)
+    def _replace_folders(self, paths: Iterable[str]) -> set[str]:
+        """Replace the folders of the first level in which a path is missing, since all commands share them."""
+        shown = [*self._base, "/tmp", "/dev/shm"]
+        missing = [path for path in paths if not any(_is_inside(path, each) for each in shown)]
+        tops = {f"/{path.split('/')[1]}" for path in missing if not os.path.lexists(path)}
+        for top in tops:
+            inside = [path for path in _outermost(self._base) if _is_inside(path, top)]
+            trees = {path: _open_tree(path, self._base[path]) for path in inside}
+            _mount("tmpfs", top, "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
+            for path, tree in trees.items():
+                _attach(tree, path)
+        return tops
 
 
 def _is_inside(path: str, folder: str) -> bool:
     return path == folder or path.startswith(f"{folder}/")
-
-
-def _copy(path: str, target: str) -> None:
-    """Show `path` of the prepared root at `target`."""
-    _make_place(target, os.path.isdir(path))
-    _mount(path, target, None, _BIND | _REC)
 
 
 def _link(path: str, target: str) -> None:
@@ -214,14 +206,15 @@ def _outermost(mounts: Mounts) -> list[str]:
     return kept
 
 
-def _mount_proc(path: str) -> bool:
+def _mount_proc() -> bool:
+    """Mount /proc at proc, where else only some of its files are."""
     try:
-        _mount("proc", path, "proc", _NOSUID | _NODEV | _NOEXEC)
+        _mount("proc", "proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     except PermissionError:  # in a container where parts of /proc are hidden
         return False
     for name in _MASKED:
         with contextlib.suppress(FileNotFoundError):
-            _mount("/dev/null", f"{path}/{name}", None, _BIND)
+            _mount("/dev/null", f"proc/{name}", None, _BIND)
     return True
 
 
@@ -240,8 +233,10 @@ def _open_tree(path: str, use: str, folder: int = _HERE) -> int:
 
 
 def _attach(tree: int, path: str) -> None:
+    """Mount an open tree, and close it."""
     _make_place(path, stat.S_ISDIR(os.fstat(tree).st_mode))
     kernel.system_call("move_mount", tree, b"", _HERE, os.fsencode(path), _FROM_FD)
+    os.close(tree)
 
 
 def _make_place(path: str, is_folder: bool) -> None:

@@ -164,7 +164,9 @@ class _Server:
             return ()
         paths = [(path, namespaces.READ) for path in request["read"]]
         paths += [(path, namespaces.WRITE) for path in (*request["write"], request["folder"])]
-        return *namespaces.plan(paths), "/" if network is None else namespaces.resolve(os.path.dirname(network))[0]
+        mounts, links = namespaces.plan(paths)
+        namespaces.extend_prepared_root(mounts, links)
+        return mounts, links, "/" if network is None else namespaces.resolve(os.path.dirname(network))[0]
 
     def _end(self, command: _Command, why: str) -> None:
         """End a command, and send its answer. `why` is "" if its supervisor has ended."""
