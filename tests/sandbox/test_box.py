@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from socket import AF_UNIX, socket
 
@@ -239,17 +240,17 @@ os.abort()
 
 def test_further_folders_can_be_read_and_executed(tmp_path, outside, inside):
     file = outside[1][1]
-    assert "PermissionError" in python(f"print(open({file!r}).read())", inside)[1]
+    assert "Error: [Errno " in python(f"print(open({file!r}).read())", inside)[1]
     more = Box(inside.folder, read=[Path(file).parent])
     assert python(f"print(open({file!r}).read())", more) == (0, "of the user\n")
-    assert "PermissionError" in python(f"print(open({file!r}, 'a'))", more)[1]
+    assert "Error: [Errno " in python(f"print(open({file!r}, 'a'))", more)[1]
     with pytest.raises(OSError, match="nothing"):
         run(["true"], Box(inside.folder, read=[tmp_path / "nothing"]))
 
 
 def test_a_command_that_cannot_start_says_so(inside):
     assert ran(["nothing-of-this-name"], inside) == (1, "there is no command nothing-of-this-name\n")
-    status, output = ran([str(REPO / "Makefile")], inside)
+    status, output = ran([str(REPO / "Makefile")], replace(inside, read=[REPO / "Makefile"]))
     assert status == 1
     assert "cannot be run" in output
     with pytest.raises(OSError, match="missing"):
