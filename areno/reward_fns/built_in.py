@@ -459,7 +459,7 @@ class CodeReward(Reward):
         from areno.files.paths import existing_path
         from areno.sandbox.box import try_box
 
-        problem, unlimited = try_box()
+        problem, means = try_box()
         problems = [Problem("reward.fn", f"names code, which {problem}")] if problem else []
         found = {path: existing_path(path) for path in self.read_paths}
         problems += [
@@ -467,12 +467,12 @@ class CodeReward(Reward):
         ]
         if problems:
             raise ConfigError(problems)
-        if "files" in unlimited:
+        if "files" not in means:
             logger.warning(
                 "reward.fn names code, and programs of the model can read and change all files of this user: the "
                 "kernel has no Landlock (Linux 5.13)"
             )
-        if "signals" in unlimited:
+        if "signals" not in means:
             logger.warning(
                 "reward.fn names code, and programs of the model can end processes of this user, also this run: the "
                 "kernel limits signals neither by Landlock (Linux 6.12) nor by PID namespaces"

@@ -31,6 +31,7 @@ from areno.sandbox.box import Box, run, temporary_folder
 
 _RUNNER = Path(__file__).with_name("test_runner.py")
 _MAX_OUTPUT_CHARS = 1 << 22  # characters
+_N_PROCESSES = 4  # of a program may use all memory of a process at the same time
 
 
 def score_program(
@@ -41,7 +42,7 @@ def score_program(
     Args:
         record: The sample. Its `solutions` are the tests.
         timeout_s: The time limit for all tests together, in seconds.
-        memory_mb: The memory limit of each process of the program, in MiB.
+        memory_mb: The memory limit of each process of the program, in MiB. All together have four times as much.
         partial: If True, the reward is the fraction of tests that pass. If False, it is 1 only if all tests pass.
         read_paths: Further files and folders that the program may read.
 
@@ -55,7 +56,7 @@ def score_program(
     tests, end = _parse_tests(record.solutions), time.monotonic() + timeout_s
     program = fenced_block(record.completion, "python", "py", "python3")
     with temporary_folder("areno-code-") as folder:
-        box = Box(folder, timeout_s, memory_mb, [_RUNNER, *read_paths])
+        box = Box(folder, timeout_s, _N_PROCESSES * memory_mb, [_RUNNER, *read_paths], each_megabytes=memory_mb)
         if isinstance(tests, Mapping):
             (Path(folder) / "program.py").write_text(program, encoding="utf-8", errors="replace")
             results = [
@@ -102,8 +103,8 @@ def _prints_expected(box: Box, given: str, expected: str) -> bool:
     if box.seconds <= 0:
         return False
     command = [sys.executable, "-I", "program.py"]
-    status, output = run(command, box, stdin=given, stderr=False, max_output=_MAX_OUTPUT_CHARS)
-    return status == 0 and _stripped_lines(output) == _stripped_lines(expected)
+    result = run(command, box, stdin=given, stderr=False, max_output=_MAX_OUTPUT_CHARS)
+    return result.status == 0 and _stripped_lines(result.output) == _stripped_lines(expected)
 
 
 def _stripped_lines(text: str) -> list[str]:
@@ -118,6 +119,6 @@ def _passed_fraction(box: Box, program: str, tests: str | list[str]) -> float:
     """
     given = json.dumps({"program": program, "plan": split_tests(tests)})
     command = [sys.executable, "-I", str(_RUNNER)]
-    _, output = run(command, box, stdin=given, stderr=False, max_output=_MAX_OUTPUT_CHARS)
+    output = run(command, box, stdin=given, stderr=False, max_output=_MAX_OUTPUT_CHARS).output
     total, *passed = output.splitlines() or ["total 1"]
     return len(passed) / int(total.removeprefix("total "))

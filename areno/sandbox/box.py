@@ -1,13 +1,18 @@
-"""Run a command in a sandbox, here called a box. Linux only. These are its limits.
+"""Run a command in a sandbox, here called a box. Linux only. Any program: code of a model, a grader, an agent.
 
-- **Files.** The command can read the folders of the system, of Python and in `Box.read`, and write in `Box.folder`
-  (Landlock).
-- **Signals.** It can send signals only to processes that it has started (Landlock). Before Linux 6.12, a PID namespace
-  limits signals instead, so they can also reach other commands that this process runs at the same time.
-- **Limits.** Time, CPU time, memory, file size and open files. It has no privileges, even if the user is root.
-- **Network.** None: it cannot open a socket (seccomp).
-- **Others.** Outside its folder, it leaves nothing that a later command could find: no System V or POSIX IPC, keys, or
-  attributes of files (seccomp). It can still change permissions and times of the user's files.
+- **Files.** The command sees the folders of the system, of Python and in `Box.read`, and can write in `Box.folder` and
+  `Box.write`. Everything else is hidden by a mount namespace, and refused by Landlock.
+- **Signals.** It sees and reaches only processes that it has started (PID namespace, Landlock).
+- **Network.** None: it cannot open a socket (seccomp). With `Box.socket`, it has a network of its own, in which
+  127.0.0.1:PORT leads to a Unix socket outside, and nothing else to anywhere (network namespace).
+- **Limits.** Time, output, the memory and the number of all processes together, the size and number of open files. It
+  has no privileges, even if the user is root.
+- **Others.** Outside its folders, it leaves nothing that a later command could find: no System V or POSIX IPC, keys, or
+  attributes of files (seccomp).
+
+Where the kernel allows no namespaces, Landlock and seccomp alone limit commands, and there is no `Box.socket`. A
+command can then change permissions and times of the user's files. Before Linux 6.12, it can send signals to the user's
+processes. `try_box` says what a machine can limit.
 
 When the command or the process that called `run` ends, all processes of the command are killed.
 """
@@ -16,22 +21,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
+import marshal
 import os
 import platform
 import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from socket import AF_UNIX, SOCK_SEQPACKET, send_fds, socket, socketpair
+from socket import AF_UNIX, SHUT_WR, SOCK_SEQPACKET, send_fds, socket, socketpair
 from tempfile import mkdtemp
 from typing import Any, BinaryIO
 
-from areno.sandbox import kernel
+from areno.sandbox import kernel, namespaces
 
+PORT = 8999  # of 127.0.0.1, at which a command with a network reaches Box.socket
 MAX_OUTPUT = 4000  # characters that are kept, half from the beginning and half from the end
 
 # Of /etc and /proc only what programs need. Both hold secrets, such as keys of services and command lines of processes.
@@ -54,43 +60,122 @@ DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
 
 @dataclass(frozen=True)
 class Box:
-    """The folder and the limits of a command."""
+    """The files, the network and the limits of a command."""
 
     folder: str | Path  # the working and home directory, which the command may change
     seconds: float = 20.0  # limit of time
-    megabytes: int = 1024  # MiB of memory of each process
+    megabytes: int = 4096  # MiB of memory of all processes together, with files in /tmp and /dev/shm
     read: Sequence[str | Path] = ()  # further files and folders that the command may read and execute
+    write: Sequence[str | Path] = ()  # further files and folders that the command may change
+    socket: str | Path | None = None  # a Unix socket that the command reaches at PORT. None: no network
+    environment: Mapping[str, str] = field(default_factory=dict)  # further variables
+    processes: int = 1024  # of which each thread counts
+    each_megabytes: int | None = None  # MiB of address space of each process, which then also has `seconds` of CPU time
+    output_megabytes: int = 16  # MiB of output
+    file_megabytes: int = 16  # MiB of a file
+    files: int = 256  # that a process may open
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command has ended."""
+
+    status: int | None  # its exit status, or -n if signal n killed it. None if it was ended for `why`
+    output: str  # without the middle if it is long
+    why: str  # "time", "memory", "processes", "output", "cancelled", or "" if it has ended by itself
+
+
+class Running:
+    """A command that runs in a box. One thread may wait for it while another one cancels it."""
+
+    def __init__(self, answer: socket, output: BinaryIO):
+        self._answer, self._output = answer, output
+
+    def wait(self, max_output: int = MAX_OUTPUT) -> Result:
+        """Wait for the end of the command. Called once.
+
+        Raises OSError if the box has failed, for example because the machine has no memory for a process.
+        """
+        answer = self._wait_for_answer()
+        with self._output:
+            self._output.seek(0)
+            text = self._output.read().decode(errors="replace")
+        return Result(answer["status"], shorten(text, max_output), answer["why"])
+
+    def cancel(self) -> None:
+        """End the command, if it has not ended."""
+        with contextlib.suppress(OSError):
+            self._answer.shutdown(SHUT_WR)
+
+    def _wait_for_answer(self) -> dict[str, Any]:
+        with self._answer:
+            answer = self._answer.recv(1 << 16)
+        if not answer:
+            raise OSError("the process that starts commands in a box has ended")
+        answer = marshal.loads(answer)
+        if "error" in answer:
+            raise OSError(answer["error"])
+        return answer
 
 
 def run(
     command: Sequence[str], box: Box, *, stdin: str = "", stderr: bool = True, max_output: int = MAX_OUTPUT
-) -> tuple[int | None, str]:
+) -> Result:
     """Run a command in a box, and wait for its end.
 
-    Returns (exit status, output). The status is None if the command exceeded the time limit, and -n if signal n killed
-    the command. The middle of a long output is left out. Raises OSError if no process can be started.
+    The middle of an output of more than `max_output` characters is left out. Raises OSError if the box has failed, and
+    never if the command has.
     """
-    answer, output = _starter.run(command, box, stdin, stderr)
-    return answer["status"], shorten(output, max_output)
+    return start(command, box, stdin=stdin, stderr=stderr).wait(max_output)
 
 
-def try_box() -> tuple[str, list[str]]:
+def start(command: Sequence[str], box: Box, *, stdin: str = "", stderr: bool = True) -> Running:
+    """Start a command in a box."""
+    return _starter.start(command, box, stdin, stderr)
+
+
+def try_box() -> tuple[str, dict[str, str]]:
     """Run a command in a box, to see what this machine can limit.
 
-    Returns (problem, unlimited). The problem is the reason why no command can run in a box, or "". `unlimited` lists
-    what this machine cannot limit: "files" (of the user), "signals" (to the user's processes).
+    Returns (problem, means). The problem is the reason why no command can run in a box, or "". The means say by what
+    "files", "signals", "network", "processes" and "memory" are limited. What cannot be limited is left out.
     """
+    problem, without = _try_box()
+    if problem:
+        return problem, {}
+    abi, spaces = kernel.landlock_abi(), not without
+    counts = spaces and namespaces.has_own_pid_max()
+    means = {
+        "files": ["mount namespace"] * spaces + ["Landlock"] * (abi > 0),
+        "signals": ["PID namespace"] * spaces + ["Landlock"] * (abi >= kernel.ABI_OF_SIGNALS),
+        "network": ["network namespace"] * spaces + ["seccomp"],
+        "processes": ["pid_max of the PID namespace"] * counts + ["counting"],
+        "memory": ["measuring"],
+    }
+    return "", {what: ", ".join(by) for what, by in means.items() if by}
+
+
+def network_problem() -> str:
+    """Return the reason why this machine can have no box with a `socket`, or ""."""
+    problem, without = _try_box()
+    return problem or without
+
+
+def _try_box() -> tuple[str, str]:
+    """Return the reasons why there can be no box, and no namespaces."""
     if sys.platform != "linux" or platform.machine() not in kernel.AUDIT:
-        return f"needs Linux on {' or '.join(kernel.AUDIT)}, for a process without a network", []
+        return f"needs Linux on {' or '.join(kernel.AUDIT)}, for a process without a network", ""
     answer, output = {}, ""
     try:
         with contextlib.closing(_CommandServer()) as starter, temporary_folder("areno-box-") as folder:
-            answer, output = starter.run(["true"], Box(folder, seconds=10.0))
+            running = starter.start(["true"], Box(folder, seconds=10.0))
+            answer = running._wait_for_answer()
+            output = running._output.read().decode(errors="replace")
     except OSError as error:
         output = str(error)
     if answer.get("status") != 0:
-        return f"cannot start a process without a network: {output.strip()[-200:]}", []
-    return "", [each for each in ("files", "signals") if each not in answer["limited"]]
+        return f"cannot start a process without a network: {output.strip()[-200:]}", ""
+    return "", answer["without"]
 
 
 @contextlib.contextmanager
@@ -149,42 +234,41 @@ class _CommandServer:
         self._socket: socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self, command: Sequence[str], box: Box, stdin: str = "", stderr: bool = True) -> tuple[dict[str, Any], str]:
-        """Run a command. Return (answer of the server process, output of the command)."""
-        request = json.dumps(_request(command, box, stderr)).encode()
+    def start(self, command: Sequence[str], box: Box, stdin: str = "", stderr: bool = True) -> Running:
+        request = marshal.dumps(_request(command, box, stderr))
         given = stdin.encode("utf-8", "replace")
         # In memory. Processes of the command could keep a pipe open, or not read it, and could not open /dev/stdin.
-        with _memory_file(request) as asked, _memory_file(given) as text, _memory_file(b"") as output:
-            answer = self._ask([asked.fileno(), text.fileno(), output.fileno()])
-            output.seek(0)
-            return answer, output.read().decode(errors="replace")
+        output = _memory_file(b"")
+        with _memory_file(request) as asked, _memory_file(given) as text:
+            try:
+                return Running(self._send([asked.fileno(), text.fileno(), output.fileno()]), output)
+            except BaseException:
+                output.close()
+                raise
 
-    def _ask(self, fds: list[int]) -> dict[str, Any]:
+    def _send(self, fds: list[int]) -> socket:
+        """Send a request. Returns the socket on which the answer comes."""
         ours, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
-        with ours:
-            with theirs, self._lock:
-                for is_last in (False, True):
-                    try:
-                        send_fds(self._connection(), [b"."], [theirs.fileno(), *fds])
-                        break
-                    except (BrokenPipeError, ConnectionResetError):  # somebody has ended the process
-                        self.close()
-                        if is_last:
-                            raise
-            answer = ours.recv(1 << 16)
-        if not answer:
-            raise OSError("the process that starts commands in a box has ended")
-        answer = json.loads(answer)
-        if "error" in answer:
-            raise OSError(answer["error"])
-        return answer
+        with theirs, self._lock:
+            for is_last in (False, True):
+                try:
+                    send_fds(self._connection(), [b"."], [theirs.fileno(), *fds])
+                    break
+                except (BrokenPipeError, ConnectionResetError):  # somebody has ended the process
+                    self.close()
+                    if is_last:
+                        ours.close()
+                        raise
+        return ours
 
     def _connection(self) -> socket:
         if self._socket is None:
             self._socket, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
-            read = [*SYSTEM, sys.prefix, sys.base_prefix, os.path.realpath(sys.executable)]
-            options = {"abi": kernel.landlock_abi(), "read": read, "write": DEVICES}
-            path = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
+            read = [*SYSTEM, sys.prefix, sys.base_prefix, sys.executable]
+            options = {"abi": kernel.landlock_abi(), "without": _WITHOUT, "read": read, "write": DEVICES, "port": PORT}
+            # Without areno/__init__.py: a process forks the faster, the fewer modules it has.
+            path = f"import sys; areno = sys.modules['areno'] = type(sys)('areno')"
+            path = f"{path}; areno.__path__ = [{str(Path(__file__).parents[1])!r}]"
             start = f"from areno.sandbox.server import main; main({theirs.fileno()}, **{options!r})"
             with theirs:
                 self._process = subprocess.Popen(
@@ -204,6 +288,7 @@ class _CommandServer:
         self._socket = self._process = None
 
 
+_WITHOUT = ""  # for tests: the reason why there shall be no namespaces
 _starter = _CommandServer()
 atexit.register(_starter.close)
 
@@ -220,13 +305,18 @@ def _request(command: Sequence[str], box: Box, stderr: bool) -> dict[str, Any]:
     temporary = os.path.join(folder, ".tmp")
     path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
     environment = {"PATH": path, "HOME": folder, "TMPDIR": temporary, "LANG": "C.UTF-8"}
+    limits = ("processes", "each_megabytes", "file_megabytes", "files")
     return {
         "command": list(command),
         "folder": folder,
         "temporary": temporary,
-        "environment": environment | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"},
+        "environment": environment | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"} | dict(box.environment),
         "read": [os.path.abspath(each) for each in box.read],
+        "write": [os.path.abspath(each) for each in box.write],
+        "socket": None if box.socket is None else os.path.abspath(box.socket),
         "seconds": max(box.seconds, 0.0),
         "megabytes": box.megabytes,
+        "output": box.output_megabytes << 20,
         "stderr": stderr,
+        **{name: getattr(box, name) for name in limits},
     }

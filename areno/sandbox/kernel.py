@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import platform
@@ -16,6 +15,13 @@ AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _CALLS = {  # name -> its number on the machines of AUDIT
     "socket": (41, 198),
     "socketpair": (53, 199),
+    "clone": (56, 220),
+    "pivot_root": (155, 41),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "mount_setattr": (442, 442),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
     "io_uring_setup": (425, 425),
     "setpgid": (109, 154),
     "setsid": (112, 157),
@@ -58,7 +64,7 @@ _CALLS = {  # name -> its number on the machines of AUDIT
     "landlock_restrict_self": (446, 446),
 }
 _REFUSED = (
-    *("socket", "io_uring_setup", "setpgid", "setsid"),
+    "io_uring_setup",
     # What outlives a command, or is shared with others: keys, System V and POSIX IPC.
     *("add_key", "request_key", "keyctl", "mq_open", "mq_unlink"),
     *("shmget", "shmctl", "shmat", "semget", "semctl", "semtimedop", "semop", "msgget", "msgctl", "msgrcv", "msgsnd"),
@@ -68,15 +74,19 @@ _UNSUPPORTED = (
     *("setxattr", "lsetxattr", "fsetxattr", "setxattrat"),
     *("removexattr", "lremovexattr", "fremovexattr", "removexattrat"),
 )
+_MISSING = ("memfd_create", "memfd_secret")  # memory that belongs to no process, so that nothing would limit it
 # Calls that could limit or slow down another process -> the argument that names it. 0 is the caller.
 _OF_CALLER = {
     **dict.fromkeys(("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setaffinity", "sched_setattr"), 0),
     **dict.fromkeys(("setpriority", "ioprio_set"), 1),
 }
-_EACCES, _ENOTSUP, _AF_UNIX, _SOCK_DGRAM, _SOCK_TYPES = 13, 95, 1, 2, 0xF
-_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38  # linux/prctl.h
+_EACCES, _ENOSYS, _ENOTSUP, _SOCK_DGRAM, _SOCK_TYPES = 13, 38, 95, 2, 0xF
+_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
+_BPF = 0x20, 0x15, 0x35, 0x54, 0x06  # load a word, compare: equal, at least, "and", return
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22  # linux/prctl.h
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _SECCOMP_MODE_FILTER = 2
-_CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000  # linux/sched.h
+_MNT_DETACH = 2
 _CAPABILITIES_V3, _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 0x20080522, 1, 2  # linux/capability.h
 
 # linux/landlock.h. Each version of Landlock, called ABI, adds rights.
@@ -91,7 +101,7 @@ _OF_NO_FOLDER = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE | _IOCTL
 _ABI_OF_TRUNCATE, ABI_OF_SIGNALS = 3, 6  # Linux 6.2, 6.12
 _ABSTRACT_SOCKETS_AND_SIGNALS = 3
 
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.PyDLL(None, use_errno=True)  # it keeps the interpreter's lock, which a fork has to hold
 
 
 def system_call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
@@ -121,6 +131,11 @@ def end_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def forbid_inspection() -> None:
+    """Let no other process without privileges trace this one, or read its memory and open files."""
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
 def landlock_abi() -> int:
     """Return the version of Landlock, 0 if there is none."""
     try:
@@ -129,39 +144,33 @@ def landlock_abi() -> int:
         return 0
 
 
-def enter_pid_namespace() -> bool:
-    """Put future children of this process into a PID namespace, the first as its init. Returns False on failure."""
-    trial = os.fork()  # half-way into a namespace a process could make no files
-    if trial == 0:
-        try:
-            _enter_pid_namespace()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    if os.waitpid(trial, 0)[1]:
-        return False
-    _enter_pid_namespace()
-    return True
+def unshare(flags: int) -> None:
+    """Put this process into new namespaces."""
+    _checked(_libc.unshare(flags), "unshare")
 
 
-def _enter_pid_namespace() -> None:
-    with contextlib.suppress(OSError):
-        _checked(_libc.unshare(_CLONE_NEWPID), "unshare")
-        return  # root needs no namespace for users
-    user, group = os.geteuid(), os.getegid()
-    _checked(_libc.unshare(_CLONE_NEWUSER | _CLONE_NEWPID), "unshare")
-    for name, text in ("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1"):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+def mount(source: bytes | None, path: bytes | None, kind: bytes | None, flags: int, options: str | None) -> None:
+    """Mount a file system."""
+    given = None if options is None else options.encode()
+    what = f"mount of {(path or b'').decode(errors='replace')}"
+    _checked(_libc.mount(source, path, kind, ctypes.c_ulong(flags), given), what)
 
 
-def limit_resources(seconds: int, megabytes: int) -> None:
-    """Limit CPU time and memory of each process, and the size and number of its files."""
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))
+def unmount(path: str) -> None:
+    """Detach a file system and all that are below."""
+    _checked(_libc.umount2(os.fsencode(path), _MNT_DETACH), "umount")
+
+
+def limit_resources(n_files: int, file_megabytes: int, each_megabytes: int | None, seconds: float) -> None:
+    """Limit the size and number of files of each process, and its address space and CPU time if the first is given."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_megabytes << 20, file_megabytes << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    n_files = n_files if most == resource.RLIM_INFINITY else min(n_files, most)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, n_files))
+    if each_megabytes is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 1))
+        resource.setrlimit(resource.RLIMIT_AS, (each_megabytes << 20, each_megabytes << 20))
 
 
 def drop_privileges() -> None:
@@ -187,12 +196,19 @@ def make_landlock_ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
 
     It allows only the access to files that `rules` give. From ABI 6 on, it also forbids signals to processes outside.
     """
-    all_rights = (1 << _N_RIGHTS[min(abi, len(_N_RIGHTS) - 1)]) - 1
     scopes = _ABSTRACT_SOCKETS_AND_SIGNALS if abi >= ABI_OF_SIGNALS else 0
-    made = system_call("landlock_create_ruleset", struct.pack("QQQ", all_rights, 0, scopes), 24, 0)
-    for fd, rights in rules:
-        system_call("landlock_add_rule", made, 1, struct.pack("=Qi", rights & all_rights, fd), 0)
+    made = system_call("landlock_create_ruleset", struct.pack("QQQ", _all_rights(abi), 0, scopes), 24, 0)
+    add_landlock_rules(made, abi, rules)
     return made
+
+
+def add_landlock_rules(ruleset: int, abi: int, rules: list[tuple[int, int]]) -> None:
+    for fd, rights in rules:
+        system_call("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights & _all_rights(abi), fd), 0)
+
+
+def _all_rights(abi: int) -> int:
+    return (1 << _N_RIGHTS[min(abi, len(_N_RIGHTS) - 1)]) - 1
 
 
 def apply_landlock_ruleset(fd: int) -> None:
@@ -200,16 +216,21 @@ def apply_landlock_ruleset(fd: int) -> None:
     system_call("landlock_restrict_self", fd, 0)
 
 
-def seccomp_program(abi: int) -> bytes:
+def seccomp_program(abi: int, *, groups: bool, network: bool) -> bytes:
     """Return a seccomp program for `apply_seccomp_program`.
 
     It refuses the calls in the tables above, and calls that change the limits of other processes. Connected pairs of
-    Unix sockets are allowed. `abi` is the version of Landlock.
+    Unix sockets are allowed. `abi` is the version of Landlock. `groups` allows new groups of processes, and `network`
+    sockets, which need namespaces.
     """
     numbers = {name: each[list(AUDIT).index(platform.machine())] for name, each in _CALLS.items()}
-    load, equal, at_least, common, give = 0x20, 0x15, 0x35, 0x54, 0x06  # BPF: load a word, compare, "and", return
+    load, equal, at_least, _, give = _BPF
     allow, refuse, unsupported, end = 0x7FFF0000, 0x00050000 | _EACCES, 0x00050000 | _ENOTSUP, 0x80000000
+    missing = 0x00050000 | _ENOSYS
     answers = dict.fromkeys(_REFUSED, refuse) | dict.fromkeys(_UNSUPPORTED, unsupported)
+    answers |= dict.fromkeys(_MISSING, missing)
+    if not groups:
+        answers |= dict.fromkeys(("setpgid", "setsid"), refuse)
     if abi < _ABI_OF_TRUNCATE:
         answers["truncate"] = refuse
     # Offsets in struct seccomp_data: 0 the number of the call, 4 the architecture, 16 + 8 n argument n.
@@ -227,7 +248,31 @@ def seccomp_program(abi: int) -> bytes:
     for name, argument in _OF_CALLER.items():
         program += [(equal, 0, 4, numbers[name]), (load, 0, 0, 16 + 8 * argument)]
         program += [(equal, 0, 1, 0), (give, 0, 0, allow), (give, 0, 0, refuse)]
-    program += [
+    program += _network_rules(numbers, allow, refuse) if network else _pair_rules(numbers, allow, refuse)
+    return b"".join(struct.pack("HBBI", *each) for each in [*program, (give, 0, 0, allow)])
+
+
+def _network_rules(numbers: dict[str, int], allow: int, refuse: int) -> list[tuple[int, int, int, int]]:
+    load, equal, _, _, give = _BPF
+    return [
+        (equal, 0, 9, numbers["socket"]),
+        (load, 0, 0, 16),
+        (equal, 5, 0, _AF_UNIX),
+        (equal, 4, 0, _AF_INET),
+        (equal, 3, 0, _AF_INET6),
+        (equal, 0, 3, _AF_NETLINK),  # only its protocol 0, which lists the interfaces and routes
+        (load, 0, 0, 32),
+        (equal, 0, 1, 0),
+        (give, 0, 0, allow),
+        (give, 0, 0, refuse),
+    ]
+
+
+def _pair_rules(numbers: dict[str, int], allow: int, refuse: int) -> list[tuple[int, int, int, int]]:
+    load, equal, _, common, give = _BPF
+    return [
+        (equal, 0, 1, numbers["socket"]),
+        (give, 0, 0, refuse),
         (equal, 1, 0, numbers["socketpair"]),
         (give, 0, 0, allow),
         (load, 0, 0, 16),
@@ -238,9 +283,7 @@ def seccomp_program(abi: int) -> bytes:
         (common, 0, 0, _SOCK_TYPES),
         (equal, 0, 1, _SOCK_DGRAM),
         (give, 0, 0, refuse),
-        (give, 0, 0, allow),
     ]
-    return b"".join(struct.pack("HBBI", *each) for each in program)
 
 
 def apply_seccomp_program(program: bytes) -> None:

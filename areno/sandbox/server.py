@@ -1,8 +1,7 @@
 """The server process that starts commands in boxes for one client (box.py), watches their time and ends them.
 
-It has one thread and little memory, so that a fork takes a millisecond or two. Each command leads a process group that
-none of its processes can leave, so killing the group ends them all. If the kernel cannot limit signals otherwise, the
-server and all commands are in a PID namespace of their own.
+It has one thread and little memory, so that a fork takes a millisecond or two. For each command it forks a supervisor
+(supervisor.py), if possible as the init of new namespaces.
 """
 
 from __future__ import annotations
@@ -10,172 +9,192 @@ from __future__ import annotations
 import contextlib
 import gc
 import glob
-import json
+import marshal
 import os
+import resource
 import select
 import signal
 import time
-from dataclasses import dataclass
-from socket import AF_UNIX, MSG_CMSG_CLOEXEC, SOCK_SEQPACKET, recv_fds, socket
-from typing import Any, NoReturn
+from selectors import EVENT_READ, DefaultSelector
+from socket import AF_UNIX, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SHUT_WR, SOCK_SEQPACKET, recv_fds, send_fds, socket, socketpair
+from typing import Any
 
-from areno.sandbox import kernel
+from areno.sandbox import kernel, namespaces
+from areno.sandbox.supervisor import N_FDS, Machine, supervise
 
-_N_FDS = 4  # of a request: the socket for the answer, the request, standard input, output
+_SPARE_AFTER_S = 0.002  # later than the start of a command, which it would slow down
 _END_S = 5.0  # a process that waits for a dead disk cannot be killed
 
 
-def main(fd: int, abi: int, read: list[str], write: list[str]) -> None:
-    """Answer requests until the client has ended. `read` and `write` are paths for all commands, with * as wildcard."""
+def main(fd: int, abi: int, without: str, read: list[str], write: list[str], port: int) -> None:
+    """Answer requests until the client has ended. `read` and `write` are paths for all commands, with * as wildcard.
+
+    `without` says why there shall be no namespaces, or is "".
+    """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    limited = ["files"] if abi else []
-    if abi >= kernel.ABI_OF_SIGNALS:
-        limited.append("signals")
-    elif kernel.enter_pid_namespace():
-        limited.append("signals")
-        if init := os.fork():
-            os.close(fd)
-            os.waitpid(init, 0)
-            return
-    kernel.adopt_orphans()
-    kernel.drop_privileges()
-    rules = [kernel.open_path_rule(path, kernel.READ) for name in read for path in glob.glob(name)]
-    rules += [kernel.open_path_rule(path, kernel.DEVICE) for name in write for path in glob.glob(name)]
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    paths = [(path, namespaces.READ) for name in read for path in glob.glob(name)]
+    paths += [(path, namespaces.DEVICE) for name in write for path in glob.glob(name)]
+    paths = [each for each in paths if os.path.exists(each[0])]  # no broken links
+    mounts, links = namespaces.plan(paths)
+    without = without or _try_namespaces(mounts, links)
+    if without:
+        kernel.drop_privileges()
+        rights = {namespaces.READ: kernel.READ, namespaces.DEVICE: kernel.DEVICE}
+        rules = [kernel.open_path_rule(path, rights[use]) for path, use in paths] if abi else []
+        machine = Machine(abi, None, rules, port)
+    else:
+        namespaces.enter_user_namespace()
+        namespaces.prepare_root(mounts, links)
+        machine = Machine(abi, mounts, [], port)
     with socket(AF_UNIX, SOCK_SEQPACKET, fileno=fd) as requests:
-        _Server(requests, abi, rules, limited).serve()
+        _Server(requests, machine, without).serve()
 
 
-@dataclass(eq=False)
+def _try_namespaces(mounts: namespaces.Mounts, links: dict[str, str]) -> str:
+    """Enter namespaces in another process. Returns the reason why this is not possible, or ""."""
+    said, say = os.pipe()
+    if (trial := os.fork()) == 0:
+        try:
+            namespaces.enter_user_namespace()
+            namespaces.prepare_root(mounts, links)
+            if (init := namespaces.fork()) == 0:
+                namespaces.start_loopback()
+                namespaces.Root(mounts).complete({}, {}, 1, 1 << 10, "/")
+                os._exit(0)
+            if os.waitpid(init, 0)[1] == 0:
+                os.write(say, b"-")
+        except Exception as error:
+            os.write(say, str(error).encode(errors="replace"))
+        finally:
+            os._exit(1)
+    os.close(say)
+    with open(said, encoding="utf-8") as file:
+        text = file.read()
+    os.waitpid(trial, 0)
+    return "" if text == "-" else f"no namespaces can be made: {text or 'a process ended'}"
+
+
 class _Command:
-    answer: socket  # at its end, the process that asks has gone
-    request: dict[str, Any]
-    ends_at: float
-    pid: int = 0  # of its first process, and of its process group
+    """A supervisor, and the command that it gets. At the end of `answer`, nobody waits for the command any more."""
+
+    def __init__(self, machine: Machine, others: list[socket]):
+        self.channel, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
+        self.answer: socket | None = None
+        self.temporary, self.ends_at = "", 0.0
+        with theirs:
+            self.pid = os.fork() if machine.mounts is None else namespaces.fork()
+            if self.pid == 0:
+                for each in (self.channel, *others):
+                    each.close()
+                supervise(machine, theirs)
+        self.process = os.pidfd_open(self.pid)
 
 
 class _Server:
-    def __init__(self, requests: socket, abi: int, rules: list[tuple[int, int]], limited: list[str]):
-        self._requests, self._abi, self._rules, self._limited = requests, abi, rules, limited
-        self._calls = kernel.seccomp_program(abi)
-        self._commands: dict[int, _Command] = {}  # by pid
-        self._child_ended, wake = os.pipe()
-        os.set_blocking(wake, False)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+    def __init__(self, requests: socket, machine: Machine, without: str):
+        self._requests, self._machine, self._without = requests, machine, without
+        self._commands: list[_Command] = []
+        self._spare: _Command | None = None  # its supervisor already waits, so that the next command starts sooner
+        self._selector = DefaultSelector()
+        self._selector.register(requests, EVENT_READ)
 
     def serve(self) -> None:
         gc.freeze()
         while self._requests.fileno() >= 0:
-            answers = {command.answer: command for command in self._commands.values()}
-            first = min((command.ends_at for command in answers.values()), default=None)
-            left = None if first is None else max(0.0, first - time.monotonic())
-            readable, _, _ = select.select([self._child_ended, self._requests, *answers], [], [], left)
-            if self._child_ended in readable:
-                os.read(self._child_ended, 1 << 10)
-                self._reap_processes()
-            for command in answers.values():
-                if command.answer in readable or time.monotonic() >= command.ends_at:
-                    self._end_command(command, timed_out=True)
-            if self._requests in readable:
-                self._accept()
-        for command in list(self._commands.values()):
-            self._end_command(command, timed_out=True)
+            waits = [command.ends_at - time.monotonic() for command in self._commands]
+            waits += [_SPARE_AFTER_S] * (self._spare is None)
+            found = self._selector.select(max(0.0, min(waits)) if waits else None)
+            for key, _ in found:
+                if key.fileobj is self._requests:
+                    self._accept()
+                elif key.data in self._commands:
+                    self._end(key.data, "" if key.fd == key.data.process else "cancelled")
+            if not found and self._spare is None:
+                with contextlib.suppress(OSError):
+                    self._spare = self._fork()
+            now = time.monotonic()
+            for command in [each for each in self._commands if each.ends_at <= now]:
+                self._end(command, "time")
+        for command in list(self._commands):
+            self._end(command, "cancelled")
+        if self._spare is not None:
+            self._spare.channel.close()
+            os.waitpid(self._spare.pid, 0)
 
     def _accept(self) -> None:
         """Start the next command, or close the socket for requests if the client has ended."""
-        _, fds, _, _ = recv_fds(self._requests, 1, _N_FDS, MSG_CMSG_CLOEXEC)
+        _, fds, _, _ = recv_fds(self._requests, 1, 1 + N_FDS, MSG_CMSG_CLOEXEC)
         if not fds:
+            self._selector.unregister(self._requests)
             return self._requests.close()
-        answer, asked, given, output = fds
-        with open(asked, encoding="utf-8") as file:
-            request = json.load(file)
-        command = _Command(socket(fileno=answer), request, time.monotonic() + request["seconds"])
-        with contextlib.ExitStack() as opened:
-            opened.callback(os.close, given)
-            opened.callback(os.close, output)
-            try:
-                limits = self._landlock_ruleset(request, opened) if self._abi else None
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(request["temporary"])
-                command.pid = os.fork()
-            except OSError as error:
-                return self._send_answer(command, error=str(error))
-            if command.pid == 0:
-                _execute_limited(request, limits, self._calls, given, output)
-        self._commands[command.pid] = command
+        answer, fds = socket(fileno=fds[0]), fds[1:]
+        try:
+            with open(fds[0], "rb", closefd=False) as file:
+                request = marshal.load(file)
+            paths = self._paths(request)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(request["temporary"])
+            command, self._spare = self._spare or self._fork(), None
+            with contextlib.suppress(BrokenPipeError):  # the supervisor has failed
+                send_fds(command.channel, [marshal.dumps(paths)], fds)
+        except OSError as error:
+            return self._send_answer(answer, error=str(error))
+        finally:
+            for fd in fds:
+                os.close(fd)
+        command.answer, command.temporary = answer, request["temporary"]
+        command.ends_at = time.monotonic() + request["seconds"]
+        self._commands.append(command)
+        self._selector.register(command.process, EVENT_READ, command)
+        self._selector.register(answer, EVENT_READ, command)
 
-    def _landlock_ruleset(self, request: dict[str, Any], opened: contextlib.ExitStack) -> int:
-        """Return a Landlock ruleset for a command. Called before the fork, so that the fork copies fewer pages."""
-        rules = [kernel.open_path_rule(path, kernel.READ) for path in request["read"]]
-        rules.append(kernel.open_path_rule(request["folder"], kernel.WRITE))
-        limits = kernel.make_landlock_ruleset(self._abi, [*self._rules, *rules])
-        for fd in (limits, *(fd for fd, _ in rules)):
-            opened.callback(os.close, fd)
-        return limits
+    def _fork(self) -> _Command:
+        """Fork a supervisor, without what it does not need of this process."""
+        answers = [command.answer for command in self._commands if command.answer is not None]
+        return _Command(self._machine, [self._requests, *answers, *(each.channel for each in self._commands)])
 
-    def _reap_processes(self) -> None:
-        """End the commands whose first process has ended, and reap adopted processes."""
-        with contextlib.suppress(ChildProcessError):
-            # The process remains until its group is killed: its number would be free for another one.
-            while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if command := self._commands.get(ended.si_pid):
-                    self._end_command(command)
-                else:
-                    os.waitpid(ended.si_pid, 0)
+    def _paths(self, request: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the mounts and links for a command, and the folder of its socket."""
+        network = request["socket"]
+        if self._machine.mounts is None:
+            if network is not None:
+                raise OSError(f"a box with a network is not possible here: {self._without}")
+            return ()
+        paths = [(path, namespaces.READ) for path in request["read"]]
+        paths += [(path, namespaces.WRITE) for path in (*request["write"], request["folder"])]
+        mounts, links = namespaces.plan(paths)
+        namespaces.extend_prepared_root(mounts, links)
+        return mounts, links, "/" if network is None else namespaces.resolve(os.path.dirname(network))[0]
 
-    def _end_command(self, command: _Command, timed_out: bool = False) -> None:
-        """Kill all processes of a command, and send its answer. A second call does nothing."""
-        if self._commands.pop(command.pid, None) is None:
-            return
-        status, give_up = None, time.monotonic() + _END_S
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(command.pid, signal.SIGKILL)  # it may not lead its group yet
-            os.killpg(command.pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < give_up:
-                pid, code = os.waitpid(-command.pid, os.WNOHANG)
-                if pid == command.pid:
-                    status = None if timed_out else os.waitstatus_to_exitcode(code)
-                elif pid == 0:
-                    time.sleep(0.001)
+    def _end(self, command: _Command, why: str) -> None:
+        """End a command, and send its answer. `why` is "" if its supervisor has ended."""
+        self._commands.remove(command)
+        answer = command.answer
+        assert answer is not None
+        self._selector.unregister(command.process)
+        self._selector.unregister(answer)
+        if why:
+            if self._machine.mounts is None:
+                command.channel.shutdown(SHUT_WR)  # the supervisor ends the others before itself
+            else:
+                os.kill(command.pid, signal.SIGKILL)
+        ended = select.poll()
+        ended.register(command.process, select.POLLIN)
+        if not ended.poll(_END_S * 1000):
+            os.kill(command.pid, signal.SIGKILL)
+        os.waitpid(command.pid, os.WNOHANG)
+        os.close(command.process)
         with contextlib.suppress(OSError):
-            os.rmdir(command.request["temporary"])  # it stays if something is in it
-        self._send_answer(command, status=status)
+            os.rmdir(command.temporary)  # it stays if something is in it
+        with command.channel:
+            if why:
+                return self._send_answer(answer, status=None, why=why)
+            if found := command.channel.recv(1 << 16, MSG_DONTWAIT):
+                return self._send_answer(answer, **marshal.loads(found))
+        self._send_answer(answer, error="the process that watches the command was killed")
 
-    def _send_answer(self, command: _Command, **answer: Any) -> None:
-        with command.answer, contextlib.suppress(OSError):
-            command.answer.send(json.dumps({"limited": self._limited, **answer}).encode())
-
-
-def _execute_limited(request: dict[str, Any], limits: int | None, calls: bytes, given: int, output: int) -> NoReturn:
-    """Limit this process, which was forked for the command, and execute the command. `given` is its standard input."""
-    try:
-        os.setsid()
-        kernel.end_with_parent()
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        errors = output if request["stderr"] else os.open(os.devnull, os.O_WRONLY)
-        for number, fd in enumerate((given, output, errors)):
-            os.dup2(fd, number)
-        _maximize_oom_score()
-        os.chdir(request["folder"])
-        kernel.limit_resources(int(request["seconds"]) + 1, request["megabytes"])
-        if limits is not None:
-            kernel.apply_landlock_ruleset(limits)
-        kernel.apply_seccomp_program(calls)
-        os.execvpe(request["command"][0], request["command"], request["environment"])
-    except FileNotFoundError:
-        os.write(2, f"there is no command {request['command'][0]}\n".encode(errors="replace"))
-    except (OSError, ValueError) as error:
-        os.write(2, f"{request['command'][0]} cannot be run: {error}\n".encode(errors="replace"))
-    finally:
-        os._exit(1)
-
-
-def _maximize_oom_score() -> None:
-    """Let the kernel kill this process, and not the training, if the machine runs out of memory."""
-    with contextlib.suppress(OSError):
-        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        os.write(fd, b"1000")
-        os.close(fd)
+    def _send_answer(self, asks: socket, **answer: Any) -> None:
+        with asks, contextlib.suppress(OSError):
+            asks.send(marshal.dumps({"without": self._without, **answer}))

@@ -238,7 +238,6 @@ def test_code(program, tests, expected):
         "import time; time.sleep(60)",
         "x = bytearray(1 << 30)",
         "import socket; socket.socket()",
-        "import os; os.setsid()",
         "open('x', 'wb').write(b'a' * (1 << 25))",
     ],
 )
@@ -297,7 +296,8 @@ def test_reasoning_is_not_read(name, solution, right, wrong):
 
 @pytest.mark.parametrize("unlimited", [[], ["files"], ["signals"], ["files", "signals"]])
 def test_code_warns_of_what_the_machine_does_not_limit(unlimited, monkeypatch, caplog):
-    monkeypatch.setattr(box, "try_box", lambda: ("", unlimited))
+    means = {each: "" for each in ("files", "signals") if each not in unlimited}
+    monkeypatch.setattr(box, "try_box", lambda: ("", means))
     functions.reward_functions(RewardConfig(fn=["code"]))
     words = {"files": "can read and change all files", "signals": "can end processes"}
     assert [words[each] in said for each, said in zip(unlimited, caplog.messages, strict=True)] == [True] * len(
