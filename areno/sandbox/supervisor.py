@@ -91,13 +91,18 @@ class _Supervisor:
         return True
 
     def _complete_root(
-        self, root: namespaces.Root, mounts: namespaces.Mounts, links: dict[str, str], outside: str
+        self,
+        root: namespaces.Root,
+        mounts: namespaces.Mounts,
+        links: dict[str, str],
+        sources: dict[str, str],
+        outside: str,
     ) -> None:
         request = self._request
         if request["socket"] is not None:
             self._bridge = Bridge(self._selector, self._machine.port, os.path.basename(request["socket"]))
         # The path of the socket may be too long for the kernel, and is not in the new root.
-        root.complete(mounts, links, request["megabytes"], request["processes"], outside)
+        root.complete(mounts, links, sources, request["megabytes"], request["processes"], outside)
         if root.has_proc:
             os.close(self._proc)
             self._proc = os.open("/proc", os.O_PATH | os.O_CLOEXEC)
@@ -108,7 +113,10 @@ class _Supervisor:
             return self._machine.rules
         devices = [path for path, use in self._machine.mounts.items() if use == namespaces.DEVICE]
         # Others than those that may be read are not there.
-        return [kernel.open_path_rule("/", kernel.READ), *(kernel.open_path_rule(each, kernel.DEVICE) for each in devices)]
+        return [
+            kernel.open_path_rule("/", kernel.READ),
+            *(kernel.open_path_rule(each, kernel.DEVICE) for each in devices),
+        ]
 
     def _own_rules(self) -> list[tuple[int, int]]:
         """Return the rules of Landlock for the paths of a command."""
@@ -162,7 +170,10 @@ class _Supervisor:
         if self._exceeds_output():
             return "output"
         own_proc = self._root is not None and self._root.has_proc
-        processes, in_memory = processes_here() if own_proc else descendants(self._proc), self._bytes_of_files_in_memory()
+        processes, in_memory = (
+            processes_here() if own_proc else descendants(self._proc),
+            self._bytes_of_files_in_memory(),
+        )
         threads, memory = measure(self._proc, processes)
         if threads > self._request["processes"]:
             return "processes"

@@ -1,17 +1,15 @@
-"""The agent programs that `install` installs, and how a test starts each of them against a server."""
+"""The agent programs that `install` installs, with the settings with which a run starts them."""
 
-import contextlib
+from __future__ import annotations
+
 import os
 import shlex
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+
+from areno.config.rollout import AgentConfig
 
 HERE = Path(__file__).parent
 INSTALLED = Path(
@@ -77,75 +75,14 @@ def is_installed(name: str) -> bool:
     return (INSTALLED / PROGRAMS[name].installed / "installed").exists()
 
 
-def run_program(
-    name: str,
-    url: str,
-    key: str,
-    folder: Path,
-    prompt: str,
-    model: str = "policy",
-    timeout: float = 120,
-    prefix: Sequence[str] = (),
-) -> tuple[int, str]:
-    """Run the program in `folder`/work with `folder`/home as its home, and return its exit code and its output.
-
-    Args:
-        url: Root of the server or of a session, without /v1.
-        timeout: Seconds after which the program is killed; its exit code is then -9.
-        prefix: Words before the command, such as those of a sandbox.
-    """
-    program, home, work = PROGRAMS[name], folder / "home", folder / "work"
-    values = {"prompt": prompt, "url": url, "key": key, "model": model, "home": str(home)}
-    work.mkdir(parents=True, exist_ok=True)
-    for path, text in program.files.items():
-        (home / path).parent.mkdir(parents=True, exist_ok=True)
-        (home / path).write_text(_fill(text, values))
-    home.mkdir(exist_ok=True)
-    installed = INSTALLED / program.installed
-    path = [str(installed / "bin"), str(installed / "node_modules" / ".bin"), os.environ["PATH"]]
-    environment = {"HOME": str(home), "PATH": os.pathsep.join(path), "LANG": "C.UTF-8", "TERM": "dumb"}
-    environment |= {key: _fill(text, values) for key, text in program.environment.items()}
-    command = [*prefix, *(_fill(word, values) for word in shlex.split(program.command))]
-    # A file and not a pipe: what the program leaves running holds a pipe open.
-    with open(folder / "output.txt", "w+") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=work,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout)
-        finally:
-            while _kill_processes_of(home):
-                time.sleep(0.05)
-        code = process.wait()
-        output.seek(0)
-        return code, output.read()
+def settings_of(name: str) -> AgentConfig:
+    program = PROGRAMS[name]
+    return AgentConfig(
+        command=program.command, environment=program.environment, files=program.files, read=[str(HERE / "scripts")]
+    )
 
 
-def _kill_processes_of(home: Path) -> bool:
-    """Kill the processes whose home is this one. The programs start commands in sessions of their own."""
-    mark, found = f"HOME={home}\0".encode(), False
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark in environ.read_bytes():
-                os.kill(int(environ.parent.name), signal.SIGKILL)
-                found = True
-    return found
-
-
-def _fill(text: str, values: dict[str, str]) -> str:
-    for name, value in values.items():
-        text = text.replace("{" + name + "}", value)
-    return text
-
-
-if __name__ == "__main__":
-    code, output = run_program(*sys.argv[1:4], Path(sys.argv[4]), sys.argv[5])
-    print(output)
-    sys.exit(code)
+def path_of(name: str) -> str:
+    """The variable PATH with which the program is found."""
+    installed = INSTALLED / PROGRAMS[name].installed
+    return os.pathsep.join([str(installed / "bin"), str(installed / "node_modules/.bin"), os.environ["PATH"]])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from areno.agents.trajectories import LossMaskPolicy
+from areno.agents.program import APP, program_agent
+from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, LossMaskPolicy
 from areno.agents.turns_to_rows import RowBuilder
 from areno.server.sample_sessions import SampleSession
-from areno.types import SamplingParams, Trajectory
-from tests.harnesses.programs import INSTALLED, PROGRAMS, is_installed, run_program
+from areno.types import SamplingParams
+from tests.harnesses.programs import INSTALLED, PROGRAMS, is_installed, path_of, settings_of
 from tests.helpers.scripted_engine import ScriptedEngine, scripted_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -81,20 +83,37 @@ def script_of(name: str, work: Path) -> Any:
     return say, attach
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_does_its_task_and_each_conversation_is_one_row(name: str, tmp_path: Path) -> None:
-    if not is_installed(name):
-        pytest.skip(f"{name} is not in {INSTALLED}; run tests/harnesses/install")
-    say, attach = script_of(name, tmp_path / "work")
-    with scripted_server(say, params=SamplingParams(max_new_tokens=2000)) as (server, engine):
+def attempt(name: str, say: Any, attach: Any = lambda engine: None, prompt: str = PROMPT, **more: Any) -> Any:
+    """Run a program in a box, and return (what it returns, its session, the engine, its trajectory)."""
+    with scripted_server(say, params=SamplingParams(max_new_tokens=2000), **more) as (server, engine):
         attach(engine)
         session = SampleSession(max_requests=30, uses_run_sampling=True, returns_tokens=False)
-        code, output = run_program(name, server.open_sample(session), "any", tmp_path, PROMPT)
+        ctx = AgentContext(server.open_sample(session), session.id, "session", 120.0, server.open_socket(session))
+        batch = AgentBatch.of_items([AgentItem(prompt, {}, [1])])
+        returned = asyncio.run(program_agent(settings_of(name))(ctx, batch))
         server.end_sample(session)
-        found = trajectory(server.server.chat.prompts, session)
+        prompts = server.server.chat.prompts
+        found = RowBuilder(prompts, LossMaskPolicy(), len(prompts.tokenizer)).build_trajectory(session.turns)
+        return returned.program, session, engine, found
+
+
+@pytest.fixture
+def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a program that is installed. The test is skipped without it."""
+    name = getattr(request, "param", None) or request.getfixturevalue("name")
+    if not is_installed(name):
+        pytest.skip(f"{name} is not in {INSTALLED}; run tests/harnesses/install")
+    monkeypatch.setenv("PATH", path_of(name))
+    return name
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_does_its_task_and_each_conversation_is_one_row(name: str, installed: str) -> None:
+    program, session, _, found = attempt(name, *script_of(name, Path(APP)))
+    code, output = program.exit_code, program.output
     assert code == 0, output
     assert len(session.turns) == session.counts["requests"]
-    assert (tmp_path / "work/hello.txt").read_text().strip() == "hello", output
+    assert program.after["hello.txt"].strip() == "hello", output
     assert found.conversations["main"] == (1 if name not in SEVERAL_ROWS else found.conversations["main"])
     assert len(found.rows) == found.conversations["main"]
     turns = [turn["tokens"] for turn in session.turns if turn["tools"] or name in ("aider", "smolagents")]
@@ -104,7 +123,3 @@ def test_a_program_does_its_task_and_each_conversation_is_one_row(name: str, tmp
             assert after.prompt[: len(seen)] == seen
     if os.environ.get("ARENO_SHOW"):
         print(name, dict(session.counts), dict(found.conversations), [len(turn.prompt) for turn in turns])
-
-
-def trajectory(prompts: Any, session: SampleSession) -> Trajectory:
-    return RowBuilder(prompts, LossMaskPolicy(), len(prompts.tokenizer)).build_trajectory(session.turns)
