@@ -22,6 +22,7 @@ from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTr
 from areno.config.rollout import AgentConfig
 from areno.data.task_folders import Task
 from areno.errors import ConfigError, Problem
+from areno.files.paths import existing_path
 from areno.sandbox import box
 from areno.scoring.records import reward_number
 from areno.types import ProgramEnd
@@ -49,8 +50,8 @@ class _Running(Protocol):
 def program_agent(settings: AgentConfig) -> Callable[[AgentContext, AgentBatch], Any]:
     """Return an agent function that runs the program of `agent.command` for one sample."""
     assert settings.command is not None
-    words = shlex.split(settings.command)
-    places = find_program(words[0])
+    words, files = _with_files(shlex.split(settings.command))
+    places = [*find_program(words[0]), *files]
 
     async def run_agent(ctx: AgentContext, batch: AgentBatch) -> ProgramTrajectory:
         [item] = batch
@@ -58,6 +59,14 @@ def program_agent(settings: AgentConfig) -> Callable[[AgentContext, AgentBatch],
             return await _Attempt(settings, words, places, ctx, item, Path(folder)).run()
 
     return run_agent
+
+
+def _with_files(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words with the absolute paths of files, and these files, which the program may read."""
+    found = [(existing_path(word) if "/" in word or "." in word else None) for word in words]
+    files = [file if file is not None and file.is_file() else None for file in found]
+    shown = [word if file is None else str(file) for word, file in zip(words, files, strict=True)]
+    return shown, [str(file) for file in files[1:] if file is not None]
 
 
 def find_program(name: str) -> list[str]:

@@ -385,10 +385,11 @@ class AgentConfig(Section):
     )
     command: str | None = setting(
         None,
-        help="Program that is the agent of each sample, with arguments, as for a shell without variables or pipes. "
-        "In this text, in environment and in files, {prompt} stands for the prompt, {url} for the address of the "
-        "sample's session (OpenAI's clients need {url}/v1), {key} for its API key, {model} for a name of the model and "
-        "{home} for the home directory. Without {prompt}, the program reads the prompt from its standard input. The "
+        help="Program that is the agent of each sample, with arguments, as for a shell without variables or pipes. In "
+        "this text, in environment and in files, {prompt} stands for the prompt, {url} for the address of the sample's "
+        "session (OpenAI's clients need {url}/v1), {key} for its API key, {model} for a name of the model and {home} "
+        "for the home directory. A word that names a file stands for its absolute path. Without {prompt}, the program "
+        "reads the prompt from its standard input. The "
         "files in conf/agent have the settings of known programs",
     )
     environment: dict[str, str] = setting(

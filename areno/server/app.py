@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 from aiohttp import web
+from pydantic_core import to_json
 
 from areno.server.access import OriginGuard
 from areno.server.anthropic_messages import MESSAGES
@@ -211,12 +212,17 @@ class Server:
         """Parse a body, a large one in a thread."""
         return read(body) if len(body) <= SMALL_BODY else await self.threads.run(lambda: read(body))
 
-    def _read_chat(self, dialect: Dialect, body: bytes, sample: SampleSession | None) -> tuple[ChatRequest, Answer]:
+    def _read_chat(
+        self, dialect: Dialect, body: bytes, sample: SampleSession | None
+    ) -> tuple[ChatRequest, Answer, bytes]:
+        """Return the checked request, the encoder of its answer, and what is equal in a request that repeats it."""
         # The agents of all samples of a prompt begin with the same request, so small requests are cached.
         if dialect is CHAT and len(body) <= SMALL_BODY and (sample is None or not sample.uses_run_sampling):
-            return self._read_small_chat(body), ChatAnswer()
+            return self._read_small_chat(body), ChatAnswer(), body
         values, answer = dialect.read(read_json(body), self.chat.takes_later_system)
-        return self._check_chat(values if sample is None else sample.body_for_run(values)), answer
+        values = values if sample is None else sample.body_for_run(values)
+        # Not the body: programs put times and the number of the attempt into fields that are not read.
+        return self._check_chat(values), answer, b"" if sample is None else to_json(values)
 
     @cached_property
     def _read_small_chat(self) -> Callable[[bytes], ChatRequest]:
@@ -261,7 +267,7 @@ class Server:
     async def _create_chat(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         sample: SampleSession | None = request.get(_SESSION)
         body = await self._read_body(request)
-        given, answer = await self._parse(body, lambda body: self._read_chat(dialect, body, sample))
+        given, answer, key = await self._parse(body, lambda body: self._read_chat(dialect, body, sample))
         self._check_model(given.model, sample)
 
         async def pieces() -> AsyncIterator[bytes]:
@@ -284,7 +290,7 @@ class Server:
             shared = SharedAnswer(answer, pieces(), idle_s=idle_s)
         else:
             sample.count_request()
-            shared = sample.shared_answer(request.path, body, answer, pieces, record, idle_s)
+            shared = sample.shared_answer(request.path, key, answer, pieces, record, idle_s)
         return await self._send(request, given.options.stream, shared.read(), shared.answer)
 
     @asynccontextmanager
@@ -297,7 +303,7 @@ class Server:
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = await self._read_body(request)
-        given, _ = await self._parse(body, lambda body: self._read_chat(MESSAGES, body, request.get(_SESSION)))
+        given, *_ = await self._parse(body, lambda body: self._read_chat(MESSAGES, body, request.get(_SESSION)))
         chat = await self.chat.prepare(given)
         return web.json_response({"input_tokens": len(chat.prompt.tokens)})
 

@@ -165,14 +165,14 @@ class SampleSession:
     def shared_answer(
         self,
         route: str,
-        body: bytes,
+        request: bytes,
         answer: Any,
         make: Callable[[], AsyncIterator[bytes]],
         on_delivered: Callable[[], object],
         idle_s: float | None,
     ) -> SharedAnswer:
         """Return the answer to a request: that of an equal one if it was not delivered, else a new one from `make`."""
-        key = blake2b(body, key=route.encode()[-64:], digest_size=16).digest()
+        key = blake2b(request, key=route.encode()[-64:], digest_size=16).digest()
         known = self._answers.get(key)
         if known is not None and known.can_be_read:
             self.counts["repeated"] += 1

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from areno.agents.program import APP, program_agent
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, LossMaskPolicy
 from areno.agents.turns_to_rows import RowBuilder
+from areno.config.rollout import AgentConfig
 from areno.server.sample_sessions import SampleSession
 from areno.types import SamplingParams
 from tests.harnesses.programs import INSTALLED, PROGRAMS, is_installed, path_of, settings_of
@@ -83,14 +86,24 @@ def script_of(name: str, work: Path) -> Any:
     return say, attach
 
 
-def attempt(name: str, say: Any, attach: Any = lambda engine: None, prompt: str = PROMPT, **more: Any) -> Any:
-    """Run a program in a box, and return (what it returns, its session, the engine, its trajectory)."""
-    with scripted_server(say, params=SamplingParams(max_new_tokens=2000), **more) as (server, engine):
+def attempt(
+    name: str,
+    say: Any,
+    attach: Any = lambda engine: None,
+    *,
+    prompt: str = PROMPT,
+    max_new_tokens: int = 2000,
+    settings: AgentConfig | None = None,
+    **more: Any,
+) -> Any:
+    """Run a program in a box, and return (its end, its session, the engine, its trajectory)."""
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    with scripted_server(say, params=params, **more) as (server, engine):
         attach(engine)
         session = SampleSession(max_requests=30, uses_run_sampling=True, returns_tokens=False)
         ctx = AgentContext(server.open_sample(session), session.id, "session", 120.0, server.open_socket(session))
         batch = AgentBatch.of_items([AgentItem(prompt, {}, [1])])
-        returned = asyncio.run(program_agent(settings_of(name))(ctx, batch))
+        returned = asyncio.run(program_agent(settings or settings_of(name))(ctx, batch))
         server.end_sample(session)
         prompts = server.server.chat.prompts
         found = RowBuilder(prompts, LossMaskPolicy(), len(prompts.tokenizer)).build_trajectory(session.turns)
@@ -123,3 +136,97 @@ def test_a_program_does_its_task_and_each_conversation_is_one_row(name: str, ins
             assert after.prompt[: len(seen)] == seen
     if os.environ.get("ARENO_SHOW"):
         print(name, dict(session.counts), dict(found.conversations), [len(turn.prompt) for turn in turns])
+
+
+def answers(*texts: str, aside: str = "A title") -> Any:
+    """A policy that says these texts, one after the other, to requests with tools, and another one to others."""
+    left = list(texts)
+    return lambda prompt: aside if "# Tools" not in prompt else left.pop(0) if len(left) > 1 else left[0]
+
+
+def changed(name: str, **changes: Any) -> AgentConfig:
+    return dataclasses.replace(settings_of(name), **changes)
+
+
+@pytest.mark.parametrize("installed", ["claude"], indirect=True)
+def test_two_prompts_of_claude_code_share_their_prefix(installed: str) -> None:
+    settings = changed("claude", command="claude -p {prompt} --model {model} --dangerously-skip-permissions")
+    prompts = []
+    for prompt in (PROMPT, "What is the time?"):
+        _, _, engine, _ = attempt("claude", answers("I do not know."), prompt=prompt, settings=settings)
+        prompts.append(max((request.prompt for request in engine.requests), key=len))
+    n_shared = next(i for i, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b)
+    assert n_shared > 15_000
+
+
+@pytest.mark.parametrize("installed", ["claude"], indirect=True)
+def test_a_sub_agent_of_claude_code_is_a_second_root(installed: str) -> None:
+    task = {"description": "Look", "prompt": "Look for files.", "subagent_type": "general-purpose"}
+
+    def say(prompt: str) -> str:
+        if "Look for files." in prompt.rsplit("<|im_start|>user", 1)[-1] and "<tool_call>" not in prompt[-4000:]:
+            return "There are none."
+        return "All is done." if "<tool_response>" in prompt else called("Agent", task)
+
+    settings = changed("claude", command="claude -p {prompt} --model {model} --dangerously-skip-permissions")
+    program, session, _, found = attempt("claude", say, settings=settings)
+    assert program.exit_code == 0, program.output
+    assert found.conversations == {"main": 1, "subagent": 1}, [turn["message"] for turn in session.turns]
+    assert found.messages[-1]["content"] == "All is done."
+
+
+@pytest.mark.parametrize("installed", ["claude"], indirect=True)
+def test_an_answer_of_claude_code_that_is_cut_off_goes_on_in_the_same_row(installed: str) -> None:
+    program, session, _, found = attempt("claude", answers("word " * 60, "The end."), max_new_tokens=40)
+    assert program.exit_code == 0, program.output
+    assert session.turns[0]["finish_reason"] == "length"
+    assert (len(session.turns), len(found.rows)) == (2, 1)
+
+
+def codex_with(*lines: str) -> AgentConfig:
+    settings = settings_of("codex")
+    [(path, text)] = settings.files.items()
+    kept = [line for line in text.splitlines() if line.split(" ")[0] not in [one.split(" ")[0] for one in lines]]
+    place = kept.index('wire_api = "responses"') + 1
+    at_root = [line for line in lines if line.startswith("model_")]
+    in_provider = [line for line in lines if not line.startswith("model_")]
+    return changed("codex", files={path: "\n".join([*at_root, *kept[:place], *in_provider, *kept[place:]])})
+
+
+@pytest.mark.parametrize("installed", ["codex"], indirect=True)
+def test_codex_asks_again_after_a_silence_and_is_sampled_once(installed: str) -> None:
+    def attach(engine: ScriptedEngine) -> None:
+        engine.before_tokens = lambda: asyncio.sleep(4 if not engine.prompts[1:] else 0)
+
+    settings = codex_with("stream_idle_timeout_ms = 1000")
+    say = answers(called("exec_command", {"cmd": "printf hello > hello.txt"}), "Done.")
+    program, session, engine, found = attempt("codex", say, attach, settings=settings)
+    assert program.exit_code == 0, program.output
+    assert program.after == {"hello.txt": "hello"}
+    assert session.counts["repeated"] >= 1
+    assert (len(engine.requests), len(session.turns), len(found.rows)) == (2, 2, 1)
+
+
+@pytest.mark.parametrize("installed", ["codex"], indirect=True)
+def test_codex_survives_a_full_queue(installed: str) -> None:
+    def attach(engine: ScriptedEngine) -> None:
+        sampler = engine.server.server.sampler
+        held = sampler.reserve(1)
+        held.__enter__()
+        threading.Timer(3.0, lambda: held.__exit__(None, None, None)).start()
+
+    program, session, _, found = attempt("codex", answers("Done."), attach, max_samples=1)
+    assert program.exit_code == 0, program.output
+    assert (len(session.turns), len(found.rows)) == (1, 1)
+
+
+@pytest.mark.parametrize("installed", ["codex"], indirect=True)
+def test_a_compaction_of_codex_is_a_new_root(installed: str) -> None:
+    settings = codex_with("model_auto_compact_token_limit = 5200")
+    call = called("exec_command", {"cmd": "seq 300"})
+    summary = "So far the numbers from 1 to 300 were shown."
+    program, session, _, found = attempt("codex", answers(call, call, "Done.", aside=summary), settings=settings)
+    assert program.exit_code == 0, program.output
+    assert found.conversations["main"] == 1, [turn["message"] for turn in session.turns]
+    assert found.conversations["compaction"] >= 2
+    assert "subagent" not in found.conversations

@@ -95,6 +95,7 @@ def scripted_server(
     bounds = RequestLimits(vocab_size=len(loaded), context_len=context, kv_tokens=context)
     client = EngineClient(engine, bounds, params or SamplingParams(max_new_tokens=4096), ServerLimits(**limits), seed=1)
     server = SampleServer(build_server(client, loaded, models=["policy"], keys=["secret"], session=session))
+    engine.server = server
     server.start()
     try:
         yield server, engine
