@@ -70,7 +70,10 @@ def _read_message(given: Any, where: str) -> Message:
         raise invalid_field_error(
             f"{where}.tool_call_id", "is missing; the id of the call that is answered is expected"
         )
-    fields.reject_unread(ignored=("refusal", "annotations", "audio"))
+    # LiteLLM keeps in the last two what other providers answered.
+    fields.reject_unread(
+        ignored=("refusal", "annotations", "audio", "provider_specific_fields", "thinking_blocks")
+    )
     return message
 
 
