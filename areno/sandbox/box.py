@@ -267,7 +267,7 @@ class _CommandServer:
             read = [*SYSTEM, sys.prefix, sys.base_prefix, sys.executable]
             options = {"abi": kernel.landlock_abi(), "without": _WITHOUT, "read": read, "write": DEVICES, "port": PORT}
             # Without areno/__init__.py: a process forks the faster, the fewer modules it has.
-            path = f"import sys; areno = sys.modules['areno'] = type(sys)('areno')"
+            path = "import sys; areno = sys.modules['areno'] = type(sys)('areno')"
             path = f"{path}; areno.__path__ = [{str(Path(__file__).parents[1])!r}]"
             start = f"from areno.sandbox.server import main; main({theirs.fileno()}, **{options!r})"
             with theirs:
@@ -305,7 +305,6 @@ def _request(command: Sequence[str], box: Box, stderr: bool) -> dict[str, Any]:
     temporary = os.path.join(folder, ".tmp")
     path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
     environment = {"PATH": path, "HOME": folder, "TMPDIR": temporary, "LANG": "C.UTF-8"}
-    limits = ("processes", "each_megabytes", "file_megabytes", "files")
     return {
         "command": list(command),
         "folder": folder,
@@ -318,5 +317,8 @@ def _request(command: Sequence[str], box: Box, stderr: bool) -> dict[str, Any]:
         "megabytes": box.megabytes,
         "output": box.output_megabytes << 20,
         "stderr": stderr,
-        **{name: getattr(box, name) for name in limits},
+        "processes": box.processes,
+        "each_megabytes": box.each_megabytes,
+        "file_megabytes": box.file_megabytes,
+        "files": box.files,
     }

@@ -149,11 +149,10 @@ def unshare(flags: int) -> None:
     _checked(_libc.unshare(flags), "unshare")
 
 
-def mount(source: bytes | None, path: bytes | None, kind: bytes | None, flags: int, options: str | None) -> None:
+def mount(source: str | None, path: str, kind: str | None, flags: int, options: str | None = None) -> None:
     """Mount a file system."""
-    given = None if options is None else options.encode()
-    what = f"mount of {(path or b'').decode(errors='replace')}"
-    _checked(_libc.mount(source, path, kind, ctypes.c_ulong(flags), given), what)
+    names = [each if each is None else os.fsencode(each) for each in (source, path, kind, options)]
+    _checked(_libc.mount(*names[:3], ctypes.c_ulong(flags), names[3]), f"mount of {path}")
 
 
 def unmount(path: str) -> None:
@@ -203,6 +202,7 @@ def make_landlock_ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
 
 
 def add_landlock_rules(ruleset: int, abi: int, rules: list[tuple[int, int]]) -> None:
+    """Allow further access to files."""
     for fd, rights in rules:
         system_call("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights & _all_rights(abi), fd), 0)
 

@@ -114,10 +114,10 @@ def prepare_root(mounts: Mounts, links: dict[str, str]) -> None:
     It lies on top of this process's own root folder, where it hides nothing.
     """
     kernel.unshare(_NEW_MOUNTS)
-    _mount(None, "/", None, _REC | _PRIVATE)
-    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
+    kernel.mount(None, "/", None, _REC | _PRIVATE)
+    kernel.mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
     os.chdir("/tmp")
-    _mount(".", "/", None, _MOVE)
+    kernel.mount(".", "/", None, _MOVE)
     for path in ("tmp", "proc", "dev/shm"):
         os.makedirs(path)
     for path in _outermost(mounts):
@@ -155,7 +155,7 @@ class Root:
         options = f"mode=1777,size={megabytes}m,nr_inodes=100000"
         for path in ("/tmp", "/dev/shm"):
             os.makedirs(path, exist_ok=True)
-            _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
+            kernel.mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
         for path, tree in trees.items():
             _attach(tree, path)
         for path, target in (_LINKS | links).items():
@@ -163,11 +163,11 @@ class Root:
         if self.has_proc:
             if has_own_pid_max():
                 _write("/proc/sys/kernel/pid_max", b"%d" % (_RESERVED_PIDS + processes))
-            _mount(None, "/proc", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | _NOEXEC)
+            kernel.mount(None, "/proc", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | _NOEXEC)
         os.fchdir(self._host)  # it lies on top of the root folder
         kernel.unmount(".")
         for path in ("/", *own):
-            _mount(None, path, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+            kernel.mount(None, path, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
         os.fchdir(outside_folder)
         os.close(outside_folder)
         os.close(self._host)
@@ -180,7 +180,7 @@ class Root:
         for top in tops:
             inside = [path for path in _outermost(self._base) if _is_inside(path, top)]
             trees = {path: _open_tree(path, self._base[path]) for path in inside}
-            _mount("tmpfs", top, "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
+            kernel.mount("tmpfs", top, "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
             for path, tree in trees.items():
                 _attach(tree, path)
         return tops
@@ -209,12 +209,12 @@ def _outermost(mounts: Mounts) -> list[str]:
 def _mount_proc() -> bool:
     """Mount /proc at proc, where else only some of its files are."""
     try:
-        _mount("proc", "proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+        kernel.mount("proc", "proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     except PermissionError:  # in a container where parts of /proc are hidden
         return False
     for name in _MASKED:
         with contextlib.suppress(FileNotFoundError):
-            _mount("/dev/null", f"proc/{name}", None, _BIND)
+            kernel.mount("/dev/null", f"proc/{name}", None, _BIND)
     return True
 
 
@@ -246,10 +246,6 @@ def _make_place(path: str, is_folder: bool) -> None:
     os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
     if not is_folder:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC, 0o444))
-
-
-def _mount(source: str | None, path: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    kernel.mount(*(each if each is None else os.fsencode(each) for each in (source, path, kind)), flags, options)
 
 
 def _write(path: str, text: bytes) -> None:

@@ -16,7 +16,17 @@ import select
 import signal
 import time
 from selectors import EVENT_READ, DefaultSelector
-from socket import AF_UNIX, MSG_CMSG_CLOEXEC, MSG_DONTWAIT, SHUT_WR, SOCK_SEQPACKET, recv_fds, send_fds, socket, socketpair
+from socket import (
+    AF_UNIX,
+    MSG_CMSG_CLOEXEC,
+    MSG_DONTWAIT,
+    SHUT_WR,
+    SOCK_SEQPACKET,
+    recv_fds,
+    send_fds,
+    socket,
+    socketpair,
+)
 from typing import Any
 
 from areno.sandbox import kernel, namespaces

@@ -1,4 +1,4 @@
-"""The process that waits for one command, starts it, watches what it uses and forwards its connections. It is the command's parent.
+"""The parent process of one command: it starts it, watches what it uses and forwards its connections.
 
 Where there are namespaces, it is the init of the PID namespace, so that the command can neither end it nor outlive it.
 Else the command leads a process group that none of its processes can leave, and killing the group ends them all.
@@ -80,7 +80,7 @@ class _Supervisor:
         if not fds:
             return False
         asked, given, self._output = fds
-        self._request = request = _read_request(asked)
+        self._request = _read_request(asked)
         if self._root is not None:
             self._complete_root(self._root, *marshal.loads(paths))
         if self._ruleset is not None:
@@ -106,9 +106,9 @@ class _Supervisor:
         """Return the rules of Landlock that every command gets."""
         if self._machine.mounts is None:
             return self._machine.rules
-        devices = [path for path, use in self._machine.mounts.items() if use == namespaces.DEVICE]
-        # Others than those that may be read are not there.
-        return [kernel.open_path_rule("/", kernel.READ), *(kernel.open_path_rule(each, kernel.DEVICE) for each in devices)]
+        paths = [("/", kernel.READ)]  # others than those that may be read are not there
+        paths += [(path, kernel.DEVICE) for path, use in self._machine.mounts.items() if use == namespaces.DEVICE]
+        return [kernel.open_path_rule(*each) for each in paths]
 
     def _own_rules(self) -> list[tuple[int, int]]:
         """Return the rules of Landlock for the paths of a command."""
@@ -162,7 +162,10 @@ class _Supervisor:
         if self._exceeds_output():
             return "output"
         own_proc = self._root is not None and self._root.has_proc
-        processes, in_memory = processes_here() if own_proc else descendants(self._proc), self._bytes_of_files_in_memory()
+        processes, in_memory = (
+            processes_here() if own_proc else descendants(self._proc),
+            self._bytes_of_files_in_memory(),
+        )
         threads, memory = measure(self._proc, processes)
         if threads > self._request["processes"]:
             return "processes"
