@@ -88,8 +88,8 @@ class Result:
 class Running:
     """A command that runs in a box. One thread may wait for it while another one cancels it."""
 
-    def __init__(self, answer: socket, output: BinaryIO):
-        self._answer, self._output = answer, output
+    def __init__(self, answer: socket, output: BinaryIO, max_bytes: int):
+        self._answer, self._output, self._max_bytes = answer, output, max_bytes
 
     def wait(self, max_output: int = MAX_OUTPUT) -> Result:
         """Wait for the end of the command. Called once.
@@ -99,7 +99,7 @@ class Running:
         answer = self._wait_for_answer()
         with self._output:
             self._output.seek(0)
-            text = self._output.read().decode(errors="replace")
+            text = self._output.read(self._max_bytes).decode(errors="replace")
         return Result(answer["status"], shorten(text, max_output), answer["why"])
 
     def cancel(self) -> None:
@@ -169,8 +169,9 @@ def _try_box() -> tuple[str, str]:
     try:
         with contextlib.closing(_CommandServer()) as starter, temporary_folder("areno-box-") as folder:
             running = starter.start(["true"], Box(folder, seconds=10.0))
-            answer = running._wait_for_answer()
-            output = running._output.read().decode(errors="replace")
+            with running._output as text:
+                answer = running._wait_for_answer()
+                output = text.read().decode(errors="replace")
     except OSError as error:
         output = str(error)
     if answer.get("status") != 0:
@@ -241,7 +242,8 @@ class _CommandServer:
         output = _memory_file(b"")
         with _memory_file(request) as asked, _memory_file(given) as text:
             try:
-                return Running(self._send([asked.fileno(), text.fileno(), output.fileno()]), output)
+                answer = self._send([asked.fileno(), text.fileno(), output.fileno()])
+                return Running(answer, output, box.output_megabytes << 20)
             except BaseException:
                 output.close()
                 raise

@@ -62,7 +62,8 @@ def enter_user_namespace() -> None:
         failed = os.waitpid(helper, 0)[1]
     if failed:
         raise OSError("the ids of users cannot be set in a user namespace")
-    _write("/proc/sys/user/max_user_namespaces", b"0")  # of this namespace
+    with contextlib.suppress(OSError):  # in some containers
+        _write("/proc/sys/user/max_user_namespaces", b"0")  # of this namespace
 
 
 def fork() -> int:

@@ -383,7 +383,7 @@ def test_languages(needs, script, expected, inside):
 
 @pytest.mark.slow
 def test_a_start_takes_little(inside):
-    """About 4 times a bare start on an idle machine. The limit leaves room for others at work."""
+    """About 5 times a bare start on an idle machine. The limit leaves room for others at work."""
 
     def seconds(call):
         begin = time.perf_counter()
@@ -394,4 +394,4 @@ def test_a_start_takes_little(inside):
     run(command, inside)
     pairs = [(seconds(lambda: subprocess.run(command)), seconds(lambda: run(command, inside))) for _ in range(50)]
     bare, boxed = (statistics.median(each) for each in zip(*pairs, strict=True))
-    assert boxed < 15 * bare
+    assert boxed < 20 * bare
