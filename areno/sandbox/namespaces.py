@@ -23,7 +23,7 @@ _PRIVATE = 1 << 18
 _ATTRIBUTES = {READ: _RDONLY | _NOSUID | _NODEV, WRITE: _NOSUID | _NODEV, DEVICE: _NOSUID}
 _HERE, _EMPTY_PATH, _RECURSIVE, _NO_FOLLOW, _CLONE_TREE, _FROM_FD = -100, 0x1000, 0x8000, 0x100, 0x80001, 4
 _MASKED = ("cmdline", "kcore", "keys", "kmsg", "sysrq-trigger", "timer_list")  # of /proc, if a program needs them not
-_LINKS = {"/dev/fd": "/proc/self/fd", "/var/tmp": "/tmp"} | {
+_LINKS = {"/dev/fd": "/proc/self/fd", "/dev/ptmx": "pts/ptmx", "/var/tmp": "/tmp"} | {
     f"/dev/{name}": f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))
 }
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
@@ -119,7 +119,7 @@ def prepare_root(mounts: Mounts, links: dict[str, str]) -> None:
     kernel.mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
     os.chdir("/tmp")
     kernel.mount(".", "/", None, _MOVE)
-    for path in ("tmp", "proc", "dev/shm"):
+    for path in ("tmp", "proc", "dev/shm", "dev/pts"):
         os.makedirs(path)
     for path in _outermost(mounts):
         _attach(_open_tree(path, mounts[path]), path[1:])
@@ -146,7 +146,7 @@ class Root:
         kernel.system_call("pivot_root", b".", b".")
 
     def complete(self, more: Mounts, links: dict[str, str], megabytes: int, processes: int, outside: str) -> None:
-        """Add further paths, and empty folders /tmp and /dev/shm in memory. Then hide the former root folder.
+        """Add further paths, terminals, and empty /tmp and /dev/shm in memory. Then hide the former root folder.
 
         The folder `outside` of that root becomes the working directory of this process.
         """
@@ -157,6 +157,8 @@ class Root:
         for path in ("/tmp", "/dev/shm"):
             os.makedirs(path, exist_ok=True)
             kernel.mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
+        os.makedirs("/dev/pts", exist_ok=True)
+        kernel.mount("devpts", "/dev/pts", "devpts", _NOSUID | _NOEXEC, "newinstance,mode=600,ptmxmode=666")
         for path, tree in trees.items():
             _attach(tree, path)
         for path, target in (_LINKS | links).items():

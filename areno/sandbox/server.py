@@ -33,6 +33,7 @@ from areno.sandbox import kernel, namespaces
 from areno.sandbox.supervisor import N_FDS, Machine, supervise
 
 _SPARE_AFTER_S = 0.002  # later than the start of a command, which it would slow down
+_LONGEST_WAIT_S = 3600.0  # the kernel takes no number of milliseconds that needs more than 31 bits
 _END_S = 5.0  # a process that waits for a dead disk cannot be killed
 
 
@@ -114,8 +115,8 @@ class _Server:
         gc.freeze()
         while self._requests.fileno() >= 0:
             waits = [command.ends_at - time.monotonic() for command in self._commands]
-            waits += [_SPARE_AFTER_S] * (self._spare is None)
-            found = self._selector.select(max(0.0, min(waits)) if waits else None)
+            waits += [_SPARE_AFTER_S if self._spare is None else _LONGEST_WAIT_S]
+            found = self._selector.select(max(0.0, min(waits)))
             for key, _ in found:
                 if key.fileobj is self._requests:
                     self._accept()

@@ -57,13 +57,13 @@ class _Supervisor:
         self._selector = DefaultSelector()
         self._bridge: Bridge | None = None
         self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        kernel.end_with_parent()
         _maximize_oom_score()
         kernel.forbid_inspection()
         self._root = None
         if machine.mounts is None:
             kernel.adopt_orphans()
         else:
+            kernel.end_with_parent()
             namespaces.start_loopback()
             self._root = namespaces.Root(machine.mounts)
         self._ruleset = kernel.make_landlock_ruleset(machine.abi, self._common_rules()) if machine.abi else None
@@ -115,8 +115,9 @@ class _Supervisor:
         write, read = [*self._request["write"], self._request["folder"]], self._request["read"]
         if self._root is not None:
             write, read = [*write, "/tmp", "/dev/shm"], []
-        rules = [kernel.open_path_rule(path, kernel.READ) for path in read]
-        return rules + [kernel.open_path_rule(path, kernel.WRITE) for path in write]
+        paths = [(path, kernel.READ) for path in read] + [(path, kernel.WRITE) for path in write]
+        paths += [("/dev/pts", kernel.DEVICE)] * (self._root is not None)
+        return [kernel.open_path_rule(*each) for each in paths]
 
     def run(self) -> None:
         """Wait for the end of the command, and end all its processes."""

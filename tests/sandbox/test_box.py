@@ -309,14 +309,16 @@ def test_a_temporary_folder_is_removed_whatever_is_in_it(code, tmp_path, monkeyp
     assert list(tmp_path.iterdir()) == [kept]
 
 
+@pytest.mark.parametrize("without", ["", "no namespaces"])
 @pytest.mark.parametrize("of", ["the process that asks", "the process that starts commands"])
-def test_commands_end_with(of, inside):
+def test_commands_end_with(of, without, inside):
     script = f"""
 import sys; sys.path.append({str(REPO)!r})
 from areno.sandbox import box
+box._WITHOUT = {without!r}
 box.run(["true"], box.Box({str(inside.folder)!r}))
 print(box._starter._process.pid, flush=True)
-box.run(["sh", "-c", "echo x > begun; sleep 1000"], box.Box({str(inside.folder)!r}, seconds=600.0))
+box.run(["sh", "-c", "sleep 1000 & echo x > begun; sleep 1000"], box.Box({str(inside.folder)!r}, seconds=600.0))
 """
     with started([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as asks:
         starts = int(asks.stdout.readline())
@@ -341,6 +343,25 @@ def test_commands_at_the_same_time_have_their_own_output(tmp_path):
 
     with ThreadPoolExecutor(8) as beside:
         assert list(beside.map(echo, range(8))) == [(0, f"in {number}\n{number}\n") for number in range(8)]
+
+
+@pytest.mark.slow
+def test_limits_of_all_processes_together(abi, inside):
+    def why(code, **limits):
+        return run([sys.executable, "-I", "-c", code], replace(inside, **limits)).why
+
+    forks = "import os, time\nfor _ in range(7):\n    if os.fork() == 0: break\n"
+    assert why(f"{forks}x = bytearray(512 << 20); time.sleep(60)", megabytes=1024) == "memory"
+    assert why("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", processes=100) == "processes"
+    assert why("while True: print('x' * 1000)", output_megabytes=1, file_megabytes=1 << 10) == "output"
+    assert not running_in(inside.folder)
+
+
+def test_terminals(inside):
+    if "PID namespace" not in MEANS["signals"]:
+        pytest.skip("needs namespaces")
+    code = "import os, pty; pty.spawn(['sh', '-c', 'tty; test -t 0 && ls /dev/pts'], lambda fd: os.read(fd, 100))"
+    assert python(code, inside)[1].split() == ["/dev/pts/0", "0", "ptmx"]
 
 
 @pytest.mark.slow
