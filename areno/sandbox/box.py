@@ -30,6 +30,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 from socket import AF_UNIX, SHUT_WR, SOCK_SEQPACKET, send_fds, socket, socketpair
 from tempfile import mkdtemp
@@ -266,7 +267,8 @@ class _CommandServer:
     def _connection(self) -> socket:
         if self._socket is None:
             self._socket, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
-            read = [*SYSTEM, sys.prefix, sys.base_prefix, sys.executable]
+            system = [path for name in SYSTEM for path in glob(name)]
+            read = [*system, sys.prefix, sys.base_prefix, sys.executable]
             options = {"abi": kernel.landlock_abi(), "without": _WITHOUT, "read": read, "write": DEVICES, "port": PORT}
             # Without areno/__init__.py: a process forks the faster, the fewer modules it has.
             path = "import sys; areno = sys.modules['areno'] = type(sys)('areno')"

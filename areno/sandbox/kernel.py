@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import resource
 import signal
 import stat
@@ -106,7 +105,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)  # it keeps the interpreter's lock, w
 
 def system_call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
     """Make a system call. Raises OSError."""
-    number = _CALLS[name][list(AUDIT).index(platform.machine())]
+    number = _CALLS[name][list(AUDIT).index(os.uname().machine)]
     typed = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     return _checked(_libc.syscall(ctypes.c_long(number), *typed), name)
 
@@ -223,7 +222,7 @@ def seccomp_program(abi: int, *, groups: bool, network: bool) -> bytes:
     Unix sockets are allowed. `abi` is the version of Landlock. `groups` allows new groups of processes, and `network`
     sockets, which need namespaces.
     """
-    numbers = {name: each[list(AUDIT).index(platform.machine())] for name, each in _CALLS.items()}
+    numbers = {name: each[list(AUDIT).index(os.uname().machine)] for name, each in _CALLS.items()}
     load, equal, at_least, _, give = _BPF
     allow, refuse, unsupported, end = 0x7FFF0000, 0x00050000 | _EACCES, 0x00050000 | _ENOTSUP, 0x80000000
     missing = 0x00050000 | _ENOSYS
@@ -237,7 +236,7 @@ def seccomp_program(abi: int, *, groups: bool, network: bool) -> bytes:
     program = [
         # Kill the process if it uses another architecture, or the x32 interface. Their calls have other numbers.
         (load, 0, 0, 4),
-        (equal, 1, 0, AUDIT[platform.machine()]),
+        (equal, 1, 0, AUDIT[os.uname().machine]),
         (give, 0, 0, end),
         (load, 0, 0, 0),
         (at_least, 0, 1, 0x40000000),
