@@ -148,9 +148,7 @@ class _Server:
             paths = self._paths(request)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(request["temporary"])
-            command, self._spare = self._spare or self._fork(), None
-            with contextlib.suppress(BrokenPipeError):  # the supervisor has failed
-                send_fds(command.channel, [marshal.dumps(paths)], fds)
+            command = self._send_request(marshal.dumps(paths), fds)
         except OSError as error:
             return self._send_answer(answer, error=str(error))
         finally:
@@ -161,6 +159,21 @@ class _Server:
         self._commands.append(command)
         self._selector.register(command.process, EVENT_READ, command)
         self._selector.register(answer, EVENT_READ, command)
+
+    def _send_request(self, paths: bytes, fds: list[int]) -> _Command:
+        if (spare := self._spare) is not None:
+            self._spare = None
+            try:
+                send_fds(spare.channel, [paths], fds)
+                return spare
+            except BrokenPipeError:  # it was killed, perhaps because the machine ran out of memory
+                spare.channel.close()
+                os.waitpid(spare.pid, 0)
+                os.close(spare.process)
+        command = self._fork()
+        with contextlib.suppress(BrokenPipeError):  # its answer says why
+            send_fds(command.channel, [paths], fds)
+        return command
 
     def _fork(self) -> _Command:
         """Fork a supervisor, without what it does not need of this process."""

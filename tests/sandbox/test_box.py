@@ -335,6 +335,18 @@ def test_the_next_command_starts_after_somebody_has_ended_the_process_that_start
     assert ran(["true"], inside) == (0, "")
 
 
+def test_a_supervisor_in_reserve_that_was_killed_is_replaced(inside):
+    assert run(["true"], inside) == Result(0, "", "")
+    reserve = Path(f"/proc/{box._starter._process.pid}/task/{box._starter._process.pid}/children")
+    until(reserve.read_text)
+    for _ in range(2):
+        pid = int(reserve.read_text())
+        os.kill(pid, signal.SIGKILL)
+        until(lambda pid=pid: not is_running(pid))
+        assert run(["true"], inside) == Result(0, "", "")
+        until(lambda pid=pid: reserve.read_text().strip() not in ("", str(pid)))
+
+
 def test_commands_at_the_same_time_have_their_own_output(tmp_path):
     def echo(number):
         folder = tmp_path / str(number)
