@@ -488,6 +488,9 @@ class Trajectory:
         tool_calls: Tool calls of the model, in order.
         tool_results: Results of the tool calls, in order.
         reward: (reward, its parts by name) if the agent set a reward itself. None otherwise.
+        conversations: Number of rows of each kind (main, subagent, compaction, auxiliary), with those that are not
+            trained. Empty if the agent has returned its turns.
+        requests: What the session of the sample has counted, such as turns that the agent edited.
     """
 
     rows: list[TokenRow]
@@ -496,6 +499,8 @@ class Trajectory:
     tool_calls: list[dict[str, Any]]
     tool_results: list[dict[str, Any]]
     reward: tuple[float, dict[str, float]] | None = None
+    conversations: Mapping[str, int] = field(default_factory=dict)
+    requests: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:
@@ -559,6 +564,25 @@ class RolloutResult:
     sequences: list[RolloutSequence]
 
 
+@dataclass(slots=True)
+class ProgramEnd:
+    """How a program has ended, for reward functions.
+
+    Attributes:
+        exit_code: Its exit status, or -n if signal n ended it. None if it was ended for `ended_by`.
+        output: What it has printed, without the middle if it is long.
+        ended_by: "time", "memory", "processes" or "output" if it was ended for exceeding a limit, else "".
+        before, after: Text of the files in the working folder, by path. Large files and files without text are left
+            out.
+    """
+
+    exit_code: int | None
+    output: str
+    ended_by: str = ""
+    before: dict[str, str] = field(default_factory=dict)
+    after: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass(slots=True, kw_only=True)
 class RewardRecord:
     """The argument of a reward function: one completed sample.
@@ -578,6 +602,7 @@ class RewardRecord:
         prompt_tokens: Token ids of the prompt.
         step: Training step in which the sample was drawn, from 1. 0 before the first step.
         epoch: Epoch in which the sample was drawn, from 0.
+        program: How the program of agent.command has ended. None for other agents.
     """
 
     prompt: str = ""
@@ -595,6 +620,7 @@ class RewardRecord:
     prompt_tokens: list[int] = field(default_factory=list)
     step: int = 0
     epoch: int = 0
+    program: ProgramEnd | None = None
 
 
 @dataclass(slots=True, frozen=True)

@@ -19,9 +19,10 @@ from typing import Any, Literal
 from areno import heartbeat
 from areno.agents.process import DEFAULT_FUNCTION, RESUME, SUSPEND
 from areno.agents.trajectories import AgentContext, AgentItem, PlainTurn
-from areno.config.rollout import VERIFIERS, AgentConfig
+from areno.config.rollout import COMMAND, VERIFIERS, AgentConfig
 from areno.errors import EngineError
 from areno.files.user_code import resolve_spec
+from areno.types import ProgramEnd
 from areno.user_processes.pool import Failure, WorkerPool, default_workers
 from areno.user_processes.worker import Worker
 
@@ -33,8 +34,9 @@ _GROUPS = (math.inf, 8, 1)
 
 @dataclass(slots=True)
 class AgentOutcome:
-    """The result of running the agent for one item, with its turns if the status is "ok".
+    """The result of running the agent for one item.
 
+    If the status is "ok" and `turns` is None, those that the session of the sample has recorded count, with `reward`.
     "filtered" means that the agent failed because its conversation fills the model's context. `span` is (start, end) of
     the run, as times of areno.trace.
     """
@@ -42,11 +44,16 @@ class AgentOutcome:
     status: Literal["ok", "error", "timeout", "filtered"]
     turns: list[PlainTurn] | None = None
     message: str = ""  # why the status is not "ok"
+    reward: tuple[float, dict[str, float]] | None = None
+    program: ProgramEnd | None = None
     span: tuple[int, int] | None = None  # None: the process gave no answer
 
 
 OnDone = Callable[[int, AgentOutcome], object]
 """Receives the index of an item and its outcome."""
+
+ContextFor = Callable[[Sequence[AgentItem]], AgentContext]
+"""Makes the context for a call of the agent with these items. It is called again if the call starts again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +61,7 @@ class _Call:
     """A call of the agent function that has no outcome yet. It has one item, or with `agent.whole_batch` a batch."""
 
     items: Sequence[AgentItem]
-    context: AgentContext
+    context: ContextFor
     first_index: int  # index of its first item among those queued together
     on_done: OnDone
     n_losses: int = 0  # processes that died or hung while they ran it
@@ -77,17 +84,17 @@ class AgentPool(WorkerPool[AgentConfig]):
         self._suspended_at: float | None = None
 
     def _build_first_message(self) -> tuple[Any, ...]:
-        """Return (agent function, setting for errors, time limit in seconds).
+        """Return (agent function, setting for errors, configuration section).
 
-        The agent function is the text "FILE:FUNCTION" or "verifiers:NAME".
+        The agent function is the text "FILE:FUNCTION", "verifiers:NAME" or "command".
         """
-        found = self.name if self.name.startswith(VERIFIERS) else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY)
-        return found, _KEY, self.config.timeout_s
+        is_name = self.name == COMMAND or self.name.startswith(VERIFIERS)
+        return self.name if is_name else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY), _KEY, self.config
 
     def run(
         self,
         items: Sequence[AgentItem],
-        context: AgentContext,
+        context: ContextFor,
         on_wait: Callable[[int], object] = lambda n: None,
         on_done: OnDone = lambda index, outcome: None,
     ) -> list[AgentOutcome]:
@@ -106,7 +113,7 @@ class AgentPool(WorkerPool[AgentConfig]):
         self.run_until(lambda: len(found) == len(items), lambda: on_wait(len(found)))
         return [found[index] for index in range(len(items))]
 
-    def submit(self, items: Sequence[AgentItem], context: AgentContext, on_done: OnDone) -> None:
+    def submit(self, items: Sequence[AgentItem], context: ContextFor, on_done: OnDone) -> None:
         """Queue items. They are sent to processes, and `on_done` is called, only during `run_until` and `run`."""
         calls = [items] if self.config.whole_batch and items else [[item] for item in items]
         self._running.add(calls, context, on_done)
@@ -165,7 +172,7 @@ class _PendingCalls:
         self._calls: dict[int, _Call] = {}  # the calls without an outcome
         self.groups: deque[list[int]] = deque()
 
-    def add(self, calls: Sequence[Sequence[AgentItem]], context: AgentContext, on_done: OnDone) -> None:
+    def add(self, calls: Sequence[Sequence[AgentItem]], context: ContextFor, on_done: OnDone) -> None:
         """Queue calls, each given as a list of items. The calls are divided into one group for each process."""
         if not self._calls:
             self._next = 0
@@ -211,14 +218,14 @@ class _PendingCalls:
         """Return the pickled call. If that fails, record an error as the outcome of its items."""
         try:
             call = self._calls[number]
-            return pickle.dumps((call.context, call.items), protocol=pickle.HIGHEST_PROTOCOL)
+            return pickle.dumps((call.context(call.items), call.items), protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:  # an object of the dataset may raise anything when it is pickled
             text = f"its item cannot be sent to the agent process: {type(error).__name__}: {error}"
             self._fail(number, AgentOutcome("error", None, text))
             return None
 
     def record_answer(self, position: int, answer: Any, span: tuple[int, int]) -> None:
-        """Record the answer to a call: one (status, turns, message) for all its items, or a list with one for each."""
+        """Record the answer to a call: the fields of an outcome for all its items, or a list with one for each."""
         answers = answer if isinstance(answer, list) else [answer] * len(self._calls[position].items)
         self._finish_call(position, [AgentOutcome(*each, span=span) for each in answers])
 

@@ -1,7 +1,7 @@
 """The code of an agent process, which runs the user's agent for many items at once.
 
 The pool in the driver (areno/agents/pool.py) exchanges pickled messages with this process over one socket. The process
-first receives (agent function as "file:function", name of its setting, time limit in seconds). Then it receives chunks,
+first receives (agent function as "file:function", name of its setting, configuration section). Then it receives chunks,
 which are lists of (position, pickled (context, items)). Each element is a call of the agent function, for one item or,
 with agent.whole_batch, for all items of a batch. `position` is the number of the call in the driver.
 
@@ -40,8 +40,10 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
-from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, plain_results
+from areno.agents.program import program_agent
+from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, Reward, plain_results, recorded_result
 from areno.agents.verifiers_agent import load_agent
+from areno.config.rollout import COMMAND
 from areno.engine.output_streams import RunningClock
 from areno.errors import ConfigError, Problem
 from areno.files.user_code import describe_error, split_spec
@@ -62,7 +64,7 @@ _BLOCKS = (
     "run_agent a plain function, which runs in threads"
 )
 
-Answer = tuple[str, "list[PlainTurn] | None", str]  # status, turns, message
+Answer = tuple[str, "list[PlainTurn] | None", str] | tuple[str, None, str, Reward, Any]  # fields of AgentOutcome
 Answers = Answer | list[Answer]  # of all items of a call, or of each item
 
 _position: contextvars.ContextVar[int | None] = contextvars.ContextVar("position", default=None)
@@ -86,17 +88,17 @@ def _share_tls_contexts() -> None:
 def serve(connection: Connection) -> None:
     """Run agents until the driver closes the connection (EOFError). Raises ArenoError for a wrong agent function."""
     _share_tls_contexts()
-    spec, key, timeout_s = connection.recv()
+    spec, key, settings = connection.recv()
     copies = ForkedChildren(connection, reports=False)
     file, name = split_spec(spec, DEFAULT_FUNCTION)
     with copies.guard_user_code():
-        function = load_agent(file, name, key)
+        function = program_agent(settings) if spec == COMMAND else load_agent(file, name, key)
     try:
         with contextlib.suppress(ValueError):  # some callables have no signature to inspect
             inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise ConfigError(Problem(key, f"{name}(ctx, batch) cannot be called: {error}")) from error
-    runner = _Runner(connection, function, Path(file), timeout_s, copies)
+    runner = _Runner(connection, function, Path(file), settings.timeout_s, copies)
     gc.freeze()  # without it, each garbage collection scans all imported modules and blocks the agents for 50 ms
     connection.send(("ready", True))
     runner.serve()
@@ -248,6 +250,8 @@ class _Runner:
                     returned = await self._loop.run_in_executor(self._threads, lambda: here.run(call))
                     if inspect.isawaitable(returned):
                         returned = await returned
+            if len(items) == 1 and (recorded := recorded_result(returned)) is not None:
+                return "ok", None, "", *recorded
             return [
                 ("error", None, str(turns)) if isinstance(turns, BadTrajectory) else ("ok", turns, "")
                 for turns in plain_results(returned, items)

@@ -13,17 +13,22 @@ from typing import Any
 from areno.scoring.records import reward_number
 from areno.server.errors import BadTrajectory
 from areno.server.returned_responses import check_json, read_response, to_plain
-from areno.types import Message, PromptBatch
+from areno.types import Message, ProgramEnd, PromptBatch
 
 
 @dataclass(frozen=True)
 class AgentContext:
-    """The argument `ctx` of an agent function. `timeout_s` limits the agent and each of its requests."""
+    """The argument `ctx` of an agent function. `timeout_s` limits the agent and each of its requests.
+
+    `base_url` and `api_key` are those of a session for one sample, which records its turns, and which ends with it.
+    With agent.whole_batch, they are those of all samples, and nothing is recorded.
+    """
 
     base_url: str
     api_key: str
     session: str
     timeout_s: float
+    socket: str | None = None  # a Unix socket that leads to the session of the sample, for a program in a box
 
     def get_base_url(self) -> str:
         """Return the address of the policy's endpoint, for the argument `base_url` of an OpenAI client."""
@@ -153,6 +158,13 @@ class AgentTrajectory:
 
 
 @dataclass
+class ProgramTrajectory(AgentTrajectory):
+    """The result of the program of agent.command, whose turns the session of the sample has recorded."""
+
+    program: ProgramEnd | None = None
+
+
+@dataclass
 class LossMaskPolicy:
     """Selects the tokens of a trajectory that the policy loss trains. Each attribute switches one kind of tokens on.
 
@@ -179,6 +191,26 @@ PlainTurn = dict[str, Any]
 The keys are `messages`, `tools` and `tool_choice` of the request, and those that `read_response` reads from the
 response. If a trajectory has a reward, its last turn also has the key `reward`, which is (reward, parts).
 """
+
+
+Reward = tuple[float, dict[str, float]] | None
+"""A reward with its parts by name, or None if the reward function of the run computes it."""
+
+
+def recorded_result(returned: Any) -> tuple[Reward, ProgramEnd | None] | None:
+    """Return (reward, end of its program) if an agent leaves its turns to the record of its session.
+
+    Then it returns nothing or a reward; a trajectory without turns is a reward with parts. Any other value gives None.
+    Raises BadTrajectory for a wrong reward.
+    """
+    if returned is None:
+        return None, None
+    if isinstance(returned, bool | int | float):
+        returned = AgentTrajectory([], float(returned))
+    if not isinstance(returned, AgentTrajectory) or returned.turns:
+        return None
+    reward = None if returned.reward is None else _checked_reward(returned)
+    return reward, returned.program if isinstance(returned, ProgramTrajectory) else None
 
 
 def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainTurn] | BadTrajectory]:

@@ -9,11 +9,13 @@ a row follows exactly the tokens that the model had read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from areno.agents.conversations import KINDS, conversation_kinds
 from areno.agents.trajectories import (
     AgentItem,
     BadTrajectory,
@@ -36,6 +38,7 @@ from areno.types import RewardRecord, TokenRow, TrainSequence, Trajectory
 
 logger = logging.getLogger("areno")
 
+_OF_TOKENS = ("tokens", "choice", "reward", "forced")  # keys of a turn that its record for users lacks
 _SHOWN = 60  # characters on either side of a difference
 
 
@@ -44,7 +47,7 @@ class RowBuilder:
 
     `policy` selects the tokens that are trained. If `session` is given, responses must come from it. `context` is the
     largest number of tokens in a row. `prompts` renders messages again, to compare them with the prompts that the model
-    read.
+    read. Of the turns that a sample's session has recorded, conversations of the kinds `conversations` are trained.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class RowBuilder:
         vocab_size: int,
         session: str | None = None,
         context: int | None = None,
+        conversations: Collection[str] = KINDS,
     ):
+        self._conversations = conversations
         self._prompts, self._policy, self._session = prompts, policy, session
         self._vocab_size, self._context = vocab_size, context
         self._trained_sources = [
@@ -73,7 +78,7 @@ class RowBuilder:
         Raises BadTrajectory if there are no turns, a turn was changed after it was sampled, or a row is too long.
         """
         if not turns:
-            raise BadTrajectory("it returned no turns")
+            raise BadTrajectory("it returned no turns, and its session has recorded none")
         rows: list[_OpenRow] = []
         known: dict[tuple[str, int], int] = {}
         for number, turn in enumerate(turns):
@@ -85,14 +90,25 @@ class RowBuilder:
             row = max((row for row in rows if row.is_prefix_of(tokens.prompt)), key=len, default=None)
             if row is None:
                 rows.append(row := _OpenRow())
+            row.turns.append(number)
             row.append_turn(tokens, self._trained_mask(turn, tokens.sampled, is_last=number == len(turns) - 1))
             if self._context is not None and len(row) > self._context:
                 raise BadTrajectory(f"it has {len(row)} tokens, more than the model's context of {self._context}")
-        last = turns[-1]
+        last, kept, kinds = turns[-1], rows, list[str]()
+        if isinstance(last["tokens"], TurnTokens):
+            kinds += conversation_kinds(turns, [row.turns for row in rows])
+            agents = [row.turns[-1] for row, kind in zip(rows, kinds, strict=True) if kind in ("main", "compaction")]
+            last = turns[max(agents)]
+            kept = [row for row, kind in zip(rows, kinds, strict=True) if kind in self._conversations]
+            if not kept:
+                raise BadTrajectory(
+                    f"its conversations ({', '.join(kinds)}) are none that agent.train_conversations names"
+                )
         messages = [*last["messages"], last["message"]]
         return Trajectory(
-            rows=[row.to_token_row(self._trained_sources) for row in rows],
-            turns=[{name: turn[name] for name in turn if name not in ("tokens", "choice", "reward")} for turn in turns],
+            rows=[row.to_token_row(self._trained_sources) for row in kept],
+            conversations=Counter(kinds),
+            turns=[{name: turn[name] for name in turn if name not in _OF_TOKENS} for turn in turns],
             messages=messages,
             tool_calls=[call for turn in turns for call in turn["message"].get("tool_calls") or []],
             tool_results=[message for message in messages if message.get("role") == "tool"],
@@ -100,8 +116,13 @@ class RowBuilder:
         )
 
     def _checked_tokens(self, turn: PlainTurn, number: int) -> TurnTokens:
-        """Return the tokens of a turn. Raises BadTrajectory if anything differs from what the server sent."""
+        """Return the tokens of a turn. Raises BadTrajectory if anything differs from what the server sent.
+
+        Turns that the session of the sample has recorded need no check.
+        """
         values = turn["tokens"]
+        if isinstance(values, TurnTokens):
+            return values
         if self._session is not None and values.get("session") != self._session:
             raise BadTrajectory(f"turn {number} has a response of another session")
         try:
@@ -140,6 +161,8 @@ class RowBuilder:
     def _trained_mask(self, turn: PlainTurn, tokens: list[int], is_last: bool) -> np.ndarray:
         """Return whether each sampled token of a turn is trained, bool [len(tokens)]."""
         policy = self._policy
+        if turn.get("forced"):
+            return np.zeros(len(tokens), dtype=bool)
         text = policy.assistant_text and (policy.final_assistant_text or not is_last)
         if text == policy.assistant_tool_calls or not turn["message"].get("tool_calls"):
             return np.full(len(tokens), text)
@@ -161,6 +184,7 @@ class _OpenRow:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.turns: list[int] = []  # their indices
         self._sources: list[tuple[int, int]] = []
         self._pieces: list[tuple[int, np.ndarray, list[float], list[int]]] = []  # start, trained, logprobs, versions
         self._temperatures: set[float] = set()

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from areno import heartbeat, trace
+from areno.agents.conversations import KINDS
 from areno.config.experiments import pass_at_k_values
 from areno.data.loader import BatchLoader
 from areno.errors import EngineError
@@ -178,13 +179,21 @@ def _reward_part_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
     return means | {f"{name}_std": float(np.std(values)) for name, values in found.items()}
 
 
+_COUNTED = ("edited", "restored", "repeated", "not_forced", "refused")  # counts of SampleSession
+
+
 def _agent_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
     """Return the number of failed agents and the mean numbers of turns, rows and tool calls. Empty without agents."""
     found = [sample.trajectory for sample in samples if sample.trajectory is not None]
     failed = Counter(sample.outcome.status for sample in samples if not sample.is_done)
     if not found and not failed:
         return {}
+    recorded = [one for one in found if one.requests]
+    counted = sum((Counter(one.requests) for one in recorded), Counter[str]())
+    kinds = sum((Counter(one.conversations) for one in recorded), Counter[str]())
     return {
+        **{f"agent_{name}": float(counted[name]) for name in _COUNTED if recorded},
+        **{f"agent_{kind}_rows_mean": kinds[kind] / len(recorded) for kind in KINDS if recorded},
         "agent_errors": failed["agent_error"],
         "agent_timeouts": failed["agent_timeout"],
         "agent_filtered": failed["agent_filtered"],

@@ -116,7 +116,7 @@ class _TemplateTraits:
         self.left_out: dict[int, Any] = {}  # hash of a conversation's shape -> what template_omissions.py found
         self._roles: dict[str, str] = {}
         self._separators: dict[str, tuple[str, bool]] = {}
-        self.reasoning, self.calls_are_text = REASONING[0], False
+        self.reasoning, self.calls_are_text, self.takes_later_system = REASONING[0], False, True
         if self.template is not None:
             self._probe(tokenizer)
 
@@ -128,6 +128,8 @@ class _TemplateTraits:
                 self.reasoning = name
                 break
         self.calls_are_text = not self._renders_calls(tokenizer, False) and self._renders_calls(tokenizer, True)
+        later = [question, {"role": "assistant", "content": "b"}, question, {"role": "system", "content": _MARK}]
+        self.takes_later_system = _MARK in (rendered_or_none(tokenizer, later) or "")
 
     def _renders_calls(self, tokenizer: Any, as_text: bool) -> bool:
         """Return whether the template renders tool calls whose arguments are objects or, if `as_text`, JSON text."""

@@ -12,11 +12,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from areno.agents.pool import AgentOutcome, AgentPool
 from areno.agents.proxy import SessionProxy
-from areno.agents.trajectories import AgentContext, AgentItem
+from areno.agents.trajectories import AgentItem
 from areno.api.session import ProxySettings, RolloutSession
 from areno.api.trainer import Trainer
 from areno.config.policy_experiments import PolicyExperimentConfig
@@ -107,7 +108,7 @@ class LiveAgents:
     ) -> None:
         """Start agents. At the end of each, the result of `read(index of its item, outcome)` goes to `finished`."""
         server.prefetch(items)
-        context = AgentContext(server.base_url, server.api_key, server.session, self._config.agent.timeout_s)
+        context = partial(server.begin_agent, settings=self._config.agent)
         self._pool.submit(items, context, lambda index, outcome: self.finished.append(read(index, outcome)))
 
     def stop_other_servers(self, batches: Collection[int]) -> None:

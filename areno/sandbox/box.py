@@ -68,6 +68,7 @@ class Box:
     megabytes: int = 4096  # MiB of memory of all processes together, with files in /tmp and /dev/shm
     read: Sequence[str | Path] = ()  # further files and folders that the command may read and execute
     write: Sequence[str | Path] = ()  # further files and folders that the command may change
+    shown_at: Mapping[str, str] = field(default_factory=dict)  # of the paths above -> path at which they are seen
     socket: str | Path | None = None  # a Unix socket that the command reaches at PORT. None: no network
     environment: Mapping[str, str] = field(default_factory=dict)  # further variables
     processes: int = 1024  # of which each thread counts
@@ -305,17 +306,22 @@ def _memory_file(content: bytes) -> BinaryIO:
 
 
 def _request(command: Sequence[str], box: Box, stderr: bool) -> dict[str, Any]:
-    folder = os.path.abspath(box.folder)
-    temporary = os.path.join(folder, ".tmp")
+    shown = {os.path.abspath(path): at for path, at in box.shown_at.items()}
+
+    def seen(path: str | Path) -> str:
+        return shown.get(os.path.abspath(path), os.path.abspath(path))
+
+    folder = seen(box.folder)
     path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
-    environment = {"PATH": path, "HOME": folder, "TMPDIR": temporary, "LANG": "C.UTF-8"}
+    environment = {"PATH": path, "HOME": folder, "TMPDIR": f"{folder}/.tmp", "LANG": "C.UTF-8"}
     return {
         "command": list(command),
         "folder": folder,
-        "temporary": temporary,
+        "temporary": os.path.join(os.path.abspath(box.folder), ".tmp"),
         "environment": environment | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"} | dict(box.environment),
-        "read": [os.path.abspath(each) for each in box.read],
-        "write": [os.path.abspath(each) for each in box.write],
+        "read": list(map(seen, box.read)),
+        "write": list(map(seen, box.write)),
+        "sources": {at: path for path, at in shown.items()},
         "socket": None if box.socket is None else os.path.abspath(box.socket),
         "seconds": max(box.seconds, 0.0),
         "megabytes": box.megabytes,

@@ -145,12 +145,21 @@ class Root:
         self.has_proc = _mount_proc()  # whether it shows the processes of these namespaces
         kernel.system_call("pivot_root", b".", b".")
 
-    def complete(self, more: Mounts, links: dict[str, str], megabytes: int, processes: int, outside: str) -> None:
+    def complete(
+        self,
+        more: Mounts,
+        links: dict[str, str],
+        sources: dict[str, str],
+        megabytes: int,
+        processes: int,
+        outside: str,
+    ) -> None:
         """Add further paths, terminals, and empty /tmp and /dev/shm in memory. Then hide the former root folder.
 
-        The folder `outside` of that root becomes the working directory of this process.
+        A path shows what is outside at the same path, or at the one in `sources`. The folder `outside` of
+        the former root becomes the working directory of this process.
         """
-        trees = {path: _open_tree(path[1:], more[path], self._host) for path in _outermost(more)}
+        trees = {path: _open_tree(sources.get(path, path)[1:], more[path], self._host) for path in _outermost(more)}
         outside_folder = os.open(outside[1:] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._host)
         own = self._replace_folders((*more, *links))
         options = f"mode=1777,size={megabytes}m,nr_inodes=100000"

@@ -73,7 +73,7 @@ def _try_namespaces(mounts: namespaces.Mounts, links: dict[str, str]) -> str:
             namespaces.prepare_root(mounts, links)
             if (init := namespaces.fork()) == 0:
                 namespaces.start_loopback()
-                namespaces.Root(mounts).complete({}, {}, 1, 1 << 10, "/")
+                namespaces.Root(mounts).complete({}, {}, {}, 1, 1 << 10, "/")
                 os._exit(0)
             if os.waitpid(init, 0)[1] == 0:
                 os.write(say, b"-")
@@ -184,14 +184,17 @@ class _Server:
         """Return the mounts and links for a command, and the folder of its socket."""
         network = request["socket"]
         if self._machine.mounts is None:
-            if network is not None:
-                raise OSError(f"a box with a network is not possible here: {self._without}")
+            if network is not None or request["sources"]:
+                what = "a network" if network is not None else "other paths"
+                raise OSError(f"a box with {what} is not possible here: {self._without}")
             return ()
         paths = [(path, namespaces.READ) for path in request["read"]]
         paths += [(path, namespaces.WRITE) for path in (*request["write"], request["folder"])]
-        mounts, links = namespaces.plan(paths)
+        sources = {at: namespaces.resolve(path)[0] for at, path in request["sources"].items()}
+        mounts, links = namespaces.plan(pair for pair in paths if pair[0] not in sources)
+        mounts |= {path: use for path, use in paths if path in sources}
         namespaces.extend_prepared_root(mounts, links)
-        return mounts, links, "/" if network is None else namespaces.resolve(os.path.dirname(network))[0]
+        return mounts, links, sources, "/" if network is None else namespaces.resolve(os.path.dirname(network))[0]
 
     def _end(self, command: _Command, why: str) -> None:
         """End a command, and send its answer. `why` is "" if its supervisor has ended."""

@@ -94,13 +94,18 @@ class _Supervisor:
         return True
 
     def _complete_root(
-        self, root: namespaces.Root, mounts: namespaces.Mounts, links: dict[str, str], outside: str
+        self,
+        root: namespaces.Root,
+        mounts: namespaces.Mounts,
+        links: dict[str, str],
+        sources: dict[str, str],
+        outside: str,
     ) -> None:
         request = self._request
         if request["socket"] is not None:
             self._bridge = Bridge(self._selector, self._machine.port, os.path.basename(request["socket"]))
         # The path of the socket may be too long for the kernel, and is not in the new root.
-        root.complete(mounts, links, request["megabytes"], request["processes"], outside)
+        root.complete(mounts, links, sources, request["megabytes"], request["processes"], outside)
         if root.has_proc:
             os.close(self._proc)
             self._proc = os.open("/proc", os.O_PATH | os.O_CLOEXEC)

@@ -11,22 +11,26 @@ import logging
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 from aiohttp import web
+from pydantic_core import to_json
 
-from areno.server import response_bodies
 from areno.server.access import OriginGuard
-from areno.server.chat import ChatCompletions
+from areno.server.anthropic_messages import MESSAGES
+from areno.server.chat import ChatCompletions, OpenChat
 from areno.server.completions import Completions
+from areno.server.dialects import CHAT, Answer, ChatAnswer, Dialect
 from areno.server.errors import ApiError
 from areno.server.json_bodies import decompress, read_json, too_large_error
+from areno.server.openai_responses import RESPONSES
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder, prompt_threads
-from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion
+from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion, read_generate
+from areno.server.sample_sessions import SampleSession, SampleSessions, SharedAnswer
 from areno.server.sampling import EngineClient
 from areno.server.threads import END_ANSWERS, ThreadPool
 
@@ -37,7 +41,15 @@ SMALL_BODY = 1 << 15  # bytes of a body that is read in the event loop and whose
 _MAX_CACHED_REQUESTS = 512
 _MAX_FRAMES = 10  # of a traceback in the log
 _MAX_NAME = 200  # characters of a model's name that an error repeats
+_KEEP_ALIVE_S = 5.0
+_SAMPLE = "/s/{sample}"  # the path of a sample's session
+_PUBLIC = {"/", "/health", "/metrics"}  # need no key
+_MESSAGES = "/v1/messages"
+_COUNT = f"{_MESSAGES}/count_tokens"
+_DIALECTS = {"/v1/chat/completions": CHAT, _MESSAGES: MESSAGES, _COUNT: MESSAGES, "/v1/responses": RESPONSES}
+_SESSION: web.RequestKey[SampleSession] = web.RequestKey("sample_session")
 _JSON = {"Content-Type": "application/json; charset=utf-8"}
+_EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 _CLIENT_GONE = 499  # the status in /metrics; nobody sees it otherwise
 
 
@@ -51,6 +63,7 @@ class Server:
     guard: OriginGuard | None  # None: web pages may send requests
     created: int  # seconds since the epoch
     threads: ThreadPool
+    samples: SampleSessions = field(default_factory=SampleSessions)
 
     def __post_init__(self) -> None:
         self._handling: set[asyncio.Task[Any]] = set()  # handlers of requests in progress
@@ -69,10 +82,16 @@ class Server:
         self._is_shutting_down = self._is_over = False
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/v1/models", self._list_models)
-        app.router.add_get("/v1/models/{name:.+}", self._get_model)
-        app.router.add_post("/v1/chat/completions", self._create_chat_completion)
-        app.router.add_post("/v1/completions", self._create_completion)
+        for prefix in ("", _SAMPLE):
+            app.router.add_get(prefix + "/", self._health)
+            app.router.add_get(prefix + "/v1/models", self._list_models)
+            app.router.add_get(prefix + "/v1/models/{name:.+}", self._get_model)
+            app.router.add_post(prefix + "/v1/completions", self._create_completion)
+            app.router.add_post(prefix + "/inference/v1/generate", self._generate_tokens)
+            for path in _DIALECTS.keys() - {_COUNT}:
+                app.router.add_post(prefix + path, partial(self._create_chat, _DIALECTS[path]))
+            app.router.add_post(prefix + _COUNT, self._count_tokens)
+        app.router.add_get(_SAMPLE, self._health)
         return app
 
     # -- around every request --------------------------------------------------------------------------------------
@@ -81,27 +100,30 @@ class Server:
     async def _handle_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        metrics, path = self.sampler.metrics, request.match_info.route.resource
+        metrics, resource = self.sampler.metrics, request.match_info.route.resource
+        path = "other" if resource is None else resource.canonical
         metrics.in_flight += 1
         status, task = _CLIENT_GONE, asyncio.current_task()
         assert task is not None
         self._handling.add(task)
         try:
-            self._check_key(request)
-            if (response := self._check_origin(request)) is None:
+            is_public = path in _PUBLIC
+            if not is_public:
+                self._check_key(request)
+            if (response := self._check_origin(request, is_public)) is None:
                 with self._shutdown_as_error():
                     response = await handler(request)
             status = response.status
             return response
         except ApiError as error:
             status = error.status
-            return _error_response(error)
+            return _error_response(error, path)
         except web.HTTPRequestEntityTooLarge:
             status = 413
-            return _error_response(too_large_error(self.sampler.limits.max_body))
+            return _error_response(too_large_error(self.sampler.limits.max_body), path)
         except web.HTTPException as error:
             status = error.status
-            return _error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"))
+            return _error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"), path)
         except ConnectionError:  # the client has disconnected
             return web.Response(status=status)
         except asyncio.CancelledError:
@@ -109,25 +131,35 @@ class Server:
         except Exception as error:
             status = 500
             logger.error("a request failed: %s", "".join(traceback.format_exception(error, limit=-_MAX_FRAMES)))
-            return _error_response(ApiError(500, "the server failed; its log says why"))
+            return _error_response(ApiError(500, "the server failed; its log says why"), path)
         finally:
             self._handling.discard(task)
             metrics.in_flight -= 1
-            metrics.requests[path.canonical if path is not None else "other", status] += 1
+            metrics.requests[path, status] += 1
 
     def _check_key(self, request: web.Request) -> None:
-        if not self.keys or not request.path.startswith("/v1/"):
+        """Find the session that a request belongs to, by its path or its key. Raises ApiError 401, 403 or 410."""
+        given, named = _sent_key(request), request.match_info.get("sample")
+        address = None if request.transport is None else request.transport.get_extra_info("sockname")
+        if isinstance(address, str):  # a Unix socket, whose session needs no key
+            request[_SESSION] = own = self.samples.of_sockets[address]
+            if (named or own.id) != own.id or (given in self.samples and given != own.id):
+                raise ApiError(403, "this is the session of another sample", code="foreign_session")
             return
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        sent = given.strip().encode(errors="surrogateescape")  # the bytes of the header, even if they are not UTF-8
+        if named is not None or given in self.samples:
+            request[_SESSION] = self.samples.find(named or given)
+            return
+        if not self.keys:
+            return
+        sent = given.encode(errors="surrogateescape")  # the bytes of the header, even if they are not UTF-8
         matches = [hmac.compare_digest(sent, key.encode()) for key in self.keys]
-        if kind.lower() != "bearer" or not any(matches):
+        if not any(matches):
             missing = "You didn't provide an API key; send it as Authorization: Bearer KEY"
             raise ApiError(401, "Incorrect API key provided" if given else missing, code="invalid_api_key")
 
-    def _check_origin(self, request: web.Request) -> web.Response | None:
+    def _check_origin(self, request: web.Request, is_public: bool) -> web.Response | None:
         """Return the answer to a CORS preflight request, else None. Raises ApiError 403 for a foreign page."""
-        if self.guard is None or (self.keys and request.path.startswith("/v1/")):
+        if self.guard is None or ((self.keys or _SESSION in request) and not is_public):
             return None
         self.guard.check_request(request)
         return self.guard.preflight_response(request)
@@ -176,27 +208,34 @@ class Server:
                 raise
             raise ApiError(503, "the server shuts down, and this answer did not end in time") from None
 
-    async def _read_and_parse(self, request: web.Request, read: Callable[[bytes], T]) -> T:
-        """Receive and parse a body. A large body is parsed in a thread."""
-        body = await self._read_body(request)
+    async def _parse(self, body: bytes, read: Callable[[bytes], T]) -> T:
+        """Parse a body, a large one in a thread."""
         return read(body) if len(body) <= SMALL_BODY else await self.threads.run(lambda: read(body))
 
-    def _read_chat(self, body: bytes) -> ChatRequest:
+    def _read_chat(
+        self, dialect: Dialect, body: bytes, sample: SampleSession | None
+    ) -> tuple[ChatRequest, Answer, bytes]:
+        """Return the checked request, the encoder of its answer, and what is equal in a request that repeats it."""
         # The agents of all samples of a prompt begin with the same request, so small requests are cached.
-        return self._read_small_chat(body) if len(body) <= SMALL_BODY else self._parse_chat(body)
+        if dialect is CHAT and len(body) <= SMALL_BODY and (sample is None or not sample.uses_run_sampling):
+            return self._read_small_chat(body), ChatAnswer(), body
+        values, answer = dialect.read(read_json(body), self.chat.takes_later_system)
+        values = values if sample is None else sample.body_for_run(values)
+        # Not the body: programs put times and the number of the attempt into fields that are not read.
+        return self._check_chat(values), answer, b"" if sample is None else to_json(values)
 
     @cached_property
     def _read_small_chat(self) -> Callable[[bytes], ChatRequest]:
-        return lru_cache(_MAX_CACHED_REQUESTS)(self._parse_chat)
+        return lru_cache(_MAX_CACHED_REQUESTS)(lambda body: self._check_chat(read_json(body)))
 
-    def _parse_chat(self, body: bytes) -> ChatRequest:
-        return read_chat(read_json(body), self.sampler.defaults, self.sampler.limits.max_messages)
+    def _check_chat(self, values: Any) -> ChatRequest:
+        return read_chat(values, self.sampler.defaults, self.sampler.limits.max_messages)
 
     def _read_completion(self, body: bytes) -> CompletionRequest:
         return read_completion(read_json(body), self.sampler.defaults)
 
-    def _check_model(self, name: str) -> None:
-        if name not in self.models:
+    def _check_model(self, name: str, sample: SampleSession | None = None) -> None:
+        if sample is None and name not in self.models:
             known = ", ".join(self.models)
             message = f"The model `{name[:_MAX_NAME]}` does not exist; there is {known}"
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -225,50 +264,106 @@ class Server:
         self._check_model(name)
         return web.json_response(self._model_object(name))
 
-    async def _create_chat_completion(self, request: web.Request) -> web.StreamResponse:
-        given = await self._read_and_parse(request, self._read_chat)
-        self._check_model(given.model)
+    async def _create_chat(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        sample: SampleSession | None = request.get(_SESSION)
+        body = await self._read_body(request)
+        given, answer, key = await self._parse(body, lambda body: self._read_chat(dialect, body, sample))
+        self._check_model(given.model, sample)
+
+        async def pieces() -> AsyncIterator[bytes]:
+            async with self._place_for(given.options.n, sample):
+                chats.append(chat := await self.chat.prepare(given, sample))
+                async with aclosing(answer.pieces(chat)) as sampled:  # type: ignore[type-var]
+                    async for piece in sampled:
+                        if given.options.stream:
+                            yield piece
+            if not given.options.stream:  # the place is free before the client has its answer
+                yield piece
+
+        def record() -> None:
+            if sample is not None:
+                sample.record(chats[0].turns())
+
+        chats: list[OpenChat] = []
+        idle_s = _KEEP_ALIVE_S if given.options.stream else None
+        if sample is None:
+            shared = SharedAnswer(answer, pieces(), idle_s=idle_s)
+        else:
+            sample.count_request()
+            shared = sample.shared_answer(request.path, key, answer, pieces, record, idle_s)
+        return await self._send(request, given.options.stream, shared.read(), shared.answer)
+
+    @asynccontextmanager
+    async def _place_for(self, n: int, sample: SampleSession | None) -> AsyncIterator[None]:
+        """Reserve a place for `n` samples. A sample's session waits for it, since some programs end at a refusal."""
+        if sample is not None:
+            await self.sampler.wait_for_place(n)
+        with self.sampler.reserve(n):
+            yield
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        body = await self._read_body(request)
+        given, *_ = await self._parse(body, lambda body: self._read_chat(MESSAGES, body, request.get(_SESSION)))
+        chat = await self.chat.prepare(given)
+        return web.json_response({"input_tokens": len(chat.prompt.tokens)})
+
+    async def _generate_tokens(self, request: web.Request) -> web.Response:
+        """Continue token ids, as vLLM's endpoint for trainers does."""
+        sample: SampleSession | None = request.get(_SESSION)
+        body = await self._read_body(request)
+        given = await self._parse(body, lambda body: read_generate(read_json(body), self.sampler.defaults))
+        self._check_model(given.model or self.models[0], sample)
         with self.sampler.reserve(given.options.n):
-            chat = await self.chat.prepare(given)
-            return await (
-                self._stream(request, chat.chunks()) if given.options.stream else _json_response(chat.create_response())
-            )
+            completion = await self.completions.prepare(given)
+            body = await completion.create_token_response()
+        return web.Response(body=body, headers=_JSON)
 
     async def _create_completion(self, request: web.Request) -> web.StreamResponse:
-        given = await self._read_and_parse(request, self._read_completion)
-        self._check_model(given.model)
+        body = await self._read_body(request)
+        given = await self._parse(body, self._read_completion)
+        self._check_model(given.model, request.get(_SESSION))
         with self.sampler.reserve(given.options.n * len(given.prompts)):
             completion = await self.completions.prepare(given)
-            stream = given.options.stream
-            return await (
-                self._stream(request, completion.chunks()) if stream else _json_response(completion.create_response())
-            )
+            if given.options.stream:
+                return await self._send(request, True, completion.pieces(), ChatAnswer())
+            body = await completion.create_response()
+        return web.Response(body=body, headers=_JSON)
 
-    async def _stream(self, request: web.Request, chunks: AsyncIterator[Any]) -> web.StreamResponse:
-        """Send chunks as server-sent events. Before the first, an error becomes an error response, later an event."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        async with aclosing(chunks) as stream:  # type: ignore[type-var]
+    async def _send(
+        self, request: web.Request, is_stream: bool, pieces: AsyncIterator[bytes], answer: Answer
+    ) -> web.StreamResponse:
+        """Send pieces as server-sent events, or as one body.
+
+        Before the first piece, an error becomes an error response, later an event.
+        """
+        kind = _EVENTS if is_stream else _JSON
+        response = web.StreamResponse(headers=kind)
+        async with aclosing(pieces) as sampled:  # type: ignore[type-var]
             try:
                 with self._shutdown_as_error():
-                    async for chunk in stream:
+                    async for piece in sampled:
                         if not response.prepared:
+                            if not is_stream:
+                                response.content_length = len(piece)
                             await response.prepare(request)
-                        await response.write(response_bodies.server_sent_event(chunk))
-                    await response.write(response_bodies.END)
+                        await response.write(piece)
             except ApiError as error:
                 if not response.prepared:
                     raise
-                await response.write(response_bodies.server_sent_event(error.body()))
+                await response.write(answer.failure(error))
         await response.write_eof()
         return response
 
 
-async def _json_response(answer: Awaitable[bytes]) -> web.Response:
-    return web.Response(body=await answer, headers=_JSON)
+def _sent_key(request: web.Request) -> str:
+    """Return the key of a request, from the header of OpenAI's or of Anthropic's API, or ""."""
+    kind, _, given = request.headers.get("Authorization", "").partition(" ")
+    return given.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 
 
-def _error_response(error: ApiError) -> web.Response:
-    return web.json_response(error.body(), status=error.status)
+def _error_response(error: ApiError, path: str) -> web.Response:
+    dialect = _DIALECTS.get(path.removeprefix(_SAMPLE), CHAT)
+    return web.json_response(dialect.error_body(error), status=error.status)
 
 
 def build_server(

@@ -12,11 +12,12 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic_core import to_json
 
+from areno.data.messages import template_traits
 from areno.errors import ArenoError, DataError
 from areno.server import response_bodies
 from areno.server.detokenize import TextStream, TokenTextCache, TokenTextStream, special_ids
@@ -25,32 +26,44 @@ from areno.server.messages import read_messages
 from areno.server.parsers import MessageDelta, MessageStream, ToolCall, join_deltas
 from areno.server.parsers.message import END_THINK, THINK
 from areno.server.prompt_builder import EncodedPrompt, PromptBuilder, is_first_turn, template_names
-from areno.server.requests import ChatRequest
-from areno.server.returned_responses import message_digest, sampling_fields
+from areno.server.requests import ChatRequest, SampleOptions, replace_params
+from areno.server.returned_responses import TurnTokens, message_digest, sampling_fields
+from areno.server.sample_sessions import SampleSession
 from areno.server.sampling import EngineClient
 from areno.server.threads import ThreadPool
 from areno.types import GenerationOutput, GenerationRequest, Message
 
 Json = dict[str, Any]
+_STOP_TOKENS = 1000  # at the end of an answer: a stop string has at most as many characters
 
 
 class ChatCompletions:
     """Answers chat requests. `session` is in each response, so that a session rejects trajectories sampled elsewhere.
 
-    In a training session, no grammar enforces the calls that `tool_choice` asks for: the model must learn to call
-    tools.
+    In a training session, no grammar enforces what `tool_choice` and `response_format` ask for: a token that is trained
+    is sampled from the policy alone.
     """
 
     def __init__(self, prompts: PromptBuilder, sampler: EngineClient, *, session: str | None = None):
         self.prompts, self.sampler = prompts, sampler
-        self._session, self._enforces_calls = session, session is None
+        self._session, self._is_training = session, session is not None
         tokenizer = prompts.tokenizer
         self._grammars = ThreadPool(1, "areno-grammars")  # one thread, since the compiler is not thread-safe
         self._texts = TokenTextCache(tokenizer)
         self._special = special_ids(tokenizer, keep={*prompts.parser.tags, THINK, END_THINK})
 
-    async def prepare(self, request: ChatRequest) -> _OpenChat:
-        """Prepare a request for sampling. Raises ApiError 400 if it cannot be served."""
+    @property
+    def takes_later_system(self) -> bool:
+        """Whether the chat template renders system messages after the first message."""
+        return template_traits(self.prompts.tokenizer).takes_later_system
+
+    async def prepare(self, request: ChatRequest, sample: SampleSession | None = None) -> OpenChat:
+        """Prepare a request for sampling, in the session of a sample or in none.
+
+        Raises ApiError 400 if it cannot be served.
+        """
+        if sample is not None and not is_first_turn(request.messages):
+            request = replace(request, messages=sample.restored_messages(request.messages))
         try:
             # The server caches checked requests, because the samples of a prompt begin with the same one.
             if (prompt := request.prompt()) is None:
@@ -63,10 +76,12 @@ class ChatCompletions:
             raise _with_conversation_size(error, request) from error
         except DataError as error:
             raise ApiError(400, str(error), param="messages") from error
-        grammar = None
-        if request.response_format is not None or (request.requires_call and self._enforces_calls):
+        grammar, forces = None, self._may_force(request, prompt, sample)
+        if forces and (request.response_format is not None or request.requires_call):
             # A grammar of a large vocabulary takes a second the first time.
             grammar = await self._grammars.run(lambda: self._grammar_text(request, prompt))
+        if sample is not None and sample.uses_run_sampling:
+            request = replace(request, options=self._options_with_room(request.options, len(prompt.tokens)))
         try:
             # An answer that is not streamed is read in pieces, too, so that its text is parsed before many samples
             # finish at once.
@@ -83,7 +98,27 @@ class ChatCompletions:
                 raise
             raise _with_conversation_size(error, request, prompt.tokens) from error
         hidden = self.sampler.stop_ids | (self._special if request.options.params.skip_special_tokens else frozenset())
-        return _OpenChat(self, request, prompt, sampled, hidden)
+        returns_tokens = self._is_training if sample is None else sample.returns_tokens
+        return OpenChat(self, request, prompt, sampled, hidden, returns_tokens)
+
+    def _may_force(self, request: ChatRequest, prompt: EncodedPrompt, sample: SampleSession | None) -> bool:
+        """Return whether a grammar may choose tokens. In training it may not, but for requests beside the agent's."""
+        if not self._is_training:
+            return True
+        if sample is None:
+            return False
+        has_tools = bool(request.tools)
+        is_aside = sample.is_aside(prompt.keys, has_tools)
+        sample.note_request(prompt.keys, has_tools)
+        sample.counts["not_forced"] += not is_aside and (request.requires_call or request.response_format is not None)
+        return is_aside
+
+    def _options_with_room(self, options: SampleOptions, n_prompt: int) -> SampleOptions:
+        """Lower `max_tokens` to the default, and to what fits into the KV cache beside the prompt."""
+        room = max(self.sampler.request_limits.kv_tokens + 1 - n_prompt, 1)
+        most = min(options.params.max_new_tokens, self.sampler.defaults.max_new_tokens, room)
+        least = min(options.params.min_new_tokens, most)
+        return replace(options, params=replace_params(options.params, max_new_tokens=most, min_new_tokens=least))
 
     def _template_variables(self, request: ChatRequest) -> Json:
         """Return the extra variables of the chat template, including the variable that `reasoning_effort` sets."""
@@ -108,7 +143,7 @@ class ChatCompletions:
         """Return the grammar that enforces `response_format` and `tool_choice`, or None if neither constrains."""
         from areno.server.output_grammars import Constraint, compile_grammar, reasoning_after
 
-        requires_call, tokenizer = request.requires_call and self._enforces_calls, self.prompts.tokenizer
+        requires_call, tokenizer = request.requires_call, self.prompts.tokenizer
         constraint = Constraint(
             response_format=request.response_format,
             tools=request.tools,
@@ -142,26 +177,33 @@ def _with_conversation_size(error: ApiError, request: ChatRequest, tokens: Seque
 
 
 @dataclass
-class _OpenChat:
+class OpenChat:
+    """A chat request in progress. Sampling begins with `create_response`, `chunks` or `deltas`, one of which is called.
+
+    After its end, `choices` has the choices of the answer.
+    """
+
     endpoint: ChatCompletions
     request: ChatRequest
     prompt: EncodedPrompt
     sampled: GenerationRequest
     hidden: frozenset[int]  # tokens without text in the answer: stop tokens and, by default, special tokens
+    returns_tokens: bool  # whether the answer has the field `areno`, if the request does not say
 
     def __post_init__(self) -> None:
         self.head = response_bodies.response_envelope("chat.completion", "chatcmpl", self.request.model)
         options = self.request.options
-        self.returns_tokens = self.endpoint._session is not None if options.token_ids is None else options.token_ids
+        self.returns_tokens = self.returns_tokens if options.token_ids is None else options.token_ids
+        self.choices: list[_Choice] = []
 
     async def create_response(self) -> bytes:
         n = self.request.options.n
-        choices, outputs = list[_Choice](), list[Any]([None] * n)
+        choices, outputs = self.choices, list[Any]([None] * n)
         written, prompt = list[response_bodies.TokenFieldWriter](), b""
         async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
             async for output in stream:
                 if not choices:  # created late, because many requests may wait for the engine
-                    choices = [_Choice(self, index) for index in range(n)]
+                    choices += [_Choice(self, index) for index in range(n)]
                     if self.returns_tokens:
                         written = [response_bodies.TokenFieldWriter() for _ in range(n)]
                         prompt = to_json(self._prompt_field())
@@ -171,7 +213,9 @@ class _OpenChat:
                 if output.finish_reason is not None:
                     outputs[output.sample] = output
         shown = [self._choice(index, output, choices[index]) for index, output in enumerate(outputs)]
-        body = {**self.head, "choices": shown, "usage": self._usage(outputs), "system_fingerprint": None}
+        body = {**self.head, "choices": shown, "usage": self.usage(), "system_fingerprint": None}
+        if self.request.options.token_ids:
+            body["prompt_token_ids"] = self.prompt.tokens
         if not self.returns_tokens:
             return to_json(body)
         tokens = [
@@ -186,9 +230,10 @@ class _OpenChat:
         message |= {name: value for name, value in choice.message().items() if value is not None}
         # Runs after the answers that are ready have been sent, and before a client can send the next turn.
         asyncio.get_running_loop().call_soon(self.cache_turn, output, message)
+        choice.output = output
         logprobs = None if self.request.options.n_top is None else choice.logprobs()
-        reason = self.finish_reason(output, choice.n_calls > 0)
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        body = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish_reason()}
+        return body | ({"token_ids": output.tokens} if self.request.options.token_ids else {})
 
     def cache_turn(self, output: GenerationOutput, message: Json) -> None:
         """Cache a finished turn with the message as the client got it."""
@@ -202,20 +247,28 @@ class _OpenChat:
         ends = self.endpoint.sampler.stop_ids
         self.endpoint.prompts.cache_turn(self.prompt, output.tokens, ends, message, self.hidden)
 
-    def finish_reason(self, output: GenerationOutput, has_calls: bool) -> str:
-        """Return "stop", "length" or "tool_calls". As in OpenAI's API, a forced call ends with "stop"."""
-        if output.finish_reason == "stop" and has_calls and self.request.named is None:
-            return "tool_calls"
-        return response_bodies.finish_reason(output)
+    def turns(self) -> list[Json]:
+        """Return the finished choices as turns of an agent, for RowBuilder."""
+        request = self.request
+        asked = {"messages": request.messages, "tools": request.tools or None, "tool_choice": None}
+        if self.sampled.grammar is not None:
+            asked["forced"] = True  # its tokens are not trained
+        return [{**asked, **choice.turn(), "choice": [self.head["id"], choice.index]} for choice in self.choices]
 
-    def _usage(self, outputs: Sequence[GenerationOutput]) -> Json:
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.choices) and all(choice.output is not None for choice in self.choices)
+
+    def usage(self) -> Json:
+        outputs = [choice.finished_output for choice in self.choices]
         n_completion = sum(len(output.tokens) for output in outputs)
         return response_bodies.usage_field(len(self.prompt.tokens), n_completion, outputs[0].cached_tokens)
 
-    def _token_field(self, outputs: Sequence[GenerationOutput], messages: Sequence[Json]) -> Json:
+    def _token_field(self) -> Json:
         if not self.returns_tokens:
             return {}
-        digests = [message_digest(message) for message in messages]
+        outputs = [choice.finished_output for choice in self.choices]
+        digests = [message_digest(choice.message()) for choice in self.choices]
         return {"areno": response_bodies.token_field(self._prompt_field(), outputs, digests)}
 
     def _prompt_field(self) -> Json:
@@ -233,37 +286,47 @@ class _OpenChat:
         base = {**self.head, "object": "chat.completion.chunk", "system_fingerprint": None}
         if options.include_usage:
             base["usage"] = None
-        choices = [_Choice(self, index) for index in range(options.n)]
-        outputs: list[Any] = [None] * options.n
 
-        def chunk(index: int, delta: Json, reason: str | None = None) -> Json:
-            logprobs = choices[index].logprobs() if choices[index].unreported else None
-            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-            return {**base, "choices": [choice]}
+        def chunk(choice: _Choice, delta: Json, reason: str | None = None) -> Json:
+            logprobs = choice.logprobs() if choice.unreported else None
+            body: Json = {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+            if options.token_ids:
+                body["token_ids"] = choice.pop_token_ids()
+            return {**base, "choices": [body]}
 
-        for index in range(options.n):
-            yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
+        self.choices = [_Choice(self, index) for index in range(options.n)]
+        for choice in self.choices:
+            first = chunk(choice, {"role": "assistant", "content": "", "refusal": None})
+            yield first | ({"prompt_token_ids": self.prompt.tokens} if options.token_ids else {})
+        async for choice, delta in self.deltas():
+            if delta is not None:
+                yield chunk(choice, choice.delta_body(delta))
+            else:
+                yield chunk(choice, {}, choice.finish_reason()) | (self._token_field() if self.is_finished else {})
+        if options.include_usage:
+            yield {**base, "choices": [], "usage": self.usage()}
+
+    async def deltas(self) -> AsyncIterator[tuple[_Choice, MessageDelta | None]]:
+        """Sample, and yield (choice, increment of its message), with None at the end of each choice."""
+        self.choices = self.choices or [_Choice(self, index) for index in range(self.request.options.n)]
         async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
             async for output in stream:
-                choice = choices[output.sample]
+                choice = self.choices[output.sample]
                 for delta in choice.feed(output):
-                    yield chunk(output.sample, choice.delta_body(delta))
-                if output.finish_reason is None:
-                    continue
-                outputs[output.sample] = output
-                self.cache_turn(output, choice.message())
-                last = chunk(output.sample, {}, self.finish_reason(output, choice.n_calls > 0))
-                is_whole = None not in outputs
-                yield last | (self._token_field(outputs, [one.message() for one in choices]) if is_whole else {})
-        if options.include_usage:
-            yield {**base, "choices": [], "usage": self._usage(outputs)}
+                    yield choice, delta
+                if output.finish_reason is not None:
+                    choice.output = output
+                    self.cache_turn(output, choice.message())
+                    yield choice, None
 
 
 class _Choice:
     """One choice of an answer, parsed while its tokens arrive."""
 
-    def __init__(self, chat: _OpenChat, index: int):
+    def __init__(self, chat: OpenChat, index: int):
         request, endpoint = chat.request, chat.endpoint
+        self._chat, self.index, self._named = chat, index, request.named
+        self.output: GenerationOutput | None = None  # the last one, which has the whole completion
         stream = TextStream(endpoint.prompts.tokenizer, chat.hidden, request.options.params.stop or ())
         self._texts = endpoint._texts
         token_texts = None if request.options.n_top is None else TokenTextStream(self._texts, chat.hidden)
@@ -277,11 +340,25 @@ class _Choice:
         self.unreported: list[response_bodies.ScoredText] = []  # not yet returned by `logprobs`
         self._deltas: list[MessageDelta] = []
         self.n_calls = 0
+        self._token_ids: list[int] = []  # not yet returned by `pop_token_ids`
+
+    @property
+    def finished_output(self) -> GenerationOutput:
+        assert self.output is not None
+        return self.output
+
+    def finish_reason(self) -> str:
+        """Return "stop", "length" or "tool_calls". As in OpenAI's API, a forced call ends with "stop"."""
+        output = self.finished_output
+        if output.finish_reason == "stop" and self.n_calls > 0 and self._named is None:
+            return "tool_calls"
+        return response_bodies.finish_reason(output)
 
     def feed(self, output: GenerationOutput) -> list[MessageDelta]:
         """Return the new message deltas. Text that later tokens may change is held back for a later call."""
         text, scored = self._decoder.decode(output)
         self.unreported += scored
+        self._token_ids += self._decoder.new_tokens
         return self._record_deltas(
             self._message.feed(text) if output.finish_reason is None else self._message.finish(text)
         )
@@ -298,11 +375,38 @@ class _Choice:
         self._deltas += kept
         return kept
 
+    def pop_token_ids(self) -> list[int]:
+        tokens, self._token_ids = self._token_ids, []
+        return tokens
+
     def message(self) -> Json:
         parsed = join_deltas(self._deltas)
         calls = [_call_body(call) for call in parsed.tool_calls]
         message = {"role": "assistant", "content": parsed.content, "reasoning_content": parsed.reasoning_content}
         return message | ({"tool_calls": calls} if calls else {})
+
+    def turn(self) -> Json:
+        prompt, output = self._chat.prompt, self.finished_output
+        message = {"role": "assistant", **{name: one for name, one in self.message().items() if one is not None}}
+        tokens = TurnTokens(
+            prompt=prompt.tokens,
+            sources=prompt.sources,
+            sampled=output.tokens,
+            message=message_digest(message),
+            logprobs=output.logprobs,
+            versions=output.versions,
+            temperature=self._chat.sampled.params.logprob_temperature,
+            keys=prompt.keys,
+        )
+        return {"message": message, "finish_reason": self.finish_reason(), "tokens": tokens}
+
+    def matched_stop(self, stop: Sequence[str]) -> str | None:
+        """Return the stop string that ended the text, or None."""
+        output, sampler = self.finished_output, self._chat.endpoint.sampler
+        if not stop or output.finish_reason != "stop" or output.tokens[-1] in sampler.stop_ids:
+            return None
+        text = self._chat.endpoint.prompts.tokenizer.decode(output.tokens[-_STOP_TOKENS:], skip_special_tokens=False)
+        return next((one for one in stop if one in text), None)
 
     def delta_body(self, delta: MessageDelta) -> Json:
         if delta.tool_call is not None:

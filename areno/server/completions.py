@@ -98,6 +98,31 @@ class _OpenCompletion:
         token_texts.feed(tokens)
         return text, token_texts.finish(len(text))
 
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Sample, and yield the server-sent events of a streamed response."""
+        async with aclosing(self.chunks()) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                yield response_bodies.server_sent_event(chunk)
+        yield response_bodies.END
+
+    async def create_token_response(self) -> bytes:
+        """Return the response of /inference/v1/generate: token ids with log-probabilities, and no text."""
+        choices = [
+            {
+                "index": output.sample,
+                "token_ids": output.tokens,
+                "finish_reason": response_bodies.finish_reason(output),
+                "logprobs": {
+                    "content": [
+                        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+                        for token, logprob in zip(output.tokens, output.logprobs, strict=True)
+                    ]
+                },
+            }
+            for output in await self._endpoint._sampler.finished_outputs(self._sampled[0])
+        ]
+        return to_json({"request_id": self._head["id"], "choices": choices, "prompt_logprobs": None})
+
     async def create_response(self) -> bytes:
         found = await _gather_or_cancel([self._endpoint._sampler.finished_outputs(one) for one in self._sampled])
         n_tokens = sum(len(one.prompt) for one in self._sampled) + sum(

@@ -98,9 +98,12 @@ class RequestFields:
             raise invalid_field_error(self.path(field), f"has {len(value)} elements; at most {max_items} are allowed")
         return value
 
+    def unread(self) -> set[str]:
+        return self._values.keys() - self._taken
+
     def reject_unread(self, ignored: Collection[str] = (), unsupported: Collection[str] = ()) -> None:
         """Reject fields that were not read. `unsupported` fields are part of OpenAI's API, and their error says so."""
-        for field in self._values.keys() - self._taken - set(ignored):
+        for field in self.unread() - set(ignored):
             if field in unsupported:
                 raise invalid_field_error(self.path(field), "is not supported by this server")
             similar = did_you_mean(field, self._taken | set(ignored)) if len(field) < _LONG_NAME else ""

@@ -156,6 +156,22 @@ def read_completion(values: Any, defaults: SamplingParams) -> CompletionRequest:
     return CompletionRequest(model=model, prompts=prompts, echo=echo, wants_new=max_tokens != 0, options=options)
 
 
+def read_generate(values: Any, defaults: SamplingParams) -> CompletionRequest:
+    """Read a request to /inference/v1/generate, vLLM's endpoint for token ids."""
+    fields = RequestFields(values)
+    model, tokens = fields.text("model") or "", fields.get("token_ids")
+    if not isinstance(tokens, list):
+        raise invalid_field_error("token_ids", f"is {format_value(tokens)}; a list of token ids is expected")
+    params = RequestFields(fields.get("sampling_params") or {}, "sampling_params")
+    options = _sample_options(params, defaults, params.integer("max_tokens", 1, _MAX_TOKENS))
+    params.integer("logprobs", -1, MAX_TOP)
+    params.integer("prompt_logprobs", -1, MAX_TOP)
+    params.reject_unread(("detokenize", "output_kind", "include_stop_str_in_output", "truncate_prompt_tokens"))
+    fields.reject_unread((*_IGNORED, "priority", "cache_salt", "request_id", "stream", "stream_options", "features"))
+    prompts = _completion_prompts(tokens)
+    return CompletionRequest(model=model, prompts=prompts, echo=False, wants_new=True, options=options)
+
+
 def _model_name(fields: RequestFields) -> str:
     model = fields.text("model")
     if model is None:

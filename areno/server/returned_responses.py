@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from areno.config.rollout import MAX_TEMPERATURE, MIN_TEMPERATURE
@@ -37,6 +37,7 @@ class TurnTokens:
     logprobs: list[float]
     versions: list[int]  # of the weights, for each sampled token
     temperature: float
+    keys: list[str] = field(default_factory=list)  # `conversation_keys` of the request, if a session recorded the turn
 
     @classmethod
     def read(cls, values: Mapping[str, Any], vocab_size: int) -> TurnTokens:

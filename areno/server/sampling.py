@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ class EngineClient:
         self._seed = seed
         self._seen: OrderedDict[int, int] = OrderedDict()  # digest of a prompt -> its requests without a seed
         self.n_samples = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()  # requests in `wait_for_place`
 
     def generation_request(
         self, prompt: list[int], options: SampleOptions, *, digest: int | None = None, **more: Any
@@ -176,11 +178,29 @@ class EngineClient:
         if self.n_samples + n > max_samples:
             message = f"{self.n_samples} samples are in progress, and at most {max_samples} may be; try later"
             raise ApiError(429, message)
+        with self._counted(n):
+            yield
+
+    @contextmanager
+    def _counted(self, n: int) -> Iterator[None]:
         self.n_samples += n
         try:
             yield
         finally:
             self.n_samples -= n
+            for waiting in self._waiting:
+                if not waiting.done():
+                    waiting.set_result(None)
+
+    async def wait_for_place(self, n: int) -> None:
+        """Return when `reserve(n)` will succeed."""
+        while self.n_samples and self.n_samples + n > self.limits.max_samples:
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            try:
+                await waiting
+            finally:
+                self._waiting.remove(waiting)
 
     async def outputs(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
         """Yield partial and finished outputs of all samples as they arrive. Leaving the iteration aborts the request.

@@ -131,6 +131,7 @@ class ServerThread:
         self._stopping: asyncio.Event | None = None
         self._error: BaseException | None = None
         self._ready = threading.Event()
+        self._runner: Runner | None = None
         self.url = ""
 
     def start(self) -> str:
@@ -151,6 +152,15 @@ class ServerThread:
         except RuntimeError:
             work.close()
 
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine in the server's event loop, and return its result. Raises EngineError after `stop`."""
+        assert self._loop is not None
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+        except RuntimeError as error:
+            work.close()
+            raise EngineError("the server has stopped") from error
+
     def stop(self) -> None:
         """Refuse new requests, wait for those in progress, then cancel the rest."""
         if self._loop is None or self._stopping is None or self._thread is None:
@@ -167,6 +177,13 @@ class ServerThread:
         finally:
             self._ready.set()
 
+    async def open_socket(self, path: str) -> web.UnixSite:
+        """Serve at a Unix socket, too, until `stop` of the result. Called in the event loop."""
+        assert self._runner is not None
+        site = web.UnixSite(self._runner, path)
+        await site.start()
+        return site
+
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         app, grace_s = self._make(), max(self._grace_s, _MIN_GRACE_S)
@@ -180,6 +197,7 @@ class ServerThread:
             logger=_logger,
         )
         await runner.setup()
+        self._runner = runner
         try:
             await web.TCPSite(runner, self._host, self._port, backlog=1024).start()
             host, port = runner.addresses[0][:2]

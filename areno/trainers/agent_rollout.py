@@ -15,7 +15,7 @@ import numpy as np
 
 from areno.agents.pool import AgentOutcome
 from areno.agents.proxy import SessionProxy
-from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, LossMaskPolicy
+from areno.agents.trajectories import AgentBatch, AgentItem, BadTrajectory, LossMaskPolicy
 from areno.agents.turns_to_rows import (
     RowBuilder,
     reward_record,
@@ -28,6 +28,7 @@ from areno.plan.plan import sampling_params
 from areno.run.agents_across_steps import LiveAgents
 from areno.run.group_selection import AgentSample, FirstCompleteGroups, Group
 from areno.run.setup import PolicySetup
+from areno.server.sample_sessions import SampleSession
 from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import IN_FULL
 from areno.trainers.reward_sources import Scorer
@@ -71,8 +72,7 @@ def sample_with_agents(
     _log_begin(setup, len(items), gconfig.n_samples)
     watch = _AgentWatch(setup.trainer.engine, on_progress)
     with _serve_policy(setup, gconfig, seed, max_running) as server:
-        timeout_s = setup.config.agent.timeout_s
-        context = AgentContext(server.base_url, server.api_key, server.session, timeout_s)
+        context = partial(server.begin_agent, settings=setup.config.agent)
         rows = _row_builder(setup, server)
         every, size = list(batch), (at_once or len(items)) * gconfig.n_samples
         found: dict[int, ScoredSample] = {}
@@ -81,7 +81,8 @@ def sample_with_agents(
         def done(first: int, index: int, outcome: AgentOutcome) -> None:
             item = every[first + index]
             group = scorer.first_group + item.prompt_index
-            sample, record = _scored_agent_sample(setup, items[item.prompt_index], item, outcome, rows, group)
+            session = server.end_agent(item)
+            sample, record = _scored_agent_sample(setup, items[item.prompt_index], item, outcome, rows, group, session)
             sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
             found[first + index] = sample
             scorer.score_samples({first + index: (sample, record)})
@@ -137,7 +138,10 @@ def _loss_mask_policy(setup: PolicySetup) -> LossMaskPolicy:
 
 def _row_builder(setup: PolicySetup, server: SessionProxy) -> RowBuilder:
     info, conversations = setup.trainer.engine.info, server.server.chat.prompts
-    return RowBuilder(conversations, _loss_mask_policy(setup), info.vocab_size, server.session, info.context_len)
+    trained = setup.config.agent.train_conversations
+    return RowBuilder(
+        conversations, _loss_mask_policy(setup), info.vocab_size, server.session, info.context_len, trained
+    )
 
 
 def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstCompleteGroups, take: Take) -> None:
@@ -198,11 +202,12 @@ def _start_agents(setup: PolicySetup, live: LiveAgents, groups: Sequence[Group])
         groups_of = [new[item.prompt_index] for item in items]
         for item, group in zip(items, groups_of, strict=True):
             item.prompt_index = group.prompt_index  # as in a step that waits for all samples of its batch
-        live.start_agents(server, items, partial(_agent_sample, setup, items, groups_of, rows))
+        live.start_agents(server, items, partial(_agent_sample, setup, server, items, groups_of, rows))
 
 
 def _agent_sample(
     setup: PolicySetup,
+    server: SessionProxy,
     items: Sequence[AgentItem],
     groups: Sequence[Group],
     rows: RowBuilder,
@@ -211,7 +216,7 @@ def _agent_sample(
 ) -> tuple[Group, AgentSample]:
     """Return (group, sample) of the agent of `items[index]`. The agent has ended with `outcome`."""
     item, group = items[index], groups[index]
-    sample, record = _scored_agent_sample(setup, group.item, item, outcome, rows, 0)
+    sample, record = _scored_agent_sample(setup, group.item, item, outcome, rows, 0, server.end_agent(item))
     sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
     return group, AgentSample(item.sample_index, sample, record)
 
@@ -223,6 +228,7 @@ def _scored_agent_sample(
     outcome: AgentOutcome,
     rows: RowBuilder,
     group: int,
+    session: SampleSession | None,
 ) -> tuple[ScoredSample, RewardRecord | None]:
     """Convert an agent's outcome to (sample, record for reward functions). The record is None if the agent failed."""
 
@@ -234,13 +240,18 @@ def _scored_agent_sample(
 
     if outcome.status == "filtered":
         logger.warning("agentic trajectory filtered: %s; prompt=%r", outcome.message, item.prompt[:_PREVIEW])
-    if outcome.turns is None:
+    if outcome.status != "ok":
         return failed_sample(f"agent_{outcome.status}", outcome.message)
     try:
-        trajectory = rows.build_trajectory(outcome.turns)
+        if outcome.turns is not None:
+            trajectory = rows.build_trajectory(outcome.turns)
+        else:
+            trajectory = rows.build_trajectory([] if session is None else session.turns)
+            trajectory.reward, trajectory.requests = outcome.reward, {} if session is None else session.counts
     except BadTrajectory as error:
         return failed_sample("agent_error", str(error))
     record = reward_record(agent_item, trajectory, setup.tokenizer, item.solutions)
+    record.program = outcome.program
     versions = np.concatenate([row.versions[row.sampled] for row in trajectory.rows])
     sequence = RolloutSequence(
         resp_tokens=record.tokens,

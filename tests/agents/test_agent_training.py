@@ -45,6 +45,28 @@ def test_a_recipe_trains_on_two_turns_with_a_tool_result(tmp_path: Path, caplog:
     assert "agentic train batch built samples=16 tokens=" in caplog.text
 
 
+def _as_lists(row: Any) -> Any:
+    return [np.asarray(getattr(row, name)).tolist() for name in ("tokens", "prompt_mask", "logprobs", "advantages")]
+
+
+@pytest.mark.slow
+def test_the_record_of_a_session_trains_as_what_an_agent_returns(tmp_path: Path) -> None:
+    returned, recorded = (run(tmp_path / name, name) for name in ("two_turns.py", "recorded_turns.py"))
+    # Which sample of a prompt gets which seed depends on the order in which requests arrive.
+    ours, theirs = (sorted(map(_as_lists, played.rows[0])) for played in (recorded, returned))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one[:2] == other[:2]
+        assert np.allclose(one[2:], other[2:], atol=1e-5)
+    assert recorded.series("rollout/agent_main_rows_mean") == [1.0, 1.0]
+    assert recorded.series("rollout/agent_refused") == [0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_requests_beyond_agent_max_requests_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArenoError, match=r"410 - the agent has sent 1 requests, which is all that agent\.max_requests"):
+        run(tmp_path, "recorded_turns.py", "agent.max_requests=1", "total_train_steps=1")
+
+
 @pytest.mark.slow
 def test_rows_of_agents_need_no_answers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     reward = tmp_path / "equal.py"

@@ -9,6 +9,7 @@ import re
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from areno import SamplingParams, Trainer, heartbeat
 from areno.agents import process
 from areno.agents.pool import AgentPool
-from areno.agents.trajectories import AgentBatch, AgentContext, BadTrajectory, LossMaskPolicy
+from areno.agents.trajectories import AgentBatch, BadTrajectory, LossMaskPolicy
 from areno.agents.turns_to_rows import RowBuilder
 from areno.api.trainer import RolloutSession
 from areno.config.rollout import AgentConfig
@@ -52,11 +53,10 @@ def run(
     **told: Callable[..., object],
 ) -> Any:
     """told: on_wait, on_done."""
-    context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, timeout_s)
     config = AgentConfig(fn=f"{FILE}:{function}", timeout_s=timeout_s, workers=workers, whole_batch=whole_batch)
     with AgentPool(config) as pool:
         pool.wait_ready()
-        return pool.run(list(batch_of(*prompts)), context, **told)
+        return pool.run(list(batch_of(*prompts)), partial(session.proxy.begin_agent, settings=config), **told)
 
 
 def after(n: int, file: Path) -> Callable[..., object]:
@@ -73,7 +73,6 @@ def test_a_failing_agent_leaves_the_others_alone(session: RolloutSession) -> Non
     wrong = {
         "raise": r"ValueError: no luck \(faulty.py:\d+\)",
         "exit": "SystemExit: 3",
-        "nothing": "it returned nothing",
         "empty": "it returned no trajectory",
         "text": "it returned a str; an AgentTrajectory",
         "many": "two trajectories of item",
@@ -130,7 +129,7 @@ def test_each_outcome_is_told_once_and_as_soon_as_it_is_there(session: RolloutSe
     items[4].record["lock"] = threading.Lock()
     with AgentPool(AgentConfig(fn=f"{FILE}:run_agent", timeout_s=60.0, workers=2)) as pool:
         pool.wait_ready()
-        context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, 60.0)
+        context = partial(session.proxy.begin_agent, settings=AgentConfig(fn=str(FILE), timeout_s=60.0))
         done = pool.run(items, context, on_done=lambda *given: (told.append(given), over()))
         assert [outcome.status for outcome in done] == ["error", "timeout", "ok", "error", "error"]
         assert "cannot pickle '_thread.lock'" in done[4].message
@@ -240,7 +239,7 @@ def test_an_interrupted_run_leaves_no_requests_behind(session: RolloutSession) -
     def interrupt(done: int) -> None:
         raise KeyboardInterrupt
 
-    context = AgentContext(session.get_base_url(), session.api_key, session.proxy.session, 60.0)
+    context = partial(session.proxy.begin_agent, settings=AgentConfig(fn=str(FILE), timeout_s=60.0))
     with AgentPool(AgentConfig(fn=str(FILE), workers=1)) as pool:
         pool.wait_ready()
         with pytest.raises(KeyboardInterrupt):

@@ -41,7 +41,9 @@ class Begun:
     def begin(self, *words: str) -> None:
         batch = AgentBatch([{} for _ in words], list(words), [[1] for _ in words], 1)
         context = AgentContext("http://127.0.0.1:1/v1", "", "", 2.0)
-        self._pool.submit(list(batch), context, lambda place, outcome: self.found.setdefault(words[place], outcome))
+        self._pool.submit(
+            list(batch), lambda items: context, lambda place, outcome: self.found.setdefault(words[place], outcome)
+        )
 
     def run_for(self, seconds: float) -> None:
         ends_at = time.monotonic() + seconds
@@ -237,7 +239,11 @@ def test_agents_of_a_lost_process_start_again_while_others_run(tmp_path: Path) -
 
     def begin(*words: str) -> None:
         batch = AgentBatch([{} for _ in words], list(words), [[1] for _ in words], 1)
-        pool.submit(list(batch), context, lambda place, outcome: found.append(f"{words[place]}: {outcome.message}"))
+        pool.submit(
+            list(batch),
+            lambda items: context,
+            lambda place, outcome: found.append(f"{words[place]}: {outcome.message}"),
+        )
 
     with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=60.0, workers=2)) as pool:
         pool.wait_ready()

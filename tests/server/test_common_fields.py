@@ -141,8 +141,9 @@ def test_of_the_allowed_tools_the_prompt_is_made(proxy: SessionProxy, client: Op
     assert request.named is None
 
 
-def test_a_json_object_may_have_a_schema(client: OpenAI) -> None:
+def test_a_json_object_may_have_a_schema(proxy: SessionProxy, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
+    monkeypatch.setattr(proxy.server.chat, "_is_training", False)  # as in the public server
     schema = {"properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     form: Any = {"type": "json_object", "schema": schema}
     for seed in range(4):

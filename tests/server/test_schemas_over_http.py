@@ -33,7 +33,7 @@ class Node(BaseModel):
 
 @pytest.fixture(autouse=True)
 def enforced(proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy.server.chat, "_enforces_calls", True)  # as the public server does
+    monkeypatch.setattr(proxy.server.chat, "_is_training", False)  # as in the public server
 
 
 @pytest.mark.slow

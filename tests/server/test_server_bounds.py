@@ -115,11 +115,11 @@ def test_bytes_that_are_no_http_are_answered_and_not_logged(
 def test_an_error_of_the_server_has_a_short_traceback(
     proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def one(request: Any) -> Any:
-        return other(request)
+    def one(*given: Any) -> Any:
+        return other(*given)
 
-    def other(request: Any) -> Any:  # two functions, so that Python does not fold their frames
-        return one(request)
+    def other(*given: Any) -> Any:  # two functions, so that Python does not fold their frames
+        return one(*given)
 
     monkeypatch.setattr(proxy.server.chat, "prepare", one)
     answer = httpx2.post(

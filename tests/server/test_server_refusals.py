@@ -127,8 +127,9 @@ def test_what_the_cache_has_no_room_for(proxy: SessionProxy, monkeypatch: pytest
     assert "asks for 13 top log-probabilities" in refused(proxy, "completions", prompt=[5], logprobs=13)[1]
 
 
-def test_a_shortest_length_beside_a_grammar(proxy: SessionProxy) -> None:
+def test_a_shortest_length_beside_a_grammar(proxy: SessionProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("llguidance")
+    monkeypatch.setattr(proxy.server.chat, "_is_training", False)  # as in the public server
     param, message = refused(proxy, "chat/completions", messages=HELLO, response_format=OBJECT, min_tokens=2)
     assert param == "min_tokens"
     assert message.endswith("its grammar decides when a completion ends; leave min_tokens out")

@@ -1,15 +1,18 @@
-"""Write the tokenizer and config.json of the small model for agents: a Qwen3 that knows the words of two examples.
+"""Write the tokenizer and config.json of a small model for agents: a Qwen3 that knows the words of its demonstrations.
 
-    python examples/agentic/small_model/make_shape.py FOLDER
+    python examples/agentic/small_model/make_shape.py FOLDER [DEMONSTRATIONS]
+
+DEMONSTRATIONS is a file as demonstrations.py beside this one, which is the default.
 
 The SFT recipe then trains the weights, in a few minutes on two cores:
 
     python -m areno.recipes.sft --config-name=agents_base actor.path=FOLDER
 """
 
+import runpy
 import sys
+from pathlib import Path
 
-from demonstrations import load_dataset
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -38,7 +41,8 @@ TEMPLATE = """\
 """
 
 
-def main(folder):
+def main(folder, demonstrations=Path(__file__).with_name("demonstrations.py")):
+    load_dataset = runpy.run_path(str(demonstrations))["load_dataset"]
     pieces = pre_tokenizers.Split(PIECES, "isolated")
     texts = ["system user assistant tool Tools", *map(chr, range(32, 127)), "\n"]
     for row in load_dataset("train", count=4000):
@@ -79,4 +83,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
