@@ -248,6 +248,18 @@ def test_further_folders_can_be_read_and_executed(tmp_path, outside, inside):
         run(["true"], Box(inside.folder, read=[tmp_path / "nothing"]))
 
 
+def test_paths_are_seen_at_other_paths(tmp_path, inside):
+    if "mount namespace" not in MEANS["files"]:
+        pytest.skip("needs namespaces")
+    tool = tmp_path / "tool"
+    tool.write_text("tool\n")
+    moved = replace(inside, read=[tool], shown_at={str(inside.folder): "/areno/work", str(tool): "/areno/tool"})
+    script = f"pwd; cat /areno/tool; echo x > made; ls {tmp_path}"
+    status, output = ran(["sh", "-c", script], moved)
+    assert (status != 0, output.splitlines()[:2]) == (True, ["/areno/work", "tool"])
+    assert (inside.folder / "made").read_text() == "x\n"
+
+
 def test_a_command_that_cannot_start_says_so(inside):
     assert ran(["nothing-of-this-name"], inside) == (1, "there is no command nothing-of-this-name\n")
     status, output = ran([str(REPO / "Makefile")], replace(inside, read=[REPO / "Makefile"]))
