@@ -30,6 +30,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 from socket import AF_UNIX, SHUT_WR, SOCK_SEQPACKET, send_fds, socket, socketpair
 from tempfile import mkdtemp
@@ -67,9 +68,7 @@ class Box:
     megabytes: int = 4096  # MiB of memory of all processes together, with files in /tmp and /dev/shm
     read: Sequence[str | Path] = ()  # further files and folders that the command may read and execute
     write: Sequence[str | Path] = ()  # further files and folders that the command may change
-    shown_at: Mapping[str, str] = field(
-        default_factory=dict
-    )  # of the paths above -> path that the command sees instead
+    shown_at: Mapping[str, str] = field(default_factory=dict)  # of the paths above -> path at which they are seen
     socket: str | Path | None = None  # a Unix socket that the command reaches at PORT. None: no network
     environment: Mapping[str, str] = field(default_factory=dict)  # further variables
     processes: int = 1024  # of which each thread counts
@@ -91,8 +90,8 @@ class Result:
 class Running:
     """A command that runs in a box. One thread may wait for it while another one cancels it."""
 
-    def __init__(self, answer: socket, output: BinaryIO):
-        self._answer, self._output = answer, output
+    def __init__(self, answer: socket, output: BinaryIO, max_bytes: int):
+        self._answer, self._output, self._max_bytes = answer, output, max_bytes
 
     def wait(self, max_output: int = MAX_OUTPUT) -> Result:
         """Wait for the end of the command. Called once.
@@ -102,7 +101,7 @@ class Running:
         answer = self._wait_for_answer()
         with self._output:
             self._output.seek(0)
-            text = self._output.read().decode(errors="replace")
+            text = self._output.read(self._max_bytes).decode(errors="replace")
         return Result(answer["status"], shorten(text, max_output), answer["why"])
 
     def cancel(self) -> None:
@@ -172,8 +171,9 @@ def _try_box() -> tuple[str, str]:
     try:
         with contextlib.closing(_CommandServer()) as starter, temporary_folder("areno-box-") as folder:
             running = starter.start(["true"], Box(folder, seconds=10.0))
-            answer = running._wait_for_answer()
-            output = running._output.read().decode(errors="replace")
+            with running._output as text:
+                answer = running._wait_for_answer()
+                output = text.read().decode(errors="replace")
     except OSError as error:
         output = str(error)
     if answer.get("status") != 0:
@@ -244,7 +244,8 @@ class _CommandServer:
         output = _memory_file(b"")
         with _memory_file(request) as asked, _memory_file(given) as text:
             try:
-                return Running(self._send([asked.fileno(), text.fileno(), output.fileno()]), output)
+                answer = self._send([asked.fileno(), text.fileno(), output.fileno()])
+                return Running(answer, output, box.output_megabytes << 20)
             except BaseException:
                 output.close()
                 raise
@@ -267,10 +268,11 @@ class _CommandServer:
     def _connection(self) -> socket:
         if self._socket is None:
             self._socket, theirs = socketpair(AF_UNIX, SOCK_SEQPACKET)
-            read = [*SYSTEM, sys.prefix, sys.base_prefix, sys.executable]
+            system = [path for name in SYSTEM for path in glob(name)]
+            read = [*system, sys.prefix, sys.base_prefix, sys.executable]
             options = {"abi": kernel.landlock_abi(), "without": _WITHOUT, "read": read, "write": DEVICES, "port": PORT}
             # Without areno/__init__.py: a process forks the faster, the fewer modules it has.
-            path = f"import sys; areno = sys.modules['areno'] = type(sys)('areno')"
+            path = "import sys; areno = sys.modules['areno'] = type(sys)('areno')"
             path = f"{path}; areno.__path__ = [{str(Path(__file__).parents[1])!r}]"
             start = f"from areno.sandbox.server import main; main({theirs.fileno()}, **{options!r})"
             with theirs:
@@ -312,7 +314,6 @@ def _request(command: Sequence[str], box: Box, stderr: bool) -> dict[str, Any]:
     folder = seen(box.folder)
     path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
     environment = {"PATH": path, "HOME": folder, "TMPDIR": f"{folder}/.tmp", "LANG": "C.UTF-8"}
-    limits = ("processes", "each_megabytes", "file_megabytes", "files")
     return {
         "command": list(command),
         "folder": folder,
@@ -326,5 +327,8 @@ def _request(command: Sequence[str], box: Box, stderr: bool) -> dict[str, Any]:
         "megabytes": box.megabytes,
         "output": box.output_megabytes << 20,
         "stderr": stderr,
-        **{name: getattr(box, name) for name in limits},
+        "processes": box.processes,
+        "each_megabytes": box.each_megabytes,
+        "file_megabytes": box.file_megabytes,
+        "files": box.files,
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import resource
 import signal
 import stat
@@ -106,7 +105,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)  # it keeps the interpreter's lock, w
 
 def system_call(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
     """Make a system call. Raises OSError."""
-    number = _CALLS[name][list(AUDIT).index(platform.machine())]
+    number = _CALLS[name][list(AUDIT).index(os.uname().machine)]
     typed = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
     return _checked(_libc.syscall(ctypes.c_long(number), *typed), name)
 
@@ -149,11 +148,10 @@ def unshare(flags: int) -> None:
     _checked(_libc.unshare(flags), "unshare")
 
 
-def mount(source: bytes | None, path: bytes | None, kind: bytes | None, flags: int, options: str | None) -> None:
+def mount(source: str | None, path: str, kind: str | None, flags: int, options: str | None = None) -> None:
     """Mount a file system."""
-    given = None if options is None else options.encode()
-    what = f"mount of {(path or b'').decode(errors='replace')}"
-    _checked(_libc.mount(source, path, kind, ctypes.c_ulong(flags), given), what)
+    names = [each if each is None else os.fsencode(each) for each in (source, path, kind, options)]
+    _checked(_libc.mount(*names[:3], ctypes.c_ulong(flags), names[3]), f"mount of {path}")
 
 
 def unmount(path: str) -> None:
@@ -203,6 +201,7 @@ def make_landlock_ruleset(abi: int, rules: list[tuple[int, int]]) -> int:
 
 
 def add_landlock_rules(ruleset: int, abi: int, rules: list[tuple[int, int]]) -> None:
+    """Allow further access to files."""
     for fd, rights in rules:
         system_call("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights & _all_rights(abi), fd), 0)
 
@@ -223,7 +222,7 @@ def seccomp_program(abi: int, *, groups: bool, network: bool) -> bytes:
     Unix sockets are allowed. `abi` is the version of Landlock. `groups` allows new groups of processes, and `network`
     sockets, which need namespaces.
     """
-    numbers = {name: each[list(AUDIT).index(platform.machine())] for name, each in _CALLS.items()}
+    numbers = {name: each[list(AUDIT).index(os.uname().machine)] for name, each in _CALLS.items()}
     load, equal, at_least, _, give = _BPF
     allow, refuse, unsupported, end = 0x7FFF0000, 0x00050000 | _EACCES, 0x00050000 | _ENOTSUP, 0x80000000
     missing = 0x00050000 | _ENOSYS
@@ -237,7 +236,7 @@ def seccomp_program(abi: int, *, groups: bool, network: bool) -> bytes:
     program = [
         # Kill the process if it uses another architecture, or the x32 interface. Their calls have other numbers.
         (load, 0, 0, 4),
-        (equal, 1, 0, AUDIT[platform.machine()]),
+        (equal, 1, 0, AUDIT[os.uname().machine]),
         (give, 0, 0, end),
         (load, 0, 0, 0),
         (at_least, 0, 1, 0x40000000),

@@ -23,7 +23,7 @@ _PRIVATE = 1 << 18
 _ATTRIBUTES = {READ: _RDONLY | _NOSUID | _NODEV, WRITE: _NOSUID | _NODEV, DEVICE: _NOSUID}
 _HERE, _EMPTY_PATH, _RECURSIVE, _NO_FOLLOW, _CLONE_TREE, _FROM_FD = -100, 0x1000, 0x8000, 0x100, 0x80001, 4
 _MASKED = ("cmdline", "kcore", "keys", "kmsg", "sysrq-trigger", "timer_list")  # of /proc, if a program needs them not
-_LINKS = {"/dev/fd": "/proc/self/fd", "/var/tmp": "/tmp"} | {
+_LINKS = {"/dev/fd": "/proc/self/fd", "/dev/ptmx": "pts/ptmx", "/var/tmp": "/tmp"} | {
     f"/dev/{name}": f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))
 }
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
@@ -62,7 +62,8 @@ def enter_user_namespace() -> None:
         failed = os.waitpid(helper, 0)[1]
     if failed:
         raise OSError("the ids of users cannot be set in a user namespace")
-    _write("/proc/sys/user/max_user_namespaces", b"0")  # of this namespace
+    with contextlib.suppress(OSError):  # in some containers
+        _write("/proc/sys/user/max_user_namespaces", b"0")  # of this namespace
 
 
 def fork() -> int:
@@ -114,11 +115,11 @@ def prepare_root(mounts: Mounts, links: dict[str, str]) -> None:
     It lies on top of this process's own root folder, where it hides nothing.
     """
     kernel.unshare(_NEW_MOUNTS)
-    _mount(None, "/", None, _REC | _PRIVATE)
-    _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
+    kernel.mount(None, "/", None, _REC | _PRIVATE)
+    kernel.mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
     os.chdir("/tmp")
-    _mount(".", "/", None, _MOVE)
-    for path in ("tmp", "proc", "dev/shm"):
+    kernel.mount(".", "/", None, _MOVE)
+    for path in ("tmp", "proc", "dev/shm", "dev/pts"):
         os.makedirs(path)
     for path in _outermost(mounts):
         _attach(_open_tree(path, mounts[path]), path[1:])
@@ -153,9 +154,10 @@ class Root:
         processes: int,
         outside: str,
     ) -> None:
-        """Add further paths, with what is at the same path or in `sources`, and empty folders /tmp and /dev/shm in memory. Then hide the former root folder.
+        """Add further paths, terminals, and empty /tmp and /dev/shm in memory. Then hide the former root folder.
 
-        The folder `outside` of that root becomes the working directory of this process.
+        A path shows what is outside at the same path, or at the one in `sources`. The folder `outside` of
+        the former root becomes the working directory of this process.
         """
         trees = {path: _open_tree(sources.get(path, path)[1:], more[path], self._host) for path in _outermost(more)}
         outside_folder = os.open(outside[1:] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._host)
@@ -163,7 +165,9 @@ class Root:
         options = f"mode=1777,size={megabytes}m,nr_inodes=100000"
         for path in ("/tmp", "/dev/shm"):
             os.makedirs(path, exist_ok=True)
-            _mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
+            kernel.mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
+        os.makedirs("/dev/pts", exist_ok=True)
+        kernel.mount("devpts", "/dev/pts", "devpts", _NOSUID | _NOEXEC, "newinstance,mode=600,ptmxmode=666")
         for path, tree in trees.items():
             _attach(tree, path)
         for path, target in (_LINKS | links).items():
@@ -171,11 +175,11 @@ class Root:
         if self.has_proc:
             if has_own_pid_max():
                 _write("/proc/sys/kernel/pid_max", b"%d" % (_RESERVED_PIDS + processes))
-            _mount(None, "/proc", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | _NOEXEC)
+            kernel.mount(None, "/proc", None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV | _NOEXEC)
         os.fchdir(self._host)  # it lies on top of the root folder
         kernel.unmount(".")
         for path in ("/", *own):
-            _mount(None, path, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
+            kernel.mount(None, path, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
         os.fchdir(outside_folder)
         os.close(outside_folder)
         os.close(self._host)
@@ -188,7 +192,7 @@ class Root:
         for top in tops:
             inside = [path for path in _outermost(self._base) if _is_inside(path, top)]
             trees = {path: _open_tree(path, self._base[path]) for path in inside}
-            _mount("tmpfs", top, "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
+            kernel.mount("tmpfs", top, "tmpfs", _NOSUID | _NODEV, "mode=755,size=4m")
             for path, tree in trees.items():
                 _attach(tree, path)
         return tops
@@ -217,12 +221,12 @@ def _outermost(mounts: Mounts) -> list[str]:
 def _mount_proc() -> bool:
     """Mount /proc at proc, where else only some of its files are."""
     try:
-        _mount("proc", "proc", "proc", _NOSUID | _NODEV | _NOEXEC)
+        kernel.mount("proc", "proc", "proc", _NOSUID | _NODEV | _NOEXEC)
     except PermissionError:  # in a container where parts of /proc are hidden
         return False
     for name in _MASKED:
         with contextlib.suppress(FileNotFoundError):
-            _mount("/dev/null", f"proc/{name}", None, _BIND)
+            kernel.mount("/dev/null", f"proc/{name}", None, _BIND)
     return True
 
 
@@ -254,10 +258,6 @@ def _make_place(path: str, is_folder: bool) -> None:
     os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
     if not is_folder:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC, 0o444))
-
-
-def _mount(source: str | None, path: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    kernel.mount(*(each if each is None else os.fsencode(each) for each in (source, path, kind)), flags, options)
 
 
 def _write(path: str, text: bytes) -> None:

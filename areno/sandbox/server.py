@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import glob
 import marshal
 import os
 import resource
@@ -27,25 +26,28 @@ from socket import (
     socket,
     socketpair,
 )
-from typing import Any
 
 from areno.sandbox import kernel, namespaces
 from areno.sandbox.supervisor import N_FDS, Machine, supervise
 
+TYPE_CHECKING = False  # as in `typing`, whose import would make each fork slower by a fifth
+if TYPE_CHECKING:
+    from typing import Any
+
 _SPARE_AFTER_S = 0.002  # later than the start of a command, which it would slow down
+_LONGEST_WAIT_S = 3600.0  # the kernel takes no number of milliseconds that needs more than 31 bits
 _END_S = 5.0  # a process that waits for a dead disk cannot be killed
 
 
 def main(fd: int, abi: int, without: str, read: list[str], write: list[str], port: int) -> None:
-    """Answer requests until the client has ended. `read` and `write` are paths for all commands, with * as wildcard.
+    """Answer requests until the client has ended. `read` and `write` are paths for all commands.
 
     `without` says why there shall be no namespaces, or is "".
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    paths = [(path, namespaces.READ) for name in read for path in glob.glob(name)]
-    paths += [(path, namespaces.DEVICE) for name in write for path in glob.glob(name)]
+    paths = [(path, namespaces.READ) for path in read] + [(path, namespaces.DEVICE) for path in write]
     paths = [each for each in paths if os.path.exists(each[0])]  # no broken links
     mounts, links = namespaces.plan(paths)
     without = without or _try_namespaces(mounts, links)
@@ -114,8 +116,8 @@ class _Server:
         gc.freeze()
         while self._requests.fileno() >= 0:
             waits = [command.ends_at - time.monotonic() for command in self._commands]
-            waits += [_SPARE_AFTER_S] * (self._spare is None)
-            found = self._selector.select(max(0.0, min(waits)) if waits else None)
+            waits += [_SPARE_AFTER_S if self._spare is None else _LONGEST_WAIT_S]
+            found = self._selector.select(max(0.0, min(waits)))
             for key, _ in found:
                 if key.fileobj is self._requests:
                     self._accept()
@@ -146,9 +148,7 @@ class _Server:
             paths = self._paths(request)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(request["temporary"])
-            command, self._spare = self._spare or self._fork(), None
-            with contextlib.suppress(BrokenPipeError):  # the supervisor has failed
-                send_fds(command.channel, [marshal.dumps(paths)], fds)
+            command = self._send_request(marshal.dumps(paths), fds)
         except OSError as error:
             return self._send_answer(answer, error=str(error))
         finally:
@@ -159,6 +159,21 @@ class _Server:
         self._commands.append(command)
         self._selector.register(command.process, EVENT_READ, command)
         self._selector.register(answer, EVENT_READ, command)
+
+    def _send_request(self, paths: bytes, fds: list[int]) -> _Command:
+        if (spare := self._spare) is not None:
+            self._spare = None
+            try:
+                send_fds(spare.channel, [paths], fds)
+                return spare
+            except BrokenPipeError:  # it was killed, perhaps because the machine ran out of memory
+                spare.channel.close()
+                os.waitpid(spare.pid, 0)
+                os.close(spare.process)
+        command = self._fork()
+        with contextlib.suppress(BrokenPipeError):  # its answer says why
+            send_fds(command.channel, [paths], fds)
+        return command
 
     def _fork(self) -> _Command:
         """Fork a supervisor, without what it does not need of this process."""

@@ -1,4 +1,4 @@
-"""The process that waits for one command, starts it, watches what it uses and forwards its connections. It is the command's parent.
+"""The parent process of one command: it starts it, watches what it uses and forwards its connections.
 
 Where there are namespaces, it is the init of the PID namespace, so that the command can neither end it nor outlive it.
 Else the command leads a process group that none of its processes can leave, and killing the group ends them all.
@@ -13,11 +13,14 @@ import signal
 import time
 from selectors import EVENT_READ, DefaultSelector
 from socket import AF_UNIX, MSG_CMSG_CLOEXEC, SOCK_SEQPACKET, recv_fds, send_fds, socket, socketpair
-from typing import Any, NoReturn
 
 from areno.sandbox import kernel, namespaces
 from areno.sandbox.bridge import Bridge
 from areno.sandbox.usage import descendants, measure, processes_here
+
+TYPE_CHECKING = False  # as in `typing`, whose import would make each fork slower by a fifth
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 N_FDS = 3  # of a request: the request, standard input, output
 _LOOK_S = 0.05  # between two looks at what a command uses
@@ -57,13 +60,13 @@ class _Supervisor:
         self._selector = DefaultSelector()
         self._bridge: Bridge | None = None
         self._proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        kernel.end_with_parent()
         _maximize_oom_score()
         kernel.forbid_inspection()
         self._root = None
         if machine.mounts is None:
             kernel.adopt_orphans()
         else:
+            kernel.end_with_parent()
             namespaces.start_loopback()
             self._root = namespaces.Root(machine.mounts)
         self._ruleset = kernel.make_landlock_ruleset(machine.abi, self._common_rules()) if machine.abi else None
@@ -80,7 +83,7 @@ class _Supervisor:
         if not fds:
             return False
         asked, given, self._output = fds
-        self._request = request = _read_request(asked)
+        self._request = _read_request(asked)
         if self._root is not None:
             self._complete_root(self._root, *marshal.loads(paths))
         if self._ruleset is not None:
@@ -111,20 +114,18 @@ class _Supervisor:
         """Return the rules of Landlock that every command gets."""
         if self._machine.mounts is None:
             return self._machine.rules
-        devices = [path for path, use in self._machine.mounts.items() if use == namespaces.DEVICE]
-        # Others than those that may be read are not there.
-        return [
-            kernel.open_path_rule("/", kernel.READ),
-            *(kernel.open_path_rule(each, kernel.DEVICE) for each in devices),
-        ]
+        paths = [("/", kernel.READ)]  # others than those that may be read are not there
+        paths += [(path, kernel.DEVICE) for path, use in self._machine.mounts.items() if use == namespaces.DEVICE]
+        return [kernel.open_path_rule(*each) for each in paths]
 
     def _own_rules(self) -> list[tuple[int, int]]:
         """Return the rules of Landlock for the paths of a command."""
         write, read = [*self._request["write"], self._request["folder"]], self._request["read"]
         if self._root is not None:
             write, read = [*write, "/tmp", "/dev/shm"], []
-        rules = [kernel.open_path_rule(path, kernel.READ) for path in read]
-        return rules + [kernel.open_path_rule(path, kernel.WRITE) for path in write]
+        paths = [(path, kernel.READ) for path in read] + [(path, kernel.WRITE) for path in write]
+        paths += [("/dev/pts", kernel.DEVICE)] * (self._root is not None)
+        return [kernel.open_path_rule(*each) for each in paths]
 
     def run(self) -> None:
         """Wait for the end of the command, and end all its processes."""
