@@ -51,7 +51,11 @@ def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:
 
             def roll_out() -> None:
                 proxy.prefetch(batch)
-                failed = [outcome.message for outcome in pool.run(list(batch), context) if outcome.status != "ok"]
+                failed = [
+                    outcome.message
+                    for outcome in pool.run(list(batch), lambda items: context)
+                    if outcome.status != "ok"
+                ]
                 if failed:
                     raise RuntimeError(f"{len(failed)} agents failed; the first: {failed[0]}")
 

@@ -76,6 +76,8 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "labels": (["kto"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
     "stories": (["grpo", "gspo", "ppo"], ["actor.path=folder"]),
     "tictactoe": (["grpo", "gspo"], []),
+    "tasks": (["grpo", "gspo"], []),
+    "tasks_base": (["sft"], []),
     "tools": (["grpo", "gspo"], []),
 }
 # What experiments leave to the user.

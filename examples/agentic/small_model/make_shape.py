@@ -41,8 +41,9 @@ TEMPLATE = """\
 """
 
 
-def main(folder, demonstrations=Path(__file__).with_name("demonstrations.py")):
-    load_dataset = runpy.run_path(str(demonstrations))["load_dataset"]
+def main(folder, demonstrations=""):
+    file = demonstrations or str(Path(__file__).with_name("demonstrations.py"))
+    load_dataset = runpy.run_path(file)["load_dataset"]
     pieces = pre_tokenizers.Split(PIECES, "isolated")
     texts = ["system user assistant tool Tools", *map(chr, range(32, 127)), "\n"]
     for row in load_dataset("train", count=4000):

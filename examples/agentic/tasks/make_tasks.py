@@ -1,6 +1,6 @@
 """Write a folder of twenty small tasks: a word into a file.
 
-    python examples/agentic/tasks/make_tasks.py FOLDER
+python examples/agentic/tasks/make_tasks.py FOLDER
 """
 
 import sys

@@ -1,0 +1,184 @@
+"""The program of agent.command: how it is found, what it sees, how it ends, and what its tests say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areno.agents.program import find_program, program_agent
+from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, ProgramTrajectory
+from areno.config.datasets import DatasetConfig
+from areno.config.rollout import AgentConfig
+from areno.data.sources import load_rows
+from areno.errors import ConfigError, DataError
+from areno.sandbox import box
+from areno.server.sample_sessions import SampleSession
+from tests.helpers.processes import children
+from tests.helpers.scripted_engine import scripted_server
+from tests.helpers.waiting import until
+
+needs_box = pytest.mark.skipif(bool(box.network_problem()), reason=box.network_problem() or "a box can be made")
+LOOP = Path(__file__).parents[2] / "examples/agentic/tasks/loop.py"
+CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo cat > answer; ls /"}}\n</tool_call>'
+
+
+def say(prompt: str) -> str:
+    return "Done." if "<tool_call>" in prompt else CALL
+
+
+def start(
+    settings: AgentConfig, prompt: str = "Write cat.", row: Any = None
+) -> tuple[ProgramTrajectory, SampleSession]:
+    with scripted_server(say, tokenizer="tiny") as (server, _):
+        session = SampleSession(max_requests=20, uses_run_sampling=True, returns_tokens=False)
+        url = f"{server.open_sample(session)}/v1"
+        ctx = AgentContext(url, session.id, "s", 60.0, server.open_socket(session) if settings.box else None)
+        batch = AgentBatch.of_items([AgentItem(prompt, row or {}, [1])])
+        found = asyncio.run(program_agent(settings)(ctx, batch))
+        server.end_sample(session)
+    return found, session
+
+
+def shell(script: str, **settings: Any) -> AgentConfig:
+    return AgentConfig(command=f"sh -c {script!r}", **settings)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    folder = tmp_path / "tasks/one"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "environment/deep").mkdir(parents=True)
+    (folder / "environment/deep/note.txt").write_text("first")
+    (folder / "instruction.md").write_text("Write cat.\n")
+    grade(folder, 'echo "$(cat answer)" | grep -q cat && echo 0.5 > /logs/verifier/reward.txt')
+    return folder
+
+
+def grade(folder: Path, script: str) -> None:
+    (folder / "tests/test.sh").write_text(script + "\n")
+
+
+@pytest.mark.parametrize("boxed", [pytest.param(True, marks=needs_box), False])
+def test_a_program_samples_through_its_session(boxed: bool) -> None:
+    settings = AgentConfig(
+        command=f"{sys.executable} {LOOP} {{prompt}}",
+        environment={"OPENAI_BASE_URL": "{url}/v1", "OPENAI_API_KEY": "{key}"},
+        box=boxed,
+    )
+    found, session = start(settings)
+    assert found.program is not None
+    assert (found.program.exit_code, found.program.output) == (0, "Done.\n")
+    assert (found.program.before, found.program.after) == ({}, {"answer": "cat\n"})
+    assert [turn["message"].get("content") for turn in session.turns] == [None, "Done."]
+    assert (found.reward, found.turns) == (None, [])
+
+
+@needs_box
+def test_what_a_program_in_a_box_sees(task: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    grade(task, "echo 1 > /logs/verifier/reward.txt")
+    script = (
+        "pwd; echo $HOME; cat; env | grep -c SECRET; cat deep/note.txt ~/.conf/a; ls /tests; cat $0; echo {key} {url}"
+    )
+    found, session = start(shell(script, files={".conf/a": "{model} {home}"}), row={"task": str(task)})
+    assert found.program is not None
+    lines = found.program.output.splitlines()
+    assert lines[:3] == ["/app", "/home/agent", "Write cat.0"]
+    assert "firstpolicy /home/agent" in found.program.output
+    assert "areno http://127.0.0.1:8999" in lines[-1]
+    assert "cannot access '/tests'" in found.program.output
+    assert session.id not in found.program.output
+
+
+@needs_box
+def test_tests_give_the_reward(task: Path) -> None:
+    found, _ = start(shell("echo cat > answer"), row={"task": str(task)})
+    assert (found.reward, found.parts) == (0.5, {})
+    grade(task, 'echo \'{"reward": 1, "speed": 0.25}\' > /logs/verifier/reward.json')
+    found, _ = start(shell("true"), row={"task": str(task)})
+    assert (found.reward, found.parts) == (1.0, {"speed": 0.25})
+
+
+@needs_box
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("exit 3", r"its tests \(exit code 3\) wrote no reward.json and no reward.txt"),
+        ("echo much > /logs/verifier/reward.txt", "wrote reward.txt, which cannot be read"),
+        ("echo nan > /logs/verifier/reward.txt", "reward.txt"),
+        ("echo '{\"speed\": 1}' > /logs/verifier/reward.json", "without the key reward"),
+        ("echo '[1]' > /logs/verifier/reward.json", "wrote reward.json, which cannot be read"),
+    ],
+)
+def test_tests_that_fail_give_no_reward(task: Path, script: str, message: str) -> None:
+    grade(task, script)
+    with pytest.raises((BadTrajectory, ValueError), match=message):
+        start(shell("true"), row={"task": str(task)})
+
+
+@needs_box
+def test_the_agent_cannot_reach_its_tests(task: Path) -> None:
+    script = f"echo 'echo 1 > /logs/verifier/reward.txt' > {task}/tests/test.sh; mkdir -p /tests; echo dog > answer"
+    grade(task, "if grep -q cat answer; then r=1; else r=0; fi; echo $r > /logs/verifier/reward.txt")
+    found, _ = start(shell(script), row={"task": str(task)})
+    assert found.reward == 0.0
+
+
+@needs_box
+def test_an_exit_code_is_no_failure_and_limits_are_told() -> None:
+    found, _ = start(shell("echo out; exit 7"))
+    assert found.program is not None
+    assert (found.program.exit_code, found.program.output, found.program.ended_by) == (7, "out\n", "")
+    hungry = f"{sys.executable} -c 'x = bytearray(400 << 20); import time; time.sleep(20)'"
+    found, _ = start(AgentConfig(command=hungry, memory_mb=200))
+    assert found.program is not None
+    assert (found.program.exit_code, found.program.ended_by) == (None, "memory")
+
+
+@pytest.mark.parametrize("boxed", [pytest.param(True, marks=needs_box), False])
+def test_a_cancelled_program_ends_with_all_its_processes(boxed: bool) -> None:
+    async def cancel() -> float:
+        ctx = AgentContext("http://127.0.0.1:1/v1", "key", "s", 60.0)
+        run = program_agent(shell("sleep 1000 & sleep 1000", box=boxed))
+        task = asyncio.ensure_future(run(ctx, AgentBatch.of_items([AgentItem("a", {}, [1])])))
+        await asyncio.sleep(1.0)
+        task.cancel()
+        begun = time.monotonic()
+        await asyncio.gather(task, return_exceptions=True)
+        return time.monotonic() - begun
+
+    def sleeping() -> list[int]:
+        return [pid for pid in children() if b"sleep\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    assert asyncio.run(cancel()) < 5
+    until(lambda: not sleeping(), found=sleeping)
+
+
+def test_programs_are_found_with_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "node_modules/tool"
+    package.mkdir(parents=True)
+    (package / "run.js").write_text("#!/usr/bin/env sh\necho")
+    (tmp_path / "node_modules/.bin").mkdir()
+    (tmp_path / "node_modules/.bin/tool").symlink_to("../tool/run.js")
+    (package / "run.js").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/node_modules/.bin:{os.environ['PATH']}")
+    found = find_program("tool")
+    assert found[:2] == [f"{tmp_path}/node_modules/.bin/tool", f"{tmp_path}/node_modules"]
+    assert any(path.endswith("/sh") for path in found)
+    with pytest.raises(ConfigError, match=r"agent\.command: names 'no-such-tool', which is no program on the PATH"):
+        find_program("no-such-tool")
+
+
+def test_a_folder_of_tasks_is_a_dataset(task: Path) -> None:
+    [row] = load_rows(DatasetConfig(path=str(task.parent)), "prompt")
+    assert (row["prompt"], row["task"]) == ("Write cat.", str(task.resolve()))
+    (task / "environment/Dockerfile").write_text("FROM x")
+    with pytest.raises(DataError, match=textwrap.dedent("train_dataset.path: .* need the image of a container.*: one")):
+        load_rows(DatasetConfig(path=str(task.parent)), "prompt")
