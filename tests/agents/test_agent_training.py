@@ -62,6 +62,18 @@ def test_the_record_of_a_session_trains_as_what_an_agent_returns(tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_compactions_and_sub_agents_are_exact(tmp_path: Path) -> None:
+    played = run(tmp_path, "compacting.py", "engine.exact=true", "gconfig.max_tokens=1000", "total_train_steps=1")
+    assert played.series("train/logp_abs_diff_max") == [0.0]
+    assert played.series("rollout/agent_turns_mean") == [10.0]
+    kinds = {kind: played.series(f"rollout/agent_{kind}_rows_mean") for kind in ("main", "compaction", "subagent")}
+    assert kinds["main"] == [1.0]
+    assert kinds["compaction"][0] > 2
+    assert kinds["subagent"][0] >= 1
+    assert len(played.rows[0]) >= 16 * 5
+
+
+@pytest.mark.slow
 def test_requests_beyond_agent_max_requests_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArenoError, match=r"410 - the agent has sent 1 requests, which is all that agent\.max_requests"):
         run(tmp_path, "recorded_turns.py", "agent.max_requests=1", "total_train_steps=1")

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,13 @@ from areno.config.rollout import AgentConfig
 from areno.server.sample_sessions import SampleSession
 from areno.types import SamplingParams
 from tests.harnesses.programs import INSTALLED, PROGRAMS, is_installed, path_of, settings_of
+from tests.helpers.agent_model import model_folder
+from tests.helpers.policy_runs import play
 from tests.helpers.scripted_engine import ScriptedEngine, scripted_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+QWEN = Path(__file__).parents[3] / "shared/data/tokenizers/qwen3"
 PROMPT = "Write the word hello into the file hello.txt."
 CALLS: dict[str, list[list[tuple[str, dict[str, str]]]]] = {  # of each turn
     "claude": [
@@ -230,3 +234,34 @@ def test_a_compaction_of_codex_is_a_new_root(installed: str) -> None:
     assert found.conversations["main"] == 1, [turn["message"] for turn in session.turns]
     assert found.conversations["compaction"] >= 2
     assert "subagent" not in found.conversations
+
+
+@pytest.mark.parametrize("installed", ["claude"], indirect=True)
+def test_a_recipe_trains_through_claude_code(installed: str, tmp_path: Path) -> None:
+    if not QWEN.is_dir():
+        pytest.skip("needs the tokenizer qwen3")
+    folder = model_folder(QWEN, 151_936, 151_645)
+    reward = tmp_path / "reward.py"
+    reward.write_text("def reward_fn(record):\n    return float(record.tokens[0] % 2) + len(record.program.after)\n")
+    played = play(
+        "gspo",
+        tmp_path,
+        "agent=claude_code",
+        "agent.command='claude --bare -p {prompt} --model {model} --dangerously-skip-permissions'",
+        f"actor.path={folder}",
+        "engine.dummy_load=true",
+        f"reward.fn={reward}",
+        "train_dataset.max_length=50",
+        "gconfig.max_new_tokens=16",
+        "gconfig.temperature=1",
+        "agent.max_requests=3",
+        "total_train_steps=3",
+        "saver.freq_steps=null",
+        train_dataset=[{"prompt": f"What is {number} plus {number}?"} for number in range(8)],
+    )
+    assert [len(rows) for rows in played.rows] == [16] * 3
+    assert played.series("rollout/agent_errors") == [0.0] * 3
+    assert max(played.series("train/logp_abs_diff_max")) < 1e-4
+    assert max(played.series("train/grad_norm")) > 0
+    written = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
+    assert not any(re.search(rb"/s/[0-9a-f]{32}", text) for text in written), "no file shows the id of a session"
