@@ -1,6 +1,5 @@
 """Public names that agents and their reward functions import."""
 
-from areno.agents.recorder import Recorder
 from areno.agents.trajectories import AgentBatch, AgentItem, AgentTrajectory, AgentTrajectoryTurn, LossMaskPolicy
 from areno.types import RewardRecord
 
@@ -10,6 +9,5 @@ __all__ = [
     "AgentTrajectory",
     "AgentTrajectoryTurn",
     "LossMaskPolicy",
-    "Recorder",
     "RewardRecord",
 ]

@@ -17,7 +17,7 @@ from areno.server.dialects import (
     block_type,
     ignore_unread,
     json_text,
-    log_once,
+    log_ignored,
     messages_for_template,
     text_of,
 )
@@ -126,7 +126,7 @@ def _read_assistant(blocks: list[Any], where: str, role: str) -> list[Json]:
             function = {"name": fields.get("name"), "arguments": json_text(fields.get("input") or {})}
             calls.append({"id": fields.get("id"), "type": "function", "function": function})
         else:
-            log_once(f"/v1/messages: blocks of type {format_value(kind)} are left out of assistant messages")
+            log_ignored("/v1/messages", f"a block of type {format_value(kind)} in an assistant message")
     message: Json = {"role": role, "content": content or None}
     return [message | ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})]
 
@@ -137,7 +137,7 @@ def _read_tools(given: list[Any]) -> list[Json]:
         fields = RequestFields(tool, f"tools[{number}]")
         kind = fields.text("type") or "custom"
         if kind != "custom":
-            log_once(f"/v1/messages: tools of type {format_value(kind)} are left out: they need Anthropic's servers")
+            log_ignored("/v1/messages", f"a tool of type {format_value(kind)}, which needs Anthropic's servers,")
             continue
         function = {"name": fields.get("name"), "parameters": fields.get("input_schema")}
         if (about := fields.text("description")) is not None:

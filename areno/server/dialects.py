@@ -22,7 +22,7 @@ from areno.server.response_bodies import END, server_sent_event
 
 logger = logging.getLogger("areno.server")
 Json = dict[str, Any]
-_logged: set[str] = set()
+_logged: set[tuple[str, str]] = set()
 _MAX_LOGGED = 256
 
 
@@ -136,17 +136,16 @@ class Dialect:
 CHAT = Dialect(lambda values, takes_later_system: (values, ChatAnswer()))
 
 
-def log_once(text: str) -> None:
-    """Log what a client asks for and does not get, once for each text."""
-    if text not in _logged and len(_logged) < _MAX_LOGGED:
-        _logged.add(text)
-        logger.warning("%s", text)
+def log_ignored(where: str, what: str) -> None:
+    """Log what a client asks for and does not get, once for each text. Programs send more with every version."""
+    if (where, what) not in _logged and len(_logged) < _MAX_LOGGED:
+        _logged.add((where, what))
+        logger.warning("%s: %s has no effect on this server", where, what)
 
 
 def ignore_unread(fields: RequestFields, where: str, ignored: Iterable[str] = ()) -> None:
-    """Log the names of fields that were not read. Programs send new ones with every version."""
     for name in sorted(fields.unread() - set(ignored)):
-        log_once(f"{where}: field {format_value(name)} has no effect here")
+        log_ignored(where, f"field {format_value(name)}")
 
 
 def text_of(value: Any, where: str, texts: Iterable[str] = ("text",), separator: str = "\n") -> str:

@@ -21,7 +21,7 @@ from areno.server.dialects import (
     Json,
     ignore_unread,
     json_text,
-    log_once,
+    log_ignored,
     messages_for_template,
     text_of,
 )
@@ -135,7 +135,7 @@ def _read_item(fields: RequestFields) -> list[Json]:
         return [{"role": "tool", "tool_call_id": fields.text("call_id") or "", "content": content}]
     if kind == "item_reference":
         raise invalid_field_error(fields.path("type"), "is item_reference, but this server keeps no items; send them")
-    log_once(f"/v1/responses: items of type {format_value(kind)} are left out of prompts")
+    log_ignored("/v1/responses", f"an item of type {format_value(kind)}")
     return []
 
 
@@ -159,7 +159,7 @@ def _read_tools(given: list[Any]) -> _Tools:
 def _add_tool(tools: _Tools, fields: RequestFields, namespace: str | None, names: Counter[str]) -> None:
     kind, name = fields.text("type"), fields.text("name")
     if kind not in ("function", "custom"):
-        log_once(f"/v1/responses: tools of type {format_value(kind)} are left out: they need OpenAI's servers")
+        log_ignored("/v1/responses", f"a tool of type {format_value(kind)}, which needs OpenAI's servers,")
         return
     if name is not None and namespace is not None:
         flat = name if names[name] == 1 else f"{namespace}__{name}"

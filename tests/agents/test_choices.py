@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,9 +11,7 @@ from openai import OpenAI
 
 from areno import SamplingParams
 from areno.agents.proxy import SessionProxy
-from areno.agents.recorder import Recorder
 from areno.agents.trajectories import (
-    AgentContext,
     AgentItem,
     AgentTrajectory,
     AgentTrajectoryTurn,
@@ -133,27 +130,6 @@ def test_a_response_is_returned_once_and_equal_samples_are_two(client: OpenAI, p
     assert len(trajectory(proxy, turn(both[0]), turn(both[1]), turn(again)).rows) == 3
     with pytest.raises(BadTrajectory, match="turn 2 has the response of turn 0 again; return each response once"):
         trajectory(proxy, turn(both[0]), turn(both[1]), turn(both[0].model_copy()))
-
-
-def test_a_recorded_response_names_its_choice_in_the_trajectory(proxy: SessionProxy) -> None:
-    async def record(stream: bool) -> AgentTrajectory:
-        async with Recorder(AgentContext(proxy.base_url, proxy.api_key, proxy.session, 60.0)) as recorder:
-            response: Any = await recorder.client.chat.completions.create(
-                model="policy",
-                messages=[USER],  # type: ignore[list-item]
-                n=2,
-                stream=stream,
-            )
-            if stream:
-                [chunk async for chunk in response]
-            return recorder.trajectory(ITEM)
-
-    found = asyncio.run(record(stream=False))
-    response = found.turns[0].response
-    response["choices"] = response["choices"][1:]
-    assert sampled(trajectory(proxy, *found.turns)) == [response["areno"]["choices"][1]["token_ids"]]
-    with pytest.raises(BadTrajectory, match="has 2 choices"):
-        trajectory(proxy, *asyncio.run(record(stream=True)).turns)
 
 
 CALL: dict[str, Any] = {

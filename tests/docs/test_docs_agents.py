@@ -15,6 +15,7 @@ import pytest
 
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem
 from areno.files.user_code import load_function
+from areno.sandbox.box import network_problem
 from areno.server.token_sources import TokenSource
 from tests.helpers import warm_python
 from tests.helpers.agent_model import made
@@ -85,6 +86,24 @@ def test_the_commands_run(name: str, tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(bool(network_problem()), reason=network_problem() or "a box can be made")
+def test_the_commands_of_a_program_run(tmp_path: Path) -> None:
+    [lines] = [text.splitlines() for info, text in blocks(PAGE) if info == "bash tasks"]
+    shorter = {"=tasks_base": ["total_train_steps=2"], "=tasks": ["total_train_steps=1", "train_dataset.batch_size=2"]}
+    for line in lines:
+        words = [word.replace("examples/", f"{ROOT}/examples/") for word in shlex.split(line)[1:]]
+        more = [
+            setting
+            for name, settings in shorter.items()
+            if line.partition("--config-name")[2].split()[:1] == [name]
+            for setting in settings
+        ]
+        run([*words, *more], PAGE, tmp_path, "")
+    [log] = tmp_path.glob("outputs/tasks/*/logs/run.log")
+    assert "agentic train batch built samples=16" in log.read_text()
+
+
+@pytest.mark.slow
 def test_the_loop_runs(tmp_path: Path, model: str) -> None:
     script = "\n".join(text for info, text in blocks(PAGE) if info == "python")
     (tmp_path / "loop.py").write_text(script.replace(NAMED, model).replace("backend_type", CPU), encoding="utf-8")
@@ -96,7 +115,7 @@ def test_the_loop_runs(tmp_path: Path, model: str) -> None:
     ("file", "package", "n_turns"), [("weather.py", "agents", 4), ("forecast.py", "langchain_openai", 4)]
 )
 @pytest.mark.parametrize("tool", ["temperature", "unknown"])
-def test_a_policy_that_never_answers_has_a_trajectory(
+def test_a_policy_that_never_answers_is_no_failure(
     file: str, package: str, n_turns: int, tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip(package)
@@ -107,10 +126,8 @@ def test_a_policy_that_never_answers_has_a_trajectory(
     run_agent = load_function(str(tmp_path / file), "run_agent", "agent.fn")
     item = AgentItem("How warm is it in Oslo?", {}, [1])
     with endpoint(lambda request: json.dumps(body).encode()) as (url, requests):
-        [found] = asyncio.run(run_agent(AgentContext(url, "key", "s", 60.0), AgentBatch.of_items([item])))
-    assert len(found.turns) == len(requests) == (1 if (tool, package) == ("unknown", "agents") else n_turns)
-    assert found.turns[-1].response["choices"][0]["message"]["tool_calls"] == [call]
-    assert found.turns[-1].messages == requests[-1]["messages"]
+        asyncio.run(run_agent(AgentContext(url, "key", "s", 60.0), AgentBatch.of_items([item])))
+    assert len(requests) == (1 if (tool, package) == ("unknown", "agents") else n_turns)
 
 
 CPU = 'custom_config=areno.ArenoConfig(runtime={"device": "cpu", "gradient_checkpointing": False}), backend_type'

@@ -13,8 +13,7 @@ from agents import (
     function_tool,
 )
 from moves import SYSTEM
-
-from areno.api.agentic import Recorder
+from openai import AsyncOpenAI
 
 
 @function_tool
@@ -27,11 +26,9 @@ mover = Agent(name="mover", instructions=SYSTEM, tools=[choose_move], tool_use_b
 
 
 async def run_agent(ctx, batch):
-    trajectories = []
-    for item in batch.iter_samples():  # a run gives one sample to each call
-        async with Recorder(ctx) as recorder:
-            model = OpenAIChatCompletionsModel("policy", recorder.client)
-            with suppress(MaxTurnsExceeded, ModelBehaviorError):  # such as a call of an unknown tool
-                await Runner.run(mover, item.prompt, run_config=RunConfig(model=model, tracing_disabled=True))
-            trajectories.append(recorder.trajectory(item))
-    return trajectories
+    [item] = batch  # a run gives one sample to each call
+    async with AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, timeout=None) as client:
+        model = OpenAIChatCompletionsModel("policy", client)
+        with suppress(MaxTurnsExceeded, ModelBehaviorError):  # such as a call of an unknown tool
+            await Runner.run(mover, item.prompt, run_config=RunConfig(model=model, tracing_disabled=True))
+    # Nothing is returned: the session of the sample has recorded the turns.
