@@ -65,7 +65,7 @@ def _read(values: Any, takes_later_system: bool) -> tuple[Json, Answer]:
             "json_schema": {"name": "answer", "schema": given.get("schema")},
         }
     ignore_unread(fields, "/v1/messages", _IGNORED)
-    return chat, MessagesAnswer(stop=[one for one in chat["stop"] or [] if isinstance(one, str)])
+    return chat, MessagesAnswer(chat["stop"])
 
 
 def _system_message(value: Any) -> list[Json]:
@@ -159,8 +159,8 @@ def _read_tool_choice(value: Any, has_tools: bool) -> Json:
 
 
 class MessagesAnswer(EventAnswer):
-    def __init__(self, stop: list[str]):
-        self._stop = stop
+    def __init__(self, stop: Any):
+        self._stop = stop  # checked before it is used
         self._blocks: list[Json] = []
         self._arguments = ""
 
@@ -214,7 +214,7 @@ class MessagesAnswer(EventAnswer):
 
     def body(self, chat: OpenChat) -> Json:
         [choice] = chat.choices
-        reason, matched = _STOP_REASONS[choice.finish_reason()], choice.matched_stop(self._stop)
+        reason, matched = _STOP_REASONS[choice.finish_reason()], choice.matched_stop(self._stop or [])
         usage = chat.usage()
         return {
             **self._head,

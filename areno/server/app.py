@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import time
 import traceback
@@ -17,7 +18,6 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
 
 from aiohttp import web
-from pydantic_core import to_json
 
 from areno.server.access import OriginGuard
 from areno.server.anthropic_messages import MESSAGES
@@ -222,7 +222,7 @@ class Server:
         values, answer = dialect.read(read_json(body), self.chat.takes_later_system)
         values = values if sample is None else sample.body_for_run(values)
         # Not the body: programs put times and the number of the attempt into fields that are not read.
-        return self._check_chat(values), answer, b"" if sample is None else to_json(values)
+        return self._check_chat(values), answer, b"" if sample is None else json.dumps(values).encode()
 
     @cached_property
     def _read_small_chat(self) -> Callable[[bytes], ChatRequest]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from areno.data.row_schema import json_value_problem
 from areno.schema.values import format_value
 from areno.server.chat import OpenChat
 from areno.server.dialects import (
@@ -53,6 +54,8 @@ class _Tools:
 
 def _read(values: Any, takes_later_system: bool) -> tuple[Json, Answer]:
     fields = RequestFields(values)
+    if problem := json_value_problem(values):  # the answer repeats parts of it
+        raise invalid_field_error(None, f"the request {problem}")
     for name in _STATEFUL:
         if fields.get(name):
             raise invalid_field_error(name, "is not supported: this server keeps no responses; send the whole input")
