@@ -189,9 +189,23 @@ def _run_checks(report: _CheckReport, arguments: argparse.Namespace) -> None:
         report.attempt("kernels", lambda: _check_kernels(arguments.device))
         report.attempt("folder", _check_run_folder)
         report.attempt("reward processes", _check_rewards)
+        _check_box(report)
         _check_model_of_areno(report, arguments)
     for name, missing in _missing_extras():
         report.print_line("-", f"extra {name}", f"is not installed; pip install 'areno[{name}]' brings {missing}")
+
+
+def _check_box(report: _CheckReport) -> None:
+    """Say by what the programs of a model and of agents are limited. Not every run needs a box, so nothing fails."""
+    from areno.sandbox.box import network_problem, try_box
+
+    problem, means = try_box()
+    if problem:
+        return report.print_line("-", "box", f"no program can run in one: {problem}")
+    shown = "; ".join(f"{what} by {by}" for what, by in means.items())
+    if missing := network_problem():
+        shown += f"; agent.command needs agent.box=false: {missing}"
+    report.print_line("ok", "box", f"limits {shown}")
 
 
 def _check_packages() -> str:

@@ -195,6 +195,7 @@ def test_check_goes_on_after_what_fails_and_its_exit_code_says_so(
     assert "FAIL  device             torch 2." in told
     assert "sees no CUDA device" in told
     assert "ok    reward processes" in told
+    assert re.search(r"^(ok|-) +box +(limits files by|no program can run in one)", told, re.M)
     assert "FAIL  model" in told
     assert told.splitlines()[-1] == "device, kernels, model: see above"
     assert main(["check", "--device", "cpu"]) == 1
