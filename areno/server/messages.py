@@ -71,9 +71,7 @@ def _read_message(given: Any, where: str) -> Message:
             f"{where}.tool_call_id", "is missing; the id of the call that is answered is expected"
         )
     # LiteLLM keeps in the last two what other providers answered.
-    fields.reject_unread(
-        ignored=("refusal", "annotations", "audio", "provider_specific_fields", "thinking_blocks")
-    )
+    fields.reject_unread(ignored=("refusal", "annotations", "audio", "provider_specific_fields", "thinking_blocks"))
     return message
 
 
