@@ -48,6 +48,13 @@ _IGNORED = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
+_GENERATE_IGNORED = (
+    "detokenize",
+    "output_kind",
+    "include_stop_str_in_output",
+    "truncate_prompt_tokens",
+    "routed_experts_prompt_start",  # verifiers sends it from the second turn on, to any model
+)
 _UNSUPPORTED = (
     "audio",
     "function_call",
@@ -166,7 +173,7 @@ def read_generate(values: Any, defaults: SamplingParams) -> CompletionRequest:
     options = _sample_options(params, defaults, params.integer("max_tokens", 1, _MAX_TOKENS))
     params.integer("logprobs", -1, MAX_TOP)
     params.integer("prompt_logprobs", -1, MAX_TOP)
-    params.reject_unread(("detokenize", "output_kind", "include_stop_str_in_output", "truncate_prompt_tokens"))
+    params.reject_unread(_GENERATE_IGNORED)
     fields.reject_unread((*_IGNORED, "priority", "cache_salt", "request_id", "stream", "stream_options", "features"))
     prompts = _completion_prompts(tokens)
     return CompletionRequest(model=model, prompts=prompts, echo=False, wants_new=True, options=options)

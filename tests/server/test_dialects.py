@@ -263,6 +263,7 @@ def test_token_ids_have_the_form_of_vllm(served: Any, streams: bool) -> None:
 def test_token_ids_are_continued(served: Any) -> None:
     _, engine, url, key = served
     params = {"max_tokens": 9, "temperature": 1.0, "logprobs": 1, "stop_token_ids": [engine.tokenizer.eos_token_id]}
+    params |= {"skip_special_tokens": False, "routed_experts_prompt_start": 3}  # as verifiers sends them
     body = {"model": "policy", "token_ids": [5, 6, 7], "sampling_params": params}
     headers = {"Authorization": f"Bearer {key}"}
     choice = httpx2.post(f"{url}/inference/v1/generate", json=body, headers=headers).json()["choices"][0]
