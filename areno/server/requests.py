@@ -174,7 +174,10 @@ def read_generate(values: Any, defaults: SamplingParams) -> CompletionRequest:
     params.integer("logprobs", -1, MAX_TOP)
     params.integer("prompt_logprobs", -1, MAX_TOP)
     params.reject_unread(_GENERATE_IGNORED)
-    fields.reject_unread((*_IGNORED, "priority", "cache_salt", "request_id", "stream", "stream_options", "features"))
+    for name in ("stream", "features"):
+        if fields.get(name):
+            raise invalid_field_error(name, "is not supported by this endpoint")
+    fields.reject_unread((*_IGNORED, "priority", "cache_salt", "request_id", "stream_options"))
     prompts = _completion_prompts(tokens)
     return CompletionRequest(model=model, prompts=prompts, echo=False, wants_new=True, options=options)
 
