@@ -488,6 +488,7 @@ class Trajectory:
         tool_calls: Tool calls of the model, in order.
         tool_results: Results of the tool calls, in order.
         reward: (reward, its parts by name) if the agent set a reward itself. None otherwise.
+        finish_reason: Why the last turn of the main conversation ended.
         conversations: Number of rows of each kind (main, subagent, compaction, auxiliary), with those that are not
             trained. Empty if the agent has returned its turns.
         requests: What the session of the sample has counted, such as turns that the agent edited.
@@ -499,6 +500,7 @@ class Trajectory:
     tool_calls: list[dict[str, Any]]
     tool_results: list[dict[str, Any]]
     reward: tuple[float, dict[str, float]] | None = None
+    finish_reason: str | None = None
     conversations: Mapping[str, int] = field(default_factory=dict)
     requests: Mapping[str, int] = field(default_factory=dict)
 

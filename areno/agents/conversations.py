@@ -50,9 +50,13 @@ def _kind_of_source(
             return "compaction"
     for number in earlier:
         if turns[number]["tokens"].keys[-1] in keys:
-            is_summary = turns[number]["tools"] and not turn["tools"]
-            return "compaction" if is_summary else kind_of_turn[number]
-    return next((kind_of_turn[number] for number in earlier if _first_request(turns[number]) in keys), None)
+            is_summary, is_new = (
+                turns[number]["tools"] and not turn["tools"],
+                turn["tools"] and not turns[number]["tools"],
+            )
+            return "compaction" if is_summary else None if is_new else kind_of_turn[number]
+    same = (number for number in earlier if _first_request(turns[number]) in keys)
+    return next((kind_of_turn[number] for number in same if bool(turns[number]["tools"]) == bool(turn["tools"])), None)
 
 
 def _first_request(turn: PlainTurn) -> str:

@@ -58,6 +58,7 @@ _THREADS = 64  # largest number of concurrent agents if run_agent is a plain fun
 _START_ITERATIONS = 3
 _TICK_S = 0.25
 _LOOK_S = 0.05  # least time between looks at a paused clock
+_END_S = 5.0  # for a cancelled agent
 _BLOCKED_S = 5.0  # an agent that blocks the event loop for longer is reported
 _BLOCKS = (
     "the agent blocks its event loop{}, so that the other agents of this process wait; await its requests, or make "
@@ -121,6 +122,7 @@ class _Runner:
         self._thread_of: dict[int, int] = {}  # position -> the thread that runs a plain function
         self._open: set[int] = set()
         self._tasks: set[asyncio.Future[Any]] = set()
+        self._n_ending = 0  # cancelled agents that have not ended
         self._clock = RunningClock()  # which the time limits count
         self._inbox: SimpleQueue[list[tuple[int, bytes]] | None] = SimpleQueue()  # chunks; None at the end
         self._outbox: SimpleQueue[memoryview | None] = SimpleQueue()  # pickled answers; None ends the sender
@@ -140,11 +142,22 @@ class _Runner:
         exits as soon as no other agent runs. Another process runs the chunks that this process has not started.
         """
         while True:
-            self._loop.run_until_complete(self._run_until_idle(self._inbox.get()))
+            try:
+                self._loop.run_until_complete(self._run_until_idle(self._inbox.get()))
+            except EOFError:
+                self._loop.run_until_complete(self._cancel_agents())
+                raise
             self._ticked = None
             if self._stuck_threads:
                 self._outbox.put(ForkingPickler.dumps(("left", None)))
                 self._send_answers_and_exit()
+
+    async def _cancel_agents(self) -> None:
+        """Cancel all agents, and wait a while until they have ended."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_END_S)
 
     async def _run_until_idle(self, chunk: list[tuple[int, bytes]] | None) -> None:
         """Run the agents of a chunk, and of the chunks that arrive meanwhile, until no agent runs."""
@@ -205,7 +218,7 @@ class _Runner:
 
     def _wake_if_idle(self) -> None:
         """End `_run_until_idle` if no agent runs."""
-        if not self._open and self._idle is not None and not self._idle.done():
+        if not self._open and not self._n_ending and self._idle is not None and not self._idle.done():
             self._idle.set_result(None)
 
     async def _start_calls(self, chunk: list[tuple[int, bytes]]) -> None:
@@ -219,6 +232,7 @@ class _Runner:
     async def _run_call(self, position: int, payload: bytes, ends_at: float) -> None:
         """Run a call and send its answer, or a timeout at the time `ends_at` of `self._clock`."""
         _position.set(position)
+        task: asyncio.Future[Any] | None = None
         try:
             task = asyncio.ensure_future(self._call_agent(payload))
             left_s = ends_at - self._clock.now()
@@ -235,6 +249,10 @@ class _Runner:
         except BaseException as error:
             answer = self._answer_of_exception(error)
         self._send_answer(position, answer)
+        if task is not None and not task.done():  # it may have files to remove
+            self._n_ending += 1
+            await asyncio.wait({task}, timeout=_END_S)
+            self._n_ending -= 1
         self._wake_if_idle()
 
     async def _call_agent(self, payload: bytes) -> Answers:

@@ -7,14 +7,17 @@ the tests of its task run in the working folder, in a box of their own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
-import threading
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,10 +38,11 @@ APP, HOME, TESTS, LOGS = (
     "/logs/verifier",
 )  # paths in a box, as Harbor's tasks have them
 _COMMAND = "agent.command"
-_MAX_FILE, _MAX_FILES = 1 << 16, 1 << 20  # characters of one file, and of all, that reward functions get
-_SEVERAL_FILES = 4096  # that a program in a box may open
-_FILE_MB = 1024
-_GRADE_S = 120.0
+_MAX_FILE, _MAX_FILES, _MAX_ENTRIES = 1 << 16, 1 << 20, 10_000  # bytes of a file and of all that rewards get; files
+_MAX_REWARD_FILE = 1 << 16  # bytes
+_MAX_OPEN_FILES, _FILE_MB, _TEST_S = 4096, 1024, 120.0  # limits of a box
+# More than the calls of a process: a program that waits for a thread would run into its time limit.
+_threads = ThreadPoolExecutor(4096, thread_name_prefix="program")
 
 
 class _Running(Protocol):
@@ -119,9 +123,17 @@ def _interpreter_of(program: str) -> str | None:
     return words[0] if words and os.path.exists(words[0]) else None
 
 
-def box_problem(settings: AgentConfig) -> str:
-    """Return why the program cannot run in a box on this machine, or ""."""
-    return box.network_problem() if settings.command is not None and settings.box else ""
+def check_program(settings: AgentConfig) -> None:
+    """Raise ConfigError if the program of `agent.command` cannot be started here."""
+    if settings.command is None:
+        return
+    find_program(shlex.split(settings.command)[0])
+    if missing := [path for path in settings.read if existing_path(path) is None]:
+        raise ConfigError(Problem("agent.read", "names paths that are not there: {}", ", ".join(missing)))
+    if settings.box and (problem := box.network_problem()):
+        text = "is true, but this machine cannot run {} in a box: {}; set it to false to run the program with all "
+        text += "rights of the user"
+        raise ConfigError(Problem("agent.box", text, settings.command, problem))
 
 
 class _Attempt:
@@ -139,13 +151,24 @@ class _Attempt:
         self._settings, self._words, self._places, self._ctx, self._item = settings, words, places, ctx, item
         self._work, self._home, self._folder = folder / "work", folder / "home", folder
         self._task = Task.of_row(item.record)
+        if item.messages is not None:
+            raise BadTrajectory("its row has messages, and a program gets a text: use rows with a text as the prompt")
         url = f"http://127.0.0.1:{box.PORT}" if settings.box else ctx.base_url.removesuffix("/v1")
-        # In a box the socket identifies the sample, and the key is a word that judges or graders may not mistake.
+        # In a box, the socket identifies the sample, so any key will do.
         key = "areno" if settings.box else ctx.api_key
         home = HOME if settings.box else str(self._home)
         self._values = {"prompt": item.prompt, "url": url, "key": key, "model": MODEL, "home": home}
 
     async def run(self) -> ProgramTrajectory:
+        before = await _in_thread(self._prepare)
+        result = await _wait(self._start())
+        after = await _in_thread(lambda: _texts(self._work))
+        end = ProgramEnd(result.status, result.output, result.why, before, after)
+        reward, parts = await self._grade()
+        return ProgramTrajectory([], reward, parts, end)
+
+    def _prepare(self) -> dict[str, str]:
+        """Make the folders of the program. Returns the texts in its working folder."""
         self._work.mkdir()
         self._home.mkdir()
         if self._task is not None:
@@ -154,35 +177,35 @@ class _Attempt:
             file = self._home / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(self._filled(text), encoding="utf-8")
-        before = _texts(self._work)
-        result = await _wait(self._start())
-        end = ProgramEnd(result.status, result.output, result.why, before, _texts(self._work))
-        reward, parts = await self._grade()
-        return ProgramTrajectory([], reward, parts, end)
+        return _texts(self._work)
 
     def _filled(self, text: str) -> str:
-        for name, value in self._values.items():
-            text = text.replace(f"{{{name}}}", value)
-        return text
+        """Replace the placeholders. A value may contain the text of one."""
+        first, *parts = text.split("{")
+        for part in parts:
+            name, close, rest = part.partition("}")
+            first += f"{self._values[name]}{rest}" if close and name in self._values else f"{{{part}"
+        return first
 
     def _start(self) -> _Running:
         command = [self._places[0], *map(self._filled, self._words[1:])]
         environment = {name: self._filled(value) for name, value in self._settings.environment.items()}
-        environment["PATH"] = os.pathsep.join([os.path.dirname(self._places[0]), *_path_of(self._places)])
-        stdin = "" if "{prompt}" in self._settings.command else self._item.prompt  # type: ignore[operator]
+        path = [os.path.dirname(self._places[0]), *_path_of(self._places)]
+        environment["PATH"] = os.pathsep.join([*path, *filter(None, [environment.get("PATH")])])
+        stdin = "" if any("{prompt}" in word for word in self._words) else self._item.prompt
         if not self._settings.box:
             return _Unboxed(command, self._work, {**environment, "HOME": str(self._home)}, stdin)
         limits = box.Box(
             self._work,
             seconds=86_400,  # the agent process ends it at agent.timeout_s, which does not count while models train
             megabytes=self._settings.memory_mb,
-            read=[*self._places[1:], *self._settings.read],
+            read=[*self._places[1:], *filter(None, map(existing_path, self._settings.read))],
             write=[self._home],
             shown_at={str(self._work): APP, str(self._home): HOME},
             socket=self._ctx.socket,
             environment={**environment, "HOME": HOME},
             file_megabytes=_FILE_MB,
-            files=_SEVERAL_FILES,
+            files=_MAX_OPEN_FILES,
         )
         return box.start(command, limits, stdin=stdin)
 
@@ -194,13 +217,13 @@ class _Attempt:
         logs.mkdir()
         limits = box.Box(
             self._work,
-            seconds=_GRADE_S,
+            seconds=_TEST_S,
             megabytes=self._settings.memory_mb,
             read=[self._task.tests],
             write=[logs],
             shown_at={str(self._work): APP, str(self._task.tests): TESTS, str(logs): LOGS},
             file_megabytes=_FILE_MB,
-            files=_SEVERAL_FILES,
+            files=_MAX_OPEN_FILES,
         )
         result = await _wait(box.start(["bash", f"{TESTS}/test.sh"], limits))
         return _reward_in(logs, result)
@@ -214,24 +237,42 @@ def _path_of(places: Sequence[str]) -> list[str]:
 
 def _reward_in(logs: Path, result: box.Result) -> tuple[float, dict[str, float]]:
     """Return the reward that tests have written, as (reward, its parts): reward.json or reward.txt."""
-    start = f"its tests (exit code {result.status}{', ended by ' + result.why if result.why else ''})"
+    start = f"its tests (exit code {result.status})"
+    if result.why:
+        raise BadTrajectory(f"its tests were ended for exceeding their limit of {result.why}")
+    found = {name: text for name in ("reward.json", "reward.txt") if (text := _small_text(logs / name)) is not None}
+    if len(found) != 1:
+        wrote = "both reward.json and reward.txt" if found else "no reward.json and no reward.txt"
+        raise BadTrajectory(f"{start} wrote {wrote} to {LOGS}: {result.output[-300:]!r}")
+    [(name, text)] = found.items()
     try:
-        if (file := logs / "reward.json").is_file():
-            values = json.loads(file.read_text(encoding="utf-8"))
-            parts = {name: reward_number(value, f"{start}: {name}") for name, value in values.items()}
-            if "reward" not in parts:
-                raise BadTrajectory(f"{start} wrote reward.json without the key reward")
-            return parts.pop("reward"), parts
-        if (file := logs / "reward.txt").is_file():
-            return reward_number(float(file.read_text(encoding="utf-8")), f"{start}: reward.txt"), {}
-    except (ValueError, AttributeError, OSError) as error:
-        raise BadTrajectory(f"{start} wrote {file.name}, which cannot be read: {error}") from error
-    raise BadTrajectory(f"{start} wrote no reward.json and no reward.txt to {LOGS}: {result.output[-300:]!r}")
+        values = json.loads(text) if name == "reward.json" else {"reward": float(text)}
+        parts = {part: reward_number(value, f"{start}: {part}") for part, value in values.items()}
+        return parts.pop("reward"), parts
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+        why = f"{type(error).__name__} in {text[:100]!r}"
+        raise BadTrajectory(f"{start} wrote {name}, which holds no reward ({why})") from error
+
+
+def _small_text(file: Path) -> str | None:
+    """Return the text of a small file, or None if there is none. The tests may have left anything there."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with open(fd, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return None
+        return opened.read(_MAX_REWARD_FILE).decode(errors="replace")
+
+
+async def _in_thread(work: Callable[[], Any]) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
 async def _wait(running: _Running) -> box.Result:
     """Wait in a thread. If this is cancelled, the command is ended."""
-    waiting = asyncio.get_running_loop().run_in_executor(None, running.wait)
+    waiting = asyncio.get_running_loop().run_in_executor(_threads, running.wait)
     try:
         return await asyncio.shield(waiting)
     except asyncio.CancelledError:
@@ -241,18 +282,21 @@ async def _wait(running: _Running) -> box.Result:
 
 
 def _texts(folder: Path) -> dict[str, str]:
-    """Return the text of the files in a folder by path."""
+    """Return the text of the files in a folder by path, without what is large, no text or not readable."""
     found: dict[str, str] = {}
-    left = _MAX_FILES
-    for file in sorted(folder.rglob("*")):
-        if file.is_symlink() or not file.is_file() or file.stat().st_size > min(left, _MAX_FILE):
-            continue
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
-        found[str(file.relative_to(folder))] = text
-        left -= len(text)
+    left, n_entries = _MAX_FILES, 0
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        n_entries += len(folders) + len(names)
+        if n_entries > _MAX_ENTRIES:
+            break
+        for name in sorted(names):
+            path = os.path.join(parent, name)
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                state = os.lstat(path)
+                if stat.S_ISREG(state.st_mode) and state.st_size <= min(left, _MAX_FILE):
+                    found[os.path.relpath(path, folder)] = Path(path).read_text(encoding="utf-8")
+                    left -= state.st_size
     return found
 
 
@@ -260,28 +304,29 @@ class _Unboxed:
     """A program that runs with all rights of the user. It leads a process group, which ends with it."""
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], stdin: str):
-        self._process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={"LANG": "C.UTF-8", **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._stdin = stdin.encode()
-        self._ending = threading.Lock()
+        # Files and not pipes: what the program leaves running holds a pipe open.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # `wait` closes it
+        with tempfile.TemporaryFile() as given:
+            given.write(stdin.encode("utf-8", "replace"))
+            given.seek(0)
+            self._process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={"LANG": "C.UTF-8", **environment},
+                stdin=given,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def wait(self) -> box.Result:
-        output, _ = self._process.communicate(self._stdin)
-        self._kill_group()
-        return box.Result(self._process.returncode, box.shorten(output.decode(errors="replace")), "")
+        status = self._process.wait()
+        self.cancel()
+        with self._output as output:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - _MAX_FILE))
+            return box.Result(status, box.shorten(output.read().decode(errors="replace")), "")
 
     def cancel(self) -> None:
-        self._kill_group()
-
-    def _kill_group(self) -> None:
-        try:
+        """Kill the program and all processes of its group."""
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return

@@ -6,6 +6,7 @@ Only processes on this machine can reach it, and they need the API key of the se
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import tempfile
 from collections.abc import Coroutine, Iterable, Sequence
@@ -33,6 +34,7 @@ POLICY = "policy"
 """The model name in requests to a session. The name and the path of the model's folder are also accepted."""
 _MAX_SAMPLES = 65_536
 _END_S = 5.0
+_MAX_PLACE = 60  # characters
 _MAX_PREFETCHED = 64  # prompts; with more, the first agents would wait until all are tokenized
 
 
@@ -58,7 +60,9 @@ class SampleServer:
     def open_socket(self, session: SampleSession) -> str:
         """Return the path of a Unix socket that leads to a session, which has begun, and to no other."""
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="areno-")
+            # The path of a socket has at most 107 bytes.
+            place = "/tmp" if len(tempfile.gettempdir()) > _MAX_PLACE else None
+            self._folder = tempfile.TemporaryDirectory(prefix="areno-", dir=place)
         path = f"{self._folder.name}/{next(self._numbers)}"
         self.server.samples.of_sockets[path] = session
         self._sites[session.id] = path, self._thread.call(self._thread.open_socket(path), _END_S)
@@ -76,6 +80,8 @@ class SampleServer:
         if site is not None:
             await site.stop()
             del self.server.samples.of_sockets[path]
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run a coroutine in the server's event loop without waiting for it."""

@@ -98,7 +98,7 @@ class RowBuilder:
         if isinstance(last["tokens"], TurnTokens):
             kinds += conversation_kinds(turns, [row.turns for row in rows])
             agents = [row.turns[-1] for row, kind in zip(rows, kinds, strict=True) if kind in ("main", "compaction")]
-            last = turns[max(agents)]
+            last = turns[max(agents, default=len(turns) - 1)]
             kept = [row for row, kind in zip(rows, kinds, strict=True) if kind in self._conversations]
             if not kept:
                 raise BadTrajectory(
@@ -113,6 +113,7 @@ class RowBuilder:
             tool_calls=[call for turn in turns for call in turn["message"].get("tool_calls") or []],
             tool_results=[message for message in messages if message.get("role") == "tool"],
             reward=last.get("reward"),
+            finish_reason=last["finish_reason"],
         )
 
     def _checked_tokens(self, turn: PlainTurn, number: int) -> TurnTokens:
@@ -193,7 +194,8 @@ class _OpenRow:
         return len(self.tokens)
 
     def is_prefix_of(self, prompt: list[int]) -> bool:
-        return prompt[: len(self.tokens)] == self.tokens
+        n = len(self.tokens)
+        return prompt[n - 1 : n] == self.tokens[-1:] and prompt[:n] == self.tokens
 
     def append_turn(self, tokens: TurnTokens, trained: np.ndarray) -> None:
         """Append a turn whose prompt begins with the tokens of this row. `trained` is bool [len(tokens.sampled)]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -367,6 +368,13 @@ _AGENT = Needs("fn", so="there is no agent", in_build=True)
 _PROGRAM = Needs("command", so="no program is started", in_build=True)
 
 
+def _is_command(text: str) -> bool:
+    try:
+        return bool(shlex.split(text))
+    except ValueError:
+        return False
+
+
 @dataclass(kw_only=True)
 class AgentConfig(Section):
     """An agent: user code that samples by requests to the policy's OpenAI-compatible endpoint."""
@@ -474,6 +482,18 @@ class AgentConfig(Section):
     @require("command", "is {self.command!r}, but fn is {self.fn}; leave one of both out")
     def command_is_the_agent(self) -> bool:
         return self.command is None or self.fn == COMMAND
+
+    @require("command", "is {self.command!r}, which is no command: it is empty, or a quotation mark is not closed")
+    def command_has_words(self) -> bool:
+        return self.command is None or _is_command(self.command)
+
+    @require("whole_batch", "is true, but the program of command gets one sample; leave it out")
+    def program_gets_one_sample(self) -> bool:
+        return not self.whole_batch or self.fn != COMMAND
+
+    @require("files", "has a path that leaves the home directory of the program; give paths inside of it")
+    def files_are_in_home(self) -> bool:
+        return not any(path.startswith(("/", "~")) or ".." in path.split("/") for path in self.files)
 
     @property
     def is_environment(self) -> bool:

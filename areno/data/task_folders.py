@@ -15,7 +15,7 @@ from typing import Any
 
 from areno.errors import DataError, Problem
 
-TASK = "task"
+TASK = "task_folder"
 """The field of a row with the path of its task."""
 _INSTRUCTION, _TEST = "instruction.md", "test.sh"
 _IMAGE = ("Dockerfile", "docker-compose.yaml")  # of a container, in environment/

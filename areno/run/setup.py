@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from areno.agents.pool import AgentPool
-from areno.agents.program import box_problem
+from areno.agents.program import check_program
 from areno.api.trainer import Trainer
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import ExperimentConfig, LossFn
@@ -418,10 +418,7 @@ def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: 
 def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None:
     if not isinstance(config, PolicyExperimentConfig) or config.agent.fn is None:
         return None
-    if problem := box_problem(config.agent):
-        text = "is true, but this machine cannot run {} in a box: {}; set it to false to run the program with all "
-        text += "rights of the user"
-        raise ConfigError(Problem("agent.box", text, config.agent.command, problem))
+    check_program(config.agent)
     return stack.enter_context(AgentPool(config.agent, _n_devices(config)))
 
 

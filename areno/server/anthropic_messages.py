@@ -162,7 +162,6 @@ class MessagesAnswer(EventAnswer):
     def __init__(self, stop: Any):
         self._stop = stop  # checked before it is used
         self._blocks: list[Json] = []
-        self._arguments = ""
 
     def start(self, chat: OpenChat) -> list[Json]:
         self._head: Json = {

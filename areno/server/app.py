@@ -30,7 +30,7 @@ from areno.server.openai_responses import RESPONSES
 from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder, prompt_threads
 from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion, read_generate
-from areno.server.sample_sessions import SampleSession, SampleSessions, SharedAnswer
+from areno.server.sample_sessions import SampleSession, SampleSessions, SharedAnswer, ended_error
 from areno.server.sampling import EngineClient
 from areno.server.threads import END_ANSWERS, ThreadPool
 
@@ -50,6 +50,7 @@ _DIALECTS = {"/v1/chat/completions": CHAT, _MESSAGES: MESSAGES, _COUNT: MESSAGES
 _SESSION: web.RequestKey[SampleSession] = web.RequestKey("sample_session")
 _JSON = {"Content-Type": "application/json; charset=utf-8"}
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+_FAILURE = ApiError(500, "the server failed; its log says why")
 _CLIENT_GONE = 499  # the status in /metrics; nobody sees it otherwise
 
 
@@ -123,26 +124,33 @@ class Server:
             return _error_response(too_large_error(self.sampler.limits.max_body), path)
         except web.HTTPException as error:
             status = error.status
-            return _error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}"), path)
+            shown = "/s/..." if request.path.startswith("/s/") else request.path
+            return _error_response(ApiError(error.status, f"{request.method} {shown}: {error.reason}"), path)
         except ConnectionError:  # the client has disconnected
             return web.Response(status=status)
         except asyncio.CancelledError:
             raise
         except Exception as error:
             status = 500
-            logger.error("a request failed: %s", "".join(traceback.format_exception(error, limit=-_MAX_FRAMES)))
-            return _error_response(ApiError(500, "the server failed; its log says why"), path)
+            self._log_failure(error)
+            return _error_response(_FAILURE, path)
         finally:
             self._handling.discard(task)
             metrics.in_flight -= 1
             metrics.requests[path, status] += 1
+
+    def _log_failure(self, error: Exception) -> None:
+        logger.error("a request failed: %s", "".join(traceback.format_exception(error, limit=-_MAX_FRAMES)))
 
     def _check_key(self, request: web.Request) -> None:
         """Find the session that a request belongs to, by its path or its key. Raises ApiError 401, 403 or 410."""
         given, named = _sent_key(request), request.match_info.get("sample")
         address = None if request.transport is None else request.transport.get_extra_info("sockname")
         if isinstance(address, str):  # a Unix socket, whose session needs no key
-            request[_SESSION] = own = self.samples.of_sockets[address]
+            own = self.samples.of_sockets.get(address)
+            if own is None:  # the connection was kept open
+                raise ended_error()
+            request[_SESSION] = own
             if (named or own.id) != own.id or (given in self.samples and given != own.id):
                 raise ApiError(403, "this is the session of another sample", code="foreign_session")
             return
@@ -261,7 +269,7 @@ class Server:
 
     async def _get_model(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]
-        self._check_model(name)
+        self._check_model(name, request.get(_SESSION))
         return web.json_response(self._model_object(name))
 
     async def _create_chat(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
@@ -304,8 +312,8 @@ class Server:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         body = await self._read_body(request)
         given, *_ = await self._parse(body, lambda body: self._read_chat(MESSAGES, body, request.get(_SESSION)))
-        chat = await self.chat.prepare(given)
-        return web.json_response({"input_tokens": len(chat.prompt.tokens)})
+        prompt = await self.chat.prompts.build_prompt_async(given.messages, given.tools, given.template)
+        return web.json_response({"input_tokens": len(prompt.tokens)})
 
     async def _generate_tokens(self, request: web.Request) -> web.Response:
         """Continue token ids, as vLLM's endpoint for trainers does."""
@@ -313,15 +321,24 @@ class Server:
         body = await self._read_body(request)
         given = await self._parse(body, lambda body: read_generate(read_json(body), self.sampler.defaults))
         self._check_model(given.model or self.models[0], sample)
+        self._check_unrecorded(sample)
         with self.sampler.reserve(given.options.n):
             completion = await self.completions.prepare(given)
             body = await completion.create_token_response()
         return web.Response(body=body, headers=_JSON)
 
+    def _check_unrecorded(self, sample: SampleSession | None) -> None:
+        """Raise ApiError 400 in a session that records: this endpoint has no messages that could be recorded."""
+        if sample is not None:
+            sample.count_request()
+            if sample.uses_run_sampling:
+                raise ApiError(400, "this session records conversations alone; use /v1/chat/completions")
+
     async def _create_completion(self, request: web.Request) -> web.StreamResponse:
         body = await self._read_body(request)
         given = await self._parse(body, self._read_completion)
         self._check_model(given.model, request.get(_SESSION))
+        self._check_unrecorded(request.get(_SESSION))
         with self.sampler.reserve(given.options.n * len(given.prompts)):
             completion = await self.completions.prepare(given)
             if given.options.stream:
@@ -351,6 +368,13 @@ class Server:
                 if not response.prepared:
                     raise
                 await response.write(answer.failure(error))
+            except (ConnectionError, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                if not response.prepared:
+                    raise
+                self._log_failure(error)
+                await response.write(answer.failure(_FAILURE))
         await response.write_eof()
         return response
 

@@ -22,7 +22,7 @@ from areno.errors import ArenoError, DataError
 from areno.server import response_bodies
 from areno.server.detokenize import TextStream, TokenTextCache, TokenTextStream, special_ids
 from areno.server.errors import ApiError, PromptTooLong, invalid_field_error
-from areno.server.messages import read_messages
+from areno.server.messages import conversation_keys, read_messages
 from areno.server.parsers import MessageDelta, MessageStream, ToolCall, join_deltas
 from areno.server.parsers.message import END_THINK, THINK
 from areno.server.prompt_builder import EncodedPrompt, PromptBuilder, is_first_turn, template_names
@@ -62,8 +62,9 @@ class ChatCompletions:
 
         Raises ApiError 400 if it cannot be served.
         """
-        if sample is not None and not is_first_turn(request.messages):
-            request = replace(request, messages=sample.restored_messages(request.messages))
+        given = request.messages
+        if sample is not None and not is_first_turn(given):
+            request = replace(request, messages=sample.restored_messages(given))
         try:
             # The server caches checked requests, because the samples of a prompt begin with the same one.
             if (prompt := request.prompt()) is None:
@@ -99,10 +100,12 @@ class ChatCompletions:
             raise _with_conversation_size(error, request, prompt.tokens) from error
         hidden = self.sampler.stop_ids | (self._special if request.options.params.skip_special_tokens else frozenset())
         returns_tokens = self._is_training if sample is None else sample.returns_tokens
-        return OpenChat(self, request, prompt, sampled, hidden, returns_tokens)
+        # An agent that returns its turns returns the messages as it has sent them.
+        conversation = prompt.keys[-1] if request.messages == given else conversation_keys(given)[-1]
+        return OpenChat(self, request, prompt, sampled, hidden, returns_tokens, conversation)
 
     def _may_force(self, request: ChatRequest, prompt: EncodedPrompt, sample: SampleSession | None) -> bool:
-        """Return whether a grammar may choose tokens. In training it may not, but for requests beside the agent's."""
+        """Return whether a grammar may choose tokens. In training, it may for auxiliary requests alone."""
         if not self._is_training:
             return True
         if sample is None:
@@ -110,8 +113,10 @@ class ChatCompletions:
         has_tools = bool(request.tools)
         is_aside = sample.is_aside(prompt.keys, has_tools)
         sample.note_request(prompt.keys, has_tools)
-        sample.counts["not_forced"] += not is_aside and (request.requires_call or request.response_format is not None)
-        return is_aside
+        sample.counts["not_forced"] += not (is_aside and sample.uses_run_sampling) and (
+            request.requires_call or request.response_format is not None
+        )
+        return is_aside and sample.uses_run_sampling  # a turn that is returned may be trained
 
     def _options_with_room(self, options: SampleOptions, n_prompt: int) -> SampleOptions:
         """Lower `max_tokens` to the default, and to what fits into the KV cache beside the prompt."""
@@ -189,6 +194,7 @@ class OpenChat:
     sampled: GenerationRequest
     hidden: frozenset[int]  # tokens without text in the answer: stop tokens and, by default, special tokens
     returns_tokens: bool  # whether the answer has the field `areno`, if the request does not say
+    conversation: str  # key of the messages
 
     def __post_init__(self) -> None:
         self.head = response_bodies.response_envelope("chat.completion", "chatcmpl", self.request.model)
@@ -275,7 +281,7 @@ class OpenChat:
         """Return the part of the field `areno` that is about the prompt."""
         return {
             "session": self.endpoint._session,
-            "conversation": self.prompt.keys[-1],
+            "conversation": self.conversation,
             **sampling_fields(self.sampled.params),
             "prompt_token_ids": self.prompt.tokens,
             "sources": self.prompt.sources,

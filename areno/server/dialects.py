@@ -10,8 +10,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import to_json
-
 from areno.data.row_schema import json_value_problem
 from areno.schema.values import format_value
 from areno.server.chat import OpenChat
@@ -89,7 +87,8 @@ class EventAnswer(Answer):
                     yield _encoded(events)
         last = list(self.finish(chat))
         self.is_finished = True
-        yield _encoded(last) if is_stream else to_json(self.body(chat))
+        # A model may write half of a surrogate pair into the arguments of a call.
+        yield _encoded(last) if is_stream else json.dumps(self.body(chat)).encode()
 
     def keep_alive(self) -> bytes:
         return _encoded(self.idle_events())

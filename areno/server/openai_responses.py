@@ -48,8 +48,8 @@ class _Tools:
     customs: set[str] = field(default_factory=set)
 
     def function_name(self, name: Any, namespace: Any) -> Any:
-        found = (flat for flat, known in self.namespaces.items() if known == (namespace, name))
-        return next(found, name)
+        flat = f"{namespace}__{name}"
+        return flat if flat in self.namespaces else name
 
 
 def _read(values: Any, takes_later_system: bool) -> tuple[Json, Answer]:
@@ -366,4 +366,4 @@ def _custom_input(arguments: str) -> str:
     return json_text(value)
 
 
-RESPONSES = Dialect(_read, ApiError.body)
+RESPONSES = Dialect(_read)

@@ -167,7 +167,7 @@ def read_generate(values: Any, defaults: SamplingParams) -> CompletionRequest:
     """Read a request to /inference/v1/generate, vLLM's endpoint for token ids."""
     fields = RequestFields(values)
     model, tokens = fields.text("model") or "", fields.get("token_ids")
-    if not isinstance(tokens, list):
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise invalid_field_error("token_ids", f"is {format_value(tokens)}; a list of token ids is expected")
     params = RequestFields(fields.get("sampling_params") or {}, "sampling_params")
     options = _sample_options(params, defaults, params.integer("max_tokens", 1, _MAX_TOKENS))

@@ -20,14 +20,15 @@ from areno.server.returned_responses import message_digest
 from areno.types import Message
 
 _GRACE_S = 10.0  # for which a sample goes on without a reader: a client that lost its connection asks again
-_KEPT_BY_RUN = {
+_MAX_TOKENS = 2**31 - 1
+_OF_CLIENT = {
     *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "max_completion_tokens"),
     *("stop", "stream", "stream_options", "response_format", "n", "logprobs", "top_logprobs", "return_token_ids"),
 }
-"""Fields of a chat request that still hold if the run decides how is sampled. All others are ignored."""
+"""Fields of a chat request that hold in a session with the run's sampling settings. All others are ignored."""
 
 
-def _ended_error() -> ApiError:
+def ended_error() -> ApiError:
     return ApiError(410, "this session has ended with its sample", code="session_ended")
 
 
@@ -97,7 +98,7 @@ class SharedAnswer:
                     self.is_delivered = True
                     self._on_delivered()
                 if self._task.cancelled():
-                    raise _ended_error()
+                    raise ended_error()
                 if self._task.done():
                     self._task.result()
                     break
@@ -128,8 +129,8 @@ class SharedAnswer:
 class SampleSession:
     """What one agent asks and gets. `turns` has a turn for each choice that the agent has received completely.
 
-    With `uses_run_sampling`, the settings of the run hold in place of those in requests, which `max_tokens` can only
-    lower. Only such a session is for programs that know nothing of the run.
+    With `uses_run_sampling`, the sampling settings of the run hold in place of those in requests. A request can only
+    lower `max_tokens`.
     """
 
     max_requests: int
@@ -143,6 +144,7 @@ class SampleSession:
     def __post_init__(self) -> None:
         self._answers: dict[bytes, SharedAnswer] = {}
         self._sent: dict[str, Message] = {}  # id of a call -> message
+        self._edited: set[str] = set()  # ids of calls in turns that the client has edited
         self._has_tools = False  # whether a request offered tools
         self._conversations: set[str] = set()  # keys of the requests that did
 
@@ -150,7 +152,7 @@ class SampleSession:
         """Count a request. Raises ApiError 410 if the session has ended, or has had too many."""
         self.counts["requests"] += 1
         if self.is_ended:
-            raise _ended_error()
+            raise ended_error()
         if self.counts["requests"] > self.max_requests:
             self.counts["refused"] += 1
             message = f"the agent has sent {self.max_requests} requests, which is all that agent.max_requests allows"
@@ -160,7 +162,11 @@ class SampleSession:
         """Return the body of a chat request, without what the run decides."""
         if not self.uses_run_sampling or not isinstance(body, Mapping):
             return body
-        return {name: value for name, value in body.items() if name in _KEPT_BY_RUN}
+        kept = {name: value for name, value in body.items() if name in _OF_CLIENT}
+        for name in ("max_tokens", "max_completion_tokens"):
+            if type(kept.get(name)) is int:
+                kept[name] = min(kept[name], _MAX_TOKENS)
+        return kept
 
     def shared_answer(
         self,
@@ -177,7 +183,12 @@ class SampleSession:
         if known is not None and known.can_be_read:
             self.counts["repeated"] += 1
             return known
-        shared = SharedAnswer(answer, make(), on_delivered, grace_s=_GRACE_S, idle_s=idle_s)
+
+        def delivered() -> None:
+            self._answers.pop(key, None)
+            on_delivered()
+
+        shared = SharedAnswer(answer, make(), delivered, grace_s=_GRACE_S, idle_s=idle_s)
         self._answers[key] = shared
         return shared
 
@@ -198,7 +209,8 @@ class SampleSession:
         if not changed:
             return message
         if "tool_calls" in changed or any(message.get(name) for name in changed):
-            self.counts["edited"] += 1
+            self.counts["edited"] += calls[0]["id"] not in self._edited
+            self._edited.add(calls[0]["id"])
             return message
         self.counts["restored"] += 1
         return {**message, **{name: sent[name] for name in changed}}
@@ -251,7 +263,7 @@ class SampleSessions:
             raise ApiError(401, "there is no such session", code="invalid_api_key")
         session = self._by_id[name]
         if session is None:
-            raise _ended_error()
+            raise ended_error()
         return session
 
     def end(self, session: SampleSession) -> None:

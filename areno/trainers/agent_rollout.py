@@ -256,7 +256,7 @@ def _scored_agent_sample(
     sequence = RolloutSequence(
         resp_tokens=record.tokens,
         resp_logprobs=record.logprobs,
-        finish_reason="length" if trajectory.turns[-1]["finish_reason"] == "length" else "stop",
+        finish_reason="length" if trajectory.finish_reason == "length" else "stop",
         resp_versions=versions.tolist(),
     )
     # The prompt of the sample is the one that the agent sent to the model.

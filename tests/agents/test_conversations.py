@@ -103,6 +103,16 @@ def test_an_edited_history_is_the_same_conversation() -> None:
     assert trajectory(script).conversations == {"main": 2}
 
 
+def test_a_conversation_that_gets_tools_later_is_the_main_one() -> None:
+    def script(ask: Any) -> None:
+        ask([SYSTEM, user("Begin.")], None)
+        ask([SYSTEM, user("Begin.")])
+
+    found = trajectory(script)
+    assert found.conversations == {"auxiliary": 1, "main": 1}
+    assert found.finish_reason == "tool_calls"
+
+
 def test_without_tools_each_first_request_is_an_agent() -> None:
     def script(ask: Any) -> None:
         ask([user("Begin.")], None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from areno.agents.program import find_program, program_agent
+from areno.agents.program import check_program, find_program, program_agent
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, ProgramTrajectory
 from areno.config.datasets import DatasetConfig
 from areno.config.rollout import AgentConfig
@@ -87,7 +87,7 @@ def test_what_a_program_in_a_box_sees(task: Path, monkeypatch: pytest.MonkeyPatc
     script = (
         "pwd; echo $HOME; cat; env | grep -c SECRET; cat deep/note.txt ~/.conf/a; ls /tests; cat $0; echo {key} {url}"
     )
-    found, session = start(shell(script, files={".conf/a": "{model} {home}"}), row={"task": str(task)})
+    found, session = start(shell(script, files={".conf/a": "{model} {home}"}), row={"task_folder": str(task)})
     assert found.program is not None
     lines = found.program.output.splitlines()
     assert lines[:3] == ["/app", "/home/agent", "Write cat.0"]
@@ -99,10 +99,10 @@ def test_what_a_program_in_a_box_sees(task: Path, monkeypatch: pytest.MonkeyPatc
 
 @needs_box
 def test_tests_give_the_reward(task: Path) -> None:
-    found, _ = start(shell("echo cat > answer"), row={"task": str(task)})
+    found, _ = start(shell("echo cat > answer"), row={"task_folder": str(task)})
     assert (found.reward, found.parts) == (0.5, {})
     grade(task, 'echo \'{"reward": 1, "speed": 0.25}\' > /logs/verifier/reward.json')
-    found, _ = start(shell("true"), row={"task": str(task)})
+    found, _ = start(shell("true"), row={"task_folder": str(task)})
     assert (found.reward, found.parts) == (1.0, {"speed": 0.25})
 
 
@@ -111,23 +111,26 @@ def test_tests_give_the_reward(task: Path) -> None:
     ("script", "message"),
     [
         ("exit 3", r"its tests \(exit code 3\) wrote no reward.json and no reward.txt"),
-        ("echo much > /logs/verifier/reward.txt", "wrote reward.txt, which cannot be read"),
+        ("echo much > /logs/verifier/reward.txt", "wrote reward.txt, which holds no reward"),
         ("echo nan > /logs/verifier/reward.txt", "reward.txt"),
-        ("echo '{\"speed\": 1}' > /logs/verifier/reward.json", "without the key reward"),
-        ("echo '[1]' > /logs/verifier/reward.json", "wrote reward.json, which cannot be read"),
+        ("ln -s /proc/self/environ /logs/verifier/reward.txt", "no reward.json and no reward.txt"),
+        ("echo 1 > /logs/verifier/reward.txt; yes", "were ended for exceeding their limit of output"),
+        ("cd /logs/verifier; echo 1 | tee reward.txt reward.json", "both reward.json and reward.txt"),
+        ("echo '{\"speed\": 1}' > /logs/verifier/reward.json", "KeyError"),
+        ("echo '[1]' > /logs/verifier/reward.json", "wrote reward.json, which holds no reward"),
     ],
 )
 def test_tests_that_fail_give_no_reward(task: Path, script: str, message: str) -> None:
     grade(task, script)
     with pytest.raises((BadTrajectory, ValueError), match=message):
-        start(shell("true"), row={"task": str(task)})
+        start(shell("true"), row={"task_folder": str(task)})
 
 
 @needs_box
 def test_the_agent_cannot_reach_its_tests(task: Path) -> None:
     script = f"echo 'echo 1 > /logs/verifier/reward.txt' > {task}/tests/test.sh; mkdir -p /tests; echo dog > answer"
     grade(task, "if grep -q cat answer; then r=1; else r=0; fi; echo $r > /logs/verifier/reward.txt")
-    found, _ = start(shell(script), row={"task": str(task)})
+    found, _ = start(shell(script), row={"task_folder": str(task)})
     assert found.reward == 0.0
 
 
@@ -161,6 +164,51 @@ def test_a_cancelled_program_ends_with_all_its_processes(boxed: bool) -> None:
     until(lambda: not sleeping(), found=sleeping)
 
 
+@needs_box
+def test_placeholders_in_a_prompt_stay() -> None:
+    found, session = start(AgentConfig(command="echo {prompt} {model}"), "use {url}, {key} and {x")
+    assert found.program is not None
+    assert found.program.output == "use {url}, {key} and {x policy\n"
+    assert session.turns == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"command": "sh -c 'x"}, "command: is .* which is no command"),
+        ({"command": ""}, "command: is .* which is no command"),
+        ({"command": "a", "whole_batch": True}, "whole_batch: is true, but the program of command gets one sample"),
+        ({"command": "a", "files": {"../x": ""}}, "files: has a path that leaves the home directory"),
+        ({"command": "a", "fn": "b.py"}, "command: is 'a', but fn is b.py"),
+        ({"fn": "command"}, "fn: is command, but command is null"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AgentConfig(**settings)
+
+
+def test_what_a_program_needs_is_checked_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"agent\.read: names paths that are not there: /no/such"):
+        check_program(AgentConfig(command="sh", read=["/no/such"]))
+    monkeypatch.setattr(box, "network_problem", lambda: "no namespaces")
+    with pytest.raises(ConfigError, match=r"agent\.box: .* cannot run sh in a box: no namespaces; set it to false"):
+        check_program(AgentConfig(command="sh"))
+    check_program(AgentConfig(command="sh", box=False))
+
+
+@needs_box
+def test_more_programs_run_at_once_than_there_are_cores() -> None:
+    async def run_all() -> float:
+        run = program_agent(shell("sleep 1"))
+        ctx = AgentContext("http://127.0.0.1:1/v1", "key", "s", 60.0)
+        begun = time.monotonic()
+        await asyncio.gather(*(run(ctx, AgentBatch.of_items([AgentItem("a", {}, [1])])) for _ in range(24)))
+        return time.monotonic() - begun
+
+    assert asyncio.run(run_all()) < 12  # one after the other, they would take 24 s
+
+
 def test_programs_are_found_with_what_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "node_modules/tool"
     package.mkdir(parents=True)
@@ -178,7 +226,7 @@ def test_programs_are_found_with_what_they_need(tmp_path: Path, monkeypatch: pyt
 
 def test_a_folder_of_tasks_is_a_dataset(task: Path) -> None:
     [row] = load_rows(DatasetConfig(path=str(task.parent)), "prompt")
-    assert (row["prompt"], row["task"]) == ("Write cat.", str(task.resolve()))
+    assert (row["prompt"], row["task_folder"]) == ("Write cat.", str(task.resolve()))
     (task / "environment/Dockerfile").write_text("FROM x")
     with pytest.raises(DataError, match=textwrap.dedent("train_dataset.path: .* need the image of a container.*: one")):
         load_rows(DatasetConfig(path=str(task.parent)), "prompt")

@@ -154,7 +154,7 @@ def changed(name: str, **changes: Any) -> AgentConfig:
 
 @pytest.mark.parametrize("installed", ["claude"], indirect=True)
 def test_two_prompts_of_claude_code_share_their_prefix(installed: str) -> None:
-    settings = changed("claude", command="claude -p {prompt} --model {model} --dangerously-skip-permissions")
+    settings = changed("claude", command="claude -p --model {model} --dangerously-skip-permissions")
     prompts = []
     for prompt in (PROMPT, "What is the time?"):
         _, _, engine, _ = attempt("claude", answers("I do not know."), prompt=prompt, settings=settings)
@@ -172,7 +172,7 @@ def test_a_sub_agent_of_claude_code_is_a_second_root(installed: str) -> None:
             return "There are none."
         return "All is done." if "<tool_response>" in prompt else called("Agent", task)
 
-    settings = changed("claude", command="claude -p {prompt} --model {model} --dangerously-skip-permissions")
+    settings = changed("claude", command="claude -p --model {model} --dangerously-skip-permissions")
     program, session, _, found = attempt("claude", say, settings=settings)
     assert program.exit_code == 0, program.output
     assert found.conversations == {"main": 1, "subagent": 1}, [turn["message"] for turn in session.turns]
@@ -247,7 +247,7 @@ def test_a_recipe_trains_through_claude_code(installed: str, tmp_path: Path) -> 
         "gspo",
         tmp_path,
         "agent=claude_code",
-        "agent.command='claude --bare -p {prompt} --model {model} --dangerously-skip-permissions'",
+        "agent.command='claude --bare -p --model {model} --dangerously-skip-permissions'",
         f"actor.path={folder}",
         "engine.dummy_load=true",
         f"reward.fn={reward}",

@@ -266,6 +266,10 @@ def test_token_ids_are_continued(served: Any) -> None:
     params |= {"skip_special_tokens": False, "routed_experts_prompt_start": 3}  # as verifiers sends them
     body = {"model": "policy", "token_ids": [5, 6, 7], "sampling_params": params}
     headers = {"Authorization": f"Bearer {key}"}
+    if key == "any":
+        refused = httpx2.post(f"{url}/inference/v1/generate", json=body, headers=headers)
+        assert "this session records conversations alone" in refused.json()["error"]["message"]
+        return
     choice = httpx2.post(f"{url}/inference/v1/generate", json=body, headers=headers).json()["choices"][0]
     assert choice["token_ids"] == engine.tokenizer.encode(TWO_CALLS)[:9]
     assert choice["logprobs"]["content"][0] == {
