@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from areno.errors import ArenoError, ConfigError, DataError, WorkerLost
 from areno.launch.compose import load
 from areno.loss_fns import group_advantages, gspo_loss_fn
 from areno.recipes.gspo import GSPOConfig
+from areno.sandbox.box import network_problem
 from areno.trainers.agents import reward_records, trajectory_rows
-from tests.helpers.agent_model import made
+from tests.helpers.agent_model import made, model_folder
 from tests.helpers.agent_runs import DATA, run
+from tests.helpers.policy_runs import play
 from tests.helpers.resumed import lost_in
 
 
@@ -71,6 +74,37 @@ def test_compactions_and_sub_agents_are_exact(tmp_path: Path) -> None:
     assert kinds["compaction"][0] > 2
     assert kinds["subagent"][0] >= 1
     assert len(played.rows[0]) >= 16 * 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(network_problem()), reason=network_problem() or "a box can be made")
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_recipe_trains_through_a_program_in_a_box(tmp_path: Path, ahead: int) -> None:
+    tasks = tmp_path / "tasks"
+    for number in range(8):
+        (tasks / f"t{number}/tests").mkdir(parents=True)
+        (tasks / f"t{number}/instruction.md").write_text(f"Say {number}.")
+        (tasks / f"t{number}/tests/test.sh").write_text(f"echo {number / 8} > /logs/verifier/reward.txt")
+    config = [
+        f"actor.path={model_folder()}",
+        "engine.dummy_load=true",
+        "agent.command='python examples/agentic/tasks/loop.py {prompt}'",
+        "agent.environment={OPENAI_BASE_URL: '{url}/v1', OPENAI_API_KEY: '{key}'}",
+        "agent.workers=1",
+        f"rollout.max_head_offpolicyness={ahead}",
+        f"train_dataset.path={tasks}",
+        "train_dataset.loader=null",
+        "reward.fn=null",
+        "train_dataset.max_length=50",
+        "gconfig.temperature=1",
+        "saver.freq_steps=null",
+    ]
+    played = play("gspo", tmp_path, *config)
+    assert [len(rows) for rows in played.rows] == [16, 16]
+    assert played.series("rollout/agent_errors") == [0.0, 0.0]
+    assert max(played.series("train/logp_abs_diff_max")) < 1e-4 or ahead
+    assert all(0 <= row.reward < 1 for rows in played.rows for row in rows)
+    assert not list(Path(tempfile.gettempdir()).glob("areno-agent-*")), "nothing is left"
 
 
 @pytest.mark.slow
