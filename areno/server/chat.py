@@ -111,12 +111,12 @@ class ChatCompletions:
         if sample is None:
             return False
         has_tools = bool(request.tools)
-        is_aside = sample.is_aside(prompt.keys, has_tools)
+        is_auxiliary = sample.is_auxiliary(prompt.keys, has_tools)
         sample.note_request(prompt.keys, has_tools)
-        sample.counts["not_forced"] += not (is_aside and sample.uses_run_sampling) and (
+        sample.counts["not_forced"] += not (is_auxiliary and sample.uses_run_sampling) and (
             request.requires_call or request.response_format is not None
         )
-        return is_aside and sample.uses_run_sampling  # a turn that is returned may be trained
+        return is_auxiliary and sample.uses_run_sampling  # a turn that is returned may be trained
 
     def _options_with_room(self, options: SampleOptions, n_prompt: int) -> SampleOptions:
         """Lower `max_tokens` to the default, and to what fits into the KV cache beside the prompt."""

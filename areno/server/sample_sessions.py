@@ -215,8 +215,8 @@ class SampleSession:
         self.counts["restored"] += 1
         return {**message, **{name: sent[name] for name in changed}}
 
-    def is_aside(self, keys: Sequence[str], has_tools: bool) -> bool:
-        """Return whether a request is none of the agent's: without tools, and no part of a known conversation.
+    def is_auxiliary(self, keys: Sequence[str], has_tools: bool) -> bool:
+        """Return whether a request without tools continues no conversation with tools, although there are some.
 
         `keys` is the result of `conversation_keys` for its messages.
         """
