@@ -411,8 +411,8 @@ class AgentConfig(Section):
     box: bool = setting(
         True,
         help="Run the program in a box (Linux). It then reaches its session and no other network. It sees its own "
-        "files, those of the system and of the program, and the paths in read. Memory and processes are limited. false: "
-        "it runs with all rights of the user",
+        "files, those of the system and of the program, and the paths in read. Memory and processes are limited. "
+        "false: it runs with all rights of the user",
         only_with=_PROGRAM,
     )
     read: list[str] = setting(
