@@ -31,14 +31,11 @@ from areno.scoring.records import reward_number
 from areno.types import ProgramEnd
 
 MODEL = "policy"
-APP, HOME, TESTS, LOGS = (
-    "/app",
-    "/home/agent",
-    "/tests",
-    "/logs/verifier",
-)  # paths in a box, as Harbor's tasks have them
+# Paths in a box. The first and the last two are those of Harbor.
+APP, HOME, TESTS, LOGS = "/app", "/home/agent", "/tests", "/logs/verifier"
 _COMMAND = "agent.command"
-_MAX_FILE, _MAX_FILES, _MAX_ENTRIES = 1 << 16, 1 << 20, 10_000  # bytes of a file and of all that rewards get; files
+# For reward functions: bytes of a file, and of all files, and the number of files that are looked at.
+_MAX_FILE, _MAX_FILES, _MAX_ENTRIES = 1 << 16, 1 << 20, 10_000
 _MAX_REWARD_FILE = 1 << 16  # bytes
 _MAX_OPEN_FILES, _FILE_MB, _TEST_S = 4096, 1024, 120.0  # limits of a box
 # More than the calls of a process: a program that waits for a thread would run into its time limit.
