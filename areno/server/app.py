@@ -12,7 +12,7 @@ import logging
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar
@@ -279,8 +279,10 @@ class Server:
         self._check_model(given.model, sample)
 
         async def pieces() -> AsyncIterator[bytes]:
-            async with self._place_for(given.options.n, sample):
+            with nullcontext() if sample is not None else self.sampler.reserve(given.options.n):
                 chats.append(chat := await self.chat.prepare(given, sample))
+                if sample is not None:  # some programs end at a refusal, and some at a long silence
+                    chat.place = self._place_for(given.options.n)
                 async with aclosing(answer.pieces(chat)) as sampled:  # type: ignore[type-var]
                     async for piece in sampled:
                         if given.options.stream:
@@ -302,10 +304,9 @@ class Server:
         return await self._send(request, given.options.stream, shared.read(), shared.answer)
 
     @asynccontextmanager
-    async def _place_for(self, n: int, sample: SampleSession | None) -> AsyncIterator[None]:
-        """Reserve a place for `n` samples. A sample's session waits for it, since some programs end at a refusal."""
-        if sample is not None:
-            await self.sampler.wait_for_place(n)
+    async def _place_for(self, n: int) -> AsyncIterator[None]:
+        """Wait for a place for `n` samples, and reserve it."""
+        await self.sampler.wait_for_place(n)
         with self.sampler.reserve(n):
             yield
 

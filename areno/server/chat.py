@@ -11,8 +11,8 @@ import asyncio
 import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic_core import to_json
@@ -195,6 +195,7 @@ class OpenChat:
     hidden: frozenset[int]  # tokens without text in the answer: stop tokens and, by default, special tokens
     returns_tokens: bool  # whether the answer has the field `areno`, if the request does not say
     conversation: str  # key of the messages
+    place: AbstractAsyncContextManager[None] = field(default_factory=nullcontext)  # entered to sample
 
     def __post_init__(self) -> None:
         self.head = response_bodies.response_envelope("chat.completion", "chatcmpl", self.request.model)
@@ -206,7 +207,7 @@ class OpenChat:
         n = self.request.options.n
         choices, outputs = self.choices, list[Any]([None] * n)
         written, prompt = list[response_bodies.TokenFieldWriter](), b""
-        async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
+        async with self.place, aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
             async for output in stream:
                 if not choices:  # created late, because many requests may wait for the engine
                     choices += [_Choice(self, index) for index in range(n)]
@@ -315,7 +316,7 @@ class OpenChat:
     async def deltas(self) -> AsyncIterator[tuple[_Choice, MessageDelta | None]]:
         """Sample, and yield (choice, increment of its message), with None at the end of each choice."""
         self.choices = self.choices or [_Choice(self, index) for index in range(self.request.options.n)]
-        async with aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
+        async with self.place, aclosing(self.endpoint.sampler.outputs(self.sampled)) as stream:  # type: ignore[type-var]
             async for output in stream:
                 choice = self.choices[output.sample]
                 for delta in choice.feed(output):

@@ -152,6 +152,27 @@ def test_a_full_queue_is_waited_for() -> None:
         assert answers == [200] * 3
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_a_stream_that_waits_for_its_place_is_kept_alive(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    from areno.server import app
+
+    monkeypatch.setattr(app, "_KEEP_ALIVE_S", 0.05)
+    with scripted_server(say, max_samples=1) as (server, engine):
+        _, url = session_of(server)
+        body = {"model": "a", "messages": ASK, "input": ASK, "stream": True}
+        if path != "chat/completions":
+            del body["input" if path == "messages" else "messages"]
+        with server.server.sampler.reserve(1):
+            stream = httpx2.stream("POST", f"{url}/v1/{path}", json=body)
+            answer = stream.__enter__()
+            lines = answer.iter_lines()
+            assert sum(line.startswith("data: ") for _, line in zip(range(16), lines, strict=False)) > 4
+            assert engine.requests == []
+        assert sum(line.startswith("data: ") for line in lines) > 2
+        stream.__exit__(None, None, None)
+        assert len(engine.requests) == 1
+
+
 def test_a_repeated_request_gets_the_answer_that_was_not_delivered(served: Any) -> None:
     server, engine = served
     session, url = session_of(server)
