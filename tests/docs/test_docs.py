@@ -248,7 +248,7 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         with algorithm.trainer(load(algorithm.config, task, settings), tmp_path / name, **given) as trainer:
             trainer.fit()
         recorded |= RunReader(tmp_path / name).metrics().keys()
-    recorded |= agent_run(tmp_path / "agents", "quick_turns.py", "total_train_steps=1").names()
+    recorded |= agent_run(tmp_path / "agents", "recorded_turns.py", "total_train_steps=1").names()
     documented = documented_metrics()
     assert recorded == documented, recorded ^ documented
 
