@@ -13,7 +13,7 @@ from areno.agents.trajectories import AgentBatch, AgentContext
 from areno.bench.__main__ import checked_model
 from areno.bench.areno_contender import ArenoContender, requests
 from areno.bench.arguments import Settings
-from areno.config.rollout import AgentConfig
+from areno.config.agent import AgentConfig
 from areno.types import SamplingParams
 from benchmarks.texts import RandomTexts, add_tokenizer_argument
 from benchmarks.turns import speeds, time_interleaved

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from areno import heartbeat
 from areno.agents.process import DEFAULT_FUNCTION, RESUME, SUSPEND
 from areno.agents.trajectories import AgentContext, AgentItem, PlainTurn
-from areno.config.rollout import COMMAND, VERIFIERS, AgentConfig
+from areno.config.agent import COMMAND, VERIFIERS, AgentConfig
 from areno.errors import EngineError
 from areno.files.user_code import resolve_spec
 from areno.types import ProgramEnd

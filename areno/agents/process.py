@@ -43,7 +43,7 @@ from typing import Any, NoReturn
 from areno.agents.program import program_agent
 from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, Reward, plain_results, recorded_result
 from areno.agents.verifiers_agent import load_agent
-from areno.config.rollout import COMMAND
+from areno.config.agent import COMMAND
 from areno.engine.output_streams import RunningClock
 from areno.errors import ConfigError, Problem
 from areno.files.user_code import describe_error, split_spec

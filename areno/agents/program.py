@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, ProgramTrajectory
-from areno.config.rollout import AgentConfig
+from areno.config.agent import AgentConfig
 from areno.data.task_folders import Task
 from areno.errors import ConfigError, Problem
 from areno.files.paths import existing_path

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp.web import UnixSite
 
 from areno.agents.trajectories import AgentContext, AgentItem
-from areno.config.rollout import COMMAND, AgentConfig
+from areno.config.agent import COMMAND, AgentConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
 from areno.errors import EngineError

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from areno.agents.trajectories import AgentItem, AgentTrajectory, AgentTrajectoryTurn, BadTrajectory
-from areno.config.rollout import VERIFIERS
+from areno.config.agent import VERIFIERS
 from areno.data.sources import load_environment
 from areno.files.user_code import load_function
 

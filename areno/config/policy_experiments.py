@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from areno.config import models
+from areno.config.agent import AgentConfig
 from areno.config.experiments import EVALUATION, ExperimentConfig, pass_at_k_values
 from areno.config.resuming import FROM_HERE, NEW_RUNS
 from areno.config.reward import RewardConfig
-from areno.config.rollout import AgentConfig, GenerationConfig, RolloutConfig, TuneConfig
+from areno.config.rollout import GenerationConfig, RolloutConfig, TuneConfig
 from areno.config.teacher import Divergence, TeacherConfig
 from areno.errors import ConfigError, Key, Problem
 from areno.schema.fields import Needs, UnusedSetting, check, require, setting, source_check

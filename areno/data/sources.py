@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from areno.config.agent import VERIFIERS
 from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig, eval_set_name_problems
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
-from areno.config.rollout import VERIFIERS
 from areno.data.arrow_rows import without_nulls
 from areno.data.dataset_formats import prepare_rows
 from areno.data.files import COMPRESSED, FORMATS, format_of, read_json, read_jsonl, read_table

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from areno import heartbeat, trace
+from areno.config.agent import AgentConfig
 from areno.config.reward import RewardConfig
-from areno.config.rollout import AgentConfig
 from areno.errors import ConfigError, EngineError, Key, Problem
 from areno.user_processes.worker import OutputLogger, Worker
 

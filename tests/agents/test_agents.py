@@ -21,7 +21,7 @@ from areno.agents.pool import AgentPool
 from areno.agents.trajectories import AgentBatch, BadTrajectory, LossMaskPolicy
 from areno.agents.turns_to_rows import RowBuilder
 from areno.api.trainer import RolloutSession
-from areno.config.rollout import AgentConfig
+from areno.config.agent import AgentConfig
 from areno.errors import ConfigError
 from tests.helpers.agent_model import VOCAB, made
 from tests.helpers.processes import until_ended

@@ -17,7 +17,8 @@ import pytest
 
 from areno.agents.pool import AgentOutcome, AgentPool
 from areno.agents.trajectories import AgentBatch, AgentContext
-from areno.config.rollout import AgentConfig, GenerationConfig
+from areno.config.agent import AgentConfig
+from areno.config.rollout import GenerationConfig
 from areno.errors import ArenoError, WorkerLost
 from areno.run.agents_across_steps import LiveAgents
 from tests.agents.waiting import LONG

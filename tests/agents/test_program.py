@@ -14,8 +14,8 @@ import pytest
 
 from areno.agents.program import check_program, find_program, program_agent
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, ProgramTrajectory
+from areno.config.agent import AgentConfig
 from areno.config.datasets import DatasetConfig
-from areno.config.rollout import AgentConfig
 from areno.data.sources import load_rows
 from areno.errors import ConfigError, DataError
 from areno.sandbox import box

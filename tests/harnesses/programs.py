@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from areno.config.rollout import AgentConfig
+from areno.config.agent import AgentConfig
 
 HERE = Path(__file__).parent
 INSTALLED = Path(

@@ -20,7 +20,7 @@ import pytest
 from areno.agents.program import APP, program_agent
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, LossMaskPolicy
 from areno.agents.turns_to_rows import RowBuilder
-from areno.config.rollout import AgentConfig
+from areno.config.agent import AgentConfig
 from areno.server.sample_sessions import SampleSession
 from areno.types import SamplingParams
 from tests.harnesses.programs import INSTALLED, PROGRAMS, is_installed, path_of, settings_of
