@@ -21,6 +21,7 @@ from areno.agents.program import APP, program_agent
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, LossMaskPolicy
 from areno.agents.turns_to_rows import RowBuilder
 from areno.config.agent import AgentConfig
+from areno.sandbox.box import network_problem
 from areno.server.sample_sessions import SampleSession
 from areno.types import SamplingParams
 from tests.harnesses.programs import INSTALLED, PROGRAMS, is_installed, path_of, settings_of
@@ -28,7 +29,11 @@ from tests.helpers.agent_model import model_folder
 from tests.helpers.policy_runs import play
 from tests.helpers.scripted_engine import ScriptedEngine, scripted_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(network_problem()), reason=network_problem() or "a box can be made"),
+]
 
 QWEN = Path(__file__).parents[3] / "shared/data/tokenizers/qwen3"
 PROMPT = "Write the word hello into the file hello.txt."
