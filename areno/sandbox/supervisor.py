@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 N_FDS = 3  # of a request: the request, standard input, output
+_MAX_FD = 1 << 16
 _LOOK_S = 0.05  # between two looks at what a command uses
 _LOOK_SHARE = 5  # a look takes at most one part in so many of the time
 
@@ -239,6 +240,8 @@ def _execute(begin: socket, channel: socket, ruleset: int | None, seccomp_progra
         os._exit(1)
     command = request["command"][0]
     try:
+        # Not every kernel closes files that were received by MSG_CMSG_CLOEXEC. The output is one of them.
+        os.closerange(3, _MAX_FD)
         os.execvpe(command, request["command"], request["environment"])
     except FileNotFoundError:
         os.write(2, f"there is no command {command}\n".encode(errors="replace"))

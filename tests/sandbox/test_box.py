@@ -442,3 +442,10 @@ def test_a_start_takes_little(command, limit, inside):
     pairs = [(seconds(lambda: subprocess.run(command)), seconds(lambda: run(command, inside))) for _ in range(50)]
     bare, boxed = (statistics.median(each) for each in zip(*pairs, strict=True))
     assert boxed < limit * bare
+
+
+def test_a_command_has_no_other_open_files_than_the_standard_ones() -> None:
+    is_open = "os.path.lexists(f'/proc/self/fd/{fd}')"
+    script = f"import os; found = os.listdir('/proc/self/fd'); print(sorted(fd for fd in found if {is_open}))"
+    with tempfile.TemporaryDirectory() as folder:
+        assert run([sys.executable, "-I", "-c", script], Box(folder)).output == "['0', '1', '2']\n"

@@ -105,8 +105,9 @@ class RepairTask(Environment):
             return f"error: {error}"
         if not words:
             return "error: the command is empty"
-        status, output = run(words, Box(self.folder))
-        return f"{output}\n[{'timed out' if status is None else f'exit status {status}'}]".lstrip()
+        done = run(words, Box(self.folder))
+        ended = f"exit status {done.status}" if not done.why else "timed out" if done.why == "time" else done.why
+        return f"{done.output}\n[{ended}]".lstrip()
 
     def passes_hidden_tests(self):
         """Whether they pass in a fresh copy of the project, so that nothing in it can change them."""
@@ -115,8 +116,8 @@ class RepairTask(Environment):
                 _write(folder, {path: text} if not Path(path).name.startswith("test") else {})
             _write(folder, self.row["hidden_tests"])
             modules = [str(Path(path).with_suffix("")).replace("/", ".") for path in self.row["hidden_tests"]]
-            status, output = run([*TEST, *modules], Box(folder))
-            return status == 0 and "OK" in output.splitlines()[-1:]
+            done = run([*TEST, *modules], Box(folder))
+            return done.status == 0 and "OK" in done.output.splitlines()[-1:]
 
     def _texts(self):
         """(path, content) of the files of the project, in order."""
