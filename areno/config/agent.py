@@ -133,7 +133,7 @@ class AgentConfig(Section):
     def command_is_the_agent(self) -> bool:
         return self.command is None or self.fn == COMMAND
 
-    @require("command", "is {self.command!r}, which is no command: it is empty, or a quotation mark is not closed")
+    @require("command", "is {self.command!r}, which is no command: a quotation mark is not closed")
     def command_has_words(self) -> bool:
         return self.command is None or _is_command(self.command)
 
