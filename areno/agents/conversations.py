@@ -7,11 +7,11 @@ earlier turn.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 from areno.agents.trajectories import PlainTurn
+from areno.config.agent import ConversationKind
 
-ConversationKind = Literal["main", "subagent", "compaction", "auxiliary"]
 KINDS: tuple[str, ...] = get_args(ConversationKind)
 _MIN_SUMMARY = 20  # characters: a shorter text could be in other messages by chance
 

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, ProgramTrajectory
+from areno.agents.trajectories import POLICY, AgentBatch, AgentContext, AgentItem, BadTrajectory, ProgramTrajectory
 from areno.config.agent import AgentConfig
 from areno.data.task_folders import Task
 from areno.errors import ConfigError, Problem
@@ -30,7 +30,6 @@ from areno.sandbox import box
 from areno.scoring.records import reward_number
 from areno.types import ProgramEnd
 
-MODEL = "policy"
 # Paths in a box. The first and the last two are those of Harbor.
 APP, HOME, TESTS, LOGS = "/app", "/home/agent", "/tests", "/logs/verifier"
 _COMMAND = "agent.command"
@@ -154,7 +153,7 @@ class _Attempt:
         # In a box, the socket identifies the sample, so any key will do.
         key = "areno" if settings.box else ctx.api_key
         home = HOME if settings.box else str(self._home)
-        self._values = {"prompt": item.prompt, "url": url, "key": key, "model": MODEL, "home": home}
+        self._values = {"prompt": item.prompt, "url": url, "key": key, "model": POLICY, "home": home}
 
     async def run(self) -> ProgramTrajectory:
         before = await _in_thread(self._prepare)

@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp.web import UnixSite
 
-from areno.agents.trajectories import AgentContext, AgentItem
+from areno.agents.trajectories import POLICY, AgentContext, AgentItem
 from areno.config.agent import COMMAND, AgentConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
@@ -30,8 +30,6 @@ from areno.server.sampling import EngineClient, ServerLimits
 from areno.server.threads import ServerThread
 from areno.types import Message, SamplingParams
 
-POLICY = "policy"
-"""The model name in requests to a session. The name and the path of the model's folder are also accepted."""
 _MAX_SAMPLES = 65_536
 _END_S = 5.0
 _MAX_PLACE = 60  # characters

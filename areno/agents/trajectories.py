@@ -15,6 +15,9 @@ from areno.server.errors import BadTrajectory
 from areno.server.returned_responses import check_json, read_response, to_plain
 from areno.types import Message, ProgramEnd, PromptBatch
 
+POLICY = "policy"
+"""The model name in requests to a session. The name and the path of the model's folder are also accepted."""
+
 
 @dataclass(frozen=True)
 class AgentContext:

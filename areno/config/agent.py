@@ -14,6 +14,7 @@ VERIFIERS = "verifiers:"
 """Prefix of agent.fn if the agent is an environment of the verifiers package."""
 COMMAND = "command"
 """Value of agent.fn if the agent is the program of agent.command."""
+ConversationKind = Literal["main", "subagent", "compaction", "auxiliary"]
 _AGENT = Needs("fn", so="there is no agent", in_build=True)
 _PROGRAM = Needs("command", so="no program is started", in_build=True)
 
@@ -108,7 +109,7 @@ class AgentConfig(Section):
         le=1_000_000,
         only_with=_AGENT,
     )
-    train_conversations: list[Literal["main", "subagent", "compaction", "auxiliary"]] = setting(
+    train_conversations: list[ConversationKind] = setting(
         factory=lambda: ["main", "subagent", "compaction"],
         help="Kinds of conversations that are trained, if the session of the sample has recorded its turns: main, "
         "subagent, compaction (a summary and what begins with it) and auxiliary (without tools beside others with "

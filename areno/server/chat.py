@@ -111,12 +111,12 @@ class ChatCompletions:
         if sample is None:
             return False
         has_tools = bool(request.tools)
-        is_auxiliary = sample.is_auxiliary(prompt.keys, has_tools)
+        # Without the run's sampling, the agent may return its turns, which are then trained.
+        may_force = sample.uses_run_sampling and sample.is_auxiliary(prompt.keys, has_tools)
         sample.note_request(prompt.keys, has_tools)
-        sample.counts["not_forced"] += not (is_auxiliary and sample.uses_run_sampling) and (
-            request.requires_call or request.response_format is not None
-        )
-        return is_auxiliary and sample.uses_run_sampling  # a turn that is returned may be trained
+        is_asked = request.requires_call or request.response_format is not None
+        sample.counts["not_forced"] += is_asked and not may_force
+        return may_force
 
     def _options_with_room(self, options: SampleOptions, n_prompt: int) -> SampleOptions:
         """Lower `max_tokens` to the default, and to what fits into the KV cache beside the prompt."""
@@ -365,7 +365,8 @@ class _Choice:
         """Return the new message deltas. Text that later tokens may change is held back for a later call."""
         text, scored = self._decoder.decode(output)
         self.unreported += scored
-        self._token_ids += self._decoder.new_tokens
+        if self._chat.request.options.token_ids:
+            self._token_ids += self._decoder.new_tokens
         return self._record_deltas(
             self._message.feed(text) if output.finish_reason is None else self._message.finish(text)
         )
