@@ -26,6 +26,7 @@ _MASKED = ("cmdline", "kcore", "keys", "kmsg", "sysrq-trigger", "timer_list")  #
 _LINKS = {"/dev/fd": "/proc/self/fd", "/dev/ptmx": "pts/ptmx", "/var/tmp": "/tmp"} | {
     f"/dev/{name}": f"/proc/self/fd/{number}" for number, name in enumerate(("stdin", "stdout", "stderr"))
 }
+_OWN_FOLDERS = ("/tmp", "/dev/shm")  # of each command, in memory
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _RESERVED_PIDS = 300  # the kernel uses those below only once
 
@@ -109,6 +110,12 @@ def plan(paths: Iterable[tuple[str, str]]) -> tuple[Mounts, dict[str, str]]:
     return mounts, links
 
 
+def is_in_own_folder(path: str) -> bool:
+    """Whether a command's own /tmp or /dev/shm hides a path that is in the prepared root."""
+    mounts, links = plan([(path, READ)])
+    return any(_is_inside(each, folder) for each in (*mounts, *links) for folder in _OWN_FOLDERS)
+
+
 def prepare_root(mounts: Mounts, links: dict[str, str]) -> None:
     """Make the root folder that all commands get a copy of, and make it the working directory of this process.
 
@@ -163,7 +170,7 @@ class Root:
         outside_folder = os.open(outside[1:] or ".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._host)
         own = self._replace_folders((*more, *links))
         options = f"mode=1777,size={megabytes}m,nr_inodes=100000"
-        for path in ("/tmp", "/dev/shm"):
+        for path in _OWN_FOLDERS:
             os.makedirs(path, exist_ok=True)
             kernel.mount("tmpfs", path, "tmpfs", _NOSUID | _NODEV, options)
         os.makedirs("/dev/pts", exist_ok=True)
@@ -186,7 +193,7 @@ class Root:
 
     def _replace_folders(self, paths: Iterable[str]) -> set[str]:
         """Replace the folders of the first level in which a path is missing, since all commands share them."""
-        shown = [*self._base, "/tmp", "/dev/shm"]
+        shown = [*self._base, *_OWN_FOLDERS]
         missing = [path for path in paths if not any(_is_inside(path, each) for each in shown)]
         tops = {f"/{path.split('/')[1]}" for path in missing if not os.path.lexists(path)}
         for top in tops:

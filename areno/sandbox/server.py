@@ -49,7 +49,9 @@ def main(fd: int, abi: int, without: str, read: list[str], write: list[str], por
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     paths = [(path, namespaces.READ) for path in read] + [(path, namespaces.DEVICE) for path in write]
     paths = [each for each in paths if os.path.exists(each[0])]  # no broken links
-    mounts, links = namespaces.plan(paths)
+    # Those that lie in /tmp, such as an environment of Python, are mounted for each command.
+    each_time = [each for each in paths if namespaces.is_in_own_folder(each[0])]
+    mounts, links = namespaces.plan(each for each in paths if each not in each_time)
     without = without or _try_namespaces(mounts, links)
     if without:
         kernel.drop_privileges()
@@ -61,7 +63,7 @@ def main(fd: int, abi: int, without: str, read: list[str], write: list[str], por
         namespaces.prepare_root(mounts, links)
         machine = Machine(abi, mounts, [], port)
     with socket(AF_UNIX, SOCK_SEQPACKET, fileno=fd) as requests:
-        _Server(requests, machine, without).serve()
+        _Server(requests, machine, without, each_time).serve()
 
 
 def _try_namespaces(mounts: namespaces.Mounts, links: dict[str, str]) -> str:
@@ -105,8 +107,8 @@ class _Command:
 
 
 class _Server:
-    def __init__(self, requests: socket, machine: Machine, without: str):
-        self._requests, self._machine, self._without = requests, machine, without
+    def __init__(self, requests: socket, machine: Machine, without: str, each_time: list[tuple[str, str]]):
+        self._requests, self._machine, self._without, self._each_time = requests, machine, without, each_time
         self._commands: list[_Command] = []
         self._spare: _Command | None = None  # its supervisor already waits, so that the next command starts sooner
         self._selector = DefaultSelector()
@@ -188,7 +190,7 @@ class _Server:
                 what = "a network" if network is not None else "other paths"
                 raise OSError(f"a box with {what} is not possible here: {self._without}")
             return ()
-        paths = [(path, namespaces.READ) for path in request["read"]]
+        paths = [*self._each_time, *((path, namespaces.READ) for path in request["read"])]
         paths += [(path, namespaces.WRITE) for path in (*request["write"], request["folder"])]
         sources = {at: namespaces.resolve(path)[0] for at, path in request["sources"].items()}
         mounts, links = namespaces.plan(pair for pair in paths if pair[0] not in sources)
