@@ -48,6 +48,7 @@ class RowBuilder:
     `policy` selects the tokens that are trained. If `session` is given, responses must come from it. `context` is the
     largest number of tokens in a row. `prompts` renders messages again, to compare them with the prompts that the model
     read. Of the turns that a sample's session has recorded, conversations of the kinds `conversations` are trained.
+    `export_style` is the setting of this name.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class RowBuilder:
         session: str | None = None,
         context: int | None = None,
         conversations: Collection[str] = KINDS,
+        export_style: str | None = None,
     ):
-        self._conversations = conversations
+        self._conversations, self._export_style = conversations, export_style
         self._prompts, self._policy, self._session = prompts, policy, session
         self._vocab_size, self._context = vocab_size, context
         self._trained_sources = [
@@ -87,7 +89,13 @@ class RowBuilder:
             if first != number and response:
                 raise BadTrajectory(f"turn {number} has the response of turn {first} again; return each response once")
             tokens = self._checked_tokens(turn, number)
-            row = max((row for row in rows if row.is_prefix_of(tokens.prompt)), key=len, default=None)
+            known_rows = [] if self._export_style == "individual" else rows
+            row = max((row for row in known_rows if row.is_prefix_of(tokens.prompt)), key=len, default=None)
+            if row is None and rows and self._export_style == "concat":
+                raise BadTrajectory(
+                    f"the prompt of turn {number} does not continue the tokens of the turns before, and "
+                    "agent.export_style=concat trains one linear conversation; leave it out, or set individual"
+                )
             if row is None:
                 rows.append(row := _OpenRow())
             row.turns.append(number)

@@ -119,6 +119,13 @@ class AgentConfig(Section):
     train_tool_results: bool = setting(
         False, help="Also train on the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"
     )
+    export_style: Literal["individual", "concat"] | None = setting(
+        None,
+        help="The training rows of a sample. null: turns whose prompts continue the same tokens are one row. "
+        "individual: each turn is a row, in which its prompt is masked. concat: the whole conversation is one row, and "
+        "a sample whose history is not linear is lost",
+        only_with=_AGENT,
+    )
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:

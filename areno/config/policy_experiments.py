@@ -415,6 +415,13 @@ class PairedPolicyExperimentConfig(PolicyExperimentConfig):
         return self.trained_samples_per_prompt <= self.gconfig.n_samples
 
     @require(
+        "agent.export_style",
+        "is {self.agent.export_style!r}, but pairs are made of samples that are one row; leave it out, or set concat",
+    )
+    def sample_of_pair_is_one_row(self) -> bool:
+        return self.agent.export_style != "individual"
+
+    @require(
         "actor.ppo_n_minibatches",
         "is {self.actor.ppo_n_minibatches}, which does not divide the {self.items_per_step} pairs of a step "
         "(train_dataset.batch_size * pairs_per_prompt)",

@@ -137,10 +137,15 @@ def _loss_mask_policy(setup: PolicySetup) -> LossMaskPolicy:
 
 
 def _row_builder(setup: PolicySetup, server: SessionProxy) -> RowBuilder:
-    info, conversations = setup.trainer.engine.info, server.server.chat.prompts
-    trained = setup.config.agent.train_conversations
+    info, agent = setup.trainer.engine.info, setup.config.agent
     return RowBuilder(
-        conversations, _loss_mask_policy(setup), info.vocab_size, server.session, info.context_len, trained
+        server.server.chat.prompts,
+        _loss_mask_policy(setup),
+        info.vocab_size,
+        server.session,
+        info.context_len,
+        agent.train_conversations,
+        agent.export_style,
     )
 
 
