@@ -19,7 +19,7 @@ from typing import Any, Literal
 from areno import heartbeat
 from areno.agents.process import DEFAULT_FUNCTION, RESUME, SUSPEND
 from areno.agents.trajectories import AgentContext, AgentItem, PlainTurn
-from areno.config.agent import COMMAND, VERIFIERS, AgentConfig
+from areno.config.agent import COMMAND, AgentConfig
 from areno.errors import EngineError
 from areno.files.user_code import resolve_spec
 from areno.types import ProgramEnd
@@ -86,9 +86,9 @@ class AgentPool(WorkerPool[AgentConfig]):
     def _build_first_message(self) -> tuple[Any, ...]:
         """Return (agent function, setting for errors, configuration section).
 
-        The agent function is the text "FILE:FUNCTION", "verifiers:NAME" or "command".
+        The agent function is the text "FILE:FUNCTION", "SCHEME:NAME" of an environment, or "command".
         """
-        is_name = self.name == COMMAND or self.name.startswith(VERIFIERS)
+        is_name = self.name == COMMAND or self.config.is_environment
         return self.name if is_name else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY), _KEY, self.config
 
     def run(

@@ -42,11 +42,11 @@ from typing import Any, NoReturn
 
 from areno.agents.program import program_agent
 from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, Reward, plain_results, recorded_result
-from areno.agents.verifiers_agent import load_agent
 from areno.config.agent import COMMAND
 from areno.engine.output_streams import RunningClock
+from areno.environments.packages import package_of
 from areno.errors import ConfigError, Problem
-from areno.files.user_code import describe_error, split_spec
+from areno.files.user_code import describe_error, load_function, split_spec
 from areno.server.errors import CONTEXT_FULL
 from areno.user_processes.process import MAX_TEXT, ForkedChildren, is_async, new_event_loop
 
@@ -93,7 +93,11 @@ def serve(connection: Connection) -> None:
     copies = ForkedChildren(connection, reports=False)
     file, name = split_spec(spec, DEFAULT_FUNCTION)
     with copies.guard_user_code():
-        function = program_agent(settings) if spec == COMMAND else load_agent(file, name, key)
+        if spec == COMMAND:
+            function = program_agent(settings)
+        else:
+            environment = package_of(spec, key)
+            function = load_function(file, name, key) if environment is None else environment.agent()
     try:
         with contextlib.suppress(ValueError):  # some callables have no signature to inspect
             inspect.signature(function).bind(None, None)

@@ -203,13 +203,16 @@ Reward = tuple[float, dict[str, float]] | None
 def recorded_result(returned: Any) -> tuple[Reward, ProgramEnd | None] | None:
     """Return (reward, end of its program) if an agent leaves its turns to the record of its session.
 
-    Then it returns nothing or a reward; a trajectory without turns is a reward with parts. Any other value gives None.
-    Raises BadTrajectory for a wrong reward.
+    Then it returns nothing or a reward; a trajectory without turns is a reward with parts, and so is a dictionary with
+    the key "reward". Any other value gives None. Raises BadTrajectory for a wrong reward.
     """
     if returned is None:
         return None, None
     if isinstance(returned, bool | int | float):
         returned = AgentTrajectory([], float(returned))
+    if isinstance(returned, Mapping) and "reward" in returned:
+        parts = dict(returned)
+        returned = AgentTrajectory([], parts.pop("reward"), parts)
     if not isinstance(returned, AgentTrajectory) or returned.turns:
         return None
     reward = None if returned.reward is None else _checked_reward(returned)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areno.config.resuming import SPEED
+from areno.environments.packages import package_of
 from areno.schema.fields import Flag, Needs, Section, require, setting
 
-VERIFIERS = "verifiers:"
-"""Prefix of agent.fn if the agent is an environment of the verifiers package."""
 COMMAND = "command"
 """Value of agent.fn if the agent is the program of agent.command."""
 ConversationKind = Literal["main", "subagent", "compaction", "auxiliary"]
@@ -34,8 +33,8 @@ class AgentConfig(Section):
     fn: str | None = setting(
         None,
         help="Agent function, as file.py[:function] (default name: run_agent). It is called as run_agent(ctx, batch) "
-        "and returns trajectories. verifiers:NAME runs an installed environment of the verifiers package, which has "
-        "its own data and reward. command runs the program of agent.command, and is the default with it. null: no "
+        "and returns trajectories. SCHEME:NAME is the agent of an environment, whose rows are the default of "
+        "train_dataset.path. command runs the program of agent.command, and is the default with it. null: no "
         "agent, so each sample is a single completion",
         flag=Flag(
             "--agent-fn",
@@ -155,5 +154,5 @@ class AgentConfig(Section):
 
     @property
     def is_environment(self) -> bool:
-        """Whether the agent is an environment of the verifiers package."""
-        return self.fn is not None and self.fn.startswith(VERIFIERS)
+        """Whether the agent is that of an environment, SCHEME:NAME."""
+        return package_of(self.fn) is not None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areno.config.resuming import FROM_HERE, SAME_CONTENT
+from areno.environments.packages import package_of
 from areno.errors import Key, Problem
 from areno.schema.fields import (
     Flag,
@@ -88,8 +89,8 @@ class DatasetConfig(Section):
     path: str | None = setting(
         None,
         help="Source of the rows: a json, jsonl, parquet, csv, tsv or arrow file, a folder written by save_to_disk, "
-        "or a hub dataset as repo[:config[:split]]. null: no path, because the function of loader makes the rows "
-        "itself",
+        "an environment as SCHEME:NAME, such as reasoning_gym:basic_arithmetic, or a hub dataset as "
+        "repo[:config[:split]]. null: no path, because the function of loader makes the rows itself",
         flag=Flag(
             "--dataset-path",
             help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset as "
@@ -101,7 +102,7 @@ class DatasetConfig(Section):
         None,
         help="Your own function that loads the rows, as file.py[:function] (default name: load_dataset). It is called "
         "with the arguments path and split, or with split alone if it has no argument for a path, and returns the "
-        "rows. verifiers:NAME takes the rows of an environment of the verifiers package. null: areno reads path",
+        "rows. null: areno reads path",
         flag=Flag(
             "--dataset-loader-fn",
             help="Function of your own that loads the rows, as file.py[:function]. Needed for rows that are "
@@ -119,7 +120,8 @@ class DatasetConfig(Section):
     dataset_kwargs: dict[str, Any] | None = setting(
         None,
         help="Additional keyword arguments for the function of loader, such as {revision: v2}. If loader is null, "
-        "they are passed to datasets.load_dataset, which reads hub datasets and folders of data files",
+        "they are the options of the environment in path, or are passed to datasets.load_dataset, which reads hub "
+        "datasets and folders of data files",
     )
     split: str = setting("train", help="Split of the dataset to read, if the dataset has several")
     batch_size: int = setting(
@@ -154,6 +156,12 @@ class DatasetConfig(Section):
     def has_source(self) -> bool:
         """Whether a source of rows is set: a path or a loader."""
         return self.path is not None or self.loader is not None
+
+    @check
+    def check_loader_is_function(self) -> Iterator[Problem]:
+        """Report an environment in place of a function that loads rows."""
+        if package_of(self.loader) is not None:
+            yield Problem("loader", "is {}, which is no function; set it as {}", self.loader, Key("path"))
 
     @check
     def check_loader_arguments(self) -> Iterator[Problem]:

@@ -144,14 +144,10 @@ class ExperimentConfig(Section):
         """Return whether a model is offloaded, by the setting `offload` of its section or by enable_offload."""
         return self.enable_offload or section.offload
 
-    def has_own_rows(self) -> bool:
-        """Return whether the run has training rows even if train_dataset names no source."""
-        return False
-
     @source_check
     def check_has_data(self) -> Iterator[Problem]:
         """Report a run without a source of training rows."""
-        if not self.train_dataset.has_source and not self.has_own_rows():
+        if not self.train_dataset.has_source:
             yield MissingSetting("train_dataset.path", datasets.MISSING_ROWS)
 
     @build_check

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from areno.config import models
 from areno.config.agent import AgentConfig
+from areno.config.environments import with_environment
 from areno.config.experiments import EVALUATION, ExperimentConfig, pass_at_k_values
 from areno.config.resuming import FROM_HERE, NEW_RUNS
 from areno.config.reward import RewardConfig
@@ -58,12 +59,13 @@ class PolicyExperimentConfig(ExperimentConfig):
         only_with=Needs("rollout.dynamic_sampling", so="no prompts are dropped"),
     )
 
-    def has_own_rows(self) -> bool:
-        """Return whether the agent is an environment of the verifiers package, which has its own rows."""
-        return self.agent.is_environment
-
     needs_rewards: ClassVar[bool] = True
     """Whether the run trains on rewards. If not, they are optional."""
+
+    @classmethod
+    def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Let an environment that train_dataset.path or agent.fn names give rows, agent and reward."""
+        return with_environment(values, cls.needs_rewards)
 
     @source_check
     def check_has_reward(self) -> Iterator[Problem]:
@@ -180,7 +182,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "is true, but the turns of agents (agent.fn) do not bring the experts of their tokens; set it to false",
     )
     def routes_are_recorded(self) -> bool:
-        return not self.actor.routing_replay or (self.agent.fn is None and not self.agent.is_environment)
+        return not self.actor.routing_replay or self.agent.fn is None
 
     @require(
         "engine.deterministic",
@@ -188,7 +190,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         "engine.exact=true, what each of their requests draws does not depend on the others",
     )
     def request_order_is_fixed(self) -> bool:
-        return not self.engine.deterministic or (self.agent.fn is None and not self.agent.is_environment)
+        return not self.engine.deterministic or self.agent.fn is None
 
     @require(
         "reward.judge.compare",
@@ -217,7 +219,7 @@ class PolicyExperimentConfig(ExperimentConfig):
     @check
     def check_greedy_samples(self) -> Iterator[Problem]:
         """Report greedy sampling that makes all samples of a prompt equal."""
-        has_agent = self.agent.fn is not None or self.agent.is_environment
+        has_agent = self.agent.fn is not None
         if not self.gconfig.greedy or self.gconfig.n_samples < 2 or has_agent:
             return
         text = "is true, so the {} samples of a prompt ({}) would be equal, and only agents ({}) make them differ; "
@@ -323,8 +325,7 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @require(
         "agent.whole_batch",
-        "is true, but an environment of the verifiers package (agent.fn) runs its samples one after the other; set it "
-        "to false",
+        "is true, but {self.agent.fn} runs one sample at a time; set it to false",
     )
     def whole_batches_are_of_agents(self) -> bool:
         return not self.agent.whole_batch or not self.agent.is_environment

@@ -35,8 +35,8 @@ class RewardConfig(Section):
     fn: str | list[str] | None = setting(
         None,
         help="Reward function: file.py[:function] (default: reward_fn), or a built-in one: "
-        f"{', '.join(BUILT_IN_REWARDS)}. A list of several functions gives their weighted sum, and each function has "
-        "its own metrics",
+        f"{', '.join(BUILT_IN_REWARDS)}. SCHEME:NAME is the reward of an environment. A list of several functions "
+        "gives their weighted sum, and each function has its own metrics",
         flag="--reward-fn-path",
     )
     weights: list[float] | None = setting(

@@ -34,6 +34,7 @@ from areno.data.row_schema import (
     row_problem,
     rows_at,
 )
+from areno.environments.package import LazyRows
 from areno.errors import DataError, Key, Problem
 
 _QUESTIONS = ("question", "problem", "query", "instruction")
@@ -361,7 +362,7 @@ def prepare_rows(
     elif form := recognise_format(rows, kind):
         logger.info("%s: %d rows of the form %s: %s", name, len(rows), form.name, form.description)
         rows = ConvertedRows(rows, form.convert)
-    indices = range(0, len(rows), -(-len(rows) // MAX_CHECKED))
+    indices = range(1) if isinstance(rows, LazyRows) else range(0, len(rows), -(-len(rows) // MAX_CHECKED))
     faults, count = [], 0
     try:
         for number, problem in _iter_faulty_rows(rows, kind, indices):

@@ -1,7 +1,7 @@
 """Read datasets as rows, in the main process of a run.
 
-Sources are files, `save_to_disk` folders, hub references, loaders that users write, and environments of the verifiers
-package (`pip install 'areno[verifiers]'`). `open_rows` and `load_rows` read a configured dataset and check every row
+Sources are files, `save_to_disk` folders, hub references, environments (SCHEME:NAME, see areno/environments), and
+loaders that users write. `open_rows` and `load_rows` read a configured dataset and check every row
 against areno.data.row_schema.
 
 A loader is a function `load_dataset(path: str, split: str) -> rows` in a Python file. `path` is the configured path.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import signal
 import threading
 import urllib.error
 import urllib.request
@@ -27,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areno.config.agent import VERIFIERS
 from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig, eval_set_name_problems
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
@@ -36,6 +34,7 @@ from areno.data.dataset_formats import prepare_rows
 from areno.data.files import COMPRESSED, FORMATS, format_of, read_json, read_jsonl, read_table
 from areno.data.row_schema import FIELDS, SHARED_FIELDS, RowKind, Rows, describe_value, rows_at, rows_problem
 from areno.data.task_folders import is_task_folder, read_tasks
+from areno.environments.packages import package_of
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file
 from areno.files.user_code import (
@@ -127,19 +126,23 @@ def prepare_script_rows(rows: Any, kind: RowKind, key: str = "train_dataset") ->
 def read_rows(
     path: str, split: str = "train", key: str = "train_dataset", kwargs: Mapping[str, Any] | None = None
 ) -> Rows:
-    """Read the rows of a data file, a folder, or a dataset on the Hugging Face hub, without checking them.
+    """Read the rows of a data file, a folder, an environment or a dataset on the hub, without checking them.
 
     Args:
-        path: Path of a data file or folder, or a hub reference repo[:config[:split]]. JSON, JSON lines, CSV and TSV
-            files may be compressed (.gz).
+        path: Path of a data file or folder, an environment SCHEME:NAME, or a hub reference repo[:config[:split]]. JSON,
+            JSON lines, CSV and TSV files may be compressed (.gz).
         split: Name of the split to read, if the source has several splits and `path` names none.
         key: Name of the configuration section, which errors quote.
-        kwargs: Further arguments for datasets.load_dataset, which reads hub datasets and folders of data files.
+        kwargs: Options of an environment, or further arguments for datasets.load_dataset, which reads hub datasets and
+            folders of data files.
 
     Raises:
         DataError: The source does not exist, cannot be read completely, or does not take `kwargs`.
     """
-    file, setting = _find_local(path, key), f"{key}.path"
+    setting = f"{key}.path"
+    if (environment := package_of(path, setting)) is not None:
+        return environment.rows(split, kwargs or {})
+    file = _find_local(path, key)
     if file is None:
         return _read_hub(path, split, setting, kwargs or {})
     if kwargs and (file.is_file() or _is_saved_dataset(file)):
@@ -163,15 +166,15 @@ def read_rows(
 def check_source(config: DatasetConfig | None, key: str) -> None:
     """Check that a local file or loader exists, before anything is read.
 
-    Hub datasets and environments are checked only when they are read.
+    Hub datasets are checked only when they are read, and environments by `check_packages`.
     """
     if config is None:
         return
     if config.loader is not None:
-        if not config.loader.startswith(VERIFIERS):
-            resolve_spec(config.loader, "load_dataset", f"{key}.loader")
+        resolve_spec(config.loader, "load_dataset", f"{key}.loader")
     elif config.path is not None:
-        _find_local(config.path, key)
+        if package_of(config.path) is None:
+            _find_local(config.path, key)
     else:
         raise ConfigError(_no_rows_problem(key))
 
@@ -192,6 +195,8 @@ def _find_local(path: str, key: str) -> Path | None:
 
 def _check_split(config: DatasetConfig, path: str, key: str) -> None:
     """Raise DataError if `split` is set without effect: the file has no splits, or the hub reference names one."""
+    if package_of(path) is not None:
+        return
     file = existing_path(path)
     own = file is None and path.count(":") == 2
     if not config.is_default("split") and (own or (file is not None and file.is_file() and format_of(file) != ".json")):
@@ -203,12 +208,6 @@ def _check_split(config: DatasetConfig, path: str, key: str) -> None:
 
 
 def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
-    if loader.startswith(VERIFIERS):
-        if config.dataset_kwargs:
-            raise ConfigError(
-                Problem(f"{key}.dataset_kwargs", "is set, but {} loads its own rows; leave it out", loader)
-            )
-        return environment_rows(loader, config.split, f"{key}.loader")
     file, name = split_spec(loader, "load_dataset")
     loader_file = find_file(file, f"{key}.loader")
     module = load_module(str(loader_file), f"{key}.loader")
@@ -334,42 +333,3 @@ def _first_line(error: BaseException) -> str:
     line = (str(error).splitlines() or [type(error).__name__])[0]
     # The library wraps the actual error in one that says little.
     return line if error.__cause__ is None else f"{line}: {_first_line(error.__cause__)}"
-
-
-def load_environment(spec: str, key: str) -> Any:
-    """Load the environment NAME of `spec`, which is "verifiers:NAME". It must use chat messages."""
-    name = spec.removeprefix(VERIFIERS)
-    try:
-        import verifiers
-    except ImportError as error:
-        text = f"{spec} needs the verifiers package: pip install 'areno[verifiers]' ({error})"
-        raise ConfigError(Problem(key, text)) from error
-    # Loading an environment replaces the handlers of these signals, so they are restored.
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        environment: Any = verifiers.load_environment(name)
-    except (Exception, SystemExit) as error:  # the package of the environment may raise any error
-        cause = error.__cause__ or error
-        text = f"the environment {name!r} does not load: {describe_error(cause)}; its package has to be installed"
-        raise ConfigError(Problem(key, text)) from error
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if environment.message_type != "chat":
-        text = f"the environment {name!r} uses text completions; only environments with chat messages can be trained on"
-        raise ConfigError(Problem(key, text))
-    return environment
-
-
-def environment_rows(spec: str, split: str, key: str) -> list[dict[str, Any]]:
-    """Return an environment's training rows for "train", else its evaluation rows. `answer` becomes `solutions`."""
-    environment = load_environment(spec, key)
-    try:
-        found = environment.get_dataset() if split == "train" else environment.get_eval_dataset()
-    except ArenoError:
-        raise
-    except Exception as error:
-        text = f"the rows of {spec} cannot be read: {describe_error(error)}"
-        raise ConfigError(Problem(key, text)) from error
-    shared = {"tools": environment.oai_tools} if environment.oai_tools else {}
-    return [{"solutions": row.get("answer"), **shared, **row} for row in without_nulls(found)]

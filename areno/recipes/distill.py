@@ -80,7 +80,7 @@ class DistillConfig(DistillExperimentConfig):
 
     @require("on_policy_share", "is {self.on_policy_share}, but agents (agent.fn) have no given answers; set it to 1")
     def agents_sample_all_answers(self) -> bool:
-        return self.on_policy_share >= 1 or (self.agent.fn is None and not self.agent.is_environment)
+        return self.on_policy_share >= 1 or self.agent.fn is None
 
     @require(
         "on_policy_share",

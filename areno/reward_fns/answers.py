@@ -52,6 +52,16 @@ def last_box(text: str) -> str | None:
     return next(reversed(boxes(text)), None)
 
 
+def tagged_answer(text: str) -> str | None:
+    """Return the content of the last <answer>...</answer>, or None if there is none.
+
+    Args:
+        text: A completion.
+    """
+    tagged = _TAGGED.findall(text)
+    return tagged[-1].strip() if tagged else None
+
+
 def marked_answer(text: str) -> str | None:
     r"""Return the answer that a text marks.
 
@@ -62,9 +72,8 @@ def marked_answer(text: str) -> str | None:
         The content of the last <answer>...</answer>. If there is none, the content of the last \boxed{...}. If there is
         none either, the rest of the line after the last ####. None if the text has no such mark.
     """
-    tagged = _TAGGED.findall(text)
-    if tagged:
-        return tagged[-1].strip()
+    if (tagged := tagged_answer(text)) is not None:
+        return tagged
     if (box := last_box(text)) is not None:
         return box
     hashed = _HASHED.findall(text)

@@ -27,6 +27,7 @@ from areno.data.sources import check_source, check_valid_sources, open_rows, val
 from areno.data.teacher_rows import teacher_row_renderer
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.engine import Engine
+from areno.environments.packages import check_packages
 from areno.errors import CheckpointError, ConfigError, Key, Problem, WorkerLost, all_of, keys_renamed
 from areno.files.paths import name_model_setting_in_errors
 from areno.models.folder import has_same_weights
@@ -214,25 +215,24 @@ class Setup(Generic[Config]):
         return replace(plan, shared=shared)
 
     def _check_sources(self, train: Any, valid: Any) -> None:
-        """Raise an error if data files in the settings do not exist, unless rows from a script replace them."""
-        train_source = partial(check_source, self.config.train_dataset, "train_dataset")
-        valid_sources = partial(check_valid_sources, self.config.valid_dataset)
-        is_read = (
-            train is None
-            and self._loop.trains
-            and (self.config.train_dataset.has_source or not self.config.has_own_rows())
-        )
-        checks = [train_source] if is_read else []
-        all_of(*checks, *([valid_sources] if valid is None else []))
+        """Raise an error if data files or environments do not exist, unless rows from a script replace them."""
+        config = self.config
+        checks: list[Callable[[], Any]] = []
+        named: list[tuple[str, str | None]] = []
+        if train is None and self._loop.trains:
+            checks.append(partial(check_source, config.train_dataset, "train_dataset"))
+            named.append(("train_dataset.path", config.train_dataset.path))
+        if valid is None:
+            checks.append(partial(check_valid_sources, config.valid_dataset))
+            named += [(f"{of.key}.path", of.config.path) for of in valid_sets(config, None)]
+        if isinstance(config, PolicyExperimentConfig):
+            named += [("agent.fn", config.agent.fn), *(("reward.fn", name) for name in config.reward.function_names)]
+        all_of(*checks, partial(check_packages, named))
 
     def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
         config, thinking = self.config, None
         context = TokenLimit(plan.spec.context_len, "the model's context")
-        names: dict[str, str] = {}
-        if config.has_own_rows() and not section.has_source and isinstance(config, PolicyExperimentConfig):
-            section, names = replace(section, loader=config.agent.fn), {f"{key}.loader": "agent.fn"}
-        with keys_renamed(names.get):
-            rows, section = open_rows(section, given, self._loop.kind, key)
+        rows, section = open_rows(section, given, self._loop.kind, key)
         teacher = teacher_row_renderer(config, plan.spec.context_len) if key == "train_dataset" else None
         if teacher is not None:
             teacher.check_all(rows)

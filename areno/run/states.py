@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from areno.environments.package import LazyRows
 from areno.errors import CheckpointError
 from areno.files.durable import REPLACED, UNFINISHED, atomic_remove, atomic_write_text, remove, sync, sync_tree
 
@@ -55,6 +56,9 @@ def rows_fingerprint(rows: Any) -> str:
     """Return the number of rows and a hash of up to 65 of them, such as "1000 rows, 0123456789abcdef"."""
     count = len(rows)
     digest = hashlib.sha256(str(count).encode())
+    if isinstance(rows, LazyRows):
+        digest.update(rows.fingerprint.encode())
+        return f"{count} rows, {digest.hexdigest()[:16]}"
     for index in sorted({count * n // _ROWS for n in range(_ROWS)} | {count - 1}):
         # Only the type of a value that is not JSON counts: the text of a set, for example, differs between processes.
         row = json.dumps(rows[index], default=lambda value: type(value).__name__, skipkeys=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from areno.config.reward import RewardConfig
 from areno.engine.processes.child import dumps
+from areno.environments.packages import package_of
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.files.user_code import resolve_spec, split_spec
 from areno.reward_fns.built_in import BUILT_IN_REWARDS, Reward
@@ -68,10 +69,12 @@ def _functions_from_settings(config: RewardConfig) -> list[RewardFunction]:
 
 
 def _resolve_spec(config: RewardConfig, spec: str) -> str | Reward:
-    """Return an entry of reward.fn as the built-in reward with its settings, or as `absolute path:function`."""
+    """Return an entry of reward.fn as a built-in reward with its settings, `absolute path:function` or SCHEME:NAME."""
     if spec in BUILT_IN_REWARDS:
         # A reward without settings has no section.
         return vars(config).get(spec, BUILT_IN_REWARDS[spec]()).prepare()
+    if package_of(spec) is not None:
+        return spec
     if not split_spec(spec, DEFAULT_FUNCTION)[0].endswith(".py"):
         hint = did_you_mean(spec, BUILT_IN_REWARDS, otherwise=f"; built-in: {', '.join(BUILT_IN_REWARDS)}")
         raise ConfigError(Problem(KEY, f"is {spec!r}; expected file.py, file.py:function or a built-in{hint}"))

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from areno.environments.packages import package_of
 from areno.errors import ArenoError, ConfigError, Problem, printable
 from areno.files.user_code import describe_error, get_user_function, load_module
 from areno.reward_fns.built_in import Reward
@@ -41,7 +42,7 @@ _MAX_TRACEBACK_CHARS = 4000  # characters of a message
 class RewardFunction:
     """A reward function as the driver sends it. If there are several, `name` is the name of its part of the reward."""
 
-    code: str | bytes | Reward  # `file:function`, pickled function, or built-in reward
+    code: str | bytes | Reward  # `file:function` or SCHEME:NAME of an environment, pickled function, built-in reward
     name: str = ""
     weight: float = 1.0
 
@@ -85,6 +86,9 @@ def _load_functions(functions: list[RewardFunction], key: str) -> list[_LoadedFu
                 function = unpickle(source.code, key)
             elif isinstance(source.code, Reward):
                 name, warm_up, function = source.code.name, source.code.warm_up, source.code.load()
+                path = _file_of(function)
+            elif (environment := package_of(source.code, key)) is not None:
+                name, function = source.code, environment.reward()
                 path = _file_of(function)
             else:
                 file, _, name = source.code.rpartition(":")

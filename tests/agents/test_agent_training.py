@@ -154,7 +154,7 @@ def test_two_runs_with_one_seed_draw_the_same(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         (["agent.fn=a.py", "rollout.max_head_offpolicyness=1"], "agents start and end one by one, in no batch"),
-        (["agent.fn=verifiers:a", "train_dataset.path=null"], "runs its samples one after the other"),
+        (["agent.fn=verifiers:a", "train_dataset.path=null"], "verifiers:a runs one sample at a time"),
         (["agent.fn=null"], "is true, but agent.fn is null, so there is no agent"),
     ],
 )

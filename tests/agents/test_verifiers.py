@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from areno.config.datasets import DatasetConfig
-from areno.data.sources import load_environment, load_rows
+from areno.data.sources import load_rows
+from areno.environments.packages import package_of
 from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load
 from areno.recipes.gspo import GSPOConfig
@@ -113,6 +114,7 @@ def run(folder: Path, name: str, *overrides: str, **given: Any) -> Played:
         f"agent.fn=verifiers:{name}",
         "agent.workers=1",
         "train_dataset.loader=null",
+        "train_dataset.path=null",
         "reward.fn=null",
         "train_dataset.max_length=400",
         "gconfig.max_tokens=900",
@@ -176,18 +178,24 @@ def test_rows_and_rewards_of_ones_own(packages: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_its_rows_by_split(packages: Path) -> None:
     def rows(split: str, name: str = "toy_single") -> Any:
-        return load_rows(DatasetConfig(loader=f"verifiers:{name}", split=split), "prompt")
+        return load_rows(DatasetConfig(path=f"verifiers:{name}", split=split), "prompt")
 
     assert (len(rows("train")), len(rows("test"))) == (8, 2)
     assert rows("train")[3]["solutions"] == "3"
     assert rows("train", "toy_tools")[0]["tools"][0]["function"]["name"] == "add"
 
 
+def load_agent(name: str) -> None:
+    environment = package_of(f"verifiers:{name}", "agent.fn")
+    assert environment is not None
+    environment.agent()
+
+
 @needs_verifiers
 @pytest.mark.slow
 def test_signals_stay_what_they_were(packages: Path) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    load_environment("verifiers:toy_single", "agent.fn")
+    load_agent("toy_single")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -196,14 +204,14 @@ def test_signals_stay_what_they_were(packages: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_env", r"environment 'no_such_env' does not load: .*No module named 'no_such_env'.* installed"),
-        ("toy_raises", "environment 'toy_raises' does not load: OSError: no key for the judge"),
-        ("toy_completions", "'toy_completions' uses text completions; only environments with chat messages"),
+        ("no_such_env", r"no_such_env does not load: .*No module named 'no_such_env'.* installed"),
+        ("toy_raises", "toy_raises does not load: OSError: no key for the judge"),
+        ("toy_completions", "toy_completions uses text completions; only environments with chat messages"),
     ],
 )
 def test_environments_that_do_not_load(packages: Path, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"agent.fn: the {message}" if "asks" not in message else message):
-        load_environment(f"verifiers:{name}", "agent.fn")
+    with pytest.raises(ConfigError, match=f"agent.fn: verifiers:{message}"):
+        load_agent(name)
 
 
 @needs_verifiers
@@ -213,24 +221,10 @@ def test_a_rubric_of_groups_is_told(packages: Path, tmp_path: Path) -> None:
         run(tmp_path, "toy_group")
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(ConfigError, match=r"verifiers:wordle needs the verifiers package: pip install 'areno\[ver"):
-        load_environment("verifiers:wordle", "agent.fn")
-
-
-def test_an_agent_without_the_package_is_told_by_its_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    with pytest.raises(
-        ConfigError, match=r"^agent\.fn: verifiers:toy needs the verifiers package: pip install 'areno\["
-    ):
-        run(tmp_path, "toy")
-
-
 def test_what_the_settings_need() -> None:
     given = ["actor.path=folder", "agent.fn=verifiers:wordle", "train_dataset.path=null", "reward.fn=null"]
     config = load(GSPOConfig, "prompts", given)
-    assert config.has_own_rows()
+    assert config.train_dataset.path == "verifiers:wordle"
     with pytest.raises(ConfigError, match=r"reward\.workers: is 3, but reward\.fn is null, so no function is called"):
         load(GSPOConfig, "prompts", [*given, "reward.workers=3"], sources=True)
     with pytest.raises(ConfigError, match=r"train_dataset\.path: missing"):

@@ -54,7 +54,7 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "countdown_distill": (["distill"], ["actor.path=folder", "teacher.path=other"]),
     "countdown_distill_cpu": (["distill"], ["actor.path=folder", "teacher.path=other"]),
     "countdown_ppo": (["ppo"], ["actor.path=folder"]),
-    "environment": (["grpo", "gspo", "ppo"], ["actor.path=folder", "agent.fn=verifiers:wordle"]),
+    "environment": (["grpo", "gspo", "ppo"], ["actor.path=folder", "train_dataset.path=verifiers:wordle"]),
     "gsm8k": (["grpo", "gspo", "ppo", "online_dpo"], []),
     "preferences": (["dpo"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
     "prompts": (

@@ -341,7 +341,10 @@ def test_more_arguments_for_what_loads_the_data(tmp_path, monkeypatch):
             {"path": "rows.jsonl"},
             r"train_dataset\.dataset_kwargs: is set, but .*rows.jsonl is read without datasets.load",
         ),
-        ({"loader": "verifiers:gsm8k"}, "dataset_kwargs: is set, but verifiers:gsm8k loads its own rows; leave it out"),
+        (
+            {"loader": "verifiers:gsm8k"},
+            "loader: is verifiers:gsm8k, which is no function; set it as",
+        ),
         ({}, "dataset_kwargs: is set, but path and loader are null, so nothing is loaded"),
         ({"path": "a/b", "dataset_kwargs": {"split": "x"}}, "dataset_kwargs.split: cannot be given here; set split"),
         ({"path": "a/b", "dataset_kwargs": {"name": "x"}}, "dataset_kwargs.name: cannot be given here; set path"),

@@ -31,6 +31,7 @@ STAIRCASE = (  # a module imports from its own step or from those after it; name
     *(
         "types",
         "config",
+        "environments",
         ("services", "reward_fns"),
         "schema",
         "sandbox",
