@@ -462,6 +462,8 @@ class TokenRow:
         logprobs: Log-probability of each sampled token, float64. 0.0 for all other tokens.
         versions: Version of the weights that sampled the token, int64.
         temperature: Temperature at which all sampled tokens were drawn. None if the temperatures differ.
+        turns: Index of the token's turn, in `Trajectory.turn_rewards`, int64. A token that was not sampled belongs to
+            the turn whose request brought it.
     """
 
     tokens: list[int]
@@ -471,6 +473,7 @@ class TokenRow:
     logprobs: np.ndarray
     versions: np.ndarray
     temperature: float | None
+    turns: np.ndarray
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -483,7 +486,11 @@ class Trajectory:
     Attributes:
         rows: Token rows to train on. There is more than one if the prompt of a turn did not begin with the tokens of
             the turn before.
-        turns: One dictionary per model call: messages, tools, tool_choice, the model's message and finish_reason.
+        turns: One dictionary per model call: messages, tools, tool_choice, the model's message and finish_reason, the
+            index of its turn in `turn_rewards`, and the reward that the agent has given for it, if it has.
+        turn_rewards: Reward that the agent has given for each turn, or 0. If a session has recorded the turns, they are
+            those of the main conversation and its compactions. A model call of another conversation is a part of the
+            turn before it.
         messages: The whole conversation, in OpenAI's form.
         tool_calls: Tool calls of the model, in order.
         tool_results: Results of the tool calls, in order.
@@ -496,6 +503,7 @@ class Trajectory:
 
     rows: list[TokenRow]
     turns: list[dict[str, Any]]
+    turn_rewards: list[float]
     messages: list[Message]
     tool_calls: list[dict[str, Any]]
     tool_results: list[dict[str, Any]]
@@ -605,6 +613,7 @@ class RewardRecord:
         step: Training step in which the sample was drawn, from 1. 0 before the first step.
         epoch: Epoch in which the sample was drawn, from 0.
         program: How the program of agent.command has ended. None for other agents.
+        turn_rewards: Rewards that the agent has given for its turns. Empty if it has given none.
     """
 
     prompt: str = ""
@@ -623,6 +632,7 @@ class RewardRecord:
     step: int = 0
     epoch: int = 0
     program: ProgramEnd | None = None
+    turn_rewards: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True, frozen=True)

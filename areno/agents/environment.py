@@ -107,12 +107,12 @@ class Episode:
 
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)  # the whole conversation
-    rewards: list[float] = field(default_factory=list)  # of each step
+    rewards: list[float] = field(default_factory=list)  # of each turn, 0 if the environment did no step
     ended: Literal["", "done", "length", "max_turns"] = ""  # "length": an answer was cut off; "": in progress
 
     @property
     def reward(self) -> float:
-        """The sum of the rewards of all steps."""
+        """The sum of the rewards of all turns."""
         return math.fsum(self.rewards)
 
 
@@ -146,6 +146,7 @@ async def run_episode(
             message = choice.message.model_dump(exclude_none=True)
             episode.messages.append(message)
             if choice.finish_reason == "length":
+                episode.rewards.append(0.0)
                 episode.ended = "length"
             elif await _step_environment(environment, message, episode):
                 episode.ended = "done"
@@ -174,7 +175,7 @@ async def replay(environment: Environment, messages: Sequence[Message]) -> float
 
 
 def agent_of(
-    make: Callable[[Any], Environment], *, max_turns: int = 16, **request: Any
+    make: Callable[[Any], Environment], *, max_turns: int = 16, turn_rewards: bool = False, **request: Any
 ) -> Callable[[Any, Any], Awaitable[list[Any]]]:
     """Return an agent function `run_agent(ctx, batch)` that runs an episode for each item of a batch.
 
@@ -184,6 +185,8 @@ def agent_of(
     Args:
         make: Function that builds the environment for an AgentItem, whose `record` is the row of the dataset.
         max_turns: The largest number of requests to the model in an episode.
+        turn_rewards: Whether the reward of each step is the reward of its turn. Their sum is then added to the reward
+            of other sources, so reward.fn can be null.
         **request: Further fields of each request, such as temperature.
     """
 
@@ -195,7 +198,7 @@ def agent_of(
         async def run_item(item: Any) -> Any:
             episode = await run_episode(make(item), client, max_turns=max_turns, **request)
             turns = [AgentTrajectoryTurn(item, turn.messages, turn.response, turn.tools) for turn in episode.turns]
-            return AgentTrajectory(turns=turns)
+            return AgentTrajectory(turns=turns, turn_rewards=episode.rewards if turn_rewards else None)
 
         url = ctx.get_base_url()
         # timeout=None: the server limits the time of each request.
@@ -215,11 +218,12 @@ def reward_of(make: Callable[[Any], Environment]) -> Callable[[Any], Awaitable[f
     """Return a reward function that replays the conversation of a sample in a new environment.
 
     It returns the sum of the rewards of all steps, which equals that of the original episode only if the environment is
-    deterministic. `make` builds the environment for a RewardRecord, whose `record` is the row of the dataset.
+    deterministic. It returns 0 if the agent has given these rewards itself. `make` builds the environment for a
+    RewardRecord, whose `record` is the row of the dataset.
     """
 
     async def reward_fn(record: Any) -> float:
-        return await replay(make(record), record.messages)
+        return 0.0 if record.turn_rewards else await replay(make(record), record.messages)
 
     return reward_fn
 
@@ -235,6 +239,7 @@ async def _step_environment(environment: Environment, message: Message, episode:
         episode.messages += [call for call in calls if isinstance(call, dict)]  # the errors of invalid calls
         valid = [call for call in calls if isinstance(call, Call)]
         if not valid:
+            episode.rewards.append(0.0)
             return False
         method, result = "step", await _call_method(environment.step, valid)
     is_triple = isinstance(result, tuple) and len(result) == 3

@@ -36,7 +36,8 @@ _GROUPS = (math.inf, 8, 1)
 class AgentOutcome:
     """The result of running the agent for one item.
 
-    If the status is "ok" and `turns` is None, those that the session of the sample has recorded count, with `reward`.
+    If the status is "ok" and `turns` is None, those that the session of the sample has recorded count, with `reward`
+    and `turn_rewards`.
     "filtered" means that the agent failed because its conversation fills the model's context. `span` is (start, end) of
     the run, as times of areno.trace.
     """
@@ -46,6 +47,7 @@ class AgentOutcome:
     message: str = ""  # why the status is not "ok"
     reward: tuple[float, dict[str, float]] | None = None
     program: ProgramEnd | None = None
+    turn_rewards: list[float] | None = None
     span: tuple[int, int] | None = None  # None: the process gave no answer
 
 

@@ -65,7 +65,7 @@ _BLOCKS = (
     "run_agent a plain function, which runs in threads"
 )
 
-Answer = tuple[str, "list[PlainTurn] | None", str] | tuple[str, None, str, Reward, Any]  # fields of AgentOutcome
+Answer = tuple[str, "list[PlainTurn] | None", str] | tuple[str, None, str, Reward, Any, Any]  # fields of AgentOutcome
 Answers = Answer | list[Answer]  # of all items of a call, or of each item
 
 _position: contextvars.ContextVar[int | None] = contextvars.ContextVar("position", default=None)

@@ -6,6 +6,8 @@ OpenAI client. `plain_results` checks them and converts them to JSON values.
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,11 +155,14 @@ class AgentTrajectory:
         turns: The turns.
         reward: The reward of the trajectory. None if the reward function of the run computes it.
         parts: Further numbers to log by name, such as components of the reward.
+        turn_rewards: The reward of each turn, to which `reward` is added. None if turns have no rewards. Without
+            `turns`, it has one for each turn that the session of the sample has recorded.
     """
 
     turns: list[AgentTrajectoryTurn]
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Sequence[float] | None = None
 
 
 @dataclass
@@ -192,31 +197,46 @@ PlainTurn = dict[str, Any]
 """A turn as JSON values.
 
 The keys are `messages`, `tools` and `tool_choice` of the request, and those that `read_response` reads from the
-response. If a trajectory has a reward, its last turn also has the key `reward`, which is (reward, parts).
+response. If the agent has given a reward for each turn, each has the key `reward`. If it has given any reward, the last
+turn has the key `outcome`, a Reward.
 """
 
 
 Reward = tuple[float, dict[str, float]] | None
 """A reward with its parts by name, or None if the reward function of the run computes it."""
+RecordedResult = tuple[Reward, ProgramEnd | None, list[float] | None]
+"""(reward, end of its program, reward of each turn) of an agent whose turns its session has recorded."""
 
 
-def recorded_result(returned: Any) -> tuple[Reward, ProgramEnd | None] | None:
-    """Return (reward, end of its program) if an agent leaves its turns to the record of its session.
+def recorded_result(returned: Any) -> RecordedResult | None:
+    """Return the result of an agent that leaves its turns to the record of its session.
 
-    Then it returns nothing or a reward; a trajectory without turns is a reward with parts, and so is a dictionary with
-    the key "reward". Any other value gives None. Raises BadTrajectory for a wrong reward.
+    Then it returns nothing, a reward or a list with one for each turn; a trajectory without turns is a reward with
+    parts, and so is a dictionary with the key "reward". Any other value gives None. Raises BadTrajectory for a wrong
+    reward.
     """
     if returned is None:
-        return None, None
+        return None, None, None
     if isinstance(returned, bool | int | float):
         returned = AgentTrajectory([], float(returned))
     if isinstance(returned, Mapping) and "reward" in returned:
         parts = dict(returned)
         returned = AgentTrajectory([], parts.pop("reward"), parts)
+    if isinstance(returned, list | tuple) and returned and all(isinstance(each, numbers.Real) for each in returned):
+        returned = AgentTrajectory([], turn_rewards=returned)
     if not isinstance(returned, AgentTrajectory) or returned.turns:
         return None
-    reward = None if returned.reward is None else _checked_reward(returned)
-    return reward, returned.program if isinstance(returned, ProgramTrajectory) else None
+    reward, of_turns = _checked_rewards(returned)
+    return reward, returned.program if isinstance(returned, ProgramTrajectory) else None, of_turns
+
+
+def with_rewards(turns: Sequence[PlainTurn], rewards: Sequence[float] | None) -> Sequence[PlainTurn]:
+    """Return turns with the rewards that an agent has given for them. Raises BadTrajectory unless each has one."""
+    if rewards is None:
+        return turns
+    if len(rewards) != len(turns):
+        raise BadTrajectory(f"it has {len(rewards)} turn_rewards for {len(turns)} turns; one for each is expected")
+    return [{**turn, "reward": reward} for turn, reward in zip(turns, rewards, strict=True)]
 
 
 def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainTurn] | BadTrajectory]:
@@ -246,20 +266,32 @@ def _plain_result(parts: Sequence[Any], item: AgentItem) -> list[PlainTurn] | Ba
         if whole and len(parts) > 1:
             raise BadTrajectory(f"it returned two trajectories of item {item.key}; one for each item is expected")
         turns = [plain_turn(turn) for part in parts for turn in _turns_of(part)]
-        if whole and whole[0].reward is not None:
-            turns[-1]["reward"] = _checked_reward(whole[0])
+        if not whole:
+            return turns
+        outcome, of_turns = _checked_rewards(whole[0])
+        turns = list(with_rewards(turns, of_turns))
+        turns[-1]["outcome"] = outcome
         return turns
     except BadTrajectory as error:
         return error
 
 
-def _checked_reward(trajectory: AgentTrajectory) -> tuple[float, dict[str, float]]:
-    start, parts = "its trajectory has the", trajectory.parts
+def _checked_rewards(trajectory: AgentTrajectory) -> tuple[Reward, list[float] | None]:
+    """Return the reward of a whole trajectory, with that of its turns, and the reward of each turn."""
+    start, parts, given = "its trajectory has the", trajectory.parts, trajectory.turn_rewards
+    if trajectory.reward is None and given is None:
+        return None, None
     if not isinstance(parts, Mapping) or not all(isinstance(name, str) and name for name in parts):
         raise BadTrajectory(f"{start} parts {repr(parts)[:80]}; a dictionary of numbers by name is expected")
+    if given is not None and (isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable)):
+        raise BadTrajectory(f"{start} turn_rewards {repr(given)[:80]}; a list with a number for each turn is expected")
     try:
-        reward = reward_number(trajectory.reward, f"{start} reward")
-        return reward, {name: reward_number(value, f"{start} part {name!r}:") for name, value in parts.items()}
+        outcome = 0.0 if trajectory.reward is None else reward_number(trajectory.reward, f"{start} reward")
+        named = {name: reward_number(value, f"{start} part {name!r}:") for name, value in parts.items()}
+        if given is None:
+            return (outcome, named), None
+        of_turns = [reward_number(value, f"{start} reward of turn {turn}:") for turn, value in enumerate(given)]
+        return (reward_number(math.fsum([outcome, *of_turns]), f"{start} sum of rewards"), named), of_turns
     except Exception as error:  # __float__ may raise anything
         raise BadTrajectory(str(error) or type(error).__name__) from error
 

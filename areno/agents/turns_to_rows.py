@@ -9,6 +9,7 @@ a row follows exactly the tokens that the model had read.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ from areno.types import RewardRecord, TokenRow, TrainSequence, Trajectory
 
 logger = logging.getLogger("areno")
 
-_OF_TOKENS = ("tokens", "choice", "reward", "forced")  # keys of a turn that its record for users lacks
+_OF_TOKENS = ("tokens", "choice", "outcome", "forced")  # keys of a turn that its record for users lacks
 _SHOWN = 60  # characters on either side of a difference
 
 
@@ -102,25 +103,35 @@ class RowBuilder:
             row.append_turn(tokens, self._trained_mask(turn, tokens.sampled, is_last=number == len(turns) - 1))
             if self._context is not None and len(row) > self._context:
                 raise BadTrajectory(f"it has {len(row)} tokens, more than the model's context of {self._context}")
-        last, kept, kinds = turns[-1], rows, list[str]()
+        last, kept, kinds, own = turns[-1], rows, list[str](), list(range(len(turns)))
         if isinstance(last["tokens"], TurnTokens):
             kinds += conversation_kinds(turns, [row.turns for row in rows])
-            agents = [row.turns[-1] for row, kind in zip(rows, kinds, strict=True) if kind in ("main", "compaction")]
-            last = turns[max(agents, default=len(turns) - 1)]
+            of_agent = [row.turns for row, kind in zip(rows, kinds, strict=True) if kind in ("main", "compaction")]
+            own = sorted(turn for of_row in of_agent for turn in of_row) or own
+            last = turns[own[-1]]
             kept = [row for row, kind in zip(rows, kinds, strict=True) if kind in self._conversations]
             if not kept:
                 raise BadTrajectory(
                     f"its conversations ({', '.join(kinds)}) are none that agent.train_conversations names"
                 )
         messages = [*last["messages"], last["message"]]
+        # A turn of another conversation is a part of the agent's turn before it.
+        places = [max(bisect_right(own, turn) - 1, 0) for turn in range(len(turns))]
+        turn_rewards = [0.0] * len(own)
+        for place, turn in zip(places, turns, strict=True):
+            turn_rewards[place] += turn.get("reward", 0.0)
         return Trajectory(
-            rows=[row.to_token_row(self._trained_sources) for row in kept],
+            rows=[row.to_token_row(self._trained_sources, places) for row in kept],
             conversations=Counter(kinds),
-            turns=[{name: turn[name] for name in turn if name not in _OF_TOKENS} for turn in turns],
+            turns=[
+                {"turn": place, **{name: turn[name] for name in turn if name not in _OF_TOKENS}}
+                for place, turn in zip(places, turns, strict=True)
+            ],
+            turn_rewards=turn_rewards,
             messages=messages,
             tool_calls=[call for turn in turns for call in turn["message"].get("tool_calls") or []],
             tool_results=[message for message in messages if message.get("role") == "tool"],
-            reward=last.get("reward"),
+            reward=turns[-1].get("outcome"),
             finish_reason=last["finish_reason"],
         )
 
@@ -212,8 +223,8 @@ class _OpenRow:
         self._pieces.append((len(tokens.prompt), trained, tokens.logprobs, tokens.versions))
         self._temperatures.add(tokens.temperature)
 
-    def to_token_row(self, trained_sources: list[int]) -> TokenRow:
-        """Return the row as arrays.
+    def to_token_row(self, trained_sources: list[int], places: Sequence[int]) -> TokenRow:
+        """Return the row as arrays. `places` has, for each turn of the sample, its index in the rewards of turns.
 
         A sampled token is trained if `append_turn` received True for it. Any other token is trained if its
         `TokenSource` is in `trained_sources`. The first token is never trained.
@@ -225,6 +236,8 @@ class _OpenRow:
             place = slice(start, start + len(of_piece))
             sampled[place], trained[place] = True, of_piece
             logprobs[place], versions[place] = piece_logprobs, piece_versions
+        ends = [start + len(of_piece) for start, of_piece, *_ in self._pieces]
+        of_turns = np.repeat([places[turn] for turn in self.turns], np.diff(ends, prepend=0))
         trained[:1] = False  # the first token has no prediction
         temperature = next(iter(self._temperatures)) if len(self._temperatures) == 1 else None
         return TokenRow(
@@ -235,6 +248,7 @@ class _OpenRow:
             logprobs=logprobs,
             versions=versions,
             temperature=temperature,
+            turns=of_turns,
         )
 
 
@@ -338,6 +352,7 @@ def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solut
         solutions=item.record.get("solutions") if solutions is None else solutions,
         record=item.record,
         prompt_tokens=trajectory.rows[0].tokens[:n_prompt],
+        turn_rewards=[turn.get("reward", 0.0) for turn in trajectory.turns if "reward" in trajectory.turns[0]],
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from areno.agents.pool import AgentOutcome
 from areno.agents.proxy import SessionProxy
-from areno.agents.trajectories import AgentBatch, AgentItem, BadTrajectory, LossMaskPolicy
+from areno.agents.trajectories import AgentBatch, AgentItem, BadTrajectory, LossMaskPolicy, with_rewards
 from areno.agents.turns_to_rows import (
     RowBuilder,
     reward_record,
@@ -251,7 +251,8 @@ def _scored_agent_sample(
         if outcome.turns is not None:
             trajectory = rows.build_trajectory(outcome.turns)
         else:
-            trajectory = rows.build_trajectory([] if session is None else session.turns)
+            turns = with_rewards([] if session is None else session.turns, outcome.turn_rewards)
+            trajectory = rows.build_trajectory(turns)
             trajectory.reward, trajectory.requests = outcome.reward, {} if session is None else session.counts
     except BadTrajectory as error:
         return failed_sample("agent_error", str(error))

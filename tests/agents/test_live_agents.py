@@ -256,6 +256,7 @@ def token_row(temperature: float) -> TokenRow:
         logprobs=np.array([0.0, -0.5, 0.0, -0.7]),
         versions=np.array([0, 1, 0, 2]),
         temperature=temperature,
+        turns=np.array([0, 0, 1, 1]),
     )
 
 
