@@ -309,6 +309,8 @@ class TrainSequence:
         eos_token_id: For scripts that pad rows themselves. areno packs rows and does not read it.
         weights: Factor on the policy loss of each token, such as the importance weight of a stale sample. None is 1.
         staleness: Number of optimizer steps since the policy that sampled the row. 0 is on-policy.
+        turns: For an agent, the turn of each token: its index in `turn_rewards`.
+        turn_rewards: For an agent, the reward of each turn of the sample, which add up to `reward`.
         routes: Experts that training uses for the first n tokens (routing replay): integers of shape (n, layers with
             experts, experts per token), as in RolloutSequence.routes. None lets the router choose.
     """
@@ -331,6 +333,8 @@ class TrainSequence:
     teacher_prompt: list[int] | np.ndarray | None = None
     response_start: int | None = None
     teacher_top: tuple[Any, Any] | None = None
+    turns: np.ndarray | None = None
+    turn_rewards: np.ndarray | None = None
 
     def for_teacher(self) -> tuple[Any, int]:
         """Return the tokens that a teacher reads, and the index from which they are the tokens of this row.

@@ -162,7 +162,7 @@ class AgentTrajectory:
     turns: list[AgentTrajectoryTurn]
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
-    turn_rewards: Sequence[float] | None = None
+    turn_rewards: Sequence[float] | None = field(default=None, kw_only=True)
 
 
 @dataclass

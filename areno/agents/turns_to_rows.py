@@ -27,6 +27,7 @@ from areno.agents.trajectories import (
 )
 from areno.config.rollout import SamplingConfig
 from areno.errors import DataError
+from areno.loss_fns.advantages import turn_rewards
 from areno.schema.values import format_value
 from areno.server.detokenize import TextStream
 from areno.server.errors import ApiError
@@ -277,12 +278,14 @@ def train_sequences(
     eos_token_id: int = 0,
     weights_version: int = 0,
     masked: bool = False,
+    reward_scaling: float = 1.0,
 ) -> list[TrainSequence]:
-    """Return one TrainSequence for each row, each with the reward of the trajectory.
+    """Return one TrainSequence for each row, each with the reward of the trajectory, and the rewards of its turns.
 
     The staleness of a row is `weights_version` minus the oldest version that sampled a token of it. `masked` excludes
-    all tokens from the loss.
+    all tokens from the loss. `reward_scaling` is the factor of the rewards that the agent has given.
     """
+    rewards_K = turn_rewards(reward, trajectory.turn_rewards, reward_scaling)
     return [
         TrainSequence(
             prompt_mask=np.ones(len(row), dtype=bool) if masked else ~row.trained,
@@ -291,6 +294,8 @@ def train_sequences(
             reward=float(reward),
             eos_token_id=eos_token_id,
             staleness=weights_version - int(row.versions[row.sampled].min(initial=weights_version)),
+            turns=row.turns,
+            turn_rewards=rewards_K,
         )
         for row in trajectory.rows
     ]

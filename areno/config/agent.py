@@ -14,6 +14,7 @@ from areno.schema.fields import Flag, Needs, Section, require, setting
 COMMAND = "command"
 """Value of agent.fn if the agent is the program of agent.command."""
 ConversationKind = Literal["main", "subagent", "compaction", "auxiliary"]
+TurnCredit = Literal["outcome", "return", "turn_baseline", "gae"]
 _AGENT = Needs("fn", so="there is no agent", in_build=True)
 _PROGRAM = Needs("command", so="no program is started", in_build=True)
 
@@ -114,6 +115,21 @@ class AgentConfig(Section):
         "subagent, compaction (a summary and what begins with it) and auxiliary (without tools beside others with "
         "tools, such as a request for a title)",
         only_with=_AGENT,
+    )
+    turn_credit: TurnCredit = setting(
+        "outcome",
+        help="Credit of a turn of the model. outcome: the reward of the sample, for all turns. return: the rewards of "
+        "the turn and of later ones, normalised by actor.adv_norm over the turns of the samples. turn_baseline: as "
+        "return, but over the same turn of the samples of the group. gae: GAE over turns, with the critic of PPO",
+        only_with=_AGENT,
+    )
+    turn_discount: float = setting(
+        1.0,
+        help="Discount factor for multi-turn reward propagation: a reward counts by this factor in the turn before, by "
+        "its square in the turn before that, and so on",
+        ge=0,
+        le=1,
+        only_with=(_AGENT, Needs("turn_credit", "return", "turn_baseline", "gae", so="no reward is propagated")),
     )
     train_tool_results: bool = setting(
         False, help="Also train on the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"

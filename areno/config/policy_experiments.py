@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from areno.config import models
-from areno.config.agent import AgentConfig
+from areno.config.agent import AgentConfig, TurnCredit
 from areno.config.environments import with_environment
 from areno.config.experiments import EVALUATION, ExperimentConfig, pass_at_k_values
 from areno.config.resuming import FROM_HERE, NEW_RUNS
@@ -61,6 +61,28 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     needs_rewards: ClassVar[bool] = True
     """Whether the run trains on rewards. If not, they are optional."""
+    turn_credits: ClassVar[tuple[TurnCredit, ...]] = ("outcome",)
+    """The values of agent.turn_credit that `advantages` computes."""
+    other_credits: ClassVar[str] = "which this algorithm does not compute"
+    """Why it does not compute the others."""
+
+    @check
+    def check_turn_credit(self) -> Iterator[Problem]:
+        """Report a credit of turns that does not fit the algorithm, or the normalisation of its rewards."""
+        credit, norm = self.agent.turn_credit, self.actor.adv_norm
+        if credit not in self.turn_credits:
+            known = " or ".join(self.turn_credits)
+            yield Problem("agent.turn_credit", "is {}, {}; set it to {}", credit, self.other_credits, known)
+        elif credit != "outcome" and self.actor.reward_norm is not None:
+            text = "normalises the rewards of whole samples, and {} is {}; set it to null"
+            yield Problem("actor.reward_norm", text, Key("agent.turn_credit"), credit)
+        elif credit != "outcome" and self.actor.kl_reward_coef:
+            text = "is true, but the KL is a reward of tokens and {} is {}; set it to false"
+            yield Problem("actor.use_kl_in_reward", text, Key("agent.turn_credit"), credit)
+        elif credit == "turn_baseline" and (norm is None or norm.mean_level != "group"):
+            text = "is {}, but the baseline of {}=turn_baseline is the mean of a group; set it to group"
+            level = "null" if norm is None or norm.mean_level is None else norm.mean_level
+            yield Problem("actor.adv_norm.mean_level", text, level, Key("agent.turn_credit"))
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:

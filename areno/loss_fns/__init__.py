@@ -19,6 +19,10 @@ if TYPE_CHECKING:
         normalize_tokens,
         overlong_penalty,
         shape_rewards,
+        turn_advantages,
+        turn_gae,
+        turn_returns,
+        turn_rewards,
     )
     from areno.loss_fns.correction import behave_weights, m2_keep
     from areno.loss_fns.data_pack import DataPack
@@ -54,6 +58,10 @@ __all__ = [
     "reward_model_loss_fn",
     "sft_loss_fn",
     "shape_rewards",
+    "turn_advantages",
+    "turn_gae",
+    "turn_returns",
+    "turn_rewards",
     "value_loss_fn",
 ]
 

@@ -1,16 +1,16 @@
 """Compute rewards and advantages, in numpy float64.
 
 Rewards are shaped first: penalty for long completions, bias, scale and clip. Advantages are then the rewards normalised
-within groups or over the batch, or GAE estimates from the values of a critic. Algorithms that train on pairs of samples
-have no advantages: rewards choose the pairs.
+within groups or over the batch, or GAE estimates from the values of a critic, for samples or for the turns of agents.
+Algorithms that train on pairs of samples have no advantages: rewards choose the pairs.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -131,6 +131,80 @@ def gae(
         advantage = delta + decay * advantage
         advantages[t] = advantage
     return advantages, advantages + values
+
+
+def turn_rewards(reward: float, given: Sequence[float] | np.ndarray, scaling: float = 1.0) -> np.ndarray:
+    """Divide the reward of a sample over its turns, (K,) float64: those given, scaled, and all else in the last turn.
+
+    The rewards of the turns add up to `reward`, which is that of the sample after bias, scaling, penalties and clip.
+    """
+    rewards_K = scaling * np.asarray(given, dtype=np.float64)
+    rewards_K[-1] = reward - math.fsum(rewards_K[:-1])
+    return rewards_K
+
+
+def turn_returns(rewards: Sequence[float] | np.ndarray, discount: float = 1.0) -> np.ndarray:
+    """Compute the return of each turn of a sample, R_k = sum over j >= k of discount^(j - k) r_j, (K,) float64."""
+    returns_K = np.array(rewards, dtype=np.float64)
+    for k in range(len(returns_K) - 2, -1, -1):
+        returns_K[k] += discount * returns_K[k + 1]
+    return returns_K
+
+
+def turn_advantages(
+    rewards: Sequence[Sequence[float] | np.ndarray],
+    group_ids: Sequence[int] | np.ndarray,
+    discount: float = 1.0,
+    same_turn: bool = False,
+    norm: Mapping[str, Any] | None = None,
+) -> list[np.ndarray]:
+    """Compute the advantage of each turn, its return normalised over turns, a (K_i,) float64 array for each sample.
+
+    Args:
+        rewards: For each sample, the rewards of its turns.
+        group_ids: (B,) group ids. The samples of one prompt have the same id.
+        discount: Discount factor per turn, see `turn_returns`.
+        same_turn: Whether a group is turn k of the samples of a prompt, for each k (the baseline for each turn), and
+            not all turns of these samples. A turn that only one sample has gets the advantage 0.
+        norm: The settings of `group_advantages`, with turns in place of samples. None: the advantage is the return.
+    """
+    lengths = [len(of_sample) for of_sample in rewards]
+    flat = np.concatenate([np.zeros(0), *(turn_returns(of_sample, discount) for of_sample in rewards)])
+    if norm is not None:
+        groups = np.repeat(np.asarray(group_ids), lengths)
+        if same_turn:
+            places = np.concatenate([np.arange(n) for n in lengths])
+            groups = np.unique(np.stack([groups, places]), axis=1, return_inverse=True)[1].reshape(-1)
+        flat = group_advantages(flat, groups, **norm)
+    return np.split(flat, np.cumsum(lengths)[:-1]) if lengths else []
+
+
+def turn_gae(
+    rewards: Sequence[float] | np.ndarray,
+    values: Sequence[float] | np.ndarray,
+    turns: Sequence[int] | np.ndarray,
+    discount: float,
+    gae_lambda: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compute `gae` over the turns of a sample. V_k is the value before the first trained token of turn k.
+
+    The reward of a turn without trained tokens counts in the turn before it, or in the first one.
+
+    Args:
+        rewards: (K,) rewards of the turns.
+        values: (T,) values before the trained tokens.
+        turns: (T,) turn of each trained token.
+
+    Returns:
+        (advantages, returns), (T,) float64 each: all tokens of turn k have A_k, and A_k + V_k as the critic's target.
+    """
+    there, first, place_T = np.unique(np.asarray(turns, dtype=np.int64), return_index=True, return_inverse=True)
+    if not there.size:
+        return np.zeros(0), np.zeros(0)
+    rewards_P = np.zeros(there.size)
+    np.add.at(rewards_P, np.maximum(np.searchsorted(there, np.arange(len(rewards)), "right") - 1, 0), rewards)
+    advantages_P, returns_P = gae(rewards_P, np.asarray(values, dtype=np.float64)[first], discount, gae_lambda)
+    return advantages_P[place_T], returns_P[place_T]
 
 
 def explained_variance(values: Sequence[float] | np.ndarray, returns: Sequence[float] | np.ndarray) -> float:

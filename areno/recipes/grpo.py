@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from areno.api.algorithms import Algorithm
+from areno.config.agent import TurnCredit
 from areno.config.experiments import LossFn
 from areno.config.models import KLConfig
 from areno.config.policy_experiments import KLExperimentConfig
@@ -82,12 +83,14 @@ class GRPOActorConfig(TokenPolicyConfig):
 class GRPOConfig(KLExperimentConfig):
     """Group Relative Policy Optimization, with one importance ratio per token."""
 
+    turn_credits: ClassVar[tuple[TurnCredit, ...]] = ("outcome", "return", "turn_baseline")
+    other_credits: ClassVar[str] = "which needs a critic, as the recipe ppo has"
     actor: GRPOActorConfig = setting(help="The policy")
 
     def advantages(self, rows: Any, groups: Any) -> Any:
-        from areno.trainers.rows import outcome_advantages
+        from areno.trainers.turn_credit import policy_advantages
 
-        return outcome_advantages(rows, groups, self.actor)
+        return policy_advantages(rows, groups, self.actor, self.agent)
 
     def loss_fn(self) -> LossFn:
         from areno.loss_fns import grpo_loss_fn

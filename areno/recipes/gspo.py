@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from areno.api.algorithms import Algorithm
 from areno.config.experiments import LossFn
@@ -52,6 +52,10 @@ class GSPOActorConfig(Clip, RatioConfig, KLConfig):
 class GSPOConfig(KLExperimentConfig):
     """Group Sequence Policy Optimization, with one importance ratio per sequence."""
 
+    other_credits: ClassVar[str] = (
+        "but GSPO averages the advantages of a row, as the recipe grpo with actor.importance_sampling_level=sequence "
+        "does not"
+    )
     actor: GSPOActorConfig = setting(help="The policy")
 
     def advantages(self, rows: Any, groups: Any) -> Any:

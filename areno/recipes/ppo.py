@@ -16,18 +16,21 @@ output for each token. It starts from the actor's body, or from critic.path, and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from areno.api.algorithms import Algorithm
+from areno.config.agent import TurnCredit
 from areno.config.experiments import LossFn
 from areno.config.models import NormConfig, RefConfig
 from areno.config.policy_experiments import CriticExperimentConfig
+from areno.errors import Key, Problem
 from areno.launch import run_recipe
 from areno.loss_fns.surrogates import Reduction
 from areno.recipes.grpo import TokenPolicyConfig
-from areno.schema.fields import require, setting, setting_as_in
+from areno.schema.fields import check, require, setting, setting_as_in
 
 if TYPE_CHECKING:
     from areno.trainers.ppo import PPOTrainer
@@ -66,17 +69,26 @@ class PPOActorConfig(TokenPolicyConfig):
 class PPOConfig(CriticExperimentConfig):
     """Proximal Policy Optimization, with a critic."""
 
+    turn_credits: ClassVar[tuple[TurnCredit, ...]] = ("outcome", "gae")
+    other_credits: ClassVar[str] = "whose baseline is not the critic, as in the recipe grpo"
     actor: PPOActorConfig = setting(help="The policy")
     ref: RefConfig | None = setting(
         factory=RefConfig,
         help="Frozen reference model for the KL term. null: no reference model. Then actor.kl_ctl must be 0",
     )
 
+    @check
+    def check_discount_is_per_token(self) -> Iterator[Problem]:
+        """Report a discount of tokens with GAE over turns."""
+        if self.agent.turn_credit == "gae" and self.actor.discount != 1:
+            text, keys = "is {:g}, but {} is gae, which discounts turns; set {}", ("turn_credit", "turn_discount")
+            yield Problem("actor.discount", text, self.actor.discount, *(Key(f"agent.{key}") for key in keys))
+
     def advantages(self, rows: Any, groups: Any) -> Any:
         """Return (advantages, returns) by GAE. Each is a list with an array for the trained tokens of each row."""
-        from areno.trainers.rows import critic_advantages
+        from areno.trainers.turn_credit import value_advantages
 
-        return critic_advantages(rows, groups, self.actor)
+        return value_advantages(rows, groups, self.actor, self.agent)
 
     def loss_fn(self) -> LossFn:
         from areno.loss_fns import ppo_loss_fn

@@ -12,6 +12,7 @@ from areno.config.experiments import ExperimentConfig, LossFn, ReferencedExperim
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.data.row_schema import RowKind
+from areno.errors import ConfigError, Problem
 from areno.run.run import fault_tolerant
 from areno.run.setup import Config, RewardFns, Setup
 from areno.tracking.console import log_stage
@@ -202,6 +203,9 @@ class RewardLoop(TrainingLoop[PolicyConfig]):
         reward_fn: RewardFns | None = None,
         trackers: Sequence[Tracker] = (),
     ):
+        if advantage_fn is not None and config.agent.turn_credit != "outcome":
+            text = "is {}, but the advantages are those of an advantage_fn; leave this out, and read row.turn_rewards"
+            raise ConfigError(Problem("agent.turn_credit", text, config.agent.turn_credit))
         super().__init__(
             config,
             loss_fn=loss_fn,

@@ -61,6 +61,7 @@ def policy_rows(
     eos_token_id: int,
     drop_truncated: bool = False,
     weights_version: int = 0,
+    reward_scaling: float = 1.0,
 ) -> list[TrainSequence]:
     """Make the rows to train on: one row for each completion, or the rows of an agent's trajectory.
 
@@ -78,6 +79,7 @@ def policy_rows(
                 eos_token_id=eos_token_id,
                 weights_version=weights_version,
                 masked=masked,
+                reward_scaling=reward_scaling,
             )
             continue
         arrays = sample.arrays or token_arrays(prompt, sequence)
@@ -247,7 +249,7 @@ def join_rows(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[Train
         if size == 1:
             found += of_sample
             continue
-        names = ("prompt_mask", "tokens", "logprobs", "values", "ref_logprobs", "advantages")
+        names = ("prompt_mask", "tokens", "logprobs", "values", "ref_logprobs", "advantages", "turns")
         whole = {name: [vars(row)[name] for row in of_sample] for name in names}
         fields = {name: np.concatenate(arrays) for name, arrays in whole.items() if arrays[0] is not None}
         found.append(replace(of_sample[0], **fields))

@@ -52,7 +52,14 @@ def make_training_rows(setup: PolicySetup, rollout: Rollout) -> list[TrainSequen
     config = setup.config
     rewards_B = sample_rewards(rollout.kept_samples, config.actor, config.gconfig.max_new_tokens)
     eos, version = setup.tokenizer.eos_token_id or 0, setup.trainer.engine.weights_version
-    rows = policy_rows(rollout.kept_samples, rewards_B, eos, config.actor.mask_no_eos_with_zero, version)
+    rows = policy_rows(
+        rollout.kept_samples,
+        rewards_B,
+        eos,
+        config.actor.mask_no_eos_with_zero,
+        version,
+        reward_scaling=config.actor.reward_scaling,
+    )
     score_agents(setup.trainer, rollout.kept_samples, rows, config.gconfig)
     if config.ref is not None:
         for row, logprobs in zip(rows, rollout.scores.scores_of_rows("ref", rows), strict=True):

@@ -261,7 +261,7 @@ def test_an_agent_that_asks_for_it_gets_the_whole_batch(session: RolloutSession)
     )
     assert told == list(range(5))
     assert [outcome.status for outcome in outcomes] == ["ok", "error", "ok", "error", "error"]
-    assert [outcomes[place].turns[-1]["reward"] for place in (0, 2)] == [(515.0, {})] * 2
+    assert [outcomes[place].turns[-1]["outcome"] for place in (0, 2)] == [(515.0, {})] * 2
     assert [outcomes[place].message for place in (1, 3, 4)] == [
         "it returned no trajectory",
         "the response of a turn has 2 choices; keep only the one that the agent went on with, such as "
@@ -269,7 +269,7 @@ def test_an_agent_that_asks_for_it_gets_the_whole_batch(session: RolloutSession)
         "it returned two trajectories of item (4, 0); one for each item is expected",
     ]
     assert len({outcome.span for outcome in outcomes}) == 1
-    assert run(session, "ok", "ok", function="run_whole")[0].turns[-1]["reward"] == (111.0, {})
+    assert run(session, "ok", "ok", function="run_whole")[0].turns[-1]["outcome"] == (111.0, {})
     assert run(session, function="run_whole", whole_batch=True) == []
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
-from areno.agents.trajectories import LossMaskPolicy
-from areno.agents.turns_to_rows import RowBuilder
+from areno.agents.trajectories import LossMaskPolicy, with_rewards
+from areno.agents.turns_to_rows import RowBuilder, train_sequences
 from areno.errors import ArenoError
 from areno.server.errors import BadTrajectory
 from areno.server.sample_sessions import SampleSession
@@ -34,7 +35,7 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
-def trajectory(script: Callable[[Callable[..., Any]], object], **builder: Any) -> Trajectory:
+def trajectory(script: Callable[[Callable[..., Any]], object], rewards: Any = None, **builder: Any) -> Trajectory:
     """Let a script ask, and return the trajectory of its session."""
     with scripted_server(say) as (server, _):
         session = SampleSession(max_requests=50, uses_run_sampling=True, returns_tokens=False)
@@ -51,7 +52,8 @@ def trajectory(script: Callable[[Callable[..., Any]], object], **builder: Any) -
         script(ask)
         server.end_sample(session)
         prompts = server.server.chat.prompts
-        return RowBuilder(prompts, LossMaskPolicy(), len(prompts.tokenizer), **builder).build_trajectory(session.turns)
+        turns = with_rewards(session.turns, rewards)
+        return RowBuilder(prompts, LossMaskPolicy(), len(prompts.tokenizer), **builder).build_trajectory(turns)
 
 
 def test_a_title_is_no_part_of_the_agent() -> None:
@@ -93,6 +95,31 @@ def test_a_summary_and_what_begins_with_it_are_a_compaction() -> None:
     found = trajectory(script)
     assert found.conversations == {"main": 1, "compaction": 4}
     assert SUMMARY in found.messages[2]["content"]
+
+
+def test_turns_of_other_conversations_are_parts_of_the_turn_before() -> None:
+    """Two turns with a title before and a sub-agent after the first, a summary, and two turns that go on with it."""
+
+    def script(ask: Any) -> None:
+        ask([user("Write a title.")], None)
+        talk = ask([SYSTEM, user("Begin.")])
+        ask(ask([{"role": "system", "content": "You are a sub-agent."}, user("Look at it.")]))
+        talk = ask(talk)
+        ask([*talk, user("Summarise.")], None)
+        ask(ask([SYSTEM, user(f"Go on. Summary: {SUMMARY}")]))
+
+    found = trajectory(script, rewards=[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0])
+    assert found.conversations == {"main": 1, "auxiliary": 1, "subagent": 1, "compaction": 2}
+    assert [turn["turn"] for turn in found.turns] == [0, 0, 0, 0, 1, 2, 3, 4]
+    assert found.turn_rewards == [1.0 + 2.0 + 4.0 + 8.0, 16.0, 32.0, 64.0, 128.0]
+    assert found.turns[5]["reward"] == 32.0
+    by_row = [np.unique(row.turns[row.sampled]).tolist() for row in found.rows]
+    assert by_row == [[0], [0, 1], [0], [2], [3, 4]]
+    main = found.rows[1]
+    starts = np.flatnonzero(np.diff(main.turns)) + 1
+    assert (main.sampled[starts - 1].all(), main.sampled[starts].any()) == (True, False), "a tool result begins a turn"
+    rows = train_sequences(found, reward=1000.0)
+    assert rows[2].turn_rewards.tolist() == [15.0, 16.0, 32.0, 64.0, 1000.0 - 127.0]  # type: ignore[union-attr]
 
 
 def test_an_edited_history_is_the_same_conversation() -> None:

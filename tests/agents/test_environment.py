@@ -83,7 +83,8 @@ def test_the_loop(kind: type[Counter]) -> None:
 
 def test_why_episodes_end() -> None:
     assert episode_of(Counter(), ["I give up"])[0].ended == "done"
-    assert episode_of(Counter(), ["cut off"], "length")[0].ended == "length"
+    cut_off = episode_of(Counter(), ["cut off"], "length")[0]
+    assert (cut_off.ended, cut_off.rewards) == ("length", [0.0])
     episode, client = episode_of(Counter(), [[("add", {"n": 0})]] * 3, max_turns=3)
     assert (episode.ended, len(client.requests), len(episode.turns)) == ("max_turns", 3, 3)
 
@@ -93,6 +94,7 @@ def test_calls_that_are_none_are_told_to_the_model() -> None:
     environment = Counter()
     episode, _ = episode_of(environment, said)
     assert (environment.total, episode.reward) == (10, 1.0)
+    assert episode.rewards == [0.0, 0.0, 1.0], "one for each turn"
     results = [message["content"] for message in episode.messages if message["role"] == "tool"]
     object_error, tool_error = (
         "error: the arguments are not a JSON object",
@@ -145,6 +147,8 @@ def test_rewards_by_replay() -> None:
     assert asyncio.run(reward_of(Counter)(record)) == 1.0
     record.record = {"start": 5}
     assert asyncio.run(reward_of(Counter)(record)) == 0.0
+    record.record, record.turn_rewards = {"start": 0}, [1.0]
+    assert asyncio.run(reward_of(Counter)(record)) == 0.0, "the agent has given them"
 
 
 def test_as_an_agent_function(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,6 +171,9 @@ def test_as_an_agent_function(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
     found = asyncio.run(agent_of(Counter)(ctx, batch))
     assert [trajectory.turns[0].item.key for trajectory in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert "an episode failed: KeyError: 'start'" in caplog.text
+    assert [trajectory.turn_rewards for trajectory in found] == [None] * 4
+    rewarded = asyncio.run(agent_of(Counter, turn_rewards=True)(ctx, batch))
+    assert [(trajectory.turn_rewards, trajectory.reward) for trajectory in rewarded] == [([1.0], None)] * 4
     with pytest.raises(KeyError):
         asyncio.run(agent_of(Counter)(ctx, trajectories.AgentBatch([{}], ["c"], [[3]], 1)))
 

@@ -6,6 +6,7 @@ import copy
 import datetime
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,10 @@ from areno.agents.trajectories import (
     AgentTrajectoryTurn,
     BadTrajectory,
     LossMaskPolicy,
+    plain_results,
     plain_turn,
+    recorded_result,
+    with_rewards,
 )
 from areno.agents.turns_to_rows import RowBuilder, read_trajectories
 from areno.errors import DataError
@@ -195,6 +199,46 @@ def test_a_response_of_another_form_is_told(change: dict[str, Any]) -> None:
 def test_chunks_of_another_form_are_told(chunks: list[Any]) -> None:
     with pytest.raises(BadTrajectory):
         plain_turn(AgentTrajectoryTurn(AgentItem("a", {}, [5]), [USER], chunks))
+
+
+SAID_TWICE: Any = {"choices": [{"message": {"role": "assistant", "content": "a"}}], "areno": TOLD}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        ([0.5], "it has 1 turn_rewards for 2 turns; one for each is expected"),
+        ([0.5, math.nan], "the reward of turn 1: nan; a reward is a finite number"),
+        (["1", 0.5], r"the reward of turn 0: '1' \(str\); a reward is a number"),
+        ([0.5, None], "the reward of turn 1: None"),
+        ([3e38, 3e38], "the sum of rewards 6e[+]38; a reward is at most"),
+        (0.5, "the turn_rewards 0.5; a list with a number for each turn is expected"),
+        ("ab", "the turn_rewards 'ab'; a list"),
+    ],
+)
+def test_wrong_rewards_of_turns_are_errors_of_the_sample(rewards: Any, message: str) -> None:
+    item = AgentItem("a", {}, [5])
+    turns = [AgentTrajectoryTurn(item, [USER], SAID_TWICE) for _ in range(2)]
+    [found] = plain_results(AgentTrajectory(turns, turn_rewards=rewards), [item])
+    assert isinstance(found, BadTrajectory)
+    assert re.search(message, str(found))
+    if rewards != [0.5]:  # a session knows how many it has recorded
+        with pytest.raises(BadTrajectory, match=message):
+            recorded_result(AgentTrajectory([], turn_rewards=rewards))
+
+
+def test_the_rewards_of_turns_add_up() -> None:
+    item = AgentItem("a", {}, [5])
+    turns = [AgentTrajectoryTurn(item, [USER], SAID_TWICE) for _ in range(2)]
+    [found] = plain_results(AgentTrajectory(turns, 0.5, {"steps": 2}, turn_rewards=[1, -0.25]), [item])
+    assert not isinstance(found, BadTrajectory)
+    assert [turn["reward"] for turn in found] == [1.0, -0.25]
+    assert found[1]["outcome"] == (1.25, {"steps": 2.0})
+    assert recorded_result([1, -0.25]) == ((0.75, {}), None, [1.0, -0.25])
+    assert recorded_result([AgentTrajectory(turns)]) is None
+    assert with_rewards([{"tools": None}], [0.5]) == [{"tools": None, "reward": 0.5}]
+    with pytest.raises(BadTrajectory, match="it has 2 turn_rewards for 0 turns"):
+        with_rewards([], [0.5, 1.0])
 
 
 @pytest.mark.parametrize("turns", [None, 5, "ab", {"a": 1}, [5], [None]])
