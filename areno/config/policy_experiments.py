@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -61,10 +61,13 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     needs_rewards: ClassVar[bool] = True
     """Whether the run trains on rewards. If not, they are optional."""
-    turn_credits: ClassVar[tuple[TurnCredit, ...]] = ("outcome",)
-    """The values of agent.turn_credit that `advantages` computes."""
-    other_credits: ClassVar[str] = "which this algorithm does not compute"
-    """Why it does not compute the others."""
+    other_credits: ClassVar[str] = ""
+    """What to do for another agent.turn_credit than `turn_credits`, after a semicolon."""
+
+    @property
+    def turn_credits(self) -> Sequence[TurnCredit]:
+        """The values of agent.turn_credit that `advantages` computes."""
+        return ["outcome"]
 
     @check
     def check_turn_credit(self) -> Iterator[Problem]:
@@ -72,7 +75,7 @@ class PolicyExperimentConfig(ExperimentConfig):
         credit, norm = self.agent.turn_credit, self.actor.adv_norm
         if credit not in self.turn_credits:
             known = " or ".join(self.turn_credits)
-            yield Problem("agent.turn_credit", "is {}, {}; set it to {}", credit, self.other_credits, known)
+            yield Problem("agent.turn_credit", "is {}; here it can be {}{}", credit, known, self.other_credits)
         elif credit != "outcome" and self.actor.reward_norm is not None:
             text = "normalises the rewards of whole samples, and {} is {}; set it to null"
             yield Problem("actor.reward_norm", text, Key("agent.turn_credit"), credit)

@@ -11,6 +11,7 @@ Its successors change the reduction over tokens, the surrogate or the advantage;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -83,9 +84,12 @@ class GRPOActorConfig(TokenPolicyConfig):
 class GRPOConfig(KLExperimentConfig):
     """Group Relative Policy Optimization, with one importance ratio per token."""
 
-    turn_credits: ClassVar[tuple[TurnCredit, ...]] = ("outcome", "return", "turn_baseline")
-    other_credits: ClassVar[str] = "which needs a critic, as the recipe ppo has"
+    other_credits: ClassVar[str] = "; gae needs the critic of the recipe ppo"
     actor: GRPOActorConfig = setting(help="The policy")
+
+    @property
+    def turn_credits(self) -> Sequence[TurnCredit]:
+        return ["outcome", "return", "turn_baseline"]
 
     def advantages(self, rows: Any, groups: Any) -> Any:
         from areno.trainers.turn_credit import policy_advantages

@@ -11,11 +11,13 @@ Not in the paper, and off by default: an upper clip of its own (eps_clip_higher)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from areno.api.algorithms import Algorithm
+from areno.config.agent import TurnCredit
 from areno.config.experiments import LossFn
 from areno.config.models import KLConfig
 from areno.config.policy_experiments import KLExperimentConfig
@@ -53,15 +55,19 @@ class GSPOConfig(KLExperimentConfig):
     """Group Sequence Policy Optimization, with one importance ratio per sequence."""
 
     other_credits: ClassVar[str] = (
-        "but GSPO averages the advantages of a row, as the recipe grpo with actor.importance_sampling_level=sequence "
-        "does not"
+        "; GSPO averages the advantages of a row, so set agent.export_style=individual, which makes a row of each turn, "
+        "or take the recipe grpo with actor.importance_sampling_level=sequence"
     )
     actor: GSPOActorConfig = setting(help="The policy")
 
-    def advantages(self, rows: Any, groups: Any) -> Any:
-        from areno.trainers.rows import outcome_advantages
+    @property
+    def turn_credits(self) -> Sequence[TurnCredit]:
+        return ["outcome", "return", "turn_baseline"] if self.agent.export_style == "individual" else ["outcome"]
 
-        return outcome_advantages(rows, groups, self.actor)
+    def advantages(self, rows: Any, groups: Any) -> Any:
+        from areno.trainers.turn_credit import policy_advantages
+
+        return policy_advantages(rows, groups, self.actor, self.agent)
 
     def loss_fn(self) -> LossFn:
         from areno.loss_fns import gspo_loss_fn

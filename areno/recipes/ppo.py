@@ -16,7 +16,7 @@ output for each token. It starts from the actor's body, or from critic.path, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -69,13 +69,16 @@ class PPOActorConfig(TokenPolicyConfig):
 class PPOConfig(CriticExperimentConfig):
     """Proximal Policy Optimization, with a critic."""
 
-    turn_credits: ClassVar[tuple[TurnCredit, ...]] = ("outcome", "gae")
-    other_credits: ClassVar[str] = "whose baseline is not the critic, as in the recipe grpo"
+    other_credits: ClassVar[str] = "; the others need the recipe grpo"
     actor: PPOActorConfig = setting(help="The policy")
     ref: RefConfig | None = setting(
         factory=RefConfig,
         help="Frozen reference model for the KL term. null: no reference model. Then actor.kl_ctl must be 0",
     )
+
+    @property
+    def turn_credits(self) -> Sequence[TurnCredit]:
+        return ["outcome", "gae"]
 
     @check
     def check_discount_is_per_token(self) -> Iterator[Problem]:

@@ -302,10 +302,25 @@ def settings_of(kind: Any, actor: dict[str, Any], agent: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("kind", "actor", "agent", "message"),
     [
-        (GSPOConfig, {}, {"turn_credit": "return"}, "agent.turn_credit: is return, but GSPO averages the advantages"),
-        (GRPOConfig, {}, {"turn_credit": "gae"}, "agent.turn_credit: is gae, which needs a critic"),
-        (PPOConfig, {}, {"turn_credit": "return"}, "set it to outcome or gae"),
-        (ONLINE_DPO.config, {}, {"turn_credit": "return"}, "which this algorithm does not compute; set it to outcome"),
+        (
+            GSPOConfig,
+            {},
+            {"turn_credit": "return"},
+            "agent.turn_credit: is return; here it can be outcome; GSPO averages the",
+        ),
+        (
+            GRPOConfig,
+            {},
+            {"turn_credit": "gae"},
+            "is gae; here it can be outcome or return or turn_baseline; gae needs the critic",
+        ),
+        (
+            PPOConfig,
+            {},
+            {"turn_credit": "return"},
+            "is return; here it can be outcome or gae; the others need the recipe grpo",
+        ),
+        (ONLINE_DPO.config, {}, {"turn_credit": "return"}, "is return; here it can be outcome"),
         (GRPOConfig, {}, {"turn_discount": 0.5}, "set agent.turn_credit to return or turn_baseline or gae"),
         (
             GRPOConfig,
@@ -324,6 +339,11 @@ def test_what_does_not_fit_is_named(kind: Any, actor: Any, agent: Any, message: 
     with pytest.raises(ConfigError) as caught:
         settings_of(kind, actor, agent)
     assert message in str(caught.value)
+
+
+def test_gspo_has_credit_by_turns_if_each_is_a_row() -> None:
+    agent = {"turn_credit": "return", "export_style": "individual"}
+    assert settings_of(GSPOConfig, {}, agent).agent.turn_credit == "return"
 
 
 def test_an_own_function_for_advantages_has_no_other_credit() -> None:
