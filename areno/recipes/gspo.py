@@ -55,7 +55,7 @@ class GSPOConfig(KLExperimentConfig):
     """Group Sequence Policy Optimization, with one importance ratio per sequence."""
 
     other_credits: ClassVar[str] = (
-        "; GSPO averages the advantages of a row, so set agent.export_style=individual, which makes a row of each turn, "
+        "; GSPO averages the advantages of a row, so set agent.export_style=individual, by which each turn is a row, "
         "or take the recipe grpo with actor.importance_sampling_level=sequence"
     )
     actor: GSPOActorConfig = setting(help="The policy")
