@@ -21,8 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Computes one recorded sample of training again, under a checkpoint of its run. For each token it prints the "
         "log-probability then (when it was sampled) and now (under the checkpoint), the importance ratio of the two, "
         "the advantage, the token's part in the loss, and the gradient of the loss by its log-probability: below 0, "
-        "training makes the token more likely. The loss is that of the sample as a step of its own. In a run with a "
-        "teacher, it also prints the log-probability of each token under the teacher."
+        "training makes the token more likely. The loss is that of the sample as a step of its own. For an agent, it "
+        "first prints the reward and the advantage of each turn. In a run with a teacher, it also prints the "
+        "log-probability of each token under the teacher."
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of the run")
@@ -70,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     for name, text in _summary_lines(found, arguments.step, arguments.sample).items():
         print(f"{name:<12} {text}")
-    print_tables(_token_table(found, arguments.prompt))
+    print_tables(*([_turn_table(found)] if len(found.turns) > 1 else []), _token_table(found, arguments.prompt))
     return 0
 
 
@@ -102,6 +103,17 @@ def _summary_lines(found: Replay, step: int, number: int) -> dict[str, str]:
     return lines
 
 
+def _turn_table(found: Replay) -> Any:
+    from rich.table import Table
+
+    from areno.report.terminal import cell_text, right_aligned
+
+    table = Table(*map(right_aligned, ("turn", "reward", "advantage", "trained tokens")))
+    for turn in found.turns:
+        table.add_row(*map(cell_text, (turn.turn, turn.reward, turn.advantage, turn.trained)))
+    return table
+
+
 def _token_table(found: Replay, with_prompt: bool) -> Any:
     from rich.markup import escape
     from rich.table import Table
@@ -110,14 +122,17 @@ def _token_table(found: Replay, with_prompt: bool) -> Any:
 
     has_teacher = any(token.teacher is not None for token in found.tokens)
     numbers = ("then", "now", "ratio", "advantage", "loss", "gradient", *(["teacher"] if has_teacher else []))
-    table = Table(right_aligned(""), "token", "trained", *map(right_aligned, numbers))
+    of_turns = len(found.turns) > 1
+    first_columns = right_aligned(""), *([right_aligned("turn")] if of_turns else []), "token", "trained"
+    table = Table(*first_columns, *map(right_aligned, numbers))
     first = next((index for index, token in enumerate(found.tokens) if token.trained), 0)
     for index, token in enumerate(found.tokens):
         if with_prompt or index >= first:
             values = (token.then, token.now, _probability_ratio(token), token.advantage, token.loss, token.gradient)
             values += (token.teacher,) if has_teacher else ()
             trained = "yes" if token.trained else "no"
-            table.add_row(str(index), escape(repr(token.text)), trained, *map(cell_text, values))
+            place = [str(index), *([cell_text(token.turn)] if of_turns else [])]
+            table.add_row(*place, escape(repr(token.text)), trained, *map(cell_text, values))
     return table
 
 

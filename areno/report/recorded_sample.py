@@ -6,6 +6,7 @@ token ids of the sample, or encodes its text if no token ids are recorded.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,14 +29,20 @@ def check_sample(sample: Mapping[str, Any], number: int) -> None:
     rows = trajectory.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ArenoError("sample {}: trajectory.rows is {}; a list of rows is expected", number, format_value(rows))
+    if not isinstance(turns := trajectory.get("turns", []), list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ArenoError("sample {}: trajectory.turns is {}; a list of turns is expected", number, format_value(turns))
+    for index, turn in enumerate(turns):
+        _check_fields(turn, _TURN_TYPES, f"sample {number}, turn {index} of its trajectory")
     for index, row in enumerate(rows):
         where = f"sample {number}, row {index} of its trajectory"
         _check_fields(row, _ROW_TYPES, where)
         if missing := [name for name in ("tokens", "sources", "trained") if row.get(name) is None]:
             raise ArenoError("{}: has no {}", where, missing[0])
-        for name in ("sources", "trained"):
-            if (n := sum(count for _, count in row[name])) != len(row["tokens"]):
-                raise ArenoError("{}: {} are for {} tokens, and it has {}", where, name, n, len(row["tokens"]))
+        n_trained = sum(count for value, count in row["trained"] if value)
+        lengths = dict.fromkeys(("sources", "trained", "turns"), len(row["tokens"])) | {"advantages": n_trained}
+        for name, expected in lengths.items():
+            if row.get(name) is not None and (n := sum(count for _, count in row[name])) != expected:
+                raise ArenoError("{}: {} are for {} tokens, and it has {}", where, name, n, expected)
 
 
 def _check_fields(
@@ -67,6 +74,11 @@ def _are_run_lengths(value: Any) -> bool:
     return isinstance(value, list) and all(_are_counts(pair) and len(pair) == 2 for pair in value)
 
 
+def _are_numbers_with_counts(value: Any) -> bool:
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    return pairs and all(_is_number(number) and _is_count(count) for number, count in value)
+
+
 _COUNT, _NUMBER = (_is_count, "a whole number"), (_is_number, "a number")
 _COUNTS, _NUMBERS = (_are_counts, "a list of whole numbers"), (_are_numbers, "a list of numbers")
 _RLE = (_are_run_lengths, "a list of [value, how many tokens]")
@@ -91,6 +103,8 @@ _FIELD_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trajectory": (lambda value: isinstance(value, dict), "a mapping"),
 }
 _ROW_TYPES = {"tokens": _COUNTS, "sources": _RLE, "trained": _RLE, "logprobs": _NUMBERS, "versions": _VERSIONS}
+_ROW_TYPES |= {"turns": _RLE, "advantages": (_are_numbers_with_counts, "a list of [number, how many tokens]")}
+_TURN_TYPES = {"turn": _COUNT, "reward": _NUMBER}
 
 
 @dataclass(kw_only=True)
@@ -105,6 +119,7 @@ class RecordedRow:
     logprobs: np.ndarray  # float64, of the rollout
     train_logprobs: np.ndarray  # float64, under the policy before the update
     advantages: np.ndarray  # float64
+    turns: np.ndarray | None = None  # turn of each token; None if it has none, or they are not recorded
     versions: tuple[int, int] | None = None  # oldest and newest version of the weights that sampled it
     missing: list[str] = field(default_factory=list)  # what is not recorded, in words
 
@@ -164,10 +179,44 @@ def _row_of_agent(sample: Mapping[str, Any], number: int) -> RecordedRow:
     )
     # A turn that began another row is trained here too, but its log-probabilities are recorded in that row.
     _fill_at(row, sources == TokenSource.SAMPLED, "logprobs", given.get("logprobs"))
-    if sample.get("advantage") is not None:
+    if given.get("turns") is not None:
+        row.turns = np.repeat(*np.array(given["turns"], dtype=np.int64).reshape(-1, 2).T)
+    if given.get("advantages") is not None:
+        numbers, counts = ([pair[place] for pair in given["advantages"]] for place in (0, 1))
+        _fill_at(row, row.trained, "advantages", np.repeat(numbers, counts).tolist())
+    elif sample.get("advantage") is not None:
         row.advantages[row.trained] = sample["advantage"]
     row.versions = _version_bounds(given.get("versions"))
     return row
+
+
+@dataclass(kw_only=True)
+class RecordedTurn:
+    """A turn of a recorded sample. Its advantage and its trained tokens are those of one row."""
+
+    turn: int
+    reward: float | None  # before it is shaped; the last turn has all that no turn got. None: the sample has none
+    advantage: float | None  # mean over its trained tokens
+    trained: int
+
+
+def recorded_turns(sample: Mapping[str, Any], row: RecordedRow) -> list[RecordedTurn]:
+    """Return the turns of a checked sample that the row has tokens of. Empty if turns are not recorded."""
+    if row.turns is None:
+        return []
+    recorded, total = sample["trajectory"].get("turns", []), sample.get("reward")
+    rewards = defaultdict[int, float](float)
+    for turn in recorded:
+        rewards[turn.get("turn", 0)] += turn.get("reward") or 0.0
+    if total is not None:
+        rewards[max(rewards, default=0)] += total - sum(rewards.values())
+    found = []
+    for turn in np.unique(row.turns).tolist():
+        advantages = row.advantages[row.trained & (row.turns == turn)]
+        mean = float(advantages.mean()) if len(advantages) and not np.isnan(advantages).any() else None
+        reward = None if total is None else rewards[turn]
+        found.append(RecordedTurn(turn=turn, reward=reward, advantage=mean, trained=len(advantages)))
+    return found
 
 
 def _text_field(sample: Mapping[str, Any], name: str) -> str:

@@ -21,7 +21,7 @@ from areno.plan.lora import with_model
 from areno.plan.plan import TrainerPlan, plan_of_experiment
 from areno.plan.roles import experiment_roles
 from areno.plan.vocabularies import complete_roles
-from areno.report.recorded_sample import RecordedRow, check_sample, recorded_row
+from areno.report.recorded_sample import RecordedRow, RecordedTurn, check_sample, recorded_row, recorded_turns
 from areno.run.setup import with_distillation_loss
 from areno.schema.values import value_at
 from areno.specs.role import RoleSpec
@@ -65,6 +65,7 @@ class ReplayedToken:
     loss: float | None = None  # contribution to the loss, see `attribute_loss`
     gradient: float | None = None  # of the loss with respect to `now`
     teacher: float | None = None  # log-probability under the teacher
+    turn: int | None = None  # of an agent
 
     @property
     def log_ratio(self) -> float | None:
@@ -82,6 +83,7 @@ class Replay:
     tokens: list[ReplayedToken]
     versions: tuple[int, int] | None  # oldest and newest version of the weights that sampled it
     loss: float | None = None  # of a step with this sample alone
+    turns: list[RecordedTurn] = field(default_factory=list)  # of an agent
     missing: list[str] = field(default_factory=list)  # unknown values, in words
 
 
@@ -117,6 +119,7 @@ def replay(
         _compute_advantage(recorded, samples, number, config, algorithm, missing)
     for token, advantage in zip(found.tokens, recorded.advantages, strict=True):
         token.advantage = _number_or_none(advantage) if token.trained else None
+    found.turns = recorded_turns(found.sample, recorded)
     if np.isnan(recorded.logprobs[recorded.trained]).any():
         missing.append("the log-probabilities of the rollout, and so the loss")
     elif config.rows_per_item() > 1:
@@ -229,7 +232,9 @@ def _replayed_tokens(row: RecordedRow, now: np.ndarray, tokenizer: Any) -> list[
         is_trained = bool(row.trained[index])
         then, value = _number_or_none(row.logprobs[index]), float(now[index])
         text = tokenizer.decode([token])
-        found.append(ReplayedToken(token=token, text=text, trained=is_trained, then=then, now=value if index else None))
+        turn = None if row.turns is None else int(row.turns[index])
+        now_or_none = value if index else None
+        found.append(ReplayedToken(token=token, text=text, trained=is_trained, then=then, now=now_or_none, turn=turn))
     return found
 
 
@@ -247,6 +252,7 @@ def _compute_advantage(
 ) -> None:
     """Compute `row.advantages` from the recorded rewards of the step. Adds to `missing` what is not known."""
     own = algorithm.advantage_fn is not None  # which may read any field of the rows
+    own = own or config.agent.turn_credit != "outcome"
     if own or isinstance(config, CriticExperimentConfig) or config.actor.kl_reward_coef:
         missing.append("the advantage, which needs more than the rewards")
         return

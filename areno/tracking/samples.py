@@ -156,24 +156,37 @@ def _trajectory_text(trajectory: Trajectory) -> str:
     return "".join(f"\n  {name}: {text}" for name, text in said.items())
 
 
-def _run_lengths(values: np.ndarray) -> list[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(values.astype(np.int64), prepend=-1, append=-1))
-    return [(int(values[start]), int(end - start)) for start, end in itertools.pairwise(edges)]
+def _run_lengths(values: np.ndarray) -> list[tuple[int | float, int]]:
+    plain = values if values.dtype.kind == "f" else values.astype(np.int64)
+    edges = [*(np.flatnonzero(np.diff(plain)) + 1).tolist(), len(plain)] if len(plain) else []
+    return [(plain[start].item(), end - start) for start, end in itertools.pairwise([0, *edges])]
 
 
-def _replay_fields(trajectory: Trajectory) -> dict[str, object]:
-    """Return a trajectory as JSON values, from which its training rows can be rebuilt without a model."""
-    rows = [
+def _replay_fields(trajectory: Trajectory, advantages: np.ndarray | None) -> dict[str, object]:
+    """Return a trajectory as JSON values, from which its training rows can be rebuilt without a model.
+
+    `advantages` are those of its trained tokens.
+    """
+    rows: list[dict[str, object]] = [
         {
             "tokens": row.tokens,
             "sources": _run_lengths(row.sources),
             "trained": _run_lengths(row.trained),
+            "turns": _run_lengths(row.turns),
             "logprobs": [round(float(value), 6) for value in row.logprobs[row.sampled]],
             "versions": _run_lengths(row.versions[row.sampled]),
         }
         for row in trajectory.rows
     ]
+    ends = np.cumsum([row.trained.sum() for row in trajectory.rows])
+    if advantages is not None and len(advantages) == ends[-1] and _differ(advantages):
+        for row, of_row in zip(rows, np.split(np.round(advantages, 6), ends[:-1]), strict=True):
+            row["advantages"] = _run_lengths(of_row)
     return {"turns": trajectory.turns, "rows": rows}
+
+
+def _differ(values: np.ndarray) -> bool:
+    return len(values) > 0 and bool(np.ptp(values) > 0)
 
 
 class _SampleEncoder:
@@ -202,7 +215,7 @@ class _SampleEncoder:
     def _token_fields(self, sample: ScoredSample) -> dict[str, object]:
         """Return the fields with a value for each token. Agents' samples have them in each row of the trajectory."""
         if sample.trajectory is not None:
-            return {"trajectory": _replay_fields(sample.trajectory)}
+            return {"trajectory": _replay_fields(sample.trajectory, sample.advantages)}
         tokens, texts = sample.sequence.resp_tokens, self._texts
         for token in set(tokens).difference(texts):
             texts[token] = self._token_text(token)
@@ -215,7 +228,7 @@ class _SampleEncoder:
         }
         if sample.train_logprobs is not None:
             found["train_logprobs"] = [None if value != value else value for value in _rounded(sample.train_logprobs)]
-        if sample.advantages is not None and np.ptp(sample.advantages) > 0:
+        if sample.advantages is not None and _differ(sample.advantages):
             found["token_advantages"] = _rounded(sample.advantages)
         return found
 

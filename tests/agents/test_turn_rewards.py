@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from areno.api import get_algorithm
+from areno.cli.__main__ import main
 from areno.errors import ArenoError
-from tests.helpers.agent_runs import AGENTS, run
+from areno.launch import command
+from areno.tracking.reader import RunReader
+from tests.helpers.agent_model import model_folder
+from tests.helpers.agent_runs import AGENTS, DATA, run
 
 
 def rewarded(folder: Path, rewards: str) -> Path:
@@ -21,30 +30,46 @@ def rewarded(folder: Path, rewards: str) -> Path:
 
 
 @pytest.mark.slow
-def test_turns_have_their_own_credit(tmp_path: Path) -> None:
+def test_turns_have_their_own_credit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two turns, twice a summary with two turns after it, and a sub-agent's two, which are parts of the last."""
-    agent = f"agent.fn={rewarded(tmp_path, '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]')}"
-    settings = [
-        "agent.turn_credit=return",
-        "agent.turn_discount=0.5",
-        "actor.adv_norm=null",
-        "reward.fn=null",
-        "reward.workers=null",
-    ]
-    settings += ["total_train_steps=1", "gconfig.max_tokens=1000"]
-    played = run(tmp_path, "compacting.py", agent, *settings, recipe="grpo")
-    trees = set()  # a summary that is too short to be recognised makes the turns after it those of a sub-agent
-    for row in played.rows[0]:
-        trained = ~np.asarray(row.prompt_mask)
-        assert row.turns is not None
-        assert row.turn_rewards is not None
-        rewards = row.turn_rewards.tolist()
-        returns = [sum(0.5 ** (j - k) * rewards[j] for j in range(k, len(rewards))) for k in range(len(rewards))]
-        expected = np.array(returns)[row.turns[trained]]
-        np.testing.assert_allclose(np.asarray(row.advantages)[trained], expected, rtol=1e-12)
-        trees.add(tuple(rewards))
-    assert {sum(rewards) for rewards in trees} == {45.0}
-    assert (0, 1, 2, 3, 4, 5, 6, 7 + 8 + 9) in trees
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in DATA))
+    words = f"--config-name=prompts actor.path={model_folder()} train_dataset.path={rows} cluster.fileroot={tmp_path} "
+    words += f"agent.fn={rewarded(tmp_path, '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]')} reward.fn=null agent.workers=1 "
+    words += "agent.turn_credit=return agent.turn_discount=0.5 actor.adv_norm=null total_train_steps=1 trial_name=a "
+    words += "train_dataset.batch_size=4 gconfig.n_samples=4 gconfig.max_tokens=1000 rollout.dump_to_file=true "
+    words += "gconfig.max_new_tokens=64 actor.init_from_scratch=true train_dataset.max_length=50 engine.device=cpu"
+    assert command.run(get_algorithm("grpo"), "grpo", words.split()) == 0
+    trees = Counter[int]()  # a summary that is too short to be recognised makes the turns after it those of a sub-agent
+    samples = RunReader(tmp_path / "prompts/a").samples(1)
+    for sample in samples:
+        assert (sample["reward"], sample["status"]) == (45.0, "ok")
+        turns = sample["trajectory"]["turns"]
+        assert [turn["reward"] for turn in turns] == list(range(10))
+        trees[1 + turns[-1]["turn"]] += 1
+        for row in sample["trajectory"]["rows"]:
+            seen = {turn for turn, _ in row["turns"]}
+            expected = {round(return_of(turns, turn), 6) for turn in seen}
+            assert {advantage for advantage, _ in row["advantages"]} == expected
+    assert trees[8] > 0
+    capsys.readouterr()
+    place = next(place for place, one in enumerate(samples) if one["trajectory"]["turns"][-1]["turn"] == 7)
+    command_line = ["replay", str(tmp_path / "prompts/a"), "--step", "1", "--sample", str(place), "--device", "cpu"]
+    assert main([*command_line, "--json"]) == 0
+    replayed, turns = json.loads(capsys.readouterr().out), samples[place]["trajectory"]["turns"]
+    returns = [return_of(turns, turn) for turn in (0, 1)]
+    assert [(turn["turn"], turn["reward"]) for turn in replayed["turns"]] == [(0, 0.0), (1, 1.0)]
+    assert [turn["advantage"] for turn in replayed["turns"]] == pytest.approx(returns, abs=1e-6)
+    of_tokens = [(token["turn"], token["advantage"]) for token in replayed["tokens"] if token["trained"]]
+    assert {turn for turn, _ in of_tokens} == {0, 1}
+    assert of_tokens == [(turn, pytest.approx(returns[turn], abs=1e-6)) for turn, _ in of_tokens]
+    assert main(command_line) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"turn . reward . advantage . trained tokens.*\n.*\n. +0 . +0 .*\n. +1 . +1 ", shown)
+
+
+def return_of(turns: list[Any], k: int) -> float:
+    return sum(0.5 ** (turn["turn"] - k) * turn["reward"] for turn in turns if turn["turn"] >= k)
 
 
 @pytest.mark.slow

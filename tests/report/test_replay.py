@@ -20,7 +20,7 @@ from areno.errors import ArenoError
 from areno.launch import command
 from areno.loss_fns import grpo_loss_fn, gspo_loss_fn
 from areno.plan.sdk_arguments import ArenoConfig
-from areno.report.recorded_sample import recorded_row
+from areno.report.recorded_sample import RecordedTurn, check_sample, recorded_row, recorded_turns
 from areno.report.replayed_tokens import attribute_loss, choose_checkpoint
 from areno.tracking.reader import RunReader
 from areno.trainers.update import measure_loss
@@ -253,6 +253,27 @@ def test_a_row_of_an_agent_has_values_where_it_was_sampled() -> None:
     assert np.isnan(row.logprobs[[0, 2, 3]]).all()
     assert row.advantages[row.trained].tolist() == [0.5, 0.5]
     assert (row.versions, row.missing) == ((7, 8), [])
+    assert recorded_turns({}, row) == []
+    turns = {"turns": [{"turn": 0, "reward": 0.25}, {"turn": 300, "reward": -1.0}, {"turn": 300}]}
+    one |= {"turns": [[0, 2], [300, 3]], "advantages": [[1.5, 1], [-2.0, 1]]}
+    sample = {"trajectory": {"rows": [one], **turns}, "advantage": -0.25, "reward": 2.0}
+    check_sample(sample, 0)
+    row = recorded_row(sample, Characters())
+    assert row.advantages[row.trained].tolist() == [1.5, -2.0]
+    assert recorded_turns(sample, row) == [
+        RecordedTurn(turn=0, reward=0.25, advantage=1.5, trained=1),
+        RecordedTurn(turn=300, reward=1.75, advantage=-2.0, trained=1),
+    ]
+    for name, value, message in (
+        ("turns", [[0, 2]], "turns are for 2 tokens, and it has 5"),
+        ("advantages", [[0.5, 2**30]], "advantages are for 1073741824 tokens, and it has 2"),
+        ("advantages", [0.5], r"advantages is \[0.5\]; a list of \[number, how many tokens\] is expected"),
+    ):
+        with pytest.raises(ArenoError, match=message):
+            check_sample({"trajectory": {"rows": [{**one, name: value}]}}, 0)
+    for wrong in ([5], 5, [{"turn": -1}], [{"reward": "1"}]):
+        with pytest.raises(ArenoError, match="is expected"):
+            check_sample({"trajectory": {"rows": [one], "turns": wrong}}, 0)
     with pytest.raises(ArenoError, match="has 1 rows, and row 1"):
         recorded_row({"trajectory": {"rows": [one]}}, Characters(), 1)
 
