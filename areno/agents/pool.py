@@ -14,15 +14,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from areno import heartbeat
 from areno.agents.process import DEFAULT_FUNCTION, RESUME, SUSPEND
-from areno.agents.trajectories import AgentContext, AgentItem, PlainTurn
+from areno.agents.running import AgentOutcome, AgentRunner, ContextFor, OnDone
+from areno.agents.trajectories import AgentItem
+from areno.agents.workflows import is_import_path
 from areno.config.agent import COMMAND, AgentConfig
 from areno.errors import EngineError
 from areno.files.user_code import resolve_spec
-from areno.types import ProgramEnd
 from areno.user_processes.pool import Failure, WorkerPool, default_workers
 from areno.user_processes.worker import Worker
 
@@ -30,32 +31,6 @@ _KEY = "agent.fn"
 _MAX_DEFAULT_WORKERS = 16  # each process imports the user's code and a client
 # The largest number of items that a process gets at once: at first, then after one and after two lost processes.
 _GROUPS = (math.inf, 8, 1)
-
-
-@dataclass(slots=True)
-class AgentOutcome:
-    """The result of running the agent for one item.
-
-    If the status is "ok" and `turns` is None, those that the session of the sample has recorded count, with `reward`
-    and `turn_rewards`.
-    "filtered" means that the agent failed because its conversation fills the model's context. `span` is (start, end) of
-    the run, as times of areno.trace.
-    """
-
-    status: Literal["ok", "error", "timeout", "filtered"]
-    turns: list[PlainTurn] | None = None
-    message: str = ""  # why the status is not "ok"
-    reward: tuple[float, dict[str, float]] | None = None
-    program: ProgramEnd | None = None
-    turn_rewards: list[float] | None = None
-    span: tuple[int, int] | None = None  # None: the process gave no answer
-
-
-OnDone = Callable[[int, AgentOutcome], object]
-"""Receives the index of an item and its outcome."""
-
-ContextFor = Callable[[Sequence[AgentItem]], AgentContext]
-"""Makes the context for a call of the agent with these items. It is called again if the call starts again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +44,14 @@ class _Call:
     n_losses: int = 0  # processes that died or hung while they ran it
 
 
-class AgentPool(WorkerPool[AgentConfig]):
+def agent_spec(config: AgentConfig) -> str:
+    """Return agent.fn with an absolute path if it names a file. Raises ConfigError if there is no such file."""
+    name = str(config.fn)
+    is_name = name == COMMAND or config.is_environment or is_import_path(name)
+    return name if is_name else resolve_spec(name, DEFAULT_FUNCTION, _KEY)
+
+
+class AgentPool(WorkerPool[AgentConfig], AgentRunner):
     """A pool of processes that run the user's agent. Use it in a `with` block.
 
     Each of `n_devices` device workers needs a CPU core, so the default number of processes is lower.
@@ -88,44 +70,15 @@ class AgentPool(WorkerPool[AgentConfig]):
     def _build_first_message(self) -> tuple[Any, ...]:
         """Return (agent function, setting for errors, configuration section).
 
-        The agent function is the text "FILE:FUNCTION", "SCHEME:NAME" of an environment, or "command".
+        The agent function is the text "FILE:FUNCTION", "package.module.name", "SCHEME:NAME" or "command".
         """
-        is_name = self.name == COMMAND or self.config.is_environment
-        return self.name if is_name else resolve_spec(self.name, DEFAULT_FUNCTION, _KEY), _KEY, self.config
-
-    def run(
-        self,
-        items: Sequence[AgentItem],
-        context: ContextFor,
-        on_wait: Callable[[int], object] = lambda n: None,
-        on_done: OnDone = lambda index, outcome: None,
-    ) -> list[AgentOutcome]:
-        """Run the agent for all items, and return their outcomes in order. Items that `submit` queued also run.
-
-        `on_wait` gets the number of finished items, at least every half second. If `on_done` raises an exception, all
-        unfinished items are stopped.
-        """
-        found: dict[int, AgentOutcome] = {}
-
-        def store_outcome(index: int, outcome: AgentOutcome) -> None:
-            found[index] = outcome
-            on_done(index, outcome)
-
-        self.submit(items, context, store_outcome)
-        self.run_until(lambda: len(found) == len(items), lambda: on_wait(len(found)))
-        return [found[index] for index in range(len(items))]
+        return agent_spec(self.config), _KEY, self.config
 
     def submit(self, items: Sequence[AgentItem], context: ContextFor, on_done: OnDone) -> None:
-        """Queue items. They are sent to processes, and `on_done` is called, only during `run_until` and `run`."""
         calls = [items] if self.config.whole_batch and items else [[item] for item in items]
         self._running.add(calls, context, on_done)
 
     def run_until(self, is_enough: Callable[[], bool], on_wait: Callable[[], object]) -> None:
-        """Run agents until `is_enough` returns True. The unfinished agents continue after that.
-
-        `on_wait` is called at least every half second, and whenever an agent has ended. If an exception ends this
-        method, all unfinished items are stopped.
-        """
         if not self.workers:
             raise EngineError("the {} processes are not running; call start() first", self.section)
         try:
@@ -145,7 +98,6 @@ class AgentPool(WorkerPool[AgentConfig]):
             worker.send_calls(self._running.payloads(numbers), self.config.timeout_s)
 
     def suspend(self) -> None:
-        """Pause the time limits of the agents until `resume`. Outcomes before that are collected later."""
         self._suspended_at = time.monotonic()
         for worker in self.workers:
             worker.send_message((SUSPEND, self._suspended_at))

@@ -31,7 +31,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from multiprocessing.connection import Connection
@@ -41,8 +41,18 @@ from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 from areno.agents.program import program_agent
-from areno.agents.trajectories import AgentBatch, BadTrajectory, PlainTurn, Reward, plain_results, recorded_result
-from areno.config.agent import COMMAND
+from areno.agents.trajectories import (
+    AgentBatch,
+    AgentContext,
+    AgentItem,
+    BadTrajectory,
+    PlainTurn,
+    Reward,
+    plain_results,
+    recorded_result,
+)
+from areno.agents.workflows import agent_function, is_import_path, load_import_path
+from areno.config.agent import COMMAND, AgentConfig
 from areno.engine.output_streams import RunningClock
 from areno.environments.packages import package_of
 from areno.errors import ConfigError, Problem
@@ -52,7 +62,7 @@ from areno.user_processes.process import MAX_TEXT, ForkedChildren, is_async, new
 
 DEFAULT_FUNCTION = "run_agent"
 SUSPEND, RESUME = "suspend", "resume"
-_THREADS = 64  # largest number of concurrent agents if run_agent is a plain function
+THREADS = 64  # largest number of concurrent agents if run_agent is a plain function
 # Iterations of the event loop between the starts of two agents. Building a request takes milliseconds, and a client
 # sends it in two writes. If all agents started at once, no second write would happen before the last request is built.
 _START_ITERATIONS = 3
@@ -91,22 +101,65 @@ def serve(connection: Connection) -> None:
     _share_tls_contexts()
     spec, key, settings = connection.recv()
     copies = ForkedChildren(connection, reports=False)
-    file, name = split_spec(spec, DEFAULT_FUNCTION)
     with copies.guard_user_code():
-        if spec == COMMAND:
-            function = program_agent(settings)
-        else:
-            environment = package_of(spec, key)
-            function = load_function(file, name, key) if environment is None else environment.agent()
+        function = load_agent_function(spec, key, settings)
+    runner = _Runner(connection, function, Path(split_spec(spec, DEFAULT_FUNCTION)[0]), settings.timeout_s, copies)
+    gc.freeze()  # without it, each garbage collection scans all imported modules and blocks the agents for 50 ms
+    connection.send(("ready", True))
+    runner.serve()
+
+
+def load_agent_function(spec: str, key: str, settings: AgentConfig) -> Callable[..., Any]:
+    """Load what `agent.fn` names. Raises ConfigError about the setting `key` if it cannot be called as an agent."""
+    if spec == COMMAND:
+        return program_agent(settings)
+    environment = package_of(spec, key)
+    if environment is not None:
+        return environment.agent()
+    file, name = split_spec(spec, DEFAULT_FUNCTION)
+    loaded = load_import_path(spec, key) if is_import_path(spec) else load_function(file, name, key)
+    function = agent_function(loaded, key, settings.whole_batch)
     try:
         with contextlib.suppress(ValueError):  # some callables have no signature to inspect
             inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise ConfigError(Problem(key, f"{name}(ctx, batch) cannot be called: {error}")) from error
-    runner = _Runner(connection, function, Path(file), settings.timeout_s, copies)
-    gc.freeze()  # without it, each garbage collection scans all imported modules and blocks the agents for 50 ms
-    connection.send(("ready", True))
-    runner.serve()
+    return function
+
+
+async def answers_of(call: Callable[[], Awaitable[Any]], items: Sequence[AgentItem], path: Path) -> Answers:
+    """Return an answer (status, turns, message) for each item of a call of the agent, or one for all.
+
+    `path` is the file of the agent, whose lines errors name.
+    """
+    try:
+        returned = await call()
+        if len(items) == 1 and (recorded := recorded_result(returned)) is not None:
+            return "ok", None, "", *recorded
+        return [
+            ("error", None, str(turns)) if isinstance(turns, BadTrajectory) else ("ok", turns, "")
+            for turns in plain_results(returned, items)
+        ]
+    except BadTrajectory as error:
+        return "error", None, str(error)
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # a SystemExit would end the event loop
+        return answer_of_exception(error, path)
+
+
+def answer_of_exception(error: BaseException, path: Path) -> Answer:
+    """Return the answer for an exception: "filtered" if the conversation fills the context, else "error"."""
+    is_full = vars(error).get("code") == CONTEXT_FULL
+    return "filtered" if is_full else "error", None, describe_error(error, path)[:MAX_TEXT]
+
+
+async def wait_within(task: asyncio.Future[Any], clock: RunningClock, ends_at: float) -> None:
+    """Wait until a task is done, but at most until the time `ends_at` of a clock."""
+    left_s = ends_at - clock.now()
+    while not task.done() and left_s > 0:
+        await asyncio.wait({task}, timeout=max(left_s, _LOOK_S) if clock.is_paused else left_s)
+        left_s = ends_at - clock.now()
 
 
 class _Runner:
@@ -122,7 +175,7 @@ class _Runner:
         # The item of each task, to find the one that blocks the loop.
         self._positions: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
         self._loop.set_task_factory(self._task_factory)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="agent")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="agent")
         self._thread_of: dict[int, int] = {}  # position -> the thread that runs a plain function
         self._open: set[int] = set()
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -239,10 +292,7 @@ class _Runner:
         task: asyncio.Future[Any] | None = None
         try:
             task = asyncio.ensure_future(self._call_agent(payload))
-            left_s = ends_at - self._clock.now()
-            while not task.done() and left_s > 0:
-                await asyncio.wait({task}, timeout=max(left_s, _LOOK_S) if self._clock.is_paused else left_s)
-                left_s = ends_at - self._clock.now()
+            await wait_within(task, self._clock, ends_at)
             if task.done():
                 answer = task.result()
             else:
@@ -251,7 +301,7 @@ class _Runner:
                 place = self._describe_waiting_line(task, position)
                 answer = "timeout", None, f"not finished within {self._timeout_s:g} s (agent.timeout_s){place}"
         except BaseException as error:
-            answer = self._answer_of_exception(error)
+            answer = answer_of_exception(error, self._path)
         self._send_answer(position, answer)
         if task is not None and not task.done():  # it may have files to remove
             self._n_ending += 1
@@ -263,27 +313,17 @@ class _Runner:
         """Call the agent, and return an answer (status, turns, message) for each item, or one for all."""
         try:
             context, items = pickle.loads(payload)
-            batch = AgentBatch.of_items(items)
-            with self._copies.guard_user_code():
-                if self._is_async:
-                    returned = await self._function(context, batch)
-                else:
-                    here, call = contextvars.copy_context(), partial(self._call_in_thread, context, batch)
-                    returned = await self._loop.run_in_executor(self._threads, lambda: here.run(call))
-                    if inspect.isawaitable(returned):
-                        returned = await returned
-            if len(items) == 1 and (recorded := recorded_result(returned)) is not None:
-                return "ok", None, "", *recorded
-            return [
-                ("error", None, str(turns)) if isinstance(turns, BadTrajectory) else ("ok", turns, "")
-                for turns in plain_results(returned, items)
-            ]
-        except BadTrajectory as error:
-            return "error", None, str(error)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # a SystemExit would end the event loop
-            return self._answer_of_exception(error)
+        except Exception as error:
+            return answer_of_exception(error, self._path)
+        return await answers_of(lambda: self._returned(context, AgentBatch.of_items(items)), items, self._path)
+
+    async def _returned(self, context: AgentContext, batch: AgentBatch) -> Any:
+        with self._copies.guard_user_code():
+            if self._is_async:
+                return await self._function(context, batch)
+            here, call = contextvars.copy_context(), partial(self._call_in_thread, context, batch)
+            returned = await self._loop.run_in_executor(self._threads, lambda: here.run(call))
+            return await returned if inspect.isawaitable(returned) else returned
 
     def _call_in_thread(self, *given: Any) -> Any:
         """Call a function that is not async. During the call, `self._thread_of` has the id of its thread."""
@@ -308,11 +348,6 @@ class _Runner:
             stack = traceback.extract_stack(frame)
             lines = [line.lineno for line in stack if line.filename == str(self._path)]
         return f"; it waits at {self._path.name}:{lines[-1]}" if lines else ""
-
-    def _answer_of_exception(self, error: BaseException) -> Answer:
-        """Return the answer for an exception: "filtered" if the conversation fills the context, else "error"."""
-        is_full = vars(error).get("code") == CONTEXT_FULL
-        return "filtered" if is_full else "error", None, describe_error(error, self._path)[:MAX_TEXT]
 
     def _send_answer(self, position: int, answer: Answers) -> None:
         """Send the answer to a call, unless one was sent already."""

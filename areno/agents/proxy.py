@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp.web import UnixSite
 
 from areno.agents.trajectories import POLICY, AgentContext, AgentItem
-from areno.config.agent import COMMAND, AgentConfig
+from areno.config.agent import COMMAND, ONLINE, AgentConfig
 from areno.engine.engine import Engine
 from areno.engine.requests import RequestLimits
 from areno.errors import EngineError
@@ -25,6 +25,7 @@ from areno.server.access import OriginGuard
 from areno.server.app import Server, build_server
 from areno.server.errors import ApiError
 from areno.server.messages import read_messages
+from areno.server.parsers import ToolCallParser
 from areno.server.sample_sessions import SampleSession
 from areno.server.sampling import EngineClient, ServerLimits
 from areno.server.threads import ServerThread
@@ -95,8 +96,8 @@ class SampleServer:
 class SessionProxy(SampleServer):
     """Serves one rollout session until `stop`. The engine must be in a rollout phase.
 
-    `session` is a random name, which each response contains. `base_url` ends in /v1. If `thinking` is None, the default
-    of the chat template applies.
+    `session` is a random name, which each response contains. `base_url` ends in /v1. If `thinking` or `parser` is None,
+    the chat template decides.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class SessionProxy(SampleServer):
         timeout_s: float,
         seed: int,
         thinking: bool | None,
+        parser: ToolCallParser | None = None,
     ):
         self.session, self.api_key = secrets.token_hex(8), secrets.token_urlsafe(32)
         names = dict.fromkeys([POLICY, Path(engine.spec.actor.path).name, engine.spec.actor.path])
@@ -121,6 +123,7 @@ class SessionProxy(SampleServer):
             thinking=thinking,
             session=self.session,
             guard=OriginGuard(),
+            parser=parser,
         )
         super().__init__(server)
         self.start()
@@ -133,9 +136,12 @@ class SessionProxy(SampleServer):
             return AgentContext(self.base_url, self.api_key, self.session, settings.timeout_s)
         [item] = items
         self.end_agent(item)
-        is_program = settings.fn == COMMAND
+        is_program, is_online = settings.fn == COMMAND, settings.mode == ONLINE
         session = self._sessions[item.key] = SampleSession(
-            max_requests=settings.max_requests, uses_run_sampling=is_program, returns_tokens=not is_program
+            max_requests=settings.max_requests,
+            uses_run_sampling=is_program or is_online,
+            returns_tokens=not (is_program or is_online),
+            takes_rewards=is_online,
         )
         url = f"{self.open_sample(session)}/v1"
         socket = self.open_socket(session) if is_program and settings.box else None

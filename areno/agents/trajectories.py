@@ -7,16 +7,17 @@ OpenAI client. `plain_results` checks them and converts them to JSON values.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from areno.scoring.records import reward_number
 from areno.server.errors import BadTrajectory
-from areno.server.returned_responses import check_json, read_response, to_plain
+from areno.server.returned_responses import check_json, index_of_response, read_response, to_plain
 from areno.types import Message, ProgramEnd, PromptBatch
 
+_MAX_NAME = 80  # characters in an error
 POLICY = "policy"
 """The model name in requests to a session. The name and the path of the model's folder are also accepted."""
 
@@ -204,25 +205,30 @@ turn has the key `outcome`, a Reward.
 
 Reward = tuple[float, dict[str, float]] | None
 """A reward with its parts by name, or None if the reward function of the run computes it."""
-RecordedResult = tuple[Reward, ProgramEnd | None, list[float] | None]
+TurnRewards = list[float] | dict[str, float] | None
+"""The reward of each turn, or of some responses by their ids."""
+RecordedResult = tuple[Reward, ProgramEnd | None, TurnRewards]
 """(reward, end of its program, reward of each turn) of an agent whose turns its session has recorded."""
 
 
 def recorded_result(returned: Any) -> RecordedResult | None:
     """Return the result of an agent that leaves its turns to the record of its session.
 
-    Then it returns nothing, a reward or a list with one for each turn; a trajectory without turns is a reward with
-    parts, and so is a dictionary with the key "reward". Any other value gives None. Raises BadTrajectory for a wrong
-    reward.
+    Then it returns nothing, a reward, a list with one for each turn, or a dictionary of response id -> reward. A
+    trajectory without turns is a reward with parts, and so is a dictionary with the key "reward". Any other value gives
+    None. Raises BadTrajectory for a wrong reward.
     """
     if returned is None:
         return None, None, None
-    if isinstance(returned, bool | int | float):
+    if isinstance(returned, Real):
         returned = AgentTrajectory([], float(returned))
     if isinstance(returned, Mapping) and "reward" in returned:
         parts = dict(returned)
         returned = AgentTrajectory([], parts.pop("reward"), parts)
-    if isinstance(returned, list | tuple) and returned and all(isinstance(each, numbers.Real) for each in returned):
+    elif isinstance(returned, Mapping):
+        of_responses = {name: _turn_reward(name, reward) for name, reward in returned.items()}
+        return (math.fsum(of_responses.values()), {}) if returned else None, None, of_responses or None
+    if isinstance(returned, list | tuple) and returned and all(isinstance(each, Real) for each in returned):
         returned = AgentTrajectory([], turn_rewards=returned)
     if not isinstance(returned, AgentTrajectory) or returned.turns:
         return None
@@ -230,13 +236,29 @@ def recorded_result(returned: Any) -> RecordedResult | None:
     return reward, returned.program if isinstance(returned, ProgramTrajectory) else None, of_turns
 
 
-def with_rewards(turns: Sequence[PlainTurn], rewards: Sequence[float] | None) -> Sequence[PlainTurn]:
-    """Return turns with the rewards that an agent has given for them. Raises BadTrajectory unless each has one."""
+def with_rewards(turns: Sequence[PlainTurn], rewards: TurnRewards) -> Sequence[PlainTurn]:
+    """Return turns with the rewards that an agent has given for them. Raises BadTrajectory if a reward has no turn."""
     if rewards is None:
         return turns
+    if isinstance(rewards, dict):
+        of_turns = [0.0] * len(turns)
+        for name, reward in rewards.items():
+            if (index := index_of_response(turns, name)) is None:
+                raise BadTrajectory(f"it gives a reward for the response {name[:_MAX_NAME]!r}, which is not its own")
+            of_turns[index] += reward
+        rewards = of_turns
     if len(rewards) != len(turns):
         raise BadTrajectory(f"it has {len(rewards)} turn_rewards for {len(turns)} turns; one for each is expected")
     return [{**turn, "reward": reward} for turn, reward in zip(turns, rewards, strict=True)]
+
+
+def _turn_reward(response_id: Any, reward: Any) -> float:
+    if not isinstance(response_id, str):
+        raise BadTrajectory(f"it gives a reward for {repr(response_id)[:_MAX_NAME]}; the id of a response is expected")
+    try:
+        return reward_number(reward, f"the reward of the response {response_id!r} is")
+    except Exception as error:  # __float__ may raise anything
+        raise BadTrajectory(str(error) or type(error).__name__) from error
 
 
 def plain_results(returned: Any, items: Sequence[AgentItem]) -> list[list[PlainTurn] | BadTrajectory]:

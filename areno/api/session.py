@@ -330,6 +330,7 @@ class RolloutSession:
         conversation that any server of the session allows. 0 takes the limit of this server.
         """
         from areno.agents.proxy import SessionProxy
+        from areno.server.parsers import parser_of_settings
 
         self._check_open("serve")
         engine, plan = self._sessions.engine, self._sessions.plan
@@ -345,6 +346,7 @@ class RolloutSession:
             timeout_s=settings.timeout_s,
             seed=settings.seed,
             thinking=plan.rollout.enable_thinking,
+            parser=parser_of_settings(plan.tokenizer.chat_template, plan.tool_call_parser, plan.reasoning_parser),
         )
         self._servers.append(proxy)
         return proxy

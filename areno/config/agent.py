@@ -13,10 +13,23 @@ from areno.schema.fields import Flag, Needs, Section, require, setting
 
 COMMAND = "command"
 """Value of agent.fn if the agent is the program of agent.command."""
+ONLINE = "online"
+"""Value of agent.fn if external programs are the agents (agent.mode=online)."""
 ConversationKind = Literal["main", "subagent", "compaction", "auxiliary"]
 TurnCredit = Literal["outcome", "return", "turn_baseline", "gae"]
 _AGENT = Needs("fn", so="there is no agent", in_build=True)
 _PROGRAM = Needs("command", so="no program is started", in_build=True)
+_ONLINE = Needs("mode", ONLINE, so="no external program is served", in_build=True)
+# Names in AReaL, SGLang and vLLM -> ours.
+_TOOL_CALL_PARSERS = {
+    **dict.fromkeys(("qwen", "qwen25"), "hermes"),
+    "qwen3_xml": "qwen3_coder",
+    "llama3": "llama3_json",
+    "lfm2": "pythonic",
+}
+_REASONING_PARSERS = dict.fromkeys(
+    ("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1", "deepseek-v3", "deepseek_v3", "glm45"), "think"
+)
 
 
 def _is_command(text: str) -> bool:
@@ -33,14 +46,23 @@ class AgentConfig(Section):
     heading = "Rollout"
     fn: str | None = setting(
         None,
-        help="Agent function, as file.py[:function] (default name: run_agent). It is called as run_agent(ctx, batch) "
-        "and returns trajectories. SCHEME:NAME is the agent of an environment, whose rows are the default of "
-        "train_dataset.path. command runs the program of agent.command, and is the default with it. null: no "
+        help="Agent function, as file.py[:function] (default name: run_agent) or package.module.function. It is called "
+        "as run_agent(ctx, batch) and returns trajectories. A class has a method run(data, base_url=, api_key=, "
+        "http_client=), which gets the row of the dataset with messages, and returns the reward or a dictionary with "
+        "the reward of each response by its id. SCHEME:NAME is the agent of an environment, whose rows are the default "
+        "of train_dataset.path. command runs the program of agent.command, and is the default with it. null: no "
         "agent, so each sample is a single completion",
         flag=Flag(
             "--agent-fn",
-            help="Agent function, as file.py[:function]. Default: no agent, each sample is a single completion",
+            help="Agent function or class, as file.py[:name]. Default: no agent, each sample is a single completion",
         ),
+    )
+    mode: Literal["subproc", "inline", "online"] = setting(
+        "subproc",
+        help="Where agents run. subproc: in processes of the run. inline: in a thread of the run itself, for a "
+        "debugger or for objects that are shared. A crash or a hang of the agent is then one of the run. online: "
+        "outside of the run. External programs start sessions at agent.host and agent.port, in which they query the "
+        "policy and report rewards",
     )
     command: str | None = setting(
         None,
@@ -134,6 +156,22 @@ class AgentConfig(Section):
     train_tool_results: bool = setting(
         False, help="Also train on the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"
     )
+    tool_call_parser: Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "text"] | None = setting(
+        None,
+        help="Format of tool calls in the answers of the policy. Names of vLLM, SGLang and AReaL for these formats are "
+        "read, too, such as qwen for hermes. text: calls are ordinary text. null: the format that the chat template "
+        "describes",
+        aliases=_TOOL_CALL_PARSERS,
+        only_with=_AGENT,
+    )
+    reasoning_parser: Literal["think", "none"] = setting(
+        "think",
+        help="Reasoning in the answers of the policy. think: the text between <think> and </think> at the start is the "
+        "field reasoning_content of a message. Other names of this format are read, too, such as qwen3. none: it is a "
+        "part of the content",
+        aliases=_REASONING_PARSERS,
+        only_with=_AGENT,
+    )
     export_style: Literal["individual", "concat"] | None = setting(
         None,
         help="The training rows of a sample. null: turns whose prompts continue the same tokens are one row. "
@@ -142,11 +180,57 @@ class AgentConfig(Section):
         only_with=_AGENT,
     )
 
+    host: str = setting(
+        "127.0.0.1",
+        help="Address at which sessions are served. 0.0.0.0: all addresses of this machine. The connection is not "
+        "encrypted",
+        only_with=_ONLINE,
+        on_resume=SPEED,
+    )
+    port: int = setting(
+        0,
+        help="Port at which sessions are served. 0: a free one",
+        ge=0,
+        le=65535,
+        only_with=_ONLINE,
+        on_resume=SPEED,
+    )
+    session_timeout_seconds: float = setting(
+        3600.0,
+        help="A session without a request for longer than this is ended, and its sample is lost",
+        gt=0,
+        only_with=_ONLINE,
+    )
+    set_reward_finish_timeout: float = setting(
+        0.0,
+        help="Seconds for which further rewards are awaited. A session that has ended takes rewards for as long. If a "
+        "session has a reward, and no request comes for as long, it ends by itself. 0: a session ends by the request "
+        "end_session, with the rewards reported until then",
+        ge=0,
+        only_with=_ONLINE,
+    )
+
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Let a command be the agent: it sets fn."""
-        has_program = values.get("command") is not None and values.get("fn") is None
-        return {**values, **({"fn": COMMAND} if has_program else {})}
+        """Let a command or an external program be the agent: it sets fn."""
+        found = COMMAND if values.get("command") is not None else ONLINE if values.get("mode") == ONLINE else None
+        return {**values, **({} if found is None or values.get("fn") is not None else {"fn": found})}
+
+    @require("mode", "is online, but the agent is {self.fn}; leave fn and command out, or set another mode")
+    def online_has_no_agent(self) -> bool:
+        return self.mode != ONLINE or self.fn == ONLINE
+
+    @require("fn", "is online; set mode=online, and leave this out")
+    def fn_is_no_mode(self) -> bool:
+        return self.fn != ONLINE or self.mode == ONLINE
+
+    @require("whole_batch", "is true, but with mode=online a session is for one sample; leave it out")
+    def session_is_for_one_sample(self) -> bool:
+        return not self.whole_batch or self.mode != ONLINE
+
+    @require("workers", "is {self.workers}, but with mode={self.mode} no processes run agents; leave it out")
+    def processes_run_agents(self) -> bool:
+        return self.workers is None or self.mode == "subproc"
 
     @require("fn", "is {self.fn}, but command is null; set command, or leave this out")
     def fn_has_its_command(self) -> bool:

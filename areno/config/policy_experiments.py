@@ -41,7 +41,9 @@ class PolicyExperimentConfig(ExperimentConfig):
         factory=RolloutConfig, help="Decoding of completions, and how a step selects samples"
     )
     agent: AgentConfig = setting(
-        factory=AgentConfig, help="Agents: your own code that calls the model, in place of one completion per sample"
+        factory=AgentConfig,
+        help="Agents: your own code that calls the model, in place of one completion per sample",
+        renamed_from="rollout.agent",
     )
     reward: RewardConfig = setting(
         factory=RewardConfig, help="Reward function and reward model", required_in_build=True

@@ -80,7 +80,6 @@ _OF_OPTIMIZERS = {
 }
 
 _OF_ROLLOUT = {
-    "agent": "the settings of agents are agent.fn, agent.timeout_s, agent.workers, agent.train_tool_results",
     "backend": _OWN_ENGINE,
     "queue_size": "unfinished samples wait in the run itself; rollout.prompts_ahead is the number of prompts ahead",
     "consumer_batch_size": "a step trains on train_dataset.batch_size prompts",
@@ -96,6 +95,12 @@ _OF_ROLLOUT = {
     **dict.fromkeys(("setup_timeout", "workers_ready_timeout"), _TIMEOUT),
     **dict.fromkeys(("model", "routing_strategy"), _NO_SERVERS),
     **dict.fromkeys(("poll_interval", "admin_api_key", "api_url", "provider_api_key"), _NO_SERVERS),
+}
+
+_OF_AGENTS = {
+    "admin_api_key": f"{_SECRET} ARENO_ADMIN_API_KEY",
+    "chat_template_type": "a conversation continues with the tokens that were sampled, and only what is new is encoded",
+    "scheduling_spec": _OWN_PROCESSES,
 }
 
 _OF_DATASETS = {
@@ -137,6 +142,7 @@ NOT_HERE = {
     **_texts_by_key(("actor.mb_spec", "critic.mb_spec"), _OF_MICRO_BATCHES),
     **_texts_by_key(("actor.optimizer", "critic.optimizer"), _OF_OPTIMIZERS),
     **_texts_by_key(("rollout",), _OF_ROLLOUT),
+    **_texts_by_key(("agent",), _OF_AGENTS),
     **_texts_by_key(
         ("gconfig", "eval_gconfig"), {"lora_name": _ONE_ADAPTER, "use_beam_search": "there is no beam search"}
     ),

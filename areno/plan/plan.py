@@ -42,6 +42,8 @@ class TrainerPlan:
     workers: str = "auto"  # a value of engine.workers, or "ray"
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     max_len: int | None = None  # tokens of a sequence in the KV cache; None: as many as each rollout needs
+    tool_call_parser: str | None = None  # of agents; None: the format that the chat template describes
+    reasoning_parser: str = "think"
     progress_interval_s: float = 10.0  # between log lines of a rollout
     shared: DecoderConcurrency | None = None  # None: an evaluation decodes no more samples at a time than training
 
@@ -57,6 +59,8 @@ def plan_of_experiment(config: ExperimentConfig) -> TrainerPlan:
         plan,
         rollout=replace(config.rollout, max_concurrent_rollouts=config.max_concurrent_samples),
         max_len=max_sequence_len(config, plan.spec.context_len),
+        tool_call_parser=config.agent.tool_call_parser,
+        reasoning_parser=config.agent.reasoning_parser,
         shared=decoder_concurrency(config, load_config(plan.spec.actor.path), plan.spec.layout),
     )
 

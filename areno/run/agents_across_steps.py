@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from areno.agents.pool import AgentOutcome, AgentPool
 from areno.agents.proxy import SessionProxy
+from areno.agents.running import AgentOutcome, AgentRunner
 from areno.agents.trajectories import AgentItem
 from areno.api.session import ProxySettings, RolloutSession
 from areno.api.trainer import Trainer
@@ -33,7 +33,7 @@ class LiveAgents:
     tokens of each sample that the last suspension interrupted. `resources` is closed when the steps end.
     """
 
-    def __init__(self, config: PolicyExperimentConfig, trainer: Trainer, pool: AgentPool, resources: ExitStack):
+    def __init__(self, config: PolicyExperimentConfig, trainer: Trainer, pool: AgentRunner, resources: ExitStack):
         self._config, self._trainer, self._pool, self._resources = config, trainer, pool, resources
         self._session: RolloutSession | None = None
         self._servers: dict[int, SessionProxy] = {}  # by batch

@@ -13,8 +13,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from areno.agents.inline import InlineAgents
 from areno.agents.pool import AgentPool
 from areno.agents.program import check_program
+from areno.agents.running import AgentRunner
 from areno.api.trainer import Trainer
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import ExperimentConfig, LossFn
@@ -128,7 +130,7 @@ class Setup(Generic[Config]):
         judge: Asks the judge and reads its answers. None without a judge.
         evaluated_at_once: Most samples that an evaluation decodes at the same time. None: as many as in training.
         steps: Encodes completions for the process reward model of reward.path. None without such a model.
-        agents: The agent processes. None if samples are single completions.
+        agents: Runs the agents. None if samples are single completions.
     """
 
     def __init__(
@@ -181,6 +183,8 @@ class Setup(Generic[Config]):
             self.run = self._open_run(plan, run_dir, models)
             stack.callback(self.run.close)
             tuning.write_tuned_settings(self.run.folder, tuned)
+            if self.agents is not None:
+                self.agents.announce(self.run.folder)
 
             plan, self.roles = with_schedules(config, plan, self.roles, self.run.progress.total_steps)
             at_once = self.roles if isinstance(config, PolicyExperimentConfig) else {}
@@ -415,10 +419,16 @@ def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: 
     return StepEncoder(plan.tokenizer, separator, section.step_score, limit)
 
 
-def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentPool | None:
+def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentRunner | None:
     if not isinstance(config, PolicyExperimentConfig) or config.agent.fn is None:
         return None
     check_program(config.agent)
+    if config.agent.mode == "online":
+        from areno.agents.online import OnlineAgents  # a server, which other runs need not import
+
+        return stack.enter_context(OnlineAgents(config.agent))
+    if config.agent.mode == "inline":
+        return stack.enter_context(InlineAgents(config.agent))
     return stack.enter_context(AgentPool(config.agent, _n_devices(config)))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -165,7 +164,7 @@ class MessagesAnswer(EventAnswer):
 
     def start(self, chat: OpenChat) -> list[Json]:
         self._head: Json = {
-            "id": f"msg_{uuid.uuid4().hex}",
+            "id": f"msg_{chat.id_suffix}",
             "type": "message",
             "role": "assistant",
             "model": chat.request.model,

@@ -25,9 +25,9 @@ from areno.server.chat import ChatCompletions, OpenChat
 from areno.server.completions import Completions
 from areno.server.dialects import CHAT, Answer, ChatAnswer, Dialect
 from areno.server.errors import ApiError
-from areno.server.json_bodies import decompress, read_json, too_large_error
+from areno.server.json_bodies import RequestFields, decompress, read_json, too_large_error
 from areno.server.openai_responses import RESPONSES
-from areno.server.parsers import parser_for_template
+from areno.server.parsers import ToolCallParser, parser_for_template
 from areno.server.prompt_builder import PromptBuilder, prompt_threads
 from areno.server.requests import ChatRequest, CompletionRequest, read_chat, read_completion, read_generate
 from areno.server.sample_sessions import SampleSession, SampleSessions, SharedAnswer, ended_error
@@ -93,6 +93,7 @@ class Server:
                 app.router.add_post(prefix + path, partial(self._create_chat, _DIALECTS[path]))
             app.router.add_post(prefix + _COUNT, self._count_tokens)
         app.router.add_get(_SAMPLE, self._health)
+        app.router.add_post(f"{_SAMPLE}/rl/set_reward", self._set_reward)
         return app
 
     # -- around every request --------------------------------------------------------------------------------------
@@ -118,14 +119,14 @@ class Server:
             return response
         except ApiError as error:
             status = error.status
-            return _error_response(error, path)
+            return error_response(error, path)
         except web.HTTPRequestEntityTooLarge:
             status = 413
-            return _error_response(too_large_error(self.sampler.limits.max_body), path)
+            return error_response(too_large_error(self.sampler.limits.max_body), path)
         except web.HTTPException as error:
             status = error.status
             shown = "/s/..." if request.path.startswith("/s/") else request.path
-            return _error_response(ApiError(error.status, f"{request.method} {shown}: {error.reason}"), path)
+            return error_response(ApiError(error.status, f"{request.method} {shown}: {error.reason}"), path)
         except ConnectionError:  # the client has disconnected
             return web.Response(status=status)
         except asyncio.CancelledError:
@@ -133,7 +134,7 @@ class Server:
         except Exception as error:
             status = 500
             self._log_failure(error)
-            return _error_response(_FAILURE, path)
+            return error_response(_FAILURE, path)
         finally:
             self._handling.discard(task)
             metrics.in_flight -= 1
@@ -144,7 +145,7 @@ class Server:
 
     def _check_key(self, request: web.Request) -> None:
         """Find the session that a request belongs to, by its path or its key. Raises ApiError 401, 403 or 410."""
-        given, named = _sent_key(request), request.match_info.get("sample")
+        given, named = sent_key(request), request.match_info.get("sample")
         address = None if request.transport is None else request.transport.get_extra_info("sockname")
         if isinstance(address, str):  # a Unix socket, whose session needs no key
             own = self.samples.of_sockets.get(address)
@@ -316,6 +317,13 @@ class Server:
         prompt = await self.chat.prompts.build_prompt_async(given.messages, given.tools, given.template)
         return web.json_response({"input_tokens": len(prompt.tokens)})
 
+    async def _set_reward(self, request: web.Request) -> web.Response:
+        sample = request[_SESSION]
+        sample.count_request()
+        fields = RequestFields(read_json(await self._read_body(request)))
+        sample.set_reward(fields.get("reward"), fields.get("interaction_id"))
+        return web.json_response({"message": "success"})
+
     async def _generate_tokens(self, request: web.Request) -> web.Response:
         """Continue token ids, as vLLM's endpoint for trainers does."""
         sample: SampleSession | None = request.get(_SESSION)
@@ -380,13 +388,14 @@ class Server:
         return response
 
 
-def _sent_key(request: web.Request) -> str:
+def sent_key(request: web.Request) -> str:
     """Return the key of a request, from the header of OpenAI's or of Anthropic's API, or ""."""
     kind, _, given = request.headers.get("Authorization", "").partition(" ")
     return given.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 
 
-def _error_response(error: ApiError, path: str) -> web.Response:
+def error_response(error: ApiError, path: str) -> web.Response:
+    """Return an error in the dialect of a path."""
     dialect = _DIALECTS.get(path.removeprefix(_SAMPLE), CHAT)
     return web.json_response(dialect.error_body(error), status=error.status)
 
@@ -400,17 +409,18 @@ def build_server(
     thinking: bool | None = None,
     session: str | None = None,
     guard: OriginGuard | None = None,
+    parser: ToolCallParser | None = None,
 ) -> Server:
     """Build a server that answers with samples.
 
     `session` names a training session and is None for a public server. In a session, answers carry token ids and
-    log-probabilities in the field `areno`, and `tool_choice` forces nothing. If `thinking` is None, the default of the
-    chat template applies. `models` are the names that /v1/models lists, and `keys` the accepted API keys.
+    log-probabilities in the field `areno`, and `tool_choice` forces nothing. If `thinking` or `parser` is None, the
+    chat template decides. `models` are the names that /v1/models lists, and `keys` the accepted API keys.
     """
     threads = prompt_threads(tokenizer)
     prompts = PromptBuilder(
         tokenizer,
-        parser_for_template(tokenizer.chat_template),
+        parser or parser_for_template(tokenizer.chat_template),
         thinking=thinking,
         threads=threads,
         max_cached_tokens=sampler.limits.max_remembered,

@@ -254,6 +254,11 @@ class OpenChat:
         ends = self.endpoint.sampler.stop_ids
         self.endpoint.prompts.cache_turn(self.prompt, output.tokens, ends, message, self.hidden)
 
+    @property
+    def id_suffix(self) -> str:
+        """The end of the response's id, which is the same in all dialects."""
+        return self.head["id"].removeprefix("chatcmpl-")
+
     def turns(self) -> list[Json]:
         """Return the finished choices as turns of an agent, for RowBuilder."""
         request = self.request
@@ -341,7 +346,7 @@ class _Choice:
         self._message: MessageStream = endpoint.prompts.parser.stream(
             request.tools,
             in_reasoning=chat.prompt.opens_reasoning,
-            message_id=f"{chat.head['id'].removeprefix('chatcmpl-')}{index or ''}",
+            message_id=f"{chat.id_suffix}{index or ''}",
         )
         self._one_call = not request.parallel_tool_calls
         self.unreported: list[response_bodies.ScoredText] = []  # not yet returned by `logprobs`

@@ -231,7 +231,7 @@ class ResponsesAnswer(EventAnswer):
         return [self._event("response.in_progress", response=self._response("in_progress"))]
 
     def start(self, chat: OpenChat) -> list[Json]:
-        self._id, self._created, self._model = f"resp_{uuid.uuid4().hex}", int(time.time()), chat.request.model
+        self._id, self._created, self._model = f"resp_{chat.id_suffix}", int(time.time()), chat.request.model
         return [
             self._event(f"response.{name}", response=self._response("in_progress"))
             for name in ("created", "in_progress")

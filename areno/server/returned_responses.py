@@ -7,7 +7,7 @@ wrong field raises BadTrajectory.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -234,3 +234,15 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: to_plain(one) for name, one in value.items()}
     return [to_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def index_of_response(turns: Sequence[Mapping[str, Any]], response_id: Any = None) -> int | None:
+    """Return the index of the turn with a response, by default the last one. None if there is none.
+
+    All dialects end the id of a response alike.
+    """
+    for index in reversed(range(len(turns))):
+        suffix = turns[index]["choice"][0].removeprefix("chatcmpl-")
+        if response_id is None or (isinstance(response_id, str) and suffix and response_id.endswith(suffix)):
+            return index
+    return None

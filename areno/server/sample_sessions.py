@@ -7,6 +7,7 @@ it, and keeps what was sampled, so nothing depends on what the program reports.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -15,8 +16,9 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
+from areno.scoring.records import reward_number
 from areno.server.errors import ApiError
-from areno.server.returned_responses import message_digest
+from areno.server.returned_responses import index_of_response, message_digest
 from areno.types import Message
 
 _GRACE_S = 10.0  # for which a sample goes on without a reader: a client that lost its connection asks again
@@ -130,14 +132,16 @@ class SampleSession:
     """What one agent asks and gets. `turns` has a turn for each choice that the agent has received completely.
 
     With `uses_run_sampling`, the sampling settings of the run hold in place of those in requests. A request can only
-    lower `max_tokens`.
+    lower `max_tokens`. With `takes_rewards`, the client reports the reward of each response, by its id in `rewards`.
     """
 
     max_requests: int
     uses_run_sampling: bool = False
     returns_tokens: bool = True
+    takes_rewards: bool = False
     id: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     turns: list[dict[str, Any]] = field(default_factory=list)
+    rewards: dict[str, float] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)  # what a user should know of the requests
     is_ended: bool = False
 
@@ -233,6 +237,24 @@ class SampleSession:
             self.turns.append(turn)
             for call in turn["message"].get("tool_calls") or []:
                 self._sent[call["id"]] = turn["message"]
+
+    def set_reward(self, reward: Any, response_id: Any = None) -> None:
+        """Set the reward of a response, by default of the last one. Raises ApiError 400 or 403."""
+        if not self.takes_rewards:
+            raise ApiError(403, "this session takes no rewards; the run computes them", code="no_rewards")
+        index = index_of_response(self.turns, response_id)
+        if index is None:
+            which = "no response" if response_id is None else f"no response {str(response_id)[:100]!r}"
+            raise ApiError(400, f"this session has {which}, so there is nothing to reward", param="interaction_id")
+        try:
+            self.rewards[self.turns[index]["choice"][0]] = reward_number(reward, "reward is")
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ApiError(400, str(error), param="reward") from None
+
+    @property
+    def reward(self) -> tuple[float, dict[str, float]] | None:
+        """The sum of the rewards, without parts. None if the client has reported none."""
+        return (math.fsum(self.rewards.values()), {}) if self.rewards else None
 
     def end(self) -> None:
         self.is_ended = True

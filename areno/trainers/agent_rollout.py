@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from areno.agents.pool import AgentOutcome
 from areno.agents.proxy import SessionProxy
+from areno.agents.running import AgentOutcome
 from areno.agents.trajectories import AgentBatch, AgentItem, BadTrajectory, LossMaskPolicy, with_rewards
 from areno.agents.turns_to_rows import (
     RowBuilder,
@@ -251,9 +251,13 @@ def _scored_agent_sample(
         if outcome.turns is not None:
             trajectory = rows.build_trajectory(outcome.turns)
         else:
-            turns = with_rewards([] if session is None else session.turns, outcome.turn_rewards)
-            trajectory = rows.build_trajectory(turns)
-            trajectory.reward, trajectory.requests = outcome.reward, {} if session is None else session.counts
+            turns, reported = ([], {}) if session is None else (session.turns, session.rewards)
+            given = reported or None if outcome.turn_rewards is None else outcome.turn_rewards
+            trajectory = rows.build_trajectory(with_rewards(turns, given))
+            trajectory.reward = outcome.reward
+            if session is not None:
+                trajectory.requests = session.counts
+                trajectory.reward = outcome.reward or session.reward
     except BadTrajectory as error:
         return failed_sample("agent_error", str(error))
     record = reward_record(agent_item, trajectory, setup.tokenizer, item.solutions)

@@ -22,7 +22,7 @@ from areno.scoring.records import CompletionRecord, Record, RecordedPrompt, rewa
 from areno.trainers.rows import token_arrays
 from areno.types import GenerationOutput, PromptItem, RewardOutcome, ScoredSample
 
-_NO_REWARD = "the agent gave no reward: return AgentTrajectory(turns, reward=...), or set reward.fn"
+_NO_REWARD = "the agent gave no reward: return or report one, or set reward.fn"
 _NOT_SCORED = RewardOutcome(0.0)
 _AT_ONCE = 64  # completions that are decoded together; they are scored while the next ones are decoded
 

@@ -5,6 +5,7 @@ The keys are in areal_keys.txt.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -15,6 +16,8 @@ import pytest
 import yaml
 
 from areno.api.algorithms import built_in_algorithms, get_algorithm
+from areno.errors import ConfigError
+from areno.launch.compose import load
 from areno.launch.hints import NOT_HERE, setting_hint
 from areno.schema.build import earlier_names
 from areno.schema.fields import SettingRow, setting_rows
@@ -79,7 +82,12 @@ def expanded(name: str, prefix: str = "") -> Iterator[tuple[str, Key]]:
 @cache
 def ours(recipe: str) -> dict[str, SettingRow]:
     found = {row.key: row for row in setting_rows(get_algorithm(recipe).config)}
-    return found | {old: found[new] for old, new in earlier_names(get_algorithm(recipe).config).items()}
+    return found | {
+        f"{old}{key.removeprefix(new)}": row
+        for old, new in earlier_names(get_algorithm(recipe).config).items()
+        for key, row in found.items()
+        if f"{key}.".startswith(f"{new}.")
+    }
 
 
 @pytest.mark.parametrize("recipe", built_in_algorithms())
@@ -91,7 +99,8 @@ def test_every_key_works_or_is_told(recipe: str) -> None:
         found = next((parent for parent in parents if parent not in ours(recipe)), None)  # what the error is about
         n_working += found is None
         unknown |= {found} - {None}
-    assert not [key for key in sorted(unknown) if not setting_hint(key)]
+    current = [key.replace("rollout.agent.", "agent.") for key in sorted(unknown)]  # as errors name it
+    assert not [key for key in current if not setting_hint(key)]
     assert n_working > 60
 
 
@@ -118,6 +127,54 @@ def test_the_keys_of_a_rollout_that_does_not_wait(name: str, words: str | None) 
     told = setting_hint(f"rollout.{name}")
     assert words in told
     assert not [key for key in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", told) if key not in ours("grpo")]
+
+
+AGENT = {
+    "agent_cls_path": ("areal.workflow.openai.math_agent.MathAgent", "here it is agent.fn"),
+    "admin_api_key": ("areal-admin-key", "set the environment variable ARENO_ADMIN_API_KEY"),
+    "scheduling_spec": ([{}], None),  # with a warning, as elsewhere
+    "mode": ("inline", None),
+    "tool_call_parser": ("qwen", None),
+    "reasoning_parser": ("qwen3", None),
+    "chat_template_type": ("hf", "a conversation continues with the tokens that were sampled"),
+    "engine_max_tokens": (4096, "here it is gconfig.max_tokens"),
+    "turn_discount": (1.0, None),
+    "export_style": ("individual", None),
+    "subproc_max_workers": (4, "here it is agent.workers"),
+    "session_timeout_seconds": (3600, None),
+    "set_reward_finish_timeout": (0.0, None),
+}
+
+
+@pytest.mark.parametrize("key", AGENT)
+def test_each_key_of_agents_works_or_is_told_in_one_line(key: str) -> None:
+    assert AGENT.keys() == classes()["AgentConfig"].keys()
+    value, words = AGENT[key]
+    settings = ["agent.fn=agent.py", f"+rollout.agent.{key}={json.dumps(value)}"]
+    if words is None:
+        config = load(get_algorithm("grpo").config, "quickstart", settings)
+        kept = {"tool_call_parser": "hermes", "reasoning_parser": "think"}.get(key, value)
+        assert key == "scheduling_spec" or getattr(config.agent, key) == kept
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(get_algorithm("grpo").config, "quickstart", settings)
+    assert str(caught.value).startswith(f"agent.{key}: unknown key")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_other_values_of_an_agents_keys() -> None:
+    def made(*settings: str) -> Any:
+        return load(get_algorithm("grpo").config, "quickstart", [f"+rollout.agent.{each}" for each in settings]).agent
+
+    online = made("mode=online", "session_timeout_seconds=60", "set_reward_finish_timeout=5", "agent_cls_path=''")
+    assert (online.mode, online.session_timeout_seconds, online.set_reward_finish_timeout) == ("online", 60, 5)
+    assert made("fn=agent.py", "mode=subproc", "export_style=concat", "chat_template_type=concat").mode == "subproc"
+    for name, known in (("tool_call_parser", "'hermes', 'qwen3_coder'"), ("reasoning_parser", "'think', 'none'")):
+        with pytest.raises(ConfigError, match=rf"agent\.{name}: is 'other'; expected one of {known}"):
+            made("fn=agent.py", f"{name}=other")
+    with pytest.raises(ConfigError, match=r"agent\.session_timeout_seconds: .* no external program is served"):
+        made("fn=agent.py", "session_timeout_seconds=60")
 
 
 def test_the_page_names_what_is_told() -> None:

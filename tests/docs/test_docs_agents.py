@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,25 @@ def test_the_commands_of_a_program_run(tmp_path: Path) -> None:
         run([*words, *more], PAGE, tmp_path, "")
     [log] = tmp_path.glob("outputs/tasks/*/logs/run.log")
     assert "agentic train batch built samples=16" in log.read_text()
+
+
+@pytest.mark.slow
+def test_a_program_outside_of_the_run_trains_it(tmp_path: Path, model: str) -> None:
+    [lines] = [text.splitlines() for info, text in blocks(PAGE) if info == "bash online"]
+    train, play = (shlex.split(line)[1:] for line in lines)
+    for file, text in files_of(PAGE).items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    player = subprocess.Popen([sys.executable, *play], cwd=tmp_path, stderr=subprocess.PIPE)
+    try:
+        small = [setting for setting in SMALL if "workers" not in setting]
+        run([*train, *small], PAGE, tmp_path, model)
+        _, said = player.communicate(timeout=30)
+    finally:
+        player.kill()
+    assert player.returncode == 0, said
+    log = (tmp_path / "outputs/played/first/logs/run.log").read_text()
+    assert "agentic train batch built samples=8" in log
+    assert "programs start sessions at http://127.0.0.1:" in log
 
 
 @pytest.mark.slow

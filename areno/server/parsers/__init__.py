@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from areno.server.parsers.hermes import HermesParser, LlamaJsonParser
 from areno.server.parsers.message import (
     MessageDelta,
@@ -23,6 +25,7 @@ __all__ = [
     "ToolCallParser",
     "join_deltas",
     "parser_for_template",
+    "parser_of_settings",
 ]
 
 PARSERS = {
@@ -43,3 +46,12 @@ def parser_for_template(chat_template: str | None) -> ToolCallParser:
     if "<|start_header_id|>" in template and "parameters" in template:
         return PARSERS["llama3_json"]
     return PARSERS["text"]
+
+
+def parser_of_settings(chat_template: str | None, tool_calls: str | None, reasoning: str) -> ToolCallParser:
+    """Return the parser that agent.tool_call_parser and agent.reasoning_parser choose."""
+    parser = PARSERS[tool_calls] if tool_calls is not None else parser_for_template(chat_template)
+    if reasoning == "none":
+        parser = copy.copy(parser)
+        parser.reads_reasoning = False
+    return parser

@@ -58,6 +58,7 @@ class ToolCallParser:
 
     name = "text"
     tags: tuple[str, ...] = ()  # texts that may begin a call
+    reads_reasoning = True  # if False, reasoning is content
 
     def parse(
         self,
@@ -109,6 +110,7 @@ class MessageStream:
     """Incremental parser of one message, made by `ToolCallParser.stream`."""
 
     def __init__(self, family: ToolCallParser, tools: Tools | None, in_reasoning: bool, message_id: str):
+        self._reads_reasoning = family.reads_reasoning
         self._family = family if tools is None or tools else ToolCallParser()
         self._tools, self._message_id = tools, message_id
         self._source, self._deltas = Cursor(), list[MessageDelta]()
@@ -130,6 +132,9 @@ class MessageStream:
     def _read_message(self, in_reasoning: bool) -> Reading[None]:
         """Parse the whole message. This and the methods it uses append to `self._deltas`."""
         source = self._source
+        if not self._reads_reasoning:
+            yield from self._read_content()
+            return
         if not in_reasoning:
             yield from source.skip_space()
             in_reasoning = yield from source.accept(THINK)

@@ -1,0 +1,89 @@
+"""Agents in a thread of the run itself (agent.mode=inline)."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from areno.agents.pool import agent_spec
+from areno.agents.process import THREADS, answers_of, load_agent_function, wait_within
+from areno.agents.running import AgentOutcome, ContextFor, OnDone, RunnerWithThreads
+from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem
+from areno.config.agent import AgentConfig
+from areno.files.user_code import split_spec
+from areno.user_processes.process import is_async
+
+_END_S = 5.0
+
+
+class InlineAgents(RunnerWithThreads):
+    """Runs agents in the event loop of a thread. Use it in a `with` block."""
+
+    def __init__(self, config: AgentConfig):
+        super().__init__()
+        self._config = config
+        self._loop = asyncio.new_event_loop()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="agent")
+        self._running: set[Future[Any]] = set()
+
+    def __enter__(self) -> InlineAgents:
+        spec = agent_spec(self._config)
+        self._function = load_agent_function(spec, "agent.fn", self._config)
+        self._path = Path(split_spec(spec, "")[0])
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="areno-agents")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._loop.is_closed():
+            return
+        self.restart_busy_workers()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_END_S)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def submit(self, items: Sequence[AgentItem], context: ContextFor, on_done: OnDone) -> None:
+        calls = [items] if self._config.whole_batch and items else [[item] for item in items]
+        index = 0
+        for call in calls:
+            done = partial(self.finish, self.round, on_done)
+            work = self._run_call(call, context(call), index, done)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._running.add(future)
+            future.add_done_callback(self._running.discard)
+            index += len(call)
+
+    def restart_busy_workers(self) -> None:
+        super().restart_busy_workers()
+        for future in list(self._running):
+            future.cancel()
+
+    async def _run_call(self, items: Sequence[AgentItem], context: AgentContext, first: int, done: OnDone) -> None:
+        ends_at = self.clock.now() + self._config.timeout_s
+        task = asyncio.ensure_future(answers_of(lambda: self._returned(context, items), items, self._path))
+        try:
+            await wait_within(task, self.clock, ends_at)
+            limit = f"not finished within {self._config.timeout_s:g} s (agent.timeout_s)"
+            answers: Any = task.result() if task.done() else ("timeout", None, limit)
+        finally:
+            task.cancel()
+        for index in range(len(items)):
+            done(first + index, AgentOutcome(*(answers[index] if isinstance(answers, list) else answers)))
+
+    async def _returned(self, context: AgentContext, items: Sequence[AgentItem]) -> Any:
+        batch = AgentBatch.of_items(items)
+        if is_async(self._function):
+            return await self._function(context, batch)
+        returned = await self._loop.run_in_executor(self._threads, self._function, context, batch)
+        return await returned if inspect.isawaitable(returned) else returned

@@ -1,0 +1,81 @@
+"""Agents that are classes with a method `run(data, **more)`, as AReaL's workflows are."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from areno.agents.trajectories import AgentBatch, AgentContext
+from areno.errors import ConfigError, Problem
+from areno.files.user_code import describe_error
+
+_OF_RUN = ("base_url", "api_key", "http_client")  # keyword arguments
+
+
+def is_import_path(spec: str) -> bool:
+    """Return whether a specification is package.module.name or package.module:name, and no file."""
+    module = spec.partition(":")[0]
+    names = spec.replace(":", ".", 1).split(".")
+    return "." in module and not module.endswith(".py") and all(map(str.isidentifier, names))
+
+
+def load_import_path(spec: str, key: str) -> Any:
+    """Import a class or function. Modules are also found in the working directory. Errors are about `key`."""
+    module_name, _, name = spec.replace(":", ".").rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(Problem(key, f"{spec} cannot be imported: {describe_error(error)}")) from error
+    if not callable(found):
+        raise ConfigError(Problem(key, f"{spec} is {type(found).__name__}; a class or a function is needed"))
+    return found
+
+
+def agent_function(loaded: Callable[..., Any], key: str, whole_batch: bool = False) -> Callable[..., Any]:
+    """Return `loaded`, or if it is a class, an agent function that calls the method `run` of one object of it."""
+    if not inspect.isclass(loaded):
+        return loaded
+    name = loaded.__name__
+    if not callable(getattr(loaded, "run", None)):
+        raise ConfigError(Problem(key, f"the class {name} has no method run(data, **more)"))
+    if whole_batch:
+        text = f"is true, but the class {name} ({{}}) gets one sample at a time; leave it out"
+        raise ConfigError(Problem("agent.whole_batch", text.format(key)))
+    try:
+        workflow: Any = loaded()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(Problem(key, f"{name}() fails: {describe_error(error)}")) from error
+    return _call_of(workflow.run, key, name)
+
+
+def _call_of(run: Callable[..., Any], key: str, name: str) -> Callable[[AgentContext, AgentBatch], Any]:
+    parameters = inspect.signature(run).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    taken = [given for given in _OF_RUN if takes_all or given in parameters]
+    try:
+        inspect.signature(run).bind({}, **dict.fromkeys(taken))
+    except TypeError as error:
+        raise ConfigError(Problem(key, f"{name}.run(data, **more) cannot be called: {error}")) from error
+
+    async def run_agent(ctx: AgentContext, batch: AgentBatch) -> Any:
+        [item] = batch
+        import httpx
+
+        messages = item.messages or [{"role": "user", "content": item.prompt}]
+        # timeout=None: the server limits the time of each request.
+        async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+            given = {"base_url": ctx.get_base_url(), "api_key": ctx.api_key, "http_client": client}
+            data, more = {"messages": messages, **item.record}, {kind: given[kind] for kind in taken}
+            if inspect.iscoroutinefunction(run):
+                return await run(data, **more)
+            returned = await asyncio.to_thread(run, data, **more)
+            return await returned if inspect.isawaitable(returned) else returned
+
+    return run_agent
