@@ -43,7 +43,7 @@ def agent_function(loaded: Callable[..., Any], key: str, whole_batch: bool = Fal
     if not inspect.isclass(loaded):
         return loaded
     name = loaded.__name__
-    if not callable(getattr(loaded, "run", None)):
+    if not any("run" in vars(base) for base in loaded.__mro__):
         raise ConfigError(Problem(key, f"the class {name} has no method run(data, **more)"))
     if whole_batch:
         text = f"is true, but the class {name} ({{}}) gets one sample at a time; leave it out"
