@@ -20,10 +20,9 @@ from areno import heartbeat
 from areno.agents.process import DEFAULT_FUNCTION, RESUME, SUSPEND
 from areno.agents.running import AgentOutcome, AgentRunner, ContextFor, OnDone
 from areno.agents.trajectories import AgentItem
-from areno.agents.workflows import is_import_path
 from areno.config.agent import COMMAND, AgentConfig
 from areno.errors import EngineError
-from areno.files.user_code import resolve_spec
+from areno.files.user_code import is_import_path, resolve_spec
 from areno.user_processes.pool import Failure, WorkerPool, default_workers
 from areno.user_processes.worker import Worker
 

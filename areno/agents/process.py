@@ -51,12 +51,12 @@ from areno.agents.trajectories import (
     plain_results,
     recorded_result,
 )
-from areno.agents.workflows import agent_function, is_import_path, load_import_path
+from areno.agents.workflows import agent_function
 from areno.config.agent import COMMAND, AgentConfig
 from areno.engine.output_streams import RunningClock
 from areno.environments.packages import package_of
 from areno.errors import ConfigError, Problem
-from areno.files.user_code import describe_error, load_function, split_spec
+from areno.files.user_code import describe_error, is_import_path, load_function, load_import_path, split_spec
 from areno.server.errors import CONTEXT_FULL
 from areno.user_processes.process import MAX_TEXT, ForkedChildren, is_async, new_event_loop
 

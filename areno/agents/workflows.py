@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,27 +12,6 @@ from areno.errors import ConfigError, Problem
 from areno.files.user_code import describe_error
 
 _OF_RUN = ("base_url", "api_key", "http_client")  # keyword arguments
-
-
-def is_import_path(spec: str) -> bool:
-    """Return whether a specification is package.module.name or package.module:name, and no file."""
-    module = spec.partition(":")[0]
-    names = spec.replace(":", ".", 1).split(".")
-    return "." in module and not module.endswith(".py") and all(map(str.isidentifier, names))
-
-
-def load_import_path(spec: str, key: str) -> Any:
-    """Import a class or function. Modules are also found in the working directory. Errors are about `key`."""
-    module_name, _, name = spec.replace(":", ".").rpartition(".")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(Problem(key, f"{spec} cannot be imported: {describe_error(error)}")) from error
-    if not callable(found):
-        raise ConfigError(Problem(key, f"{spec} is {type(found).__name__}; a class or a function is needed"))
-    return found
 
 
 def agent_function(loaded: Callable[..., Any], key: str, whole_batch: bool = False) -> Callable[..., Any]:

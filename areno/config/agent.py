@@ -224,10 +224,6 @@ class AgentConfig(Section):
     def fn_is_no_mode(self) -> bool:
         return self.fn != ONLINE or self.mode == ONLINE
 
-    @require("whole_batch", "is true, but with mode=online a session is for one sample; leave it out")
-    def session_is_for_one_sample(self) -> bool:
-        return not self.whole_batch or self.mode != ONLINE
-
     @require("workers", "is {self.workers}, but with mode={self.mode} no processes run agents; leave it out")
     def processes_run_agents(self) -> bool:
         return self.workers is None or self.mode == "subproc"
@@ -244,9 +240,9 @@ class AgentConfig(Section):
     def command_has_words(self) -> bool:
         return self.command is None or _is_command(self.command)
 
-    @require("whole_batch", "is true, but the program of command gets one sample; leave it out")
-    def program_gets_one_sample(self) -> bool:
-        return not self.whole_batch or self.fn != COMMAND
+    @require("whole_batch", "is true, but {self.fn} runs one sample at a time; set it to false")
+    def whole_batches_are_of_functions(self) -> bool:
+        return not self.whole_batch or not (self.fn in (COMMAND, ONLINE) or self.is_environment)
 
     @require("files", "has a path that leaves the home directory of the program; give paths inside of it")
     def files_are_in_home(self) -> bool:

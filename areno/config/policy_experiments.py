@@ -350,13 +350,6 @@ class PolicyExperimentConfig(ExperimentConfig):
     def whole_batches_are_awaited(self) -> bool:
         return not self.agent.whole_batch or self.rollout.max_head_offpolicyness == 0
 
-    @require(
-        "agent.whole_batch",
-        "is true, but {self.agent.fn} runs one sample at a time; set it to false",
-    )
-    def whole_batches_are_of_agents(self) -> bool:
-        return not self.agent.whole_batch or not self.agent.is_environment
-
     @property
     def rows_per_step(self) -> int:
         """Number of training rows in a full batch: prompts per step times samples per prompt."""

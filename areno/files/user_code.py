@@ -1,11 +1,12 @@
 """Import functions of the user, such as reward functions and dataset loaders.
 
-Settings name a function as `file.py` or `file.py:function`, which is called a specification here. Errors quote the
-setting `key`.
+Settings name a function as `file.py`, `file.py:function` or `package.module.function`, which is called a specification
+here. Errors quote the setting `key`.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -42,6 +43,27 @@ def resolve_spec(spec: str, default: str, key: str) -> str:
 def load_function(file: str, name: str, key: str) -> Callable[..., Any]:
     """Import a file, and return its function `name`. Raises ConfigError if the import or `get_user_function` fails."""
     return get_user_function(load_module(file, key), name, file, key)
+
+
+def is_import_path(spec: str) -> bool:
+    """Return whether a specification is package.module.name or package.module:name, and no file."""
+    module = spec.partition(":")[0]
+    names = spec.replace(":", ".", 1).split(".")
+    return "." in module and not module.endswith(".py") and all(map(str.isidentifier, names))
+
+
+def load_import_path(spec: str, key: str) -> Any:
+    """Import a class or function. Modules are also found in the working directory. Errors are about `key`."""
+    module_name, _, name = spec.replace(":", ".").rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(Problem(key, f"{spec} cannot be imported: {describe_error(error)}")) from error
+    if not callable(found):
+        raise ConfigError(Problem(key, f"{spec} is {type(found).__name__}; a class or a function is needed"))
+    return found
 
 
 def load_module(file: str, key: str) -> ModuleType:

@@ -109,7 +109,7 @@ def test_what_does_not_go_together_is_told(agent: Path) -> None:
         ({"mode": "inline", "fn": "agent.py", "workers": 2}, "workers: is 2, but with mode=inline no processes"),
         ({"mode": "online", "fn": "agent.py"}, "mode: is online, but the agent is agent.py"),
         ({"mode": "online", "command": "agent"}, "mode: is online, but the agent is command"),
-        ({"mode": "online", "whole_batch": True}, "whole_batch: is true, but with mode=online"),
+        ({"mode": "online", "whole_batch": True}, "whole_batch: is true, but online runs one sample at a time"),
         ({"fn": "online"}, "fn: is online; set mode=online"),
     ):
         with pytest.raises(ConfigError) as caught:

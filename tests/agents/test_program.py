@@ -176,7 +176,7 @@ def test_placeholders_in_a_prompt_stay() -> None:
     ("settings", "message"),
     [
         ({"command": "sh -c 'x"}, "command: is .* which is no command"),
-        ({"command": "a", "whole_batch": True}, "whole_batch: is true, but the program of command gets one sample"),
+        ({"command": "a", "whole_batch": True}, "whole_batch: is true, but command runs one sample at a time"),
         ({"command": "a", "files": {"../x": ""}}, "files: has a path that leaves the home directory"),
         ({"command": "a", "fn": "b.py"}, "command: is 'a', but fn is b.py"),
         ({"fn": "command"}, "fn: is command, but command is null"),

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from areno.agents.trajectories import BadTrajectory, recorded_result, with_rewards
-from areno.agents.workflows import agent_function, is_import_path, load_import_path
+from areno.agents.workflows import agent_function
 from areno.errors import ConfigError
+from areno.files.user_code import is_import_path, load_import_path
 from tests.agents import areal_style
 from tests.helpers.agent_runs import run
 
