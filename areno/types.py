@@ -369,6 +369,7 @@ class PromptItem:
         record: The whole row, column -> value.
         index: Index of the row in the dataset.
         teacher_tokens: Token ids of the prompt that a teacher reads (teacher.prompt_key). None: the same prompt.
+        source: Name of the source of the row (train_dataset.sources). "" if there is only one.
     """
 
     prompt: str
@@ -379,6 +380,7 @@ class PromptItem:
     record: Mapping[str, Any] = field(default_factory=dict)
     index: int = 0
     teacher_tokens: list[int] | None = None
+    source: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -616,6 +618,7 @@ class RewardRecord:
         prompt_tokens: Token ids of the prompt.
         step: Training step in which the sample was drawn, from 1. 0 before the first step.
         epoch: Epoch in which the sample was drawn, from 0.
+        source: Name of the source of the prompt (train_dataset.sources). "" if there is only one.
         program: How the program of agent.command has ended. None for other agents.
         turn_rewards: Rewards that the agent has given for its turns. Empty if it has given none.
     """
@@ -635,6 +638,7 @@ class RewardRecord:
     prompt_tokens: list[int] = field(default_factory=list)
     step: int = 0
     epoch: int = 0
+    source: str = ""
     program: ProgramEnd | None = None
     turn_rewards: list[float] = field(default_factory=list)
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from areno.agents.pool import agent_spec
-from areno.agents.process import THREADS, answers_of, load_agent_function, wait_within
+from areno.agents.pool import loadable_agents
+from areno.agents.process import THREADS, Agent, answers_of, load_agent, wait_within
 from areno.agents.running import AgentOutcome, ContextFor, OnDone, RunnerWithThreads
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem
 from areno.config.agent import AgentConfig
-from areno.files.user_code import split_spec
-from areno.user_processes.process import is_async
 
 _END_S = 5.0
 
@@ -25,17 +22,15 @@ _END_S = 5.0
 class InlineAgents(RunnerWithThreads):
     """Runs agents in the event loop of a thread. Use it in a `with` block."""
 
-    def __init__(self, config: AgentConfig):
+    def __init__(self, agents: Mapping[str, AgentConfig]):
         super().__init__()
-        self._config = config
+        self._config, self._given = agents[""], agents
         self._loop = asyncio.new_event_loop()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="agent")
         self._running: set[Future[Any]] = set()
 
     def __enter__(self) -> InlineAgents:
-        spec = agent_spec(self._config)
-        self._function = load_agent_function(spec, "agent.fn", self._config)
-        self._path = Path(split_spec(spec, "")[0])
+        self._agents = {source: load_agent(*each) for source, each in loadable_agents(self._given).items()}
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="areno-agents")
         self._thread.start()
         return self
@@ -70,20 +65,21 @@ class InlineAgents(RunnerWithThreads):
             future.cancel()
 
     async def _run_call(self, items: Sequence[AgentItem], context: AgentContext, first: int, done: OnDone) -> None:
-        ends_at = self.clock.now() + self._config.timeout_s
-        task = asyncio.ensure_future(answers_of(lambda: self._returned(context, items), items, self._path))
+        agent = self._agents[items[0].source]
+        ends_at = self.clock.now() + agent.timeout_s
+        task = asyncio.ensure_future(answers_of(lambda: self._returned(agent, context, items), items, agent.path))
         try:
             await wait_within(task, self.clock, ends_at)
-            limit = f"not finished within {self._config.timeout_s:g} s (agent.timeout_s)"
+            limit = f"not finished within {agent.timeout_s:g} s (agent.timeout_s)"
             answers: Any = task.result() if task.done() else ("timeout", None, limit)
         finally:
             task.cancel()
         for index in range(len(items)):
             done(first + index, AgentOutcome(*(answers[index] if isinstance(answers, list) else answers)))
 
-    async def _returned(self, context: AgentContext, items: Sequence[AgentItem]) -> Any:
+    async def _returned(self, agent: Agent, context: AgentContext, items: Sequence[AgentItem]) -> Any:
         batch = AgentBatch.of_items(items)
-        if is_async(self._function):
-            return await self._function(context, batch)
-        returned = await self._loop.run_in_executor(self._threads, self._function, context, batch)
+        if agent.is_async:
+            return await agent.function(context, batch)
+        returned = await self._loop.run_in_executor(self._threads, agent.function, context, batch)
         return await returned if inspect.isawaitable(returned) else returned

@@ -12,7 +12,7 @@ import math
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,13 @@ from areno import heartbeat
 from areno.agents.process import DEFAULT_FUNCTION, RESUME, SUSPEND
 from areno.agents.running import AgentOutcome, AgentRunner, ContextFor, OnDone
 from areno.agents.trajectories import AgentItem
-from areno.config.agent import COMMAND, AgentConfig
+from areno.config.agent import COMMAND, COMPLETION, AgentConfig
+from areno.config.sources import agent_key
 from areno.errors import EngineError
 from areno.files.user_code import is_import_path, resolve_spec
 from areno.user_processes.pool import Failure, WorkerPool, default_workers
 from areno.user_processes.worker import Worker
 
-_KEY = "agent.fn"
 _MAX_DEFAULT_WORKERS = 16  # each process imports the user's code and a client
 # The largest number of items that a process gets at once: at first, then after one and after two lost processes.
 _GROUPS = (math.inf, 8, 1)
@@ -43,35 +43,40 @@ class _Call:
     n_losses: int = 0  # processes that died or hung while they ran it
 
 
-def agent_spec(config: AgentConfig) -> str:
-    """Return agent.fn with an absolute path if it names a file. Raises ConfigError if there is no such file."""
-    name = str(config.fn)
-    is_name = name == COMMAND or config.is_environment or is_import_path(name)
-    return name if is_name else resolve_spec(name, DEFAULT_FUNCTION, _KEY)
+def loadable_agents(agents: Mapping[str, AgentConfig]) -> dict[str, tuple[str, str, AgentConfig]]:
+    """Return source -> (agent.fn, with an absolute path if it names a file, the setting that names it, the section).
+
+    Raises ConfigError if there is no such file.
+    """
+    found = {}
+    for source, agent in agents.items():
+        key, name = agent_key(source), str(agent.fn)
+        is_name = name in (COMMAND, COMPLETION) or agent.is_environment or is_import_path(name)
+        found[source] = name if is_name else resolve_spec(name, DEFAULT_FUNCTION, key), key, agent
+    return found
 
 
 class AgentPool(WorkerPool[AgentConfig], AgentRunner):
-    """A pool of processes that run the user's agent. Use it in a `with` block.
+    """A pool of processes that run the agents of all sources. Use it in a `with` block.
 
-    Each of `n_devices` device workers needs a CPU core, so the default number of processes is lower.
+    `agents` has the settings of each source, or of "" if there is one. Each of `n_devices` device workers needs a CPU
+    core, so the default number of processes is lower.
     """
 
     section, module = "agent", "areno.agents.process"
     ended_text, late_text = "its process ended ({})", "its process did not answer within {:g} s (agent.timeout_s)"
     import_text = "importing: {}"
 
-    def __init__(self, config: AgentConfig, n_devices: int = 0):
-        assert config.fn is not None
-        super().__init__(config, config.fn, config.workers or min(_MAX_DEFAULT_WORKERS, default_workers(n_devices)))
+    def __init__(self, agents: Mapping[str, AgentConfig], n_devices: int = 0):
+        config, names = next(iter(agents.values())), [agent.fn or "" for agent in agents.values()]
+        n_workers = config.workers or min(_MAX_DEFAULT_WORKERS, default_workers(n_devices))
+        super().__init__(config, " + ".join(dict.fromkeys(names)), n_workers)
+        self._agents, self._longest_s = agents, max(agent.timeout_s for agent in agents.values())
         self._running = _PendingCalls(self.n_workers)
         self._suspended_at: float | None = None
 
-    def _build_first_message(self) -> tuple[Any, ...]:
-        """Return (agent function, setting for errors, configuration section).
-
-        The agent function is the text "FILE:FUNCTION", "package.module.name", "SCHEME:NAME" or "command".
-        """
-        return agent_spec(self.config), _KEY, self.config
+    def _build_first_message(self) -> dict[str, tuple[str, str, AgentConfig]]:
+        return loadable_agents(self._agents)
 
     def submit(self, items: Sequence[AgentItem], context: ContextFor, on_done: OnDone) -> None:
         calls = [items] if self.config.whole_batch and items else [[item] for item in items]
@@ -94,7 +99,7 @@ class AgentPool(WorkerPool[AgentConfig], AgentRunner):
         """Send the queued items to the processes, also to processes that run other items."""
         while (found := self._running.pop_ready_group(self.workers)) is not None:
             worker, numbers = found
-            worker.send_calls(self._running.payloads(numbers), self.config.timeout_s)
+            worker.send_calls(self._running.payloads(numbers), self._longest_s)
 
     def suspend(self) -> None:
         self._suspended_at = time.monotonic()

@@ -1,9 +1,9 @@
 """The code of an agent process, which runs the user's agent for many items at once.
 
 The pool in the driver (areno/agents/pool.py) exchanges pickled messages with this process over one socket. The process
-first receives (agent function as "file:function", name of its setting, configuration section). Then it receives chunks,
-which are lists of (position, pickled (context, items)). Each element is a call of the agent function, for one item or,
-with agent.whole_batch, for all items of a batch. `position` is the number of the call in the driver.
+first receives, for each source, (agent as "file:function", name of its setting, configuration section). Then it
+receives chunks, which are lists of (position, pickled (context, items)). Each element is a call of the agent function,
+for one item or, with agent.whole_batch, for all items of a batch. `position` is the number of the call in the driver.
 
 The process sends ("ready", True) or ("failed", problems) once. Then it sends (position, answer) for each call as soon
 as the call is finished. The answer is a list with an element for each item, or a tuple that is for all of them. If the
@@ -31,8 +31,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -40,6 +41,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
+from areno.agents.completion import completion_agent
 from areno.agents.program import program_agent
 from areno.agents.trajectories import (
     AgentBatch,
@@ -52,7 +54,7 @@ from areno.agents.trajectories import (
     recorded_result,
 )
 from areno.agents.workflows import agent_function
-from areno.config.agent import COMMAND, AgentConfig
+from areno.config.agent import COMMAND, COMPLETION, AgentConfig
 from areno.engine.output_streams import RunningClock
 from areno.environments.packages import package_of
 from areno.errors import ConfigError, Problem
@@ -99,32 +101,33 @@ def _share_tls_contexts() -> None:
 def serve(connection: Connection) -> None:
     """Run agents until the driver closes the connection (EOFError). Raises ArenoError for a wrong agent function."""
     _share_tls_contexts()
-    spec, key, settings = connection.recv()
+    given = connection.recv()
     copies = ForkedChildren(connection, reports=False)
     with copies.guard_user_code():
-        function = load_agent_function(spec, key, settings)
-    runner = _Runner(connection, function, Path(split_spec(spec, DEFAULT_FUNCTION)[0]), settings.timeout_s, copies)
+        agents = {source: load_agent(*each) for source, each in given.items()}
+    runner = _Runner(connection, agents, copies)
     gc.freeze()  # without it, each garbage collection scans all imported modules and blocks the agents for 50 ms
     connection.send(("ready", True))
     runner.serve()
 
 
-def load_agent_function(spec: str, key: str, settings: AgentConfig) -> Callable[..., Any]:
+def load_agent(spec: str, key: str, settings: AgentConfig) -> Agent:
     """Load what `agent.fn` names. Raises ConfigError about the setting `key` if it cannot be called as an agent."""
-    if spec == COMMAND:
-        return program_agent(settings)
-    environment = package_of(spec, key)
-    if environment is not None:
-        return environment.agent()
-    file, name = split_spec(spec, DEFAULT_FUNCTION)
-    loaded = load_import_path(spec, key) if is_import_path(spec) else load_function(file, name, key)
-    function = agent_function(loaded, key, settings.whole_batch)
+    environment, (file, name) = package_of(spec, key), split_spec(spec, DEFAULT_FUNCTION)
+    own = {COMMAND: program_agent, COMPLETION: completion_agent}
+    if spec in own:
+        function = own[spec](settings)
+    elif environment is not None:
+        function = environment.agent()
+    else:
+        loaded = load_import_path(spec, key) if is_import_path(spec) else load_function(file, name, key)
+        function = agent_function(loaded, key, settings.whole_batch)
     try:
         with contextlib.suppress(ValueError):  # some callables have no signature to inspect
             inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise ConfigError(Problem(key, f"{name}(ctx, batch) cannot be called: {error}")) from error
-    return function
+    return Agent(function, Path(file), settings.timeout_s, is_async(function))
 
 
 async def answers_of(call: Callable[[], Awaitable[Any]], items: Sequence[AgentItem], path: Path) -> Answers:
@@ -162,15 +165,20 @@ async def wait_within(task: asyncio.Future[Any], clock: RunningClock, ends_at: f
         left_s = ends_at - clock.now()
 
 
-class _Runner:
-    """Runs the agent for chunks of calls, several at the same time, and sends their answers."""
+@dataclass(frozen=True)
+class Agent:
+    function: Callable[..., Any]
+    path: Path  # of the user's file
+    timeout_s: float
+    is_async: bool
 
-    def __init__(
-        self, connection: Connection, function: Callable[..., Any], path: Path, timeout_s: float, copies: ForkedChildren
-    ):
-        self._connection, self._function, self._path = connection, function, path
-        self._timeout_s, self._copies = timeout_s, copies
-        self._is_async = is_async(function)
+
+class _Runner:
+    """Runs the agents of all sources for chunks of calls, several at the same time, and sends their answers."""
+
+    def __init__(self, connection: Connection, agents: Mapping[str, Agent], copies: ForkedChildren):
+        self._connection, self._agents, self._copies = connection, agents, copies
+        self._longest_s = max(agent.timeout_s for agent in agents.values())
         self._loop = new_event_loop(copies.exit_if_child)
         # The item of each task, to find the one that blocks the loop.
         self._positions: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
@@ -280,28 +288,31 @@ class _Runner:
 
     async def _start_calls(self, chunk: list[tuple[int, bytes]]) -> None:
         """Start all calls of a chunk, with _START_ITERATIONS iterations of the event loop after each."""
-        ends_at = self._clock.now() + self._timeout_s
+        began_at = self._clock.now()
         for position, payload in chunk:
-            self._spawn(self._run_call(position, payload, ends_at))
+            self._spawn(self._run_call(position, payload, began_at))
             for _ in range(_START_ITERATIONS):
                 await asyncio.sleep(0)
 
-    async def _run_call(self, position: int, payload: bytes, ends_at: float) -> None:
-        """Run a call and send its answer, or a timeout at the time `ends_at` of `self._clock`."""
+    async def _run_call(self, position: int, payload: bytes, began_at: float) -> None:
+        """Run a call and send its answer, or a timeout. `began_at` is a time of `self._clock`."""
         _position.set(position)
         task: asyncio.Future[Any] | None = None
+        agent = next(iter(self._agents.values()))  # for an error of unpickling
         try:
-            task = asyncio.ensure_future(self._call_agent(payload))
-            await wait_within(task, self._clock, ends_at)
+            context, items = pickle.loads(payload)
+            agent = self._agents[items[0].source]
+            task = asyncio.ensure_future(self._call_agent(agent, context, items))
+            await wait_within(task, self._clock, began_at + agent.timeout_s)
             if task.done():
                 answer = task.result()
             else:
                 task.cancel()
-                self._stuck_threads = self._stuck_threads or not self._is_async
-                place = self._describe_waiting_line(task, position)
-                answer = "timeout", None, f"not finished within {self._timeout_s:g} s (agent.timeout_s){place}"
+                self._stuck_threads = self._stuck_threads or not agent.is_async
+                place = self._describe_waiting_line(task, position, agent.path)
+                answer = "timeout", None, f"not finished within {agent.timeout_s:g} s (agent.timeout_s){place}"
         except BaseException as error:
-            answer = answer_of_exception(error, self._path)
+            answer = answer_of_exception(error, agent.path)
         self._send_answer(position, answer)
         if task is not None and not task.done():  # it may have files to remove
             self._n_ending += 1
@@ -309,45 +320,41 @@ class _Runner:
             self._n_ending -= 1
         self._wake_if_idle()
 
-    async def _call_agent(self, payload: bytes) -> Answers:
+    async def _call_agent(self, agent: Agent, context: AgentContext, items: list[AgentItem]) -> Answers:
         """Call the agent, and return an answer (status, turns, message) for each item, or one for all."""
-        try:
-            context, items = pickle.loads(payload)
-        except Exception as error:
-            return answer_of_exception(error, self._path)
-        return await answers_of(lambda: self._returned(context, AgentBatch.of_items(items)), items, self._path)
+        return await answers_of(lambda: self._returned(agent, context, AgentBatch.of_items(items)), items, agent.path)
 
-    async def _returned(self, context: AgentContext, batch: AgentBatch) -> Any:
+    async def _returned(self, agent: Agent, context: AgentContext, batch: AgentBatch) -> Any:
         with self._copies.guard_user_code():
-            if self._is_async:
-                return await self._function(context, batch)
-            here, call = contextvars.copy_context(), partial(self._call_in_thread, context, batch)
+            if agent.is_async:
+                return await agent.function(context, batch)
+            here, call = contextvars.copy_context(), partial(self._call_in_thread, agent.function, context, batch)
             returned = await self._loop.run_in_executor(self._threads, lambda: here.run(call))
             return await returned if inspect.isawaitable(returned) else returned
 
-    def _call_in_thread(self, *given: Any) -> Any:
+    def _call_in_thread(self, function: Callable[..., Any], *given: Any) -> Any:
         """Call a function that is not async. During the call, `self._thread_of` has the id of its thread."""
         position = _position.get()
         assert position is not None
         self._thread_of[position] = threading.get_ident()
         try:
-            return self._function(*given)
+            return function(*given)
         finally:
             del self._thread_of[position]
 
-    def _describe_waiting_line(self, task: asyncio.Task[Any], position: int) -> str:
+    def _describe_waiting_line(self, task: asyncio.Task[Any], position: int, path: Path) -> str:
         """Return the line in the user's file at which an agent waits, such as "; it waits at agent.py:12", or ""."""
         lines = []
         at: Any = task.get_coro()
         while at is not None:  # from the coroutine of the task to the one that it waits for
             frame = getattr(at, "cr_frame", None) or getattr(at, "gi_frame", None)
-            lines += [frame.f_lineno] if frame is not None and frame.f_code.co_filename == str(self._path) else []
+            lines += [frame.f_lineno] if frame is not None and frame.f_code.co_filename == str(path) else []
             at = getattr(at, "cr_await", None) or getattr(at, "gi_yieldfrom", None)
         frame = sys._current_frames().get(self._thread_of.get(position, 0))
         if frame is not None:
             stack = traceback.extract_stack(frame)
-            lines = [line.lineno for line in stack if line.filename == str(self._path)]
-        return f"; it waits at {self._path.name}:{lines[-1]}" if lines else ""
+            lines = [line.lineno for line in stack if line.filename == str(path)]
+        return f"; it waits at {path.name}:{lines[-1]}" if lines else ""
 
     def _send_answer(self, position: int, answer: Answers) -> None:
         """Send the answer to a call, unless one was sent already."""
@@ -383,20 +390,20 @@ class _Runner:
             time.sleep(_TICK_S)
             ticked = self._ticked
             blocked_s = 0.0 if ticked is None else self._clock.now() - ticked
-            if blocked_s < _BLOCKED_S and blocked_s < self._timeout_s:
+            if blocked_s < _BLOCKED_S and blocked_s < self._longest_s:
                 continue
             frame = sys._current_frames().get(main_thread or 0)
             where = traceback.extract_stack(frame)[-1] if frame is not None else None
             place = "" if where is None else f" at {Path(where.filename).name}:{where.lineno}"
-            if not is_reported and self._is_async:
+            if not is_reported and any(agent.is_async for agent in self._agents.values()):
                 is_reported = True
                 print(_BLOCKS.format(place), flush=True)
             # Code that does not release the GIL also delays the thread that reads messages.
-            if blocked_s < self._timeout_s or self._clock.is_paused or self._connection.poll():
+            if blocked_s < self._longest_s or self._clock.is_paused or self._connection.poll():
                 continue
             task = asyncio.current_task(self._loop)
             position = None if task is None else self._positions.get(task)
             if position is not None:
-                text = f"it blocked the event loop for {self._timeout_s:g} s (agent.timeout_s){place}"
+                text = f"it blocked the event loop for {self._longest_s:g} s (agent.timeout_s){place}"
                 self._send_answer(position, ("timeout", None, text))
             self._send_answers_and_exit()

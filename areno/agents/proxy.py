@@ -130,8 +130,13 @@ class SessionProxy(SampleServer):
         self.base_url = f"{self.url}/v1"
         self._sessions: dict[tuple[int, int], SampleSession] = {}
 
-    def begin_agent(self, items: Sequence[AgentItem], settings: AgentConfig) -> AgentContext:
-        """Return the context of an agent. Unless the agent gets a whole batch, it has a new session."""
+    def begin_agent(
+        self, items: Sequence[AgentItem], settings: AgentConfig, params: SamplingParams | None = None
+    ) -> AgentContext:
+        """Return the context of an agent. Unless the agent gets a whole batch, it has a new session.
+
+        `params` are the sampling settings of requests that set none. None: those of the server.
+        """
         if settings.whole_batch:
             return AgentContext(self.base_url, self.api_key, self.session, settings.timeout_s)
         [item] = items
@@ -139,6 +144,7 @@ class SessionProxy(SampleServer):
         is_program, is_online = settings.fn == COMMAND, settings.mode == ONLINE
         session = self._sessions[item.key] = SampleSession(
             max_requests=settings.max_requests,
+            params=params,
             uses_run_sampling=is_program or is_online,
             returns_tokens=not (is_program or is_online),
             takes_rewards=is_online,

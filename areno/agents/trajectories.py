@@ -52,6 +52,7 @@ class AgentItem:
         prompt_index: The index of the prompt in its batch.
         sample_index: The index of the sample among the samples of the prompt.
         messages: The messages of the row, or None if the row has a text instead of messages.
+        source: The name of the row's source (train_dataset.sources). "" if there is only one.
     """
 
     prompt: str
@@ -60,6 +61,7 @@ class AgentItem:
     prompt_index: int = 0
     sample_index: int = 0
     messages: list[Message] | None = None
+    source: str = ""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -101,7 +103,7 @@ class AgentBatch:
             [item.record for item in items], [item.prompt for item in items], [item.tokens for item in items], n_samples
         )
         for item in batch._items:
-            item.messages = items[item.prompt_index].messages
+            item.messages, item.source = items[item.prompt_index].messages, items[item.prompt_index].source
         return batch
 
     @classmethod

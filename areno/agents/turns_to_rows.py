@@ -358,6 +358,7 @@ def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solut
         record=item.record,
         prompt_tokens=trajectory.rows[0].tokens[:n_prompt],
         turn_rewards=[turn.get("reward", 0.0) for turn in trajectory.turns if "reward" in trajectory.turns[0]],
+        source=item.source,
     )
 
 

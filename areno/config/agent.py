@@ -15,6 +15,8 @@ COMMAND = "command"
 """Value of agent.fn if the agent is the program of agent.command."""
 ONLINE = "online"
 """Value of agent.fn if external programs are the agents (agent.mode=online)."""
+COMPLETION = "completion"
+"""Value of agent.fn if each sample is a single completion, in a run that also has sources with agents."""
 ConversationKind = Literal["main", "subagent", "compaction", "auxiliary"]
 TurnCredit = Literal["outcome", "return", "turn_baseline", "gae"]
 _AGENT = Needs("fn", so="there is no agent", in_build=True)

@@ -209,17 +209,17 @@ class ValidSetConfig(DatasetConfig):
             yield MissingSetting("path", f"{MISSING_ROWS}; for a run without evaluation, use valid_dataset=null")
 
 
-def eval_set_name_problems(names: Collection[Any]) -> Iterator[str]:
-    """Yield the problems with names of evaluation sets, which become parts of metric and file names.
+def section_name_problems(names: Collection[Any]) -> Iterator[str]:
+    """Yield the problems with names of evaluation sets or sources, which become parts of metric and file names.
 
     Args:
-        names: Keys of the setting `sets`, of any type.
+        names: Keys of the setting `sets` or `sources`, of any type.
 
     Yields:
-        The text of each problem, to be put after the key `sets` in an error message.
+        The text of each problem, to be put after the key of the setting in an error message.
     """
     if not names:
-        yield "is empty; at least one set is expected"
+        yield "is empty; at least one is expected"
     for name in names:
         if not isinstance(name, str) or not name.isascii() or not name.replace("-", "_").isidentifier():
             yield f"has the name {name!r}; a letter and then letters, digits, '-' and '_' are expected"
@@ -245,7 +245,7 @@ class ValidDatasetConfig(ValidSetConfig):
     def check_set_names(self) -> Iterator[Problem]:
         """Report names of sets that cannot be parts of metric and file names."""
         if self.sets is not None:
-            yield from (Problem("sets", text) for text in eval_set_name_problems(self.sets))
+            yield from (Problem("sets", text) for text in section_name_problems(self.sets))
 
     def by_name(self) -> dict[str, ValidSetConfig]:
         """Return name -> settings of each evaluation set. A single set has the name ""."""

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from areno.config import models
-from areno.config.agent import AgentConfig, TurnCredit
+from areno.config.agent import COMPLETION, AgentConfig, TurnCredit
 from areno.config.environments import with_environment
 from areno.config.experiments import EVALUATION, ExperimentConfig, pass_at_k_values
-from areno.config.resuming import FROM_HERE, NEW_RUNS
+from areno.config.resuming import FROM_HERE, NEVER, NEW_RUNS
 from areno.config.reward import RewardConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig, TuneConfig
+from areno.config.sources import PromptDatasetConfig, source_key
 from areno.config.teacher import Divergence, TeacherConfig
+from areno.config.with_agents import WithAgents
 from areno.errors import ConfigError, Key, Problem
-from areno.schema.fields import Needs, UnusedSetting, check, require, setting, source_check
+from areno.schema.fields import MissingSetting, Needs, UnusedSetting, check, require, setting, source_check
 
 
 @dataclass(kw_only=True)
-class PolicyExperimentConfig(ExperimentConfig):
+class PolicyExperimentConfig(WithAgents, ExperimentConfig):
     """Settings of reinforcement learning: sample a group of completions per prompt, score it, update the policy."""
 
     actor: models.PolicyConfig = setting(help="The policy")
@@ -28,6 +30,9 @@ class PolicyExperimentConfig(ExperimentConfig):
     )
     teacher: TeacherConfig | None = setting(
         None, help="Teacher from which the policy learns besides its rewards (distillation). null: no teacher"
+    )
+    train_dataset: PromptDatasetConfig = setting(
+        factory=PromptDatasetConfig, help="Training data", required_in_build=True, on_resume=NEVER
     )
     gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling during training")
     eval_gconfig: GenerationConfig | None = setting(
@@ -91,13 +96,23 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Let an environment that train_dataset.path or agent.fn names give rows, agent and reward."""
+        """Let environments that train_dataset.path, a source or agent.fn name give rows, agent and reward.
+
+        A source with an agent makes the run one of agents, in which other sources have single completions.
+        """
         return with_environment(values, cls.needs_rewards)
 
     @source_check
     def check_has_reward(self) -> Iterator[Problem]:
-        """Report a run without reward function, reward model or agent."""
-        return self.reward.missing_reward_problems(self.agent.fn is not None) if self.needs_rewards else iter(())
+        """Report a run or a source without reward function, reward model or agent."""
+        sources = self.train_dataset.sources
+        if not self.needs_rewards or (sources and (self.reward.fn is not None or self.reward.has_model)):
+            return
+        if not sources:
+            yield from self.reward.missing_reward_problems(self.agent.fn is not None)
+        for name, source in (sources or {}).items():
+            if not source.reward and self.agent_of(name).fn in (None, COMPLETION):
+                yield MissingSetting(f"{source_key(name)}.reward", "missing, since reward.fn is null; set one of both")
 
     def eval_metrics(self) -> tuple[str, ...]:
         """Return the names of the metrics that an evaluation measures. The first is the default of evaluator.metric."""
@@ -198,9 +213,10 @@ class PolicyExperimentConfig(ExperimentConfig):
 
     @require("gconfig.n_samples", "is {self.gconfig.n_samples}; a group advantage needs at least 2 samples per prompt")
     def groups_have_several_samples(self) -> bool:
-        return self.gconfig.n_samples >= 2 or not self._group_norm_keys()
+        return self.gconfig.n_samples >= 2 or not self.group_norm_keys()
 
-    def _group_norm_keys(self) -> list[str]:
+    def group_norm_keys(self) -> list[str]:
+        """Return the settings that normalise over the samples of a prompt."""
         norms = {"adv_norm": self.actor.adv_norm, "reward_norm": self.actor.reward_norm}
         return [name for name, norm in norms.items() if norm and "group" in (norm.mean_level, norm.std_level)]
 
@@ -251,7 +267,7 @@ class PolicyExperimentConfig(ExperimentConfig):
             return
         text = "is true, so the {} samples of a prompt ({}) would be equal, and only agents ({}) make them differ; "
         text += "set it to false ({} has a setting of its own), or {}=1"
-        if norms := self._group_norm_keys():
+        if norms := self.group_norm_keys():
             text += " with " + " and ".join(f"actor.{name}=null" for name in norms)
         keys = [Key(name) for name in ("gconfig.n_samples", "agent.fn", "eval_gconfig", "gconfig.n_samples")]
         yield Problem("gconfig.greedy", text, self.gconfig.n_samples, *keys)
@@ -341,14 +357,6 @@ class PolicyExperimentConfig(ExperimentConfig):
     )
     def kv_cache_stays_for_agents(self) -> bool:
         return not self.rollout.drop_rollout_state or self.rollout.max_head_offpolicyness == 0 or self.agent.fn is None
-
-    @require(
-        "agent.whole_batch",
-        "is true, but with rollout.max_head_offpolicyness above 0 agents start and end one by one, in no batch; set it "
-        "to false",
-    )
-    def whole_batches_are_awaited(self) -> bool:
-        return not self.agent.whole_batch or self.rollout.max_head_offpolicyness == 0
 
     @property
     def rows_per_step(self) -> int:

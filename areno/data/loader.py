@@ -8,6 +8,7 @@ rows. `given_prompt_loader` makes the loader for `Trainer.load_prompt_batches`.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -72,6 +73,7 @@ class BatchLoader(Generic[Item]):
     seed: int = 0
     key: str = "train_dataset"
     n_processes: int = 0
+    source: str = ""  # the name of the rows among several sources
 
     def __post_init__(self) -> None:
         # For messages: the name of the rows, and the setting that they come from.
@@ -81,6 +83,7 @@ class BatchLoader(Generic[Item]):
         self.epoch = 0
         self.total_skipped_long = self.total_skipped_ties = 0
         self._next = 0  # the position in this epoch's order after the last returned batch
+        self._order: tuple[int, np.ndarray] | None = None  # of an epoch
         self._cache: dict[int, Item] = {}
         self._cached_tokens = 0
         self._too_long: dict[int, int] = {}  # index of a row -> number of its tokens
@@ -96,6 +99,15 @@ class BatchLoader(Generic[Item]):
     @property
     def batch_size(self) -> int:
         return self.config.batch_size or _ROWS
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.rows)
+
+    @property
+    def parts(self) -> dict[str, BatchLoader[Item]]:
+        """The loaders of all sources by name: this one alone."""
+        return {"": self}
 
     def batches(self) -> Iterator[Batch[Item]]:
         """Iterate over the remaining batches of the current epoch. At the end, `epoch` increases by one.
@@ -126,6 +138,25 @@ class BatchLoader(Generic[Item]):
         self._count_skipped(long, ties)
         self.epoch += 1
         self._next = 0
+
+    def draw(self, n: int) -> tuple[list[Item], int, int]:
+        """Return the next `n` rows that are not skipped, and the numbers of long rows and of ties on the way.
+
+        After the last row of an epoch comes the first of the next one.
+        """
+        items, n_long, n_ties = list[Item](), 0, 0
+        while len(items) < n:
+            order, start = self._row_order(self.epoch), self._next
+            found, long, ties, self._next = self._fill_batch(order, start, n - len(items))
+            items, n_long, n_ties = items + found, n_long + long, n_ties + ties
+            if not start and not found:
+                raise self._no_batch_error(0)
+            if self._next == len(order):
+                self.epoch, self._next = self.epoch + 1, 0
+        self._count_skipped(n_long, n_ties)
+        self._n_epochs = self.epoch + 2
+        self._encode_next_batches(self._row_order(self.epoch), self._next)
+        return items, n_long, n_ties
 
     def _count_skipped(self, long: int, ties: int) -> None:
         self.total_skipped_long += long
@@ -163,12 +194,12 @@ class BatchLoader(Generic[Item]):
         usable, size = len(self.rows) - len(self._too_long) - len(self._ties), self.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
-    def _fill_batch(self, order: np.ndarray, start: int) -> tuple[list[Item], int, int, int]:
-        """Fill a batch from `order[start:]`. Returns (items, number of long rows, number of ties, end index)."""
+    def _fill_batch(self, order: np.ndarray, start: int, n: int | None = None) -> tuple[list[Item], int, int, int]:
+        """Read `n` items (None: a batch) from `order[start:]`. Returns (items, number of long rows, of ties, end)."""
         items: list[Item] = []
-        position = start
-        while position < len(order) and len(items) < self.batch_size:
-            due = order[position : position + self.batch_size - len(items)].tolist()
+        position, size = start, self.batch_size if n is None else n
+        while position < len(order) and len(items) < size:
+            due = order[position : position + size - len(items)].tolist()
             for item in self._iter_encoded(due):
                 heartbeat.beat()
                 position += 1
@@ -186,9 +217,9 @@ class BatchLoader(Generic[Item]):
             due = range(start, min(start + CHUNK, len(self.rows)))
             yield from (item for item in self._iter_encoded(due) if item is not None)
 
-    def items_at(self, indices: Sequence[int]) -> list[Item]:
-        """Return encoded rows by index, without those that are skipped. The position does not change."""
-        return [item for item in self._iter_encoded(indices) if item is not None]
+    def items_at(self, places: Sequence[tuple[str, int]]) -> list[Item]:
+        """Return encoded rows by (source, index), without those that are skipped. The position does not change."""
+        return [item for item in self._iter_encoded([index for _, index in places]) if item is not None]
 
     def _iter_encoded(self, indices: Sequence[int]) -> Iterator[Item | None]:
         """Yield the encoded row of each index, or None if the row is skipped."""
@@ -210,7 +241,11 @@ class BatchLoader(Generic[Item]):
     def _row_order(self, epoch: int) -> np.ndarray:
         if not self.config.shuffle:
             return np.arange(len(self.rows))
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
+        if self._order is None or self._order[0] != epoch:
+            of_source = [zlib.crc32(self.source.encode())] if self.source else []
+            order = np.random.default_rng([self.seed, *of_source, epoch]).permutation(len(self.rows))
+            self._order = epoch, order
+        return self._order[1]
 
     def _item_or_none(self, index: int, found: Mapping[int, Item | Exception]) -> Item | None:
         """Return the item of a row, None if the row is skipped. `found` has the rows that are not cached."""
@@ -286,6 +321,7 @@ def row_loader(
     seed: int = 0,
     key: str = "train_dataset",
     n_processes: int = 0,
+    source: str = "",
 ) -> BatchLoader[Any]:
     """Make the batch loader of a training loop.
 
@@ -299,7 +335,18 @@ def row_loader(
     if context is not None and context.n - room < limit.n:
         limit = context._replace(n=context.n - room)
     n_processes = 0 if kind == "prompt" else n_processes
-    return BatchLoader(rows, encode, config, limit, seed=seed, key=key, n_processes=n_processes)
+    encode = partial(_encode_of_source, source, encode) if source else encode
+    return BatchLoader(rows, encode, config, limit, seed=seed, key=key, n_processes=n_processes, source=source)
+
+
+def _encode_of_source(
+    source: str, encode: Encode[PromptItem], rows: Sequence[Any], indices: Sequence[int]
+) -> Sequence[PromptItem | Exception]:
+    items = encode(rows, indices)
+    for item in items:
+        if isinstance(item, PromptItem):
+            item.source = source
+    return items
 
 
 def row_encoder(

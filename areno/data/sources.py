@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig, eval_set_name_problems
+from areno.config.datasets import DatasetConfig, ValidDatasetConfig, ValidSetConfig, section_name_problems
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.arrow_rows import without_nulls
@@ -100,7 +100,7 @@ def valid_sets(config: ExperimentConfig, given: Any) -> list[ValidSet]:
         return [ValidSet(name, of, None) for name, of in (section.by_name() if section else {}).items()]
     if not isinstance(given, Mapping):
         given = {"": given}
-    elif problems := [Problem("valid_dataset", text) for text in eval_set_name_problems(given)]:
+    elif problems := [Problem("valid_dataset", text) for text in section_name_problems(given)]:
         raise ConfigError(problems)
     at_once = None if isinstance(config, PolicyExperimentConfig) else train.batch_size
     default = section or ValidSetConfig(batch_size=at_once, max_length=train.max_length)

@@ -10,6 +10,7 @@ from typing import Any
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.loader import BatchLoader
+from areno.data.mixed_loader import MixedLoader
 from areno.engine.engine import Engine
 from areno.plan.plan import TrainerPlan
 from areno.specs.role import LoraSpec, RoleSpec
@@ -21,7 +22,7 @@ _LOOKED_AT = 1000  # rows
 
 
 def startup_facts(
-    config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec], loader: BatchLoader[Any]
+    config: ExperimentConfig, plan: TrainerPlan, roles: Mapping[str, RoleSpec], loader: BatchLoader[Any] | MixedLoader
 ) -> dict[str, str]:
     """Describe a run in one line each: its "model", training "rows", and "layout" over devices."""
     spec, n_devices = plan.spec, len(plan.spec.devices)
@@ -40,7 +41,7 @@ def startup_facts(
         layout += f", {spec.layout.cp_size} copies to a row"
     return {
         "model": " + ".join([config.actor.path + lora, *others]),
-        "rows": f"{len(loader.rows):,} of {loader.name}, {step}",
+        "rows": " + ".join(f"{part.n_rows:,} of {part.name}" for part in loader.parts.values()) + f", {step}",
         "layout": f"{layout}, {spec.dtype}",
     }
 
@@ -103,11 +104,14 @@ def log_memory_after(engine: Engine) -> Iterator[None]:
         _log_memory(engine)
 
 
-def describe_missing_answers(loader: BatchLoader[Any]) -> str:
+def describe_missing_answers(loader: BatchLoader[Any] | MixedLoader) -> str:
     """Return "" if any of the first 1000 training rows has solutions, else a text such as "no row of a.jsonl"."""
-    count = min(len(loader.rows), _LOOKED_AT)
-    if any(loader.rows[index].get("solutions") is not None for index in range(count)):
-        return ""
-    return (
-        f"no row of {loader.name}" if count == len(loader.rows) else f"none of the first {count} rows of {loader.name}"
-    )
+    without = []
+    for part in loader.parts.values():
+        count = min(part.n_rows, _LOOKED_AT)
+        if any(part.rows[index].get("solutions") is not None for index in range(count)):
+            return ""
+        without.append(
+            f"no row of {part.name}" if count == part.n_rows else f"none of the first {count} of {part.name}"
+        )
+    return " and ".join(without)

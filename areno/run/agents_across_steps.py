@@ -12,11 +12,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from areno.agents.proxy import SessionProxy
-from areno.agents.running import AgentOutcome, AgentRunner
+from areno.agents.running import AgentOutcome, AgentRunner, ContextFor
 from areno.agents.trajectories import AgentItem
 from areno.api.session import ProxySettings, RolloutSession
 from areno.api.trainer import Trainer
@@ -104,11 +103,14 @@ class LiveAgents:
         return self._servers[batch]
 
     def start_agents(
-        self, server: SessionProxy, items: Sequence[AgentItem], read: Callable[[int, AgentOutcome], Any]
+        self,
+        server: SessionProxy,
+        items: Sequence[AgentItem],
+        context: ContextFor,
+        read: Callable[[int, AgentOutcome], Any],
     ) -> None:
         """Start agents. At the end of each, the result of `read(index of its item, outcome)` goes to `finished`."""
         server.prefetch(items)
-        context = partial(server.begin_agent, settings=self._config.agent)
         self._pool.submit(items, context, lambda index, outcome: self.finished.append(read(index, outcome)))
 
     def stop_other_servers(self, batches: Collection[int]) -> None:

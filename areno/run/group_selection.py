@@ -8,7 +8,8 @@ The classes do not sample: their callers report finished samples.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,17 +83,24 @@ class FirstCompleteGroups:
     """Decides during the rollout which groups a step trains on.
 
     The step trains on all groups in `due`: those at their deadline, and postponed ones to fill the batch. Then it takes
-    the groups that are whole first, up to its batch size `size`. `taken` lists the whole groups of the step. `known`
-    lists (group, sample) for samples of earlier steps on which this step is sure to train.
+    the groups that are whole first, up to its batch size `size`. If `size` maps sources to numbers of groups, each
+    source fills its own places, so that a fast one cannot take those of a slow one. `taken` lists the whole groups of
+    the step. `known` lists (group, sample) for samples of earlier steps on which this step is sure to train.
     """
 
-    def __init__(self, groups: Sequence[Group], due: Sequence[Group], size: int):
-        assert len(due) <= size
-        self.groups, self.size, self.taken = groups, size, list[Group]()
+    def __init__(self, groups: Sequence[Group], due: Sequence[Group], size: int | Mapping[str, int]):
+        self._by_source = not isinstance(size, int)
+        sizes = {"": size} if isinstance(size, int) else size
+        self.groups, self.size, self.taken = groups, sum(sizes.values()), list[Group]()
         self._due = set(due)
         self._open = [group for group in groups if group not in self._due]
-        self._n_open = size - len(due)
+        n_due = Counter(map(self._places_of, due))
+        self._n_open = {name: n - n_due[name] for name, n in sizes.items()}
+        assert min(self._n_open.values()) >= 0
         self.known = [sample for group in groups for sample in self._certain_samples(group, group.outputs)]
+
+    def _places_of(self, group: Group) -> str:
+        return group.item.source if self._by_source else ""
 
     @property
     def groups_no_longer_in_flight(self) -> Sequence[Group]:
@@ -103,11 +111,11 @@ class FirstCompleteGroups:
         """Return the samples on which the step is now sure to train, and was not before this call."""
         if group in self._due:
             found = finished
-        elif group.n_missing_samples or not self._n_open:
+        elif group.n_missing_samples or not self._n_open.get(self._places_of(group)):
             return []
         else:
             found = group.outputs
-            self._n_open -= 1
+            self._n_open[self._places_of(group)] -= 1
             self._open.remove(group)
         if not group.n_missing_samples:
             self.taken.append(group)
@@ -127,8 +135,11 @@ class FirstCompleteGroups:
     @property
     def min_missing_samples(self) -> int:
         """The least number of further samples that make all groups of the step whole."""
-        due = sum(group.n_missing_samples for group in self._due)
-        return due + sum(sorted(group.n_missing_samples for group in self._open)[: self._n_open])
+        n_missing = sum(group.n_missing_samples for group in self._due)
+        for name, n_open in self._n_open.items():
+            of_name = sorted(group.n_missing_samples for group in self._open if self._places_of(group) == name)
+            n_missing += sum(of_name[:n_open])
+        return n_missing
 
 
 class Admission:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import base64
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,24 +31,28 @@ class GroupsInFlight:
 
     `limit` is the largest number of steps between the first token of a group and the training on it, which is the
     largest staleness. With 0, a group is trained in the step that starts it, or its tokens are discarded.
-    `sampled_with` are the sampling settings. Samples cannot continue after a change of them. `keeps_samples` is False
-    with agents: their processes end with the run, so a resumed run samples their prompts anew.
+    `n_samples` may be a function of a prompt's source. `sampled_with` are the sampling settings. Samples
+    cannot continue after a change of them. `keeps_samples` is False with agents: their processes end with the run, so a
+    resumed run samples their prompts anew.
     """
 
     def __init__(
         self,
-        items_at: Callable[[Sequence[int]], Sequence[PromptItem]],
-        n_samples: int,
+        items_at: Callable[[Sequence[tuple[str, int]]], Sequence[PromptItem]],
+        n_samples: int | Callable[[str], int],
         limit: int,
         sampled_with: Mapping[str, Any] | None = None,
         keeps_samples: bool = True,
     ):
         self._keeps_samples = keeps_samples
         self._items_at, self._n_samples, self._limit = items_at, n_samples, limit
-        self._sampled_with = {"limit": limit, "n_samples": n_samples, **(sampled_with or {})}
+        self._sampled_with = {"limit": limit, "n_samples": self._n_samples_of(""), **(sampled_with or {})}
         self.groups: list[Group] = []
         self._lengths: dict[int, list[int]] = {}  # step -> lengths of the trained samples that it began
         self._newest = (0, -1)  # (batch, index) of the newest admitted prompt; all earlier ones were admitted
+
+    def _n_samples_of(self, source: str) -> int:
+        return self._n_samples(source) if callable(self._n_samples) else self._n_samples
 
     def begin_rollout(
         self,
@@ -80,14 +84,23 @@ class GroupsInFlight:
         if limit:
             # Prompts of later batches are left from before a decrease of the limit.
             groups = [group for group in groups if group.begun_at is not None or group.batch <= number + limit]
-            by_age = sorted(groups, key=lambda group: step if group.begun_at is None else group.begun_at)
-            sizes = [size, *map(len, upcoming(limit))]
-            # More than `size` are due only if a run with dynamic sampling has left them, and train in additional steps.
-            due = by_age[: min(size, n_groups_due([group.begun_at for group in by_age], step, limit, sizes))]
-            return FirstCompleteGroups(groups, due, size)
+            now = Counter(item.source for item in batch or [group.item for group in self.groups])
+            later = [Counter(item.source for item in items) for items in upcoming(limit)]
+            due = [group for source in now for group in self._groups_due(groups, step, source, [now, *later])]
+            return FirstCompleteGroups(groups, due, now)
         # At the end of a run, too few prompts are left for a step without the postponed ones.
         due = postponed[: max(0, size - len(groups))]
         return FirstCompleteGroups([*due, *groups[: size + n_ahead]], due, size)
+
+    def _groups_due(
+        self, groups: Sequence[Group], step: int, source: str, sizes: Sequence[Mapping[str, int]]
+    ) -> list[Group]:
+        """Return the groups of a source that a step must train. `sizes` are those of this step and the next ones."""
+        mine = [group for group in groups if group.item.source == source]
+        by_age = sorted(mine, key=lambda group: step if group.begun_at is None else group.begun_at)
+        n = n_groups_due([group.begun_at for group in by_age], step, self._limit, [each[source] for each in sizes])
+        # More than these places are due only if a run with dynamic sampling has left them, for additional steps.
+        return by_age[: min(sizes[0][source], n)]
 
     def admit(self, batch: int, items: Sequence[PromptItem], most: int | None = None) -> int:
         """Add the prompts of a batch that are not added yet, at most `most`. Return their number."""
@@ -95,7 +108,7 @@ class GroupsInFlight:
         new = new if most is None else new[: max(0, most)]
         if not new:
             return 0
-        self.groups += [Group(batch, index, items[index], self._n_samples) for index in new]
+        self.groups += [Group(batch, index, items[index], self._n_samples_of(items[index].source)) for index in new]
         self._newest = (batch, new[-1])
         return len(new)
 
@@ -175,9 +188,9 @@ class GroupsInFlight:
         """Restore the groups. If the sampling settings have changed, discard the tokens of the groups."""
         batch, index = state["newest"]
         self._newest = batch, index
-        items = self._items_at([group["row"] for group in state["groups"]])
+        items = self._items_at([(group.get("source", ""), group["row"]) for group in state["groups"]])
         self.groups = [
-            Group(group["batch"], group["place"], item, self._n_samples)
+            Group(group["batch"], group["place"], item, self._n_samples_of(item.source))
             for group, item in zip(state["groups"], items, strict=True)
         ]
         if state["sampled_with"] != self._sampled_with:
@@ -199,6 +212,7 @@ def _group_to_json(group: Group, with_samples: bool) -> dict[str, Any]:
         "batch": group.batch,
         "place": group.prompt_index,
         "row": group.item.index,
+        "source": group.item.source,
         "begun_at": group.begun_at if with_samples else None,
         "is_postponed": group.is_postponed,
         "finished": [_sample_to_json(output) for output in group.finished.values()] if with_samples else [],

@@ -20,6 +20,7 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.run import FrequencyConfig
 from areno.data.loader import BatchLoader
+from areno.data.mixed_loader import MixedLoader
 from areno.run.groups_in_flight import GroupsInFlight
 from areno.tracking.accuracy import has_reward_above_one
 from areno.tracking.console import log_epoch
@@ -69,19 +70,26 @@ class RunProgress:
     `history` has one value per step or per evaluation, oldest first.
     """
 
-    def __init__(self, config: ExperimentConfig, loader: BatchLoader[Any]):
+    def __init__(self, config: ExperimentConfig, loader: BatchLoader[Any] | MixedLoader):
         self.config, self.loader = config, loader
         self.step = 0
         self.epoch_ended = False
         self.history: dict[str, list[float]] = {}
         limit, sampled_with, has_agents, self._replaces = 0, None, False, False
+        n_samples: int | Callable[[str], int] = 1
         self.counts_right = True
         if isinstance(config, PolicyExperimentConfig):
             self._replaces, self.counts_right = config.replaces_in_flight, not config.reward.has_model
             limit, sampled_with = config.rollout.max_head_offpolicyness, dataclasses.asdict(config.gconfig)
+            n_samples = config.n_samples_of
+            if config.train_dataset.sources:
+                sampled_with["sources"] = {
+                    name: [config.n_samples_of(name), config.gconfig_of(name).max_new_tokens]
+                    for name in config.train_dataset.sources
+                }
             if has_agents := config.agent.fn is not None:
                 sampled_with["agent.fn"] = config.agent.fn
-        self.in_flight = GroupsInFlight(loader.items_at, self._rows_per_item, limit, sampled_with, not has_agents)
+        self.in_flight = GroupsInFlight(loader.items_at, n_samples, limit, sampled_with, not has_agents)
         self._epoch: int | None = None  # None before the first batch
         self._rows_taken = 0
         self.batches_taken = 0
@@ -134,6 +142,12 @@ class RunProgress:
     def _rows_per_item(self) -> int:
         return self.config.gconfig.n_samples if isinstance(self.config, PolicyExperimentConfig) else 1
 
+    def _n_rows_of(self, batch: Batch[Any]) -> int:
+        config = self.config
+        if isinstance(config, PolicyExperimentConfig) and config.train_dataset.sources:
+            return sum(config.n_samples_of(item.source) for item in batch.items)
+        return len(batch) * self._rows_per_item
+
     @property
     def last_reward(self) -> float | None:
         return self.history["reward_mean"][-1] if "reward_mean" in self.history else None
@@ -169,7 +183,7 @@ class RunProgress:
             return None
         batch, self._position = self._upcoming.popleft()
         self.batches_taken += 1
-        self._rows_taken += len(batch) * self._rows_per_item
+        self._rows_taken += self._n_rows_of(batch)
         if self._epoch != batch.epoch:
             self.log_epoch_end()
             self._epoch = batch.epoch

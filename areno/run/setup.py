@@ -18,11 +18,14 @@ from areno.agents.pool import AgentPool
 from areno.agents.program import check_program
 from areno.agents.running import AgentRunner
 from areno.api.trainer import Trainer
+from areno.config.agent import COMMAND
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.policy_experiments import CriticExperimentConfig, DistillExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
+from areno.config.sources import PromptDatasetConfig, agent_key, source_key
 from areno.data.loader import BatchLoader, TokenLimit, row_encoder, row_loader
+from areno.data.mixed_loader import MixedLoader
 from areno.data.row_schema import RowKind
 from areno.data.solution_steps import StepEncoder, check_separator, separator_problem
 from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
@@ -172,7 +175,7 @@ class Setup(Generic[Config]):
             self.steps = _step_reader(config, self.roles, plan)
             plan = self._open_valid_sets(plan, valid_dataset)
             if loop.trains:
-                self.loader = self._open_loader(plan, config.train_dataset, train_dataset, "train_dataset")
+                self.loader = self._open_train_loader(plan, train_dataset)
                 stack.callback(self.loader.close)
             else:
                 self.loader = next(iter(self.valid_loaders.values()))
@@ -193,6 +196,12 @@ class Setup(Generic[Config]):
             stack.callback(self.run.during_steps.close)
             self._resources = stack.pop_all()
 
+    def _source_of(self, valid_set: str) -> str:
+        """Return the source of training prompts whose agent, reward and limits a validation set has. "": none."""
+        section = self.config.train_dataset
+        sources = section.sources if isinstance(section, PromptDatasetConfig) else None
+        return valid_set if sources and valid_set in sources else ""
+
     @cached_property
     def live_agents(self) -> LiveAgents | None:
         """The agents that live across steps. None without agents, and in an evaluation."""
@@ -205,7 +214,7 @@ class Setup(Generic[Config]):
         """Open the validation sets. Return the plan, with the number of samples that evaluations decode at once."""
         config = self.config
         self.valid_loaders = {
-            valid.name: self._open_loader(plan, valid.config, valid.rows, valid.key)
+            valid.name: self._open_loader(plan, valid.config, valid.rows, valid.key, self._source_of(valid.name))
             for valid in valid_sets(config, given)
         }
         self.evaluated_at_once: int | None = None
@@ -220,24 +229,48 @@ class Setup(Generic[Config]):
 
     def _check_sources(self, train: Any, valid: Any) -> None:
         """Raise an error if data files or environments do not exist, unless rows from a script replace them."""
-        config = self.config
+        config, section = self.config, self.config.train_dataset
         checks: list[Callable[[], Any]] = []
         named: list[tuple[str, str | None]] = []
+        sources = (section.sources if isinstance(section, PromptDatasetConfig) else None) or {}
         if train is None and self._loop.trains:
-            checks.append(partial(check_source, config.train_dataset, "train_dataset"))
-            named.append(("train_dataset.path", config.train_dataset.path))
+            of_key = {source_key(name): source for name, source in sources.items()} or {"train_dataset": section}
+            for key, each in of_key.items():
+                checks.append(partial(check_source, each, key))
+                named.append((f"{key}.path", each.path))
         if valid is None:
             checks.append(partial(check_valid_sources, config.valid_dataset))
             named += [(f"{of.key}.path", of.config.path) for of in valid_sets(config, None)]
         if isinstance(config, PolicyExperimentConfig):
             named += [("agent.fn", config.agent.fn), *(("reward.fn", name) for name in config.reward.function_names)]
+            for name, source in sources.items():
+                named += [(agent_key(name), source.agent)]
+                named += [(f"{source_key(name)}.reward", spec) for spec in source.reward_names]
         all_of(*checks, partial(check_packages, named))
 
-    def _open_loader(self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str) -> BatchLoader[Any]:
-        config, thinking = self.config, None
+    def _open_train_loader(self, plan: TrainerPlan, given: Any) -> BatchLoader[Any] | MixedLoader:
+        section = self.config.train_dataset
+        if not isinstance(section, PromptDatasetConfig) or section.sources is None:
+            return self._open_loader(plan, section, given, "train_dataset")
+        if given is not None and (not isinstance(given, Mapping) or given.keys() != section.sources.keys()):
+            text = "has the sources {}; give the trainer a mapping of these names to rows"
+            raise ConfigError(Problem("train_dataset.sources", text, ", ".join(section.sources)))
+        opened = all_of(
+            *(
+                partial(self._open_loader, plan, source, (given or {}).get(name), source_key(name), name)
+                for name, source in section.sources.items()
+            )
+        )
+        weights = {name: source.weight for name, source in section.sources.items()}
+        return MixedLoader(dict(zip(section.sources, opened, strict=True)), weights, section.batch_size)
+
+    def _open_loader(
+        self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str, source: str = ""
+    ) -> BatchLoader[Any]:
+        config, thinking, trains = self.config, None, key.startswith("train_dataset")
         context = TokenLimit(plan.spec.context_len, "the model's context")
         rows, section = open_rows(section, given, self._loop.kind, key)
-        teacher = teacher_row_renderer(config, plan.spec.context_len) if key == "train_dataset" else None
+        teacher = teacher_row_renderer(config, plan.spec.context_len) if trains else None
         if teacher is not None:
             teacher.check_all(rows)
         separator = plan.spec.actor.step_separator or ""
@@ -245,7 +278,7 @@ class Setup(Generic[Config]):
             check_separator(plan.tokenizer, separator, rows, key)
         if isinstance(config, PolicyExperimentConfig):
             thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
-            if key != "train_dataset" and config.eval_gconfig is not None:
+            if not trains and config.eval_gconfig is not None:
                 name, gconfig = "eval_gconfig", config.eval_gconfig
             if gconfig.max_tokens:
                 context = TokenLimit(gconfig.max_tokens, f"{name}.max_tokens")
@@ -254,8 +287,9 @@ class Setup(Generic[Config]):
                 check_fields(config.reward.judge, rows[0])
         kind, turns = self._loop.kind, section.changed_turns
         encode = row_encoder(kind, plan.tokenizer, turns, thinking=thinking, separator=separator, teacher=teacher)
-        n_processes = _n_encoder_processes(plan.spec) if key == "train_dataset" else 0
-        return row_loader(kind, rows, encode, section, context, seed=config.seed, key=key, n_processes=n_processes)
+        n_processes = _n_encoder_processes(plan.spec) if trains else 0
+        how: dict[str, Any] = {"seed": config.seed, "key": key, "n_processes": n_processes, "source": source}
+        return row_loader(kind, rows, encode, section, context, **how)
 
     def _open_run(self, plan: TrainerPlan, run_dir: str | Path | None, models: SavedModels) -> Run:
         """Open the run, and warn of settings that do not fit its length or devices."""
@@ -310,7 +344,8 @@ class Setup(Generic[Config]):
         if plan.spec.actor.lora is not None and plan.spec.actor.lora.init_from:
             models["actor.init_lora_from"] = plan.spec.actor.lora.init_from
         found = {key: folder_fingerprint(path) for key, path in models.items()}
-        return found | {"train_dataset": rows_fingerprint(self.loader.rows)}
+        keys = {name: source_key(name) if name else "train_dataset" for name in self.loader.parts}
+        return found | {keys[name]: rows_fingerprint(part.rows) for name, part in self.loader.parts.items()}
 
     def _load_models(self, stack: ExitStack, plan: TrainerPlan, roles: Mapping[str, RoleSpec]) -> Trainer:
         """Load the models. If a Ray node is lost meanwhile, load them again, up to recover.retries times."""
@@ -367,12 +402,14 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
     """Start the reward processes. None if the run has no rewards, or if only models or the agents give rewards."""
     if not isinstance(config, PolicyExperimentConfig):
         return None
-    given = reward_fn is not None or config.reward.fn is not None
+    by_source = any(source.reward for source in (config.train_dataset.sources or {}).values())
+    given = reward_fn is not None or config.reward.fn is not None or by_source
     if not given and (config.reward.has_model or config.agent.fn is not None or not config.needs_rewards):
         if idle := unused_setting_problems(config.reward, in_build=True):
             raise ConfigError([problem.under("reward") for problem in idle])
         return None
-    return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=_n_devices(config)))
+    sources = {name: source.reward for name, source in (config.train_dataset.sources or {}).items()}
+    return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=_n_devices(config), sources=sources))
 
 
 def _n_devices(config: ExperimentConfig) -> int:
@@ -422,14 +459,16 @@ def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: 
 def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentRunner | None:
     if not isinstance(config, PolicyExperimentConfig) or config.agent.fn is None:
         return None
-    check_program(config.agent)
+    agents = {name: config.agent_of(name) for name in ("", *(config.train_dataset.sources or {}))}
+    if any(agent.fn == COMMAND for agent in agents.values()):
+        check_program(config.agent)
     if config.agent.mode == "online":
         from areno.agents.online import OnlineAgents  # a server, which other runs need not import
 
         return stack.enter_context(OnlineAgents(config.agent))
     if config.agent.mode == "inline":
-        return stack.enter_context(InlineAgents(config.agent))
-    return stack.enter_context(AgentPool(config.agent, _n_devices(config)))
+        return stack.enter_context(InlineAgents(agents))
+    return stack.enter_context(AgentPool(agents, _n_devices(config)))
 
 
 def _n_encoder_processes(spec: EngineSpec) -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areno.config.reward import RewardConfig
+from areno.config.sources import source_key
 from areno.engine.processes.child import dumps
 from areno.environments.packages import package_of
-from areno.errors import ConfigError, Key, Problem, did_you_mean
+from areno.errors import ConfigError, Key, Problem, all_of, did_you_mean, keys_renamed
 from areno.files.user_code import resolve_spec, split_spec
 from areno.reward_fns.built_in import BUILT_IN_REWARDS, Reward
 from areno.scoring.process import RewardFunction
@@ -22,12 +25,32 @@ DEFAULT_FUNCTION = "reward_fn"
 Given = Callable[..., Any] | Sequence[Callable[..., Any]]
 
 
-def reward_functions(config: RewardConfig, given: Given | None = None) -> list[RewardFunction]:
+def reward_functions(
+    config: RewardConfig, given: Given | None = None, sources: Mapping[str, str | list[str] | None] | None = None
+) -> list[RewardFunction]:
     """Return the reward functions in the form in which they are sent to the reward processes.
 
-    `given` are functions of a script. Without it, reward.fn names them. Raises a ConfigError with all problems:
+    `given` are functions of a script. Without it, reward.fn names them. `sources` maps the name of a source to its own
+    functions, which score its samples in place of the others, or None. Raises a ConfigError with all problems:
     functions that cannot be found or pickled, and files, packages or features that this machine lacks.
     """
+    if not sources:
+        return _run_functions(config, given)
+    own = {name: [specs] if isinstance(specs, str) else specs for name, specs in sources.items() if specs}
+    parts = [partial(_functions_of_source, config, name, specs) for name, specs in own.items()]
+    if given is not None or config.fn is not None:
+        others = {"", *(name for name in sources if name not in own)}
+        parts.append(lambda: [replace(each, sources=others) for each in _run_functions(config, given)])
+    return [each for found in all_of(*parts) for each in found]
+
+
+def _functions_of_source(config: RewardConfig, name: str, specs: list[str]) -> list[RewardFunction]:
+    with keys_renamed({KEY: f"{source_key(name)}.reward"}.get):
+        codes, parts = [_resolve_spec(config, spec) for spec in specs], part_names(specs) if len(specs) > 1 else [""]
+    return [RewardFunction(*each, 1.0, {name}) for each in zip(codes, parts, strict=True)]
+
+
+def _run_functions(config: RewardConfig, given: Given | None) -> list[RewardFunction]:
     if given is None:
         return _functions_from_settings(config)
     functions: list[Any] = list(given) if isinstance(given, list | tuple) else [given]

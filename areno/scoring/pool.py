@@ -46,8 +46,8 @@ class RewardPool(WorkerPool[RewardConfig]):
     """A pool of processes that call the reward functions of a run. Use it in a `with` block.
 
     `function` is a function or a list of functions that a script passes in. None uses the functions in the settings.
-    With `tracebacks`, error messages are tracebacks. `call_s` is the mean time of a call in the last `Scoring`. One CPU
-    core is left for each of the `n_devices` device workers.
+    `sources` maps the name of a source to its own functions. With `tracebacks`, error messages are tracebacks. `call_s`
+    is the mean time of a call in the last `Scoring`. One CPU core is left for each of the `n_devices` device workers.
     """
 
     section, module = "reward", "areno.scoring.process"
@@ -55,16 +55,27 @@ class RewardPool(WorkerPool[RewardConfig]):
     import_text = "importing it {}"
 
     def __init__(
-        self, config: RewardConfig, function: Given | None = None, tracebacks: bool = False, n_devices: int = 0
+        self,
+        config: RewardConfig,
+        function: Given | None = None,
+        tracebacks: bool = False,
+        n_devices: int = 0,
+        sources: Mapping[str, str | list[str] | None] | None = None,
     ):
-        super().__init__(config, joined_names(config, function), config.workers or default_workers(n_devices))
-        self._given, self._tracebacks = function, tracebacks
+        name = " + ".join(filter(None, [joined_names(config, function), *map(_as_text, (sources or {}).values())]))
+        super().__init__(config, name, config.workers or default_workers(n_devices))
+        self._given, self._tracebacks, self._sources = function, tracebacks, sources or {}
         self._has_answered = False
         self.call_s = math.inf  # the mean of the last step
 
     def _build_first_message(self) -> tuple[Any, ...]:
         """Return (functions, setting to name in errors, time limit in seconds, tracebacks) for a new process."""
-        return reward_functions(self.config, self._given), KEY, self.config.timeout_s, self._tracebacks
+        functions = reward_functions(self.config, self._given, self._sources)
+        return functions, KEY, self.config.timeout_s, self._tracebacks
+
+    def scores(self, source: str) -> bool:
+        """Whether a function scores the samples of a source."""
+        return bool(self._sources.get(source)) or self._given is not None or self.config.fn is not None
 
     def score(self, records: Sequence[RewardRecord]) -> list[RewardOutcome]:
         """Score samples, and log the first failures. Raises ArenoError if no sample could be scored."""
@@ -303,6 +314,10 @@ class _ScoringCalls:
         else:
             self.n_answers += 1
             self.n_unanswered, self.answered_at = 0, time.monotonic()
+
+
+def _as_text(specs: str | list[str] | None) -> str:
+    return specs if isinstance(specs, str) else " + ".join(specs or [])
 
 
 def _duration_text(seconds: float) -> str:

@@ -15,7 +15,7 @@ import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
@@ -45,6 +45,7 @@ class RewardFunction:
     code: str | bytes | Reward  # `file:function` or SCHEME:NAME of an environment, pickled function, built-in reward
     name: str = ""
     weight: float = 1.0
+    sources: Collection[str] | None = None  # whose samples it scores. None: all
 
 
 def serve(connection: Connection) -> None:
@@ -72,6 +73,7 @@ class _LoadedFunction:
     weight: float
     path: Path | None  # for errors; None: of a script
     is_async: bool
+    sources: Collection[str] | None
     warm_up: Callable[[], None] | None = None  # does the slow work of a first call
 
 
@@ -97,7 +99,8 @@ def _load_functions(functions: list[RewardFunction], key: str) -> list[_LoadedFu
                 function, path = get_user_function(modules[file], name, file, key), Path(os.path.realpath(file))
             with contextlib.suppress(ValueError):  # some callables have no signature to inspect
                 inspect.signature(function).bind(None)
-            loaded.append(_LoadedFunction(function, source.name, source.weight, path, is_async(function), warm_up))
+            how = (source.name, source.weight, path, is_async(function), source.sources, warm_up)
+            loaded.append(_LoadedFunction(function, *how))
         except ArenoError as error:
             problems += error.problems
         except TypeError as error:
@@ -140,9 +143,10 @@ class _Scorer:
         for position, payload in chunk:
             try:
                 record = pickle.loads(payload)
+                functions = self._functions_for(record)
                 with self.copies.guard_user_code():
-                    results = [self._awaited(function.call(record)) for function in self.functions]
-                answer = self._combine_results(results)
+                    results = [self._awaited(function.call(record)) for function in functions]
+                answer = _combine_results(functions, results)
             except BaseException as error:
                 answer = self._answer_of_exception(error)
             self._send(position, answer)
@@ -158,11 +162,12 @@ class _Scorer:
     async def _score_together(self, chunk: Chunk) -> None:
         import asyncio
 
-        async def call(payload: bytes) -> list[Any]:
+        async def call(payload: bytes) -> RewardReply:
             record = pickle.loads(payload)
+            functions = self._functions_for(record)
             with self.copies.guard_user_code():
                 # Plain functions come first, so that no coroutine is left unawaited if a plain function raises.
-                in_order = sorted(self.functions, key=lambda function: function.is_async)
+                in_order = sorted(functions, key=lambda function: function.is_async)
                 results = {function.name: function.call(record) for function in in_order}
                 waiting = {name: result for name, result in results.items() if inspect.isawaitable(result)}
                 if len(waiting) == 1:
@@ -170,7 +175,7 @@ class _Scorer:
                     results[name] = await result
                 else:
                     results |= dict(zip(waiting, await asyncio.gather(*waiting.values()), strict=True))
-                return [results[function.name] for function in self.functions]
+                return _combine_results(functions, [results[function.name] for function in functions])
 
         async def score_one(position: int, payload: bytes) -> None:
             try:
@@ -179,15 +184,15 @@ class _Scorer:
                 if not done:
                     task.cancel()
                     raise TimeoutError(f"no answer within {self.timeout_s:g} s (reward.timeout_s)")
-                answer = self._combine_results(task.result())
+                answer = task.result()
             except BaseException as error:
                 answer = self._answer_of_exception(error)
             self._send(position, answer)
 
         await asyncio.gather(*(score_one(position, payload) for position, payload in chunk))
 
-    def _combine_results(self, results: list[Any]) -> RewardReply:
-        return combine_results([(f.name, f.weight, result) for f, result in zip(self.functions, results, strict=True)])
+    def _functions_for(self, record: Any) -> list[_LoadedFunction]:
+        return [each for each in self.functions if each.sources is None or record.source in each.sources]
 
     def _answer_of_exception(self, error: BaseException) -> RewardReply:
         if isinstance(error, ForkReturned):
@@ -198,6 +203,10 @@ class _Scorer:
         if self.tracebacks:
             return RewardReply(status, None, _traceback(error)[-_MAX_TRACEBACK_CHARS:])
         return RewardReply(status, None, describe_error(error, path)[:MAX_TEXT])
+
+
+def _combine_results(functions: Sequence[_LoadedFunction], results: Sequence[Any]) -> RewardReply:
+    return combine_results([(f.name, f.weight, result) for f, result in zip(functions, results, strict=True)])
 
 
 def _is_timeout(error: BaseException) -> bool:

@@ -96,6 +96,7 @@ def record_of_completion(
         prompt_tokens=item.tokens,
         step=step,
         epoch=epoch,
+        source=item.source,
     )
 
 

@@ -33,6 +33,7 @@ from areno.server.requests import ChatRequest, CompletionRequest, read_chat, rea
 from areno.server.sample_sessions import SampleSession, SampleSessions, SharedAnswer, ended_error
 from areno.server.sampling import EngineClient
 from areno.server.threads import END_ANSWERS, ThreadPool
+from areno.types import SamplingParams
 
 logger = logging.getLogger("areno.server")
 T = TypeVar("T")
@@ -226,22 +227,26 @@ class Server:
     ) -> tuple[ChatRequest, Answer, bytes]:
         """Return the checked request, the encoder of its answer, and what is equal in a request that repeats it."""
         # The agents of all samples of a prompt begin with the same request, so small requests are cached.
-        if dialect is CHAT and len(body) <= SMALL_BODY and (sample is None or not sample.uses_run_sampling):
+        is_usual = sample is None or not (sample.uses_run_sampling or sample.params)
+        if dialect is CHAT and len(body) <= SMALL_BODY and is_usual:
             return self._read_small_chat(body), ChatAnswer(), body
         values, answer = dialect.read(read_json(body), self.chat.takes_later_system)
         values = values if sample is None else sample.body_for_run(values)
         # Not the body: programs put times and the number of the attempt into fields that are not read.
-        return self._check_chat(values), answer, b"" if sample is None else json.dumps(values).encode()
+        return self._check_chat(values, sample), answer, b"" if sample is None else json.dumps(values).encode()
 
     @cached_property
     def _read_small_chat(self) -> Callable[[bytes], ChatRequest]:
         return lru_cache(_MAX_CACHED_REQUESTS)(lambda body: self._check_chat(read_json(body)))
 
-    def _check_chat(self, values: Any) -> ChatRequest:
-        return read_chat(values, self.sampler.defaults, self.sampler.limits.max_messages)
+    def _check_chat(self, values: Any, sample: SampleSession | None = None) -> ChatRequest:
+        return read_chat(values, self._defaults(sample), self.sampler.limits.max_messages)
 
-    def _read_completion(self, body: bytes) -> CompletionRequest:
-        return read_completion(read_json(body), self.sampler.defaults)
+    def _defaults(self, sample: SampleSession | None) -> SamplingParams:
+        return self.sampler.defaults if sample is None or sample.params is None else sample.params
+
+    def _read_completion(self, body: bytes, sample: SampleSession | None) -> CompletionRequest:
+        return read_completion(read_json(body), self._defaults(sample))
 
     def _check_model(self, name: str, sample: SampleSession | None = None) -> None:
         if sample is None and name not in self.models:
@@ -325,15 +330,21 @@ class Server:
         return web.json_response({"message": "success"})
 
     async def _generate_tokens(self, request: web.Request) -> web.Response:
-        """Continue token ids, as vLLM's endpoint for trainers does."""
+        """Continue token ids, as vLLM's endpoint for trainers does. A session records turns without messages."""
         sample: SampleSession | None = request.get(_SESSION)
         body = await self._read_body(request)
-        given = await self._parse(body, lambda body: read_generate(read_json(body), self.sampler.defaults))
+        given = await self._parse(body, lambda body: read_generate(read_json(body), self._defaults(sample)))
         self._check_model(given.model or self.models[0], sample)
+        if sample is None:
+            with self.sampler.reserve(given.options.n):
+                completion = await self.completions.prepare(given)
+                return web.Response(body=await completion.create_token_response(), headers=_JSON)
         self._check_unrecorded(sample)
-        with self.sampler.reserve(given.options.n):
+        async with self._place_for(given.options.n):
             completion = await self.completions.prepare(given)
             body = await completion.create_token_response()
+        if not sample.is_ended:
+            sample.record(completion.turns())
         return web.Response(body=body, headers=_JSON)
 
     def _check_unrecorded(self, sample: SampleSession | None) -> None:
@@ -345,9 +356,10 @@ class Server:
 
     async def _create_completion(self, request: web.Request) -> web.StreamResponse:
         body = await self._read_body(request)
-        given = await self._parse(body, self._read_completion)
-        self._check_model(given.model, request.get(_SESSION))
-        self._check_unrecorded(request.get(_SESSION))
+        sample: SampleSession | None = request.get(_SESSION)
+        given = await self._parse(body, lambda body: self._read_completion(body, sample))
+        self._check_model(given.model, sample)
+        self._check_unrecorded(sample)
         with self.sampler.reserve(given.options.n * len(given.prompts)):
             completion = await self.completions.prepare(given)
             if given.options.stream:

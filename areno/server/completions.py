@@ -26,8 +26,10 @@ from areno.server.detokenize import (
 )
 from areno.server.errors import check_prompt_length
 from areno.server.requests import CompletionRequest
+from areno.server.returned_responses import TurnTokens, message_digest
 from areno.server.sampling import EngineClient
 from areno.server.threads import ThreadPool
+from areno.server.token_sources import TokenSource, token_digest
 from areno.types import GenerationOutput, GenerationRequest
 
 Json = dict[str, Any]
@@ -67,6 +69,7 @@ class _OpenCompletion:
 
     def __init__(self, endpoint: Completions, request: CompletionRequest, sampled: list[GenerationRequest]):
         self._endpoint, self._request, self._sampled = endpoint, request, sampled
+        self._outputs: list[GenerationOutput] = []
         self._head = response_bodies.response_envelope("text_completion", "cmpl", request.model)
         skips = request.options.params.skip_special_tokens
         self._hidden = endpoint._sampler.stop_ids | (endpoint._special if skips else frozenset())
@@ -107,6 +110,7 @@ class _OpenCompletion:
 
     async def create_token_response(self) -> bytes:
         """Return the response of /inference/v1/generate: token ids with log-probabilities, and no text."""
+        self._outputs = await self._endpoint._sampler.finished_outputs(self._sampled[0])
         choices = [
             {
                 "index": output.sample,
@@ -119,9 +123,31 @@ class _OpenCompletion:
                     ]
                 },
             }
-            for output in await self._endpoint._sampler.finished_outputs(self._sampled[0])
+            for output in self._outputs
         ]
         return to_json({"request_id": self._head["id"], "choices": choices, "prompt_logprobs": None})
+
+    def turns(self) -> list[Json]:
+        """Return what `create_token_response` has sampled as turns of an agent, without messages, for RowBuilder."""
+        request = self._sampled[0]
+        turns = []
+        for output in self._outputs:
+            text = self._endpoint._tokenizer.decode(output.tokens, skip_special_tokens=True)
+            message = {"role": "assistant", "content": text}
+            tokens = TurnTokens(
+                prompt=request.prompt,
+                sources=[(int(TokenSource.USER), len(request.prompt))],
+                sampled=output.tokens,
+                message=message_digest(message),
+                logprobs=output.logprobs,
+                versions=output.versions,
+                temperature=request.params.logprob_temperature,
+                keys=[str(token_digest(request.prompt))],
+            )
+            turn = {"messages": [], "tools": None, "tool_choice": None, "message": message, "tokens": tokens}
+            reason = response_bodies.finish_reason(output)
+            turns.append({**turn, "finish_reason": reason, "choice": [self._head["id"], output.sample]})
+        return turns
 
     async def create_response(self) -> bytes:
         found = await _gather_or_cancel([self._endpoint._sampler.finished_outputs(one) for one in self._sampled])

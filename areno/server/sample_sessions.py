@@ -19,7 +19,7 @@ from typing import Any
 from areno.scoring.records import reward_number
 from areno.server.errors import ApiError
 from areno.server.returned_responses import index_of_response, message_digest
-from areno.types import Message
+from areno.types import Message, SamplingParams
 
 _GRACE_S = 10.0  # for which a sample goes on without a reader: a client that lost its connection asks again
 _MAX_TOKENS = 2**31 - 1
@@ -132,10 +132,12 @@ class SampleSession:
     """What one agent asks and gets. `turns` has a turn for each choice that the agent has received completely.
 
     With `uses_run_sampling`, the sampling settings of the run hold in place of those in requests. A request can only
-    lower `max_tokens`. With `takes_rewards`, the client reports the reward of each response, by its id in `rewards`.
+    lower `max_tokens`. `params` are those of requests that set none, in place of the server's. With `takes_rewards`,
+    the client reports the reward of each response, by its id in `rewards`.
     """
 
     max_requests: int
+    params: SamplingParams | None = None
     uses_run_sampling: bool = False
     returns_tokens: bool = True
     takes_rewards: bool = False

@@ -241,6 +241,7 @@ def _rounded(values: Any) -> list[float]:
 def _sample_fields(sample: ScoredSample) -> dict[str, object]:
     parts, advantages = sample.outcome.parts, sample.advantages
     return {
+        **({"source": sample.item.source} if sample.item.source else {}),
         "row": sample.item.index,
         **({"task": task} if (task := _task_text(sample.item)) else {}),
         "prompt": sample.item.text,

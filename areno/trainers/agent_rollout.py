@@ -15,11 +15,13 @@ import numpy as np
 
 from areno.agents.proxy import SessionProxy
 from areno.agents.running import AgentOutcome
-from areno.agents.trajectories import AgentBatch, AgentItem, BadTrajectory, LossMaskPolicy, with_rewards
+from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTrajectory, LossMaskPolicy, with_rewards
 from areno.agents.turns_to_rows import (
     RowBuilder,
     reward_record,
 )
+from areno.config.agent import COMPLETION
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import GenerationConfig
 from areno.engine.engine import Engine
 from areno.engine.reports import RolloutStats
@@ -28,10 +30,13 @@ from areno.plan.plan import sampling_params
 from areno.run.agents_across_steps import LiveAgents
 from areno.run.group_selection import AgentSample, FirstCompleteGroups, Group
 from areno.run.setup import PolicySetup
+from areno.scoring.records import record_of_completion
+from areno.server.returned_responses import TurnTokens
 from areno.server.sample_sessions import SampleSession
 from areno.tracking.console import RolloutProgress
 from areno.tracking.run_log import IN_FULL
 from areno.trainers.reward_sources import Scorer
+from areno.trainers.rows import token_arrays
 from areno.types import (
     Batch,
     GenerationOutput,
@@ -68,13 +73,13 @@ def sample_with_agents(
     """
     agents, items, gconfig = setup.agents, scorer.items, scorer.gconfig
     assert agents is not None
-    batch = AgentBatch.from_prompt_batch(Batch(items=items), gconfig.n_samples)
-    _log_begin(setup, len(items), gconfig.n_samples)
+    every = agent_items(setup.config, items, gconfig)
+    _log_begin(setup, len(items), gconfig.n_samples, len(every))
     watch = _AgentWatch(setup.trainer.engine, on_progress)
     with _serve_policy(setup, gconfig, seed, max_running) as server:
-        context = partial(server.begin_agent, settings=setup.config.agent)
+        context = partial(begin_agent, setup.config, gconfig, server)
         rows = _row_builder(setup, server)
-        every, size = list(batch), (at_once or len(items)) * gconfig.n_samples
+        size = (at_once or len(items)) * gconfig.n_samples
         found: dict[int, ScoredSample] = {}
         agents.output.begin_step()
 
@@ -84,8 +89,9 @@ def sample_with_agents(
             session = server.end_agent(item)
             sample, record = _scored_agent_sample(setup, items[item.prompt_index], item, outcome, rows, group, session)
             sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
-            found[first + index] = sample
-            scorer.score_samples({first + index: (sample, record)})
+            place = item.prompt_index * gconfig.n_samples + item.sample_index
+            found[place] = sample
+            scorer.score_samples({place: (sample, record)})
 
         for first in range(0, len(every), size):
             server.prefetch(every[first : first + size])
@@ -93,11 +99,27 @@ def sample_with_agents(
     _log_rollout([found[index] for index in sorted(found)])
 
 
-def _log_begin(setup: PolicySetup, n_prompts: int, n_samples: int) -> None:
+def agent_items(
+    config: PolicyExperimentConfig, items: Sequence[PromptItem], gconfig: GenerationConfig
+) -> list[AgentItem]:
+    """Return the items of all samples of prompts."""
+    found = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
+    return [item for item in found if item.sample_index < config.n_samples_of(item.source, gconfig)]
+
+
+def begin_agent(
+    config: PolicyExperimentConfig, gconfig: GenerationConfig, server: SessionProxy, items: Sequence[AgentItem]
+) -> AgentContext:
+    source = items[0].source
+    params = sampling_params(config.gconfig_of(source, gconfig)) if source else None
+    return server.begin_agent(items, config.agent_of(source), params)
+
+
+def _log_begin(setup: PolicySetup, n_prompts: int, n_samples: int, n_items: int) -> None:
     config = setup.config
     most = config.rollout.max_concurrent_rollouts or config.rows_per_step
     text = "agentic rollout batch prompts=%d n_samples=%d expected_requests=%d max_running_prompts=%d"
-    logger.info(text, n_prompts, n_samples, n_prompts * n_samples, most, extra=IN_FULL)
+    logger.info(text, n_prompts, n_samples, n_items, most, extra=IN_FULL)
 
 
 class _AgentWatch:
@@ -195,7 +217,7 @@ def sample_live_agents(setup: PolicySetup, live: LiveAgents, choice: FirstComple
 
 def _start_agents(setup: PolicySetup, live: LiveAgents, groups: Sequence[Group]) -> None:
     progress, n_samples = setup.run.progress, setup.config.gconfig.n_samples
-    _log_begin(setup, len(groups), n_samples)
+    _log_begin(setup, len(groups), n_samples, sum(group.n_samples for group in groups))
     by_batch: dict[int, list[Group]] = {}
     for group in groups:
         group.begun_at = setup.run.step
@@ -203,11 +225,12 @@ def _start_agents(setup: PolicySetup, live: LiveAgents, groups: Sequence[Group])
     for batch, new in by_batch.items():
         server = live.server_for(batch, progress.seed_of(batch))
         rows = _row_builder(setup, server)
-        items = list(AgentBatch.from_prompt_batch(Batch(items=[group.item for group in new]), n_samples))
+        items = agent_items(setup.config, [group.item for group in new], setup.config.gconfig)
         groups_of = [new[item.prompt_index] for item in items]
         for item, group in zip(items, groups_of, strict=True):
             item.prompt_index = group.prompt_index  # as in a step that waits for all samples of its batch
-        live.start_agents(server, items, partial(_agent_sample, setup, server, items, groups_of, rows))
+        context = partial(begin_agent, setup.config, setup.config.gconfig, server)
+        live.start_agents(server, items, context, partial(_agent_sample, setup, server, items, groups_of, rows))
 
 
 def _agent_sample(
@@ -248,6 +271,8 @@ def _scored_agent_sample(
     if outcome.status != "ok":
         return failed_sample(f"agent_{outcome.status}", outcome.message)
     try:
+        if setup.config.agent_of(item.source).fn == COMPLETION:
+            return _completion_sample(setup, item, [] if session is None else session.turns, group)
         if outcome.turns is not None:
             trajectory = rows.build_trajectory(outcome.turns)
         else:
@@ -276,6 +301,28 @@ def _scored_agent_sample(
     sample = ScoredSample(
         item=asked, sequence=sequence, completion=text, outcome=waiting, group=group, trajectory=trajectory
     )
+    return sample, record
+
+
+def _completion_sample(
+    setup: PolicySetup, item: PromptItem, turns: Sequence[Mapping[str, Any]], group: int
+) -> tuple[ScoredSample, RewardRecord]:
+    """Return the sample of a source without an agent, as in a run without agents, and its record."""
+    if len(turns) != 1:
+        raise BadTrajectory(f"its session has recorded {len(turns)} completions")
+    tokens: TurnTokens = turns[0]["tokens"]
+    sequence = RolloutSequence(
+        resp_tokens=tokens.sampled,
+        resp_logprobs=tokens.logprobs,
+        finish_reason="length" if turns[0]["finish_reason"] == "length" else "stop",
+        resp_versions=tokens.versions,
+    )
+    text, rendered = (setup.tokenizer.decode(tokens.sampled, skip_special_tokens=skips) for skips in (True, False))
+    text = text if setup.config.gconfig.skip_special_tokens else rendered
+    arrays, waiting = token_arrays(item.tokens, sequence), RewardOutcome(0.0)
+    sample = ScoredSample(item=item, sequence=sequence, completion=text, outcome=waiting, group=group, arrays=arrays)
+    progress = setup.run.progress
+    record = record_of_completion(item, tokens.sampled, tokens.logprobs, text, rendered, setup.run.step, progress.epoch)
     return sample, record
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from areno.api.metrics import rewards_by_group
 from areno.api.session import request_seed
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.engine.reports import RolloutStats
 from areno.plan.plan import sampling_params
 from areno.run.group_selection import DECISION_STEPS
@@ -63,6 +64,22 @@ def warn_all_equal() -> None:
     logger.warning("all groups of this step have equal rewards: there is nothing to prefer in them")
 
 
+def prompt_requests(
+    config: PolicyExperimentConfig, items: Sequence[PromptItem], seed: int, first: int = 0
+) -> list[GenerationRequest]:
+    """Return a request for each prompt, with the sampling settings of its source. Their ids begin at `first`."""
+    return [
+        GenerationRequest(
+            request_id=first + index,
+            prompt=list(map(int, item.tokens)),
+            n_samples=config.n_samples_of(item.source),
+            params=sampling_params(config.gconfig_of(item.source)),
+            seed=request_seed(seed, index),
+        )
+        for index, item in enumerate(items)
+    ]
+
+
 def can_overlap(setup: PolicySetup) -> bool:
     """Return whether rewards are known during the rollout, so that rounds can overlap.
 
@@ -108,21 +125,12 @@ class _RoundScheduler:
         self._n_uniform = 0  # groups whose rewards are known to be equal
 
     def requests(self, batch: Batch[PromptItem]) -> list[GenerationRequest]:
-        progress, gconfig = self._setup.run.progress, self._setup.config.gconfig
-        seed, first = progress.seed + (len(self.batches) << 40), len(self._missing)
+        config = self._setup.config
+        seed, first = self._setup.run.progress.seed + (len(self.batches) << 40), len(self._missing)
         self._scorer.add_prompts(batch.items)
         self.batches.append(batch)
-        self._missing += [gconfig.n_samples] * len(batch)
-        return [
-            GenerationRequest(
-                request_id=first + index,
-                prompt=list(map(int, item.tokens)),
-                n_samples=gconfig.n_samples,
-                params=sampling_params(gconfig),
-                seed=request_seed(seed, index),
-            )
-            for index, item in enumerate(batch.items)
-        ]
+        self._missing += [config.n_samples_of(item.source) for item in batch.items]
+        return prompt_requests(self._setup.config, batch.items, seed, first)
 
     def __call__(
         self, outputs: list[GenerationOutput], stats: list[RolloutStats]

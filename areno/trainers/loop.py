@@ -17,8 +17,9 @@ from areno.run.run import fault_tolerant
 from areno.run.setup import Config, RewardFns, Setup
 from areno.tracking.console import log_stage
 from areno.tracking.tracker import Tracker
-from areno.trainers.rollout import evaluate_policy
-from areno.trainers.rows import AdvantageFn
+from areno.trainers.rollout import Rollout, evaluate_policy
+from areno.trainers.rows import AdvantageFn, by_source, join_rows
+from areno.types import TrainSequence
 
 Self = TypeVar("Self", bound="TrainingLoop[Any]")  # typing has it from Python 3.11 on
 PolicyConfig = TypeVar("PolicyConfig", bound=PolicyExperimentConfig)
@@ -218,6 +219,23 @@ class RewardLoop(TrainingLoop[PolicyConfig]):
         self.advantages = config.advantages
         if advantage_fn is not None:
             self.advantages = lambda rows, groups: advantage_fn(rows, groups, config.actor)
+
+    def advantages_of(self, rollout: Rollout, rows: Sequence[TrainSequence]) -> Any:
+        """Return the advantages of the samples of a rollout, as `self.advantages` computes them for each source alone.
+
+        For an algorithm with a critic, it is a tuple of advantages and returns.
+        """
+        whole, groups = join_rows(rows, rollout.rows_per_kept_sample), rollout.groups_of_kept_samples
+        sources = [sample.item.source for sample in rollout.kept_samples]
+        if len(set(sources)) == 1:
+            return self.advantages(whole, groups)
+
+        def of_source(indices: Sequence[int]) -> Sequence[Any]:
+            found = self.advantages([whole[index] for index in indices], [groups[index] for index in indices])
+            return list(zip(*found, strict=True)) if isinstance(found, tuple) else found
+
+        found = by_source(sources, of_source)
+        return tuple(map(list, zip(*found, strict=True))) if isinstance(found[0], tuple) else found
 
     def measure(self, name: str, loader: BatchLoader[Any]) -> dict[str, float]:
         return evaluate_policy(self.setup, name, loader)

@@ -19,8 +19,8 @@ from areno.run.run import fault_tolerant
 from areno.trainers.loop import RewardLoop
 from areno.trainers.policy_only import PolicyOnlyTrainer
 from areno.trainers.rollout import Rollout, log_rollout, log_samples_at_end, rollouts, skip_updates
-from areno.trainers.rows import rows_per_sample, sample_rewards
-from areno.trainers.update import make_training_rows, update_actor
+from areno.trainers.rows import rows_per_sample
+from areno.trainers.update import make_training_rows, rewards_by_source, update_actor
 from areno.types import ScoredSample, TrainSequence
 
 logger = logging.getLogger("areno")
@@ -93,9 +93,9 @@ class OnlineDPOTrainer(RewardLoop[PairedPolicyExperimentConfig]):
             text = "%d samples of this step are in no pair: their agents' later turns do not begin with the tokens of "
             logger.warning(text + "the earlier turns, so each sample has several training rows", n_apart)
         able = [index for index in np.flatnonzero(rollout.keep).tolist() if self._is_comparable(samples[index])]
-        rewards = sample_rewards([samples[index] for index in able], config.actor, config.gconfig.max_new_tokens)
+        rewards = rewards_by_source(config, [samples[index] for index in able])
         groups = [samples[index].group for index in able]
-        found, tied = choose_pairs(rewards.tolist(), groups, config.pairs_per_prompt)
+        found, tied = choose_pairs(rewards, groups, config.pairs_per_prompt)
         scalars: dict[str, float] = {"rollout/pairs": len(found), "rollout/tied_pairs": tied}
         if found:
             differences = [rewards[chosen] - rewards[rejected] for chosen, rejected in found]

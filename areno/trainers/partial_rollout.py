@@ -206,8 +206,9 @@ class _DynamicSamplingScheduler:
 def _remaining_requests(
     setup: PolicySetup, groups: Sequence[Group], ids: Iterator[int]
 ) -> tuple[list[GenerationRequest], dict[int, Group]]:
-    params, requests, group_of = sampling_params(setup.config.gconfig), [], {}
+    requests, group_of = [], {}
     for group in groups:
+        params = sampling_params(setup.config.gconfig_of(group.item.source))
         seed = request_seed(setup.run.progress.seed_of(group.batch), group.prompt_index)
         whole = GenerationRequest(request_id=0, prompt=list(map(int, group.item.tokens)), params=params, seed=seed)
         for request in continuation_requests(whole, group.unfinished_outputs, ids):

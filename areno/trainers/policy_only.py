@@ -8,7 +8,7 @@ from areno.run.run import fault_tolerant
 from areno.trainers.loop import RewardLoop
 from areno.trainers.off_policy_correction import correct_rollout
 from areno.trainers.rollout import log_rollout, log_samples_at_end, rollouts
-from areno.trainers.rows import join_rows, set_advantages
+from areno.trainers.rows import set_advantages
 from areno.trainers.update import make_training_rows, update_policy
 
 
@@ -30,10 +30,7 @@ class PolicyOnlyTrainer(RewardLoop[PolicyExperimentConfig]):
         for rollout in rollouts(setup):  # sample a group for each prompt, and score it
             rows = make_training_rows(setup, rollout)  # shape the rewards, score the reference
             with run.clock.phase("advantage"):
-                advantages = self.advantages(
-                    join_rows(rows, rollout.rows_per_kept_sample), rollout.groups_of_kept_samples
-                )
-                set_advantages(rows, rollout.rows_per_kept_sample, advantages)
+                set_advantages(rows, rollout.rows_per_kept_sample, self.advantages_of(rollout, rows))
             log_rollout(setup, rollout, rows)
             stats = correct_rollout(setup, rollout, rows)  # weights for rows that another policy sampled
             with log_samples_at_end(setup, rollout, rows):

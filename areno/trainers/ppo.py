@@ -15,7 +15,7 @@ from areno.trainers.loop import RewardLoop
 from areno.trainers.off_policy_correction import correct_rollout
 from areno.trainers.policy_only import PolicyOnlyTrainer
 from areno.trainers.rollout import log_rollout, log_samples_at_end, rollouts
-from areno.trainers.rows import join_rows, set_advantages, trained, without_truncated
+from areno.trainers.rows import set_advantages, trained, without_truncated
 from areno.trainers.update import make_training_rows, update_policy
 from areno.types import TrainSequence
 
@@ -48,9 +48,7 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
             for row, values in zip(rows, rollout.scores.scores_of_rows("values", rows), strict=True):
                 row.values = values  # estimated before each token
             with run.clock.phase("advantage"):
-                advantages, returns = self.advantages(
-                    join_rows(rows, rollout.rows_per_kept_sample), rollout.groups_of_kept_samples
-                )
+                advantages, returns = self.advantages_of(rollout, rows)
                 set_advantages(rows, rollout.rows_per_kept_sample, advantages)
                 set_advantages(rows, rollout.rows_per_kept_sample, returns, "returns")
             log_rollout(setup, rollout, rows)

@@ -57,8 +57,9 @@ class Scorer(AbstractContextManager["Scorer"]):
         return self._scoring.are_scored(self._sample_indices_of(number))
 
     def _sample_indices_of(self, number: int) -> range:
-        n_samples = self.gconfig.n_samples
-        return range(number * n_samples, (number + 1) * n_samples)
+        first, source = number * self.gconfig.n_samples, self.items[number].source
+        n_samples = self._setup.config.n_samples_of(source, self.gconfig)
+        return range(first, first + n_samples)
 
     def _judge_task(self, index: int) -> JudgeTask:
         number = index // self.gconfig.n_samples
@@ -107,9 +108,14 @@ class Scorer(AbstractContextManager["Scorer"]):
         for record in records.values():
             record.step, record.epoch = self._setup.run.step, self._setup.run.progress.epoch
         if self._scoring is not None:
-            self._scoring.add(records)
+            self._scoring.add({index: record for index, record in records.items() if self._has_function(index)})
         if self._judging is not None:
             self._judging.add(records)
+
+    def _has_function(self, index: int) -> bool:
+        """Whether a reward function scores the sample, and not its agent alone."""
+        rewards = self._setup.rewards
+        return rewards is not None and rewards.scores(self.items[index // self.gconfig.n_samples].source)
 
     @property
     def is_waiting(self) -> bool:
@@ -131,19 +137,23 @@ class Scorer(AbstractContextManager["Scorer"]):
         """
         setup, found = self._setup, dict(sorted(self._found.items()))
         asked = {index: (sample, record) for index, (sample, record) in found.items() if record is not None}
-        records, outcomes = [record for _, record in asked.values()], None
+        records = [record for _, record in asked.values()]
+        outcomes: list[Any] | None = None  # None in it: the sample has no reward function
         if self._scoring is not None:
             with setup.run.stop.interruptible():
                 by_index = self._scoring.collect_outcomes()
-            outcomes = [by_index[index] for index in asked]
+            outcomes = [by_index.get(index) for index in asked]
             for index, (sample, _) in asked.items():
                 if (span := self._scoring.span_of(index)) is not None:
                     sample.spans.append(("scored", *span))
-            report_failures(records, outcomes)
+            scored = [
+                (record, outcome) for record, outcome in zip(records, outcomes, strict=True) if outcome is not None
+            ]
+            report_failures([record for record, _ in scored], [outcome for _, outcome in scored])
         own = [sample.trajectory.reward if sample.trajectory else None for sample, _ in asked.values()]
         if outcomes is None and not setup.config.needs_rewards and not setup.config.reward.has_model:
             outcomes = [_NOT_SCORED] * len(records)  # a run without rewards, such as distillation
-        if any(own) or (outcomes is None and not setup.config.reward.has_model):
+        if any(own) or ((outcomes is None or None in outcomes) and not setup.config.reward.has_model):
             outcomes = add_agent_rewards(records, outcomes, own)
         source = "fn" if self._scoring is not None else "agent"  # of outcomes without named parts
         if setup.config.reward.path is not None:
@@ -221,26 +231,29 @@ def _prompt_and_completion(sample: ScoredSample) -> tuple[list[int], list[int]]:
 
 def add_agent_rewards(
     records: Sequence[Record],
-    outcomes: Sequence[RewardOutcome] | None,
+    outcomes: Sequence[RewardOutcome | None] | None,
     own: Sequence[tuple[float, dict[str, float]] | None],
 ) -> list[RewardOutcome]:
     """Add the rewards that agents returned to the outcomes of the reward function.
 
     `own` has, for each sample, (reward, its parts by name), or None if the agent returned no reward. Without a reward
-    function (`collect_outcomes` None), such a sample is a reward error. An error of the reward function stays an error.
+    function (an outcome None, or `outcomes` None), such a sample is a reward error. An error of the reward function
+    stays an error.
     """
-    if outcomes is None:
-        nothing = RewardOutcome(None, "error", _NO_REWARD, key="agent.fn")
-        out = [nothing if given is None else RewardOutcome(given[0], parts=given[1]) for given in own]
-    else:
-        out = list(outcomes)
-        for index, given in enumerate(own):
-            function = out[index].value
-            if given is not None and function is not None:
-                parts = {**(out[index].parts or {"fn": function}), "agent": given[0], **given[1]}
-                out[index] = RewardOutcome(function + given[0], parts=parts)
+    pairs = zip([None] * len(own) if outcomes is None else outcomes, own, strict=True)
+    out = [_with_agent_reward(outcome, given) for outcome, given in pairs]
     report_failures(records, out)
     return out
+
+
+def _with_agent_reward(outcome: RewardOutcome | None, given: tuple[float, dict[str, float]] | None) -> RewardOutcome:
+    if outcome is None:
+        nothing = RewardOutcome(None, "error", _NO_REWARD, key="agent.fn")
+        return nothing if given is None else RewardOutcome(given[0], parts=given[1])
+    if given is None or outcome.value is None:
+        return outcome
+    parts = {**(outcome.parts or {"fn": outcome.value}), "agent": given[0], **given[1]}
+    return RewardOutcome(outcome.value + given[0], parts=parts)
 
 
 def add_model_scores(
@@ -250,7 +263,7 @@ def add_model_scores(
     source: str = "fn",
 ) -> list[RewardOutcome]:
     """Add the scores of a reward model to the rewards from `source`. A sum that is not finite is a reward error."""
-    out = [RewardOutcome(0.0)] * len(records) if outcomes is None else list(outcomes)
+    out = [outcome or RewardOutcome(0.0) for outcome in outcomes or [None] * len(records)]
     scored = [index for index, outcome in enumerate(out) if outcome.value is not None]
     for index in scored:
         function = out[index].value or 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,7 +22,14 @@ from areno.scoring.pool import no_reward_error
 from areno.tracking.accuracy import without_accuracy_metrics
 from areno.tracking.console import RolloutProgress, log_stage
 from areno.trainers.agent_rollout import sample_with_agents
-from areno.trainers.dynamic_sampling import can_overlap, choose_groups_with_signal, has_signal, n_groups, sample_rounds
+from areno.trainers.dynamic_sampling import (
+    can_overlap,
+    choose_groups_with_signal,
+    has_signal,
+    n_groups,
+    prompt_requests,
+    sample_rounds,
+)
 from areno.trainers.forward_passes import StepScores
 from areno.trainers.partial_rollout import run_dynamic_sampling, sample_ahead
 from areno.trainers.reward_sources import Scorer
@@ -30,6 +37,7 @@ from areno.trainers.rows import join_rows, n_trained, rows_per_sample, trained
 from areno.types import (
     Batch,
     GenerationOutput,
+    GenerationRequest,
     PromptItem,
     ScoredSample,
     TrainSequence,
@@ -55,7 +63,7 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     metrics |= reference_kl(setup.config.actor, rows) | draft_metrics(setup.trainer.engine.draft_counts())
     n_tokens = sum(sample.sequence.n_tokens for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
-    run.log({**metrics, **group_metrics(samples), **rollout.scalars})
+    run.log({**metrics, **group_metrics(samples), **source_metrics(samples, advantages_B), **rollout.scalars})
     if "rollout/rewards_mean" in metrics:
         run.progress.append_to_history(reward_mean=metrics["rollout/rewards_mean"])
 
@@ -84,6 +92,28 @@ def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
     """
     equal = [min(group) == max(group) for group in rewards_by_group(samples).values() if len(group) > 1]
     return {"rollout/frac_groups_zero_std": float(np.mean(equal))} if equal else {}
+
+
+_OF_SOURCES = {"num_sequences", "rewards_mean", "rewards_std", "accuracy", "response_len_mean", "truncated"} | {
+    *("advantages_std", "reward_errors", "reward_timeouts", "agent_errors", "agent_timeouts", "agent_turns_mean")
+}
+
+
+def source_metrics(samples: Sequence[ScoredSample], advantages_B: np.ndarray) -> dict[str, float]:
+    """Return the most important rollout/* metrics of each source, as rollout/<source>/*. Empty for one source."""
+    found = {}
+    for source in sorted({sample.item.source for sample in samples} - {""}):
+        indices = [index for index, sample in enumerate(samples) if sample.item.source == source]
+        mine = [samples[index] for index in indices]
+        metrics = rollout_metrics(mine, advantages_B[indices]) | group_metrics(mine)
+        values = {name.removeprefix("rollout/"): value for name, value in metrics.items()}
+        found |= {
+            f"rollout/{source}/{name}": value
+            for name, value in values.items()
+            if name in _OF_SOURCES or name == "frac_groups_zero_std" or name.startswith("reward/")
+        }
+        found[f"rollout/{source}/prompts"] = float(len({sample.group for sample in mine}))
+    return found
 
 
 @contextmanager
@@ -250,6 +280,8 @@ def sample_and_score(
             if setup.agents is not None:
                 with progress:
                     sample_with_agents(setup, scorer, seed, report, at_once, max_running)
+            elif gconfig is setup.config.gconfig and any(item.source for item in items):
+                _sample_sources(setup, items, seed, report, progress)
             else:
                 params, prompts = sampling_params(gconfig), [item.tokens for item in items]
                 session = trainer.rollout_session(sampling_params=params, max_running_prompts=max_running, proxy=False)
@@ -265,6 +297,27 @@ def sample_and_score(
     if setup.agents is not None:
         setup.run.tracer.add_sessions(setup.run.step, title, samples)
     return samples
+
+
+def _sample_sources(
+    setup: PolicySetup,
+    items: Sequence[PromptItem],
+    seed: int,
+    report: Callable[[list[GenerationOutput], list[RolloutStats]], None],
+    progress: RolloutProgress,
+) -> None:
+    """Sample prompts, each with the settings of its source."""
+    requests = prompt_requests(setup.config, items, seed)
+    n_open = sum(request.n_samples for request in requests)
+
+    def steer(outputs: list[GenerationOutput], stats: list[RolloutStats]) -> tuple[int, list[GenerationRequest]]:
+        nonlocal n_open
+        n_open -= len(outputs)
+        report(outputs, stats)
+        return n_open, []
+
+    with setup.trainer.rollout_session(sampling_params=sampling_params(setup.config.gconfig), proxy=False), progress:
+        setup.trainer.rollout_until(requests, steer)
 
 
 def evaluate_policy(

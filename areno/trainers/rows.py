@@ -55,6 +55,18 @@ def sample_rewards(samples: Sequence[ScoredSample], actor: PolicyConfig, max_new
     return rewards_B
 
 
+def by_source(sources: Sequence[str], compute: Callable[[Sequence[int]], Sequence[Any]]) -> list[Any]:
+    """Return what `compute` returns for the indices of each source alone, in the order of `sources`.
+
+    Rewards of different sources are not on one scale, so nothing is normalised over several of them.
+    """
+    found: dict[int, Any] = {}
+    for source in dict.fromkeys(sources):
+        indices = [index for index, other in enumerate(sources) if other == source]
+        found |= zip(indices, compute(indices), strict=True)
+    return [found[index] for index in range(len(sources))]
+
+
 def policy_rows(
     samples: Sequence[ScoredSample],
     rewards_B: Iterable[float],

@@ -13,6 +13,7 @@ import torch
 
 from areno.config.experiments import LossFn
 from areno.config.models import MicroBatchSpec
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence, TeacherConfig
 from areno.engine.train.checked_rows import read_rows
@@ -24,8 +25,8 @@ from areno.specs.update import OldLogprobs, UpdateSpec
 from areno.tracking.console import log_stage
 from areno.trainers.agents import score_agents
 from areno.trainers.rollout import Rollout
-from areno.trainers.rows import policy_rows, sample_rewards, token_rows
-from areno.types import PromptItem, TrainSequence
+from areno.trainers.rows import by_source, policy_rows, sample_rewards, token_rows
+from areno.types import PromptItem, ScoredSample, TrainSequence
 
 
 def measure_loss(
@@ -50,7 +51,7 @@ def pack_rows(rows: Sequence[TrainSequence], rows_per_unit: int = 1) -> DataPack
 def make_training_rows(setup: PolicySetup, rollout: Rollout) -> list[TrainSequence]:
     """Make the rows of `rollout.kept_samples`, with shaped rewards, `ref_logprobs` and `teacher_logprobs`."""
     config = setup.config
-    rewards_B = sample_rewards(rollout.kept_samples, config.actor, config.gconfig.max_new_tokens)
+    rewards_B = rewards_by_source(config, rollout.kept_samples)
     eos, version = setup.tokenizer.eos_token_id or 0, setup.trainer.engine.weights_version
     rows = policy_rows(
         rollout.kept_samples,
@@ -75,6 +76,16 @@ def make_training_rows(setup: PolicySetup, rollout: Rollout) -> list[TrainSequen
             sample.teacher = row.teacher
     score_teacher(setup, rows, config.teacher)
     return rows
+
+
+def rewards_by_source(config: PolicyExperimentConfig, samples: Sequence[ScoredSample]) -> list[float]:
+    """Return the shaped rewards of samples. Each source has its own limit of length, and is normalised alone."""
+
+    def of_source(indices: Sequence[int]) -> list[float]:
+        limit = config.gconfig_of(samples[indices[0]].item.source).max_new_tokens
+        return sample_rewards([samples[index] for index in indices], config.actor, limit).tolist()
+
+    return by_source([sample.item.source for sample in samples], of_source)
 
 
 def set_teachers(setup: PolicySetup, items: Sequence[PromptItem], rows: Sequence[TrainSequence]) -> None:

@@ -54,7 +54,7 @@ def run(
 ) -> Any:
     """told: on_wait, on_done."""
     config = AgentConfig(fn=f"{FILE}:{function}", timeout_s=timeout_s, workers=workers, whole_batch=whole_batch)
-    with AgentPool(config) as pool:
+    with AgentPool({"": config}) as pool:
         pool.wait_ready()
         return pool.run(list(batch_of(*prompts)), partial(session.proxy.begin_agent, settings=config), **told)
 
@@ -127,7 +127,7 @@ def test_each_outcome_is_told_once_and_as_soon_as_it_is_there(session: RolloutSe
     over = after(4, tmp_path / "over")
     items = list(batch_of("raise", f"sleep {tmp_path}/over", "ok", "die", "locked"))
     items[4].record["lock"] = threading.Lock()
-    with AgentPool(AgentConfig(fn=f"{FILE}:run_agent", timeout_s=60.0, workers=2)) as pool:
+    with AgentPool({"": AgentConfig(fn=f"{FILE}:run_agent", timeout_s=60.0, workers=2)}) as pool:
         pool.wait_ready()
         context = partial(session.proxy.begin_agent, settings=AgentConfig(fn=str(FILE), timeout_s=60.0))
         done = pool.run(items, context, on_done=lambda *given: (told.append(given), over()))
@@ -215,23 +215,26 @@ def test_hundreds_of_agents_run_at_once(session: RolloutSession) -> None:
 def test_a_file_that_is_no_agent_is_an_error_of_its_setting(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "agent.py"
     file.write_text(text)
-    with AgentPool(AgentConfig(fn=str(file), workers=1)) as pool, pytest.raises(ConfigError, match=message) as caught:
+    with (
+        AgentPool({"": AgentConfig(fn=str(file), workers=1)}) as pool,
+        pytest.raises(ConfigError, match=message) as caught,
+    ):
         pool.wait_ready()
     assert caught.value.problems[0].key == "agent.fn"
 
 
 def test_a_name_that_is_no_file_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"agent.fn: is 'agent'; expected file.py"):
-        AgentPool(AgentConfig(fn="agent")).start()
+        AgentPool({"": AgentConfig(fn="agent")}).start()
 
 
 def test_there_are_as_many_processes_as_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areno.user_processes.pool.usable_cores", lambda _: 12)
     config = AgentConfig(fn=str(FILE))
-    assert [AgentPool(config, n).n_workers for n in (1, 4, 20)] == [10, 7, 2]
-    assert AgentPool(AgentConfig(fn=str(FILE), workers=3), 1).n_workers == 3
+    assert [AgentPool({"": config}, n).n_workers for n in (1, 4, 20)] == [10, 7, 2]
+    assert AgentPool({"": AgentConfig(fn=str(FILE), workers=3)}, 1).n_workers == 3
     monkeypatch.setattr("areno.user_processes.pool.usable_cores", lambda _: 200)
-    assert AgentPool(config, 8).n_workers == 16
+    assert AgentPool({"": config}, 8).n_workers == 16
 
 
 @pytest.mark.slow
@@ -240,7 +243,7 @@ def test_an_interrupted_run_leaves_no_requests_behind(session: RolloutSession) -
         raise KeyboardInterrupt
 
     context = partial(session.proxy.begin_agent, settings=AgentConfig(fn=str(FILE), timeout_s=60.0))
-    with AgentPool(AgentConfig(fn=str(FILE), workers=1)) as pool:
+    with AgentPool({"": AgentConfig(fn=str(FILE), workers=1)}) as pool:
         pool.wait_ready()
         with pytest.raises(KeyboardInterrupt):
             pool.run(list(batch_of("sleep", "ok")), context, interrupt)

@@ -28,7 +28,7 @@ from tests.helpers.processes import children, reads_proc
 
 @pytest.fixture
 def pool() -> Iterator[AgentPool]:
-    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=2.0, workers=1)) as pool:
+    with AgentPool({"": AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=2.0, workers=1)}) as pool:
         pool.wait_ready()
         yield pool
 
@@ -119,7 +119,7 @@ def test_an_agent_that_blocks_its_event_loop_has_no_less_time_while_it_is_suspen
 @pytest.mark.slow
 def test_plain_agents_are_suspended_and_their_process_ends_without_a_loss(tmp_path: Path) -> None:
     """After its time limit, an agent keeps its thread, so that the process ends as soon as no other agent runs."""
-    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py:run_plain", timeout_s=2.0, workers=1)) as pool:
+    with AgentPool({"": AgentConfig(fn=f"{AGENTS}/waiting.py:run_plain", timeout_s=2.0, workers=1)}) as pool:
         pool.wait_ready()
         agents, other = Begun(pool), f"until {tmp_path}/over"
         agents.begin("for ever", other)
@@ -142,7 +142,7 @@ def test_plain_agents_are_suspended_and_their_process_ends_without_a_loss(tmp_pa
 
 @pytest.mark.slow
 def test_a_process_that_leaves_is_known_after_an_error_about_its_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py:run_plain", timeout_s=0.5, workers=1)) as pool:
+    with AgentPool({"": AgentConfig(fn=f"{AGENTS}/waiting.py:run_plain", timeout_s=0.5, workers=1)}) as pool:
         pool.wait_ready()
         receive = pool._receive
         monkeypatch.setattr(pool, "_receive", lambda *args: (time.sleep(0.3), receive(*args)))  # answer and "left"
@@ -158,7 +158,7 @@ def test_a_process_that_leaves_is_known_after_an_error_about_its_last_answer(mon
 
 
 def test_the_time_limit_of_an_import_is_not_paused() -> None:
-    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py", workers=1)) as pool:
+    with AgentPool({"": AgentConfig(fn=f"{AGENTS}/waiting.py", workers=1)}) as pool:
         deadline = pool.workers[0].deadline
         pool.suspend()
         time.sleep(0.01)
@@ -246,7 +246,7 @@ def test_agents_of_a_lost_process_start_again_while_others_run(tmp_path: Path) -
             lambda place, outcome: found.append(f"{words[place]}: {outcome.message}"),
         )
 
-    with AgentPool(AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=60.0, workers=2)) as pool:
+    with AgentPool({"": AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=60.0, workers=2)}) as pool:
         pool.wait_ready()
         begin(f"until {tmp_path}/over")
         begin("end", f"until {tmp_path}/over too", "at once")

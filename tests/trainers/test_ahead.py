@@ -31,7 +31,7 @@ def group(batch: int, place: int, begun_at: int | None = None, n_samples: int = 
 
 
 def prompts_at(indices: Sequence[int]) -> list[PromptItem]:
-    return [group(index // 10, index % 10).item for index in indices]
+    return [group(index // 10, index % 10).item for _, index in indices]
 
 
 def output(sample: int, n_tokens: int = 3, reason: Any = "stop") -> GenerationOutput:

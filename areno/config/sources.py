@@ -1,0 +1,104 @@
+"""Settings of training prompts that come from several sources, each with its own share, agent, reward and limits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from areno.config.datasets import ChangedTurns, DatasetConfig, section_name_problems
+from areno.config.resuming import EXPLICIT
+from areno.errors import Problem
+from areno.schema.fields import check, setting
+
+
+def source_key(name: str) -> str:
+    """Return the configuration section of a source, for messages."""
+    return f"train_dataset.sources.{name}"
+
+
+def agent_key(source: str) -> str:
+    """Return the setting that names the agent of a source. "" is the only source."""
+    return f"{source_key(source)}.agent" if source else "agent.fn"
+
+
+@dataclass(kw_only=True)
+class SourceConfig(DatasetConfig):
+    """One of several sources of training prompts."""
+
+    batch_size: ClassVar[None] = None  # type: ignore[misc]
+    drop_last: ClassVar[bool] = False  # type: ignore[misc]
+    changed_turns: ClassVar[ChangedTurns] = "split"  # type: ignore[misc]
+    weight: float = setting(
+        1.0,
+        help="Share of this source in the prompts of the run, relative to the weights of the other sources. It holds "
+        "over many steps, even if a batch has fewer prompts than there are sources",
+        ge=0,
+    )
+    agent: str | None = setting(
+        None,
+        help="Agent of this source, as in agent.fn. null: that of agent.fn or, if that is null, a single completion",
+    )
+    reward: str | list[str] | None = setting(
+        None,
+        help="Reward function of this source, or several that are added, as in reward.fn. null: that of the "
+        "environment in path if it gives one, else reward.fn",
+    )
+    n_samples: int | None = setting(
+        None, help="Number of samples of each prompt, at most gconfig.n_samples. null: gconfig.n_samples", gt=0
+    )
+    max_new_tokens: int | None = setting(
+        None,
+        help="Largest number of tokens of a completion, at most gconfig.max_new_tokens. null: gconfig.max_new_tokens",
+        gt=0,
+    )
+    timeout_s: float | None = setting(
+        None, help="Time limit of an agent in seconds, as agent.timeout_s. null: agent.timeout_s", gt=0, le=86400
+    )
+    max_requests: int | None = setting(
+        None,
+        help="Largest number of requests of an agent, as agent.max_requests. null: agent.max_requests",
+        gt=0,
+        le=1_000_000,
+    )
+
+    @property
+    def reward_names(self) -> list[str]:
+        """The reward functions of this source, as a list. Empty if `reward` is null."""
+        return [self.reward] if isinstance(self.reward, str) else self.reward or []
+
+
+@dataclass(kw_only=True)
+class PromptDatasetConfig(DatasetConfig):
+    """The source of training prompts, or several named sources, and how many prompts a step uses."""
+
+    sources: dict[str, SourceConfig] | None = setting(
+        None,
+        help="Several sources, as a mapping from the name of a source to its settings. A source has the keys of "
+        "train_dataset about rows (path, loader, columns, dataset_kwargs, split, shuffle, max_length), and takes the "
+        "value in train_dataset for each that it does not give. null: one source, described by train_dataset itself",
+        on_resume=EXPLICIT,
+    )
+
+    @property
+    def has_source(self) -> bool:
+        """Whether a source of rows is set, or several."""
+        return super().has_source or self.sources is not None
+
+    @property
+    def max_length_or_unlimited(self) -> int:
+        """The largest max_length of the sources, or a very large number if one is null."""
+        return max(each.max_length or sys.maxsize for each in self.by_name().values())
+
+    def by_name(self) -> dict[str, DatasetConfig]:
+        """Return name -> settings of each source. A single source has the name ""."""
+        return {"": self} if self.sources is None else dict(self.sources)
+
+    @check
+    def check_source_names(self) -> Iterator[Problem]:
+        """Report names of sources that cannot be parts of the names of metrics, and weights that are all 0."""
+        if self.sources is not None:
+            yield from (Problem("sources", text) for text in section_name_problems(self.sources))
+            if self.sources and not any(each.weight for each in self.sources.values()):
+                yield Problem("sources", "all have weight 0; give one of them more")

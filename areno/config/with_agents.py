@@ -1,0 +1,101 @@
+"""The agents of a run and of its sources, with their checks, for the configuration of policies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from areno.config.agent import COMMAND, COMPLETION, AgentConfig
+from areno.config.datasets import MISSING_ROWS
+from areno.config.rollout import GenerationConfig, RolloutConfig
+from areno.config.sources import PromptDatasetConfig, SourceConfig, source_key
+from areno.errors import Key, Problem
+from areno.schema.fields import MissingSetting, check, require, source_check
+
+
+class WithAgents:
+    """Adds to PolicyExperimentConfig the settings of each source (train_dataset.sources), and checks of agents."""
+
+    if TYPE_CHECKING:
+        train_dataset: PromptDatasetConfig
+        agent: AgentConfig
+        gconfig: GenerationConfig
+        rollout: RolloutConfig
+
+        def group_norm_keys(self) -> list[str]: ...  # noqa: D102
+
+    def agent_of(self, source: str) -> AgentConfig:
+        """Return the settings of the agent of a source of training prompts. "" is the only source."""
+        of_source = self._source(source)
+        if of_source is None:
+            return self.agent
+        given = {name: vars(of_source)[name] for name in ("timeout_s", "max_requests")}
+        changed = {name: value for name, value in given.items() if value is not None}
+        if of_source.agent is not None and of_source.agent != self.agent.fn:
+            changed |= {"fn": of_source.agent, "command": None} if self.agent.fn == COMMAND else {"fn": of_source.agent}
+        return replace(self.agent, **changed)
+
+    def gconfig_of(self, source: str, among: GenerationConfig | None = None) -> GenerationConfig:
+        """Return the sampling settings of a source of prompts. "" is the only source.
+
+        `among` are the settings of all sources, gconfig by default. Those of an evaluation hold as they are.
+        """
+        of_source = self._source(source)
+        if of_source is None or (among is not None and among is not self.gconfig):
+            return among or self.gconfig
+        given = {name: vars(of_source)[name] for name in ("n_samples", "max_new_tokens")}
+        return replace(self.gconfig, **{name: value for name, value in given.items() if value is not None})
+
+    def n_samples_of(self, source: str, among: GenerationConfig | None = None) -> int:
+        """Return the number of samples of a prompt of a source, as in `gconfig_of`."""
+        return self.gconfig_of(source, among).n_samples
+
+    def _source(self, name: str) -> SourceConfig | None:
+        return (self.train_dataset.sources or {}).get(name)
+
+    @check
+    def check_sources(self) -> Iterator[Problem]:
+        """Report sources with more samples or longer completions than gconfig allows, or groups of one sample."""
+        for name, source in (self.train_dataset.sources or {}).items():
+            for key in ("n_samples", "max_new_tokens"):
+                most = vars(self.gconfig)[key]
+                if (vars(source)[key] or 0) > most:
+                    text = "is {}, more than {}={}; raise that, or lower this"
+                    args = vars(source)[key], Key(f"gconfig.{key}"), most
+                    yield Problem(f"{source_key(name)}.{key}", text, *args)
+            if self.agent_of(name).fn in (None, COMPLETION):
+                for key in ("timeout_s", "max_requests"):
+                    if vars(source)[key] is not None:
+                        text = "is {}, but this source has no agent; leave it out"
+                        yield Problem(f"{source_key(name)}.{key}", text, vars(source)[key])
+            if source.n_samples == 1 and (self.group_norm_keys() or self.rollout.dynamic_sampling):
+                text = "is 1; a group advantage needs at least 2 samples per prompt"
+                yield Problem(f"{source_key(name)}.n_samples", text)
+
+    @require(
+        "agent.whole_batch",
+        "is true, but the agents of several sources (train_dataset.sources) get one sample at a time; set it to false",
+    )
+    def whole_batches_have_one_source(self) -> bool:
+        return not self.agent.whole_batch or not self.train_dataset.sources
+
+    @require("agent.mode", "is online, but sources (train_dataset.sources) name agents of their own; leave these out")
+    def external_agents_have_no_others(self) -> bool:
+        sources = self.train_dataset.sources or {}
+        return self.agent.mode != "online" or not any(source.agent for source in sources.values())
+
+    @source_check
+    def check_sources_have_data(self) -> Iterator[Problem]:
+        """Report sources without rows."""
+        for name, source in (self.train_dataset.sources or {}).items():
+            if not source.has_source:
+                yield MissingSetting(f"{source_key(name)}.path", MISSING_ROWS)
+
+    @require(
+        "agent.whole_batch",
+        "is true, but with rollout.max_head_offpolicyness above 0 agents start and end one by one, in no batch; set it "
+        "to false",
+    )
+    def whole_batches_are_awaited(self) -> bool:
+        return not self.agent.whole_batch or self.rollout.max_head_offpolicyness == 0
