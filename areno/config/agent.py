@@ -29,7 +29,7 @@ _TOOL_CALL_PARSERS = {
     "llama3": "llama3_json",
     "lfm2": "pythonic",
 }
-_REASONING_PARSERS = dict.fromkeys(
+_REASONING_PARSERS: dict[str, str] = dict.fromkeys(
     ("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1", "deepseek-v3", "deepseek_v3", "glm45"), "think"
 )
 

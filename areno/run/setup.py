@@ -248,7 +248,8 @@ class Setup(Generic[Config]):
                 named += [(f"{source_key(name)}.reward", spec) for spec in source.reward_names]
         all_of(*checks, partial(check_packages, named))
 
-    def _open_train_loader(self, plan: TrainerPlan, given: Any) -> BatchLoader[Any] | MixedLoader:
+    def _open_train_loader(self, plan: TrainerPlan, given: Any) -> Any:
+        """Return a BatchLoader, or a MixedLoader for several sources."""
         section = self.config.train_dataset
         if not isinstance(section, PromptDatasetConfig) or section.sources is None:
             return self._open_loader(plan, section, given, "train_dataset")

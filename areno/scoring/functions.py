@@ -37,11 +37,11 @@ def reward_functions(
     if not sources:
         return _run_functions(config, given)
     own = {name: [specs] if isinstance(specs, str) else specs for name, specs in sources.items() if specs}
-    parts = [partial(_functions_of_source, config, name, specs) for name, specs in own.items()]
+    found = all_of(*(partial(_functions_of_source, config, name, specs) for name, specs in own.items()))
     if given is not None or config.fn is not None:
         others = {"", *(name for name in sources if name not in own)}
-        parts.append(lambda: [replace(each, sources=others) for each in _run_functions(config, given)])
-    return [each for found in all_of(*parts) for each in found]
+        found.append([replace(each, sources=others) for each in _run_functions(config, given)])
+    return [each for functions in found for each in functions]
 
 
 def _functions_of_source(config: RewardConfig, name: str, specs: list[str]) -> list[RewardFunction]:

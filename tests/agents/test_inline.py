@@ -58,11 +58,11 @@ def agent(tmp_path: Path) -> Path:
 
 def test_agents_run_in_this_process_and_fail_alone(agent: Path) -> None:
     done: list[int] = []
-    with InlineAgents(AgentConfig(fn=str(agent), mode="inline", timeout_s=0.3)) as agents:
+    with InlineAgents({"": AgentConfig(fn=str(agent), mode="inline", timeout_s=0.3)}) as agents:
         found = agents.run(
             items_of("a", "fail", "hang", "b"), context, on_done=lambda index, outcome: done.append(index)
         )
-        seen = agents._function.__globals__["SEEN"]
+        seen = agents._agents[""].function.__globals__["SEEN"]
     assert [outcome.status for outcome in found] == ["ok", "error", "timeout", "ok"]
     assert found[0].reward == (0.0, {})
     assert found[1].message == "ValueError: wrong (agent.py:14)"
@@ -73,12 +73,12 @@ def test_agents_run_in_this_process_and_fail_alone(agent: Path) -> None:
 
 
 def test_plain_functions_run_in_threads(agent: Path) -> None:
-    with InlineAgents(AgentConfig(fn=f"{agent}:run_plain", mode="inline")) as agents:
+    with InlineAgents({"": AgentConfig(fn=f"{agent}:run_plain", mode="inline")}) as agents:
         assert [outcome.status for outcome in agents.run(items_of("a", "b"), context)] == ["ok"] * 2
 
 
 def test_time_limits_are_paused_while_models_are_trained(agent: Path) -> None:
-    with InlineAgents(AgentConfig(fn=str(agent), mode="inline", timeout_s=0.2)) as agents:
+    with InlineAgents({"": AgentConfig(fn=str(agent), mode="inline", timeout_s=0.2)}) as agents:
         agents.suspend()
         found: list[str] = []
         agents.submit(items_of("hang"), context, lambda index, outcome: found.append(outcome.status))
@@ -96,7 +96,7 @@ def test_an_error_of_the_run_stops_all_agents(agent: Path) -> None:
         raise KeyError("of the run")
 
     late: list[int] = []
-    with InlineAgents(AgentConfig(fn=str(agent), mode="inline")) as agents:
+    with InlineAgents({"": AgentConfig(fn=str(agent), mode="inline")}) as agents:
         agents.submit(items_of("hang"), context, lambda index, outcome: late.append(index))
         with pytest.raises(KeyError, match="of the run"):
             agents.run(items_of("a"), context, on_done=fail)
@@ -116,7 +116,7 @@ def test_what_does_not_go_together_is_told(agent: Path) -> None:
             AgentConfig(**AgentConfig.canonical(settings))  # type: ignore[arg-type]
         assert words in str(caught.value)
     with pytest.raises(ConfigError, match=r"agent\.fn: .* has no function missing"):
-        InlineAgents(AgentConfig(fn=f"{agent}:missing", mode="inline")).__enter__()
+        InlineAgents({"": AgentConfig(fn=f"{agent}:missing", mode="inline")}).__enter__()
 
 
 @pytest.mark.slow

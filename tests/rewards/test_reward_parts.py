@@ -272,7 +272,7 @@ def given_by(kind: str, reward: object) -> float:
     if isinstance(found, BadTrajectory):
         raise found
     [turn] = found
-    return turn["reward"][1]["a"] if kind == "part" else turn["reward"][0]
+    return turn["outcome"][1]["a"] if kind == "part" else turn["outcome"][0]
 
 
 @pytest.mark.parametrize("kind", ["function", "agent", "part", "environment"])

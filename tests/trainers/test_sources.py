@@ -99,10 +99,12 @@ def test_a_resumed_run_trains_the_same_rows(
         with pytest.raises(ArenoError, match="stops"):
             play("gspo", tmp_path / "run", *settings)
     rest = play("gspo", tmp_path / "run", *settings)
-    drawn = [[(list(row.tokens), trained(row, "logprobs")) for row in rows] for rows in whole.rows]
+    drawn = [[(np.asarray(row.tokens).tolist(), trained(row, "logprobs")) for row in rows] for rows in whole.rows]
     n_rest = len(rest.rows)  # the last state may not have been written yet
     assert 3 <= n_rest <= 5
-    assert [[(list(row.tokens), trained(row, "logprobs")) for row in rows] for rows in rest.rows] == drawn[-n_rest:]
+    assert [
+        [(np.asarray(row.tokens).tolist(), trained(row, "logprobs")) for row in rows] for rows in rest.rows
+    ] == drawn[-n_rest:]
     files = [folder / "checkpoints/latest/model.safetensors" for folder in (whole.folder, rest.folder)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
