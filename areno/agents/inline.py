@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from areno import trace
 from areno.agents.pool import loadable_agents
 from areno.agents.process import THREADS, Agent, answers_of, load_agent, wait_within
 from areno.agents.running import AgentOutcome, ContextFor, OnDone, RunnerWithThreads
@@ -66,6 +67,7 @@ class InlineAgents(RunnerWithThreads):
 
     async def _run_call(self, items: Sequence[AgentItem], context: AgentContext, first: int, done: OnDone) -> None:
         agent = self._agents[items[0].source]
+        begun_at = trace.now()
         ends_at = self.clock.now() + agent.timeout_s
         task = asyncio.ensure_future(answers_of(lambda: self._returned(agent, context, items), items, agent.path))
         try:
@@ -74,8 +76,9 @@ class InlineAgents(RunnerWithThreads):
             answers: Any = task.result() if task.done() else ("timeout", None, limit)
         finally:
             task.cancel()
+        span = begun_at, trace.now()
         for index in range(len(items)):
-            done(first + index, AgentOutcome(*(answers[index] if isinstance(answers, list) else answers)))
+            done(first + index, AgentOutcome(*(answers[index] if isinstance(answers, list) else answers), span=span))
 
     async def _returned(self, agent: Agent, context: AgentContext, items: Sequence[AgentItem]) -> Any:
         batch = AgentBatch.of_items(items)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from areno import trace
 from areno.agents.running import AgentOutcome
 from areno.agents.trajectories import AgentContext, AgentItem
 from areno.config.agent import AgentConfig
@@ -41,6 +42,7 @@ class OpenSample:
     n_requests: int = 0  # in progress
     n_answers: int = 0
     used_at: float = 0.0
+    begun_at: int = 0  # time of areno.trace
     has_reward: bool = False
     is_closing: bool = False  # takes only rewards
 
@@ -91,7 +93,7 @@ class OnlineSessions:
                 return None
             sample.key = key or f"sk-sess-{secrets.token_urlsafe(32)}"
             sample.id = f"{sample.group[1] if task_id is None else task_id}-{next(self._numbers)}"
-            self._open[sample.key] = sample
+            self._open[sample.key], sample.begun_at = sample, trace.now()
             self._ended.pop(sample.key, None)
             self._use(sample)
             return sample
@@ -164,7 +166,9 @@ class OnlineSessions:
     def _finish(self, sample: OpenSample, outcome: AgentOutcome | None = None) -> None:
         if self._open.get(sample.key) is sample:
             self._forget(sample.key)
-            sample.finish(outcome or AgentOutcome("ok"))
+            outcome = outcome or AgentOutcome("ok")
+            outcome.span = sample.begun_at, trace.now()
+            sample.finish(outcome)
 
     def _forget(self, key: str) -> None:
         del self._open[key]

@@ -104,7 +104,8 @@ class AgentConfig(Section):
     timeout_s: float = setting(
         300.0,
         help="Time limit in seconds, both for the whole agent of one sample and for each of its requests. With "
-        "rollout.max_head_offpolicyness above 0, the time in which models are trained does not count",
+        "rollout.max_head_offpolicyness above 0, the time in which models are trained does not count. With "
+        "mode=online, it is the limit of a request alone",
         gt=0,
         le=86400,
         only_with=_AGENT,

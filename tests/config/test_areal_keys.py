@@ -19,6 +19,7 @@ from areno.api.algorithms import built_in_algorithms, get_algorithm
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.launch.hints import NOT_HERE, setting_hint
+from areno.recipes.grpo import GRPOConfig
 from areno.schema.build import earlier_names
 from areno.schema.fields import SettingRow, setting_rows
 from areno.schema.values import InvalidValue
@@ -152,12 +153,12 @@ def test_each_key_of_agents_works_or_is_told_in_one_line(key: str) -> None:
     value, words = AGENT[key]
     settings = ["agent.fn=agent.py", f"+rollout.agent.{key}={json.dumps(value)}"]
     if words is None:
-        config = load(get_algorithm("grpo").config, "quickstart", settings)
+        config = load(GRPOConfig, "quickstart", settings)
         kept = {"tool_call_parser": "hermes", "reasoning_parser": "think"}.get(key, value)
         assert key == "scheduling_spec" or getattr(config.agent, key) == kept
         return
     with pytest.raises(ConfigError) as caught:
-        load(get_algorithm("grpo").config, "quickstart", settings)
+        load(GRPOConfig, "quickstart", settings)
     assert str(caught.value).startswith(f"agent.{key}: unknown key")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -165,7 +166,7 @@ def test_each_key_of_agents_works_or_is_told_in_one_line(key: str) -> None:
 
 def test_the_other_values_of_an_agents_keys() -> None:
     def made(*settings: str) -> Any:
-        return load(get_algorithm("grpo").config, "quickstart", [f"+rollout.agent.{each}" for each in settings]).agent
+        return load(GRPOConfig, "quickstart", [f"+rollout.agent.{each}" for each in settings]).agent
 
     online = made("mode=online", "session_timeout_seconds=60", "set_reward_finish_timeout=5", "agent_cls_path=''")
     assert (online.mode, online.session_timeout_seconds, online.set_reward_finish_timeout) == ("online", 60, 5)
