@@ -52,6 +52,7 @@ from areno.agents.trajectories import (
     Reward,
     plain_results,
     recorded_result,
+    with_chosen_turns,
 )
 from areno.agents.workflows import agent_function
 from areno.config.agent import COMMAND, COMPLETION, AgentConfig
@@ -137,8 +138,10 @@ async def answers_of(call: Callable[[], Awaitable[Any]], items: Sequence[AgentIt
     """
     try:
         returned = await call()
-        if len(items) == 1 and (recorded := recorded_result(returned)) is not None:
-            return "ok", None, "", *recorded
+        if len(items) == 1:
+            returned = with_chosen_turns(returned, items[0])
+            if (recorded := recorded_result(returned)) is not None:
+                return "ok", None, "", *recorded
         return [
             ("error", None, str(turns)) if isinstance(turns, BadTrajectory) else ("ok", turns, "")
             for turns in plain_results(returned, items)

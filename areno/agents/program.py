@@ -23,20 +23,20 @@ from typing import Any, Protocol
 
 from areno.agents.trajectories import POLICY, AgentBatch, AgentContext, AgentItem, BadTrajectory, ProgramTrajectory
 from areno.config.agent import AgentConfig
-from areno.data.task_folders import Task
+from areno.environments.harbor import APP, Task
 from areno.errors import ConfigError, Problem
 from areno.files.paths import existing_path
 from areno.sandbox import box
 from areno.scoring.records import reward_number
 from areno.types import ProgramEnd
 
-# Paths in a box. The first and the last two are those of Harbor.
-APP, HOME, TESTS, LOGS = "/app", "/home/agent", "/tests", "/logs/verifier"
+# Paths in a box. The last two are those of Harbor.
+HOME, TESTS, LOGS = "/home/agent", "/tests", "/logs/verifier"
 _COMMAND = "agent.command"
 # For reward functions: bytes of a file, and of all files, and the number of files that are looked at.
 _MAX_FILE, _MAX_FILES, _MAX_ENTRIES = 1 << 16, 1 << 20, 10_000
 _MAX_REWARD_FILE = 1 << 16  # bytes
-_MAX_OPEN_FILES, _FILE_MB, _TEST_S = 4096, 1024, 120.0  # limits of a box
+_MAX_OPEN_FILES, _FILE_MB, _DAY_S = 4096, 1024, 86_400.0  # limits of a box
 # More than the calls of a process: a program that waits for a thread would run into its time limit.
 _threads = ThreadPoolExecutor(4096, thread_name_prefix="program")
 
@@ -185,15 +185,18 @@ class _Attempt:
 
     def _start(self) -> _Running:
         command = [self._places[0], *map(self._filled, self._words[1:])]
-        environment = {name: self._filled(value) for name, value in self._settings.environment.items()}
+        environment = {} if self._task is None else dict(self._task.environment)
+        environment |= {name: self._filled(value) for name, value in self._settings.environment.items()}
+        # The agent process ends the program at agent.timeout_s, which does not count while models train.
+        seconds = (None if self._task is None else self._task.agent_s) or _DAY_S
         path = [os.path.dirname(self._places[0]), *_path_of(self._places)]
         environment["PATH"] = os.pathsep.join([*path, *filter(None, [environment.get("PATH")])])
         stdin = "" if any("{prompt}" in word for word in self._words) else self._item.prompt
         if not self._settings.box:
-            return _Unboxed(command, self._work, {**environment, "HOME": str(self._home)}, stdin)
+            return _Unboxed(command, self._work, {**environment, "HOME": str(self._home)}, stdin, seconds)
         limits = box.Box(
             self._work,
-            seconds=86_400,  # the agent process ends it at agent.timeout_s, which does not count while models train
+            seconds=seconds,
             megabytes=self._settings.memory_mb,
             read=[*self._places[1:], *filter(None, map(existing_path, self._settings.read))],
             write=[self._home],
@@ -213,11 +216,12 @@ class _Attempt:
         logs.mkdir()
         limits = box.Box(
             self._work,
-            seconds=_TEST_S,
+            seconds=self._task.tests_s,
             megabytes=self._settings.memory_mb,
             read=[self._task.tests],
             write=[logs],
             shown_at={str(self._work): APP, str(self._task.tests): TESTS, str(logs): LOGS},
+            environment=self._task.tests_environment,
             file_megabytes=_FILE_MB,
             files=_MAX_OPEN_FILES,
         )
@@ -232,20 +236,23 @@ def _path_of(places: Sequence[str]) -> list[str]:
 
 
 def _reward_in(logs: Path, result: box.Result) -> tuple[float, dict[str, float]]:
-    """Return the reward that tests have written, as (reward, its parts): reward.json or reward.txt."""
+    """Return the reward that tests have written, as (reward, its parts): in reward.json or else in reward.txt.
+
+    The only number in reward.json may have any name.
+    """
     start = f"its tests (exit code {result.status})"
     if result.why:
         raise BadTrajectory(f"its tests were ended for exceeding their limit of {result.why}")
     found = {name: text for name in ("reward.json", "reward.txt") if (text := _small_text(logs / name)) is not None}
-    if len(found) != 1:
-        wrote = "both reward.json and reward.txt" if found else "no reward.json and no reward.txt"
+    if not found:
+        wrote = "no reward.json and no reward.txt"
         raise BadTrajectory(f"{start} wrote {wrote} to {LOGS}: {result.output[-300:]!r}")
-    [(name, text)] = found.items()
+    name, text = next(iter(found.items()))
     try:
         values = json.loads(text) if name == "reward.json" else {"reward": float(text)}
         parts = {part: reward_number(value, f"{start}: {part}") for part, value in values.items()}
-        return parts.pop("reward"), parts
-    except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+        return parts.pop("reward" if len(parts) > 1 else next(iter(parts))), parts
+    except (ValueError, AttributeError, TypeError, KeyError, RecursionError, StopIteration) as error:
         why = f"{type(error).__name__} in {text[:100]!r}"
         raise BadTrajectory(f"{start} wrote {name}, which holds no reward ({why})") from error
 
@@ -299,7 +306,10 @@ def _texts(folder: Path) -> dict[str, str]:
 class _Unboxed:
     """A program that runs with all rights of the user. It leads a process group, which ends with it."""
 
-    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], stdin: str):
+    def __init__(
+        self, command: Sequence[str], folder: Path, environment: Mapping[str, str], stdin: str, seconds: float
+    ):
+        self._seconds = seconds
         # Files and not pipes: what the program leaves running holds a pipe open.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # `wait` closes it
         with tempfile.TemporaryFile() as given:
@@ -316,11 +326,16 @@ class _Unboxed:
             )
 
     def wait(self) -> box.Result:
-        status = self._process.wait()
+        status, why = None, ""
+        try:
+            status = self._process.wait(self._seconds)
+        except subprocess.TimeoutExpired:
+            why = "time"
         self.cancel()
+        self._process.wait()
         with self._output as output:
             output.seek(max(0, output.seek(0, os.SEEK_END) - _MAX_FILE))
-            return box.Result(status, box.shorten(output.read().decode(errors="replace")), "")
+            return box.Result(status, box.shorten(output.read().decode(errors="replace")), why)
 
     def cancel(self) -> None:
         """Kill the program and all processes of its group."""

@@ -213,6 +213,15 @@ RecordedResult = tuple[Reward, ProgramEnd | None, TurnRewards]
 """(reward, end of its program, reward of each turn) of an agent whose turns its session has recorded."""
 
 
+def with_chosen_turns(returned: Any, item: AgentItem) -> Any:
+    """Convert a dictionary with the key "turns", see EnvironmentPackage.agent. Other values are unchanged."""
+    if not isinstance(returned, Mapping) or not {"reward", "turns"} <= returned.keys():
+        return returned
+    parts = dict(returned)
+    turns = [AgentTrajectoryTurn(item, *turn) for turn in parts.pop("turns")]
+    return AgentTrajectory(turns, parts.pop("reward"), parts)
+
+
 def recorded_result(returned: Any) -> RecordedResult | None:
     """Return the result of an agent that leaves its turns to the record of its session.
 

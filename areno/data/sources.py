@@ -33,7 +33,7 @@ from areno.data.arrow_rows import without_nulls
 from areno.data.dataset_formats import prepare_rows
 from areno.data.files import COMPRESSED, FORMATS, format_of, read_json, read_jsonl, read_table
 from areno.data.row_schema import FIELDS, SHARED_FIELDS, RowKind, Rows, describe_value, rows_at, rows_problem
-from areno.data.task_folders import is_task_folder, read_tasks
+from areno.environments.harbor import HarborTasks, is_task_folder
 from areno.environments.packages import package_of
 from areno.errors import ArenoError, ConfigError, DataError, Key, Problem, all_of
 from areno.files.paths import existing_path, find_file
@@ -266,7 +266,7 @@ def _is_saved_dataset(folder: Path) -> bool:
 
 def _read_folder(folder: Path, shown: str, split: str, key: str, kwargs: Mapping[str, Any]) -> Rows:
     if is_task_folder(folder):
-        return read_tasks(folder, key)
+        return HarborTasks(str(folder), f"{key}.path").rows(split, kwargs)
     import datasets
 
     try:

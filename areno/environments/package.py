@@ -11,6 +11,8 @@ from areno.errors import ConfigError, Problem, did_you_mean
 RunAgent = Callable[[Any, Any], Awaitable[Any]]
 RewardFn = Callable[[Any], Any]
 TRAIN, TEST = "train", "test"
+SIZES = {TRAIN: 1000, TEST: 100}
+"""Default numbers of rows of packages that make as many as asked for."""
 
 
 class LazyRows:
@@ -92,7 +94,8 @@ class EnvironmentPackage:
         """Return an async function run_agent(ctx, batch) for a batch of one sample. Agent processes call this once.
 
         It sends its requests to the session of the sample, which records them, and returns the reward: None, a number,
-        or a dictionary with the key "reward" and further numbers to log.
+        or a dictionary with the key "reward" and further numbers to log. If only some requests are to be trained, the
+        dictionary has the key "turns": a tuple (messages, response) for each.
         """
         raise ConfigError(Problem(self.key, "{} has no agent", self.spec))
 
@@ -140,6 +143,13 @@ class EnvironmentPackage:
             raise self.option_errors(
                 {name: f"is no option of {self.spec}{did_you_mean(name, known, otherwise=has)}" for name in unknown}
             )
+
+    def check_counts(self, options: Mapping[str, Any], **least: int) -> None:
+        """Raise ConfigError for each option that is no whole number of at least the given one."""
+        wrong = [name for name, low in least.items() if type(options[name]) is not int or options[name] < low]
+        if wrong:
+            text = "is {!r}; a whole number of at least {} is expected"
+            raise self.option_errors({name: text.format(options[name], least[name]) for name in wrong})
 
     def option_errors(self, texts: Mapping[str, str]) -> ConfigError:
         """Return an error with a problem for each option, as name -> text."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from areno.environments.harbor import HarborTasks
 from areno.environments.package import EnvironmentPackage
 from areno.environments.reasoning_gym import ReasoningGym
+from areno.environments.textarena import TextArena
 from areno.environments.verifiers import Verifiers
 from areno.errors import ConfigError, Problem, all_of
 
-PACKAGES: dict[str, type[EnvironmentPackage]] = {package.scheme: package for package in (ReasoningGym, Verifiers)}
+_CLASSES: list[type[EnvironmentPackage]] = [HarborTasks, ReasoningGym, TextArena, Verifiers]
+PACKAGES = {package.scheme: package for package in _CLASSES}
 
 
 def package_of(spec: str | None, key: str = "") -> EnvironmentPackage | None:

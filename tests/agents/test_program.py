@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem, BadTr
 from areno.config.agent import AgentConfig
 from areno.config.datasets import DatasetConfig
 from areno.data.sources import load_rows
-from areno.errors import ConfigError, DataError
+from areno.errors import ConfigError
 from areno.sandbox import box
 from areno.server.sample_sessions import SampleSession
 from tests.helpers.processes import children
@@ -104,6 +103,31 @@ def test_tests_give_the_reward(task: Path) -> None:
     grade(task, 'echo \'{"reward": 1, "speed": 0.25}\' > /logs/verifier/reward.json')
     found, _ = start(shell("true"), row={"task_folder": str(task)})
     assert (found.reward, found.parts) == (1.0, {"speed": 0.25})
+    grade(task, "cd /logs/verifier; echo 0 > reward.txt; echo '{\"passed\": 0.75}' > reward.json")
+    found, _ = start(shell("true"), row={"task_folder": str(task)})
+    assert (found.reward, found.parts) == (0.75, {})
+
+
+@pytest.mark.parametrize("boxed", [pytest.param(True, marks=needs_box), False])
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads task.toml")
+def test_a_task_has_limits_and_variables(task: Path, boxed: bool) -> None:
+    (task / "task.toml").write_text(
+        "[agent]\ntimeout_sec = 0.5\n[environment]\nenv = {WORD = 'cat'}\n[verifier]\nenv = {PART = '0.25'}\n"
+    )
+    grade(task, "grep -q $WORD answer && echo $PART > /logs/verifier/reward.txt")
+    found, _ = start(shell("echo $WORD > answer; sleep 60", box=boxed), row={"task_folder": str(task)})
+    assert found.program is not None
+    assert (found.program.ended_by, found.program.exit_code, found.program.after["answer"]) == ("time", None, "cat\n")
+    assert boxed is False or found.reward == 0.25
+
+
+@needs_box
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="reads task.toml")
+def test_the_time_of_tests_is_limited_by_the_task(task: Path) -> None:
+    (task / "task.toml").write_text("[verifier]\ntimeout_sec = 0.5\n")
+    grade(task, "sleep 60")
+    with pytest.raises(BadTrajectory, match="its tests were ended for exceeding their limit of time"):
+        start(shell("true"), row={"task_folder": str(task)})
 
 
 @needs_box
@@ -115,8 +139,8 @@ def test_tests_give_the_reward(task: Path) -> None:
         ("echo nan > /logs/verifier/reward.txt", "reward.txt"),
         ("ln -s /proc/self/environ /logs/verifier/reward.txt", "no reward.json and no reward.txt"),
         ("echo 1 > /logs/verifier/reward.txt; yes", "were ended for exceeding their limit of output"),
-        ("cd /logs/verifier; echo 1 | tee reward.txt reward.json", "both reward.json and reward.txt"),
-        ("echo '{\"speed\": 1}' > /logs/verifier/reward.json", "KeyError"),
+        ('echo \'{"speed": 1, "size": 2}\' > /logs/verifier/reward.json', "KeyError"),
+        ("echo '{}' > /logs/verifier/reward.json", "reward.json, which holds no reward"),
         ("echo '[1]' > /logs/verifier/reward.json", "wrote reward.json, which holds no reward"),
     ],
 )
@@ -226,6 +250,3 @@ def test_programs_are_found_with_what_they_need(tmp_path: Path, monkeypatch: pyt
 def test_a_folder_of_tasks_is_a_dataset(task: Path) -> None:
     [row] = load_rows(DatasetConfig(path=str(task.parent)), "prompt")
     assert (row["prompt"], row["task_folder"]) == ("Write cat.", str(task.resolve()))
-    (task / "environment/Dockerfile").write_text("FROM x")
-    with pytest.raises(DataError, match=textwrap.dedent("train_dataset.path: .* need the image of a container.*: one")):
-        load_rows(DatasetConfig(path=str(task.parent)), "prompt")

@@ -1,0 +1,255 @@
+"""Games of the package textarena. A game of one player is a task; one of two players is played by the policy alone.
+
+Most games draw from Python's global random numbers. Each game has its own state of these, so that it depends on its
+seed alone, although an agent process plays many games at the same time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+from areno.environments.package import SIZES, TEST, EnvironmentPackage, LazyRows, RunAgent
+from areno.environments.rows_process import RowsProcess
+from areno.errors import ConfigError, DataError
+from areno.files.user_code import describe_error
+from areno.reward_fns.answers import after_reasoning
+
+_OWN = {"seed": 0, "max_turns": 50}
+_NO_NEWS = "It is your turn."
+
+
+class TextArena(EnvironmentPackage):
+    """`textarena:NAME`, a game."""
+
+    scheme = distribution = extra = "textarena"
+    versions = ">=0.7.4,<0.8"
+    has_agent = True
+
+    def check(self) -> None:
+        """Check that the game can be played here."""
+        self.check_installed()
+        from textarena.envs.registration import ENV_REGISTRY
+
+        self.check_name(sorted(ENV_REGISTRY))
+        self._make_game({})
+
+    def rows(self, split: str, options: Mapping[str, Any]) -> LazyRows:
+        """Return a row for each game, with its first observation as the prompt.
+
+        The options are size, seed, max_turns (of both players) and the settings of the game.
+        """
+        self.check_installed()
+        self.check_split(split)
+        own = {"size": SIZES[split], **_OWN}
+        with _without_downloads():
+            self.check_options(options, [*own, *_settings_of(self.name)])
+        self.check_counts({**own, **options}, size=1, seed=0, max_turns=1)
+        settings = {name: value for name, value in options.items() if name not in own}
+        self._make_game(settings)
+        return _GameRows(self.name, split, {**own, **options}, settings)
+
+    def agent(self) -> RunAgent:
+        """Return an agent that plays the game of a row. Its reward is that of the game."""
+        self.check_installed()
+
+        async def run_agent(ctx: Any, batch: Any) -> dict[str, Any]:
+            from openai import AsyncOpenAI
+
+            [item] = batch
+            row = item.record
+            if row.get("game") != self.name:
+                raise DataError("its row is not of {}", self.spec)
+            game = _Game(self.name, row["seed"], row["game_settings"])
+            # timeout=None: the server limits the time of each request.
+            async with AsyncOpenAI(
+                base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, timeout=None
+            ) as client:
+                return await _play(game, client, row["seat"], row["max_turns"])
+
+        return run_agent
+
+    def _make_game(self, settings: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the game cannot be played."""
+        try:
+            _Game(self.name, 0, settings).observe()
+        except ConfigError as error:
+            raise self.problem("{}", error) from None
+        except LookupError as error:  # of NLTK
+            text = "needs data of NLTK, which is not loaded here: python -m nltk.downloader words averaged_perceptron_"
+            raise self.problem(text + "tagger_eng") from error
+        except (Exception, SystemExit) as error:  # a game may raise anything
+            raise self.problem("cannot be played here: {}", describe_error(error)) from error
+
+
+def _settings_of(name: str) -> list[str]:
+    """Return the names of the settings of a game, which are arguments of its class."""
+    import textarena
+
+    game = textarena.make(name)
+    while isinstance(game, textarena.Wrapper):
+        game = game.env
+    return list(inspect.signature(type(game)).parameters)
+
+
+class _Game:
+    """A game, and the random numbers that belong to it."""
+
+    def __init__(self, name: str, seed: int, settings: Mapping[str, Any]):
+        import numpy as np
+
+        self._random: Any = random.Random(seed).getstate()
+        self._numpy: Any = np.random.RandomState(seed).get_state()
+        for n_players in (1, 2):
+            try:
+                self._call(self._reset, name, seed, settings, n_players)
+            except AssertionError:  # the game has another number of players
+                continue
+            if self.n_players == n_players:
+                return
+        raise ConfigError("has more than two players, and games of one or two are supported")
+
+    def _reset(self, name: str, seed: int, settings: Mapping[str, Any], n_players: int) -> None:
+        import textarena
+
+        with _without_downloads():
+            self._game: Any = textarena.make(name, **settings)
+        self._game.reset(num_players=n_players, seed=seed)
+
+    @property
+    def n_players(self) -> int:
+        """Players of the game. Some games that need several do not check how many there are."""
+        import textarena
+
+        state = self._game.state
+        return state.num_players if isinstance(state, textarena.SinglePlayerState) else max(2, state.num_players)
+
+    def observe(self) -> tuple[int, Any]:
+        return self._call(self._game.get_observation)
+
+    def step(self, action: str) -> bool:
+        """Make a move. Returns whether the game is over."""
+        return bool(self._call(self._game.step, action=action)[0])
+
+    def result(self, seat: int) -> dict[str, float]:
+        """Return the reward of a player, 0 if the game is not over, and whether its last move was invalid."""
+        rewards, infos = self._call(self._game.close)
+        reward, info = (rewards or {}).get(seat, 0.0), infos.get(seat, {})
+        return {"reward": reward, "finished": float(bool(rewards)), "invalid_move": float(info.get("invalid_move", 0))}
+
+    def name_of(self, seat: int) -> str:
+        return self._game.state.role_mapping.get(seat, f"Player {seat}")
+
+    def _call(self, method: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        """Call code of the game with its own random numbers."""
+        import numpy as np
+
+        others = random.getstate(), np.random.get_state()
+        random.setstate(self._random)
+        np.random.set_state(self._numpy)
+        try:
+            return method(*args, **given)
+        finally:
+            self._random, self._numpy = random.getstate(), np.random.get_state()
+            random.setstate(others[0])
+            np.random.set_state(others[1])
+
+
+@contextmanager
+def _without_downloads() -> Iterator[None]:
+    """Keep NLTK from downloading what games ask for when they are imported. Data that is there is used."""
+    import nltk
+
+    download, nltk.download = nltk.download, lambda *args, **given: True
+    try:
+        yield
+    finally:
+        nltk.download = download
+
+
+class _Player:
+    """What a player has seen and said, as a conversation."""
+
+    def __init__(self, name: str):
+        self.messages: list[Any] = []
+        self._name, self._seen, self._action = name, "", ""
+
+    def show(self, observation: Any) -> None:
+        """Add an observation: the events since the last one, all events so far, or the state of the board."""
+        if isinstance(observation, list):
+            new = "".join(f"\n{text}" for _, text, _ in observation)
+        elif observation.startswith(self._seen):
+            new, self._seen = observation[len(self._seen) :], observation
+        else:
+            new, self._seen = observation, observation
+            self.messages = []  # the board says all that counts
+        for echo in (f"\n[{self._name}] {self._action}", f"\n[{self._name}] [{self._action}]", f"\n{self._action}"):
+            if self._action and new.startswith(echo):
+                new = new[len(echo) :]
+                break
+        self.messages.append({"role": "user", "content": new.strip() or _NO_NEWS})
+
+    def say(self, message: Any) -> str:
+        """Add an answer of the model, and return it as an action."""
+        self.messages.append(message.model_dump(exclude_none=True))
+        self._action = after_reasoning(message.content or "").strip()
+        return self._action
+
+
+async def _play(game: _Game, client: Any, seat: int, max_turns: int) -> dict[str, Any]:
+    """Play a game to its end. The turns of one player are trained.
+
+    It is the player with number `seat`, or the other one if the game ends before that player's first turn.
+    """
+    players = [_Player(game.name_of(number)) for number in range(game.n_players)]
+    turns: list[list[Any]] = [[] for _ in players]
+    for _ in range(max_turns):
+        number, observation = game.observe()
+        player = players[number]
+        player.show(observation)
+        asked = list(player.messages)
+        response = await client.chat.completions.create(model="policy", messages=asked)
+        turns[number].append((asked, response))
+        if game.step(player.say(response.choices[0].message)):
+            break
+    trained = seat % len(players)
+    if not turns[trained]:
+        trained = 1 - trained
+    return {**game.result(trained), "turns": turns[trained]}
+
+
+class _GameRows(LazyRows):
+    def __init__(self, name: str, split: str, own: Mapping[str, Any], settings: Mapping[str, Any]):
+        self._name, self._split, self._own, self._settings = name, split, own, settings
+        self._process = RowsProcess(f"{TextArena.scheme}:{name}")
+
+    @property
+    def fingerprint(self) -> str:
+        return repr((self._name, self._split, self._own, self._settings, version("textarena")))
+
+    def __len__(self) -> int:
+        return self._own["size"]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        seed = (2 * (self._own["seed"] * 1_000_003 + index) + (self._split == TEST)) % 2**32  # numpy takes no larger
+        return {
+            "prompt": self._process.call(_first_prompt, self._name, seed, self._settings),
+            "game": self._name,
+            "game_settings": self._settings,
+            "seed": seed,
+            "seat": index % 2,
+            "max_turns": self._own["max_turns"],
+        }
+
+
+def _first_prompt(name: str, seed: int, settings: Mapping[str, Any]) -> str:
+    player = _Player("")
+    player.show(_Game(name, seed, settings).observe()[1])
+    return player.messages[0]["content"]
