@@ -651,8 +651,8 @@ class RewardOutcome:
         value: The reward. None unless status is "ok".
         status: "ok", or why there is no reward. "timeout", "error": the reward function took too long or raised an
             exception. "not_finite": the reward is NaN, infinite, or too large for float32. "agent_error",
-            "agent_timeout": the agent failed, so there is nothing to score. "agent_filtered": the agent's conversation
-            filled the context.
+            "agent_timeout": the agent failed, so there is nothing to score. "agent_filtered": it failed because the
+            context was full, or its budget of requests or tokens spent.
         message: Why there is no reward, in words. "" if there is a reward.
         parts: Unweighted components of the reward by name. Empty if the reward is a single number.
         key: The setting to look at if there is no reward.
@@ -698,6 +698,7 @@ class ScoredSample:
             if it is not known.
         arrays: Prompt and completion as arrays, for the training row. None for an agent.
         teacher: Role of the sample's teacher, in a run with several teachers. Otherwise None.
+        over_budget: Whether the agent has exceeded its budget of requests, tokens or seconds.
         spans: (name, start, end) of each phase of the sample so far, such as "decode", for the trace of the run. The
             times are those of areno.trace.
     """
@@ -712,6 +713,7 @@ class ScoredSample:
     train_logprobs: np.ndarray | None = None
     arrays: TokenArrays | None = None
     teacher: str | None = None
+    over_budget: bool = False
     spans: list[tuple[str, int, int]] = field(default_factory=list)
 
     @property

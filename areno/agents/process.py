@@ -60,7 +60,7 @@ from areno.engine.output_streams import RunningClock
 from areno.environments.packages import package_of
 from areno.errors import ConfigError, Problem
 from areno.files.user_code import describe_error, is_import_path, load_function, load_import_path, split_spec
-from areno.server.errors import CONTEXT_FULL
+from areno.server.errors import CONTEXT_FULL, REQUESTS_SPENT, TOKENS_SPENT
 from areno.user_processes.process import MAX_TEXT, ForkedChildren, is_async, new_event_loop
 
 DEFAULT_FUNCTION = "run_agent"
@@ -155,9 +155,9 @@ async def answers_of(call: Callable[[], Awaitable[Any]], items: Sequence[AgentIt
 
 
 def answer_of_exception(error: BaseException, path: Path) -> Answer:
-    """Return the answer for an exception: "filtered" if the conversation fills the context, else "error"."""
-    is_full = vars(error).get("code") == CONTEXT_FULL
-    return "filtered" if is_full else "error", None, describe_error(error, path)[:MAX_TEXT]
+    """Return the answer for an exception: "filtered" if it is the refusal of a request beyond a limit."""
+    is_refusal = vars(error).get("code") in (CONTEXT_FULL, REQUESTS_SPENT, TOKENS_SPENT)
+    return "filtered" if is_refusal else "error", None, describe_error(error, path)[:MAX_TEXT]
 
 
 async def wait_within(task: asyncio.Future[Any], clock: RunningClock, ends_at: float) -> None:

@@ -144,6 +144,7 @@ class SessionProxy(SampleServer):
         is_program, is_online = settings.fn == COMMAND, settings.mode == ONLINE
         session = self._sessions[item.key] = SampleSession(
             max_requests=settings.max_requests,
+            max_tokens=settings.max_total_completion_tokens,
             params=params,
             uses_run_sampling=is_program or is_online,
             returns_tokens=not (is_program or is_online),

@@ -23,9 +23,8 @@ class AgentOutcome:
     """The result of running the agent for one item.
 
     If the status is "ok" and `turns` is None, those that the session of the sample has recorded count, with `reward`
-    and `turn_rewards`.
-    "filtered" means that the agent failed because its conversation fills the model's context. `span` is (start, end) of
-    the run, as times of areno.trace.
+    and `turn_rewards`. "filtered" means that the agent failed at a refused request: the context is full, or its budget
+    is spent. `span` is (start, end) of the run, as times of areno.trace.
     """
 
     status: Literal["ok", "error", "timeout", "filtered"]

@@ -197,6 +197,7 @@ def _agent_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
         "agent_errors": failed["agent_error"],
         "agent_timeouts": failed["agent_timeout"],
         "agent_filtered": failed["agent_filtered"],
+        "agent_over_budget": sum(sample.over_budget for sample in samples),
         "agent_turns_mean": float(np.mean([len(one.turns) for one in found])) if found else 0.0,
         "agent_rows_mean": float(np.mean([len(one.rows) for one in found])) if found else 0.0,
         "tool_calls_mean": float(np.mean([len(one.tool_calls) for one in found])) if found else 0.0,

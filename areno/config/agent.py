@@ -20,6 +20,7 @@ COMPLETION = "completion"
 ConversationKind = Literal["main", "subagent", "compaction", "auxiliary"]
 TurnCredit = Literal["outcome", "return", "turn_baseline", "gae"]
 _AGENT = Needs("fn", so="there is no agent", in_build=True)
+_SESSION = Needs("whole_batch", False, so="its samples have no sessions that count")
 _PROGRAM = Needs("command", so="no program is started", in_build=True)
 _ONLINE = Needs("mode", ONLINE, so="no external program is served", in_build=True)
 # Names in AReaL, SGLang and vLLM -> ours.
@@ -132,7 +133,14 @@ class AgentConfig(Section):
         help="Largest number of requests that the agent of one sample may send. All later ones are refused",
         gt=0,
         le=1_000_000,
-        only_with=_AGENT,
+        only_with=(_AGENT, _SESSION),
+    )
+    max_total_completion_tokens: int | None = setting(
+        None,
+        help="Largest number of tokens that the policy may sample for one sample, over all turns. A turn that reaches "
+        "it is finished, and all later requests are refused. null: no limit beside those of requests and conversations",
+        gt=0,
+        only_with=(_AGENT, _SESSION),
     )
     train_conversations: list[ConversationKind] = setting(
         factory=lambda: ["main", "subagent", "compaction"],

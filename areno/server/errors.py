@@ -9,6 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CONTEXT_FULL = "context_length_exceeded"  # code of a prompt that leaves no room for an answer
+REQUESTS_SPENT, TOKENS_SPENT = (
+    "too_many_requests",
+    "token_budget_exceeded",
+)  # codes of requests beyond a sample's budget
 
 _MAX_MESSAGE, _MAX_PARAM = 2000, 200  # characters
 

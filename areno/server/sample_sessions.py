@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NoReturn
 
 from areno.scoring.records import reward_number
-from areno.server.errors import ApiError
+from areno.server.errors import REQUESTS_SPENT, TOKENS_SPENT, ApiError
 from areno.server.returned_responses import index_of_response, message_digest
 from areno.types import Message, SamplingParams
 
@@ -137,6 +137,7 @@ class SampleSession:
     """
 
     max_requests: int
+    max_tokens: int | None = None  # sampled, over all turns
     params: SamplingParams | None = None
     uses_run_sampling: bool = False
     returns_tokens: bool = True
@@ -146,6 +147,8 @@ class SampleSession:
     rewards: dict[str, float] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)  # what a user should know of the requests
     is_ended: bool = False
+    n_sampled: int = 0  # tokens
+    spent: str = ""  # the setting of the budget for which requests were refused
 
     def __post_init__(self) -> None:
         self._answers: dict[bytes, SharedAnswer] = {}
@@ -155,14 +158,20 @@ class SampleSession:
         self._conversations: set[str] = set()  # keys of the requests that did
 
     def count_request(self) -> None:
-        """Count a request. Raises ApiError 410 if the session has ended, or has had too many."""
+        """Count a request. Raises ApiError 410 if the session has ended, or its budget is spent."""
         self.counts["requests"] += 1
         if self.is_ended:
             raise ended_error()
         if self.counts["requests"] > self.max_requests:
-            self.counts["refused"] += 1
-            message = f"the agent has sent {self.max_requests} requests, which is all that agent.max_requests allows"
-            raise ApiError(410, message, code="too_many_requests")
+            self._refuse(f"sent {self.max_requests} requests", "agent.max_requests", self.max_requests, REQUESTS_SPENT)
+        if self.max_tokens is not None and self.n_sampled >= self.max_tokens:
+            key = "agent.max_total_completion_tokens"
+            self._refuse(f"sampled {self.n_sampled} tokens", key, self.max_tokens, TOKENS_SPENT)
+
+    def _refuse(self, done: str, key: str, limit: int, code: str) -> NoReturn:
+        self.counts["refused"] += 1
+        self.spent = key
+        raise ApiError(410, f"the agent has {done}, and {key} allows {limit}", code=code)
 
     def body_for_run(self, body: Any) -> Any:
         """Return the body of a chat request, without what the run decides."""
@@ -237,6 +246,7 @@ class SampleSession:
         """Record the turns of a delivered answer."""
         for turn in turns:
             self.turns.append(turn)
+            self.n_sampled += len(turn["tokens"].sampled)
             for call in turn["message"].get("tool_calls") or []:
                 self._sent[call["id"]] = turn["message"]
 

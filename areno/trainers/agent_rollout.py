@@ -259,12 +259,22 @@ def _scored_agent_sample(
     session: SampleSession | None,
 ) -> tuple[ScoredSample, RewardRecord | None]:
     """Convert an agent's outcome to (sample, record for reward functions). The record is None if the agent failed."""
+    spent = "" if session is None else session.spent
+    if outcome.status == "timeout":
+        spent = "agent.timeout_s"
 
     def failed_sample(status: Any, message: str) -> tuple[ScoredSample, None]:
         nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])
-        key = "gconfig.max_tokens" if status == "agent_filtered" else "agent.fn"
-        verdict = RewardOutcome(None, status, message, key=key)
-        return ScoredSample(item=item, sequence=nothing, completion="", outcome=verdict, group=group), None
+        key = spent or "gconfig.max_tokens" if status == "agent_filtered" else "agent.fn"
+        sample = ScoredSample(
+            item=item,
+            sequence=nothing,
+            completion="",
+            outcome=RewardOutcome(None, status, message, key=key),
+            group=group,
+            over_budget=bool(spent),
+        )
+        return sample, None
 
     if outcome.status == "filtered":
         logger.warning("agentic trajectory filtered: %s; prompt=%r", outcome.message, item.prompt[:_PREVIEW])
@@ -297,9 +307,14 @@ def _scored_agent_sample(
     # The prompt of the sample is the one that the agent sent to the model.
     asked = replace(item, tokens=record.prompt_tokens, text=setup.tokenizer.decode(record.prompt_tokens))
     text = record.completion if setup.config.gconfig.skip_special_tokens else record.rendered_completion
-    waiting = RewardOutcome(0.0)
     sample = ScoredSample(
-        item=asked, sequence=sequence, completion=text, outcome=waiting, group=group, trajectory=trajectory
+        item=asked,
+        sequence=sequence,
+        completion=text,
+        outcome=RewardOutcome(0.0),
+        group=group,
+        trajectory=trajectory,
+        over_budget=bool(spent),
     )
     return sample, record
 

@@ -25,7 +25,7 @@ from areno.recipes.gspo import GSPOConfig
 from areno.sandbox.box import network_problem
 from areno.trainers.agents import reward_records, trajectory_rows
 from tests.helpers.agent_model import made, model_folder
-from tests.helpers.agent_runs import DATA, run
+from tests.helpers.agent_runs import AGENTS, DATA, run
 from tests.helpers.policy_runs import play
 from tests.helpers.resumed import lost_in
 
@@ -107,10 +107,31 @@ def test_a_recipe_trains_through_a_program_in_a_box(tmp_path: Path, ahead: int) 
     assert not list(Path(tempfile.gettempdir()).glob("areno-agent-*")), "nothing is left"
 
 
+BUDGETS = ["agent.max_requests=1", "agent.max_total_completion_tokens=1"]
+
+
 @pytest.mark.slow
-def test_requests_beyond_agent_max_requests_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArenoError, match=r"410 - the agent has sent 1 requests, which is all that agent\.max_requests"):
-        run(tmp_path, "recorded_turns.py", "agent.max_requests=1", "total_train_steps=1")
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_request_beyond_the_budget_is_refused(tmp_path: Path, budget: str) -> None:
+    key = budget.split("=")[0]
+    with pytest.raises(ArenoError, match=rf"410 - the agent has s\w+ \d+ \w+, and {key} allows 1") as caught:
+        run(tmp_path, "recorded_turns.py", budget, "total_train_steps=1")
+    assert str(caught.value).startswith(f"{key}: no reward could be computed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_an_agent_that_ends_at_its_budget_is_trained(tmp_path: Path, budget: str) -> None:
+    agent = tmp_path / "ends.py"
+    agent.write_text(
+        f"import contextlib, openai, runpy\nwork = runpy.run_path({str(AGENTS / 'recorded_turns.py')!r})['run_agent']\n"
+        "async def run_agent(ctx, batch):\n    with contextlib.suppress(openai.APIStatusError):\n"
+        "        await work(ctx, batch)\n"
+    )
+    played = run(tmp_path, "recorded_turns.py", f"agent.fn={agent}", budget, "total_train_steps=1")
+    assert len(played.rows[0]) == 16
+    counted = ("over_budget", "refused", "filtered", "turns_mean")
+    assert [played.series(f"rollout/agent_{name}") for name in counted] == [[16.0], [16.0], [0.0], [1.0]]
 
 
 @pytest.mark.slow
@@ -219,7 +240,7 @@ def test_failing_samples_leave_their_group_and_are_counted(
         )
     assert len(played.rows[0]) == 2
     assert played.series("rollout/agent_errors") == [6.0]
-    assert played.series("rollout/agent_timeouts") == [2.0]
+    assert played.series("rollout/agent_timeouts") == played.series("rollout/agent_over_budget") == [2.0]
     assert played.series("rollout/num_sequences") == [2.0]
     assert "agent_error: ValueError: no luck" in caplog.text
     told = {sample["prompt"]: sample["status"] for sample in played.samples(1)}

@@ -128,6 +128,20 @@ def test_requests_are_capped(served: Any) -> None:
     assert "agent.max_requests" in post(url).json()["error"]["message"]
 
 
+def test_sampled_tokens_are_capped(served: Any) -> None:
+    """A turn that reaches the budget is finished; a stream counts as well."""
+    server, _ = served
+    session, url = session_of(server, max_tokens=5)
+    sizes = []
+    while (answer := post(url, stream=bool(sizes))).status_code == 200:
+        sizes.append(len(session.turns[-1]["tokens"].sampled))
+        assert sum(sizes) == session.n_sampled
+    assert sum(sizes[:-1]) < 5 <= sum(sizes)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (410, "token_budget_exceeded")
+    assert "agent.max_total_completion_tokens" in answer.json()["error"]["message"]
+    assert (session.spent, session.counts["refused"]) == ("agent.max_total_completion_tokens", 1)
+
+
 def test_a_full_queue_is_waited_for() -> None:
     with scripted_server(say, max_samples=1) as (server, engine):
         _, url = session_of(server)
