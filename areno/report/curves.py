@@ -34,6 +34,7 @@ _UNITS = {
         "*/agent_errors",
         "*/agent_timeouts",
         "*/agent_filtered",
+        "*/agent_over_budget",
     ),
     "prompts": ("*skipped_long", "*/dropped_groups"),
     "updates": ("*skipped_steps",),

@@ -45,7 +45,7 @@ def reward_records(trainer: Trainer, trajectories: Any) -> list[RewardRecord]:
 def trajectory_rows(
     trainer: Trainer,
     trajectories: Any,
-    advantages: Sequence[float],
+    advantages: Sequence[float | Sequence[float] | np.ndarray],
     rewards: Sequence[float] | None = None,
     *,
     loss_mask_policy: LossMaskPolicy | None = None,
@@ -54,8 +54,9 @@ def trajectory_rows(
 
     A trajectory has several rows if the prompt of a turn does not begin with the tokens of the previous turn. A forward
     pass of the actor computes the log-probabilities of trained tokens that the policy did not sample. If rollout and
-    training differ in temperature, the pass computes those of all trained tokens. `loss_mask_policy` None takes the
-    policy of the last session. `rewards` None sets all rewards to 0.
+    training differ in temperature, the pass computes those of all trained tokens. Each advantage is a number, or has
+    one for each turn. `loss_mask_policy` None takes the policy of the last session. `rewards` None sets all rewards
+    to 0.
     """
     read = _parse_trajectories(trainer, trajectories, loss_mask_policy)
     given = {"advantages": advantages} | ({} if rewards is None else {"rewards": rewards})
@@ -67,8 +68,12 @@ def trajectory_rows(
     for index, (_, trajectory) in enumerate(read):
         reward = 0.0 if rewards is None else float(rewards[index])
         of_one = train_sequences(trajectory, reward=reward, eos_token_id=eos, weights_version=version)
+        n_turns, of_turns = len(trajectory.turn_rewards), np.asarray(advantages[index], dtype=np.float64)
+        if of_turns.shape not in ((), (n_turns,)):
+            text = f"trajectory {index} has {n_turns} turns, and its advantages have the shape {of_turns.shape}"
+            raise DataError(f"{text}; give a number, or one for each turn")
         for row, sampled in zip(of_one, trajectory.rows, strict=True):
-            row.advantages = np.where(sampled.trained, float(advantages[index]), 0.0)
+            row.advantages = np.where(sampled.trained, np.broadcast_to(of_turns, (n_turns,))[sampled.turns], 0.0)
         rows += of_one
     score_missing_logprobs(trainer, [row for _, trajectory in read for row in trajectory.rows], rows, trainer.sampling)
     return rows

@@ -401,6 +401,13 @@ def test_the_example_of_the_reference_trains() -> None:
         assert stats["logp_abs_diff_max"] < 1e-4
         with pytest.raises(DataError, match="1 advantages for 8 trajectories"):
             trajectory_rows(trainer, trajectories, [0.0])
+        [n_turns, *_] = [len(trajectory.turns) for trajectory in trajectories]
+        of_turns = trajectory_rows(trainer, trajectories[:1], [np.arange(n_turns) + 2.0])
+        for row in of_turns:
+            trained = ~np.asarray(row.prompt_mask)
+            assert np.asarray(row.advantages)[trained].tolist() == (row.turns[trained] + 2.0).tolist()  # type: ignore[index]
+        with pytest.raises(DataError, match=f"has {n_turns} turns, and its advantages have the shape"):
+            trajectory_rows(trainer, trajectories[:1], [[0.0] * (n_turns + 1)])
         with pytest.raises(DataError, match="the agent returned nothing"):
             reward_records(trainer, None)
 

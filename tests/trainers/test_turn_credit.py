@@ -333,6 +333,12 @@ def settings_of(kind: Any, actor: dict[str, Any], agent: dict[str, Any]) -> Any:
         (GRPOConfig, {"use_kl_in_reward": True, "kl_ctl": 0.1}, {"turn_credit": "return"}, "actor.use_kl_in_reward: "),
         (PPOConfig, {"discount": 0.9}, {"turn_credit": "gae"}, "actor.discount: is 0.9, but agent.turn_credit is gae"),
         (GRPOConfig, {}, {"fn": None, "turn_credit": "return"}, "so there is no agent"),
+        (
+            GRPOConfig,
+            {},
+            {"whole_batch": True, "max_total_completion_tokens": 5},
+            "agent.max_total_completion_tokens: is 5, but agent.whole_batch is true, so its samples have no sessions",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(kind: Any, actor: Any, agent: Any, message: str) -> None:

@@ -176,7 +176,7 @@ function conversation(turns) {
     const goesOn = turn.messages.length >= before.length && before.every((one, at) => one.role === turn.messages[at].role);
     if (before.length && !goesOn) nodes.push(el("div", { class: "facts" }, "another conversation"));
     for (const one of goesOn ? turn.messages.slice(before.length) : turn.messages) nodes.push(message(one, ""));
-    nodes.push(message(turn.message, ` · sampled, ended by ${shown(turn.finish_reason)}`));
+    nodes.push(message(turn.message, ` · sampled, ended by ${shown(turn.finish_reason)}${turn.reward === undefined ? "" : `, reward ${cellOf(turn.reward)}`}`));
     before = [...turn.messages, turn.message];
   }
   return nodes;
