@@ -118,9 +118,9 @@ class RowBuilder:
         messages = [*last["messages"], last["message"]]
         # A turn of another conversation is a part of the agent's turn before it.
         places = [max(bisect_right(own, turn) - 1, 0) for turn in range(len(turns))]
-        turn_rewards = [0.0] * len(own)
+        rewards = [0.0] * len(own)
         for place, turn in zip(places, turns, strict=True):
-            turn_rewards[place] += turn.get("reward", 0.0)
+            rewards[place] += turn.get("reward", 0.0)
         return Trajectory(
             rows=[row.to_token_row(self._trained_sources, places) for row in kept],
             conversations=Counter(kinds),
@@ -128,7 +128,7 @@ class RowBuilder:
                 {"turn": place, **{name: turn[name] for name in turn if name not in _OF_TOKENS}}
                 for place, turn in zip(places, turns, strict=True)
             ],
-            turn_rewards=turn_rewards,
+            turn_rewards=rewards,
             messages=messages,
             tool_calls=[call for turn in turns for call in turn["message"].get("tool_calls") or []],
             tool_results=[message for message in messages if message.get("role") == "tool"],
