@@ -88,7 +88,7 @@ def sample_with_agents(
             group = scorer.first_group + item.prompt_index
             session = server.end_agent(item)
             sample, record = _scored_agent_sample(setup, items[item.prompt_index], item, outcome, rows, group, session)
-            sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
+            _note_end(sample, outcome, session)
             place = item.prompt_index * gconfig.n_samples + item.sample_index
             found[place] = sample
             scorer.score_samples({place: (sample, record)})
@@ -243,9 +243,9 @@ def _agent_sample(
     outcome: AgentOutcome,
 ) -> tuple[Group, AgentSample]:
     """Return (group, sample) of the agent of `items[index]`. The agent has ended with `outcome`."""
-    item, group = items[index], groups[index]
-    sample, record = _scored_agent_sample(setup, group.item, item, outcome, rows, 0, server.end_agent(item))
-    sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
+    item, group, session = items[index], groups[index], server.end_agent(items[index])
+    sample, record = _scored_agent_sample(setup, group.item, item, outcome, rows, 0, session)
+    _note_end(sample, outcome, session)
     return group, AgentSample(item.sample_index, sample, record)
 
 
@@ -259,22 +259,12 @@ def _scored_agent_sample(
     session: SampleSession | None,
 ) -> tuple[ScoredSample, RewardRecord | None]:
     """Convert an agent's outcome to (sample, record for reward functions). The record is None if the agent failed."""
-    spent = "" if session is None else session.spent
-    if outcome.status == "timeout":
-        spent = "agent.timeout_s"
 
     def failed_sample(status: Any, message: str) -> tuple[ScoredSample, None]:
         nothing = RolloutSequence(resp_tokens=[], resp_logprobs=[])
-        key = spent or "gconfig.max_tokens" if status == "agent_filtered" else "agent.fn"
-        sample = ScoredSample(
-            item=item,
-            sequence=nothing,
-            completion="",
-            outcome=RewardOutcome(None, status, message, key=key),
-            group=group,
-            over_budget=bool(spent),
-        )
-        return sample, None
+        limit = (session.spent if session is not None else "") or "gconfig.max_tokens"
+        verdict = RewardOutcome(None, status, message, key=limit if status == "agent_filtered" else "agent.fn")
+        return ScoredSample(item=item, sequence=nothing, completion="", outcome=verdict, group=group), None
 
     if outcome.status == "filtered":
         logger.warning("agentic trajectory filtered: %s; prompt=%r", outcome.message, item.prompt[:_PREVIEW])
@@ -307,16 +297,16 @@ def _scored_agent_sample(
     # The prompt of the sample is the one that the agent sent to the model.
     asked = replace(item, tokens=record.prompt_tokens, text=setup.tokenizer.decode(record.prompt_tokens))
     text = record.completion if setup.config.gconfig.skip_special_tokens else record.rendered_completion
+    waiting = RewardOutcome(0.0)
     sample = ScoredSample(
-        item=asked,
-        sequence=sequence,
-        completion=text,
-        outcome=RewardOutcome(0.0),
-        group=group,
-        trajectory=trajectory,
-        over_budget=bool(spent),
+        item=asked, sequence=sequence, completion=text, outcome=waiting, group=group, trajectory=trajectory
     )
     return sample, record
+
+
+def _note_end(sample: ScoredSample, outcome: AgentOutcome, session: SampleSession | None) -> None:
+    sample.over_budget = outcome.status == "timeout" or bool(session is not None and session.spent)
+    sample.spans += [] if outcome.span is None else [("agent", *outcome.span)]
 
 
 def _completion_sample(
