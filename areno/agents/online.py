@@ -131,7 +131,7 @@ class OnlineAgents(RunnerWithThreads):
     async def _open_client(self, app: web.Application) -> AsyncIterator[None]:
         # No limits: the server behind has them.
         connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=None)
+        timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as self._client:
             yield
 

@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from areno import trace
@@ -50,7 +50,7 @@ class OpenSample:
 @dataclass
 class OnlineSessions:
     config: AgentConfig
-    clock: RunningClock = field(default_factory=RunningClock)
+    clock: RunningClock
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -208,4 +208,5 @@ def session_data(sample: OpenSample) -> dict[str, Any]:
     """Return what a program is told of its sample."""
     item = sample.item
     messages = item.messages or [{"role": "user", "content": item.prompt}]
-    return {"messages": messages, "row": dict(item.record), "sample_index": item.sample_index}
+    numbered = {"sample_index": item.sample_index, "source": item.source}
+    return {"messages": messages, "row": dict(item.record), **numbered}

@@ -31,6 +31,7 @@ from areno.server.sample_sessions import SampleSession
 from areno.types import SamplingParams
 from tests.helpers.agent_model import model_folder
 from tests.helpers.policy_runs import Played, play
+from tests.helpers.resumed import lost_in
 from tests.helpers.scripted_engine import scripted_server
 from tests.helpers.waiting import until
 
@@ -378,3 +379,24 @@ def test_programs_that_fail_cost_their_samples_and_the_run_goes_on(tmp_path: Pat
     assert played.series("rollout/agent_errors") == [4.0, 4.0]
     assert played.series("rollout/agent_timeouts") == [4.0, 4.0]
     assert np.isfinite(played.series("train/grad_norm")).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_sessions_start_anew_after_a_worker_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    lost_in(monkeypatch, "rollout_stats", 3)
+    broken: list[int] = []
+
+    def persistent(session: dict[str, Any], post: Callable[..., Any]) -> None:
+        try:
+            two_turns(session, post)
+        except (openai.APIStatusError, KeyError):  # KeyError: an answer to end_session that is an error
+            broken.append(1)
+
+    settings = ["engine.workers=spawn", "recover.retries=1", f"rollout.max_head_offpolicyness={ahead}"]
+    played = trained(tmp_path, *settings, work=persistent)
+    assert [len(rows) for rows in played.rows][-2:] == [16, 16]
+    assert played.series("rollout/agent_errors") == [0.0, 0.0]
+    assert broken

@@ -71,3 +71,28 @@ def test_a_script_of_areal_trains(tmp_path: Path, named: str) -> None:
     assert {row.reward % 0.5 for row in several.rows[0]} == {0.0}
     assert max(row.reward for row in several.rows[0]) > 2
     assert [len(rows) for rows in trained("Plain").rows] == [16]
+
+
+@pytest.mark.slow
+def test_a_configuration_of_areal_runs_its_script(tmp_path: Path) -> None:
+    of_areal = {
+        "mode": "inline",
+        "tool_call_parser": "qwen",
+        "reasoning_parser": "qwen3",
+        "chat_template_type": "concat",
+        "turn_discount": 0.5,
+        "export_style": "individual",
+        "session_timeout_seconds": 3600,
+        "set_reward_finish_timeout": 0.0,
+    }
+    settings = [f"+rollout.agent.{name}={value}" for name, value in of_areal.items()]
+    settings += [f"agent.fn={MODULE}.MultiTurnMathAgent", "agent.workers=null", "agent.turn_credit=return"]
+    settings += ["reward.fn=null", "reward.workers=null", "total_train_steps=1", "actor.adv_norm=null"]
+    played = run(tmp_path, "two_turns.py", *settings, recipe="grpo")
+    assert len(played.rows[0]) == 32
+    rewards = [[turn["reward"] for turn in sample["trajectory"]["turns"]] for sample in played.samples(1)]
+    returns = sorted((first + 0.5 * last, last) for first, last in rewards)
+    found = [set(np.asarray(row.advantages)[~np.asarray(row.prompt_mask)]) for row in played.rows[0]]
+    assert all(len(values) == 1 for values in found)
+    pairs = zip(found[::2], found[1::2], strict=True)
+    np.testing.assert_allclose(sorted((first.pop(), last.pop()) for first, last in pairs), returns)
