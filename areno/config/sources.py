@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from areno.config.datasets import ChangedTurns, DatasetConfig, section_name_problems
 from areno.config.resuming import EXPLICIT
 from areno.errors import Problem
-from areno.schema.fields import check, setting
+from areno.schema.fields import Needs, Section, check, require, setting
 
 
 def source_key(name: str) -> str:
@@ -34,6 +34,12 @@ class SourceConfig(DatasetConfig):
         1.0,
         help="Share of this source in the prompts of the run, relative to the weights of the other sources. It holds "
         "over many steps, even if a batch has fewer prompts than there are sources",
+        ge=0,
+    )
+    final_weight: float | None = setting(
+        None,
+        help="Weight after curriculum.schedule_steps steps. Until then, the weight goes from weight to this value in a "
+        "straight line. null: the weight stays",
         ge=0,
     )
     agent: str | None = setting(
@@ -69,6 +75,43 @@ class SourceConfig(DatasetConfig):
         return [self.reward] if isinstance(self.reward, str) else self.reward or []
 
 
+_BANDIT = Needs("type", "bandit", so="weights do not depend on advantages")
+_REST = Needs("rest_epochs", so="no prompt rests")
+
+
+@dataclass(kw_only=True)
+class CurriculumConfig(Section):
+    """How the weights of sources change, and which prompts rest for a while."""
+
+    type: Literal["fixed", "bandit"] = setting(
+        "fixed",
+        help="Weights of sources. fixed: those of the sources, and their schedule. bandit: these times exp(Q / "
+        "temperature), where Q of a source is the moving average of the absolute advantages of its samples "
+        "(arXiv 2505.14970). So sources get more prompts while the policy solves them sometimes",
+    )
+    learning_rate: float = setting(
+        0.5, help="Share of a step's mean absolute advantage in the new Q of a source", gt=0, le=1, only_with=_BANDIT
+    )
+    temperature: float = setting(
+        1.0, help="Temperature of the bandit. The lower it is, the more the weights differ", gt=0, only_with=_BANDIT
+    )
+    schedule_steps: int = setting(
+        1000, help="Number of batches after which the weights of sources are their final_weight", gt=0
+    )
+    rest_epochs: int = setting(
+        0,
+        help="Number of epochs of its source in which a prompt is left out after its samples had a mean reward of at "
+        "least solved, or at most hopeless. 0: no prompt rests",
+        ge=0,
+    )
+    solved: float = setting(1.0, help="Mean reward of a prompt from which it rests as solved", only_with=_REST)
+    hopeless: float = setting(0.0, help="Mean reward of a prompt up to which it rests as hopeless", only_with=_REST)
+
+    @require("hopeless", "is {self.hopeless}, but solved is {self.solved}; it must be less")
+    def hopeless_is_below_solved(self) -> bool:
+        return self.hopeless < self.solved
+
+
 @dataclass(kw_only=True)
 class PromptDatasetConfig(DatasetConfig):
     """The source of training prompts, or several named sources, and how many prompts a step uses."""
@@ -78,6 +121,12 @@ class PromptDatasetConfig(DatasetConfig):
         help="Several sources, as a mapping from the name of a source to its settings. A source has the keys of "
         "train_dataset about rows (path, loader, columns, dataset_kwargs, split, shuffle, max_length), and takes the "
         "value in train_dataset for each that it does not give. null: one source, described by train_dataset itself",
+        on_resume=EXPLICIT,
+    )
+    curriculum: CurriculumConfig = setting(
+        factory=CurriculumConfig,
+        help="How the weights of sources change, and which prompts rest",
+        only_with=Needs("sources", so="there is one source; give it a name in sources"),
         on_resume=EXPLICIT,
     )
 
@@ -94,6 +143,14 @@ class PromptDatasetConfig(DatasetConfig):
     def by_name(self) -> dict[str, DatasetConfig]:
         """Return name -> settings of each source. A single source has the name ""."""
         return {"": self} if self.sources is None else dict(self.sources)
+
+    @check
+    def check_schedule(self) -> Iterator[Problem]:
+        """Report schedule_steps without a source whose weight changes."""
+        changes = any(each.final_weight is not None for each in (self.sources or {}).values())
+        if self.sources is not None and not changes and not self.curriculum.is_default("schedule_steps"):
+            text = "is {}, but no source has a final_weight; leave it out"
+            yield Problem("curriculum.schedule_steps", text, self.curriculum.schedule_steps)
 
     @check
     def check_source_names(self) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
@@ -105,6 +106,10 @@ class BatchLoader(Generic[Item]):
         return len(self.rows)
 
     @property
+    def epochs_begun(self) -> int:
+        return self.epoch + (self._next > 0)
+
+    @property
     def parts(self) -> dict[str, BatchLoader[Item]]:
         """The loaders of all sources by name: this one alone."""
         return {"": self}
@@ -139,18 +144,22 @@ class BatchLoader(Generic[Item]):
         self.epoch += 1
         self._next = 0
 
-    def draw(self, n: int) -> tuple[list[Item], int, int]:
+    def draw(self, n: int, awake_from: Mapping[int, int]) -> tuple[list[Item], int, int]:
         """Return the next `n` rows that are not skipped, and the numbers of long rows and of ties on the way.
 
-        After the last row of an epoch comes the first of the next one.
+        After the last row of an epoch comes the first of the next one. A row in `awake_from` rests until this epoch, if
+        the others suffice.
         """
         items, n_long, n_ties = list[Item](), 0, 0
         while len(items) < n:
             order, start = self._row_order(self.epoch), self._next
-            found, long, ties, self._next = self._fill_batch(order, start, n - len(items))
+            found, long, ties, self._next = self._fill_batch(order, start, n - len(items), awake_from)
             items, n_long, n_ties = items + found, n_long + long, n_ties + ties
             if not start and not found:
-                raise self._no_batch_error(0)
+                if not awake_from:
+                    raise self._no_batch_error(0)
+                awake_from, self._next = {}, 0
+                continue
             if self._next == len(order):
                 self.epoch, self._next = self.epoch + 1, 0
         self._count_skipped(n_long, n_ties)
@@ -194,15 +203,17 @@ class BatchLoader(Generic[Item]):
         usable, size = len(self.rows) - len(self._too_long) - len(self._ties), self.batch_size
         return n_epochs * (usable // size if self.config.drop_last else -(-usable // size))
 
-    def _fill_batch(self, order: np.ndarray, start: int, n: int | None = None) -> tuple[list[Item], int, int, int]:
+    def _fill_batch(
+        self, order: np.ndarray, start: int, n: int | None = None, awake_from: Mapping[int, int] = MappingProxyType({})
+    ) -> tuple[list[Item], int, int, int]:
         """Read `n` items (None: a batch) from `order[start:]`. Returns (items, number of long rows, of ties, end)."""
         items: list[Item] = []
         position, size = start, self.batch_size if n is None else n
         while position < len(order) and len(items) < size:
             due = order[position : position + size - len(items)].tolist()
-            for item in self._iter_encoded(due):
+            position += len(due)
+            for item in self._iter_encoded([index for index in due if awake_from.get(index, 0) <= self.epoch]):
                 heartbeat.beat()
-                position += 1
                 if item is not None:
                     items.append(item)
         seen = order[start:position].tolist()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from areno.data.curriculum import Curriculum, GroupResult
 from areno.data.loader import BatchLoader
 from areno.errors import ConfigError, Problem
 from areno.types import Batch, PromptItem
@@ -39,12 +40,12 @@ class MixedLoader:
     """Iterates over batches of prompts from several sources. It has the methods of BatchLoader that a run needs.
 
     The k-th row of a source depends on the seed, on its name and on k alone, so it stays the same if other sources are
-    added or have other weights. A source begins again after its last row. An epoch is over after as many rows as all
-    sources have together.
+    added or have other weights. Only prompts that rest are left out. A source begins again after its last row. An epoch
+    is over after as many rows as all sources have together.
     """
 
-    def __init__(self, parts: Mapping[str, BatchLoader[PromptItem]], weights: Mapping[str, float], batch_size: int):
-        self.parts, self.weights, self.batch_size = dict(parts), dict(weights), batch_size
+    def __init__(self, parts: Mapping[str, BatchLoader[PromptItem]], curriculum: Curriculum, batch_size: int):
+        self.parts, self.curriculum, self.batch_size = dict(parts), curriculum, batch_size
         self._dealer = ShareDealer(list(parts))
         self._n_batches = 0
 
@@ -70,8 +71,9 @@ class MixedLoader:
             yield self._next_batch()
 
     def _next_batch(self) -> Batch[PromptItem]:
-        places, epoch = self._dealer.deal(self.weights, self.batch_size), self.epoch
-        drawn = {name: self.parts[name].draw(places.count(name)) for name in dict.fromkeys(places)}
+        epoch, resting = self.epoch, self.curriculum.awake_from
+        places = self._dealer.deal(self.curriculum.weights(self._n_batches), self.batch_size)
+        drawn = {name: self.parts[name].draw(places.count(name), resting[name]) for name in dict.fromkeys(places)}
         waiting = {name: iter(items) for name, (items, *_) in drawn.items()}
         self._n_batches += 1
         return Batch(
@@ -81,6 +83,17 @@ class MixedLoader:
             epoch=epoch,
             ends_epoch=self.epoch > epoch,
         )
+
+    def learn(self, results: Iterable[GroupResult]) -> None:
+        """Let the curriculum learn from the groups of a step."""
+        self.curriculum.learn(results, {name: loader.epochs_begun for name, loader in self.parts.items()})
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of each source in the next batch, and how many of its prompts rest."""
+        weights = self.curriculum.weights(self._n_batches) if self.curriculum.changes_weights else {}
+        resting = {name: self.curriculum.n_resting(name, loader.epochs_begun) for name, loader in self.parts.items()}
+        found = {f"rollout/{name}/weight": weight for name, weight in weights.items()}
+        return found | {f"rollout/{name}/resting": float(n) for name, n in resting.items() if any(resting.values())}
 
     def items_at(self, places: Sequence[tuple[str, int]]) -> list[PromptItem]:
         """Return encoded rows by (source, index)."""

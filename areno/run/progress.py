@@ -94,7 +94,8 @@ class RunProgress:
         self._rows_taken = 0
         self.batches_taken = 0
         self._batches: Iterator[Batch[Any]] = iter(())
-        self._upcoming: deque[tuple[Batch[Any], dict[str, int]]] = deque()  # and the loader's position after each
+        self._upcoming: deque[tuple[Batch[Any], dict[str, Any]]] = deque()  # and the loader's position after each
+        self._kept: list[tuple[Batch[Any], dict[str, Any]]] = []  # of a state: what `_upcoming` begins with
         self._position = loader.state_dict()  # of the loader, after the last batch that was taken
         self._seconds_before = 0.0  # seconds of earlier sessions of this run
         self._started = time.monotonic()
@@ -154,7 +155,7 @@ class RunProgress:
 
     def open_batches(self) -> None:
         """Start to read batches from the loader's position. Call this before `next_step`."""
-        self._upcoming.clear()
+        self._upcoming, self._kept = deque(self._kept), []
         self._batches = self.loader.batches_until_epoch(self.config.total_train_epochs)
 
     def next_step(self) -> Batch[Any] | None:
@@ -250,6 +251,7 @@ class RunProgress:
         return {
             "step": self.step,
             "loader": self._position,
+            **(self._state_of_sources(self.loader) if isinstance(self.loader, MixedLoader) else {}),
             "epoch": self._epoch,
             "rows_taken": self._rows_taken,
             "batches_taken": self.batches_taken,
@@ -259,11 +261,41 @@ class RunProgress:
             "seconds": self.elapsed_seconds,
         }
 
+    def _state_of_sources(self, loader: MixedLoader) -> dict[str, Any]:
+        """Return what the curriculum has learned, and the batches that were read with earlier weights."""
+        upcoming = [
+            {
+                "places": [[item.source, item.index] for item in batch.items],
+                "skipped_long": batch.skipped_long,
+                "epoch": batch.epoch,
+                "ends_epoch": batch.ends_epoch,
+                "loader": position,
+            }
+            for batch, position in self._upcoming
+        ]
+        return {"curriculum": loader.curriculum.state_dict(), "upcoming": upcoming}
+
+    def _load_sources(self, loader: MixedLoader, state: Mapping[str, Any]) -> None:
+        loader.curriculum.load_state_dict(state["curriculum"])
+        self._kept = []
+        for each in state["upcoming"]:
+            loader.load_state_dict(each["loader"])
+            batch = Batch(
+                items=loader.items_at(list(map(tuple, each["places"]))),
+                skipped_long=each["skipped_long"],
+                total_skipped_long=loader.total_skipped_long,
+                epoch=each["epoch"],
+                ends_epoch=each["ends_epoch"],
+            )
+            self._kept.append((batch, loader.state_dict()))
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned. Call this before `open_batches`."""
         self.step, self._epoch = state["step"], state["epoch"]
         self.loader.load_state_dict(state["loader"])
         self._position = self.loader.state_dict()
+        if isinstance(self.loader, MixedLoader):
+            self._load_sources(self.loader, state)
         if "in_flight" in state:
             self.in_flight.load_state_dict(state["in_flight"])
         self._rows_taken = state["rows_taken"]

@@ -24,6 +24,7 @@ from areno.config.experiments import ExperimentConfig, LossFn
 from areno.config.policy_experiments import CriticExperimentConfig, DistillExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.config.sources import PromptDatasetConfig, agent_key, source_key
+from areno.data.curriculum import Curriculum
 from areno.data.loader import BatchLoader, TokenLimit, row_encoder, row_loader
 from areno.data.mixed_loader import MixedLoader
 from areno.data.row_schema import RowKind
@@ -262,8 +263,8 @@ class Setup(Generic[Config]):
                 for name, source in section.sources.items()
             )
         )
-        weights = {name: source.weight for name, source in section.sources.items()}
-        return MixedLoader(dict(zip(section.sources, opened, strict=True)), weights, section.batch_size)
+        curriculum = Curriculum(section.curriculum, section.sources)
+        return MixedLoader(dict(zip(section.sources, opened, strict=True)), curriculum, section.batch_size)
 
     def _open_loader(
         self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str, source: str = ""

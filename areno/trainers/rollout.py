@@ -12,7 +12,9 @@ import numpy as np
 from areno.api.metrics import evaluation_metrics, rewards_by_group, rollout_metrics
 from areno.config.models import KLConfig, PolicyConfig
 from areno.config.rollout import GenerationConfig
+from areno.data.curriculum import GroupResult
 from areno.data.loader import BatchLoader
+from areno.data.mixed_loader import MixedLoader
 from areno.engine.reports import DraftCounts, RolloutStats
 from areno.loss_fns.kl import kl_array
 from areno.plan.lr_schedule import n_updates_by_role
@@ -63,7 +65,11 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
     metrics |= reference_kl(setup.config.actor, rows) | draft_metrics(setup.trainer.engine.draft_counts())
     n_tokens = sum(sample.sequence.n_tokens for sample in samples)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
-    run.log({**metrics, **group_metrics(samples), **source_metrics(samples, advantages_B), **rollout.scalars})
+    metrics |= group_metrics(samples) | source_metrics(samples, advantages_B)
+    if isinstance(setup.loader, MixedLoader):
+        setup.loader.learn(group_results(samples, advantages_B))
+        metrics |= setup.loader.metrics()
+    run.log({**metrics, **rollout.scalars})
     if "rollout/rewards_mean" in metrics:
         run.progress.append_to_history(reward_mean=metrics["rollout/rewards_mean"])
 
@@ -113,6 +119,20 @@ def source_metrics(samples: Sequence[ScoredSample], advantages_B: np.ndarray) ->
             if name in _OF_SOURCES or name == "frac_groups_zero_std" or name.startswith("reward/")
         }
         found[f"rollout/{source}/prompts"] = float(len({sample.group for sample in mine}))
+    return found
+
+
+def group_results(samples: Sequence[ScoredSample], advantages_B: np.ndarray) -> list[GroupResult]:
+    """Return what the curriculum learns from each group of a step."""
+    members: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        members.setdefault(sample.group, []).append(index)
+    found = []
+    for indices in members.values():
+        item = samples[indices[0]].item
+        rewards = [samples[index].outcome.value for index in indices]
+        known = [reward for reward in rewards if reward is not None]
+        found.append(GroupResult(item.source, item.index, known, advantages_B[indices].tolist()))
     return found
 
 

@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
-from areno.config.sources import SourceConfig
+from areno.config.sources import CurriculumConfig, SourceConfig
+from areno.data.curriculum import Curriculum, GroupResult
 from areno.data.mixed_loader import MixedLoader, ShareDealer
 from areno.errors import ConfigError, DataError
 from areno.types import PromptItem
@@ -19,13 +21,20 @@ from tests.helpers.row_loaders import row_loader
 from tests.helpers.tokenizers import load_tokenizer
 
 
-def mixed(n_rows: Mapping[str, int], weights: Mapping[str, float], size: int = 5, **config: Any) -> MixedLoader:
+def mixed(
+    n_rows: Mapping[str, int],
+    weights: Mapping[str, float],
+    size: int = 5,
+    curriculum: CurriculumConfig | None = None,
+    **config: Any,
+) -> MixedLoader:
     parts = {}
     for name, n in n_rows.items():
         rows = [{"prompt": f"{name} {number}" + " long" * 40 * (number % 7 == 6)} for number in range(n)]
         source = SourceConfig(**{"max_length": 60, **config})
         parts[name] = row_loader("prompt", rows, load_tokenizer("tiny"), source, seed=3, source=name)
-    return MixedLoader(parts, weights, size)
+    sources = {name: SourceConfig(weight=weight) for name, weight in weights.items()}
+    return MixedLoader(parts, Curriculum(curriculum or CurriculumConfig(), sources), size)
 
 
 def drawn(loader: MixedLoader, n_batches: int) -> list[list[PromptItem]]:
@@ -115,3 +124,58 @@ def test_epochs_are_as_long_as_all_rows_together() -> None:
 def test_a_source_without_a_row_that_fits_is_named() -> None:
     with pytest.raises(DataError, match=r"every row of the data given has more than 1 tokens .*, the shortest 11"):
         drawn(mixed({"a": 8}, {"a": 1}, max_length=1), 1)
+
+
+def test_weights_follow_their_schedule() -> None:
+    sources = {"a": SourceConfig(weight=3, final_weight=1), "b": SourceConfig(weight=1)}
+    curriculum = Curriculum(CurriculumConfig(schedule_steps=4), sources)
+    found = [curriculum.weights(n)["a"] for n in (0, 1, 2, 4, 100)]
+    assert found == pytest.approx([3 / 4, 2.5 / 3.5, 2 / 3, 1 / 2, 1 / 2])
+
+
+def test_the_bandit_prefers_sources_with_large_advantages() -> None:
+    config = CurriculumConfig(type="bandit", learning_rate=0.25, temperature=0.5)
+    curriculum = Curriculum(config, {"a": SourceConfig(), "b": SourceConfig(weight=2), "c": SourceConfig()})
+    assert curriculum.weights(0) == pytest.approx({"a": 0.25, "b": 0.5, "c": 0.25})
+    draw, values = random.Random(1), dict.fromkeys("abc", 0.0)
+    for _ in range(5):
+        results = [
+            GroupResult(name, 0, [], [draw.gauss(0, scale) for _ in range(3)])
+            for name, scale in (("a", 1.0), ("b", 0.1), ("a", 2.0))
+        ]
+        curriculum.learn(results, {})
+        for name in "ab":
+            sizes = [abs(each) for result in results if result.source == name for each in result.advantages]
+            values[name] = 0.75 * values[name] + 0.25 * sum(sizes) / len(sizes)
+    assert curriculum.values == pytest.approx(values)
+    expected = np.array([1, 2, 1]) * np.exp(np.array([values[name] for name in "abc"]) / 0.5)
+    assert list(curriculum.weights(7).values()) == pytest.approx(expected / expected.sum())
+    again = Curriculum(config, {"a": SourceConfig(), "d": SourceConfig()})
+    again.load_state_dict(json.loads(json.dumps(curriculum.state_dict())))
+    assert again.values == {"a": curriculum.values["a"], "d": 0.0}
+
+
+def test_solved_and_hopeless_prompts_rest() -> None:
+    config = CurriculumConfig(rest_epochs=2, solved=0.9, hopeless=0.1)
+    loader = mixed({"a": 6, "b": 4}, {"a": 1, "b": 0}, 6, config)
+    results = [GroupResult("a", 0, [1, 1], [0, 0]), GroupResult("a", 1, [0, 0.2], [0, 0]), GroupResult("a", 2, [], [])]
+    assert set(rows_of(drawn(loader, 1), "a")) == set(range(6))
+    loader.learn([*results, GroupResult("a", 3, [0.5, 1], [0, 0])])
+    assert loader.metrics() == {"rollout/a/resting": 2.0, "rollout/b/resting": 0.0}
+    rows = rows_of(drawn(loader, 4), "a")
+    assert set(rows[:4]) == set(rows[4:8]) == {2, 3, 4, 5}
+    assert set(rows[8:14]) == set(rows[14:20]) == set(range(6))
+    assert not loader.metrics()
+    results = [GroupResult("a", 4, [1, 1], [0, 0])]
+    loader.learn(results)  # in the middle of an epoch, which does not count
+    rows = rows_of(drawn(loader, 4), "a")
+    assert 4 not in rows[4:14]
+    assert 4 in rows[14:20]
+    loader.learn([GroupResult("a", row, [1, 1], [0, 0]) for row in range(6)])
+    assert loader.metrics()["rollout/a/resting"] == 6
+    again = mixed({"a": 6, "b": 4}, {"a": 1, "b": 0}, 6, config)
+    again.load_state_dict(loader.state_dict())
+    again.curriculum.load_state_dict(json.loads(json.dumps(loader.curriculum.state_dict())))
+    rest = [rows_of(drawn(each, 4), "a") for each in (loader, again)]
+    assert rest[0] == rest[1]
+    assert len(rest[0]) == 24  # nobody is awake, so all are drawn

@@ -79,8 +79,15 @@ def test_a_source_that_is_added_leaves_the_order_of_the_others(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "settings",
-    [[], ["rollout.max_head_offpolicyness=2"], ["rollout.prompts_ahead=2"], ["rollout.dynamic_sampling=true"]],
-    ids=["waiting", "stale", "postponed", "dynamic"],
+    [
+        [],
+        ["rollout.max_head_offpolicyness=2"],
+        ["rollout.prompts_ahead=2"],
+        ["rollout.dynamic_sampling=true"],
+        ["train_dataset.curriculum={type: bandit, temperature: 0.3, rest_epochs: 1}", "train_dataset.split=test"],
+        ["train_dataset.curriculum={type: bandit, temperature: 0.3}", "rollout.max_head_offpolicyness=3"],
+    ],
+    ids=["waiting", "stale", "postponed", "dynamic", "curriculum", "stale curriculum"],
 )
 def test_a_resumed_run_trains_the_same_rows(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
