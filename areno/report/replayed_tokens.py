@@ -256,12 +256,13 @@ def _compute_advantage(
     if own or isinstance(config, CriticExperimentConfig) or config.actor.kl_reward_coef:
         missing.append("the advantage, which needs more than the rewards")
         return
-    scored = [sample for sample in samples if sample.get("reward") is not None]
+    source = samples[number].get("source", "")
+    scored = [sample for sample in samples if sample.get("reward") is not None and sample.get("source", "") == source]
     if samples[number] not in scored:
         missing.append("the advantage: the sample has no reward, and is not trained on")
         return
     given = [_scored_sample(sample) for sample in scored]
-    rewards = sample_rewards(given, config.actor, config.gconfig.max_new_tokens)
+    rewards = sample_rewards(given, config.actor, config.gconfig_of(source).max_new_tokens)
     rows = [TrainSequence(prompt_mask=[True, False], tokens=[0, 0], reward=reward) for reward in rewards]
     advantages = config.advantages(rows, [one.group for one in given])
     row.advantages[row.trained] = advantages[scored.index(samples[number])][0]

@@ -386,6 +386,11 @@ def changed_settings(section: Section, prefix: str = "", default: Section | None
         value, usual = value_of(section, name), field.default_in(default)
         if isinstance(value, Section):
             yield from changed_settings(value, f"{prefix}{name}.", usual if isinstance(usual, Section) else None)
+        elif field.sections and isinstance(value, dict) and value != usual:
+            around = {key: vars(section)[key] for key in settings(field.sections) if key in vars(section)}
+            for key, inner in value.items():  # which takes from around it what it leaves out
+                found = changed_settings(inner, "")
+                yield from ((f"{prefix}{name}.{key}.{at}", of) for at, of in found if around.get(at) != of)
         elif value != usual:
             yield prefix + name, value
 
