@@ -66,6 +66,7 @@ class AgentConfig(Section):
         "debugger or for objects that are shared. A crash or a hang of the agent is then one of the run. online: "
         "outside of the run. External programs start sessions at agent.host and agent.port, in which they query the "
         "policy and report rewards",
+        only_with=_AGENT,
     )
     command: str | None = setting(
         None,

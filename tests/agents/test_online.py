@@ -29,6 +29,7 @@ from areno.config.agent import AgentConfig
 from areno.errors import ConfigError
 from areno.server.sample_sessions import SampleSession
 from areno.types import SamplingParams
+from tests.helpers import policy_runs
 from tests.helpers.agent_model import model_folder
 from tests.helpers.policy_runs import Played, play
 from tests.helpers.resumed import lost_in
@@ -400,3 +401,17 @@ def test_sessions_start_anew_after_a_worker_was_lost(
     assert [len(rows) for rows in played.rows][-2:] == [16, 16]
     assert played.series("rollout/agent_errors") == [0.0, 0.0]
     assert broken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_evaluation_hands_out_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    monkeypatch.setattr(policy_runs, "SMALL", [each for each in policy_runs.SMALL if each != "valid_dataset=null"])
+    data = tmp_path / "valid.jsonl"
+    data.write_text("".join(f'{{"prompt": "way {number}", "solutions": {number}}}\n' for number in range(1, 4)))
+    settings = [f"valid_dataset.path={data}", "valid_dataset.loader=null", "valid_dataset.max_length=50"]
+    settings += ["evaluator.freq_steps=1", "eval_gconfig.n_samples=2", f"rollout.max_head_offpolicyness={ahead}"]
+    played = trained(tmp_path / "run", *settings)
+    assert [len(rows) for rows in played.rows] == [16, 16]
+    assert set(played.series("eval/num_sequences")) == {6.0}
+    assert min(played.series("eval/rewards_mean")) >= 4  # twice the mean of the solutions
