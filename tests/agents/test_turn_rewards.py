@@ -94,6 +94,42 @@ def test_wrong_rewards_of_turns_fail_their_sample(tmp_path: Path, rewards: str, 
         )
 
 
+ECHO = """
+from areno.agents.environment import Environment, agent_of, reward_of
+
+class Echo(Environment):
+    def __init__(self, item):
+        self.turns = 0
+
+    def reset(self):
+        return [{"role": "user", "content": "Begin."}]
+
+    def answer(self, text):
+        self.turns += 1
+        return [{"role": "user", "content": "Go on."}], self.turns + len(text) % 3, self.turns == 3
+
+run_agent, reward_fn = agent_of(Echo, turn_rewards=TURN_REWARDS), reward_of(Echo)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gives_rewards", [True, False])
+def test_the_steps_of_an_environment_reward_its_turns_once(tmp_path: Path, gives_rewards: bool) -> None:
+    """Also with `reward_of`, which gives the same sum if the agent gives none."""
+    file = tmp_path / "echo.py"
+    file.write_text(ECHO.replace("TURN_REWARDS", str(gives_rewards)))
+    settings = [f"agent.fn={file}", f"reward.fn={file}", "agent.turn_credit=turn_baseline", "total_train_steps=1"]
+    played = run(tmp_path, "two_turns.py", *settings, recipe="grpo")
+    for sample in played.samples(1):
+        turns = sample["trajectory"]["turns"]
+        said = [turn["message"]["content"] or "" for turn in turns]
+        ended = next((place for place, turn in enumerate(turns) if turn["finish_reason"] == "length"), 3)
+        steps = [1 + place + len(text) % 3 if place < ended else 0 for place, text in enumerate(said)]
+        assert sample["reward"] == sum(steps) or not gives_rewards
+        assert [turn.get("reward") for turn in turns] == (steps if gives_rewards else [None] * len(turns))
+    assert any(len(row.turn_rewards) > 1 for row in played.rows[0] if row.turn_rewards is not None)
+
+
 @pytest.mark.slow
 def test_a_critic_has_a_target_for_each_turn(tmp_path: Path) -> None:
     settings = ["critic.warmup_steps=0", "ref=null", "actor.kl_ctl=0", "agent.turn_credit=gae", "total_train_steps=1"]
