@@ -96,6 +96,17 @@ def test_a_sub_agent_that_is_still_asking_is_ended_with_the_session(served: Any)
     assert (session.turns, engine.n_aborted) == ([], 1)
 
 
+def test_only_the_session_of_an_external_program_takes_rewards(served: Any) -> None:
+    server, _ = served
+    (session, url), (online, online_url) = session_of(server), session_of(server, takes_rewards=True)
+    for one in (url, online_url):
+        assert post(one).status_code == 200
+    until(lambda: session.turns and online.turns)
+    answers = [httpx2.post(f"{one}/rl/set_reward", json={"reward": 2}) for one in (url, online_url)]
+    assert [answer.status_code for answer in answers] == [403, 200]
+    assert (session.reward, online.reward) == (None, (2.0, {}))
+
+
 def test_the_settings_of_the_run_hold(served: Any) -> None:
     server, engine = served
     _, url = session_of(server)
