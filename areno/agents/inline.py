@@ -13,7 +13,7 @@ from typing import Any
 from areno import trace
 from areno.agents.pool import loadable_agents
 from areno.agents.process import THREADS, Agent, answers_of, load_agent, wait_within
-from areno.agents.running import AgentOutcome, ContextFor, OnDone, RunnerWithThreads
+from areno.agents.running import AgentOutcome, ContextFor, OnDone, RunnerWithThreads, calls_of
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem
 from areno.config.agent import AgentConfig
 
@@ -25,7 +25,7 @@ class InlineAgents(RunnerWithThreads):
 
     def __init__(self, agents: Mapping[str, AgentConfig]):
         super().__init__()
-        self._config, self._given = agents[""], agents
+        self._given = agents
         self._loop = asyncio.new_event_loop()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="agent")
         self._running: set[Future[Any]] = set()
@@ -50,9 +50,8 @@ class InlineAgents(RunnerWithThreads):
             self._loop.close()
 
     def submit(self, items: Sequence[AgentItem], context: ContextFor, on_done: OnDone) -> None:
-        calls = [items] if self._config.whole_batch and items else [[item] for item in items]
         index = 0
-        for call in calls:
+        for call in calls_of(items, self._given):
             done = partial(self.finish, self.round, on_done)
             work = self._run_call(call, context(call), index, done)
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -69,7 +68,9 @@ class InlineAgents(RunnerWithThreads):
         agent = self._agents[items[0].source]
         begun_at = trace.now()
         ends_at = self.clock.now() + agent.timeout_s
-        task = asyncio.ensure_future(answers_of(lambda: self._returned(agent, context, items), items, agent.path))
+        has_sessions = bool(context.sessions)
+        work = answers_of(lambda: self._returned(agent, context, items), items, agent.path, has_sessions)
+        task = asyncio.ensure_future(work)
         try:
             await wait_within(task, self.clock, ends_at)
             limit = f"not finished within {agent.timeout_s:g} s (agent.timeout_s)"

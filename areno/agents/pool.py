@@ -18,7 +18,7 @@ from typing import Any
 
 from areno import heartbeat
 from areno.agents.process import DEFAULT_FUNCTION, RESUME, SUSPEND
-from areno.agents.running import AgentOutcome, AgentRunner, ContextFor, OnDone
+from areno.agents.running import AgentOutcome, AgentRunner, ContextFor, OnDone, calls_of
 from areno.agents.trajectories import AgentItem
 from areno.config.agent import COMMAND, COMPLETION, AgentConfig
 from areno.config.sources import agent_key
@@ -34,7 +34,7 @@ _GROUPS = (math.inf, 8, 1)
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A call of the agent function that has no outcome yet. It has one item, or with `agent.whole_batch` a batch."""
+    """A call of the agent function that has no outcome yet. Its items are one, a group or a batch."""
 
     items: Sequence[AgentItem]
     context: ContextFor
@@ -79,8 +79,7 @@ class AgentPool(WorkerPool[AgentConfig], AgentRunner):
         return loadable_agents(self._agents)
 
     def submit(self, items: Sequence[AgentItem], context: ContextFor, on_done: OnDone) -> None:
-        calls = [items] if self.config.whole_batch and items else [[item] for item in items]
-        self._running.add(calls, context, on_done)
+        self._running.add(calls_of(items, self._agents), context, on_done)
 
     def run_until(self, is_enough: Callable[[], bool], on_wait: Callable[[], object]) -> None:
         if not self.workers:

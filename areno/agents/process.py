@@ -3,7 +3,8 @@
 The pool in the driver (areno/agents/pool.py) exchanges pickled messages with this process over one socket. The process
 first receives, for each source, (agent as "file:function", name of its setting, configuration section). Then it
 receives chunks, which are lists of (position, pickled (context, items)). Each element is a call of the agent function,
-for one item or, with agent.whole_batch, for all items of a batch. `position` is the number of the call in the driver.
+for one item or for those of a group or a batch (agent.whole_group, agent.whole_batch). `position` is its number in the
+driver.
 
 The process sends ("ready", True) or ("failed", problems) once. Then it sends (position, answer) for each call as soon
 as the call is finished. The answer is a list with an element for each item, or a tuple that is for all of them. If the
@@ -51,7 +52,7 @@ from areno.agents.trajectories import (
     PlainTurn,
     Reward,
     plain_results,
-    recorded_result,
+    recorded_results,
     with_chosen_turns,
 )
 from areno.agents.workflows import agent_function
@@ -122,7 +123,7 @@ def load_agent(spec: str, key: str, settings: AgentConfig) -> Agent:
         function = environment.agent()
     else:
         loaded = load_import_path(spec, key) if is_import_path(spec) else load_function(file, name, key)
-        function = agent_function(loaded, key, settings.whole_batch)
+        function = agent_function(loaded, key, settings.whole)
     try:
         with contextlib.suppress(ValueError):  # some callables have no signature to inspect
             inspect.signature(function).bind(None, None)
@@ -131,23 +132,27 @@ def load_agent(spec: str, key: str, settings: AgentConfig) -> Agent:
     return Agent(function, Path(file), settings.timeout_s, is_async(function))
 
 
-async def answers_of(call: Callable[[], Awaitable[Any]], items: Sequence[AgentItem], path: Path) -> Answers:
+async def answers_of(
+    call: Callable[[], Awaitable[Any]], items: Sequence[AgentItem], path: Path, has_sessions: bool
+) -> Answers:
     """Return an answer (status, turns, message) for each item of a call of the agent, or one for all.
 
-    `path` is the file of the agent, whose lines errors name.
+    `path` is the file of the agent, whose lines errors name. `has_sessions`: each item has a session of its own.
     """
     try:
         returned = await call()
         if len(items) == 1:
             returned = with_chosen_turns(returned, items[0])
-            if (recorded := recorded_result(returned)) is not None:
-                return "ok", None, "", *recorded
+        recorded = recorded_results(returned, len(items)) if has_sessions or len(items) == 1 else None
+        if recorded is not None:
+            return [
+                answer_of_exception(one, path) if isinstance(one, Exception) else ("ok", None, "", *one)
+                for one in recorded
+            ]
         return [
             ("error", None, str(turns)) if isinstance(turns, BadTrajectory) else ("ok", turns, "")
             for turns in plain_results(returned, items)
         ]
-    except BadTrajectory as error:
-        return "error", None, str(error)
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # a SystemExit would end the event loop
@@ -157,7 +162,8 @@ async def answers_of(call: Callable[[], Awaitable[Any]], items: Sequence[AgentIt
 def answer_of_exception(error: BaseException, path: Path) -> Answer:
     """Return the answer for an exception: "filtered" if it is the refusal of a request beyond a limit."""
     is_refusal = vars(error).get("code") in (CONTEXT_FULL, REQUESTS_SPENT, TOKENS_SPENT)
-    return "filtered" if is_refusal else "error", None, describe_error(error, path)[:MAX_TEXT]
+    text = str(error) if isinstance(error, BadTrajectory) else describe_error(error, path)
+    return "filtered" if is_refusal else "error", None, text[:MAX_TEXT]
 
 
 async def wait_within(task: asyncio.Future[Any], clock: RunningClock, ends_at: float) -> None:
@@ -325,7 +331,8 @@ class _Runner:
 
     async def _call_agent(self, agent: Agent, context: AgentContext, items: list[AgentItem]) -> Answers:
         """Call the agent, and return an answer (status, turns, message) for each item, or one for all."""
-        return await answers_of(lambda: self._returned(agent, context, AgentBatch.of_items(items)), items, agent.path)
+        batch, has_sessions = AgentBatch.of_items(items), bool(context.sessions)
+        return await answers_of(lambda: self._returned(agent, context, batch), items, agent.path, has_sessions)
 
     async def _returned(self, agent: Agent, context: AgentContext, batch: AgentBatch) -> Any:
         with self._copies.guard_user_code():

@@ -133,26 +133,29 @@ class SessionProxy(SampleServer):
     def begin_agent(
         self, items: Sequence[AgentItem], settings: AgentConfig, params: SamplingParams | None = None
     ) -> AgentContext:
-        """Return the context of an agent. Unless the agent gets a whole batch, it has a new session.
+        """Return the context of an agent. Unless the agent gets a whole batch, its items have new sessions.
 
         `params` are the sampling settings of requests that set none. None: those of the server.
         """
         if settings.whole_batch:
             return AgentContext(self.base_url, self.api_key, self.session, settings.timeout_s)
-        [item] = items
-        self.end_agent(item)
         is_program, is_online = settings.fn == COMMAND, settings.mode == ONLINE
-        session = self._sessions[item.key] = SampleSession(
-            max_requests=settings.max_requests,
-            max_tokens=settings.max_total_completion_tokens,
-            params=params,
-            uses_run_sampling=is_program or is_online,
-            returns_tokens=not (is_program or is_online),
-            takes_rewards=is_online,
-        )
-        url = f"{self.open_sample(session)}/v1"
-        socket = self.open_socket(session) if is_program and settings.box else None
-        return AgentContext(url, session.id, self.session, settings.timeout_s, socket)
+        url, key, socket, names = self.base_url, "", None, {}
+        for item in items:
+            self.end_agent(item)
+            session = self._sessions[item.key] = SampleSession(
+                max_requests=settings.max_requests,
+                max_tokens=settings.max_total_completion_tokens,
+                params=params,
+                uses_run_sampling=is_program or is_online,
+                returns_tokens=not (is_program or is_online),
+                takes_rewards=is_online,
+            )
+            of_sample, names[item.key] = f"{self.open_sample(session)}/v1", session.id
+            if not settings.whole_group:
+                url, key = of_sample, session.id
+                socket = self.open_socket(session) if is_program and settings.box else None
+        return AgentContext(url, key, self.session, settings.timeout_s, socket, names, self.base_url)
 
     def end_agent(self, item: AgentItem) -> SampleSession | None:
         """End the session of an item's agent, and return it. None if it has none."""

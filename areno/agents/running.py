@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -11,6 +12,7 @@ from typing import Literal
 
 from areno import heartbeat
 from areno.agents.trajectories import AgentContext, AgentItem, PlainTurn, TurnRewards
+from areno.config.agent import AgentConfig
 from areno.engine.output_streams import RunningClock
 from areno.types import ProgramEnd
 from areno.user_processes.worker import OutputLogger
@@ -41,6 +43,17 @@ OnDone = Callable[[int, AgentOutcome], object]
 
 ContextFor = Callable[[Sequence[AgentItem]], AgentContext]
 """Makes the context for a call of the agent with these items. It is called again if the call starts again."""
+
+
+def calls_of(items: Sequence[AgentItem], agents: Mapping[str, AgentConfig]) -> list[Sequence[AgentItem]]:
+    """Return the items of each call of an agent function. `agents` has the settings of each source."""
+    if items and agents[items[0].source].whole_batch:
+        return [items]
+    calls: list[Sequence[AgentItem]] = []
+    for (source, _), group in itertools.groupby(items, key=lambda item: (item.source, item.prompt_index)):
+        samples = list(group)
+        calls += [samples] if agents[source].whole_group else [[item] for item in samples]
+    return calls
 
 
 class AgentRunner(ABC):

@@ -27,7 +27,8 @@ class AgentContext:
     """The argument `ctx` of an agent function. `timeout_s` limits the agent and each of its requests.
 
     `base_url` and `api_key` are those of a session for one sample, which records its turns, and which ends with it.
-    With agent.whole_batch, they are those of all samples, and nothing is recorded.
+    With agent.whole_group, the key of each sample is `session_of(item)`. With agent.whole_batch, `base_url` and
+    `api_key` are those of all samples, and nothing is recorded.
     """
 
     base_url: str
@@ -35,10 +36,16 @@ class AgentContext:
     session: str
     timeout_s: float
     socket: str | None = None  # a Unix socket that leads to the session of the sample, for a program in a box
+    sessions: Mapping[tuple[int, int], str] = field(default_factory=dict)  # key of an item -> id of its session
+    server_url: str = ""  # the endpoint of all sessions, which the API key or the header X-Session-ID tells apart
 
     def get_base_url(self) -> str:
         """Return the address of the policy's endpoint, for the argument `base_url` of an OpenAI client."""
         return self.base_url
+
+    def session_of(self, item: AgentItem) -> str:
+        """Return the API key of the session of an item's sample."""
+        return self.sessions[item.key]
 
 
 @dataclass(slots=True)
@@ -220,6 +227,26 @@ def with_chosen_turns(returned: Any, item: AgentItem) -> Any:
     parts = dict(returned)
     turns = [AgentTrajectoryTurn(item, *turn) for turn in parts.pop("turns")]
     return AgentTrajectory(turns, parts.pop("reward"), parts)
+
+
+def recorded_results(returned: Any, n_items: int) -> list[RecordedResult | Exception] | None:
+    """Return the result of each item if an agent leaves the turns to the record of the sessions, else None.
+
+    For several items, the agent returns nothing or a list in their order, in which an exception stands for a failure.
+    """
+    each = [returned] if n_items == 1 else [None] * n_items if returned is None else returned
+    if not isinstance(each, list | tuple) or len(each) != n_items:
+        return None
+    found: list[RecordedResult | Exception] = []
+    for one in each:
+        try:
+            recorded = one if isinstance(one, Exception) else recorded_result(one)
+        except BadTrajectory as error:
+            recorded = error
+        if recorded is None:
+            return None
+        found.append(recorded)
+    return found
 
 
 def recorded_result(returned: Any) -> RecordedResult | None:

@@ -14,16 +14,19 @@ from areno.files.user_code import describe_error
 _OF_RUN = ("base_url", "api_key", "http_client")  # keyword arguments
 
 
-def agent_function(loaded: Callable[..., Any], key: str, whole_batch: bool = False) -> Callable[..., Any]:
-    """Return `loaded`, or if it is a class, an agent function that calls the method `run` of one object of it."""
+def agent_function(loaded: Callable[..., Any], key: str, whole: str | None = None) -> Callable[..., Any]:
+    """Return `loaded`, or if it is a class, an agent function that calls the method `run` of one object of it.
+
+    `whole` is the setting with which a call gets several samples, if it is true.
+    """
     if not inspect.isclass(loaded):
         return loaded
     name = loaded.__name__
     if not any("run" in vars(base) for base in loaded.__mro__):
         raise ConfigError(Problem(key, f"the class {name} has no method run(data, **more)"))
-    if whole_batch:
+    if whole is not None:
         text = f"is true, but the class {name} ({{}}) gets one sample at a time; leave it out"
-        raise ConfigError(Problem("agent.whole_batch", text.format(key)))
+        raise ConfigError(Problem(f"agent.{whole}", text.format(key)))
     try:
         workflow: Any = loaded()
     except (Exception, SystemExit) as error:

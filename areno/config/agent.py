@@ -129,6 +129,13 @@ class AgentConfig(Section):
         "timeout_s, all of its samples are lost. Needs rollout.max_head_offpolicyness=0",
         only_with=_AGENT,
     )
+    whole_group: bool = setting(
+        False,
+        help="Call the agent function once for all samples of a prompt, in one process, in place of once for each "
+        "sample. Each sample has a session of its own. If the call fails or takes longer than timeout_s, all of its "
+        "samples are lost",
+        only_with=_AGENT,
+    )
     max_requests: int = setting(
         1000,
         help="Largest number of requests that the agent of one sample may send. All later ones are refused",
@@ -256,9 +263,22 @@ class AgentConfig(Section):
     def whole_batches_are_of_functions(self) -> bool:
         return not self.whole_batch or not (self.fn in (COMMAND, ONLINE) or self.is_environment)
 
+    @require("whole_group", "is true, but {self.fn} runs one sample at a time; set it to false")
+    def whole_groups_are_of_functions(self) -> bool:
+        return not self.whole_group or self.fn not in (COMMAND, ONLINE)
+
+    @require("whole_group", "is true, but whole_batch is true as well; leave one of both out")
+    def calls_get_a_group_or_a_batch(self) -> bool:
+        return not self.whole_group or not self.whole_batch
+
     @require("files", "has a path that leaves the home directory of the program; give paths inside of it")
     def files_are_in_home(self) -> bool:
         return not any(path.startswith(("/", "~")) or ".." in path.split("/") for path in self.files)
+
+    @property
+    def whole(self) -> str | None:
+        """The setting with which a call of the agent function gets several samples, if it is true."""
+        return "whole_batch" if self.whole_batch else "whole_group" if self.whole_group else None
 
     @property
     def is_environment(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from areno.errors import ConfigError, Problem, did_you_mean
@@ -55,7 +56,7 @@ class EnvironmentPackage:
     distribution: ClassVar[str] = ""
     versions: ClassVar[str] = ""
     extra: ClassVar[str] = ""
-    excludes: ClassVar[Mapping[str, str]] = {}
+    excludes: Mapping[str, str] = MappingProxyType({})
     has_agent: ClassVar[bool] = False
     gives_reward: ClassVar[bool] = False
 

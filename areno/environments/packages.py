@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from areno.environments.harbor import HarborTasks
+from areno.environments.openenv import OpenEnv
 from areno.environments.package import EnvironmentPackage
 from areno.environments.reasoning_gym import ReasoningGym
 from areno.environments.textarena import TextArena
 from areno.environments.verifiers import Verifiers
 from areno.errors import ConfigError, Problem, all_of
 
-_CLASSES: list[type[EnvironmentPackage]] = [HarborTasks, ReasoningGym, TextArena, Verifiers]
+_CLASSES: list[type[EnvironmentPackage]] = [HarborTasks, OpenEnv, ReasoningGym, TextArena, Verifiers]
 PACKAGES = {package.scheme: package for package in _CLASSES}
 
 

@@ -1,104 +1,278 @@
-"""Environments of the verifiers package, which have their own loop, rows and rubric."""
+"""Tasksets of the verifiers package, which have their own tasks, programs and rewards.
+
+A program sends its requests to a server of verifiers in this process, which passes them on to the policy. Each request
+has the id of its trace in the header X-Session-ID, so a trace gets the id of the session of its sample.
+"""
 
 from __future__ import annotations
 
-import math
-import signal
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 from typing import Any
 
-from areno.environments.package import TRAIN, EnvironmentPackage, RunAgent
-from areno.errors import ArenoError, DataError
+from pydantic import ValidationError
+
+from areno.environments.package import EnvironmentPackage, RunAgent
+from areno.errors import ConfigError, DataError
 from areno.files.user_code import describe_error
+
+_KEY_VAR = "ARENO_SESSION"  # must not hold "API_KEY", which programs do not get
+_SELECT = "select"
+_PREPARE_S = 300.0
 
 
 class Verifiers(EnvironmentPackage):
-    """`verifiers:NAME`, an installed environment."""
+    """`verifiers:NAME`, an installed taskset."""
 
     scheme = extra = distribution = "verifiers"
-    versions = ">=0.1.10,<0.2"
+    versions = ">=0.4,<0.5"
     has_agent = True
 
+    def check(self) -> None:
+        """Check that the taskset loads, and that uv can start programs."""
+        self._load({})
+        self._uv()
+
+    def check_installed(self) -> None:
+        """Raise ConfigError if verifiers, or the version of mcp that it needs, is missing."""
+        super().check_installed()
+        from packaging.requirements import Requirement
+
+        for text in requires(self.distribution) or ():
+            need = Requirement(text)
+            if need.name == "mcp" and not need.specifier.contains(found := _version("mcp"), prereleases=True):
+                text = "needs mcp{}, but {} is installed: pip install 'areno[verifiers]' into an environment of its own"
+                raise self.problem(text, need.specifier, f"version {found}" if found else "none")
+
     def rows(self, split: str, options: Mapping[str, Any]) -> Sequence[Any]:
-        """Return the training rows of the environment for "train", else its evaluation rows."""
-        self.check_options(options, ())
-        environment = self._environment
+        """Return a row for each task. A taskset has no splits of its own.
+
+        The options are those of the environment's configuration in verifiers, such as taskset, agent, id and n, and
+        select, which chooses tasks.
+        """
+        self.check_split(split)
+        settings = {name: value for name, value in options.items() if name != _SELECT}
+        environment = self._load(settings)
+        asyncio.run(self._prepare(environment))
+        from verifiers.v1.configs.select import SelectConfig
+
         try:
-            found = environment.get_dataset() if split == TRAIN else environment.get_eval_dataset()
-        except ArenoError:
+            select = SelectConfig.model_validate(options.get(_SELECT) or {})
+        except ValidationError as error:
+            raise self._settings_error(error, _SELECT) from error
+        try:
+            tasks = environment.taskset.select(select)
+            if not tasks.bounded:
+                raise self.option_errors({f"{_SELECT}.limit": f"is not set, and {self.spec} has no end; set it"})
+            return [
+                {
+                    "prompt": task.data.prompt_text or task.data.description or task.data.name or self.name,
+                    "verifiers": settings,
+                    "task": task.data.model_dump(mode="json", exclude_none=True),
+                }
+                for task in tasks
+            ]
+        except ConfigError:
             raise
-        except Exception as error:
-            raise self.problem("has rows that cannot be read: {}", describe_error(error)) from error
-        shared = {"tools": environment.oai_tools} if environment.oai_tools else {}
-        return [{"solutions": row.get("answer"), **shared, **row} for row in found]
+        except Exception as error:  # the taskset is code of others
+            raise self.problem("has tasks that cannot be read: {}", describe_error(error)) from error
 
     def agent(self) -> RunAgent:
-        """Return an agent that runs the environment, and scores the sample by its rubric."""
-        environment = self._environment
+        """Return an agent that runs an episode for a sample, or for a group with agent.whole_group."""
+        self._load({})
+        os.environ[_KEY_VAR] = "none"  # the header names the session
+        serving = _Serving(self._load)
 
-        async def run_agent(ctx: Any, batch: Any) -> dict[str, float]:
-            from openai import AsyncOpenAI
-
-            [item] = batch
-            # timeout=None: the server limits the time of each request.
-            async with AsyncOpenAI(
-                base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0, timeout=None
-            ) as client:
-                state = await environment.rollout(_rollout_input(environment, item), client, "policy", {})
-            return await _reward_of_state(environment, state)
+        async def run_agent(ctx: Any, batch: Any) -> Any:
+            items = list(batch)
+            settings = items[0].record.get("verifiers")
+            if settings is None:
+                raise DataError(f"its row is not of {self.spec}; train_dataset.path has to name the taskset")
+            environment = await serving.environment(settings)
+            return await _Episode(environment, ctx, items).run()
 
         return run_agent
 
-    @cached_property
-    def _environment(self) -> Any:
+    def _load(self, settings: Mapping[str, Any]) -> Any:
+        """Return the environment of verifiers that its configuration describes."""
         self.check_installed()
-        import verifiers
-
-        # Loading an environment replaces the handlers of these signals, so they are restored.
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            environment: Any = verifiers.load_environment(self.name)
-        except (Exception, SystemExit) as error:  # the package of the environment may raise any error
-            cause = error.__cause__ or error
-            raise self.problem("does not load: {}; its package has to be installed", describe_error(cause)) from error
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-        if environment.message_type != "chat":
-            raise self.problem("uses text completions; only environments with chat messages can be trained on")
+            return _environment(self.name, json.dumps(settings))
+        except ValidationError as error:
+            raise self._settings_error(error) from error
+        except (Exception, SystemExit) as error:  # a taskset is code of others
+            raise self.problem("does not load: {}", describe_error(error)) from error
+
+    def _settings_error(self, error: ValidationError, *section: str) -> ConfigError:
+        return self.option_errors({".".join(map(str, [*section, *one["loc"]])): one["msg"] for one in error.errors()})
+
+    def _uv(self) -> str:
+        uv = shutil.which("uv", path=os.pathsep.join([os.environ.get("PATH", ""), os.path.expanduser("~/.local/bin")]))
+        if uv is None:
+            raise self.problem("needs the program uv, which starts the programs of agents: pip install uv")
+        return uv
+
+    async def _prepare(self, environment: Any) -> None:
+        """Let uv install what the programs of the environment need, so that a run needs no network."""
+        from verifiers.v1.runtimes import SubprocessConfig, make_runtime
+        from verifiers.v1.runtimes.subprocess import SubprocessRuntime
+
+        uv = self._uv()
+        for role, spec in environment._agent_specs.items():
+            if not isinstance(spec.runtime, SubprocessConfig):
+                continue
+            runtime = make_runtime(spec.runtime)
+            await runtime.start()
+            try:
+                async with asyncio.timeout(_PREPARE_S):
+                    await environment._harnesses[role].setup(runtime)
+            except Exception as error:
+                text = "cannot prepare the program of {}: {}; with a network, this has to succeed once"
+                raise self.problem(text, role, " ".join(describe_error(error).split())[:500]) from error
+            finally:
+                await runtime.stop()
+        for script in Path(SubprocessRuntime.scripts_dir).glob("*.py"):
+            if not script.with_name(f"{script.name}.lock").exists():  # without it, uv asks the index each time
+                subprocess.run([uv, "lock", "--script", script, "--quiet", "--no-config"], check=False)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+@lru_cache
+def _environment(name: str, settings: str) -> Any:
+    """Return an environment. Unless it says otherwise, agents run on this machine, and have no shell."""
+    from verifiers.v1.configs.agent import AgentConfig
+    from verifiers.v1.runtimes.prime import PrimeConfig
+    from verifiers.v1.utils.compile import validate_pairing
+    from verifiers.v1.utils.loaders import (
+        default_harness_id,
+        env_config_type,
+        load_environment,
+        resolve_env_config,
+    )
+
+    given = json.loads(settings)
+    given["taskset"] = {"id": name, **(given.get("taskset") or {})}
+    for role, field in env_config_type(name, given.get("id") or "").model_fields.items():
+        if not isinstance(field.default, AgentConfig):
+            continue
+        own: dict[str, Any] = {}
+        if isinstance(field.default.runtime, PrimeConfig):  # the default of verifiers, a service
+            own["runtime"] = {"type": "subprocess"}
+        if field.default.harness is None and default_harness_id(name) == "bash":  # likewise
+            own["harness"] = {"id": "null"}
+        given[role] = {**own, **(given.get(role) or {})}
+    environment = load_environment(resolve_env_config(given))
+    for role, spec in environment._agent_specs.items():
+        validate_pairing(environment._harnesses[role], type(environment.taskset).task_type(), spec.runtime)
+    return environment
+
+
+class _Serving:
+    """Keeps the servers of environments open until the process ends."""
+
+    def __init__(self, load: Callable[[Mapping[str, Any]], Any]):
+        self._load, self._stack = load, AsyncExitStack()
+        self._starting: dict[str, asyncio.Task[Any]] = {}
+
+    async def environment(self, settings: Mapping[str, Any]) -> Any:
+        key = json.dumps(settings)
+        if key not in self._starting:
+            self._starting[key] = asyncio.ensure_future(self._start(settings))
+        return await asyncio.shield(self._starting[key])
+
+    async def _start(self, settings: Mapping[str, Any]) -> Any:
+        environment = self._load(settings)
+        await self._stack.enter_async_context(environment.serving())
         return environment
 
 
-def _rollout_input(environment: Any, item: Any) -> dict[str, Any]:
-    """Return prompt, answer, info, task and example_id, with defaults for fields that the item's row lacks.
+class _Episode:
+    """One episode. Its traces belong to one sample, or each to a sample of a group."""
 
-    A prompt that is text becomes a user message after the environment's system prompt and examples.
-    """
-    row = item.record
-    prompt = row.get("prompt") if item.messages is None else item.messages
-    if not isinstance(prompt, list):
-        system = [{"role": "system", "content": environment.system_prompt}] if environment.system_prompt else []
-        prompt = [*system, *(environment.few_shot or []), {"role": "user", "content": item.prompt}]
-    found = {"prompt": prompt, "answer": row.get("answer", row.get("solutions")) or "", "info": row.get("info") or {}}
-    return found | {
-        "task": row.get("task") or environment.env_id,
-        "example_id": row.get("example_id", item.prompt_index),
-    }
+    def __init__(self, environment: Any, ctx: Any, items: Sequence[Any]):
+        import verifiers.v1 as vf
+
+        self._environment, self._items = environment, items
+        self._sessions = [ctx.session_of(item) for item in items]
+        self._client = vf.EvalClientConfig(base_url=ctx.server_url, api_key_var=_KEY_VAR)
+        self._context = vf.ModelContext(model="policy", client=self._client)
+        self._n_traces = 0
+
+    async def run(self) -> Any:
+        environment, config = self._environment, self._environment.config
+        n_attempts = vars(config).get("n")
+        if n_attempts is not None and n_attempts != len(self._items):
+            text = f"{config.env_id} compares the {n_attempts} attempts (n) of an episode, but gets {len(self._items)} "
+            raise DataError(text + "samples; set agent.whole_group=true and n to gconfig.n_samples")
+        if n_attempts is None and len(self._items) > 1:
+            raise DataError(f"{config.env_id} has one attempt in an episode; set agent.whole_group=false")
+        kind = type(environment.taskset).task_type()
+        data = kind.data_type().model_validate(self._items[0].record["task"])
+        [slot] = environment.slots(kind(data, config.taskset.task))
+        episode = await environment.run_slot(slot, self._context, on_trace=self._on_trace)
+        if episode.errors:
+            raise DataError(_describe(episode.errors))
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        if len(self._items) == 1:
+            return _mean([_reward(trace) for trace in traces])
+        by_session = {trace.id.partition(".")[0]: trace for trace in traces}
+        return [_result(by_session.get(session)) for session in self._sessions]
+
+    def _on_trace(self, trace: Any) -> None:
+        """Give a new trace its session, before its first request."""
+        if trace.agent.config.client != self._client:
+            return
+        if not trace.agent.trainable:
+            name = trace.agent.name
+            raise DataError(f"the agent {name} is not trained; give it a model of its own with {name}.client")
+        # A trace of its own has a folder of its own, so the ids differ.
+        session = self._sessions[self._n_traces % len(self._sessions)]
+        trace.id = f"{session}.{self._n_traces}"
+        self._n_traces += 1
 
 
-async def _reward_of_state(environment: Any, state: Mapping[str, Any]) -> dict[str, float]:
-    """Return the reward that the rubric computes for the final state of a rollout, with its metrics.
+def _describe(errors: Sequence[Any]) -> str:
+    return f"{errors[-1].type}: {errors[-1].message}"
 
-    If an exception ended the rollout early, it is raised here.
-    """
-    error = state["error"]
-    if error is not None:
-        raise error.__cause__ or error
+
+def _result(trace: Any) -> dict[str, float] | Exception | None:
     try:
-        await environment.rubric.score_rollout(state)
-    except AssertionError as error:
-        text = "the rubric has no reward function, or one that compares samples of a group; each is scored by itself"
-        raise DataError(text) from error
-    parts = {name: float(value) for name, value in state["metrics"].items() if math.isfinite(value)}
-    return {**parts, "reward": state["reward"]}
+        if trace is None:
+            raise DataError("the episode has no attempt for this sample")
+        return _reward(trace)
+    except DataError as error:
+        return error
+
+
+def _reward(trace: Any) -> dict[str, float] | None:
+    """Return the reward of a trace with its parts and metrics, or None if the taskset gives none."""
+    if not trace.ok:
+        raise DataError(_describe(trace.errors))
+    if missing := [name for name, reward in trace.rewards.items() if reward is None]:
+        raise DataError(f"the reward {missing[0]} was not computed ({trace.stop_condition})")
+    if not trace.rewards:
+        return None
+    parts = {name: reward.value for name, reward in trace.rewards.items()}
+    parts |= {name: value for name, value in trace.metrics.items() if value is not None}
+    return {**parts, "reward": trace.reward}
+
+
+def _mean(rewards: Sequence[dict[str, float] | None]) -> dict[str, float] | None:
+    """Return the mean of the rewards and parts of several agents in one episode."""
+    given = [each for each in rewards if each is not None]
+    names = dict.fromkeys(name for each in given for name in each)
+    return {name: sum(found := [each[name] for each in given if name in each]) / len(found) for name in names} or None

@@ -158,3 +158,19 @@ async def run_whole(ctx, batch):
         if item.prompt != "none":
             found.append(AgentTrajectory([turn], reward=100 * len(batch) + 10 * batch.n_samples + len(batch.prompts)))
     return found
+
+
+async def run_group(ctx, batch):
+    """Each sample asks in the session of its own. The prompt is the name of the result of the second sample."""
+    results = []
+    for item in batch:
+        headers = {"Authorization": f"Bearer {ctx.session_of(item)}"}
+        body = {"model": "policy", "messages": [{"role": "user", "content": f"{item.key}"}], "max_tokens": 4}
+        async with (
+            aiohttp.ClientSession(raise_for_status=True) as client,
+            client.post(f"{ctx.base_url}/chat/completions", json=body, headers=headers),
+        ):
+            pass
+        results.append({"reward": item.sample_index, "samples": len(batch)})
+    results[1] = {"none": None, "raise": ValueError("no luck"), "nan": float("nan")}[batch.prompts[0]]
+    return results

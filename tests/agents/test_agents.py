@@ -283,6 +283,27 @@ def test_what_fails_in_a_whole_batch_is_all_of_it(session: RolloutSession) -> No
         assert re.fullmatch(message, outcomes[0].message)
 
 
+def test_an_agent_that_asks_for_it_gets_the_samples_of_a_prompt(session: RolloutSession) -> None:
+    prompts = ["none", "raise", "nan"]
+    batch = AgentBatch([{}] * 3, prompts, [[1]] * 3, n_samples=2)
+    config = AgentConfig(fn=f"{FILE}:run_group", workers=1, whole_group=True)
+    sessions: dict[int, Any] = {}
+
+    def end(index: int, outcome: Any) -> None:
+        sessions[index] = session.proxy.end_agent(list(batch)[index])
+
+    with AgentPool({"": config}) as pool:
+        pool.wait_ready()
+        outcomes = pool.run(list(batch), partial(session.proxy.begin_agent, settings=config), on_done=end)
+    assert [outcome.status for outcome in outcomes] == ["ok", "ok", "ok", "error", "ok", "error"]
+    assert [outcome.reward for outcome in outcomes[::2]] == [(0.0, {"samples": 2.0})] * 3
+    assert outcomes[1].reward is None
+    assert re.fullmatch(r"ValueError: no luck.*", outcomes[3].message)
+    assert outcomes[5].message.startswith("its trajectory has the reward nan")
+    asked = [[turn["messages"][0]["content"] for turn in sessions[index].turns] for index in range(6)]
+    assert asked == [[str(item.key)] for item in batch]
+
+
 def test_a_batch_of_items_knows_its_prompts() -> None:
     whole = AgentBatch([{"a": 1}, {"a": 2}], ["one", "two"], [[1], [2]], n_samples=3)
     assert AgentBatch.of_items(list(whole)) == whole

@@ -36,7 +36,7 @@ def test_a_wrong_class_is_told_with_its_setting() -> None:
         with pytest.raises(ConfigError, match=rf"agent\.fn: {path} cannot be imported"):
             load_import_path(path, "agent.fn")
     with pytest.raises(ConfigError, match=r"agent\.whole_batch: is true, but the class MathAgent"):
-        agent_function(areal_style.MathAgent, "agent.fn", whole_batch=True)
+        agent_function(areal_style.MathAgent, "agent.fn", whole="whole_batch")
 
 
 def test_rewards_of_responses_are_added() -> None:

@@ -29,7 +29,8 @@ SMALL = ["engine.device=cpu", "total_train_epochs=1", "gconfig.n_samples=2", "ag
 RUNS = {  # experiment: (page, packages of its agent)
     "products": (PAGE, []),
     "counter": (ENVIRONMENTS, []),
-    "sums": (ENVIRONMENTS, ["verifiers"]),
+    "sums": (ENVIRONMENTS, ["verifiers.v1"]),
+    "guess": (ENVIRONMENTS, ["openenv"]),
     "weather": (ENVIRONMENTS, ["agents"]),
     "forecast": (ENVIRONMENTS, ["langchain", "langchain_openai"]),
 }

@@ -55,10 +55,11 @@ def test_a_session_is_found_by_its_path_and_by_its_key(served: Any) -> None:
     server, _ = served
     session, url = session_of(server)
     body = {"model": "gpt-100", "messages": ASK}
-    keys = ({"Authorization": f"Bearer {session.id}"}, {"x-api-key": session.id})
+    named = {"Authorization": "Bearer none", "X-Session-ID": f"{session.id}.0"}  # the id of a trace of verifiers
+    keys = ({"Authorization": f"Bearer {session.id}"}, {"x-api-key": session.id}, named)
     plain = [httpx2.post(f"{server.url}/v1/chat/completions", json=body, headers=key) for key in keys]
-    assert [post(url).status_code, *(answer.status_code for answer in plain)] == [200] * 3
-    until(lambda: len(session.turns) == 3)
+    assert [post(url).status_code, *(answer.status_code for answer in plain)] == [200] * 4
+    until(lambda: len(session.turns) == 4)
     assert httpx2.head(url).status_code == 200
     assert [httpx2.get(f"{url}/v1/models").status_code, httpx2.get(f"{server.url}/v1/models").status_code] == [200, 401]
     unknown = f"{server.url}/s/{'0' * 32}"
