@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 from areno.environments.package import SIZES, TEST, EnvironmentPackage, LazyRows, RewardFn
-from areno.environments.rows_process import RowsProcess
+from areno.environments.rows_process import rows_process
 from areno.errors import DataError
 from areno.files.user_code import describe_error
 from areno.reward_fns.answers import after_reasoning, tagged_answer
@@ -92,7 +92,6 @@ def _dataset(name: str, settings: bytes, tries: int = 0) -> Any:
 class _GeneratedRows(LazyRows):
     def __init__(self, name: str, split: str, settings: Mapping[str, Any], system: str | None):
         self._name, self._split, self._settings, self._system = name, split, settings, system
-        self._process = RowsProcess(f"{ReasoningGym.scheme}:{name}")
 
     @property
     def fingerprint(self) -> str:
@@ -104,7 +103,8 @@ class _GeneratedRows(LazyRows):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        entry = self._process.call(_entry, self._name, pickle.dumps(self._settings), self._split, index % len(self))
+        given = self._name, pickle.dumps(self._settings), self._split, index % len(self)
+        entry = rows_process(ReasoningGym.scheme).call(_entry, *given)
         question = entry["question"]
         messages = [{"role": "system", "content": self._system}, {"role": "user", "content": question}]
         return {

@@ -9,41 +9,52 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
-from areno.errors import DataError, EngineError
+from areno.errors import DataError
 from areno.files.user_code import describe_error
 
+LIMIT_S = 60.0
 _SERVE = "from areno.environments.rows_process import serve; serve()"
 
 
 class RowsProcess:
-    """A process that starts with the first call, and ends with this object."""
+    """A process for the rows of a package. It starts with the first call, and again after one that took too long."""
 
-    def __init__(self, name: str):
-        self._name, self._lock = name, threading.Lock()
+    def __init__(self, package: str):
+        self._package, self._lock = package, threading.Lock()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of a module in the process. Raises DataError if it fails."""
+        """Call a function of a module in the process. Raises DataError if it fails, or takes longer than LIMIT_S."""
         with self._lock:
-            requests, answers = self._process.stdin, self._process.stdout
+            process = self._process
+            requests, answers = process.stdin, process.stdout
             assert requests is not None
             assert answers is not None
             try:
                 pickle.dump((function, args), requests)
                 requests.flush()
+                if not select.select([answers], [], [], LIMIT_S)[0]:
+                    self._restart()
+                    raise DataError("{} takes longer than {:g} s to make a row", self._package, LIMIT_S)
                 found, error = pickle.load(answers)
             except (OSError, EOFError) as ended:
-                raise EngineError("the process that makes the rows of {} ended", self._name) from ended
+                self._restart()
+                raise DataError("the process that makes rows of {} ended", self._package) from ended
         if error:
-            raise DataError("{} cannot make a row: {}", self._name, error)
+            raise DataError("{} cannot make a row: {}", self._package, error)
         return found
+
+    def _restart(self) -> None:
+        _end(self._process)
+        del self._process
 
     @cached_property
     def _process(self) -> subprocess.Popen[bytes]:
@@ -58,10 +69,17 @@ class RowsProcess:
         return process
 
 
+@cache
+def rows_process(package: str) -> RowsProcess:
+    """Return the process of a package."""
+    return RowsProcess(package)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process that may be in the middle of a row, and that has nothing to clean up."""
     process.kill()
-    process.communicate()
+    with process:
+        pass
 
 
 def serve() -> None:

@@ -6,6 +6,7 @@ seed alone, although an agent process plays many games at the same time.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -14,12 +15,14 @@ from importlib.metadata import version
 from typing import Any
 
 from areno.environments.package import SIZES, TEST, EnvironmentPackage, LazyRows, RunAgent
-from areno.environments.rows_process import RowsProcess
+from areno.environments.rows_process import rows_process
 from areno.errors import ConfigError, DataError
 from areno.files.user_code import describe_error
 from areno.reward_fns.answers import after_reasoning
 
 _OWN = {"seed": 0, "max_turns": 50}
+_SEEDS = 2**31  # numpy takes seeds up to twice that
+_DATA = "words averaged_perceptron_tagger_eng"
 _NO_NEWS = "It is your turn."
 
 
@@ -33,10 +36,8 @@ class TextArena(EnvironmentPackage):
     def check(self) -> None:
         """Check that the game can be played here."""
         self.check_installed()
-        from textarena.envs.registration import ENV_REGISTRY
-
-        self.check_name(sorted(ENV_REGISTRY))
-        self._make_game({})
+        self.check_name(self._call(_names))
+        self._check_game({})
 
     def rows(self, split: str, options: Mapping[str, Any]) -> LazyRows:
         """Return a row for each game, with its first observation as the prompt.
@@ -46,11 +47,10 @@ class TextArena(EnvironmentPackage):
         self.check_installed()
         self.check_split(split)
         own = {"size": SIZES[split], **_OWN}
-        with _without_downloads():
-            self.check_options(options, [*own, *_settings_of(self.name)])
+        self.check_options(options, [*own, *self._call(_settings_of, self.name)])
         self.check_counts({**own, **options}, size=1, seed=0, max_turns=1)
         settings = {name: value for name, value in options.items() if name not in own}
-        self._make_game(settings)
+        self._check_game(settings)
         return _GameRows(self.name, split, {**own, **options}, settings)
 
     def agent(self) -> RunAgent:
@@ -73,27 +73,56 @@ class TextArena(EnvironmentPackage):
 
         return run_agent
 
-    def _make_game(self, settings: Mapping[str, Any]) -> None:
+    def _check_game(self, settings: Mapping[str, Any]) -> None:
         """Raise ConfigError if the game cannot be played."""
+        if problem := self._call(_problem_of, self.name, settings):
+            raise self.problem("{}", problem)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the process that makes rows: a game may hang, and draws from the random numbers of all."""
         try:
-            _Game(self.name, 0, settings).observe()
-        except ConfigError as error:
-            raise self.problem("{}", error) from None
-        except LookupError as error:  # of NLTK
-            text = "needs data of NLTK, which is not loaded here: python -m nltk.downloader words averaged_perceptron_"
-            raise self.problem(text + "tagger_eng") from error
-        except (Exception, SystemExit) as error:  # a game may raise anything
-            raise self.problem("cannot be played here: {}", describe_error(error)) from error
+            return rows_process(self.scheme).call(function, *args)
+        except DataError as error:
+            raise self.problem("cannot be played here: {}", error) from error
+
+
+def _names() -> list[str]:
+    from textarena.envs.registration import ENV_REGISTRY
+
+    return sorted(ENV_REGISTRY)
 
 
 def _settings_of(name: str) -> list[str]:
     """Return the names of the settings of a game, which are arguments of its class."""
     import textarena
 
-    game = textarena.make(name)
+    game = _make(name, {})
     while isinstance(game, textarena.Wrapper):
         game = game.env
     return list(inspect.signature(type(game)).parameters)
+
+
+def _problem_of(name: str, settings: Mapping[str, Any]) -> str:
+    """Return why a game cannot be played, or ""."""
+    try:
+        _first_prompt(name, 0, settings)
+    except ConfigError as error:
+        return str(error)
+    except LookupError:  # of NLTK
+        text = (
+            "needs data of NLTK, which is not loaded here: python -m nltk.downloader words averaged_perceptron_tagger"
+        )
+        return f"{text}_eng"
+    except (Exception, SystemExit) as error:  # a game may raise anything
+        return f"cannot be played here: {describe_error(error)}"
+    return ""
+
+
+def _make(name: str, settings: Mapping[str, Any]) -> Any:
+    import textarena
+
+    with _without_downloads():
+        return textarena.make(name, **settings)
 
 
 class _Game:
@@ -105,20 +134,14 @@ class _Game:
         self._random: Any = random.Random(seed).getstate()
         self._numpy: Any = np.random.RandomState(seed).get_state()
         for n_players in (1, 2):
+            self._game = self._call(_make, name, settings)
             try:
-                self._call(self._reset, name, seed, settings, n_players)
-            except AssertionError:  # the game has another number of players
+                self._call(self._game.reset, num_players=n_players, seed=seed)
+            except (AssertionError, ValueError):  # the game has another number of players
                 continue
             if self.n_players == n_players:
                 return
         raise ConfigError("has more than two players, and games of one or two are supported")
-
-    def _reset(self, name: str, seed: int, settings: Mapping[str, Any], n_players: int) -> None:
-        import textarena
-
-        with _without_downloads():
-            self._game: Any = textarena.make(name, **settings)
-        self._game.reset(num_players=n_players, seed=seed)
 
     @property
     def n_players(self) -> int:
@@ -225,7 +248,6 @@ async def _play(game: _Game, client: Any, seat: int, max_turns: int) -> dict[str
 class _GameRows(LazyRows):
     def __init__(self, name: str, split: str, own: Mapping[str, Any], settings: Mapping[str, Any]):
         self._name, self._split, self._own, self._settings = name, split, own, settings
-        self._process = RowsProcess(f"{TextArena.scheme}:{name}")
 
     @property
     def fingerprint(self) -> str:
@@ -238,15 +260,23 @@ class _GameRows(LazyRows):
         if not -len(self) <= index < len(self):
             raise IndexError(index)
         index %= len(self)
-        seed = (2 * (self._own["seed"] * 1_000_003 + index) + (self._split == TEST)) % 2**32  # numpy takes no larger
+        seed = (2 * (self._own["seed"] * 1_000_003 + index) + (self._split == TEST)) % _SEEDS
+        prompt, seed = self._first_prompt(seed)
         return {
-            "prompt": self._process.call(_first_prompt, self._name, seed, self._settings),
+            "prompt": prompt,
             "game": self._name,
             "game_settings": self._settings,
             "seed": seed,
             "seat": index % 2,
             "max_turns": self._own["max_turns"],
         }
+
+    def _first_prompt(self, seed: int) -> tuple[str, int]:
+        """Return the prompt of a game with its seed, or one with another seed: some games hang with some seeds."""
+        for tried in (seed, seed + _SEEDS):
+            with contextlib.suppress(DataError):
+                return rows_process(TextArena.scheme).call(_first_prompt, self._name, tried, self._settings), tried
+        raise DataError("{}:{} cannot make a game with the seed {}", TextArena.scheme, self._name, seed)
 
 
 def _first_prompt(name: str, seed: int, settings: Mapping[str, Any]) -> str:
