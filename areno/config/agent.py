@@ -265,7 +265,11 @@ class AgentConfig(Section):
 
     @require("whole_group", "is true, but {self.fn} runs one sample at a time; set it to false")
     def whole_groups_are_of_functions(self) -> bool:
-        return not self.whole_group or self.fn not in (COMMAND, ONLINE)
+        environment = package_of(self.fn)
+        takes_one = self.fn in (COMMAND, COMPLETION, ONLINE) or (
+            environment is not None and not environment.takes_groups
+        )
+        return not self.whole_group or not takes_one
 
     @require("whole_group", "is true, but whole_batch is true as well; leave one of both out")
     def calls_get_a_group_or_a_batch(self) -> bool:

@@ -16,11 +16,11 @@ from contextlib import asynccontextmanager, contextmanager
 from importlib import import_module
 from typing import Any
 
-from areno.environments.package import TEST, TRAIN, EnvironmentPackage, RunAgent
+from areno.environments.package import SIZES, TEST, TRAIN, EnvironmentPackage, RunAgent, run_async
 from areno.errors import DataError
 from areno.files.user_code import describe_error
 
-_SIZES, _FIRST_SEED = {TRAIN: 1000, TEST: 100}, {TRAIN: 0, TEST: 1_000_000}
+_FIRST_SEED = {TRAIN: 0, TEST: 1_000_000}
 _MAX_TURNS = 16
 _MAX_MESSAGE = 4 << 20  # bytes of an observation
 _CHECK_S, _CLOSE_S = 20.0, 2.0
@@ -33,13 +33,6 @@ _OWN_SERVER = (
     "they need different versions of the package mcp; start the server of OpenEnv in an environment of its own, and "
     "set this to openenv:http://HOST:PORT"
 )
-_COUNT = (lambda value: type(value) is int and value > 0, "a whole number above 0 is expected")
-_OPTIONS = {
-    "prompt": (lambda value: isinstance(value, str), "a text is expected"),
-    "size": _COUNT,
-    "max_turns": _COUNT,
-    "reset": (lambda value: isinstance(value, Mapping), "a mapping is expected"),
-}
 
 
 class OpenEnv(EnvironmentPackage):
@@ -65,34 +58,43 @@ class OpenEnv(EnvironmentPackage):
         The options are prompt (text before the first observation), size (number of rows), max_turns, and reset
         (arguments of `reset`).
         """
-        self.check_options(options, list(_OPTIONS))
+        own = {"prompt": None, "size": None, "max_turns": _MAX_TURNS, "reset": {}}
+        self.check_options(options, list(own))
+        self.check_counts({"size": 1, "max_turns": 1, **options}, size=1, max_turns=1)
+        kinds = {"prompt": (str, "text"), "reset": (Mapping, "mapping")}
         if wrong := {
-            name: f"is {value!r}; {_OPTIONS[name][1]}"
-            for name, value in options.items()
-            if not _OPTIONS[name][0](value)
+            name: f"is {options[name]!r}; a {called} is expected"
+            for name, (kind, called) in kinds.items()
+            if name in options and not isinstance(options[name], kind)
         }:
             raise self.option_errors(wrong)
         about, splits, n_tasks = self._ask(lambda http: _read_tasks(http, split))
         self.check_split(split, splits)
-        size = options.get("size", _SIZES.get(split))
+        own |= options
+        resets: list[Mapping[str, Any]]
         if n_tasks is None:
-            resets: list[Mapping[str, Any]] = [{"seed": _FIRST_SEED[split] + n} for n in range(size or 0)]
+            resets = [{"seed": _FIRST_SEED[split] + n} for n in range(own["size"] or SIZES[split])]
         else:
-            resets = [{"split": split, "index": index} for index in range(n_tasks)][: options.get("size")]
-        shared = {"prompt": options.get("prompt", about), "max_turns": options.get("max_turns", _MAX_TURNS)}
-        return [{**shared, "reset": {**options.get("reset", {}), **reset}} for reset in resets]
+            resets = [{"split": split, "index": index} for index in range(n_tasks)][: own["size"]]
+        shared = {"prompt": own["prompt"] or about, "max_turns": own["max_turns"]}
+        return [{**shared, "reset": {**own["reset"], **reset}} for reset in resets]
 
     def agent(self) -> RunAgent:
         """Return an agent that plays an episode in a session of the server, and returns the sum of its rewards."""
         url = self.name if self._is_address else self._start_server()[0]
-        opened: list[Any] = []  # in the event loop of the process
+        connecting: list[asyncio.Future[tuple[Any, Any]]] = []  # the first sample connects for all
 
         async def run_agent(ctx: Any, batch: Any) -> Any:
             [item] = batch
-            if not opened:
-                opened.append(_http(url))
-            async with _open_session(opened[0]) as session:
-                return await _play(_Policy(opened[0], ctx), session, item)
+            if not connecting:
+                connecting.append(asyncio.ensure_future(_connect(url)))
+            try:
+                http, action = await asyncio.shield(connecting[0])
+            except Exception:
+                connecting.clear()
+                raise
+            async with _open_session(http) as session:
+                return await _play(_Policy(http, ctx), session, item, await _Actions.of_session(session, action))
 
         return run_agent
 
@@ -105,7 +107,7 @@ class OpenEnv(EnvironmentPackage):
 
         with self._serving() as url:
             try:
-                return asyncio.run(run(url))
+                return run_async(run(url))
             except DataError as error:
                 raise self.problem("cannot be used: {}", error) from error
             except Exception as error:  # connections fail in many ways
@@ -157,6 +159,12 @@ async def _get(http: Any, path: str, body: Any = None) -> Any:
         return await response.json() if response.status == 200 else None
 
 
+async def _connect(url: str) -> tuple[Any, Mapping[str, Any]]:
+    """Return (HTTP client of a server, schema of its actions)."""
+    http = _http(url)
+    return http, ((await _get(http, "/schema")) or {}).get("action") or {}
+
+
 async def _check_room(http: Any) -> None:
     async with _open_session(http) as first, _open_session(http) as second:
         for session in (first, second):
@@ -181,7 +189,7 @@ async def _open_session(http: Any) -> AsyncIterator[_Session]:
 
     timeout = aiohttp.ClientWSTimeout(ws_close=_CLOSE_S)  # type: ignore[call-arg]
     async with http.ws_connect("/ws", max_msg_size=_MAX_MESSAGE, timeout=timeout) as connection:
-        yield _Session(http, connection)
+        yield _Session(connection)
         if not connection.closed:
             await connection.send_json({"type": "close"})
             await connection.receive(timeout=_CLOSE_S)  # comes when the session has ended
@@ -194,8 +202,8 @@ class _InvalidAction(Exception):
 class _Session:
     """A session of the server, which has an environment of its own."""
 
-    def __init__(self, http: Any, connection: Any):
-        self.http, self._connection = http, connection
+    def __init__(self, connection: Any):
+        self._connection = connection
 
     async def request(self, kind: str, data: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the data of the answer to a message. Raises _InvalidAction, and DataError for any other failure."""
@@ -230,7 +238,7 @@ class _PolicyError(Exception):
 
 
 class _Policy:
-    """Sends requests to the session of a sample. Costs a fifth of the time of OpenAI's client."""
+    """Sends requests to the session of a sample, with a fifth of the CPU time that the client of OpenAI takes."""
 
     def __init__(self, http: Any, ctx: Any):
         self._http, self._url = http, f"{ctx.base_url}/chat/completions"
@@ -273,8 +281,7 @@ class _Actions:
             self.tools = [_tool("act", parameters.pop("description", None), parameters)]
 
     @classmethod
-    async def of_session(cls, session: _Session) -> _Actions:
-        schema = ((await _get(session.http, "/schema")) or {}).get("action") or {}
+    async def of_session(cls, session: _Session, schema: Mapping[str, Any]) -> _Actions:
         if not {"tool_name", "arguments"} <= schema.get("properties", {}).keys():
             return cls(schema, None)
         found = await session.request("mcp", {"jsonrpc": "2.0", "method": "tools/list", "id": 1})
@@ -328,9 +335,8 @@ def _text_of(result: Mapping[str, Any]) -> str:
     return json.dumps(fields, ensure_ascii=False) if fields else ""
 
 
-async def _play(policy: _Policy, session: _Session, item: Any) -> list[float] | None:
+async def _play(policy: _Policy, session: _Session, item: Any, actions: _Actions) -> list[float] | None:
     """Return the reward of each turn, or None if the environment gives no reward."""
-    actions = await _Actions.of_session(session)
     result = await session.request("reset", item.record.get("reset") or {})
     first = {"role": "user", "content": "\n\n".join(filter(None, [item.prompt, _text_of(result)]))}
     messages: list[Any] = [first] if item.messages is None else [*item.messages]

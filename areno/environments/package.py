@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from areno.errors import ConfigError, Problem, did_you_mean
 
+T = TypeVar("T")
 RunAgent = Callable[[Any, Any], Awaitable[Any]]
 RewardFn = Callable[[Any], Any]
 TRAIN, TEST = "train", "test"
@@ -34,6 +37,12 @@ class LazyRows:
 Rows = Sequence[Any] | LazyRows
 
 
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine. The caller may be in an event loop, as code of a notebook is."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
 class EnvironmentPackage:
     """An environment of a package, which settings name as SCHEME:NAME. A subclass describes the package.
 
@@ -47,6 +56,7 @@ class EnvironmentPackage:
         extra: The extra of areno that installs the package.
         excludes: Schemes whose packages cannot be installed beside this one, with the reason.
         has_agent: Whether `agent` returns an agent. It is the default of agent.fn for rows of this package.
+        takes_groups: Whether the agent can take all samples of a prompt in one call (agent.whole_group).
         gives_reward: Whether `reward` returns a reward. It is the default of reward.fn for rows of this package.
         name: The text after the colon.
         key: The setting that names the environment, for errors.
@@ -58,6 +68,7 @@ class EnvironmentPackage:
     extra: ClassVar[str] = ""
     excludes: Mapping[str, str] = MappingProxyType({})
     has_agent: ClassVar[bool] = False
+    takes_groups: ClassVar[bool] = False
     gives_reward: ClassVar[bool] = False
 
     def __init__(self, name: str, key: str):

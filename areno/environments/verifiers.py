@@ -7,6 +7,7 @@ has the id of its trace in the header X-Session-ID, so a trace gets the id of th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -20,13 +21,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from areno.environments.package import EnvironmentPackage, RunAgent
+from areno.environments.package import EnvironmentPackage, RunAgent, run_async
 from areno.errors import ConfigError, DataError
 from areno.files.user_code import describe_error
 
 _KEY_VAR = "ARENO_SESSION"  # must not hold "API_KEY", which programs do not get
 _SELECT = "select"
-_PREPARE_S = 300.0
+_PREPARE_S, _LOCK_S = 300.0, 60.0
 
 
 class Verifiers(EnvironmentPackage):
@@ -34,7 +35,7 @@ class Verifiers(EnvironmentPackage):
 
     scheme = extra = distribution = "verifiers"
     versions = ">=0.4,<0.5"
-    has_agent = True
+    has_agent = takes_groups = True
 
     def check(self) -> None:
         """Check that the taskset loads, and that uv can start programs."""
@@ -61,7 +62,7 @@ class Verifiers(EnvironmentPackage):
         self.check_split(split)
         settings = {name: value for name, value in options.items() if name != _SELECT}
         environment = self._load(settings)
-        asyncio.run(self._prepare(environment))
+        run_async(self._prepare(environment))
         from verifiers.v1.configs.select import SelectConfig
 
         try:
@@ -141,7 +142,9 @@ class Verifiers(EnvironmentPackage):
                 await runtime.stop()
         for script in Path(SubprocessRuntime.scripts_dir).glob("*.py"):
             if not script.with_name(f"{script.name}.lock").exists():  # without it, uv asks the index each time
-                subprocess.run([uv, "lock", "--script", script, "--quiet", "--no-config"], check=False)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    command = [uv, "lock", "--script", script, "--quiet", "--no-config"]
+                    subprocess.run(command, check=False, timeout=_LOCK_S)
 
 
 def _version(distribution: str) -> str:
@@ -176,8 +179,12 @@ def _environment(name: str, settings: str) -> Any:
             own["harness"] = {"id": "null"}
         given[role] = {**own, **(given.get(role) or {})}
     environment = load_environment(resolve_env_config(given))
+    task = type(environment.taskset).task_type()
     for role, spec in environment._agent_specs.items():
-        validate_pairing(environment._harnesses[role], type(environment.taskset).task_type(), spec.runtime)
+        validate_pairing(environment._harnesses[role], task, spec.runtime)
+    for retries in (environment.config.retries, *(spec.retries for spec in environment._agent_specs.values())):
+        if retries.max_retries or retries.rules:
+            raise ValueError("retries are set, but the session of a sample records one attempt; leave them out")
     return environment
 
 
@@ -192,7 +199,11 @@ class _Serving:
         key = json.dumps(settings)
         if key not in self._starting:
             self._starting[key] = asyncio.ensure_future(self._start(settings))
-        return await asyncio.shield(self._starting[key])
+        try:
+            return await asyncio.shield(self._starting[key])
+        except Exception:
+            self._starting.pop(key, None)
+            raise
 
     async def _start(self, settings: Mapping[str, Any]) -> Any:
         environment = self._load(settings)
@@ -229,6 +240,8 @@ class _Episode:
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if len(self._items) == 1:
             return _mean([_reward(trace) for trace in traces])
+        if len(traces) != len(self._items):
+            raise DataError(f"an episode of {config.env_id} has {len(traces)} attempts for {len(self._items)} samples")
         by_session = {trace.id.partition(".")[0]: trace for trace in traces}
         return [_result(by_session.get(session)) for session in self._sessions]
 

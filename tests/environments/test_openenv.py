@@ -20,6 +20,8 @@ from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem
 from areno.environments.openenv import OpenEnv
 from areno.environments.packages import check_packages
 from areno.errors import ConfigError, DataError
+from areno.launch.compose import load
+from areno.recipes.gspo import GSPOConfig
 from areno.server.sample_sessions import SampleSession
 from areno.server.threads import ServerThread
 from tests.helpers.agent_model import model_folder
@@ -235,14 +237,19 @@ def test_rows_are_tasks_or_seeds() -> None:
     assert not {str(row) for row in train} & {str(row) for row in test}
 
 
-def test_wrong_options_are_told_together() -> None:
+@pytest.mark.parametrize(
+    ("options", "messages"),
+    [
+        ({"size": 0, "max_turns": True}, ["size: is 0; a whole number", "max_turns: is True; a whole number"]),
+        ({"prompt": 3, "reset": "a"}, ["prompt: is 3; a text is expected", "reset: is 'a'; a mapping is expected"]),
+        ({"sise": 3}, ["sise: is no option of openenv:http"]),
+    ],
+)
+def test_wrong_options_are_told_together(options: dict[str, Any], messages: list[str]) -> None:
     with fake(observation) as server, pytest.raises(ConfigError) as raised:
-        environment(server).rows("train", {"size": 0, "prompt": 3, "max_turns": True, "reset": {}})
-    assert [str(problem) for problem in raised.value.problems] == [
-        "train_dataset.dataset_kwargs.size: is 0; a whole number above 0 is expected",
-        "train_dataset.dataset_kwargs.prompt: is 3; a text is expected",
-        "train_dataset.dataset_kwargs.max_turns: is True; a whole number above 0 is expected",
-    ]
+        environment(server).rows("train", options)
+    for problem, message in zip(raised.value.problems, messages, strict=True):
+        assert str(problem).startswith(f"train_dataset.dataset_kwargs.{message}")
 
 
 def test_room_for_one_session_is_too_little() -> None:
@@ -260,6 +267,12 @@ def test_what_is_no_server() -> None:
         OpenEnv("http://127.0.0.1:1", "train_dataset.path").check()
     with pytest.raises(ConfigError, match=r"openenv:game is neither the address of a server .* nor openenv:MODULE:APP"):
         OpenEnv("game", "train_dataset.path").check()
+
+
+def test_an_episode_is_one_sample() -> None:
+    given = ["actor.path=folder", "train_dataset.path=openenv:http://127.0.0.1:1", "agent.whole_group=true"]
+    with pytest.raises(ConfigError, match=r"agent\.whole_group: is true, but openenv:http.* runs one sample at a time"):
+        load(GSPOConfig, "environment", given)
 
 
 def test_verifiers_is_excluded_by_an_app_alone() -> None:

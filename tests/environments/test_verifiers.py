@@ -156,6 +156,8 @@ def test_the_check_and_the_rows(packages: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=rf"dataset_kwargs\.{name}: Extra inputs are not permitted"):
             taskset("toy_numbers").rows("train", wrong)
+    with pytest.raises(ConfigError, match="does not load: ValueError: retries are set, but the session of a sample"):
+        taskset("toy_numbers").rows("train", {"agent": {"retries": {"max_retries": 2}}})
     with pytest.raises(ConfigError, match="does not load: ValueError: Harness 'codex' needs a container runtime"):
         taskset("toy_numbers").rows("train", {"agent": {"harness": {"id": "codex"}}})
     with pytest.raises(ConfigError, match=r"train_dataset\.path: verifiers:toy_raises does not load: OSError: no lice"):
