@@ -71,11 +71,17 @@ class ReasoningGym(EnvironmentPackage):
         def score(record: Any) -> float:
             row = record.record
             if row.get("generator") != self.name:
-                raise DataError(f"its row is not of {self.spec}")
+                raise DataError("its row is not of {}", self.spec)
             answered = after_reasoning(record.final_answer)
-            answer = tagged_answer(answered)
+            answer, entry = tagged_answer(answered), row["entry"]
             dataset = _dataset(self.name, pickle.dumps(row["generator_settings"]))
-            return dataset.score_answer(answered.strip() if answer is None else answer, row["entry"])
+            try:
+                return dataset.score_answer(answered.strip() if answer is None else answer, entry)
+            except Exception:
+                # Some generators cannot read a wrong answer. If they cannot score the right one either, they fail.
+                if entry["answer"] is None or not dataset.score_answer(entry["answer"], entry):
+                    raise
+                return 0.0
 
         return score
 

@@ -75,6 +75,14 @@ pickle.dump([found[i] for i in range(30)], sys.stdout.buffer)
             )
 
 
+def test_an_answer_that_the_package_cannot_read_is_wrong() -> None:
+    row = rows("prime_factorization")[0]
+    assert (score(row, row["solutions"]), score(row, "no number")) == (1.0, 0.0)
+    row["entry"] = {**row["entry"], "answer": "broken"}
+    with pytest.raises(ValueError, match="invalid literal"):
+        score(row, "no number")
+
+
 def test_rows_are_made_when_they_are_read() -> None:
     """A row of this generator takes a second."""
     found = rows("knight_swap", size=100_000)
