@@ -89,7 +89,7 @@ class ReasoningGym(EnvironmentPackage):
 @lru_cache(maxsize=_TRIES)
 def _dataset(name: str, settings: bytes, tries: int = 0) -> Any:
     """Return the dataset of a generator, whose settings are pickled."""
-    from reasoning_gym import create_dataset
+    from reasoning_gym.factory import create_dataset
 
     given = pickle.loads(settings)
     return create_dataset(name, **{**given, "seed": given["seed"] + tries * _STRIDE})

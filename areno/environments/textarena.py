@@ -11,6 +11,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
@@ -94,10 +95,8 @@ def _names() -> list[str]:
 
 def _settings_of(name: str) -> list[str]:
     """Return the names of the settings of a game, which are arguments of its class."""
-    import textarena
-
-    game = _make(name, {})
-    while isinstance(game, textarena.Wrapper):
+    game, package = _make(name, {}), import_module("textarena")
+    while isinstance(game, package.Wrapper):
         game = game.env
     return list(inspect.signature(type(game)).parameters)
 
@@ -119,10 +118,8 @@ def _problem_of(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def _make(name: str, settings: Mapping[str, Any]) -> Any:
-    import textarena
-
     with _without_downloads():
-        return textarena.make(name, **settings)
+        return import_module("textarena").make(name, **settings)
 
 
 class _Game:
@@ -146,10 +143,8 @@ class _Game:
     @property
     def n_players(self) -> int:
         """Players of the game. Some games that need several do not check how many there are."""
-        import textarena
-
-        state = self._game.state
-        return state.num_players if isinstance(state, textarena.SinglePlayerState) else max(2, state.num_players)
+        state, package = self._game.state, import_module("textarena")  # by name: this module has the same one
+        return state.num_players if isinstance(state, package.SinglePlayerState) else max(2, state.num_players)
 
     def observe(self) -> tuple[int, Any]:
         return self._call(self._game.get_observation)

@@ -13,6 +13,9 @@ from areno.data.sources import load_rows
 from areno.environments.harbor import Task, read_tasks
 from areno.environments.packages import check_packages, package_of
 from areno.errors import ConfigError, DataError
+from areno.sandbox.box import network_problem
+from tests.helpers.agent_model import model_folder
+from tests.helpers.policy_runs import play
 
 needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="task.toml is read by Python 3.11")
 
@@ -141,3 +144,30 @@ def test_what_is_ignored_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         environment.rows("train", {})
     told = "agent.user (1 tasks), environment.cpus (2 tasks), the image python:3.13 (1 tasks)"
     assert caplog.messages == [f"harbor:{tmp_path}: what a box does not have is ignored: {told}"]
+
+
+@pytest.mark.slow
+@needs_toml
+@pytest.mark.skipif(bool(network_problem()), reason=network_problem() or "a box can be made")
+def test_training(tmp_path: Path) -> None:
+    for number in range(8):
+        settings = f"[agent]\ntimeout_sec = 60\n[verifier.env]\nREWARD = '{number / 8}'\n"
+        made = task(tmp_path / "tasks", f"t{number}", settings, "FROM scratch\nWORKDIR /app\nCOPY b.txt .\n")
+        script = 'echo "{\\"reward\\": $REWARD, \\"files\\": $(ls | wc -l)}" > /logs/verifier/reward.json\n'
+        (made / "tests/test.sh").write_text(script)
+    played = play(
+        "gspo",
+        tmp_path / "run",
+        f"train_dataset.path=harbor:{tmp_path}/tasks",
+        "agent.command='python examples/agentic/tasks/loop.py {prompt}'",
+        "agent.environment={OPENAI_BASE_URL: '{url}/v1', OPENAI_API_KEY: '{key}'}",
+        "agent.workers=1",
+        f"actor.path={model_folder()}",
+        "engine.dummy_load=true",
+        "gconfig.max_tokens=2000",
+        "saver.freq_steps=null",
+        task="environment",
+    )
+    assert played.series("rollout/agent_errors") == [0.0, 0.0]
+    assert all(sample["reward"] in {number / 8 for number in range(8)} for sample in played.samples(2))
+    assert min(played.series("rollout/reward/files")) >= 1.0
