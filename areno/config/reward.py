@@ -80,7 +80,6 @@ class RewardConfig(Section):
         "and has no reward",
         gt=0,
         le=86400,
-        only_with=_FUNCTION,
         on_resume=FROM_HERE,
     )
     workers: int | None = setting(
@@ -89,7 +88,6 @@ class RewardConfig(Section):
         "and one for each device, but at least 2 and at most 64",
         gt=0,
         le=512,
-        only_with=_FUNCTION,
         on_resume=SPEED,
     )
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from areno.config.agent import COMMAND, COMPLETION, AgentConfig
 from areno.config.datasets import MISSING_ROWS
+from areno.config.reward import RewardConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.config.sources import PromptDatasetConfig, SourceConfig, source_key
 from areno.errors import Key, Problem
-from areno.schema.fields import MissingSetting, check, require, source_check
+from areno.schema.fields import MissingSetting, Needs, check, require, source_check
 
 
 class WithAgents:
@@ -21,6 +22,7 @@ class WithAgents:
         train_dataset: PromptDatasetConfig
         agent: AgentConfig
         gconfig: GenerationConfig
+        reward: RewardConfig
         rollout: RolloutConfig
 
         def group_norm_keys(self) -> list[str]: ...  # noqa: D102
@@ -79,6 +81,19 @@ class WithAgents:
     )
     def whole_batches_have_one_source(self) -> bool:
         return not self.agent.whole_batch or not self.train_dataset.sources
+
+    @source_check
+    def check_reward_processes(self) -> Iterator[Problem]:
+        """Report settings of reward processes of a run that calls no reward function."""
+        yield from self.idle_reward_problems()
+
+    def idle_reward_problems(self) -> list[Problem]:
+        """Return the problems of settings of reward processes if neither the run nor a source names a function."""
+        if self.reward.fn is not None or any(each.reward for each in (self.train_dataset.sources or {}).values()):
+            return []
+        names = [name for name in ("timeout_s", "workers") if not self.reward.is_default(name)]
+        need = Needs("reward.fn", so="no function is called")
+        return [need.problem(f"reward.{name}", vars(self.reward)[name], None) for name in names]
 
     @require("agent.mode", "is online, but sources (train_dataset.sources) name agents of their own; leave these out")
     def external_agents_have_no_others(self) -> bool:

@@ -407,8 +407,9 @@ def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: 
     by_source = any(source.reward for source in (config.train_dataset.sources or {}).values())
     given = reward_fn is not None or config.reward.fn is not None or by_source
     if not given and (config.reward.has_model or config.agent.fn is not None or not config.needs_rewards):
-        if idle := unused_setting_problems(config.reward, in_build=True):
-            raise ConfigError([problem.under("reward") for problem in idle])
+        unused = [problem.under("reward") for problem in unused_setting_problems(config.reward, in_build=True)]
+        if idle := [*unused, *config.idle_reward_problems()]:
+            raise ConfigError(idle)
         return None
     sources = {name: source.reward for name, source in (config.train_dataset.sources or {}).items()}
     return stack.enter_context(RewardPool(config.reward, reward_fn, n_devices=_n_devices(config), sources=sources))

@@ -197,3 +197,11 @@ def test_sources_with_agents_train_beside_one_without(limit: int, tmp_path: Path
 def test_wrong_sources_are_named(settings: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         GRPO.trainer(load(GRPO.config, "quickstart", [*SMALL, *settings], sources=True), tmp_path)
+
+
+def test_settings_of_reward_processes_need_a_function_of_the_run_or_of_a_source() -> None:
+    shared = ["reward.fn=null", "reward.path=model", "reward.workers=2"]
+    own = [*shared, "train_dataset.sources={a: {reward: length}, b: {}}"]
+    assert load(GRPO.config, "quickstart", [*SMALL, *own], sources=True).reward.workers == 2
+    with pytest.raises(ConfigError, match=r"reward\.workers: is 2, but reward\.fn is null, so no function is called"):
+        load(GRPO.config, "quickstart", [*SMALL, *shared], sources=True)
