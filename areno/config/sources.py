@@ -70,6 +70,11 @@ class SourceConfig(DatasetConfig):
     )
 
     @property
+    def last_weight(self) -> float:
+        """The weight at the end of its schedule."""
+        return self.weight if self.final_weight is None else self.final_weight
+
+    @property
     def reward_names(self) -> list[str]:
         """The reward functions of this source, as a list. Empty if `reward` is null."""
         return [self.reward] if isinstance(self.reward, str) else self.reward or []
@@ -159,3 +164,5 @@ class PromptDatasetConfig(DatasetConfig):
             yield from (Problem("sources", text) for text in section_name_problems(self.sources))
             if self.sources and not any(each.weight for each in self.sources.values()):
                 yield Problem("sources", "all have weight 0; give one of them more")
+            elif self.sources and not any(each.last_weight for each in self.sources.values()):
+                yield Problem("sources", "all have weight 0 at the end of their schedule; give one of them more")

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from areno.config.agent import COMMAND, COMPLETION, AgentConfig
+from areno.config.agent import COMMAND, COMPLETION, ONLINE, AgentConfig
 from areno.config.datasets import MISSING_ROWS
+from areno.config.models import PolicyConfig
 from areno.config.reward import RewardConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.config.sources import PromptDatasetConfig, SourceConfig, source_key
@@ -22,8 +23,9 @@ class WithAgents:
         train_dataset: PromptDatasetConfig
         agent: AgentConfig
         gconfig: GenerationConfig
-        reward: RewardConfig
         rollout: RolloutConfig
+        reward: RewardConfig
+        actor: PolicyConfig
 
         def group_norm_keys(self) -> list[str]: ...  # noqa: D102
 
@@ -61,19 +63,29 @@ class WithAgents:
         """Report sources with more samples or longer completions than gconfig allows, or groups of one sample."""
         for name, source in (self.train_dataset.sources or {}).items():
             for key in ("n_samples", "max_new_tokens"):
-                most = vars(self.gconfig)[key]
-                if (vars(source)[key] or 0) > most:
+                value, most = getattr(source, key), getattr(self.gconfig, key)
+                if (value or 0) > most:
                     text = "is {}, more than {}={}; raise that, or lower this"
-                    args = vars(source)[key], Key(f"gconfig.{key}"), most
-                    yield Problem(f"{source_key(name)}.{key}", text, *args)
-            if self.agent_of(name).fn in (None, COMPLETION):
+                    yield Problem(f"{source_key(name)}.{key}", text, value, Key(f"gconfig.{key}"), most)
+            if (source.agent or self.agent.fn) in (None, COMPLETION):
                 for key in ("timeout_s", "max_requests"):
-                    if vars(source)[key] is not None:
+                    if getattr(source, key) is not None:
                         text = "is {}, but this source has no agent; leave it out"
-                        yield Problem(f"{source_key(name)}.{key}", text, vars(source)[key])
+                        yield Problem(f"{source_key(name)}.{key}", text, getattr(source, key))
             if source.n_samples == 1 and (self.group_norm_keys() or self.rollout.dynamic_sampling):
                 text = "is 1; a group advantage needs at least 2 samples per prompt"
                 yield Problem(f"{source_key(name)}.n_samples", text)
+            if source.agent in (COMMAND, ONLINE) and source.agent != self.agent.fn:
+                key = Key("agent.command" if source.agent == COMMAND else "agent.mode")
+                yield Problem(f"{source_key(name)}.agent", "is {}, but {} is not set; set that", source.agent, key)
+            if source.n_samples == 1 and self.reward.judge.compare:
+                text = "is 1, but {} compares the samples of a prompt; sample several"
+                yield Problem(f"{source_key(name)}.n_samples", text, Key("reward.judge.compare"))
+            overlong = self.actor.overlong_tokens or 0
+            if source.max_new_tokens is not None and source.max_new_tokens < overlong <= self.gconfig.max_new_tokens:
+                text = "is {}, less than {}={}; raise this, or lower that"
+                args = source.max_new_tokens, Key("actor.overlong_tokens"), overlong
+                yield Problem(f"{source_key(name)}.max_new_tokens", text, *args)
 
     @require(
         "agent.whole_batch",

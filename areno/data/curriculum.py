@@ -42,11 +42,11 @@ class Curriculum:
         done = min(1.0, n_batches / config.schedule_steps)
         found = {}
         for name, source in self._sources.items():
-            final = source.weight if source.final_weight is None else source.final_weight
-            found[name] = source.weight + (final - source.weight) * done
+            found[name] = source.weight + (source.last_weight - source.weight) * done
         if config.type == "bandit":
             most = max(value for name, value in self.values.items() if found[name])
-            found = {name: w * math.exp((self.values[name] - most) / config.temperature) for name, w in found.items()}
+            factors = {name: math.exp(min(0.0, v - most) / config.temperature) for name, v in self.values.items()}
+            found = {name: weight * factors[name] for name, weight in found.items()}
         total = sum(found.values())
         return {name: weight / total for name, weight in found.items()}
 

@@ -222,14 +222,16 @@ def _build_section(
         elif setting.section and isinstance(value, Mapping):
             known[name] = _build_section(setting.section, value, f"{key}.", problems, explain, sources)
         elif setting.sections and isinstance(value, Mapping):
-            known[name] = dict.fromkeys(value)
+            named = {}
             for inner, given in value.items():
                 if isinstance(given, Mapping):
-                    known[name][inner] = _build_section(
+                    named[inner] = _build_section(
                         setting.sections, given, f"{key}.{inner}.", problems, explain, sources
                     )
                 else:
                     problems.append(Problem(f"{key}.{inner}", _section_expected_text(given, setting.sections)))
+            if len(named) == len(value):
+                known[name] = named
         else:
             try:
                 known[name] = setting.convert(value)

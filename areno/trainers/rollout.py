@@ -300,14 +300,15 @@ def sample_and_score(
             if setup.agents is not None:
                 with progress:
                     sample_with_agents(setup, scorer, seed, report, at_once, max_running)
-            elif gconfig is setup.config.gconfig and any(item.source for item in items):
+            elif len({item.source for item in items}) > 1:
                 _sample_sources(setup, items, seed, report, progress)
             else:
-                params, prompts = sampling_params(gconfig), [item.tokens for item in items]
+                own = setup.config.gconfig_of(items[0].source, gconfig)
+                params, prompts = sampling_params(own), [item.tokens for item in items]
                 session = trainer.rollout_session(sampling_params=params, max_running_prompts=max_running, proxy=False)
                 with session, progress:
                     trainer.rollout_token_batch(
-                        prompts, gconfig.n_samples, params, seed=seed, on_progress=report, at_once=at_once
+                        prompts, own.n_samples, params, seed=seed, on_progress=report, at_once=at_once
                     )
             log_stage(f"{title}_end")
         if scores is not None and setup.agents is None and scorer.is_waiting:

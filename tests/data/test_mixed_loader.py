@@ -155,6 +155,14 @@ def test_the_bandit_prefers_sources_with_large_advantages() -> None:
     assert again.values == {"a": curriculum.values["a"], "d": 0.0}
 
 
+def test_the_bandit_leaves_out_a_source_without_weight_whatever_its_advantages() -> None:
+    config = CurriculumConfig(type="bandit", learning_rate=1, temperature=1e-3, schedule_steps=2)
+    curriculum = Curriculum(config, {"a": SourceConfig(final_weight=0), "b": SourceConfig(), "c": SourceConfig()})
+    curriculum.learn([GroupResult("a", 0, [], [1.0])], {})
+    assert curriculum.weights(1) == {"a": 1, "b": 0, "c": 0}
+    assert curriculum.weights(2) == {"a": 0, "b": 0.5, "c": 0.5}
+
+
 def test_solved_and_hopeless_prompts_rest() -> None:
     config = CurriculumConfig(rest_epochs=2, solved=0.9, hopeless=0.1)
     loader = mixed({"a": 6, "b": 4}, {"a": 1, "b": 0}, 6, config)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areno.api.trainer import Trainer
 from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load
 from areno.recipes.grpo import ALGORITHM as GRPO
@@ -18,7 +19,7 @@ from areno.run.run import Run
 from areno.tracking.run_folder import rewrite_description
 from areno.types import RewardRecord
 from tests.helpers.agent_runs import AGENTS, run
-from tests.helpers.policy_runs import SMALL, Played, play, trained
+from tests.helpers.policy_runs import SMALL, Played, play, trained, watched
 
 THREE = "train_dataset.sources={a: {weight: 50}, b: {weight: 30, max_new_tokens: 3}, c: {weight: 20, n_samples: 2}}"
 TEN = [THREE, "total_train_steps=10", "total_train_epochs=1000"]
@@ -185,6 +186,22 @@ def test_sources_with_agents_train_beside_one_without(limit: int, tmp_path: Path
         (["train_dataset.sources={a: {n_samples: 9}}"], r"sources\.a\.n_samples: is 9, more than gconfig.n_samples=4"),
         (["train_dataset.sources={a: {n_samples: 1}}"], r"sources\.a\.n_samples: is 1; a group advantage needs"),
         (["train_dataset.sources={a: {max_new_tokens: 9}}"], r"a\.max_new_tokens: is 9, more than .*max_new_tokens=8"),
+        (["train_dataset.sources={a: {final_weight: 0}}"], "sources: all have weight 0 at the end of their schedule"),
+        (["train_dataset.sources={a: null, b: {}}"], r"sources\.a: is null; a section is expected, with keys path,"),
+        (["train_dataset.sources={a: {n_samples: x}, b: {}}"], r"sources\.a\.n_samples: is 'x'; an integer is exp"),
+        (["train_dataset.sources={a: {n_samples: 2}}", "gconfig.n_samples=x"], r"gconfig\.n_samples: is 'x'; an int"),
+        (["train_dataset.sources={a: {agent: x.py, timeout_s: 2}}", "agent.timeout_s=x"], r"agent\.timeout_s: is 'x'"),
+        (["train_dataset.sources={a: {agent: command}}"], r"sources\.a\.agent: is command, but agent\.command is not"),
+        (["train_dataset.sources={a: {agent: online}}"], r"sources\.a\.agent: is online, but agent\.mode is not set"),
+        (
+            [
+                "train_dataset.sources={a: {max_new_tokens: 3}}",
+                "actor.overlong_reward_penalty=true",
+                "actor.overlong_penalty_factor=1",
+                "actor.overlong_tokens=4",
+            ],
+            r"sources\.a\.max_new_tokens: is 3, less than actor\.overlong_tokens=4; raise this, or lower that",
+        ),
         (["train_dataset.sources={a b: {}}"], "sources: has the name 'a b'"),
         (["train_dataset.sources={}"], "sources: is empty"),
         (["train_dataset.sources={a: {timeout_s: 5}}"], r"sources\.a\.timeout_s: is 5.0, but .* no agent"),
@@ -205,3 +222,38 @@ def test_settings_of_reward_processes_need_a_function_of_the_run_or_of_a_source(
     assert load(GRPO.config, "quickstart", [*SMALL, *own], sources=True).reward.workers == 2
     with pytest.raises(ConfigError, match=r"reward\.workers: is 2, but reward\.fn is null, so no function is called"):
         load(GRPO.config, "quickstart", [*SMALL, *shared], sources=True)
+
+
+def test_a_source_has_samples_for_its_pairs(tmp_path: Path) -> None:
+    sources = "train_dataset.sources={a: {n_samples: 3}, b: {n_samples: 4}}"
+    with pytest.raises(
+        ConfigError, match=r"sources\.a\.n_samples: is 3, but pairs_per_prompt=2 needs 4 samples"
+    ) as found:
+        play("online_dpo", tmp_path, sources, "pairs_per_prompt=2")
+    assert len(found.value.problems) == 1
+
+
+def test_a_source_has_samples_for_a_judge_that_compares(tmp_path: Path) -> None:
+    settings = [
+        "train_dataset.sources={a: {n_samples: 1}}",
+        "reward.judge={base_url: http://127.0.0.1:1/v1, model: x, compare: true}",
+    ]
+    with pytest.raises(ConfigError, match=r"sources\.a\.n_samples: is 1, but reward\.judge\.compare compares"):
+        play("ppo", tmp_path, *settings)
+
+
+def test_an_evaluation_set_of_a_source_keeps_its_batch_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample, at_once = Trainer.rollout_token_batch, []
+
+    def spy(self: Trainer, prompts: Any, n_samples: int, params: Any, **how: Any) -> Any:
+        at_once.append((len(prompts), n_samples, params.max_new_tokens, how["at_once"]))
+        return sample(self, prompts, n_samples, params, **how)
+
+    monkeypatch.setattr(Trainer, "rollout_token_batch", spy)
+    small = [setting for setting in SMALL if setting != "valid_dataset=null"]
+    sources = "train_dataset.sources={a: {}, b: {n_samples: 2, max_new_tokens: 3}}"
+    sets = "valid_dataset={sets: {b: {}}, max_rows: 4, batch_size: 2}"
+    config = load(GRPO.config, "quickstart", [*small, sources, sets, "eval_gconfig=null", "recover.mode=off"])
+    watched(tmp_path, lambda: GRPO.trainer(config, tmp_path, reward_fn=reward_of))
+    assert at_once
+    assert at_once == [(4, 2, 3, 2)] * len(at_once)
