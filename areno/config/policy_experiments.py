@@ -443,15 +443,6 @@ class PairedPolicyExperimentConfig(PolicyExperimentConfig):
     def samples_suffice_for_pairs(self) -> bool:
         return self.trained_samples_per_prompt <= self.gconfig.n_samples
 
-    @check
-    def check_pairs_of_sources(self) -> Iterator[Problem]:
-        """Report sources with fewer samples of a prompt than its pairs need."""
-        for name, source in (self.train_dataset.sources or {}).items():
-            if source.n_samples is not None and source.n_samples < self.trained_samples_per_prompt:
-                text = "is {}, but {}={} needs {} samples of a prompt; raise this, or lower that"
-                args = source.n_samples, Key("pairs_per_prompt"), self.pairs_per_prompt, self.trained_samples_per_prompt
-                yield Problem(f"{source_key(name)}.n_samples", text, *args)
-
     @require(
         "agent.export_style",
         "is {self.agent.export_style!r}, but pairs are made of samples that are one row; leave it out, or set concat",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -27,7 +28,10 @@ class WithAgents:
         reward: RewardConfig
         actor: PolicyConfig
 
+        trained_samples_per_prompt: int
+
         def group_norm_keys(self) -> list[str]: ...  # noqa: D102
+        def rows_per_item(self) -> int: ...  # noqa: D102
 
     def agent_of(self, source: str) -> AgentConfig:
         """Return the settings of the agent of a source of training prompts. "" is the only source."""
@@ -63,21 +67,26 @@ class WithAgents:
         """Report sources with more samples or longer completions than gconfig allows, or groups of one sample."""
         for name, source in (self.train_dataset.sources or {}).items():
             for key in ("n_samples", "max_new_tokens"):
-                value, most = getattr(source, key), getattr(self.gconfig, key)
+                # A value that is wrong itself is absent.
+                value, most = vars(source).get(key), vars(self.gconfig).get(key, sys.maxsize)
                 if (value or 0) > most:
                     text = "is {}, more than {}={}; raise that, or lower this"
                     yield Problem(f"{source_key(name)}.{key}", text, value, Key(f"gconfig.{key}"), most)
             if (source.agent or self.agent.fn) in (None, COMPLETION):
                 for key in ("timeout_s", "max_requests"):
-                    if getattr(source, key) is not None:
+                    if vars(source).get(key) is not None:
                         text = "is {}, but this source has no agent; leave it out"
-                        yield Problem(f"{source_key(name)}.{key}", text, getattr(source, key))
+                        yield Problem(f"{source_key(name)}.{key}", text, vars(source)[key])
             if source.n_samples == 1 and (self.group_norm_keys() or self.rollout.dynamic_sampling):
                 text = "is 1; a group advantage needs at least 2 samples per prompt"
                 yield Problem(f"{source_key(name)}.n_samples", text)
             if source.agent in (COMMAND, ONLINE) and source.agent != self.agent.fn:
                 key = Key("agent.command" if source.agent == COMMAND else "agent.mode")
                 yield Problem(f"{source_key(name)}.agent", "is {}, but {} is not set; set that", source.agent, key)
+            if self.rows_per_item() > 1 and (source.n_samples or sys.maxsize) < self.trained_samples_per_prompt:
+                text = "is {}, but the pairs of a prompt need {} samples; raise this, or lower {}"
+                args = source.n_samples, self.trained_samples_per_prompt, Key("pairs_per_prompt")
+                yield Problem(f"{source_key(name)}.n_samples", text, *args)
             if source.n_samples == 1 and self.reward.judge.compare:
                 text = "is 1, but {} compares the samples of a prompt; sample several"
                 yield Problem(f"{source_key(name)}.n_samples", text, Key("reward.judge.compare"))

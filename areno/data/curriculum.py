@@ -17,7 +17,7 @@ class GroupResult:
     source: str
     row: int
     rewards: list[float]  # of its samples that have one
-    advantages: list[float]  # the mean over the tokens of each sample
+    advantages: list[float]  # of the same samples, each the mean over its tokens
 
 
 class Curriculum:

@@ -35,7 +35,7 @@ from areno.data.row_schema import (
 )
 from areno.data.solution_steps import render_steps
 from areno.data.teacher_rows import TeacherRowRenderer
-from areno.errors import DataError, Key, Problem
+from areno.errors import ConfigError, DataError, Key, Problem
 from areno.types import Batch, Item, PromptItem
 
 logger = logging.getLogger("areno.data")
@@ -244,6 +244,9 @@ class BatchLoader(Generic[Item]):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Continue from a saved position. The rows and the seed must be the same as when it was saved."""
+        if "sources" in state:
+            text = "is null, but the run to resume began with several sources; name them, or start a new run"
+            raise ConfigError(Problem("train_dataset.sources", text))
         self.epoch = state["epoch"]
         self._next = state["next"]
         self.total_skipped_long = state["total_skipped_long"]

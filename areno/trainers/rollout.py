@@ -130,9 +130,9 @@ def group_results(samples: Sequence[ScoredSample], advantages_B: np.ndarray) -> 
     found = []
     for indices in members.values():
         item = samples[indices[0]].item
-        rewards = [samples[index].outcome.value for index in indices]
-        known = [reward for reward in rewards if reward is not None]
-        found.append(GroupResult(item.source, item.index, known, advantages_B[indices].tolist()))
+        known = [index for index in indices if samples[index].outcome.value is not None]
+        rewards = [samples[index].outcome.value or 0.0 for index in known]
+        found.append(GroupResult(item.source, item.index, rewards, advantages_B[known].tolist()))
     return found
 
 

@@ -109,6 +109,8 @@ def test_a_loader_continues_where_another_one_was(n_before: int) -> None:
         before.items_at([("c", 0)])
     with pytest.raises(ConfigError, match="began with a single source"):
         before.load_state_dict({"epoch": 0, "next": 0})
+    with pytest.raises(ConfigError, match="is null, but the run to resume began with several sources"):
+        before.parts["a"].load_state_dict(before.state_dict())
 
 
 def test_epochs_are_as_long_as_all_rows_together() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from areno.api.trainer import Trainer
+from areno.data.curriculum import Curriculum, GroupResult
 from areno.errors import ArenoError, ConfigError
 from areno.launch.compose import load
 from areno.recipes.grpo import ALGORITHM as GRPO
@@ -227,7 +229,7 @@ def test_settings_of_reward_processes_need_a_function_of_the_run_or_of_a_source(
 def test_a_source_has_samples_for_its_pairs(tmp_path: Path) -> None:
     sources = "train_dataset.sources={a: {n_samples: 3}, b: {n_samples: 4}}"
     with pytest.raises(
-        ConfigError, match=r"sources\.a\.n_samples: is 3, but pairs_per_prompt=2 needs 4 samples"
+        ConfigError, match=r"sources\.a\.n_samples: is 3, but the pairs of a prompt need 4 samples"
     ) as found:
         play("online_dpo", tmp_path, sources, "pairs_per_prompt=2")
     assert len(found.value.problems) == 1
@@ -257,3 +259,28 @@ def test_an_evaluation_set_of_a_source_keeps_its_batch_size(tmp_path: Path, monk
     watched(tmp_path, lambda: GRPO.trainer(config, tmp_path, reward_fn=reward_of))
     assert at_once
     assert at_once == [(4, 2, 3, 2)] * len(at_once)
+
+
+def test_the_bandit_does_not_learn_from_samples_whose_reward_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn, results = Curriculum.learn, list[GroupResult]()
+
+    def spy(self: Curriculum, found: Iterable[GroupResult], *args: Any) -> None:
+        results.extend(found := list(found))
+        learn(self, found, *args)
+
+    monkeypatch.setattr(Curriculum, "learn", spy)
+
+    def fails(record: RewardRecord) -> float:
+        if record.source == "b" or sum(record.tokens) % 3 == 0:
+            raise ValueError
+        return reward_of(record)
+
+    sources = "train_dataset.sources={a: {}, b: {}}"
+    played = play("gspo", tmp_path, sources, "train_dataset.curriculum.type=bandit", reward_fn=fails)
+    failed = Counter(sample["source"] for step in (1, 2) for sample in played.samples(step) if sample["reward"] is None)
+    assert failed["b"] == 16
+    assert 0 < failed["a"] < 16
+    assert sum(len(result.advantages) for result in results if result.source == "a") == 16 - failed["a"]
+    assert not any(result.advantages for result in results if result.source == "b")
