@@ -71,7 +71,7 @@ class OpenEnv(EnvironmentPackage):
         about, splits, n_tasks = self._ask(lambda http: _read_tasks(http, split))
         self.check_split(split, splits)
         own |= options
-        resets: list[Mapping[str, Any]]
+        resets: list[dict[str, Any]]
         if n_tasks is None:
             resets = [{"seed": _FIRST_SEED[split] + n} for n in range(own["size"] or SIZES[split])]
         else:
@@ -80,7 +80,7 @@ class OpenEnv(EnvironmentPackage):
         return [{**shared, "reset": {**own["reset"], **reset}} for reset in resets]
 
     def agent(self) -> RunAgent:
-        """Return an agent that plays an episode in a session of the server, and returns the sum of its rewards."""
+        """Return an agent that plays an episode in a session of the server, and returns the reward of each turn."""
         url = self.name if self._is_address else self._start_server()[0]
         connecting: list[asyncio.Future[tuple[Any, Any]]] = []  # the first sample connects for all
 
@@ -102,8 +102,8 @@ class OpenEnv(EnvironmentPackage):
         """Return the result of `ask(http)`, an async function that sends requests to the server."""
 
         async def run(url: str) -> Any:
-            async with asyncio.timeout(_CHECK_S), _http(url) as http:
-                return await ask(http)
+            async with _http(url) as http:
+                return await asyncio.wait_for(ask(http), _CHECK_S)
 
         with self._serving() as url:
             try:
@@ -111,7 +111,7 @@ class OpenEnv(EnvironmentPackage):
             except DataError as error:
                 raise self.problem("cannot be used: {}", error) from error
             except Exception as error:  # connections fail in many ways
-                why = f"not within {_CHECK_S:g} s" if isinstance(error, TimeoutError) else describe_error(error)
+                why = f"not within {_CHECK_S:g} s" if isinstance(error, asyncio.TimeoutError) else describe_error(error)
                 raise self.problem("does not answer as a server of OpenEnv does: {}", why) from error
 
     @contextmanager
@@ -217,7 +217,7 @@ class _Session:
             raise DataError(f"the server of OpenEnv has closed the session (code {self._connection.close_code})")
         answer = json.loads(message.data)
         found = answer.get("data") or {}
-        code = found.get("code") if answer.get("type") == "error" else None
+        code = found.get("code", "UNKNOWN") if answer.get("type") == "error" else None
         if code == _FULL:
             text = f"the server of OpenEnv has room for {found.get('max_sessions')} sessions at once, and has as many"
             raise DataError(f"{text}; {_ROOM}")
@@ -285,7 +285,9 @@ class _Actions:
         if not {"tool_name", "arguments"} <= schema.get("properties", {}).keys():
             return cls(schema, None)
         found = await session.request("mcp", {"jsonrpc": "2.0", "method": "tools/list", "id": 1})
-        return cls(schema, (found.get("result") or {}).get("tools") or [])
+        if found.get("error"):
+            raise DataError(f"the environment cannot list its tools: {found['error'].get('message')}")
+        return cls(schema, found["result"]["tools"])
 
     def read(self, message: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], Any]]:
         """Yield (the beginning of the reply, an action, or None if the call is none) for each action of a message."""
@@ -335,11 +337,18 @@ def _text_of(result: Mapping[str, Any]) -> str:
     return json.dumps(fields, ensure_ascii=False) if fields else ""
 
 
+def _first_messages(item: Any, seen: str) -> list[Any]:
+    """Return the messages of a row, with the first observation in the last message of the user."""
+    *before, last = item.messages or [{"role": "user", "content": item.prompt}]
+    if seen and last["role"] == "user" and isinstance(last["content"], str):
+        return [*before, {**last, "content": f"{last['content']}\n\n{seen}"}]
+    return [*before, last, *([{"role": "user", "content": seen}] if seen else [])]
+
+
 async def _play(policy: _Policy, session: _Session, item: Any, actions: _Actions) -> list[float] | None:
     """Return the reward of each turn, or None if the environment gives no reward."""
     result = await session.request("reset", item.record.get("reset") or {})
-    first = {"role": "user", "content": "\n\n".join(filter(None, [item.prompt, _text_of(result)]))}
-    messages: list[Any] = [first] if item.messages is None else [*item.messages]
+    messages = _first_messages(item, _text_of(result))
     rewards: list[float] = []
     is_over, has_reward = bool(result.get("done")), False
     while not is_over and len(rewards) < item.record.get("max_turns", _MAX_TURNS):

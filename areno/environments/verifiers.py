@@ -133,8 +133,7 @@ class Verifiers(EnvironmentPackage):
             runtime = make_runtime(spec.runtime)
             await runtime.start()
             try:
-                async with asyncio.timeout(_PREPARE_S):
-                    await environment._harnesses[role].setup(runtime)
+                await asyncio.wait_for(environment._harnesses[role].setup(runtime), _PREPARE_S)
             except Exception as error:
                 text = "cannot prepare the program of {}: {}; with a network, this has to succeed once"
                 raise self.problem(text, role, " ".join(describe_error(error).split())[:500]) from error

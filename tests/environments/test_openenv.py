@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem
+from areno.environments import openenv
 from areno.environments.openenv import OpenEnv
 from areno.environments.packages import check_packages
 from areno.errors import ConfigError, DataError
@@ -44,6 +45,10 @@ Step = Callable[[dict[str, Any], dict[str, Any]], Any]
 
 def observation(reward: float | None = None, done: bool = False, **fields: Any) -> dict[str, Any]:
     return {"type": "observation", "data": {"observation": {"metadata": {}, **fields}, "reward": reward, "done": done}}
+
+
+def idle(given: Any, action: Any) -> Any:
+    return observation(hint="go on")
 
 
 def failure(code: str, **more: Any) -> dict[str, Any]:
@@ -192,8 +197,18 @@ def test_the_model_is_told_of_an_action_that_is_refused() -> None:
     assert returned == [0.0, 1.0]
 
 
+def test_the_first_observation_follows_the_messages_of_a_row() -> None:
+    begin = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Play."}]
+    shown = {"role": "user", "content": "Play.\n\nBegin."}
+    row = AgentItem("Play.", {}, [1], messages=begin)
+    assert openenv._first_messages(row, "Begin.") == [begin[0], shown]
+    assert openenv._first_messages(row, "") == begin
+    row.messages = begin[:1]
+    assert openenv._first_messages(row, "Begin.") == [begin[0], {"role": "user", "content": "Begin."}]
+
+
 def test_an_episode_ends_after_its_turns() -> None:
-    with fake(lambda given, action: observation(hint="go on")) as server:
+    with fake(idle) as server:
         returned, turns = episode(server, *"abcd", max_turns=3)
     assert returned == [0.0] * 3
     assert len(turns) == 3
@@ -223,14 +238,14 @@ def test_failures_of_a_server(answer: Any, message: str) -> None:
 
 
 def test_rows_are_tasks_or_seeds() -> None:
-    with fake(observation, n_tasks=3) as server:
+    with fake(idle, n_tasks=3) as server:
         rows = environment(server).rows("dev", {"reset": {"level": 2}, "max_turns": 4})
         assert rows[2] == {"prompt": "A game", "max_turns": 4, "reset": {"level": 2, "split": "dev", "index": 2}}
         assert len(rows) == 3
         assert len(environment(server).rows("dev", {"size": 2})) == 2
         with pytest.raises(ConfigError, match=r"train_dataset\.split: is 'test'; openenv:http.* has train and dev"):
             environment(server).rows("test", {})
-    with fake(observation) as server:
+    with fake(idle) as server:
         train, test = (environment(server).rows(split, {"prompt": "Go."}) for split in ("train", "test"))
     assert (len(train), len(test)) == (1000, 100)
     assert train[1] == {"prompt": "Go.", "max_turns": 16, "reset": {"seed": 1}}
@@ -246,7 +261,7 @@ def test_rows_are_tasks_or_seeds() -> None:
     ],
 )
 def test_wrong_options_are_told_together(options: dict[str, Any], messages: list[str]) -> None:
-    with fake(observation) as server, pytest.raises(ConfigError) as raised:
+    with fake(idle) as server, pytest.raises(ConfigError) as raised:
         environment(server).rows("train", options)
     for problem, message in zip(raised.value.problems, messages, strict=True):
         assert str(problem).startswith(f"train_dataset.dataset_kwargs.{message}")
@@ -254,9 +269,9 @@ def test_wrong_options_are_told_together(options: dict[str, Any], messages: list
 
 def test_room_for_one_session_is_too_little() -> None:
     message = r"room for 1 sessions.*set max_concurrent_envs .* SUPPORTS_CONCURRENT"
-    with fake(observation, most=1) as server, pytest.raises(ConfigError, match=message):
+    with fake(idle, most=1) as server, pytest.raises(ConfigError, match=message):
         check_packages([("train_dataset.path", f"openenv:{server.url}")])
-    with fake(observation, most=2) as server:
+    with fake(idle, most=2) as server:
         check_packages([("train_dataset.path", f"openenv:{server.url}")])
         check_packages([("train_dataset.path", f"openenv:{server.url}")])  # the places are free again
     assert server.most_open == 2
