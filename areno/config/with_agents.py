@@ -13,6 +13,7 @@ from areno.config.models import PolicyConfig
 from areno.config.reward import RewardConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.config.sources import PromptDatasetConfig, SourceConfig, source_key
+from areno.environments.packages import package_of
 from areno.errors import Key, Problem
 from areno.schema.fields import MissingSetting, Needs, check, require, source_check
 
@@ -61,6 +62,18 @@ class WithAgents:
 
     def _source(self, name: str) -> SourceConfig | None:
         return (self.train_dataset.sources or {}).get(name)
+
+    @source_check
+    def check_tasks_have_agents(self) -> Iterator[Problem]:
+        """Report rows that are for an agent or a program, without one."""
+        sources = self.train_dataset.sources
+        paths = {"": self.train_dataset.path} if sources is None else {name: of.path for name, of in sources.items()}
+        for name, path in paths.items():
+            environment = package_of(path)
+            if environment is not None and environment.needs_agent and self.agent_of(name).fn in (None, COMPLETION):
+                key = f"{source_key(name)}.agent" if name else "agent.command"
+                text = f"missing; {path} has tasks for a program: set it, such as by agent=claude_code, or set agent.fn"
+                yield MissingSetting(key, text)
 
     @check
     def check_sources(self) -> Iterator[Problem]:

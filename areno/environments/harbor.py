@@ -59,6 +59,7 @@ class HarborTasks(EnvironmentPackage):
     """`harbor:FOLDER`. The agent is the program of agent.command, and the tests of a task give the reward."""
 
     scheme = "harbor"
+    needs_agent = True
 
     def check(self) -> None:
         """Check that the folder has tasks, and that programs can work on them here."""

@@ -56,6 +56,7 @@ class EnvironmentPackage:
         extra: The extra of areno that installs the package.
         excludes: Schemes whose packages cannot be installed beside this one, with the reason.
         has_agent: Whether `agent` returns an agent. It is the default of agent.fn for rows of this package.
+        needs_agent: Whether its rows are for an agent or a program that the user names.
         takes_groups: Whether the agent can take all samples of a prompt in one call (agent.whole_group).
         gives_reward: Whether `reward` returns a reward. It is the default of reward.fn for rows of this package.
         name: The text after the colon.
@@ -68,6 +69,7 @@ class EnvironmentPackage:
     extra: ClassVar[str] = ""
     excludes: Mapping[str, str] = MappingProxyType({})
     has_agent: ClassVar[bool] = False
+    needs_agent: ClassVar[bool] = False
     takes_groups: ClassVar[bool] = False
     gives_reward: ClassVar[bool] = False
 

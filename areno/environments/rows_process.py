@@ -85,7 +85,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def serve() -> None:
     """Answer requests (function, arguments) from stdin with (result, "") or (None, error)."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # generators print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # generators print
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             function, args = pickle.load(requests)

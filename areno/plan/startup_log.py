@@ -12,6 +12,7 @@ from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.data.mixed_loader import MixedLoader
 from areno.engine.engine import Engine
+from areno.environments.package import LazyRows
 from areno.plan.plan import TrainerPlan
 from areno.specs.role import LoraSpec, RoleSpec
 from areno.tracking.run_log import IN_FULL
@@ -108,7 +109,7 @@ def describe_missing_answers(loader: BatchLoader[Any] | MixedLoader) -> str:
     """Return "" if any of the first 1000 training rows has solutions, else a text such as "no row of a.jsonl"."""
     without = []
     for part in loader.parts.values():
-        count = min(part.n_rows, _LOOKED_AT)
+        count = 1 if isinstance(part.rows, LazyRows) else min(part.n_rows, _LOOKED_AT)
         if any(part.rows[index].get("solutions") is not None for index in range(count)):
             return ""
         without.append(

@@ -110,3 +110,9 @@ def test_what_a_package_does_not_have() -> None:
     for part in (lambda: environment.rows("train", {}), environment.agent, environment.reward):
         with pytest.raises(ConfigError, match=r"^agent\.fn: toy:a has no (rows|agent|reward)"):
             part()
+
+
+def test_tasks_need_a_program() -> None:
+    with pytest.raises(ConfigError, match=r"agent\.command: missing; harbor:tasks has tasks for a program: set it"):
+        made("train_dataset.path=harbor:tasks", "reward.fn=math")
+    assert made("train_dataset.path=harbor:tasks", "agent.command=echo").reward.fn is None
