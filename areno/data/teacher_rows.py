@@ -38,7 +38,7 @@ class TeacherRowRenderer:
             text = "{}; the rows that the student does not answer need one, or set {}=1"
             raise DataError(text, problem, Key("on_policy_share"))
 
-    def check_all(self, rows: Rows) -> None:
+    def check_all(self, rows: Rows, key: str) -> None:
         """Check all rows, or an even sample of more than a million. The other rows are checked when they are used."""
         if self.prompt_key is None and not self.needs_answer:
             # A dataset of Hugging Face reads a column faster than its rows. Other rows, and columns of lists, raise.
@@ -50,7 +50,7 @@ class TeacherRowRenderer:
                 self.check(rows[index])
             except DataError as error:
                 [problem] = error.problems
-                raise DataError("row {}: " + problem.template, index, *problem.args) from error
+                raise DataError("{} row {}: " + problem.template, Key(key), index, *problem.args) from error
 
     def render(
         self, tokenizer: Any, row: Mapping[str, Any], index: int, thinking: bool | None

@@ -274,7 +274,7 @@ class Setup(Generic[Config]):
         rows, section = open_rows(section, given, self._loop.kind, key)
         teacher = teacher_row_renderer(config, plan.spec.context_len) if trains else None
         if teacher is not None:
-            teacher.check_all(rows)
+            teacher.check_all(rows, key)
         separator = plan.spec.actor.step_separator or ""
         if separator:
             check_separator(plan.tokenizer, separator, rows, key)

@@ -13,7 +13,7 @@ import pytest
 
 from areno.api.trainer import Trainer
 from areno.data.curriculum import Curriculum, GroupResult
-from areno.errors import ArenoError, ConfigError
+from areno.errors import ArenoError, ConfigError, DataError
 from areno.launch.compose import load
 from areno.recipes.grpo import ALGORITHM as GRPO
 from areno.recipes.gspo import GSPOConfig
@@ -21,7 +21,7 @@ from areno.run.run import Run
 from areno.tracking.run_folder import rewrite_description
 from areno.types import RewardRecord
 from tests.helpers.agent_runs import AGENTS, run
-from tests.helpers.policy_runs import SMALL, Played, play, trained, watched
+from tests.helpers.policy_runs import SMALL, Played, other_actor, play, trained, watched
 
 THREE = "train_dataset.sources={a: {weight: 50}, b: {weight: 30, max_new_tokens: 3}, c: {weight: 20, n_samples: 2}}"
 TEN = [THREE, "total_train_steps=10", "total_train_epochs=1000"]
@@ -284,3 +284,10 @@ def test_the_bandit_does_not_learn_from_samples_whose_reward_failed(
     assert 0 < failed["a"] < 16
     assert sum(len(result.advantages) for result in results if result.source == "a") == 16 - failed["a"]
     assert not any(result.advantages for result in results if result.source == "b")
+
+
+def test_a_row_that_names_no_teacher_is_named_with_its_source(tmp_path: Path) -> None:
+    rows = {"a": [{"prompt": "1+1=", "kind": "x"}], "b": [{"prompt": "3+4=", "kind": "x"}, {"prompt": "5+6="}]}
+    teacher = ["teacher.by=kind", f"teacher.models={{x: {other_actor(tmp_path / 'teacher')}}}"]
+    with pytest.raises(DataError, match=r"^train_dataset\.sources\.b row 1: field kind is missing"):
+        play("distill", tmp_path / "run", "train_dataset.sources={a: {}, b: {}}", *teacher, train_dataset=rows)
