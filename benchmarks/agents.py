@@ -33,7 +33,7 @@ def run(settings: Settings, folder: Path) -> dict[str, dict[str, float]]:
     work, tokenizer = settings.work, AutoTokenizer.from_pretrained(settings.tokenizer)
     words = RandomTexts(tokenizer)
     agent = AgentConfig(fn=str(Path(__file__).with_name("one_turn_agent.py")), timeout_s=_TIMEOUT_S)
-    with ours.engine as engine, AgentPool(agent, n_devices=1) as pool:
+    with ours.engine as engine, AgentPool({"": agent}, n_devices=1) as pool:
         pool.wait_ready()
         limits = ours.begin_rollout(work.n_rows, 2 * max(work.row_lens) + 64)  # a text may have more tokens than words
         proxy = SessionProxy(engine, limits, tokenizer, SamplingParams(), timeout_s=_TIMEOUT_S, seed=0, thinking=None)

@@ -23,10 +23,10 @@ from areno.bench.areno_contender import ArenoContender, requests
 from areno.bench.arguments import Settings
 from areno.bench.timing import log_progress
 from areno.bench.work import Workload, rows_of_outputs
-from areno.config.datasets import DatasetConfig
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig, GenerationConfig, RolloutConfig, TuneConfig
 from areno.config.run import EngineConfig
+from areno.config.sources import PromptDatasetConfig
 from areno.errors import EngineError
 from areno.files.paths import find_file
 from areno.plan.tuning_candidates import AT_ONCE, BATCH, BUDGET, DROP, RECOMPUTE
@@ -106,7 +106,7 @@ def _config(settings: Settings, folder: str, random_init: bool) -> GRPOConfig:
         ),
         tokenizer_path=str(find_file("examples/quickstart/model")),
         engine=EngineConfig.of(settings, device="cpu" if on_cpu else "cuda", world_size=1),
-        train_dataset=DatasetConfig(batch_size=len(work.prompt_lens), max_length=max(work.prompt_lens)),
+        train_dataset=PromptDatasetConfig(batch_size=len(work.prompt_lens), max_length=max(work.prompt_lens)),
         gconfig=GenerationConfig(n_samples=work.n_samples, max_new_tokens=max(work.new_lens)),
         rollout=RolloutConfig.of(settings),
         tune=TuneConfig(enabled=True, max_samples=work.n_rows),

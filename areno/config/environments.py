@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from areno.config.agent import COMPLETION
+from areno.config.datasets import DatasetConfig
+from areno.config.sources import PromptDatasetConfig
 from areno.environments.packages import package_of
 from areno.schema.fields import Section
 
@@ -18,6 +20,8 @@ def with_environment(values: Mapping[str, Any], needs_reward: bool) -> dict[str,
     one, and the reward if it gives one and `needs_reward`.
     """
     found = dict(values)
+    if type(section := found.get("train_dataset")) is DatasetConfig:  # of a script
+        found["train_dataset"] = PromptDatasetConfig.of(section)
     if not all(isinstance(found.get(name), Mapping | Section) for name in ("train_dataset", "agent", "reward")):
         return found  # which has an error of its own
     if isinstance(sources := _value(found["train_dataset"], "sources"), Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from areno.api.trainer import Trainer
+from areno.config.datasets import DatasetConfig
 from areno.data.curriculum import Curriculum, GroupResult
 from areno.errors import ArenoError, ConfigError, DataError
 from areno.launch.compose import load
@@ -291,3 +293,9 @@ def test_a_row_that_names_no_teacher_is_named_with_its_source(tmp_path: Path) ->
     teacher = ["teacher.by=kind", f"teacher.models={{x: {other_actor(tmp_path / 'teacher')}}}"]
     with pytest.raises(DataError, match=r"^train_dataset\.sources\.b row 1: field kind is missing"):
         play("distill", tmp_path / "run", "train_dataset.sources={a: {}, b: {}}", *teacher, train_dataset=rows)
+
+
+def test_a_script_may_describe_one_source_as_for_other_algorithms() -> None:
+    config = load(GRPO.config, "quickstart", SMALL)
+    made = dataclasses.replace(config, train_dataset=DatasetConfig(path="a.jsonl", batch_size=3))  # type: ignore[arg-type]
+    assert (made.train_dataset.path, made.train_dataset.batch_size, made.train_dataset.sources) == ("a.jsonl", 3, None)
