@@ -21,6 +21,7 @@ from areno.agents.trajectories import (
     plain_results,
     plain_turn,
     recorded_result,
+    with_chosen_turns,
     with_rewards,
 )
 from areno.agents.turns_to_rows import RowBuilder, read_trajectories
@@ -252,3 +253,12 @@ def test_tools_that_no_file_can_hold_are_told(tools: Any) -> None:
     good = {"choices": [{"message": {"role": "assistant", "content": "a"}}], "areno": TOLD}
     with pytest.raises(BadTrajectory, match="a turn does not hold messages and a response as the client gave it"):
         plain_turn(AgentTrajectoryTurn(AgentItem("a", {}, [5]), [USER], good, tools=tools))
+
+
+def test_chosen_turns_with_a_reward() -> None:
+    item = AgentItem("p", {}, [1])
+    found = with_chosen_turns({"reward": 2, "won": 1.0, "turns": [([USER], "response")]}, item)
+    assert (found.reward, found.parts) == (2, {"won": 1.0})
+    assert [(turn.item, turn.messages, turn.response) for turn in found.turns] == [(item, [USER], "response")]
+    for other in (None, 1.0, {"reward": 1.0}, {"turns": []}, [1.0]):
+        assert with_chosen_turns(other, item) is other
