@@ -58,7 +58,8 @@ class WithAgents:
 
     def n_samples_of(self, source: str, among: GenerationConfig | None = None) -> int:
         """Return the number of samples of a prompt of a source, as in `gconfig_of`."""
-        return self.gconfig_of(source, among).n_samples
+        own = self._source(source) if among is None or among is self.gconfig else None
+        return (own.n_samples if own is not None else None) or (among or self.gconfig).n_samples
 
     def _source(self, name: str) -> SourceConfig | None:
         return (self.train_dataset.sources or {}).get(name)
