@@ -7,15 +7,18 @@ import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from areno import trace
 from areno.agents.pool import loadable_agents
-from areno.agents.process import THREADS, Agent, answers_of, load_agent, wait_within
+from areno.agents.process import THREADS, Agent, answer_of_exception, answers_of, load_agent, wait_within
 from areno.agents.running import AgentOutcome, ContextFor, OnDone, RunnerWithThreads, calls_of
 from areno.agents.trajectories import AgentBatch, AgentContext, AgentItem
 from areno.config.agent import AgentConfig
+from areno.errors import EngineError
 
 _END_S = 5.0
 
@@ -43,11 +46,26 @@ class InlineAgents(RunnerWithThreads):
         if self._loop.is_closed():
             return
         self.restart_busy_workers()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread.is_alive():
+            with suppress(TimeoutError, FutureTimeout):
+                asyncio.run_coroutine_threadsafe(self._end_tasks(), self._loop).result(2 * _END_S)
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_END_S)
         self._threads.shutdown(wait=False, cancel_futures=True)
         if not self._thread.is_alive():
             self._loop.close()
+
+    async def _end_tasks(self) -> None:
+        """Cancel what runs, and wait until it has cleaned up."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_END_S)
+
+    def look_at_limits(self) -> None:
+        if not self._thread.is_alive():
+            raise EngineError("the thread of the agents has ended: one of them has stopped its event loop")
 
     def submit(self, items: Sequence[AgentItem], context: ContextFor, on_done: OnDone) -> None:
         index = 0
@@ -69,12 +87,16 @@ class InlineAgents(RunnerWithThreads):
         begun_at = trace.now()
         ends_at = self.clock.now() + agent.timeout_s
         has_sessions = bool(context.sessions)
-        work = answers_of(lambda: self._returned(agent, context, items), items, agent.path, has_sessions)
+        work = answers_of(agent, lambda: self._returned(agent, context, items), items, has_sessions)
         task = asyncio.ensure_future(work)
         try:
             await wait_within(task, self.clock, ends_at)
             limit = f"not finished within {agent.timeout_s:g} s (agent.timeout_s)"
             answers: Any = task.result() if task.done() else ("timeout", None, limit)
+        except asyncio.CancelledError as error:
+            if not task.cancelled():  # the run stops this call
+                raise
+            answers = answer_of_exception(error, agent.path)
         finally:
             task.cancel()
         span = begun_at, trace.now()

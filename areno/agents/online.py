@@ -16,6 +16,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import aiohttp
@@ -59,6 +60,7 @@ class OnlineAgents(RunnerWithThreads):
         self._admin_key = given or secrets.token_urlsafe(32)
         self._sessions = OnlineSessions(config, self.clock)
         self._thread = ServerThread(self._application, config.host, config.port, grace_s=_GRACE_S)
+        self._is_everywhere = config.host in ("0.0.0.0", "::")
         self._n_submitted = 0
         self._file: Path | None = None
         self._slow = SlowCallTimer()
@@ -70,6 +72,8 @@ class OnlineAgents(RunnerWithThreads):
             self.url = self._thread.start()
         except EngineError as error:
             raise ConfigError(Problem("agent.port", str(error))) from error
+        if self._is_everywhere:
+            self.url = f"http://{gethostname()}:{self.url.rpartition(':')[2]}"
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -79,9 +83,11 @@ class OnlineAgents(RunnerWithThreads):
         """Log the address of the gateway, and write it to a file in the folder of the run."""
         self._file = folder / FILE
         told = {"url": self.url, **({"admin_api_key": self._admin_key} if self._has_own_key else {})}
-        self._file.unlink(missing_ok=True)
-        with open(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        written = self._file.with_suffix(".part")
+        written.unlink(missing_ok=True)
+        with open(os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             json.dump(told, file)
+        os.replace(written, self._file)
         place = self._file if self._has_own_key else f"${ADMIN_KEY}"
         logger.info("agents: programs start sessions at %s; the admin key is in %s", self.url, place)
 
@@ -164,7 +170,9 @@ class OnlineAgents(RunnerWithThreads):
             if loop.time() > ends_at:
                 raise ApiError(429, "no sample waits for a session now; ask again", code="no_capacity")
             await asyncio.sleep(_LOOK_S)
-        told = {"session_id": sample.id, "api_key": sample.key, "base_url": f"{self.url}/v1", **session_data(sample)}
+        # If the gateway listens on all addresses, the client knows one of them.
+        url = f"http://{request.host}" if self._is_everywhere else self.url
+        told = {"session_id": sample.id, "api_key": sample.key, "base_url": f"{url}/v1", **session_data(sample)}
         return web.json_response(told, dumps=partial(json.dumps, default=str))
 
     async def _end_session(self, request: web.Request) -> web.Response:

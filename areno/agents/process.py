@@ -129,18 +129,23 @@ def load_agent(spec: str, key: str, settings: AgentConfig) -> Agent:
             inspect.signature(function).bind(None, None)
     except TypeError as error:
         raise ConfigError(Problem(key, f"{name}(ctx, batch) cannot be called: {error}")) from error
-    return Agent(function, Path(file), settings.timeout_s, is_async(function))
+    return Agent(function, Path(file), settings.timeout_s, is_async(function), settings.whole_group)
 
 
 async def answers_of(
-    call: Callable[[], Awaitable[Any]], items: Sequence[AgentItem], path: Path, has_sessions: bool
+    agent: Agent, call: Callable[[], Awaitable[Any]], items: Sequence[AgentItem], has_sessions: bool
 ) -> Answers:
     """Return an answer (status, turns, message) for each item of a call of the agent, or one for all.
 
-    `path` is the file of the agent, whose lines errors name. `has_sessions`: each item has a session of its own.
+    `has_sessions`: each item has a session of its own.
     """
+    path = agent.path  # whose lines errors name
     try:
         returned = await call()
+        if agent.gets_group and isinstance(returned, list | tuple) and len(returned) == len(items) == 1:
+            returned = returned[0]
+        if isinstance(returned, Exception):
+            return answer_of_exception(returned, path)
         if len(items) == 1:
             returned = with_chosen_turns(returned, items[0])
         recorded = recorded_results(returned, len(items)) if has_sessions or len(items) == 1 else None
@@ -180,6 +185,7 @@ class Agent:
     path: Path  # of the user's file
     timeout_s: float
     is_async: bool
+    gets_group: bool  # all samples of a prompt, perhaps one
 
 
 class _Runner:
@@ -332,7 +338,7 @@ class _Runner:
     async def _call_agent(self, agent: Agent, context: AgentContext, items: list[AgentItem]) -> Answers:
         """Call the agent, and return an answer (status, turns, message) for each item, or one for all."""
         batch, has_sessions = AgentBatch.of_items(items), bool(context.sessions)
-        return await answers_of(lambda: self._returned(agent, context, batch), items, agent.path, has_sessions)
+        return await answers_of(agent, lambda: self._returned(agent, context, batch), items, has_sessions)
 
     async def _returned(self, agent: Agent, context: AgentContext, batch: AgentBatch) -> Any:
         with self._copies.guard_user_code():

@@ -224,6 +224,8 @@ def with_chosen_turns(returned: Any, item: AgentItem) -> Any:
     """Convert a dictionary with the key "turns", see EnvironmentPackage.agent. Other values are unchanged."""
     if not isinstance(returned, Mapping) or not {"reward", "turns"} <= returned.keys():
         return returned
+    if not isinstance(returned["turns"], list | tuple):  # a part of the reward
+        return returned
     parts = dict(returned)
     turns = [AgentTrajectoryTurn(item, *turn) for turn in parts.pop("turns")]
     return AgentTrajectory(turns, parts.pop("reward"), parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -43,18 +42,24 @@ def _call_of(run: Callable[..., Any], key: str, name: str) -> Callable[[AgentCon
     except TypeError as error:
         raise ConfigError(Problem(key, f"{name}.run(data, **more) cannot be called: {error}")) from error
 
-    async def run_agent(ctx: AgentContext, batch: AgentBatch) -> Any:
+    def call(ctx: AgentContext, batch: AgentBatch, client: Any) -> Any:
         [item] = batch
-        import httpx
-
         messages = item.messages or [{"role": "user", "content": item.prompt}]
-        # timeout=None: the server limits the time of each request.
-        async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as client:
-            given = {"base_url": ctx.get_base_url(), "api_key": ctx.api_key, "http_client": client}
-            data, more = {"messages": messages, **item.record}, {kind: given[kind] for kind in taken}
-            if inspect.iscoroutinefunction(run):
-                return await run(data, **more)
-            returned = await asyncio.to_thread(run, data, **more)
-            return await returned if inspect.isawaitable(returned) else returned
+        given = {"base_url": ctx.get_base_url(), "api_key": ctx.api_key, "http_client": client}
+        return run({"messages": messages, **item.record}, **{kind: given[kind] for kind in taken})
 
-    return run_agent
+    async def run_agent(ctx: AgentContext, batch: AgentBatch) -> Any:
+        async with _client() as client:
+            return await call(ctx, batch, client)
+
+    def run_plain_agent(ctx: AgentContext, batch: AgentBatch) -> Any:
+        return call(ctx, batch, _client())
+
+    return run_agent if inspect.iscoroutinefunction(run) else run_plain_agent
+
+
+def _client() -> Any:
+    import httpx
+
+    # timeout=None: the server limits the time of each request.
+    return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))

@@ -279,6 +279,10 @@ class AgentConfig(Section):
     def files_are_in_home(self) -> bool:
         return not any(path.startswith(("/", "~")) or ".." in path.split("/") for path in self.files)
 
+    @require("train_tool_results", "is true, but with export_style=individual each later turn would train them again")
+    def tool_results_are_trained_once(self) -> bool:
+        return not self.train_tool_results or self.export_style != "individual"
+
     @property
     def whole(self) -> str | None:
         """The setting with which a call of the agent function gets several samples, if it is true."""

@@ -86,10 +86,10 @@ class WithAgents:
                 if (value or 0) > most:
                     text = "is {}, more than {}={}; raise that, or lower this"
                     yield Problem(f"{source_key(name)}.{key}", text, value, Key(f"gconfig.{key}"), most)
-            if (source.agent or self.agent.fn) in (None, COMPLETION):
-                for key in ("timeout_s", "max_requests"):
+            if (source.agent or self.agent.fn) in (None, COMPLETION, ONLINE):
+                for key in ("timeout_s", "max_requests")[: 1 if self.agent.fn == ONLINE else 2]:
                     if vars(source).get(key) is not None:
-                        text = "is {}, but this source has no agent; leave it out"
+                        text = "is {}, but this source has no agent that is run here; leave it out"
                         yield Problem(f"{source_key(name)}.{key}", text, vars(source)[key])
             if source.n_samples == 1 and (self.group_norm_keys() or self.rollout.dynamic_sampling):
                 text = "is 1; a group advantage needs at least 2 samples per prompt"

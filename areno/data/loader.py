@@ -154,12 +154,12 @@ class BatchLoader(Generic[Item]):
         while len(items) < n:
             order, start = self._row_order(self.epoch), self._next
             found, long, ties, self._next = self._fill_batch(order, start, n - len(items), awake_from)
-            items, n_long, n_ties = items + found, n_long + long, n_ties + ties
             if not start and not found:
                 if not awake_from:
                     raise self._no_batch_error(0)
                 awake_from, self._next = {}, 0
                 continue
+            items, n_long, n_ties = items + found, n_long + long, n_ties + ties
             if self._next == len(order):
                 self.epoch, self._next = self.epoch + 1, 0
         self._count_skipped(n_long, n_ties)

@@ -67,6 +67,7 @@ class HarborTasks(EnvironmentPackage):
 
     def rows(self, split: str, options: Mapping[str, Any]) -> Sequence[Any]:
         """Return a row for each task. A folder has no splits."""
+        self.check_split(split)
         self.check_options(options, ())
         tasks = read_tasks(self._folder, self.key)
         warn_of_unused(self.spec, tasks)
@@ -118,7 +119,8 @@ class Task:
     def row(self) -> dict[str, Any]:
         prompt = (self.folder / _INSTRUCTION).read_text(encoding="utf-8").strip()
         given = self.settings.get("metadata")
-        metadata = {name: value for name, value in (given or {}).items() if isinstance(value, str | int | float)}
+        given = given if isinstance(given, dict) else {}
+        metadata = {name: value for name, value in given.items() if isinstance(value, str | int | float)}
         return {"prompt": prompt, TASK: str(self.folder), **({"metadata": metadata} if metadata else {})}
 
     @property
@@ -182,7 +184,11 @@ class Task:
             if limit is not None and not (isinstance(limit, int | float) and limit > 0):
                 yield f"has {limit!r} as {key} in {_SETTINGS}; a number above 0 is expected"
         for key in ("environment.env", "verifier.env"):
-            for name, value in (self._setting(key) or {}).items():
+            given = self._setting(key) or {}
+            if not isinstance(given, dict):
+                yield f"has {given!r} as {key} in {_SETTINGS}; a table is expected"
+                continue
+            for name, value in given.items():
                 if not isinstance(value, str) or "${" in value:
                     yield f"takes {name} from the variables of the machine ({key} in {_SETTINGS}); write its value"
         files = self.folder / "environment"
@@ -261,7 +267,8 @@ class _Dockerfile:
             return f"copies files to {target} by its Dockerfile, and a box has {APP}"
         sources = []
         for name in names:
-            found = sorted(self._folder.glob(os.path.normpath(name.lstrip("/")))) if name != "." else [self._folder]
+            name = os.path.normpath(name.lstrip("/") or ".")
+            found = sorted(self._folder.glob(name)) if name != "." else [self._folder]
             if not found or not all(path.resolve().is_relative_to(self._folder.resolve()) for path in found):
                 return f"copies {name} by its Dockerfile, which is not in its folder environment"
             sources += found

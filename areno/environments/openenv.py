@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -150,19 +150,28 @@ def _http(url: str) -> Any:
 
     # No limits: each sample has a connection, and its time is limited as a whole.
     connector, no_limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-    return aiohttp.ClientSession(url, connector=connector, timeout=no_limit)
+    return aiohttp.ClientSession(f"{url.rstrip('/')}/", connector=connector, timeout=no_limit)
 
 
 async def _get(http: Any, path: str, body: Any = None) -> Any:
     """Return the JSON of GET, or of POST with a body. None if the server has none at this path."""
     async with http.request("GET" if body is None else "POST", path, json=body) as response:
-        return await response.json() if response.status == 200 else None
+        if response.status in (404, 405, 501):
+            return None
+        if response.status != 200:
+            raise DataError("the server answered {} with status {}", path, response.status)
+        return await response.json()
 
 
 async def _connect(url: str) -> tuple[Any, Mapping[str, Any]]:
     """Return (HTTP client of a server, schema of its actions)."""
     http = _http(url)
-    return http, ((await _get(http, "/schema")) or {}).get("action") or {}
+    try:
+        schema = await asyncio.wait_for(_get(http, "schema"), _CHECK_S)
+    except BaseException:
+        await http.close()
+        raise
+    return http, (schema or {}).get("action") or {}
 
 
 async def _check_room(http: Any) -> None:
@@ -173,12 +182,12 @@ async def _check_room(http: Any) -> None:
 
 async def _read_tasks(http: Any, split: str) -> tuple[str, list[str], int | None]:
     """Return (description of the environment, its splits, number of tasks). None: it has no list of tasks."""
-    about = ((await _get(http, "/metadata")) or {}).get("description") or "Environment"
-    names = await _get(http, "/list_environments")
-    splits = await _get(http, f"/{names[0]}/splits") if names else None
+    about = ((await _get(http, "metadata")) or {}).get("description") or "Environment"
+    names = await _get(http, "list_environments")
+    splits = await _get(http, f"{names[0]}/splits") if names else None
     if splits is None:
         return about, [TRAIN, TEST], None
-    found = await _get(http, f"/{names[0]}/num_tasks", {"split": split})
+    found = await _get(http, f"{names[0]}/num_tasks", {"split": split})
     return about, [each["name"] for each in splits], (found or {}).get("num_tasks", 0)
 
 
@@ -188,11 +197,12 @@ async def _open_session(http: Any) -> AsyncIterator[_Session]:
     import aiohttp
 
     timeout = aiohttp.ClientWSTimeout(ws_close=_CLOSE_S)  # type: ignore[call-arg]
-    async with http.ws_connect("/ws", max_msg_size=_MAX_MESSAGE, timeout=timeout) as connection:
+    async with http.ws_connect("ws", max_msg_size=_MAX_MESSAGE, timeout=timeout) as connection:
         yield _Session(connection)
-        if not connection.closed:
-            await connection.send_json({"type": "close"})
-            await connection.receive(timeout=_CLOSE_S)  # comes when the session has ended
+        with suppress(asyncio.TimeoutError, OSError):  # the episode is over, and its reward is known
+            if not connection.closed:
+                await connection.send_json({"type": "close"})
+                await connection.receive(timeout=_CLOSE_S)  # comes when the session has ended
 
 
 class _InvalidAction(Exception):

@@ -45,16 +45,18 @@ class RowsProcess:
                     self._restart()
                     raise DataError("{} takes longer than {:g} s to make a row", self._package, LIMIT_S)
                 found, error = pickle.load(answers)
-            except (OSError, EOFError) as ended:
+            except (OSError, EOFError, pickle.UnpicklingError) as ended:
                 self._restart()
                 raise DataError("the process that makes rows of {} ended", self._package) from ended
+            except (KeyboardInterrupt, SystemExit):  # its answer would be taken for that to the next call
+                self._restart()
+                raise
         if error:
             raise DataError("{} cannot make a row: {}", self._package, error)
         return found
 
     def _restart(self) -> None:
-        _end(self._process)
-        del self._process
+        _end(self.__dict__.pop("_process"))
 
     @cached_property
     def _process(self) -> subprocess.Popen[bytes]:
@@ -78,8 +80,11 @@ def rows_process(package: str) -> RowsProcess:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process that may be in the middle of a row, and that has nothing to clean up."""
     process.kill()
-    with process:
-        pass
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # what it has not read is lost
+            if stream is not None:
+                stream.close()
+    process.wait()
 
 
 def serve() -> None:

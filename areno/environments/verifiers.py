@@ -38,8 +38,8 @@ class Verifiers(EnvironmentPackage):
     has_agent = takes_groups = True
 
     def check(self) -> None:
-        """Check that the taskset loads, and that uv can start programs."""
-        self._load({})
+        """Check that verifiers is there, and uv, which starts programs. Reading the rows loads the taskset."""
+        self.check_installed()
         self._uv()
 
     def check_installed(self) -> None:
@@ -88,7 +88,7 @@ class Verifiers(EnvironmentPackage):
 
     def agent(self) -> RunAgent:
         """Return an agent that runs an episode for a sample, or for a group with agent.whole_group."""
-        self._load({})
+        self.check_installed()
         os.environ[_KEY_VAR] = "none"  # the header names the session
         serving = _Serving(self._load)
 

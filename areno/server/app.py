@@ -327,7 +327,7 @@ class Server:
 
     async def _set_reward(self, request: web.Request) -> web.Response:
         sample = request[_SESSION]
-        sample.count_request()
+        sample.count_reward()
         fields = RequestFields(read_json(await self._read_body(request)))
         sample.set_reward(fields.get("reward"), fields.get("interaction_id"))
         return web.json_response({"message": "success"})

@@ -168,6 +168,15 @@ class SampleSession:
             key = "agent.max_total_completion_tokens"
             self._refuse(f"sampled {self.n_sampled} tokens", key, self.max_tokens, TOKENS_SPENT)
 
+    def count_reward(self) -> None:
+        """Count a request that reports a reward, which the budget of the agent allows beside its other requests."""
+        if self.is_ended:
+            raise ended_error()
+        self.counts["rewards"] += 1
+        if self.counts["rewards"] > self.max_requests:
+            message = f"{self.max_requests} rewards were reported, which is all that agent.max_requests allows"
+            raise ApiError(410, message, code=REQUESTS_SPENT)
+
     def _refuse(self, done: str, key: str, limit: int, code: str) -> NoReturn:
         self.counts["refused"] += 1
         self.spent = key

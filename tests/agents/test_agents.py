@@ -304,6 +304,14 @@ def test_an_agent_that_asks_for_it_gets_the_samples_of_a_prompt(session: Rollout
     assert asked == [[str(item.key)] for item in batch]
 
 
+def test_a_group_may_have_one_sample(session: RolloutSession) -> None:
+    config = AgentConfig(fn=f"{FILE}:run_group", workers=1, whole_group=True)
+    batch = list(AgentBatch([{}] * 2, ["none", "raise"], [[1]] * 2, n_samples=1))
+    with AgentPool({"": config}) as pool:
+        outcomes = pool.run(batch, partial(session.proxy.begin_agent, settings=config))
+    assert [(outcome.status, outcome.reward) for outcome in outcomes] == [("ok", (0.0, {"samples": 1.0}))] * 2
+
+
 def test_a_batch_of_items_knows_its_prompts() -> None:
     whole = AgentBatch([{"a": 1}, {"a": 2}], ["one", "two"], [[1], [2]], n_samples=3)
     assert AgentBatch.of_items(list(whole)) == whole

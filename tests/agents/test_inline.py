@@ -14,6 +14,7 @@ from areno.agents.trajectories import AgentContext, AgentItem
 from areno.config.agent import AgentConfig
 from areno.errors import ConfigError
 from tests.helpers.agent_runs import run
+from tests.helpers.waiting import until
 
 AGENT = """
 import asyncio
@@ -70,6 +71,28 @@ def test_agents_run_in_this_process_and_fail_alone(agent: Path) -> None:
     assert sorted(done) == [0, 1, 2, 3]
     assert {process for process, _ in seen} == {os.getpid()}
     assert {name for _, name in seen} == {"areno-agents"}
+
+
+def test_an_agent_that_is_cancelled_fails_alone(tmp_path: Path) -> None:
+    file = tmp_path / "agent.py"
+    file.write_text(
+        "import asyncio\n\n\nasync def run_agent(ctx, batch):\n    task = asyncio.ensure_future(asyncio.sleep(9))\n"
+        "    task.cancel()\n    await task\n"
+    )
+    with InlineAgents({"": AgentConfig(fn=str(file), mode="inline", timeout_s=5)}) as agents:
+        [found] = agents.run(items_of("a"), context)
+    assert (found.status, found.message.startswith("CancelledError")) == ("error", True)
+
+
+def test_the_end_of_a_run_waits_for_agents_to_clean_up(tmp_path: Path) -> None:
+    file = tmp_path / "agent.py"
+    text = "import asyncio\nfrom pathlib import Path\n\n\nasync def run_agent(ctx, batch):\n    Path({0!r}).touch()\n"
+    text += "    try:\n        await asyncio.sleep(60)\n    finally:\n        await asyncio.sleep(0.1)\n"
+    file.write_text((text + "        Path({1!r}).touch()\n").format(f"{tmp_path}/begun", f"{tmp_path}/ended"))
+    with InlineAgents({"": AgentConfig(fn=str(file), mode="inline")}) as agents:
+        agents.submit(items_of("a"), context, lambda index, outcome: None)
+        until((tmp_path / "begun").exists)
+    assert (tmp_path / "ended").exists()
 
 
 def test_plain_functions_run_in_threads(agent: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from areno.config.datasets import DatasetConfig
 from areno.data.sources import load_rows
 from areno.environments.package import LazyRows
 from areno.environments.packages import package_of
+from areno.environments.reasoning_gym import EVALUATED
 from areno.errors import ConfigError, DataError
 from areno.run.states import rows_fingerprint
 from tests.helpers.agent_model import model_folder
@@ -135,3 +137,17 @@ def test_training(tmp_path: Path, name: str) -> None:
     )
     assert played.series("rollout/reward_errors") == [0.0, 0.0]
     assert [len(samples) for samples in (played.samples(1), played.samples(2))] == [16, 16]
+
+
+def test_the_generators_that_evaluate_answers_are_known() -> None:
+    import reasoning_gym
+
+    found = set()
+    for file in Path(reasoning_gym.__file__).parent.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        scores = text.partition("def score_answer")[2]
+        if re.search(r"(?<![\w.])eval\(|(?<![\w])parse_expr\(|sympify\(", scores):
+            found.add(file.stem)
+    assert (
+        found - {"number_sorting", "propositional_logic"} == EVALUATED
+    )  # the others evaluate the right answer, or parse

@@ -32,6 +32,7 @@ MAY_IMPORT_RE = {
     "areno.data.files": "finds the place of a number with too many digits in a text of JSON",
     "areno.data.control_tokens": "finds control tokens in texts",
     "areno.data.sources": "tells a dataset's name from a path",
+    "areno.environments.reasoning_gym": "finds calls in an answer that is evaluated as Python",
     "areno.launch.hydra": "puts quotes around words of the command line",
     "areno.models.adapters": "matches the pattern of target_modules, as peft does",
     "areno.models.folder": "tells a model's name from a path",
