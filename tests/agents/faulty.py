@@ -172,5 +172,7 @@ async def run_group(ctx, batch):
         ):
             pass
         results.append({"reward": item.sample_index, "samples": len(batch)})
-    results[1] = {"none": None, "raise": ValueError("no luck"), "nan": float("nan")}[batch.prompts[0]]
+    results[1:2] = [{"none": None, "raise": ValueError("no luck"), "nan": float("nan")}[batch.prompts[0]]][
+        : len(batch) - 1
+    ]
     return results
