@@ -158,7 +158,7 @@ def test_out_of_device_memory(capsys, monkeypatch, place, keys):
 
 
 def test_what_nobody_foresaw_has_its_traceback(capsys, monkeypatch):
-    monkeypatch.setattr("areno.trainers.rows.outcome_advantages", lambda *args: 1 / 0)
+    monkeypatch.setattr("areno.trainers.turn_credit.outcome_advantages", lambda *args: 1 / 0)
     before = children()
     assert run() == 1
     error = capsys.readouterr().err

@@ -68,7 +68,7 @@ class Now(GSPOConfig):
     n_remarks: int = setting(1, help="number", renamed_from=("notes.size", "n_notes"))
 
 
-OF_ACTOR = {"actor.enable_tree_training": "actor.share_prefixes"}
+OF_POLICY = {"actor.enable_tree_training": "actor.share_prefixes", "rollout.agent": "agent"}
 
 
 @pytest.fixture
@@ -88,12 +88,12 @@ def test_earlier_names():
         "valid_dataset.sets.*.limit": "valid_dataset.sets.*.most",
         "actor.warmth": "actor.heat",
         "actor.glow": "actor.heat",
-        **OF_ACTOR,
+        **OF_POLICY,
         "remark": "remarks",
         "notes.size": "n_remarks",
         "n_notes": "n_remarks",
     }
-    assert earlier_names(GSPOConfig) == OF_ACTOR
+    assert earlier_names(GSPOConfig) == OF_POLICY
 
 
 def test_a_mapping_gets_the_names_of_today(work, caplog):
