@@ -10,7 +10,7 @@ from areno.config.judge import JudgeConfig
 from areno.config.resuming import FROM_HERE, SPEED
 from areno.errors import Problem
 from areno.reward_fns.built_in import BUILT_IN_REWARDS
-from areno.schema.fields import MissingSetting, Needs, Section, check, setting, settings, with_sections
+from areno.schema.fields import MissingSetting, Needs, Section, check, setting, settings, source_check, with_sections
 
 _SECTIONS = {
     name: (reward, f"Settings of the built-in reward function {name}. Used if reward.fn names {name}")
@@ -112,6 +112,12 @@ class RewardConfig(Section):
             text += "reward.judge.path to a model that reads"
             yield MissingSetting("reward.fn", text)
 
+    def idle_process_problems(self) -> list[Problem]:
+        """Return the problems of settings of reward processes if `fn` is null, for an enclosing section."""
+        names = [name for name in ("timeout_s", "workers") if self.fn is None and not self.is_default(name)]
+        need = Needs("reward.fn", so="no function is called")
+        return [need.problem(f"reward.{name}", vars(self)[name], None) for name in names]
+
     @check
     def check_functions_and_weights(self) -> Iterator[Problem]:
         """Report an empty list of functions, or weights whose number differs from the number of functions."""
@@ -141,3 +147,8 @@ class RewardOnlyConfig(Section):
     """The section `reward` alone, for commands that score completions outside of a run."""
 
     reward: RewardConfig = setting(factory=RewardConfig, help="Reward function", required_in_build=True)
+
+    @source_check
+    def check_processes(self) -> Iterator[Problem]:
+        """Report settings of reward processes without a function."""
+        yield from self.reward.idle_process_problems()

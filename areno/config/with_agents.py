@@ -15,7 +15,7 @@ from areno.config.rollout import GenerationConfig, RolloutConfig
 from areno.config.sources import PromptDatasetConfig, SourceConfig, source_key
 from areno.environments.packages import package_of
 from areno.errors import Key, Problem
-from areno.schema.fields import MissingSetting, Needs, check, require, source_check
+from areno.schema.fields import MissingSetting, check, require, source_check
 
 
 class WithAgents:
@@ -124,11 +124,8 @@ class WithAgents:
 
     def idle_reward_problems(self) -> list[Problem]:
         """Return the problems of settings of reward processes if neither the run nor a source names a function."""
-        if self.reward.fn is not None or any(each.reward for each in (self.train_dataset.sources or {}).values()):
-            return []
-        names = [name for name in ("timeout_s", "workers") if not self.reward.is_default(name)]
-        need = Needs("reward.fn", so="no function is called")
-        return [need.problem(f"reward.{name}", vars(self.reward)[name], None) for name in names]
+        sources = self.train_dataset.sources or {}
+        return [] if any(each.reward for each in sources.values()) else self.reward.idle_process_problems()
 
     @require("agent.mode", "is online, but sources (train_dataset.sources) name agents of their own; leave these out")
     def external_agents_have_no_others(self) -> bool:
