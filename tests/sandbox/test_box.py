@@ -344,6 +344,7 @@ def test_the_next_command_starts_after_somebody_has_ended_the_process_that_start
     assert ran(["true"], inside) == (0, "")
     box._starter._process.kill()
     box._starter._process.wait()
+    box._starter._process.wait()
     assert ran(["true"], inside) == (0, "")
 
 

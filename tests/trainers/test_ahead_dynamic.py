@@ -105,7 +105,7 @@ def test_without_dynamic_sampling_a_resumed_run_trains_what_is_left():
         admission.record_uniformity(group is groups[2])
     before.end_rollout(1, admission, [(group, ended(0, None, 1)) for group in groups[5:]])
     seen = Counter(group.item.index for group in admission.groups_no_longer_in_flight)
-    in_flight = GroupsInFlight(lambda indices: [items[index] for index in indices], 1, limit)
+    in_flight = GroupsInFlight(lambda places: [items[index] for _, index in places], 1, limit)
     in_flight.load_state_dict(before.state_dict())
     n_taken = len(batches) - len(list(numbered))
     assert n_taken == 3

@@ -86,7 +86,7 @@ def test_the_resolved_configuration_of_a_run_makes_the_same_sets(tmp_path):
             ["valid_dataset.sets={a: null, b: 3}"],
             {"valid_dataset.sets.a": "is null; a section is expected", "valid_dataset.sets.b": "is 3; a section"},
         ),
-        (["valid_dataset.sets={}"], {"valid_dataset.sets": "is empty; at least one set is expected"}),
+        (["valid_dataset.sets={}"], {"valid_dataset.sets": "is empty; at least one is expected"}),
         (["valid_dataset.sets=[a, b]"], {"valid_dataset.sets": "is ['a', 'b']; a mapping of names is expected"}),
         (["valid_dataset.sets={a/b: {}}"], {"valid_dataset.sets": "has the name 'a/b'; a letter and then letters"}),
         (
@@ -174,7 +174,7 @@ def test_preferences_of_each_set(tmp_path):
 @pytest.mark.parametrize(
     ("configured", "given", "message"),
     [
-        (None, {}, "valid_dataset: is empty; at least one set is expected"),
+        (None, {}, "valid_dataset: is empty; at least one is expected"),
         (None, {"a/b": DEMONSTRATIONS}, "valid_dataset: has the name 'a/b'; a letter"),
         (None, {"a": [{"prompt": "x"}]}, r"valid_dataset.sets.a row 0: .*response"),
         ({"a": {}}, DEMONSTRATIONS, "valid_dataset.sets: has the sets a; give the trainer a mapping of these names"),

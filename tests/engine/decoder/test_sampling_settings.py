@@ -75,7 +75,7 @@ def test_skip_special_tokens_is_of_texts(tokenizer_of: Any) -> None:
     tokens = [*tokenizer.encode("seven", add_special_tokens=False), tokenizer.eos_token_id]
     texts: list[str] = []
     scoring = SimpleNamespace(add=lambda records: texts.extend(record.completion for record in records.values()))
-    rewards = SimpleNamespace(scoring=lambda: scoring)
+    rewards = SimpleNamespace(scoring=lambda: scoring, scores=lambda source: True)
     setup: Any = SimpleNamespace(
         config=SimpleNamespace(reward=RewardConfig()),
         judge=None,
