@@ -6,17 +6,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from areno.agents.workflows import http_client
 from areno.config.agent import AgentConfig
 
 
 def completion_agent(settings: AgentConfig) -> Callable[[Any, Any], Any]:
     """Return an agent function that continues the tokens of its item, which its session records."""
-
-    @cache
-    def client() -> Any:
-        import httpx
-
-        return httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))  # the server has the limit
+    client = cache(http_client)
 
     async def run_agent(ctx: Any, batch: Any) -> None:
         [item] = batch

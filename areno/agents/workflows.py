@@ -49,16 +49,17 @@ def _call_of(run: Callable[..., Any], key: str, name: str) -> Callable[[AgentCon
         return run({"messages": messages, **item.record}, **{kind: given[kind] for kind in taken})
 
     async def run_agent(ctx: AgentContext, batch: AgentBatch) -> Any:
-        async with _client() as client:
+        async with http_client() as client:
             return await call(ctx, batch, client)
 
     def run_plain_agent(ctx: AgentContext, batch: AgentBatch) -> Any:
-        return call(ctx, batch, _client())
+        return call(ctx, batch, http_client())
 
     return run_agent if inspect.iscoroutinefunction(run) else run_plain_agent
 
 
-def _client() -> Any:
+def http_client() -> Any:
+    """Return a client for one agent or many."""
     import httpx
 
     # timeout=None: the server limits the time of each request.

@@ -26,44 +26,43 @@ def with_environment(values: Mapping[str, Any], needs_reward: bool) -> dict[str,
         return found  # which has an error of its own
     if isinstance(sources := _value(found["train_dataset"], "sources"), Mapping):
         return _with_sources(found, sources, needs_reward)
-    path, loader, agent = (
-        _get(found, "train_dataset.path"),
-        _get(found, "train_dataset.loader"),
-        _get(found, "agent.fn"),
-    )
-    if path is None and loader is None and package_of(_text(agent)) is not None:
-        path = agent
-        _set(found, "train_dataset.path", path)
-    environment = None if loader is not None else package_of(_text(path))
-    if environment is not None and environment.has_agent and agent is None:
-        _set(found, "agent.fn", path)
-    if environment is not None and environment.gives_reward and needs_reward and not _has_reward(found["reward"]):
-        _set(found, "reward.fn", path)
+    data, agent = found["train_dataset"], _get(found, "agent.fn")
+    given = _from_environment(data, agent, agent is None, needs_reward and not _has_reward(found["reward"]))
+    for key, name in (("path", "train_dataset.path"), ("agent", "agent.fn"), ("reward", "reward.fn")):
+        if key in given:
+            _set(found, name, given[key])
+    return found
+
+
+def _from_environment(rows: Any, agent: Any, needs_agent: bool, needs_reward: bool) -> dict[str, Any]:
+    """Return what an environment gives, of "path", "agent" and "reward", if path or agent names one."""
+    path, loader = _value(rows, "path"), _value(rows, "loader")
+    if loader is not None:
+        return {}
+    found = {}
+    if path is None and package_of(_text(agent)) is not None:
+        path = found["path"] = agent
+    environment = package_of(_text(path))
+    if environment is not None and environment.has_agent and needs_agent:
+        found["agent"] = path
+    if environment is not None and environment.gives_reward and needs_reward:
+        found["reward"] = path
     return found
 
 
 def _with_sources(values: dict[str, Any], sources: Mapping[str, Any], needs_reward: bool) -> dict[str, Any]:
     """Fill sources in the same way. If one has an agent, those without have single completions."""
     shared = _get(values, "agent.fn")
-    filled = {}
-    for name, source in sources.items():
-        filled[name] = source
-        if not isinstance(source, Mapping | Section):
-            continue
-        path, loader, agent = (_value(source, key) for key in ("path", "loader", "agent"))
-        if path is None and loader is None and package_of(_text(agent)) is not None:
-            path = agent
-        given = {"path": path}
-        environment = None if loader is not None else package_of(_text(path))
-        if environment is not None and environment.has_agent and agent is None and shared in (None, COMPLETION):
-            given["agent"] = path
-        if environment is not None and environment.gives_reward and needs_reward and not _value(source, "reward"):
-            given["reward"] = path
+    filled = dict(sources)
+    sections = {name: source for name, source in sources.items() if isinstance(source, Mapping | Section)}
+    for name, source in sections.items():
+        agent = _value(source, "agent")
+        needs_agent = agent is None and shared in (None, COMPLETION)
+        given = _from_environment(source, agent, needs_agent, needs_reward and not _value(source, "reward"))
         filled[name] = _with(source, given)
     if filled != dict(sources):
         _set(values, "train_dataset.sources", filled)
-    sections = [each for each in filled.values() if isinstance(each, Mapping | Section)]
-    if shared is None and any(_value(each, "agent") is not None for each in sections):
+    if shared is None and any(_value(filled[name], "agent") is not None for name in sections):
         _set(values, "agent.fn", COMPLETION)
     return values
 

@@ -100,8 +100,9 @@ def group_metrics(samples: Sequence[ScoredSample]) -> dict[str, float]:
     return {"rollout/frac_groups_zero_std": float(np.mean(equal))} if equal else {}
 
 
-_OF_SOURCES = {"num_sequences", "rewards_mean", "rewards_std", "accuracy", "response_len_mean", "truncated"} | {
-    *("advantages_std", "reward_errors", "reward_timeouts", "agent_errors", "agent_timeouts", "agent_turns_mean")
+_OF_SOURCES = {
+    *("num_sequences", "rewards_mean", "rewards_std", "accuracy", "response_len_mean", "truncated", "advantages_std"),
+    *("frac_groups_zero_std", "reward_errors", "reward_timeouts", "agent_errors", "agent_timeouts", "agent_turns_mean"),
 }
 
 
@@ -116,7 +117,7 @@ def source_metrics(samples: Sequence[ScoredSample], advantages_B: np.ndarray) ->
         found |= {
             f"rollout/{source}/{name}": value
             for name, value in values.items()
-            if name in _OF_SOURCES or name == "frac_groups_zero_std" or name.startswith("reward/")
+            if name in _OF_SOURCES or name.startswith("reward/")
         }
         found[f"rollout/{source}/prompts"] = float(len({sample.group for sample in mine}))
     return found
