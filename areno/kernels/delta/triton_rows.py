@@ -167,9 +167,9 @@ def _conv_and_gates_kernel(
     elif part < 2 * KEY_HEADS + HEADS:
         first = (part - 2 * KEY_HEADS) * VALUE
         value = tl.arange(0, VALUE_BLOCK)
-        channel, real = 2 * KEY_HEADS * KEY + first + value, value < VALUE
+        v_channel, is_v = 2 * KEY_HEADS * KEY + first + value, value < VALUE
         v = causal_conv(
-            proj_ptr, conv_ptr, initial_ptr, rows_ptr, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH
+            proj_ptr, conv_ptr, initial_ptr, rows_ptr, token, position, is_token, v_channel, is_v, PROJ, CHANNELS, WIDTH
         )
         v *= tl.sigmoid(v)
         v_place = token.to(tl.int64)[:, None] * (HEADS * VALUE) + first + value[None, :]

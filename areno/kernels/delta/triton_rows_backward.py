@@ -120,8 +120,10 @@ def _heads_backward_kernel(
     else:
         first = (part - 2 * KEY_HEADS) * VALUE
         value = tl.arange(0, VALUE_BLOCK)
-        channel, real = 2 * KEY_HEADS * KEY + first + value, value < VALUE
-        v = causal_conv(proj_ptr, conv_ptr, None, None, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH)
+        v_channel, is_v = 2 * KEY_HEADS * KEY + first + value, value < VALUE
+        v = causal_conv(
+            proj_ptr, conv_ptr, None, None, token, position, is_token, v_channel, is_v, PROJ, CHANNELS, WIDTH
+        )
         is_value = is_token[:, None] & (value < VALUE)[None, :]
         v_place = grad_v_ptr + token.to(tl.int64)[:, None] * (HEADS * VALUE) + first + value[None, :]
         grad = load_fp32(v_place, is_value) * _silu_gradient(v)
