@@ -1,0 +1,121 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+"""Rounding to FP8 as Triton kernels, a row in each program. `quantize` and `scales` are for other kernels, too."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.backend import is_triton_interpreted
+from areno.kernels.fp8 import reference
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
+
+_LEAST_EXPONENT = tl.constexpr(reference.LEAST_EXPONENT)
+_IS_INTERPRETED = tl.constexpr(is_triton_interpreted())
+
+
+@triton.jit
+def quantize(x):
+    """Quantize rows of float32, (R, C) -> codes (R, C) float8e4nv, exponents (R,) int32."""
+    largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1)
+    exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.maximum(exponent, _LEAST_EXPONENT)
+    inverse = tl.where((largest >> 23) == 255, float("nan"), scales(254 - exponent))
+    return _to_e4m3(x * inverse[:, None]), exponent
+
+
+@triton.jit
+def _to_e4m3(x):
+    if _IS_INTERPRETED:  # it converts 31.9 to 16, and nan to a number
+        is_nan = x != x
+        step = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23) - (3 << 23)
+        step = step.to(tl.float32, bitcast=True)
+        size = tl.abs(x) / step + 12582912.0 - 12582912.0  # the nearest whole number of steps
+        x = tl.where(x.to(tl.int32, bitcast=True) < 0, -(size * step), size * step)
+        bits = tl.where(is_nan, 0x7F, x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)).to(tl.uint8)
+        return bits.to(tl.float8e4nv, bitcast=True)
+    else:
+        return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def scales(exponent):
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_fp8(x):
+    """Return rows of float32 quantized and dequantized."""
+    codes, exponent = quantize(x)
+    return codes.to(tl.float32) * scales(exponent)[:, None]
+
+
+def quantize_rows(x_NC: Tensor) -> tuple[Tensor, Tensor]:
+    codes_NC = torch.empty(x_NC.shape, dtype=torch.float8_e4m3fn, device=x_NC.device)
+    exponents_N = torch.empty(x_NC.shape[:-1], dtype=torch.uint8, device=x_NC.device)
+    _launch(_quantize_kernel, x_NC, codes_NC, exponents_N)
+    return codes_NC, exponents_N
+
+
+def dequantize_rows(codes_NC: Tensor, exponents_N: Tensor, dtype: torch.dtype) -> Tensor:
+    out_NC = torch.empty(codes_NC.shape, dtype=dtype, device=codes_NC.device)
+    _launch(_dequantize_kernel, codes_NC, exponents_N.contiguous(), out_NC)
+    return out_NC
+
+
+def round_rows(x_NC: Tensor) -> Tensor:
+    out_NC = torch.empty_like(x_NC, memory_format=torch.contiguous_format)
+    _launch(_round_kernel, x_NC, out_NC)
+    return out_NC
+
+
+def _launch(of_rows, x_NC: Tensor, *others: Tensor) -> None:
+    """Launch a kernel over the rows of x. `others` are contiguous."""
+    if not x_NC.numel():
+        return
+    size = x_NC.shape[-1]
+    rows = x_NC if x_NC.dim() == 2 and x_NC.stride(1) == 1 else x_NC.contiguous().view(-1, size)
+    block = triton.next_power_of_2(size)
+    n_rows = max(1, 2048 // block)
+    of_rows[(triton.cdiv(len(rows), n_rows),)](
+        rows,
+        *others,
+        len(rows),
+        size,
+        rows.stride(0),
+        BLOCK=block,
+        ROWS=n_rows,
+        num_warps=min(16, max(4, block // 1024)),
+    )
+
+
+@triton.jit
+def _place(n, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = program_id_64(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    return row, column, (row < n)[:, None] & (column < size)[None, :]
+
+
+@kernel(do_not_specialize=["n"])
+def _quantize_kernel(x_ptr, codes_ptr, exponents_ptr, n, size, stride, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    row, column, inside = _place(n, size, ROWS, BLOCK)
+    codes, exponent = quantize(load_fp32(x_ptr + row[:, None] * stride + column[None, :], inside))
+    tl.store(codes_ptr + row[:, None] * size + column[None, :], codes, mask=inside)
+    tl.store(exponents_ptr + row, exponent.to(tl.uint8), mask=row < n)
+
+
+@kernel(do_not_specialize=["n"])
+def _dequantize_kernel(codes_ptr, exponents_ptr, out_ptr, n, size, stride, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    row, column, inside = _place(n, size, ROWS, BLOCK)
+    codes = tl.load(codes_ptr + row[:, None] * stride + column[None, :], mask=inside).to(tl.float32)
+    scale = scales(load_masked(exponents_ptr + row, row < n))
+    tl.store(out_ptr + row[:, None] * size + column[None, :], codes * scale[:, None], mask=inside)
+
+
+@kernel(do_not_specialize=["n"])
+def _round_kernel(x_ptr, out_ptr, n, size, stride, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    row, column, inside = _place(n, size, ROWS, BLOCK)
+    x = load_fp32(x_ptr + row[:, None] * stride + column[None, :], inside)
+    tl.store(out_ptr + row[:, None] * size + column[None, :], round_to_fp8(x), mask=inside)
