@@ -13,6 +13,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +67,20 @@ def run(
 ) -> dict[str, Any]:
     """Measure the device, areno and all that --against names. Return the results, see `report.result_record`."""
     config, dtype = load_config(model[0]), getattr(torch, settings.dtype)
-    cost = TokenCost.from_config(config, dtype.itemsize, adapters_of(settings, config))
+
+    def cost_of(settings: Settings) -> TokenCost:
+        of_cache = replace(config, fp8_kv=settings.kv_cache_dtype == "fp8")
+        return TokenCost.from_config(of_cache, dtype.itemsize, adapters_of(settings, config))
+
+    cost = cost_of(settings)
     log_progress(f"measuring {settings.device}")
     rates = measured_rates(settings.device, dtype)
     results = {"areno": run_areno(settings, model, cost, profile)}
     for name in settings.against:
         if name == PLAIN:
-            plain = settings.replaced(exact=False, deterministic=False, share_prefixes="off", teacher=None)
-            results[name] = run_areno(plain, model, cost)
+            off: dict[str, Any] = {"share_prefixes": "off", "kv_cache_dtype": "auto"}
+            plain = settings.replaced(exact=False, deterministic=False, teacher=None, **off)
+            results[name] = run_areno(plain, model, cost_of(plain))
         elif run_other is not None:
             results[name] = run_other(name, settings, model)
     return result_record(settings, cost, rates, results)

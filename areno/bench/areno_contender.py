@@ -62,6 +62,7 @@ class ArenoContender:
                     random_init=random_init,
                     optimizer=OptimizerConfig(lr=1e-6, type=settings.optimizer) if settings.trains else None,
                     gradient_checkpointing=settings.recompute,
+                    fp8_kv=settings.kv_cache_dtype == "fp8",
                     offload=settings.offload,
                     lora=None if adapters is None else LoraSpec(adapters=adapters, base=folder),
                 ),

@@ -15,8 +15,8 @@ from areno.specs.engine import SharePrefixes
 
 Kind = Literal["rollout", "train", "step", "logprob"]
 PLAIN = "plain"
-"""Name of areno without --exact, --deterministic, --share-prefixes and --teacher, for --against."""
-_OF_PLAIN = "--exact, --deterministic, --share-prefixes and --teacher"
+"""Name of areno without the arguments `_OF_PLAIN`, for --against."""
+_OF_PLAIN = "--exact, --deterministic, --share-prefixes, --kv-cache-dtype and --teacher"
 
 
 class Settings(argparse.Namespace):
@@ -33,6 +33,7 @@ class Settings(argparse.Namespace):
     repeats: int
     optimizer: OptimizerType
     share_prefixes: SharePrefixes
+    kv_cache_dtype: Literal["auto", "fp8"]
     old_logprobs: Literal["recompute", "rollout"]
     teacher: str | None
     lora_rank: int | None
@@ -106,6 +107,7 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-prefill-tokens", type=positive_int, default=8192, help="maximum number of prompt tokens per decoder step"
     )
     add("--mem-fraction", type=_fraction, default=0.6, help="fraction of the free memory for the KV cache")
+    add("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="as rollout.kv_cache_dtype")
     add("--attn-backend", choices=["auto", "flash", "native"], default="auto", help="as engine.attn_backend")
     add("--exact", action="store_true", help="as engine.exact")
     add("--deterministic", action="store_true", help="as engine.deterministic")
@@ -167,7 +169,8 @@ def _check_settings(settings: Settings) -> None:
     cuda, shares = device.startswith("cuda"), settings.tp_size * settings.cp_size
     n_available = len(devices) - devices.index(device) if cuda and device in devices else world
     low, high = settings.uniform or (0, 0)
-    differs = settings.exact or settings.deterministic or settings.share_prefixes != "off" or settings.teacher
+    differs = settings.exact or settings.deterministic or settings.teacher
+    differs = differs or settings.share_prefixes != "off" or settings.kv_cache_dtype != "auto"
     nothing = f"plain is for {_OF_PLAIN}; without them there is nothing to compare"
     raise_problems(
         [

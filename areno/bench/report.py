@@ -23,6 +23,7 @@ _SHOWN = [
     "optimizer",
     "max_prefill_tokens",
     "mem_fraction",
+    "kv_cache_dtype",
     "eager_decode",
     "exact",
     "teacher",

@@ -36,6 +36,7 @@ _NAMES = {
     "engine.device": "--device",
     "rollout.mem_fraction": "--mem-fraction",
     "rollout.max_kv_tokens": "--max-kv-tokens",
+    "rollout.kv_cache_dtype": "--kv-cache-dtype",
     "rollout.speculation": "--speculation",
     "rollout.max_concurrent_rollouts": "--max-running",
     "gconfig.max_tokens": "--max-model-len",
@@ -161,6 +162,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=_bounded_number_type(int, 1),
         default=8192,
         help="maximum number of prompt tokens per forward pass",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=["auto", "fp8"],
+        default="auto",
+        help="data type of keys and values; for a model trained with rollout.kv_cache_dtype=fp8, the same one",
     )
     add("--eager-decode", action="store_true", help="decode and prefill without CUDA graphs")
     add(
@@ -300,8 +307,8 @@ def _run_server(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
         tokenizer_path=folder_with_tokenizer(path),
         allow_control_tokens=arguments.allow_control_tokens,
     )
-    plan = plan_of_actor(config, partial(find_devices, engine_config))
     decoder = DecoderConfig.of(arguments)
+    plan = plan_of_actor(config, partial(find_devices, engine_config), decoder)
     limits = _server_limits(arguments)
     with Engine(plan.spec.without_optimizer(), plan.workers) as engine:
         context = min(arguments.max_model_len or engine.info.context_len, engine.info.context_len)

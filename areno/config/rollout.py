@@ -235,6 +235,12 @@ class DecoderConfig(Section):
         gt=0,
         on_resume=SPEED_AND_ORDER,
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = setting(
+        "auto",
+        help="Data type of keys and values in the KV cache. auto: that of the weights. fp8: 8 bits and a scale for "
+        "each token and head, so that nearly twice as many tokens fit. The actor and its reference round keys and "
+        "values in training and scoring as in the rollout. Use it with engine.exact",
+    )
     eager_decode: bool = setting(
         False, help="Decode and prefill without CUDA graphs", flag="--eager-decode", on_resume=SPEED_AND_ORDER
     )
@@ -247,6 +253,11 @@ class DecoderConfig(Section):
         "with prompts_ahead and max_head_offpolicyness, and with dynamic_sampling if its rounds overlap",
         on_resume=SPEED_AND_ORDER,
     )
+
+    @property
+    def fp8_kv(self) -> bool:
+        """Whether keys and values are rounded to FP8 and cached in it."""
+        return self.kv_cache_dtype == "fp8"
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from areno.config.layout import ALONE, Layout
 from areno.cost.memory import ModelBytes, PassBytes, kv_bytes_of_row, kv_bytes_per_token, model_bytes, state_bytes
@@ -204,7 +204,11 @@ def footprint_of(
 ) -> Footprint:
     engine, on_cuda = spec.engine, spec.devices[0].startswith("cuda")
     models = tuple(
-        ModelFootprint(**{**vars(role), "offload": role.offload and on_cuda}, name=name, config=configs[name])
+        ModelFootprint(
+            **{**vars(role), "offload": role.offload and on_cuda},
+            name=name,
+            config=replace(configs[name], fp8_kv=role.fp8_kv),
+        )
         for name, role in roles.items()
     )
     return Footprint(

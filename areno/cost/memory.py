@@ -25,7 +25,8 @@ _CHUNK = 64  # tokens of a chunk of the gated delta rule: CHUNK of areno/kernels
 
 def kv_bytes_per_token(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:
     """Return the bytes of a token's keys and values, in all layers with attention."""
-    return 2 * len(config.attention_layers) * n_kv_heads(config, layout) * config.head_dim * itemsize
+    of_head = config.head_dim + 1 if config.fp8_kv else config.head_dim * itemsize  # FP8: codes and one scale
+    return 2 * len(config.attention_layers) * n_kv_heads(config, layout) * of_head
 
 
 def state_bytes(config: TransformerConfig, itemsize: int, layout: Layout = ALONE) -> int:

@@ -312,7 +312,7 @@ class Roles:
             out_of_memory_hint("loading the model of {}", lambda: options, key),
         ):
             config = load_config(spec.path, spec.head, needs_head=spec.needs_head)
-            config = replace(config, hf=spec.with_own_fields(config.hf))
+            config = replace(config, hf=spec.with_own_fields(config.hf), fp8_kv=spec.fp8_kv)
             if not is_actor:
                 config = self._with_actor_vocab_size(config, spec, key)
             if not is_actor and (problems := layout_problems(config, self.spec.layout, f"the model of {key}")):

@@ -182,6 +182,7 @@ _OF_SGLANG = {
     "enable_lora": ("actor.use_lora",),
     "enable_memory_saver": ("rollout.drop_rollout_state",),
     "enable_return_routed_experts": ("actor.routing_replay",),
+    "kv_cache_dtype": ("rollout.kv_cache_dtype",),
     "log_level": ("stats_logger.console",),
     "max_lora_rank": ("actor.lora_rank",),
     "max_prefill_tokens": ("rollout.max_prefill_tokens",),
@@ -193,6 +194,7 @@ _OF_SGLANG = {
 _OF_VLLM = {
     "dtype": ("actor.dtype",),
     "enable_lora": ("actor.use_lora",),
+    "kv_cache_dtype": ("rollout.kv_cache_dtype",),
     "enable_sleep_mode": ("rollout.drop_rollout_state",),
     "enforce_eager": ("rollout.eager_decode",),
     "gpu_memory_utilization": ("rollout.mem_fraction",),

@@ -67,6 +67,7 @@ class TransformerConfig:
         delta: The layers with a recurrent state in place of attention.
         within: The class of the image-text model, if transformers builds one from this folder. peft then uses its
             tensor names. Otherwise empty.
+        fp8_kv: Whether keys (after rotary embedding) and values are rounded to FP8, so that they can be cached in it.
         stored_vocab_size: Number of token ids in the checkpoint, if it differs from `vocab_size`, the actor's number.
             Rows of further ids are not loaded, and missing ids have no logits.
         has_head: Whether the checkpoint has the weights of the head. False for a critic or a reward model made from a
@@ -104,6 +105,7 @@ class TransformerConfig:
     within: str = ""
     head: HeadName = "lm"
     has_head: bool = True
+    fp8_kv: bool = False
     stored_vocab_size: int | None = None
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from areno.kernels.fp8 import round_rows_straight_through
 from areno.layers.attention import Attend
 from areno.layers.delta import GatedDelta
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -32,6 +33,7 @@ class Attention(nn.Module):
 
     Attributes:
         index: the index among the layers with attention.
+        fp8_kv: see TransformerConfig.
         sizes: the widths of all queries, all keys and all values of one token on this rank, without gates.
         q_norm: the norm of queries: an RMSNorm of each head, a ShardedRMSNorm of all heads together, or None.
         k_norm: the norm of keys, of the same type as `q_norm`.
@@ -40,7 +42,7 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec):
         super().__init__()
         self.index, self.window = config.attention_layers.index(index), config.layer_kind(index).window
-        self.head_dim, self.gated = config.head_dim, config.attention_gate
+        self.head_dim, self.gated, self.fp8_kv = config.head_dim, config.attention_gate, config.fp8_kv
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         copies = max(1, spec.tp.size // config.num_kv_heads)  # the number of ranks that hold each key-value head
         outputs = (q_size * (1 + self.gated), kv_size, kv_size)
@@ -73,6 +75,8 @@ class Attention(nn.Module):
             if isinstance(self.q_norm, RMSNorm) and isinstance(self.k_norm, RMSNorm):
                 qk_NJC = self.q_norm.norm_heads_with(self.k_norm, qk_NJC, n_q)
             q_NHC, k_NKC = rotate(qk_NJC, cos, sin).split((n_q, n_kv), dim=1)
+        if self.fp8_kv:
+            k_NKC, v_NKC = round_rows_straight_through(k_NKC), round_rows_straight_through(v_NKC)
         out_NHC = attend(self.index, q_NHC, k_NKC, v_NKC, self.window)
         return self.out(self.gate(out_NHC.flatten(-2), gate_NQ), split)
 

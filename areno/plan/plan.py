@@ -10,7 +10,7 @@ from typing import Any
 from areno.config.experiments import ExperimentConfig, HeadName
 from areno.config.models import ModelConfig, PolicyConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
-from areno.config.rollout import GenerationConfig, RolloutConfig
+from areno.config.rollout import DecoderConfig, GenerationConfig, RolloutConfig
 from areno.data.control_tokens import allow_control_tokens
 from areno.data.solution_steps import step_separator
 from areno.data.turn_ends import set_model_end_ids, stop_token_ids, template_end_ids
@@ -78,8 +78,13 @@ def with_ray_cluster(plan: TrainerPlan, config: ExperimentConfig) -> TrainerPlan
     return replace(plan, spec=spec, workers="ray")
 
 
-def plan_of_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]]) -> TrainerPlan:
-    """Make the plan of a Trainer without roles other than the actor. All problems are reported together."""
+def plan_of_actor(
+    config: ExperimentConfig, devices_of: Callable[[], list[str]], decoder: DecoderConfig | None = None
+) -> TrainerPlan:
+    """Make the plan of a Trainer without roles other than the actor. All problems are reported together.
+
+    `decoder`: the settings of the decoder if `config` has none.
+    """
     from areno.models.registry import layout_problems  # imports torch, which building a Trainer does not need
 
     devices, (path, model), tokenizer_folder = all_of(
@@ -111,6 +116,7 @@ def plan_of_actor(config: ExperimentConfig, devices_of: Callable[[], list[str]])
         role,
         pad_token_id=None if has_lm_head else tokenizer.pad_token_id,
         step_separator=step_separator(config.actor, model),
+        fp8_kv=role.fp8_kv if decoder is None else decoder.fp8_kv,
     )
     spec = replace(
         engine_spec(config, role, devices),

@@ -79,14 +79,16 @@ def _role_sections(config: ExperimentConfig) -> dict[str, tuple[str, str | None,
 
 def _role_spec(config: ExperimentConfig, name: str, folder: str, lora: LoraSpec | None) -> RoleSpec:
     key, _, section = _role_sections(config)[name]
-    given, in_training = vars(section), False
+    given, in_training, fp8_kv = vars(section), False, False
     if isinstance(config, PolicyExperimentConfig):
+        fp8_kv = config.rollout.fp8_kv and name in ("actor", "ref")
         in_training = (
             config.uses_actor_as_teacher if name == "actor" else is_teacher(name) and config.divergence is not None
         )
     return replace(
         _named_role(name, folder, key),
         **{setting: given[setting] for setting in _COPIED if setting in given},
+        fp8_kv=fp8_kv,
         offload="offload" in given and config.offloads(section),
         random_init=given.get("init_from_scratch", False),
         lora=lora,
@@ -165,6 +167,7 @@ def _script_role(role: ModelRole, actor: RoleSpec) -> RoleSpec:
         _named_role(role.name, full_model_folder(str(role.path), key), key, role.trainable),
         optimizer=optimizer,
         gradient_checkpointing=actor.gradient_checkpointing,
+        fp8_kv=actor.fp8_kv and role.name == "ref",
         offload=actor.offload,
         in_training=is_teacher(role.name),
     )

@@ -165,7 +165,7 @@ def plan_of_arguments(given: TrainerSettings) -> TrainerPlan:
         tokenizer_path=runtime.tokenizer_path or given.model_path,
     )
     return replace(
-        plan_of_actor(experiment, lambda: find_devices(engine, config.devices)),
+        plan_of_actor(experiment, lambda: find_devices(engine, config.devices), runtime),
         rollout=RolloutConfig.of(runtime, max_concurrent_rollouts=config.max_running_prompts),
         progress_interval_s=config.decode_progress_interval_s,
     )

@@ -66,6 +66,13 @@ def log_model(engine: Engine) -> None:
         logger.warning(
             "engine.attn_backend is flash, which needs a GPU of compute capability 8.0 or more; native runs instead"
         )
+    if engine.spec.actor.fp8_kv:
+        logger.info("keys and values: rounded to FP8 (e4m3, a scale for each token and head), and cached in it")
+        if engine.spec.actor.optimizer is not None and not engine.spec.engine.exact:
+            logger.warning(
+                "rollout.kv_cache_dtype=fp8 without engine.exact: where rollout and training differ by rounding, keys "
+                "and values may round to different codes, so log-probabilities differ more; set engine.exact=true"
+            )
     if lora is not None:
         share = info.n_adapter_params / info.n_params
         logger.info(

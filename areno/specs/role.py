@@ -40,6 +40,7 @@ class RoleSpec:
     key: str = field(default="actor.path", compare=False)  # setting with the path, for messages
     optimizer: OptimizerConfig | None = None  # None: frozen
     gradient_checkpointing: bool = True
+    fp8_kv: bool = False  # TransformerConfig.fp8_kv
     offload: bool = False
     needs_head: bool = False  # the folder must hold a trained head that gives scores; a critic may train a new one
     random_init: bool = False  # weights from the engine's seed, not from the folder

@@ -94,7 +94,10 @@ def test_the_page_names_every_figure_that_matters(tmp_path: Path, capsys: pytest
             "--new-tokens: makes rows of 5256 tokens, the model's context is 2048",
         ),
         ("rollout --shape tiny --uniform 2000 3000", "--uniform: makes rows of "),
-        ("rollout --against plain", "--against: plain is for --exact, --deterministic, --share-prefixes and --teacher"),
+        (
+            "rollout --against plain",
+            "--against: plain is for --exact, --deterministic, --share-prefixes, --kv-cache-dtype and --teacher",
+        ),
         ("rollout --teacher jsd", "--teacher: is for step and train, not for rollout"),
         ("sleep", "work: invalid choice"),
         ("rollout --prompt 5", "ambiguous option"),

@@ -13,6 +13,7 @@ import torch
 from areno.config.layout import Layout
 from areno.config.models import OptimizerConfig
 from areno.cost import flops, memory
+from areno.cost.kv_cache import WantedCache
 from areno.cost.kv_layout import KVLayout
 from areno.engine.decoder.caches import KVCache, StateCache
 from areno.engine.train.optimizer import Optimizer
@@ -27,6 +28,9 @@ from areno.models.adapter_shapes import linear_shapes
 from areno.models.adapters import add_adapters, stack_adapters
 from areno.models.config import LayerKind, TransformerConfig
 from areno.models.transformer import Transformer
+from areno.specs.engine import EngineSpec
+from areno.specs.role import RoleSpec
+from areno.specs.rollout import RolloutSpec
 from tests.helpers.interpreted import run_interpreted
 
 BARE = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "qk_norm": False}
@@ -89,13 +93,27 @@ def test_parameters_are_those_of_the_model(changes: dict[str, Any], tp_size: int
     assert parameters.n_body_parameters(config, layout) == sum(parameter.numel() for parameter in body)
 
 
+@pytest.mark.parametrize("fp8_kv", [False, True])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_kv_bytes_are_those_of_the_cache(tp_size: int) -> None:
-    cache = KVCache(build(CONFIG, tp_size, torch.bfloat16), 4, KVLayout.from_config(CONFIG, 8, 64), n_slots=3)
+def test_kv_bytes_are_those_of_the_cache(tp_size: int, fp8_kv: bool) -> None:
+    config = replace(CONFIG, fp8_kv=fp8_kv)
+    cache = KVCache(build(config, tp_size, torch.bfloat16), 4, KVLayout.from_config(config, 8, 64), n_slots=3)
     n_bytes = sum(
-        value.nbytes for value in vars(cache).values() if isinstance(value, torch.Tensor) and value.dim() == 6
+        value.nbytes for value in vars(cache).values() if isinstance(value, torch.Tensor) and value.dim() >= 5
     )
-    assert n_bytes == 5 * 8 * memory.kv_bytes_per_token(CONFIG, 2, Layout.single_replica(tp_size))
+    assert n_bytes == 5 * 8 * memory.kv_bytes_per_token(config, 2, Layout.single_replica(tp_size))
+
+
+def test_fp8_holds_nearly_twice_as_many_tokens() -> None:
+    config = replace(CONFIG, head_dim=128)
+    engine = EngineSpec(actor=RoleSpec(path=""), devices=["cpu"])
+    rollout = RolloutSpec(max_running=2**16, max_len=64)
+    how: dict[str, Any] = {"engine": engine, "rollout": rollout, "block_size": 32, "route_bytes": 0}
+    rooms = [
+        WantedCache.for_rollout(replace(config, fp8_kv=fp8_kv), 2, **how).affordable_blocks(2**36)
+        for fp8_kv in (False, True)
+    ]
+    assert rooms[1] >= 1.9 * rooms[0]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -99,11 +99,12 @@ def _too_small_error(room: int, max_len: int, n_states: int, state_bytes: int, m
 
 
 class KVCache:
-    """Keys and values of all sequences, in the dtype of the model and on its device.
+    """Keys and values of all sequences, in the dtype of the model or in FP8, and on its device.
 
     The layers of the model are divided over T block tables, and all layers of a table have the same sliding window. A
     block of the pool holds the keys and values of Y layers for `block_size` tokens. `kv_blocks` is (Y, 2 for keys and
-    values, n_blocks + 1, block_size, K key heads, C head dimension). Padding rows write to the last block and to the
+    values, n_blocks + 1, block_size, K key heads, C head dimension). In FP8 it has codes, and `exponents` (Y, 2,
+    n_blocks + 1, K, block_size) has their scales, see `kernels/fp8`. Padding rows write to the last block and to the
     last slot. `tables` (T, n_slots, W) int32 has the block indices of each slot's sequence, in order. Entries before
     the sliding window are outdated or point to the last block. The memory never moves, so a CUDA graph may read it.
     """
@@ -113,29 +114,43 @@ class KVCache:
         n_heads, size = n_kv_heads(config, Layout.single_replica(model.tp.size)), layout.block_size
         shape = (layout.layers_per_block, 2, n_blocks + 1, size, n_heads, config.head_dim)
         # Zeros, because what lies beyond a row's length is read with weight 0, and 0 * nan is nan.
-        self.kv_blocks = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        dtype = torch.float8_e4m3fn if config.fp8_kv else weight.dtype
+        self.kv_blocks = torch.zeros(shape, dtype=dtype, device=weight.device)
+        self.exponents: Tensor | None = None
+        if config.fp8_kv:
+            self.exponents = torch.zeros(*shape[:3], n_heads, size, dtype=torch.uint8, device=weight.device)
         self.block_size, self.n_heads, self.n_blocks = size, n_heads, n_blocks
-        self._flat = self.kv_blocks.flatten(2, 3)  # (Y, 2, (n_blocks + 1) * block_size, K, C)
         self._places = layout.places
         context_len = config.max_position_embeddings
         width = -(-min(context_len, layout.max_sequence_tokens(n_blocks, context_len)) // size)
         self.tables = torch.full((layout.n_tables, n_slots, width), n_blocks, dtype=torch.int32, device=weight.device)
 
     def token_indices(self, table_TW: Tensor, slots_B: Tensor, positions_B: Tensor) -> Tensor:
-        """Return the index of each of B tokens in `flat_view`, (B,). `table_TW` is one of `tables`."""
+        """Return the index of each of B tokens for `kernels.paged.store_rows`, (B,). `table_TW` is one of `tables`."""
         blocks_B = table_TW[slots_B, positions_B // self.block_size].long()
         return blocks_B * self.block_size + positions_B % self.block_size
 
     def table_index(self, layer: int) -> int:
         return self._places[layer][0]
 
-    def layer_blocks(self, layer: int) -> Tensor:
-        """Return a view of a layer's keys and values, (2, n_blocks + 1, block_size, K, C), over the whole pool."""
-        return self.kv_blocks[self._places[layer][1]]
+    def layer_blocks(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Return views of a layer's parts of `kv_blocks` and `exponents`, over the whole pool."""
+        place = self._places[layer][1]
+        return self.kv_blocks[place], None if self.exponents is None else self.exponents[place]
 
-    def flat_view(self, layer: int) -> Tensor:
-        """Return a view of a layer's keys and values, (2, (n_blocks + 1) * block_size, K, C)."""
-        return self._flat[self._places[layer][1]]
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        for each in self._as_bytes():
+            each.index_copy_(2, targets, each.index_select(2, sources))
+
+    def clear(self) -> None:
+        for each in self._as_bytes():
+            each.zero_()
+
+    def _as_bytes(self) -> list[Tensor]:
+        """Return the memory of keys and values. Codes are bytes, because few operations of torch support FP8."""
+        if self.exponents is None:
+            return [self.kv_blocks]
+        return [self.kv_blocks.view(torch.uint8), self.exponents]
 
 
 class StateCache:

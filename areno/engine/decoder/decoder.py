@@ -244,7 +244,7 @@ class Decoder:
         self._scheduler.preempt_all()
         self.blocks.reset()
         if self._has_bad_blocks:
-            self.runner.cache.kv_blocks.zero_()  # attention reads blocks of others with weight 0, and 0 * nan is nan
+            self.runner.cache.clear()  # attention reads blocks of others with weight 0, and 0 * nan is nan
             self._has_bad_blocks = False
 
     def release_departed_blocks(self) -> None:

@@ -32,7 +32,7 @@ from areno.engine.profiling import phase
 from areno.kernels.attention import varlen_attention
 from areno.kernels.backend import can_use_triton, to_device, to_host
 from areno.kernels.delta import DeltaWeights, RowChunks
-from areno.kernels.paged import PagedBatch, decode_attention, max_group_rows
+from areno.kernels.paged import PagedBatch, decode_attention, load_rows, max_group_rows, store_rows
 from areno.kernels.sampling import SamplingFlags, can_sample_columns, can_sample_hidden
 from areno.layers.adapter import use_stacked_adapters
 from areno.layers.attention import Attend, CachedAttend
@@ -272,7 +272,7 @@ class Runner:
         complete = [chunk.prefill for chunk in scheduled.chunks if chunk.is_last]
         if copies := [pair for prefill in complete for pair in prefill.block_copies(self.blocks)]:
             sources, targets = self._upload_columns(copies)
-            self.cache.kv_blocks.index_copy_(2, targets, self.cache.kv_blocks.index_select(2, sources))
+            self.cache.copy_blocks(sources, targets)
             if self.routes is not None:
                 self.routes.copy_blocks(sources, targets)
         if self.states is not None:
@@ -290,13 +290,11 @@ class Runner:
         """Return a function that stores a layer's keys and values in the cache, and computes the layer's attention."""
 
         def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
-            cached_k, cached_v = self.cache.flat_view(layer)
-            table = self.cache.table_index(layer)
+            blocks, table = self.cache.layer_blocks(layer), self.cache.table_index(layer)
             # All rows write before any reads: a row may use blocks that another one fills in this very pass.
-            cached_k.index_copy_(0, given.stored[table], k_NKC)
-            cached_v.index_copy_(0, given.stored[table], v_NKC)
+            store_rows(k_NKC, v_NKC, *blocks, given.stored[table])
             if (keys_M := given.keys[table]) is not None:  # some chunks also attend to tokens of earlier steps
-                k_NKC, v_NKC = cached_k.index_select(0, keys_M), cached_v.index_select(0, keys_M)
+                k_NKC, v_NKC = load_rows(*blocks, keys_M, q_NHC.dtype)
             return varlen_attention(q_NHC, k_NKC, v_NKC, given.borders[table], self.attn_backend, window)
 
         return attend
@@ -446,11 +444,10 @@ class Runner:
         )
 
         def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None) -> Tensor:
-            blocks, table = self.cache.layer_blocks(layer), self.cache.table_index(layer)
+            (blocks, exponents), table = self.cache.layer_blocks(layer), self.cache.table_index(layer)
             if stored:  # a row attends to rows before it, whose keys the kernel would write at the same time
-                for part, new in zip(self.cache.flat_view(layer), (k_BKC, v_BKC), strict=True):
-                    part.index_copy_(0, stored[table], new)
-            return decode_attention(q_BHC, k_BKC, v_BKC, blocks, batches[table], window)
+                store_rows(k_BKC, v_BKC, blocks, exponents, stored[table])
+            return decode_attention(q_BHC, k_BKC, v_BKC, blocks, batches[table], window, exponents)
 
         mix: Attend = attend
         if (states := self.states) is not None:
