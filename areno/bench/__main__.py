@@ -78,7 +78,7 @@ def run(
     results = {"areno": run_areno(settings, model, cost, profile)}
     for name in settings.against:
         if name == PLAIN:
-            off: dict[str, Any] = {"share_prefixes": "off", "kv_cache_dtype": "auto"}
+            off: dict[str, Any] = {"share_prefixes": "off", "kv_cache_dtype": "auto", "fp8": None}
             plain = settings.replaced(exact=False, deterministic=False, teacher=None, **off)
             results[name] = run_areno(plain, model, cost_of(plain))
         elif run_other is not None:

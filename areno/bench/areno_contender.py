@@ -18,6 +18,7 @@ from areno.bench.arguments import Settings
 from areno.bench.device import memory_watched
 from areno.bench.timing import PhaseTimes, log_progress, measure
 from areno.bench.work import Workload, rows_of_outputs
+from areno.config.fp8 import FP8Config
 from areno.config.models import MicroBatchSpec, OptimizerConfig
 from areno.config.rollout import DecoderConfig
 from areno.config.run import EngineConfig
@@ -46,6 +47,12 @@ def adapters_of(settings: Settings, config: TransformerConfig) -> AdapterSpec | 
     return AdapterSpec(settings.lora_rank, 2.0 * settings.lora_rank, tuple(linear_shapes(config)))
 
 
+def _fp8_of(settings: Settings) -> FP8Config | None:
+    if settings.fp8 is None:
+        return None
+    return FP8Config(dgrad=settings.fp8 in ("dgrad", "both"), wgrad=settings.fp8 in ("wgrad", "both"))
+
+
 class ArenoContender:
     """areno as one of the compared libraries. Close its `engine` at the end."""
 
@@ -64,6 +71,7 @@ class ArenoContender:
                     gradient_checkpointing=settings.recompute,
                     fp8_kv=settings.kv_cache_dtype == "fp8",
                     offload=settings.offload,
+                    fp8=_fp8_of(settings),
                     lora=None if adapters is None else LoraSpec(adapters=adapters, base=folder),
                 ),
                 tokenizer_path=settings.tokenizer or "",

@@ -16,7 +16,7 @@ from areno.specs.engine import SharePrefixes
 Kind = Literal["rollout", "train", "step", "logprob"]
 PLAIN = "plain"
 """Name of areno without the arguments `_OF_PLAIN`, for --against."""
-_OF_PLAIN = "--exact, --deterministic, --share-prefixes, --kv-cache-dtype and --teacher"
+_OF_PLAIN = "--exact, --deterministic, --share-prefixes, --kv-cache-dtype, --fp8 and --teacher"
 
 
 class Settings(argparse.Namespace):
@@ -37,6 +37,7 @@ class Settings(argparse.Namespace):
     old_logprobs: Literal["recompute", "rollout"]
     teacher: str | None
     lora_rank: int | None
+    fp8: str | None
     tokenizer: str | None
 
     def replaced(self, **changes: Any) -> Settings:
@@ -114,6 +115,8 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     add("--routing-replay", action="store_true", help="as actor.routing_replay")
     adapters = "train LoRA adapters of this rank on all linear layers, and decode with them"
     add("--lora-rank", type=positive_int, help=adapters)
+    in_fp8 = "as actor.fp8_config. dgrad (default), wgrad or both: which gradients are in FP8, too; none: neither"
+    add("--fp8", choices=["dgrad", "wgrad", "both", "none"], nargs="?", const="dgrad", help=in_fp8)
     add("--eager-decode", action="store_true", help="decode without CUDA graphs")
     add("--repeats", type=positive_int, default=3, help="number of timed repeats after a warm-up")
     add("--json", action="store_true", help="print one line of JSON")
@@ -169,7 +172,7 @@ def _check_settings(settings: Settings) -> None:
     cuda, shares = device.startswith("cuda"), settings.tp_size * settings.cp_size
     n_available = len(devices) - devices.index(device) if cuda and device in devices else world
     low, high = settings.uniform or (0, 0)
-    differs = settings.exact or settings.deterministic or settings.teacher
+    differs = settings.exact or settings.deterministic or settings.teacher or settings.fp8
     differs = differs or settings.share_prefixes != "off" or settings.kv_cache_dtype != "auto"
     nothing = f"plain is for {_OF_PLAIN}; without them there is nothing to compare"
     raise_problems(

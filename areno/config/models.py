@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from areno.config.fp8 import FP8ModelConfig
 from areno.config.lora import LoraConfig
 from areno.config.optimizers import OPTIMIZERS, WITH_MOMENTS, OptimizerType
 from areno.config.resuming import FROM_HERE, FROM_STATE, NEVER, SAME_CONTENT, SPEED
@@ -239,7 +240,7 @@ class UpdatedModelConfig(Section):
 
 
 @dataclass(kw_only=True)
-class ModelConfig(LoraConfig, UpdatedModelConfig):
+class ModelConfig(LoraConfig, FP8ModelConfig, UpdatedModelConfig):
     """Settings of the trained model, its adapters and its updates. Supervised fine-tuning needs no more."""
 
     @require(

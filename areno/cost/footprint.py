@@ -61,6 +61,7 @@ class Footprint:
             zero_stage=self.zero_stage,
             adapters=model.adapters,
             copies_a=self.copies_a,
+            fp8=model.fp8,
         )
 
     def resident_bytes(self, model: ModelFootprint) -> int:

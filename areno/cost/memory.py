@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, replace
 
+from areno.config.fp8 import FP8Config
 from areno.config.layout import ALONE, Layout
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.layers.config import AdapterSpec, DeltaConfig
 from areno.models.adapter_shapes import n_adapter_parameters, n_stacked_parameters
 from areno.models.config import TransformerConfig
+from areno.models.fp8_layers import n_quantized_parameters
 from areno.models.parameters import n_body_parameters, n_kv_heads, n_layer_parameters, n_parameters, q_size, qkv_size
 
 LOGITS_KEPT = 5 * 2**29  # bytes of the gradients of logits that a GPU keeps: 8.8k positions of 152k tokens in bf16
@@ -65,20 +67,24 @@ def model_bytes(
     zero_stage: int = 0,
     adapters: AdapterSpec | None = None,
     copies_a: bool = False,
+    fp8: FP8Config | None = None,
 ) -> ModelBytes:
     """Return the bytes of a model on each device, without padding between parameters.
 
     `adapters` are trained in place of the weights. With `copies_a`, adapted weights have room for the copy of the
-    LoRA matrix A that sampling uses.
+    LoRA matrix A that sampling uses. `fp8` adds a byte for each weight in FP8, which with `adapters` is all there is.
     """
     n_weights = n = n_parameters(config, layout)
     layer, of_layers = n_layer_parameters(config, layout), n_body_parameters(config, layout) - config.hidden_size
     if adapters is not None:
         n = of_layers = n_adapter_parameters(config, adapters, layout)
         n_weights, layer = n_weights + n, n // config.num_layers
-        n_weights += n_stacked_parameters(config, adapters, layout) if copies_a else 0
+        n_weights += n_stacked_parameters(config, adapters, layout) if copies_a and fp8 is None else 0
+    weights = n_weights * itemsize
+    if fp8 is not None:
+        weights += (1 if adapters is None else 1 - itemsize) * n_quantized_parameters(config, fp8, layout)
     if optimizer is None:
-        return ModelBytes(weights=n_weights * itemsize)
+        return ModelBytes(weights=weights)
     divided = layout.dp_size if zero_stage else 1
     n_grads = n
     if zero_stage == 2 and layout.dp_size > 1:
@@ -87,7 +93,7 @@ def model_bytes(
     is_master = itemsize == 4 and divided == 1
     masters, moments = 0 if is_master else 4 * n // divided, int(OPTIMIZERS[optimizer].moment_bytes * n) // divided
     return ModelBytes(
-        weights=n_weights * itemsize,
+        weights=weights,
         gradients=4 * n_grads,
         masters=masters,
         moments=moments,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,10 @@ from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.linear import Linear
 from areno.layers.mlp import ExpertMLP
 from areno.layers.norm import ShardedRMSNorm
+from areno.models.quantization import quantized_linears
 from areno.models.transformer import Transformer
+
+Product = Callable[[Tensor], Tensor]
 
 _CPU_SIZES = (1, 2, 3, 4, 7, 16)  # numbers of rows to test, in units of `row_multiple`
 _CUDA_ROWS = 8192
@@ -33,6 +38,7 @@ _TIMED, _REPEATS = (8, 16, 32, 64, 128, 256), 10
 _UNTIMED = 64  # rows up to which Triton is assumed to be faster, if the choice may not depend on timings
 # The library may split the sums of 100 rows, but not those of 96 or 128. So all small numbers of rows are tested.
 _CUDA_SIZES = (*range(1, 513), *range(513, 2048, 61), 2048, 4096)
+_FP8_MULTIPLES = (64, 128, 256, 512)  # of rows, of which the first that keeps the bits is taken
 
 
 @torch.no_grad()
@@ -57,16 +63,19 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
             model.device.type,
         )
     adapters = [module for module in model.modules() if isinstance(module, Adapter)]
-    modules = {module.weight.shape: module for module in model.modules() if isinstance(module, _PRODUCTS)}
+    products = [module for module in model.modules() if isinstance(module, _PRODUCTS)]
+    quantized = {module.weight.shape: module for module in quantized_linears(model)}
+    modules = {module.weight.shape: module for module in products if not _is_quantized(module)}
     if model.device.type == "cpu":
         model.row_multiple = row_multiple()
-        for module in modules.values():
-            _check_products_on_cpu(module.weight, model.row_multiple)
+        for module in (*modules.values(), *quantized.values()):
+            _check_products_on_cpu(_product_of(module), module.weight, model.row_multiple)
         mixtures = [module for module in model.modules() if isinstance(module, ExpertMLP)]
         for mixture in mixtures:
             mixture.row_multiple = model.row_multiple
         for matrices in (mixtures[0].experts_gate_up, mixtures[0].experts_down) if mixtures else ():
-            _check_products_on_cpu(matrices.stack_EOI[0], model.row_multiple)
+            expert_OI = matrices.stack_EOI[0]
+            _check_products_on_cpu(partial(nn.functional.linear, weight=expert_OI), expert_OI, model.row_multiple)
         _check_adapters(adapters, model.row_multiple)
         return f"products of {model.row_multiple} rows at a time"
     if model.tp.size > 1 and any(isinstance(module, ShardedRMSNorm) for module in model.modules()):
@@ -77,16 +86,23 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
             Key("engine.tp_size"),
         )
     found = {shape: _choose_fixed_order_matmul(module, timed) for shape, module in modules.items()}
-    for module in model.modules():
-        if isinstance(module, _PRODUCTS):
+    for module in products:
+        if not _is_quantized(module):
             module.fixed_order = found[module.weight.shape]
+    multiples = {shape: _choose_row_multiple(module) for shape, module in quantized.items()}
+    for module in quantized_linears(model):
+        assert module.quantized is not None
+        module.quantized.row_multiple = multiples[module.weight.shape]
     for adapter in adapters:
         adapter.in_order = can_use_triton(adapter.a)
     _check_adapters(adapters, 1)
-    return "products without a split up to " + ", ".join(
-        f"{max(how.triton_rows, how.library_rows)} rows ({o}x{i}, {how.triton_rows} of them by Triton)"
+    plain = [
+        f"without a split up to {max(how.triton_rows, how.library_rows)} rows ({o}x{i}, {how.triton_rows} of them by "
+        "Triton)"
         for (o, i), how in found.items()
-    )
+    ]
+    in_fp8 = [f"in FP8 of {multiple} rows at a time ({o}x{i})" for (o, i), multiple in multiples.items()]
+    return "products " + ", ".join([*plain, *in_fp8])
 
 
 def _check_adapters(adapters: list[Adapter], multiple: int) -> None:
@@ -118,12 +134,43 @@ def _check_adapter(adapter: Adapter, multiple: int) -> None:
 _PRODUCTS = (Linear, VocabParallelEmbedding)
 
 
-def _check_products_on_cpu(weight_OI: Tensor, multiple: int) -> None:
+def _is_quantized(module: nn.Module) -> bool:
+    return isinstance(module, Linear) and module.quantized is not None
+
+
+def _product_of(module: Linear | VocabParallelEmbedding) -> Product:
+    return module.matmul if _is_quantized(module) else partial(nn.functional.linear, weight=module.weight)
+
+
+def _choose_row_multiple(module: Linear) -> int:
+    """Return to which multiple of rows FP8 products are padded on CUDA, so that a row's bits depend on no other row.
+
+    Raises EngineError if there is none.
+    """
+    matrix, x_NI = module.quantized, _random_input(_CUDA_ROWS, module.weight)
+    assert matrix is not None
+    if matrix.uses_units(x_NI):
+        for multiple in _FP8_MULTIPLES:
+            padded = replace(matrix, row_multiple=multiple)
+            all_NO = padded.matmul(x_NI)
+            sizes = {n + -n % multiple for n in _CUDA_SIZES}
+            if not torch.stack([(padded.matmul(x_NI[:n]) != all_NO[:n]).any() for n in sizes]).any():
+                return multiple
+    raise EngineError(
+        "{} cannot be kept on this machine: an FP8 product with a matrix of {} differs in its last bits from the same "
+        "rows in a larger product; set it to false, or name the layer in {}",
+        Key("engine.exact"),
+        tuple(module.weight.shape),
+        Key("actor.fp8_config.exclude_modules"),
+    )
+
+
+def _check_products_on_cpu(product: Product, weight_OI: Tensor, multiple: int) -> None:
     x_NI = _random_input(multiple * _CPU_SIZES[-1], weight_OI)
-    all_NO = nn.functional.linear(x_NI, weight_OI)
+    all_NO = product(x_NI)
     for size in _CPU_SIZES:
         rows = slice(0, size * multiple)
-        if not torch.equal(nn.functional.linear(x_NI[rows], weight_OI), all_NO[rows]):
+        if not torch.equal(product(x_NI[rows]), all_NO[rows]):
             raise EngineError(
                 "{} cannot be kept on this machine: a product of {} rows with a matrix of {} differs in its last bits "
                 "from the same rows in a larger product; set it to false",

@@ -48,6 +48,7 @@ from areno.models.adapters import (
     without_adapters,
 )
 from areno.models.config import TransformerConfig
+from areno.models.quantization import quantize_linears, quantized_buffers
 from areno.models.registry import build_model, layout_problems, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
@@ -322,6 +323,13 @@ class Roles:
             model = build_model(config, dtype=dtype, device=context.device, tp=context.tp, placed=placed)
             if spec.lora is not None:
                 self._load_weights(model, spec)
+                if spec.fp8 is not None:
+                    quantize_linears(model, spec.fp8, free_weights=True)
+                    logger.info(
+                        "%s: the frozen weights of linear layers are kept in 8 bits only; checkpoints of the whole "
+                        "model have these values, with the adapters added",
+                        spec.own_section,
+                    )
                 self._add_adapters(model, spec)
             leaves = spec.offload and has_separate_memory(context.device)
             fill = partial(self._set_weights, model, spec)
@@ -353,6 +361,8 @@ class Roles:
         """
         if spec.lora is None:
             self._load_weights(model, spec)
+            if spec.fp8 is not None:
+                quantize_linears(model, spec.fp8)
         if self.spec.engine.exact:
             logger.info("exact: %s", make_exact(model, timed=not self.spec.engine.deterministic))
 
@@ -366,9 +376,10 @@ class Roles:
         """
         own, actor = have_same_folder(spec, self.spec.actor), self._roles.get("actor")
         optimizer = actor.backend.optimizer if actor else None
+        own_and_kept = own and not self.spec.actor.has_fp8_only
         if spec.random_init:
             model.init_weights(self.spec.seed)
-        elif own and actor and (self.spec.actor.lora or optimizer is None or optimizer.steps == 0):
+        elif own_and_kept and actor and (self.spec.actor.lora or optimizer is None or optimizer.steps == 0):
             theirs = dict(self.actor.named_parameters())
             for name, parameter in model.named_parameters():
                 if name in theirs:
@@ -384,7 +395,7 @@ class Roles:
         lora, key = spec.lora, "actor.init_lora_from" if spec.key == "actor.path" else spec.key
         assert lora is not None
         add_adapters(model, lora.adapters)
-        if not self.spec.engine.exact:  # exact mode computes each product separately
+        if not self.spec.engine.exact and spec.fp8 is None:  # both compute each product separately
             stack_adapters(model)
         if not lora.init_from:
             init_adapters(model, self.spec.seed)
@@ -412,4 +423,7 @@ def has_separate_memory(device: torch.device) -> bool:
 
 def _offloaded_buffers(backend: TrainBackend, keeps_weights: bool) -> OffloadedBuffers:
     scratch = [] if backend.flat is None else [backend.flat.grads, backend.flat.workspace]
-    return OffloadedBuffers([] if keeps_weights else backend.params, scratch)
+    if keeps_weights:
+        return OffloadedBuffers([], scratch)
+    with_memory = [buffer for buffer in backend.params if buffer.is_contiguous()]  # `Linear.free_weight`
+    return OffloadedBuffers([*with_memory, *quantized_buffers(backend.model)], scratch)

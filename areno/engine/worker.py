@@ -41,7 +41,7 @@ from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
 from areno.engine.train.teacher import TeacherPasses, Teachers
 from areno.errors import EngineError
 from areno.kernels.attention import choose_backend
-from areno.kernels.backend import check_dtype
+from areno.kernels.backend import check_dtype, check_fp8
 from areno.models.adapters import adapter_table, adapter_writers, refresh_adapters
 from areno.models.transformer import Transformer
 from areno.models.weights import CheckpointEntry, checkpoint_table, file_writers, write_all
@@ -61,6 +61,8 @@ class Worker:
             memory.use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
         check_dtype(self.dtype, [context.device])
+        if spec.actor.fp8 is not None:
+            check_fp8([context.device])
         self._peaks = {"step": 0.0, "phase": 0.0}  # GiB, since the last call of memory_gib and of phase_memory_gib
         self._profiler = profiling.Profiler(spec.profiling, context.rank, context.device)
         self.attn_backend = choose_backend(spec.engine.attn_backend, context.device, self.dtype, spec.engine.exact)

@@ -116,6 +116,21 @@ def check_dtype(dtype: torch.dtype | str, devices: Iterable[torch.device | str])
             raise ConfigError(Problem("actor.dtype", text, gpu_description(device)))
 
 
+FP8_UNITS = (8, 9)  # the first compute capability with products in e4m3
+
+
+def has_fp8_units(device: torch.device | str) -> bool:
+    return (compute_capability(device) or (0, 0)) >= FP8_UNITS
+
+
+def check_fp8(devices: Iterable[torch.device | str]) -> None:
+    """Raise ConfigError if a device is a GPU without FP8 units."""
+    for device in devices:
+        if compute_capability(device) is not None and not has_fp8_units(device):
+            text = "is set, but {} has no FP8 units, which GPUs of compute capability 8.9 or more have; leave it out"
+            raise ConfigError(Problem("actor.fp8_config", text, gpu_description(device)))
+
+
 def gpu_description(device: torch.device | str) -> str:
     """Return the name of a GPU for a message, such as `Tesla T4 (compute capability 7.5)`."""
     major, minor = torch.cuda.get_device_capability(device)

@@ -79,6 +79,16 @@ _OF_OPTIMIZERS = {
     "type=adam_bf16": "adam_8bit has moments of one byte",
 }
 
+_POWERS = "scales are powers of two, from the values of each token and of each output of a weight"
+_OF_FP8 = {
+    **dict.fromkeys(("recipe", "margin", "amax_history_len", "amax_compute_algo", "tp_only_amax_red"), _POWERS),
+    **dict.fromkeys(("mode=blockwise", "mode=hybrid"), f"e4m3 is used for all values, and {_POWERS}"),
+    **dict.fromkeys(("param", "direct_convert"), "weights stay in actor.dtype; with actor.use_lora they are in FP8"),
+    **dict.fromkeys(("dot_product_attention", "multi_head_attention"), "attention computes in actor.dtype"),
+    "include_experts": "experts have no products in FP8",
+    "use_triton": "FP8 units multiply through torch._scaled_mm, and few rows in Triton",
+}
+
 _OF_ROLLOUT = {
     "backend": _OWN_ENGINE,
     "queue_size": "unfinished samples wait in the run itself; rollout.prompts_ahead is the number of prompts ahead",
@@ -142,6 +152,7 @@ NOT_HERE = {
     **_texts_by_key(("actor.mb_spec", "critic.mb_spec"), _OF_MICRO_BATCHES),
     **_texts_by_key(("actor.optimizer", "critic.optimizer"), _OF_OPTIMIZERS),
     **_texts_by_key(("rollout",), _OF_ROLLOUT),
+    **_texts_by_key(("actor.fp8_config", "actor.archon.fp8_config", "actor.megatron.fp8_config"), _OF_FP8),
     **_texts_by_key(("agent",), _OF_AGENTS),
     **_texts_by_key(
         ("gconfig", "eval_gconfig"), {"lora_name": _ONE_ADAPTER, "use_beam_search": "there is no beam search"}

@@ -204,7 +204,13 @@ _OF_VLLM = {
     "model": ("actor.path",),
     "seed": ("seed",),
 }
+_ENDS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _OF_BACKENDS = {
+    **{
+        f"{engine}.fp8_config.{name}": (f"actor.fp8_config.{name}",)
+        for engine, names in (("archon", ("mode", "exclude_modules")), ("megatron", ("mode", "wgrad", *_ENDS)))
+        for name in names
+    },
     **dict.fromkeys(("fsdp.offload_params", "archon.offload_params", "fsdp.per_layer_optim_step"), ("actor.offload",)),
     **dict.fromkeys(
         ("archon.ac_mode", "megatron.recompute_granularity", "megatron.recompute_method", "megatron.recompute_modules"),
@@ -277,6 +283,11 @@ HOLDS: dict[str, tuple[object, ...]] = {
         }.items()
     },
     **dict.fromkeys(("actor.reward_norm.group_size", "actor.adv_norm.group_size"), (1,)),
+    **{
+        f"actor.{section}.{name}": (False,)
+        for section in ("fp8_config", "archon.fp8_config", "megatron.fp8_config")
+        for name in ("include_experts", "param", "dot_product_attention", "multi_head_attention")
+    },
     "actor.importance_sampling_level": ("sequence",),  # of gspo, which has no such setting
     "agent.chat_template_type": ("concat",),
     "critic.is_critic": (True,),

@@ -52,7 +52,9 @@ def remove_unused(
             parts += [] if _is_off(value) else [key]
         elif _has_no_effect(key, value, whole):
             pass
-        elif section and section not in known and not known.isdisjoint(settings_of_other_tool(key)):
+        elif (
+            section and section not in known and (key in NOT_HERE or not known.isdisjoint(settings_of_other_tool(key)))
+        ):
             problems.append(Problem(key, f"unknown key{setting_hint(key, cls=cls)}"))
         else:
             continue

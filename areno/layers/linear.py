@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from areno.kernels.fp8.matmul import QuantizedMatrix
 from areno.kernels.matmul import FixedOrderMatmul, add_matmul
 from areno.layers.adapter import Adapter
 from areno.layers.config import AdapterSpec
@@ -24,8 +25,9 @@ from areno.layers.shard import Layout, TensorPart, WeightSpec, stacked_parts
 class Linear(nn.Module):
     """Base class of column-parallel and row-parallel layers and of `Router`. Sizes and weights are those of this rank.
 
-    `fixed_order`, if set, computes the product for `engine.exact`. `layout` lists, for "weight" and "bias", which rows
-    or columns of which checkpoint tensors this rank has.
+    `fixed_order`, if set, computes the product for `engine.exact`. `quantized`, if set, is the weight in FP8, and
+    computes product and gradients; the weight itself may then have no memory (`has_weight`). `layout` lists, for
+    "weight" and "bias", which rows or columns of which checkpoint tensors this rank has.
     """
 
     def __init__(self, out_size: int, in_size: int, spec: WeightSpec, *, bias: bool):
@@ -34,6 +36,8 @@ class Linear(nn.Module):
         self.weight = spec.empty(out_size, in_size)
         self.bias = spec.empty(out_size) if bias else None
         self.fixed_order: FixedOrderMatmul | None = None
+        self.quantized: QuantizedMatrix | None = None
+        self.has_weight = True
         self.layout: Layout = {}
         self.adapter: Adapter | None = None
 
@@ -52,11 +56,22 @@ class Linear(nn.Module):
         return self.adapter if self.adapter is not None and self.adapter.is_stacked else None
 
     def merged_weight(self) -> Tensor:
-        """Return a copy of the weight with the adapter merged in, or the weight itself if no adapter is on."""
-        return self.adapter.merged_weight(self.weight) if self.adapter is not None and self.adapter.on else self.weight
+        """Return the weight, and a copy of it with the adapter merged in if one is on. Dequantized if not in memory."""
+        weight = self.weight
+        if not self.has_weight:
+            assert self.quantized is not None
+            weight = self.quantized.dequantized(weight.dtype)
+        return self.adapter.merged_weight(weight) if self.adapter is not None and self.adapter.on else weight
+
+    @torch.no_grad()
+    def free_weight(self) -> None:
+        """Free the memory of the weight. Its shape and dtype stay, and `quantized` computes all products."""
+        self.weight.data, self.has_weight = self.weight.new_zeros(1).expand(self.weight.shape), False
 
     def matmul(self, x_NI: Tensor) -> Tensor:
         """Return x W^T without bias and adapter."""
+        if self.quantized is not None:
+            return self.quantized.linear(x_NI, self.weight)
         return (
             F.linear(x_NI, self.weight) if self.fixed_order is None else self.fixed_order(x_NI, self.weight, x_NI.dtype)
         )
@@ -65,7 +80,10 @@ class Linear(nn.Module):
         """Add the gradients of weight, bias and adapter to their float32 `.grad`. Frozen parameters are skipped."""
         if self.weight.requires_grad:
             assert self.weight.grad is not None
-            add_matmul(self.weight.grad, grad_NO.t(), x_NI)
+            if self.quantized is not None:
+                self.quantized.add_weight_gradient(self.weight.grad, grad_NO, x_NI)
+            else:
+                add_matmul(self.weight.grad, grad_NO.t(), x_NI)
         if self.bias is not None and self.bias.requires_grad:
             assert self.bias.grad is not None
             self.bias.grad.add_(grad_NO.sum(0, dtype=torch.float32))
@@ -74,7 +92,7 @@ class Linear(nn.Module):
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
         """Return the gradient with respect to x. If column-parallel, only this rank's outputs contribute."""
-        grad_NI = grad_NO @ self.weight
+        grad_NI = grad_NO @ self.weight if self.quantized is None else self.quantized.input_gradient(grad_NO)
         if self.adapter is not None and self.adapter.on:
             self.adapter.add_input_gradient(grad_NI, grad_NO)
         return grad_NI
@@ -105,7 +123,7 @@ class ColumnParallelLinear(Linear):
         x_NI = self.tp.gather_rows(x_NI) if split else self.tp.copy_in(x_NI)
         if (adapter := self.stacked_adapter()) is not None:
             return adapter.layer_output(x_NI)
-        if self.fixed_order is None:
+        if self.fixed_order is None and self.quantized is None:
             return self._add_adapter_output(F.linear(x_NI, self.weight, self.bias), x_NI)
         y_NO = self.matmul(x_NI)  # with bias, F.linear rounds once or twice, depending on the number of rows
         return self._add_adapter_output(y_NO if self.bias is None else y_NO.add_(self.bias), x_NI)

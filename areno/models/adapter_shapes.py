@@ -18,7 +18,7 @@ OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Checkpoint names of routers and of layers of experts, which have no adapters."""
 
 
-class _LinearSpec(NamedTuple):
+class LinearSpec(NamedTuple):
     outputs: tuple[int, ...]  # of each projection, over all ranks
     n_in: int  # over all ranks
     n_layers: int  # number of layers of the model that have this linear layer
@@ -31,7 +31,7 @@ class _LinearSpec(NamedTuple):
         return self.n_in, [max(layout.share_rounded_down(size), self.least) for size in self.outputs]
 
 
-def _adaptable_linears(config: TransformerConfig) -> dict[str, _LinearSpec]:
+def adaptable_linears(config: TransformerConfig) -> dict[str, LinearSpec]:
     """Return the linear layers that may have adapters, by module name in `Layer`, such as "attention.qkv".
 
     Experts cannot have adapters. In a model with experts, plain MLPs cannot have adapters either.
@@ -40,16 +40,16 @@ def _adaptable_linears(config: TransformerConfig) -> dict[str, _LinearSpec]:
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = (q_size * (1 + config.attention_gate), kv_size, kv_size)
     found = {
-        "attention.qkv": _LinearSpec(qkv, size, n_attend, least=config.head_dim),  # a rank has at least one head
-        "attention.out": _LinearSpec((size,), q_size, n_attend, row_parallel=True),
+        "attention.qkv": LinearSpec(qkv, size, n_attend, least=config.head_dim),  # a rank has at least one head
+        "attention.out": LinearSpec((size,), q_size, n_attend, row_parallel=True),
     }
     if config.delta is not None:
         n_recur = len(config.delta.layers)
-        found["delta.in_proj"] = _LinearSpec(config.delta.projection_sizes, size, n_recur)
-        found["delta.out"] = _LinearSpec((size,), config.delta.inner_size, n_recur, row_parallel=True)
+        found["delta.in_proj"] = LinearSpec(config.delta.projection_sizes, size, n_recur)
+        found["delta.out"] = LinearSpec((size,), config.delta.inner_size, n_recur, row_parallel=True)
     if config.experts is None:
-        found["mlp.gate_up"] = _LinearSpec((inner, inner), size, config.num_layers)
-        found["mlp.down"] = _LinearSpec((size,), inner, config.num_layers, row_parallel=True)
+        found["mlp.gate_up"] = LinearSpec((inner, inner), size, config.num_layers)
+        found["mlp.down"] = LinearSpec((size,), inner, config.num_layers, row_parallel=True)
     return found
 
 
@@ -60,7 +60,7 @@ def linear_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     """
     return {
         name.rsplit(".", 1)[-1]: (sum(linear.outputs[index] for index in group), linear.n_in)
-        for module, linear in _adaptable_linears(config).items()
+        for module, linear in adaptable_linears(config).items()
         for name, group in stored_modules(module, config).items()
     }
 
@@ -89,9 +89,9 @@ def n_stacked_parameters(config: TransformerConfig, adapters: AdapterSpec, layou
     return total
 
 
-def _adapted_linears(config: TransformerConfig, adapters: AdapterSpec) -> Iterator[tuple[_LinearSpec, list[list[int]]]]:
+def _adapted_linears(config: TransformerConfig, adapters: AdapterSpec) -> Iterator[tuple[LinearSpec, list[list[int]]]]:
     """Yield (linear layer with adapters, groups of projection indices). Projections of a group share one A."""
-    for module, linear in _adaptable_linears(config).items():
+    for module, linear in adaptable_linears(config).items():
         stored = stored_modules(module, config)
         if groups := [group for name, group in stored.items() if name.rsplit(".", 1)[-1] in adapters.targets]:
             yield linear, groups

@@ -33,7 +33,7 @@ def can_run_few_rows(layers: Sequence[Layer], n_tokens: int, attend: Attend) -> 
 
     The pass must be part of a rollout, without gradients, and have at most `MOST_ROWS` tokens. The model must be on one
     GPU, and `supports_few_rows` must accept its weights. Each layer must have attention and a gated MLP, and its only
-    norms must be those before attention and MLP. Adapters must be inactive, and `engine.exact` must be off.
+    norms must be those before attention and MLP. Adapters must be inactive, and `engine.exact` and FP8 must be off.
     """
     if torch.is_grad_enabled() or n_tokens > MOST_ROWS or isinstance(attend, PackedAttend | CachedAttend):
         return False
@@ -50,6 +50,7 @@ def _is_supported_layer(layer: Layer) -> bool:
     return all(
         linear.tp.size == 1
         and linear.fixed_order is None
+        and linear.quantized is None
         and (linear.bias is None or linear is attention.qkv)
         and (linear.adapter is None or not linear.adapter.on)
         and supports_few_rows(linear.weight)

@@ -57,6 +57,11 @@ def device_warnings(config: ExperimentConfig, spec: EngineSpec) -> Iterator[str]
             "rollout.speculation=on drafts nothing in training: samples that continue in later steps "
             "(rollout.prompts_ahead, rollout.max_head_offpolicyness) have no drafts; only evaluations have them"
         )
+    if is_policy and config.actor.fp8 is not None and not config.engine.exact:
+        yield (
+            f"linear layers compute in FP8 without engine.exact, so rollout and training differ more than in "
+            f"{spec.dtype}; engine.exact=true is recommended"
+        )
     if config.engine.zero_stage == 2 and spec.layout.dp_size == 1:
         yield "engine.zero_stage=2 has no effect: the run has one copy of the model, which shares no gradients"
     if not spec.devices[0].startswith("cuda"):

@@ -18,6 +18,7 @@ from areno.engine.decoder.grammar import find_ids_with_text
 from areno.errors import ConfigError, Key, Problem, all_of
 from areno.files.paths import name_model_setting_in_errors
 from areno.models.config import TransformerConfig
+from areno.models.fp8_layers import unknown_exclusions
 from areno.models.registry import load_config
 from areno.plan.devices import devices_of
 from areno.plan.folders import load_tokenizer, model_folder
@@ -145,9 +146,11 @@ def engine_spec(config: ExperimentConfig, actor: RoleSpec, devices: list[str]) -
 
 def _dtype_of(actor: ModelConfig, devices: list[str]) -> str:
     """Return the data type of the weights. Raises ConfigError if a device does not support it."""
-    from areno.kernels.backend import check_dtype, default_dtype
+    from areno.kernels.backend import check_dtype, check_fp8, default_dtype
     from areno.models.weights import DTYPE_NAMES
 
+    if actor.fp8 is not None:
+        check_fp8(devices)
     if actor.dtype == "auto":
         return DTYPE_NAMES[default_dtype(devices)]
     check_dtype(actor.dtype, devices)
@@ -185,6 +188,12 @@ def engine_problems(config: ExperimentConfig, model: TransformerConfig, device: 
     elif exact and device.startswith("cuda"):
         text = "is true, but the products of a model with experts have no fixed order on CUDA; set it to false"
         yield Problem("engine.exact", text)
+    if actor.fp8 is not None:
+        if model.experts is not None:
+            yield Problem("actor.fp8_config", "is set, but experts have no products in FP8; leave it out")
+        elif unknown := unknown_exclusions(model, actor.fp8):
+            text = f"has {', '.join(unknown)}, which is in no name of a module, such as layers.0.self_attn.o_proj"
+            yield Problem("actor.fp8_config.exclude_modules", text)
     if exact and model.delta is not None:
         text = "is true, but training and decoding compute the recurrent states of this model in different orders; "
         yield Problem("engine.exact", f"{text}set it to false")

@@ -92,6 +92,7 @@ def _role_spec(config: ExperimentConfig, name: str, folder: str, lora: LoraSpec 
         offload="offload" in given and config.offloads(section),
         random_init=given.get("init_from_scratch", False),
         lora=lora,
+        fp8=config.actor.fp8 if name in ("actor", "ref") else None,
         in_training=in_training,
     )
 

@@ -102,6 +102,11 @@ class Recovery(AbstractContextManager["Recovery"]):
         if earlier is not None:  # config.yaml has the changes that the user asked for by --resume
             earlier.check_resumable(self.config, None)
         refuse_changes(found, self.folder, explicit=earlier is not None)
+        if self.config.actor.fp8 is not None and any(change.key == "engine.tp_size" for change in found):
+            logger.warning(
+                "engine.tp_size differs from that of the earlier part of the run. In FP8, each rank rounds its part of "
+                "a row, so the model becomes a slightly different one"
+            )
         given, now = state.record["inputs"], self._inputs
         changed = {change.key for change in found if change.on_resume.kind == "explicit"}
         text = "is not what the run in {} began with ({} instead of {})"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areno.config.experiments import HeadName
+from areno.config.fp8 import FP8Config
 from areno.config.models import OptimizerConfig
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.layers.config import AdapterSpec
@@ -46,6 +47,7 @@ class RoleSpec:
     random_init: bool = False  # weights from the engine's seed, not from the folder
     router_aux_loss_coef: float = 0.0  # of the loss that balances the load of experts
     lora: LoraSpec | None = None  # trained in place of the weights
+    fp8: FP8Config | None = None  # of the linear layers
     pad_token_id: int | None = None  # for config.json of a head that gives scores: transformers finds a row's end by it
     step_separator: str | None = None  # text after each step, for config.json of a process reward model
     in_training: bool = False  # training passes of the actor use it, for a divergence
@@ -75,6 +77,11 @@ class RoleSpec:
     @property
     def adapters(self) -> AdapterSpec | None:
         return self.lora.adapters if self.lora else None
+
+    @property
+    def has_fp8_only(self) -> bool:
+        """Whether the linear layers in FP8 have no weights in another dtype, because they are frozen under adapters."""
+        return self.fp8 is not None and self.lora is not None
 
     @property
     def trains_weights(self) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.config.experiments import ExperimentConfig
+from areno.config.fp8 import FP8Config
 from areno.config.models import ModelConfig
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.worker import Worker
@@ -140,6 +141,20 @@ def test_the_type_of_a_run_is_that_of_its_oldest_gpu(gpus: Gpus) -> None:
         plan("bfloat16", ["cuda:0", "cuda:1"])
     told = "actor.dtype: is bfloat16, which GPU 1 (compute capability 7.5) does not have; set it to float32"
     assert str(caught.value) == told
+
+
+def test_fp8_needs_units_for_it_or_a_cpu(gpus: Gpus, tmp_path: Path) -> None:
+    gpus((8, 9), (8, 0))
+    actor = ModelConfig(path=str(MODEL), fp8_config=FP8Config())
+    for devices in (["cpu"], ["cuda:0"]):
+        plan_of_actor(ExperimentConfig(experiment_name="e", actor=actor), lambda devices=devices: devices)
+    told = r"^actor\.fp8_config: is set, but GPU 1 \(compute capability 8\.0\) has no FP8 units"
+    with pytest.raises(ConfigError, match=told):
+        plan_of_actor(ExperimentConfig(experiment_name="e", actor=actor), lambda: ["cuda:0", "cuda:1"])
+    alone = ParallelGroup()
+    context = ParallelContext(0, torch.device("cuda:1"), alone, alone, alone, alone)
+    with pytest.raises(ConfigError, match=told):
+        Worker(spec(tmp_path, fp8=FP8Config()), context)
 
 
 def test_a_worker_looks_at_its_own_gpu(gpus: Gpus, tmp_path: Path) -> None:

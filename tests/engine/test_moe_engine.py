@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from areno.config.experiments import ExperimentConfig
+from areno.config.fp8 import FP8Config
 from areno.config.models import MicroBatchSpec, PolicyConfig
 from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
@@ -232,6 +233,9 @@ def test_settings_without_experts_or_that_experts_cannot_have(folder: Path, tmp_
     assert not [*engine_problems(config, sparse, "cpu")]
     [problem] = engine_problems(config, sparse, "cuda:0")
     assert problem.key == "engine.exact"
+    config.engine.exact, actor.fp8_config = False, FP8Config()
+    [problem] = engine_problems(config, sparse, "cuda:0")
+    assert str(problem) == "actor.fp8_config: is set, but experts have no products in FP8; leave it out"
 
 
 @pytest.mark.slow

@@ -69,6 +69,16 @@ def test_settings_without_effect_on_the_devices_of_a_run() -> None:
     assert told("cpu") == []
 
 
+def test_fp8_without_exact_log_probabilities() -> None:
+    def told(*settings: str) -> list[str]:
+        config = load(GSPOConfig, "quickstart", ["actor.fp8_config.mode=e4m3", *settings])
+        return list(device_warnings(config, EngineSpec(actor=RoleSpec(path=""), devices=["cpu"], dtype="bfloat16")))
+
+    [text] = told()
+    assert text.startswith("linear layers compute in FP8 without engine.exact, so rollout and training differ more")
+    assert told("engine.exact=true") == told("actor.fp8_config.mode=disabled") == []
+
+
 def test_drafts_of_samples_that_continue_in_later_steps_are_said_to_be_off() -> None:
     def told(*settings: str) -> list[str]:
         config = load(GSPOConfig, "quickstart", ["rollout.speculation=on", *settings])

@@ -27,6 +27,7 @@ from areno.engine.state.tensor_shards import (
 from areno.engine.train.optimizer_offload import PINNED_BYTES, HostBuffer
 from areno.errors import CheckpointError, EngineError
 from areno.layers.parallel import ParallelGroup
+from areno.models.quantization import quantize_again
 
 if TYPE_CHECKING:  # torch.distributed.checkpoint takes a second to import
     from areno.engine.state.storage import HostFile
@@ -148,6 +149,7 @@ class StateCheckpointer:
             for role in roles.values():
                 with role.on_device(training=True) as backend:
                     flat_and_optimizer(backend)[0].update_from_masters()  # a collective call
+                    quantize_again(backend.model)
 
     def free_buffers(self) -> None:
         """Free save plans and host memory. Call this before roles are added or removed."""

@@ -42,6 +42,7 @@ from areno.kernels.logprobs import KEEP_BYTES, Teacher, VocabSoftmax, selected_l
 from areno.kernels.logprobs.divergence import CommonTokenIds
 from areno.layers.attention import PrefixKeys
 from areno.loss_fns.data_pack import DataPack, check_loss_result
+from areno.models.quantization import quantize_again
 from areno.models.transformer import Transformer
 from areno.specs.engine import EngineSpec, SharePrefixes
 from areno.specs.role import RoleSpec
@@ -372,6 +373,7 @@ class TrainBackend:
         with phase("optimizer"):
             if applies:
                 self.optimizer.step(gradient.norm)
+                quantize_again(self.model)
             else:
                 self.optimizer.skip_update(is_empty=not step.step_tokens)
         heartbeat.beat()

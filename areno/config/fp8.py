@@ -1,0 +1,65 @@
+"""Settings of linear layers in FP8. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from areno.schema.fields import Needs, Section, setting
+
+_ENDS = Needs("first_last_layers_bf16", so="no layer is left out")
+
+
+@dataclass(kw_only=True)
+class FP8Config(Section):
+    """Linear layers whose inputs and weights are rounded to FP8 (e4m3, arXiv 2209.05433), in rollout and training.
+
+    The scales are powers of two, one for each token and one for each output of a weight. Weights are rounded again
+    after each update, from the weights that checkpoints hold. Gradients pass the rounding unchanged.
+    """
+
+    mode: Literal["e4m3", "disabled"] = setting("e4m3", help="Format of inputs, weights and gradients")
+    dgrad: bool = setting(
+        True,
+        help="true: round the gradients of outputs to FP8 for the gradients of inputs, which is faster. false: compute "
+        "these in actor.dtype",
+    )
+    wgrad: bool = setting(
+        False,
+        help="true: round inputs and gradients of outputs to FP8, over the tokens, for the gradients of weights. "
+        "false: compute these in actor.dtype",
+    )
+    exclude_modules: list[str] = setting(
+        factory=list,
+        help="Linear layers that stay in actor.dtype: parts of their names in the checkpoint, such as o_proj or "
+        "layers.0.. Projections of one input, such as q_proj, k_proj and v_proj, are one layer. Embedding, output head "
+        "and value heads are never in FP8",
+    )
+    first_last_layers_bf16: bool = setting(False, help="Leave the first and last layers of the model in actor.dtype")
+    num_layers_at_start_in_bf16: int = setting(
+        1, help="Number of first layers that are left out", ge=0, only_with=_ENDS
+    )
+    num_layers_at_end_in_bf16: int = setting(1, help="Number of last layers that are left out", ge=0, only_with=_ENDS)
+
+    def leaves_out(self, layer: int, n_layers: int) -> bool:
+        """Return whether a layer of the model stays in actor.dtype as a whole."""
+        if not self.first_last_layers_bf16:
+            return False
+        return layer < self.num_layers_at_start_in_bf16 or layer >= n_layers - self.num_layers_at_end_in_bf16
+
+
+@dataclass(kw_only=True)
+class FP8ModelConfig(Section):
+    """The setting of a model whose linear layers may compute in FP8."""
+
+    fp8_config: FP8Config | None = setting(
+        None,
+        help="Compute linear layers in FP8, in rollout and training. The reference model does the same. With use_lora, "
+        "the frozen weights of these layers are kept in 8 bits only. Needs GPUs of compute capability 8.9 or more, or "
+        "a CPU, which emulates FP8. null: all layers compute in dtype",
+    )
+
+    @property
+    def fp8(self) -> FP8Config | None:
+        """fp8_config, and None if it is disabled."""
+        return None if self.fp8_config is None or self.fp8_config.mode == "disabled" else self.fp8_config

@@ -1,0 +1,140 @@
+"""Products of rows and weights that are rounded to FP8, and their gradients.
+
+The product is q(x) q(W)^T, where q rounds each row of x and W (`quantize_rows`). It is the same function in all forms,
+up to the order of sums: on FP8 units, as a product of codes in half precision (few rows), and as a product of
+dequantized values, which any device has. Codes of W are (O, I), and `exponents` those of their scales.
+
+Shape letters: N rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from areno.kernels.backend import has_fp8_units
+from areno.kernels.fp8 import dequantize_rows, quantize_rows, round_rows, scales_from_exponents
+from areno.kernels.matmul import add_matmul, pad_rows
+
+FEW_ROWS = 64
+_MULTIPLE = 16  # of the sizes of matrices that FP8 units multiply
+
+
+@dataclass
+class QuantizedMatrix:
+    """A weight rounded by rows. Gradients pass the rounding unchanged.
+
+    Attributes:
+        dgrad: whether `input_gradient` rounds the gradient g of the output by rows, after it is multiplied by the
+            scales of the weight.
+        wgrad: whether `add_weight_gradient` rounds g and x over the tokens of each feature.
+        row_multiple: products pad x to a multiple of this number of rows, for `engine.exact`.
+    """
+
+    codes_OI: Tensor
+    exponents_O: Tensor
+    dgrad: bool = True
+    wgrad: bool = False
+    row_multiple: int = 1
+
+    @staticmethod
+    def of(weight_OI: Tensor, *, dgrad: bool = True, wgrad: bool = False) -> QuantizedMatrix:
+        return QuantizedMatrix(*quantize_rows(weight_OI.detach()), dgrad=dgrad, wgrad=wgrad)
+
+    @torch.no_grad()
+    def set(self, weight_OI: Tensor) -> None:
+        """Round another weight into the same memory, which CUDA graphs read."""
+        for mine, new in zip((self.codes_OI, self.exponents_O), quantize_rows(weight_OI.detach()), strict=True):
+            mine.copy_(new)
+
+    @property
+    def scales_O(self) -> Tensor:
+        return scales_from_exponents(self.exponents_O)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        return dequantize_rows(self.codes_OI, self.exponents_O, dtype)
+
+    def uses_units(self, x: Tensor) -> bool:
+        """Return whether products with x run on FP8 units, and not with dequantized values."""
+        return can_multiply_in_fp8(x) and all(size % _MULTIPLE == 0 for size in self.codes_OI.shape)
+
+    def linear(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        """Return `matmul`, with a gradient for x and for the weight that has been rounded."""
+        return _Linear.apply(x_NI, weight_OI, self)  # type: ignore[return-value]
+
+    def matmul(self, x_NI: Tensor) -> Tensor:
+        """Return q(x) q(W)^T in the dtype of x, without gradient."""
+        if not self.uses_units(x_NI):
+            return F.linear(round_rows(x_NI), self.dequantized(x_NI.dtype))
+        n_rows = len(x_NI)
+        if n_rows <= FEW_ROWS and self.row_multiple == 1:
+            from areno.kernels.fp8.triton_few_rows import few_rows_matmul
+
+            return few_rows_matmul(*quantize_rows(x_NI), self.codes_OI, self.exponents_O, x_NI.dtype)
+        codes_NI, exponents_N = quantize_rows(pad_rows(x_NI, self.row_multiple))
+        scales = scales_from_exponents(exponents_N), self.scales_O
+        return _scaled_matmul(codes_NI, self.codes_OI, *scales, x_NI.dtype, fast=True)[:n_rows]
+
+    def input_gradient(self, grad_NO: Tensor) -> Tensor:
+        """Return g q(W)."""
+        if not self.dgrad:
+            return grad_NO @ self.dequantized(grad_NO.dtype)
+        scaled_NO = grad_NO * self.scales_O.to(grad_NO.dtype)  # exact, as scales are powers of two
+        if not self.uses_units(grad_NO):
+            return round_rows(scaled_NO) @ self.codes_OI.to(grad_NO.dtype)
+        codes_NO, exponents_N = quantize_rows(scaled_NO)
+        codes_IO = _transposed(self.codes_OI)  # for each call, so that it takes the memory of one layer only
+        scales = scales_from_exponents(exponents_N), torch.ones(len(codes_IO), device=codes_IO.device)
+        return _scaled_matmul(codes_NO, codes_IO, *scales, grad_NO.dtype, fast=False)
+
+    def add_weight_gradient(self, out_OI: Tensor, grad_NO: Tensor, x_NI: Tensor) -> None:
+        """Add g^T q(x) to `out_OI`."""
+        if not self.wgrad:
+            add_matmul(out_OI, grad_NO.t(), round_rows(x_NI))
+            return
+        grad_ON, x_IN = (pad_rows(each, _MULTIPLE).t().contiguous() for each in (grad_NO, x_NI))
+        if not self.uses_units(x_NI):
+            add_matmul(out_OI, round_rows(grad_ON), round_rows(x_IN).t())
+            return
+        (codes_ON, exponents_O), (codes_IN, exponents_I) = quantize_rows(grad_ON), quantize_rows(x_IN)
+        scales = scales_from_exponents(exponents_O), scales_from_exponents(exponents_I)
+        out_OI += _scaled_matmul(codes_ON, codes_IN, *scales, x_NI.dtype, fast=False)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, matrix: QuantizedMatrix) -> Tensor:
+        ctx.save_for_backward(x_NI)
+        ctx.matrix = matrix
+        return matrix.matmul(x_NI)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x_NI,), matrix, grad_NO = ctx.saved_tensors, ctx.matrix, grads[0].contiguous()
+        of_weight = None
+        if ctx.needs_input_grad[1]:
+            of_weight = x_NI.new_zeros(matrix.codes_OI.shape)
+            matrix.add_weight_gradient(of_weight, grad_NO, x_NI)
+        return matrix.input_gradient(grad_NO) if ctx.needs_input_grad[0] else None, of_weight, None
+
+
+def can_multiply_in_fp8(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and has_fp8_units(x.device)
+
+
+def _scaled_matmul(
+    a_NK: Tensor, b_MK: Tensor, scales_N: Tensor, scales_M: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """Return a b^T for codes a and b. If not `fast`, matrix units add every 128 products to a sum in float32."""
+    if not len(a_NK):
+        return a_NK.new_empty((0, len(b_MK)), dtype=dtype)
+    scales = scales_N.unsqueeze(1), scales_M.unsqueeze(0)
+    return torch._scaled_mm(a_NK, b_MK.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _transposed(codes: Tensor) -> Tensor:
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)

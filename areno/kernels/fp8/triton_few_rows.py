@@ -1,0 +1,81 @@
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+"""The product of few rows and a weight that are both rounded to FP8, for decoding steps of few samples.
+
+The time is that of reading the codes of the weight. FP8 units take 64 rows at once, so the product is computed in
+float16, to which codes are converted without a rounding error, two in one instruction. A sum is multiplied by both
+scales at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from areno.kernels.fp8.triton import scales
+from areno.kernels.jit import kernel, load_masked
+
+_COLUMNS, _WARPS = 32, 4  # outputs of a tile, and warps of its program
+_TILES = {16: (512, 4), 64: (256, 4)}  # rows of a tile -> its inputs, and stages
+
+
+def few_rows_matmul(
+    codes_NI: Tensor, exponents_N: Tensor, weight_OI: Tensor, exponents_O: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the product of the dequantized rows and the dequantized weight, for at most 64 rows."""
+    (n_rows, n_inputs), n_columns = codes_NI.shape, len(weight_OI)
+    out_NO = torch.empty((n_rows, n_columns), dtype=dtype, device=codes_NI.device)
+    rows = next(size for size in _TILES if n_rows <= size)
+    inputs, n_stages = _TILES[rows]
+    if n_rows:
+        _few_rows_kernel[(triton.cdiv(n_columns, _COLUMNS),)](
+            codes_NI,
+            exponents_N,
+            weight_OI,
+            exponents_O,
+            out_NO,
+            n_rows,
+            n_columns,
+            n_inputs,
+            ROWS=rows,
+            COLUMNS=_COLUMNS,
+            INPUTS=inputs,
+            num_warps=_WARPS,
+            num_stages=n_stages,
+        )
+    return out_NO
+
+
+@kernel(do_not_specialize=["n_rows"])
+def _few_rows_kernel(
+    x_ptr,
+    x_exponents_ptr,
+    weight_ptr,
+    weight_exponents_ptr,
+    out_ptr,
+    n_rows,
+    n_columns,
+    n_inputs,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INPUTS: tl.constexpr,
+):
+    """Compute the transposed product of all rows and some outputs, so that the weight is the factor in registers."""
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    real_row, real_column = row < n_rows, column < n_columns
+    x_place = x_ptr + row[None, :] * n_inputs
+    weight_place = weight_ptr + column.to(tl.int64)[:, None] * n_inputs
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for start in range(0, n_inputs, INPUTS):
+        at = start + tl.arange(0, INPUTS)
+        inside = at < n_inputs
+        weight = tl.load(weight_place + at[None, :], mask=real_column[:, None] & inside[None, :], other=0.0)
+        x = tl.load(x_place + at[:, None], mask=real_row[None, :] & inside[:, None], other=0.0)
+        total = tl.dot(weight.to(tl.float16), x.to(tl.float16), acc=total)
+    x_scale = scales(load_masked(x_exponents_ptr + row, real_row))
+    weight_scale = scales(load_masked(weight_exponents_ptr + column, real_column))
+    total *= weight_scale[:, None]
+    place = out_ptr + row[None, :] * n_columns + column[:, None]
+    tl.store(place, total * x_scale[None, :], mask=real_column[:, None] & real_row[None, :])

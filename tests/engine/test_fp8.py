@@ -1,0 +1,191 @@
+"""Linear layers in FP8: rollout and training compute one quantized function of the weights that checkpoints hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from areno.bench.work import model_folder as shape_folder
+from areno.config.fp8 import FP8Config
+from areno.config.models import MicroBatchSpec
+from areno.config.rollout import SamplingConfig
+from areno.cost.memory import model_bytes
+from areno.engine.engine import Engine
+from areno.kernels.fp8 import round_rows
+from areno.layers.attention import PackedAttend
+from areno.layers.config import AdapterSpec
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.models.adapters import add_adapters
+from areno.models.fp8_layers import n_quantized_parameters, unknown_exclusions
+from areno.models.quantization import quantize_linears, quantized_buffers, quantized_linears
+from areno.models.registry import build_model, load_config
+from areno.models.weights import load_weights
+from areno.specs.role import LoraSpec, RoleSpec
+from areno.specs.update import UpdateSpec
+from areno.trainers.rows import token_rows
+from areno.types import TrainSequence
+from tests.helpers.tiny_engine import (
+    folder_with_weights,
+    model_folder,
+    request,
+    rollout,
+    saved_tensors,
+    spec,
+    tokens_of,
+    train_rows,
+)
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTERS = LoraSpec(adapters=AdapterSpec(4, 8.0, ALL))
+UPDATE = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=300))
+FP8 = FP8Config()
+REQUESTS = [request(index, n_samples=1 + index % 3, length=4 + 9 * index) for index in range(5)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+def scores(engine: Engine, rows: list[TrainSequence], role: str = "actor") -> list[Any]:
+    return engine.logprobs(role, token_rows(rows), SamplingConfig())
+
+
+def largest(one: list[Any], other: list[Any]) -> float:
+    return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="all weights"),
+        pytest.param({"fp8": FP8Config(wgrad=True)}, id="wgrad", marks=pytest.mark.slow),
+        pytest.param({"lora": ADAPTERS}, id="adapters"),
+        pytest.param({"devices": 2, "tp_size": 2}, id="tp", marks=pytest.mark.slow),
+        pytest.param({"devices": 2, "tp_size": 2, "lora": ADAPTERS}, id="tp, adapters", marks=pytest.mark.slow),
+    ],
+)
+def test_exact_rollout_and_training_have_the_same_bits(folder: Path, options: dict[str, Any]) -> None:
+    """Before and after an update, whose difference ends the run."""
+    settings = spec(folder, **{"exact": True, "fp8": FP8, **options})
+    with Engine(settings, "spawn" if "devices" in options else "inline") as engine:
+        for _ in range(2):
+            rows = train_rows(rollout(engine, REQUESTS), REQUESTS)
+            before = scores(engine, rows)
+            for row, computed in zip(rows, before, strict=True):
+                sampled = ~np.asarray(row.prompt_mask)
+                assert np.array_equal(np.asarray(row.logprobs, dtype=np.float32)[sampled], computed[sampled])
+            assert engine.train(rows, grpo_loss_fn, UPDATE)["logp_abs_diff_max"] == 0.0
+            assert largest(scores(engine, rows), before) > 1e-3
+
+
+@pytest.mark.parametrize("exclude", [[], ["o_proj", "layers.1.mlp"]])
+def test_the_function_is_that_of_rounded_inputs_and_weights(exclude: list[str], tmp_path: Path) -> None:
+    import transformers
+
+    fp8 = FP8Config(exclude_modules=exclude)
+    path = str(folder_with_weights(tmp_path))
+    model = build_model(load_config(path), dtype=torch.float32, device="cpu")
+    load_weights(model, path)
+    quantize_linears(model, fp8)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokens = torch.arange(2, 50)
+    plain = theirs(tokens[None]).logits[0]
+    n_rounded = 0
+    for name, module in theirs.model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not any(part in name for part in exclude):
+            module.weight.data = round_rows(module.weight.data)
+            module.register_forward_pre_hook(lambda _, given: round_rows(given[0]))
+            n_rounded += module.weight.numel()
+    assert n_quantized_parameters(model.config, fp8) == n_rounded
+    assert sum(module.weight.numel() for module in quantized_linears(model)) == n_rounded
+    starts = torch.tensor([0, len(tokens)], dtype=torch.int32)
+    attend = PackedAttend(starts, len(tokens), "sdpa")
+    with torch.no_grad():
+        logits = model.logits(model(tokens, torch.arange(len(tokens)), attend))
+    expected = theirs(tokens[None]).logits[0]
+    assert (logits - expected).abs().max() < 0.01 * (plain - expected).abs().max()
+
+
+def test_layers_that_are_left_out(tmp_path: Path) -> None:
+    config = load_config(shape_folder("qwen3-0.6b", tmp_path)[0])
+    ends = FP8Config(first_last_layers_bf16=True, num_layers_at_start_in_bf16=2)
+    assert n_quantized_parameters(config, ends) == 25 / 28 * n_quantized_parameters(config, FP8)
+    assert unknown_exclusions(config, FP8Config(exclude_modules=["lm_head", "q_proj", "typo"])) == ["typo"]
+
+
+def test_checkpoints_are_those_of_a_model_without_fp8(folder: Path, tmp_path: Path) -> None:
+    """Of the same weights; and a state continues with the same bits."""
+    with Engine(spec(folder, fp8=FP8), "inline") as engine, Engine(spec(folder), "inline") as plain:
+        rows = train_rows(rollout(engine))
+        engine.train(rows, grpo_loss_fn, UPDATE)
+        engine.save(str(tmp_path / "fp8"))
+        engine.save_state(tmp_path / "state")
+        engine.is_state_written(wait=True)
+        plain.load_state(tmp_path / "state")
+        plain.save(str(tmp_path / "plain"))
+        assert largest(scores(plain, rows), scores(engine, rows)) > 1e-2
+        with Engine(spec(folder, fp8=FP8), "inline") as resumed:
+            resumed.load_state(tmp_path / "state")
+            assert largest(scores(resumed, rows), scores(engine, rows)) == 0.0
+            for each in (engine, resumed):
+                each.train(rows, grpo_loss_fn, UPDATE)
+            assert largest(scores(resumed, rows), scores(engine, rows)) == 0.0
+            assert tokens_of(rollout(resumed)) == tokens_of(rollout(engine))
+    saved, expected = saved_tensors(tmp_path / "fp8"), saved_tensors(tmp_path / "plain")
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in expected.items())
+
+
+def test_the_reference_is_the_actor_before_training(folder: Path) -> None:
+    with Engine(spec(folder, fp8=FP8), "inline") as engine:
+        engine.ensure_roles({"ref": RoleSpec(path=str(folder), key="ref.path", fp8=FP8)})
+        rows = train_rows(rollout(engine))
+        before = scores(engine, rows)
+        assert largest(scores(engine, rows, "ref"), before) == 0.0
+        engine.train(rows, grpo_loss_fn, UPDATE)
+        assert largest(scores(engine, rows, "ref"), before) == 0.0
+        assert largest(scores(engine, rows), before) > 1e-3
+
+
+def test_frozen_weights_under_adapters_are_in_8_bits_only(folder: Path, tmp_path: Path) -> None:
+    """A merged checkpoint is q(W) + B A; the reference is the model without adapters."""
+    with Engine(spec(folder, lora=ADAPTERS, fp8=FP8), "inline") as engine:
+        engine.ensure_roles({"ref": RoleSpec(path=str(folder), key="ref.path", fp8=FP8)})
+        rows = train_rows(rollout(engine))
+        before = scores(engine, rows)
+        engine.train(rows, grpo_loss_fn, UPDATE)
+        assert largest(scores(engine, rows, "ref"), before) == 0.0
+        engine.save(str(tmp_path / "merged"), merge=True)
+        engine.save(str(tmp_path / "adapters"))
+    with Engine(spec(folder), "inline") as plain:
+        plain.save(str(tmp_path / "start"))
+    merged, start = saved_tensors(tmp_path / "merged"), saved_tensors(tmp_path / "start")
+    of_adapters = saved_tensors(tmp_path / "adapters")
+    for name, weight in start.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" not in of_adapters:
+            assert torch.equal(merged[name], weight), name
+            continue
+        added = 2.0 * of_adapters[f"{module}.lora_B.weight"] @ of_adapters[f"{module}.lora_A.weight"]
+        torch.testing.assert_close(merged[name], round_rows(weight) + added, rtol=1e-6, atol=1e-6)
+        assert added.abs().max() > 0
+
+
+@pytest.mark.parametrize("adapters", [None, ADAPTERS.adapters])
+def test_the_plan_knows_the_memory(adapters: AdapterSpec | None, folder: Path) -> None:
+    config = load_config(folder)
+    model = build_model(config, dtype=torch.bfloat16, device="cpu")
+    quantize_linears(model, FP8, free_weights=adapters is not None)
+    if adapters is not None:
+        add_adapters(model, adapters)
+    held = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters() if parameter.numel())
+    held += sum(each.nbytes for each in quantized_buffers(model))
+    planned = model_bytes(config, 2, None, adapters=adapters, fp8=FP8).weights
+    n_scales = sum(len(module.weight) for module in quantized_linears(model))
+    placeholders = 2 * len(list(quantized_linears(model))) if adapters else 0
+    assert held == planned + n_scales + placeholders

@@ -1,0 +1,124 @@
+"""Products in FP8 and their gradients against float64, with the rounding written as x + sg(q(x) - x)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from areno.kernels.fp8 import quantize_rows, round_rows
+from areno.kernels.fp8.matmul import QuantizedMatrix
+from tests.helpers.interpreted import run_interpreted
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randn(shape[0], 1, generator=generator).exp()
+    return torch.randn(shape, generator=generator) * sizes
+
+
+def straight_through(x: Tensor) -> Tensor:
+    return x + (round_rows(x.float()).double() - x).detach()
+
+
+def exact_gradients(x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Output and gradients of q(x) q(W)^T by autograd, in float64."""
+    x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    y = straight_through(x) @ straight_through(weight).T
+    return y.detach(), *torch.autograd.grad(y, (x, weight), grad.double())
+
+
+def gradients(x: Tensor, weight: Tensor, grad: Tensor, **how: bool) -> tuple[Tensor, ...]:
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = QuantizedMatrix.of(weight, **how).linear(x, weight)
+    return y.detach(), *torch.autograd.grad(y, (x, weight), grad)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+def test_gradients_that_are_not_rounded() -> None:
+    given = draw(70, 96), draw(50, 96, seed=1), draw(70, 50, seed=2)
+    for found, expected in zip(gradients(*given, dgrad=False), exact_gradients(*given), strict=True):
+        assert error(found, expected) < 1e-6
+
+
+def test_gradients_that_are_rounded() -> None:
+    """A value is off by up to 1/16 of itself; the mean over random inputs is off by less than its noise."""
+    errors: dict[bool, list[Tensor]] = {False: [], True: []}
+    for seed in range(0, 300, 3):
+        given = draw(64, 48, seed=seed), draw(40, 48, seed=seed + 1), draw(64, 40, seed=seed + 2)
+        _, of_x, of_weight = exact_gradients(*given)
+        plain = gradients(*given, dgrad=False)
+        for wgrad in (False, True):
+            found = gradients(*given, wgrad=wgrad)
+            assert torch.equal(found[0], plain[0])
+            assert 0.01 < error(found[1], of_x) < 0.05
+            assert torch.equal(found[2], plain[2]) != wgrad
+            if wgrad:
+                assert 0.01 < error(found[2], of_weight) < 0.08
+            errors[wgrad].append(((found[1 + wgrad] - (of_x, of_weight)[wgrad]) / found[1 + wgrad].norm()).mean())
+    for each in errors.values():
+        sample = torch.stack(each)
+        assert sample.mean().abs() < 4 * sample.std() / len(sample) ** 0.5
+
+
+def test_the_weight_that_was_rounded_last_counts() -> None:
+    x, before, after = draw(3, 32), draw(16, 32, seed=1), draw(16, 32, seed=2)
+    matrix = QuantizedMatrix.of(before)
+    codes = matrix.codes_OI
+    matrix.set(after)
+    assert matrix.codes_OI is codes
+    assert torch.equal(matrix.matmul(x), QuantizedMatrix.of(after).matmul(x))
+    assert torch.equal(matrix.dequantized(torch.bfloat16).float(), round_rows(after))
+
+
+SHAPES = [(1, 64, 32), (3, 512, 40), (17, 530, 33), (64, 300, 96)]
+
+
+def compare(device: str, dtype: torch.dtype = torch.float32) -> None:
+    from areno.kernels.fp8.triton_few_rows import few_rows_matmul
+
+    for n, inputs, outputs in SHAPES:
+        x, weight = draw(n, inputs).to(device), draw(outputs, inputs, seed=1).to(device)
+        y = few_rows_matmul(*quantize_rows(x), *quantize_rows(weight), dtype)
+        expected = round_rows(x).double() @ round_rows(weight).double().T
+        assert error(y, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.slow
+def test_interpreted_product_of_few_rows() -> None:
+    run_interpreted("from tests.kernels.test_fp8_matmul import compare; compare('cpu')")
+
+
+@pytest.mark.gpu
+def test_the_forms_of_a_product_on_cuda() -> None:
+    """Few rows, many rows, padded rows, and dequantized values: one function up to the order of sums."""
+    compare("cuda", torch.bfloat16)
+    x, weight, grad = (draw(*shape).cuda().bfloat16() for shape in ((300, 512), (256, 512), (300, 256)))
+    assert QuantizedMatrix.of(weight).uses_units(x)
+    y, of_x, of_weight = exact_gradients(*(each.cpu() for each in (x, weight, grad)))
+    for n_rows in (1, 64, 65, 300):
+        for multiple in (1, 64):
+            matrix = QuantizedMatrix.of(weight)
+            matrix.row_multiple = multiple
+            assert error(matrix.matmul(x[:n_rows]).cpu(), y[:n_rows]) < 4e-3
+    for dgrad, wgrad in ((False, False), (True, False), (True, True)):
+        found = gradients(x, weight, grad, dgrad=dgrad, wgrad=wgrad)
+        assert error(found[1].cpu(), of_x) < (0.05 if dgrad else 4e-3)
+        assert error(found[2].cpu(), of_weight) < (0.08 if wgrad else 4e-3)
+        rounded = QuantizedMatrix.of(weight.cpu().float(), dgrad=dgrad).input_gradient(grad.cpu().float())
+        assert error(found[1].cpu(), rounded.double()) < 4e-3  # the units round as the emulation does
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(1024, 1024), (6144, 2560), (4096, 12288)])
+def test_bits_of_a_row_in_padded_products_on_cuda(shape: tuple[int, int]) -> None:
+    weight = draw(*shape).cuda().bfloat16()
+    matrix = QuantizedMatrix.of(weight)
+    matrix.row_multiple = 64
+    x = draw(16384, shape[1], seed=1).cuda().bfloat16()
+    whole = matrix.matmul(x)
+    for n_rows in (1, 2, 63, 64, 65, 200, 512, 2048):
+        assert torch.equal(matrix.matmul(x[:n_rows]), whole[:n_rows])
