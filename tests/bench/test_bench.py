@@ -96,7 +96,7 @@ def test_the_page_names_every_figure_that_matters(tmp_path: Path, capsys: pytest
         ("rollout --shape tiny --uniform 2000 3000", "--uniform: makes rows of "),
         (
             "rollout --against plain",
-            "--against: plain is for --exact, --deterministic, --share-prefixes, --kv-cache-dtype and --teacher",
+            "--against: plain is for --exact, --deterministic, --share-prefixes, --kv-cache-dtype, --fp8 and --teacher",
         ),
         ("rollout --teacher jsd", "--teacher: is for step and train, not for rollout"),
         ("sleep", "work: invalid choice"),

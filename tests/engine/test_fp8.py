@@ -28,6 +28,7 @@ from areno.specs.role import LoraSpec, RoleSpec
 from areno.specs.update import UpdateSpec
 from areno.trainers.rows import token_rows
 from areno.types import TrainSequence
+from tests.helpers.resumed import go, log, stopped_sft
 from tests.helpers.tiny_engine import (
     folder_with_weights,
     model_folder,
@@ -189,3 +190,14 @@ def test_the_plan_knows_the_memory(adapters: AdapterSpec | None, folder: Path) -
     n_scales = sum(len(module.weight) for module in quantized_linears(model))
     placeholders = 2 * len(list(quantized_linears(model))) if adapters else 0
     assert held == planned + n_scales + placeholders
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_with_another_number_of_ranks_warns(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fp8 = "actor.fp8_config.mode=e4m3"
+    stopped_sft(2, tmp_path_factory, fp8)
+    assert go("sft", fp8, "engine.world_size=2", "engine.tp_size=2") == 0
+    assert "engine.tp_size differs from that of the earlier part of the run" in log()

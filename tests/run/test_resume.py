@@ -64,15 +64,6 @@ def test_after_any_step(step, expected, stopped_after):
     check(expected)
 
 
-@pytest.mark.slow
-def test_in_fp8_with_another_number_of_ranks(stopped_after):
-    """Each rank rounds its part of a row, so the run continues with another model, and says so."""
-    fp8 = "actor.fp8_config.mode=e4m3"
-    stopped_after(2, fp8)
-    assert go("sft", *OFTEN, fp8, "engine.world_size=2", "engine.tp_size=2") == 0
-    assert "engine.tp_size differs from that of the earlier part of the run" in log()
-
-
 def test_before_it_had_a_state(expected):
     with killed_at(Run, "end_step", lambda run, stats: run.step == 5):
         go("sft", "recover.freq_epochs=null")
