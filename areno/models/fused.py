@@ -137,12 +137,16 @@ def _attention_backward(
 
 
 def qk_norm_and_rope(attention: Attention, qkv_NX: Tensor, angles: Angles) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries and keys, both normalised and rotated, and values, (N, heads, C) each."""
+    """Return queries and keys, both normalised and rotated, and values, (N, heads, C) each.
+
+    With `attention.fp8_kv`, keys and values are rounded to FP8. Their gradients pass straight through.
+    """
     q_size, kv_size, _ = attention.sizes
     dim = attention.head_dim
     q_weight, k_weight, eps, plus_one = _head_norms(attention)
     sizes = q_size // dim, kv_size // dim, dim
-    return qk_norm_rope(attention.norm_all_heads(qkv_NX), *angles, q_weight, k_weight, eps, *sizes, plus_one)
+    given = attention.norm_all_heads(qkv_NX), *angles, q_weight, k_weight, eps, *sizes
+    return qk_norm_rope(*given, plus_one, attention.fp8_kv)
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:

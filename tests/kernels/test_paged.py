@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from areno.kernels.fixed_order import SPAN
-from areno.kernels.paged import PagedBatch, decode_attention, reference
+from areno.kernels.fp8 import dequantize_rows, quantize_rows, round_rows
+from areno.kernels.paged import PagedBatch, decode_attention, load_rows, reference, store_rows
 from tests.helpers import paged_rows
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.paged_rows import LENGTHS, SHAPES, cut_into, make_case
@@ -166,6 +167,112 @@ def test_triton_kernel_in_the_interpreter_is_the_reference() -> None:
 @pytest.mark.gpu
 def test_triton_kernel_on_the_gpu_is_the_reference() -> None:
     compare_triton("cuda")
+
+
+def in_fp8(pages: Tensor) -> tuple[Tensor, Tensor]:
+    """An FP8 cache of pages: codes, and exponents with the positions of a page together."""
+    codes, exponents = quantize_rows(pages)
+    return codes, exponents.transpose(-2, -1).contiguous()
+
+
+def out_of_fp8(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    return dequantize_rows(codes, exponents.transpose(-2, -1).contiguous(), dtype)
+
+
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_fp8_cache_is_one_of_rounded_pages(
+    shape: tuple[int, int, int, int], window: int | None, fixed_order: bool
+) -> None:
+    q, k, v, pages, batch = make_case(*shape)
+    k, v, pages = round_rows(k), round_rows(v), round_rows(pages)
+    batch = replace(batch, fixed_order=fixed_order)
+    codes, exponents = in_fp8(pages)
+    got = decode_attention(q, k, v, codes, batch, window, exponents)
+    assert torch.equal(got, decode_attention(q, k, v, pages, replace(batch), window))
+    assert torch.equal(out_of_fp8(codes, exponents, torch.float32), pages)
+
+
+def test_rows_of_an_fp8_cache_are_what_was_stored() -> None:
+    _, _, _, pages, _ = make_case(*SHAPES[2])
+    codes, exponents = in_fp8(pages)
+    k, v = round_rows(torch.randn(2, 5, 1, 24))
+    indices = torch.tensor([3, 77, 12, 0, 100])
+    store_rows(k, v, codes, exponents, indices)
+    for new, found in zip((k, v), load_rows(codes, exponents, indices, torch.float32), strict=True):
+        assert torch.equal(found, new)
+    expected = round_rows(pages)
+    expected.flatten(1, 2)[:, indices] = torch.stack((k, v))
+    assert torch.equal(out_of_fp8(codes, exponents, torch.float32), expected)
+
+
+def compare_fp8(device: str) -> None:
+    """The kernels on codes against the torch form on rounded pages; with a fixed order also against themselves."""
+    from areno.kernels.paged import triton
+
+    paged_rows.GROUPS = [((1, 2, 4), 1), ((6, 7, 9), 2)]  # with pages of 64, spans begin after those that are shared
+    cases = [
+        (SHAPES[2], torch.float32, None),
+        ((2, 2, 32, 64), torch.float16, 20),
+        ((3, 1, 16, 64), torch.float32, None),
+    ]
+    tolerances = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+    if device == "cuda":
+        cases = [(shape, dtype, window) for shape in SHAPES for dtype in tolerances for window in (None, 20)]
+    products = [dict.fromkeys(triton.FP8_PRODUCTS, each) for each in (triton.tl.float16, triton.tl.bfloat16)]
+    for shape, dtype, window in cases:
+        q, k, v, pages, teamed = make_case(*shape, device=device)
+        pages *= 2.0 ** torch.randint(-3, 4, (*pages.shape[:4], 1), device=device)
+        q, k, v, pages = q.to(dtype), *(round_rows(each.to(dtype)) for each in (k, v, pages))
+        wide = torch.cat((q, k, v), dim=1)  # as a projection leaves them, with strides of their own
+        q, k, v = wide.split([q.shape[1], k.shape[1], v.shape[1]], dim=1)
+        expected_pages = pages.float()
+        expected = reference.decode_attention(q.float(), k.float(), v.float(), expected_pages, teamed, window)
+        in_order = replace(cut_into(teamed if shape[3] == 64 else without_teams(teamed), SPAN, SPAN), fixed_order=True)
+        for batch in (cut_into(teamed, 64, 32), without_teams(teamed), in_order):
+            is_mixed = dtype == torch.bfloat16 and not batch.fixed_order
+            for types in products if is_mixed else products[:1]:
+                triton.FP8_PRODUCTS |= types
+                codes, exponents = in_fp8(pages)
+                got = triton.decode_attention(q, k, v, codes, batch, window, exponents)
+                torch.testing.assert_close(got.float(), expected, atol=tolerances[dtype], rtol=tolerances[dtype])
+                assert torch.equal(out_of_fp8(codes, exponents, torch.float32), expected_pages)
+                if batch.fixed_order:
+                    assert torch.equal(got, triton.decode_attention(q, k, v, pages.clone(), batch, window))
+
+
+def compare_fp8_rows(device: str) -> None:
+    from areno.kernels.paged import rows, triton_rows
+
+    for shape, dtype in ((SHAPES[2], torch.float32), (SHAPES[0], torch.float16)):
+        _, _, _, pages, _ = make_case(*shape, dtype=dtype, device=device)
+        k, v = round_rows(torch.randn(2, 5, *pages.shape[3:], device=device).to(dtype))
+        indices = torch.tensor([3, 77, 12, 0, 100], device=device)
+        expected = [x.cpu() for x in in_fp8(pages)]
+        got = in_fp8(pages)
+        rows.store_rows(k.cpu(), v.cpu(), *expected, indices.cpu())
+        triton_rows.store_rows(k, v, *got, indices)
+        assert all(
+            torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)) for a, b in zip(got, expected, strict=True)
+        )
+        for new, found in zip((k, v), triton_rows.load_rows(*got, indices, dtype), strict=True):
+            assert torch.equal(found, new)
+
+
+@pytest.mark.slow
+def test_fp8_caches_of_the_triton_kernels_in_the_interpreter() -> None:
+    run_interpreted("from tests.kernels.test_paged import compare_fp8; compare_fp8('cpu')")
+
+
+def test_rows_of_the_triton_kernels_in_the_interpreter() -> None:
+    run_interpreted("from tests.kernels.test_paged import compare_fp8_rows; compare_fp8_rows('cpu')")
+
+
+@pytest.mark.gpu
+def test_fp8_caches_of_the_triton_kernels_on_the_gpu() -> None:
+    compare_fp8("cuda")
+    compare_fp8_rows("cuda")
 
 
 @pytest.mark.gpu

@@ -71,6 +71,7 @@ def compare_interpreted() -> None:
     """Run in a process of its own, since Triton decides at its import whether it interprets."""
     compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME))  # of two layers, SOME keeps one and repeats the other
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), qk_norm=False, **BARE)
+    compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), fp8_kv=True)
     compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME), shares=True)
     compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME), shares=True, linked=True)
     compare("cpu", torch.float16, 1e-2, "sdpa", (SOME,), num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=32)

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-"""RMS norm and rotary embedding of each query and key head as one Triton kernel.
+"""RMS norm and rotary embedding of each query and key head, and rounding of keys and values, as one Triton kernel.
 
 The plain forms are in `areno/layers/norm.py` and `areno/layers/rotary.py`. X = (H + 2 K) C: queries, keys and values of
 all heads, side by side. Cosines and sines are float32, for half the head dimension.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.elementwise.triton_norm import add_sums, n_multiprocessors
+from areno.kernels.fp8.triton import round_halves_to_fp8
 from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, round_to_dtype
 
 QK_PROGRAMS, QK_WARPS = 4, 2  # of the backward kernel: programs for each multiprocessor, warps of a program
@@ -30,12 +31,18 @@ def qk_norm_rope(
     n_kv_heads: int,
     head_dim: int,
     plus_one: bool = False,
+    fp8_kv: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rotated q (N, H, C) and k (N, K, C), and v, a view of `qkv_NX`. A weight of None means no norm."""
+    """Return rotated q (N, H, C) and k (N, K, C), and v, a view of `qkv_NX`. A weight of None means no norm.
+
+    With `fp8_kv`, rotated keys and values are rounded to FP8, and v is not a view. `qk_norm_rope_backward` is for both.
+    """
     n = qkv_NX.shape[0]
     q_NHC = qkv_NX.new_empty((n, n_heads, head_dim))
     k_NKC = qkv_NX.new_empty((n, n_kv_heads, head_dim))
     v_NKC = qkv_NX[:, (n_heads + n_kv_heads) * head_dim :].unflatten(-1, (n_kv_heads, head_dim))
+    if fp8_kv:
+        v_NKC = torch.empty_like(k_NKC)
     if n:
         _qk_norm_rope_kernel[(n,)](
             qkv_NX,
@@ -45,6 +52,7 @@ def qk_norm_rope(
             k_weight_C,
             q_NHC,
             k_NKC,
+            v_NKC if fp8_kv else None,
             qkv_NX.stride(0),
             eps,
             **_sizes(n_heads, n_kv_heads, head_dim),
@@ -91,7 +99,6 @@ def qk_norm_rope_backward(
             qkv_NX.stride(0),
             eps,
             **_sizes(n_heads, n_kv_heads, head_dim),
-            KV_BLOCK=triton.next_power_of_2(n_kv_heads),
             PLUS_ONE=plus_one,
             num_warps=QK_WARPS,
         )
@@ -108,6 +115,7 @@ def _sizes(n_heads: int, n_kv_heads: int, head_dim: int) -> dict[str, int]:
         "KV_HEADS": n_kv_heads,
         "HALF": head_dim // 2,
         "HEADS_BLOCK": triton.next_power_of_2(n_heads + n_kv_heads),
+        "KV_BLOCK": triton.next_power_of_2(n_kv_heads),
         "HALF_BLOCK": triton.next_power_of_2(head_dim // 2),
     }
 
@@ -121,12 +129,14 @@ def _qk_norm_rope_kernel(
     k_weight_ptr,
     q_ptr,
     k_ptr,
+    v_ptr,
     qkv_stride,
     eps,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     PDL: tl.constexpr = False,
@@ -154,6 +164,17 @@ def _qk_norm_rope_kernel(
     sin = load_masked(sin_ptr + row * HALF + half, half < HALF)
     first = (a * cos - b * sin).to(q_ptr.dtype.element_ty)
     second = (b * cos + a * sin).to(q_ptr.dtype.element_ty)
+    if v_ptr is not None:
+        rounded_first, rounded_second = round_halves_to_fp8(first.to(tl.float32), second.to(tl.float32))
+        first = tl.where(is_k, rounded_first.to(first.dtype), first)
+        second = tl.where(is_k, rounded_second.to(second.dtype), second)
+        kv_head = tl.arange(0, KV_BLOCK)[:, None]
+        kv_inside = (kv_head < KV_HEADS) & (half < HALF)
+        v_place = qkv_ptr + row * qkv_stride + (HEADS + KV_HEADS + kv_head) * (2 * HALF) + half
+        a, b = round_halves_to_fp8(load_fp32(v_place, kv_inside), load_fp32(v_place + HALF, kv_inside))
+        v_place = v_ptr + row * (KV_HEADS * 2 * HALF) + kv_head * (2 * HALF) + half
+        tl.store(v_place, a, mask=kv_inside)
+        tl.store(v_place + HALF, b, mask=kv_inside)
     q_place = q_ptr + row * (HEADS * 2 * HALF) + head * (2 * HALF) + half
     tl.store(q_place, first, mask=inside & is_q)
     tl.store(q_place + HALF, second, mask=inside & is_q)

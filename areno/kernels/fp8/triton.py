@@ -19,11 +19,21 @@ _IS_INTERPRETED = tl.constexpr(is_triton_interpreted())
 @triton.jit
 def quantize(x):
     """Quantize rows of float32, (R, C) -> codes (R, C) float8e4nv, exponents (R,) int32."""
-    largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1)
+    exponent, inverse = _scales_for(_largest(x))
+    return _to_e4m3(x * inverse[:, None]), exponent
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=1)  # as integers, so that a nan is the largest
+
+
+@triton.jit
+def _scales_for(largest):
+    """Return the exponents of the scales of rows, and the inverse scales."""
     exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.maximum(exponent, _LEAST_EXPONENT)
-    inverse = tl.where((largest >> 23) == 255, float("nan"), scales(254 - exponent))
-    return _to_e4m3(x * inverse[:, None]), exponent
+    return exponent, tl.where((largest >> 23) == 255, float("nan"), scales(254 - exponent))
 
 
 @triton.jit
@@ -41,6 +51,15 @@ def _to_e4m3(x):
 
 
 @triton.jit
+def decode(codes, dtype: tl.constexpr):
+    """Convert codes, as bytes, to a float type."""
+    codes = codes.to(tl.float8e4nv, bitcast=True)
+    if _IS_INTERPRETED:  # it converts to float32 only
+        codes = codes.to(tl.float32)
+    return codes.to(dtype)
+
+
+@triton.jit
 def scales(exponent):
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
@@ -50,6 +69,15 @@ def round_to_fp8(x):
     """Return rows of float32 quantized and dequantized."""
     codes, exponent = quantize(x)
     return codes.to(tl.float32) * scales(exponent)[:, None]
+
+
+@triton.jit
+def round_halves_to_fp8(a, b):
+    """Do `round_to_fp8` for rows whose first half is in a and whose second half is in b."""
+    exponent, inverse = _scales_for(tl.maximum(_largest(a), _largest(b)))
+    scale = scales(exponent)[:, None]
+    a = _to_e4m3(a * inverse[:, None]).to(tl.float32) * scale
+    return a, _to_e4m3(b * inverse[:, None]).to(tl.float32) * scale
 
 
 def quantize_rows(x_NC: Tensor) -> tuple[Tensor, Tensor]:

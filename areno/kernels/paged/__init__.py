@@ -13,7 +13,7 @@ Shape letters: B rows, H query heads, K key heads (H is a multiple of K), C head
 from __future__ import annotations
 
 from areno.kernels.backend import dispatch_by_device
-from areno.kernels.paged import reference
+from areno.kernels.paged import reference, rows
 from areno.kernels.paged.reference import PagedBatch, max_group_rows
 
 __all__ = ["PagedBatch", "decode_attention", "load_rows", "max_group_rows", "store_rows"]
@@ -21,8 +21,8 @@ __all__ = ["PagedBatch", "decode_attention", "load_rows", "max_group_rows", "sto
 decode_attention = dispatch_by_device(reference.decode_attention)
 """Write new keys and values at each row's last position, and return its attention over all its positions."""
 
-store_rows = dispatch_by_device(reference.store_rows)
+store_rows = dispatch_by_device(rows.store_rows)
 """Write N keys and values at their indices in the cache, block * S + offset."""
 
-load_rows = dispatch_by_device(reference.load_rows)
+load_rows = dispatch_by_device(rows.load_rows)
 """Return the keys and values at M indices of the cache, (M, K, C) each, dequantized to a dtype."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from areno.kernels.fixed_order import padded_attention
-from areno.kernels.fp8 import dequantize_rows, quantize_rows
+from areno.kernels.paged.rows import as_bytes, dequantize_bytes, store_rows
 
 GROUP_SIZE = 8  # largest number of rows in a prefix group
 _VECTOR = 16  # positions; the torch reference reads a multiple of them
@@ -75,40 +75,6 @@ class PagedBatch:
         return n_groups, n_rows, self.splits[0], self.splits[1] if n_groups else 0
 
 
-def store_rows(k_NKC: Tensor, v_NKC: Tensor, kv_blocks: Tensor, exponents: Tensor | None, indices_N: Tensor) -> None:
-    if exponents is None:
-        for part, new in zip(kv_blocks.flatten(1, 2), (k_NKC, v_NKC), strict=True):
-            part.index_copy_(0, indices_N, new)
-        return
-    size = kv_blocks.shape[2]
-    codes = kv_blocks.view(torch.uint8).flatten(1, 2)
-    for of_codes, of_exponents, new in zip(codes, exponents, (k_NKC, v_NKC), strict=True):
-        codes_NKC, exponents_NK = quantize_rows(new)
-        of_codes.index_copy_(0, indices_N, codes_NKC.view(torch.uint8))
-        of_exponents[indices_N // size, :, indices_N % size] = exponents_NK
-
-
-def load_rows(
-    kv_blocks: Tensor, exponents: Tensor | None, indices_M: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    k_NKC, v_NKC = _as_bytes(kv_blocks).flatten(1, 2)
-    k_MKC, v_MKC = k_NKC.index_select(0, indices_M), v_NKC.index_select(0, indices_M)
-    if exponents is None:
-        return k_MKC, v_MKC
-    size = kv_blocks.shape[2]
-    k_scales, v_scales = (part[indices_M // size, :, indices_M % size] for part in exponents)
-    return _dequantize(k_MKC, k_scales, dtype), _dequantize(v_MKC, v_scales, dtype)
-
-
-def _as_bytes(kv_blocks: Tensor) -> Tensor:
-    """Return FP8 codes as bytes, because few operations of torch support FP8."""
-    return kv_blocks.view(torch.uint8) if kv_blocks.dtype == torch.float8_e4m3fn else kv_blocks
-
-
-def _dequantize(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    return dequantize_rows(codes.view(torch.float8_e4m3fn), exponents, dtype)
-
-
 def decode_attention(
     q_BHC: Tensor,
     k_BKC: Tensor,
@@ -126,7 +92,7 @@ def decode_attention(
     stored_B, read_N, mask_BL = batch.cache_positions[window]
     store_rows(k_BKC, v_BKC, kv_blocks, exponents, stored_B)
     unit = mask_BL.shape[1] * n_rows // len(read_N)
-    units = _as_bytes(kv_blocks).view(2, -1, unit * n_kv_heads * head_dim)
+    units = as_bytes(kv_blocks).view(2, -1, unit * n_kv_heads * head_dim)
     k_BKLC, v_BKLC = units.index_select(1, read_N).view(2, n_rows, -1, n_kv_heads, head_dim).transpose(2, 3)
     if exponents is not None:
         of_units = exponents.unflatten(-1, (-1, unit))
@@ -135,8 +101,8 @@ def decode_attention(
             part[read_N // per_block, :, read_N % per_block].view(n_rows, -1, n_kv_heads, unit).transpose(1, 2)
             for part in of_units
         )
-        k_BKLC = _dequantize(k_BKLC, k_scales.flatten(2), q_BHC.dtype)
-        v_BKLC = _dequantize(v_BKLC, v_scales.flatten(2), q_BHC.dtype)
+        k_BKLC = dequantize_bytes(k_BKLC, k_scales.flatten(2), q_BHC.dtype)
+        v_BKLC = dequantize_bytes(v_BKLC, v_scales.flatten(2), q_BHC.dtype)
     if batch.fixed_order:
         last_B1 = (batch.lengths_B - 1).unsqueeze(1)
         return padded_attention(q_BHC.unsqueeze(2), k_BKLC, v_BKLC, last_B1, window).squeeze(2)

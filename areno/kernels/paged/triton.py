@@ -18,23 +18,36 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.fixed_order.triton import empty_softmax, with_contiguous_heads
+from areno.kernels.fp8.triton import decode, scales
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.gluon_splits import ROW_POINTERS, SPECIALISATION, compute_splits
 from areno.kernels.paged.reference import PagedBatch
+from areno.kernels.paged.rows import as_bytes
 from areno.kernels.paged.triton_fixed_order import paged_attention
+from areno.kernels.paged.triton_rows import store_codes
 
 _TILE = tl.constexpr(32)  # positions loaded together, a power of two that divides `PagedBatch.split_lens`
+# The types in which queries are multiplied with the codes of keys, and weights with the codes of values, if queries are
+# in bfloat16. With float16, the hardware converts codes in one instruction, and factors must be brought into its range.
+FP8_PRODUCTS = {"key_type": tl.float16, "value_type": tl.bfloat16}
 
 
 def decode_attention(
-    q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None = None
+    q_BHC: Tensor,
+    k_BKC: Tensor,
+    v_BKC: Tensor,
+    kv_blocks: Tensor,
+    batch: PagedBatch,
+    window: int | None = None,
+    exponents: Tensor | None = None,
 ) -> Tensor:
     if batch.fixed_order:
-        return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window)
+        return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window, exponents)
     n_rows, n_heads, head_dim = q_BHC.shape
     n_kv_heads, block_size = kv_blocks.shape[3], kv_blocks.shape[2]
     q_BHC, k_BKC, v_BKC = (with_contiguous_heads(x) for x in (q_BHC, k_BKC, v_BKC))
-    k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
+    k_blocks, v_blocks = as_bytes(kv_blocks)
+    k_exponents, v_exponents = (None, None) if exponents is None else exponents
     assert k_blocks.is_contiguous()
     n_shared_heads = n_heads // n_kv_heads
     # The fastest on an H200. With 8 query heads for each key head, two warps spill many registers and take 47 us, and
@@ -89,6 +102,9 @@ def decode_attention(
             PADDED_DIM=padded_dim,
             HAS_GROUPS=n_groups > 0,
             WINDOW=window,
+            k_exponents_ptr=k_exponents,
+            v_exponents_ptr=v_exponents,
+            **_product_types(q_BHC.dtype),
             num_warps=n_warps,
             num_stages=n_stages,
         )
@@ -114,6 +130,37 @@ def decode_attention(
     return out
 
 
+def _product_types(dtype: torch.dtype) -> dict[str, tl.dtype]:
+    own = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float32)
+    types = FP8_PRODUCTS if own == tl.bfloat16 else dict.fromkeys(FP8_PRODUCTS, own)
+    return {"KEY_TYPE": types["key_type"], "VALUE_TYPE": types["value_type"]}
+
+
+@triton.jit
+def _queries_of_codes(q, scale, KEY_TYPE: tl.constexpr):
+    """Return queries in KEY_TYPE, and the factors of their scores. Queries in float16 are at most 2^15."""
+    if tl.float16 == KEY_TYPE:
+        q = q.to(tl.float32)
+        exponent = tl.max(tl.abs(q).to(tl.int32, bitcast=True), axis=1) >> 23
+        exponent = tl.maximum(exponent, 15)
+        q *= scales(268 - exponent)[:, None]
+        scale = scale * scales(exponent - 14)[:, None]
+    return q.to(KEY_TYPE), scale
+
+
+@triton.jit
+def _weigh_codes(weights, exponent, codes, VALUE_TYPE: tl.constexpr):
+    """Return the sum of values, given as codes with the exponents of their scales, weighted with (rows, positions)."""
+    if tl.float16 == VALUE_TYPE:  # with weights of at most 2^14
+        largest = tl.max(exponent, axis=0)
+        weights *= scales(tl.maximum(exponent - largest + 141, 1))[None, :]
+        factor = scales(largest - 14)
+    else:
+        weights *= scales(exponent)[None, :]
+        factor = 1.0
+    return tl.dot(weights.to(VALUE_TYPE), decode(codes, VALUE_TYPE), input_precision="ieee") * factor
+
+
 @triton.jit
 def _attend(
     q,
@@ -130,13 +177,19 @@ def _attend(
     stride,
     dim,
     real_dim,
+    k_exponents_ptr,
+    v_exponents_ptr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    KEY_TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr,
 ):
     """Add the positions [start, end) of one table row and one key head to a running softmax.
 
     With a WINDOW, each query attends only to positions from `least` on.
     """
+    if k_exponents_ptr is not None:
+        q, scale = _queries_of_codes(q, scale, KEY_TYPE)
     for first in range(start, end, _TILE):
         position = first + tl.arange(0, _TILE)
         inside = position < end
@@ -146,8 +199,13 @@ def _attend(
         else:
             block = load_masked(table_row + position // BLOCK_SIZE, inside).to(tl.int64)
             base = block * (BLOCK_SIZE * stride) + (position % BLOCK_SIZE) * stride
-        k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
+        k = load_masked(k_ptr + base[None, :] + dim[:, None], inside[None, :] & real_dim[:, None])
+        if k_exponents_ptr is not None:
+            k = decode(k, KEY_TYPE)
         scores = tl.dot(q, k, input_precision="ieee") * scale
+        if k_exponents_ptr is not None:
+            exponent_place = block * (tl.num_programs(0) * BLOCK_SIZE) + position % BLOCK_SIZE
+            scores *= scales(load_masked(k_exponents_ptr + exponent_place, inside))[None, :]
         scores = tl.where(inside[None, :], scores, float("-inf"))
         if WINDOW is not None:
             scores = tl.where(position[None, :] >= least[:, None], scores, float("-inf"))
@@ -157,8 +215,12 @@ def _attend(
             origin = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - origin[:, None])
         decay = tl.exp2(best - origin)
-        v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
-        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        v = load_masked(v_ptr + base[:, None] + dim[None, :], inside[:, None] & real_dim[None, :])
+        if v_exponents_ptr is not None:
+            exponent = load_masked(v_exponents_ptr + exponent_place, inside).to(tl.int32)
+            acc = acc * decay[:, None] + _weigh_codes(weights, exponent, v, VALUE_TYPE)
+        else:
+            acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * decay + tl.sum(weights, axis=1)
         best = new_best
     return best, total, acc
@@ -198,6 +260,10 @@ def _split_kernel(
     HAS_GROUPS: tl.constexpr,
     ONE_PART: tl.constexpr,
     WINDOW: tl.constexpr,
+    k_exponents_ptr,
+    v_exponents_ptr,
+    KEY_TYPE: tl.constexpr,
+    VALUE_TYPE: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     """Compute the partial result of one split for one key head in each program. An empty split writes nothing.
@@ -212,6 +278,9 @@ def _split_kernel(
     n_parts = own_splits + shared_splits
     k_ptr += kv_head * HEAD_DIM
     v_ptr += kv_head * HEAD_DIM
+    if k_exponents_ptr is not None:
+        k_exponents_ptr += kv_head * BLOCK_SIZE
+        v_exponents_ptr += kv_head * BLOCK_SIZE
     dim = tl.arange(0, PADDED_DIM)
     real_dim = dim < HEAD_DIM
 
@@ -259,8 +328,12 @@ def _split_kernel(
                         stride,
                         dim,
                         real_dim,
+                        k_exponents_ptr,
+                        v_exponents_ptr,
                         BLOCK_SIZE,
                         WINDOW,
+                        KEY_TYPE,
+                        VALUE_TYPE,
                     )
                     if WINDOW is not None:  # rows that attend to none of these positions get log_sum -inf
                         total = tl.where(best == float("-inf"), 1.0, total)
@@ -290,8 +363,13 @@ def _split_kernel(
                 new_v = load_masked(new_v_ptr + row * new_v_stride + kv_head * HEAD_DIM + dim, real_dim)
                 block = tl.load(table_row + last // BLOCK_SIZE).to(tl.int64)
                 place = block * (BLOCK_SIZE * stride) + (last % BLOCK_SIZE) * stride
-                tl.store(k_ptr + place + dim, new_k, mask=real_dim)
-                tl.store(v_ptr + place + dim, new_v, mask=real_dim)
+                if k_exponents_ptr is not None:
+                    exponent_place = block * (tl.num_programs(0) * BLOCK_SIZE) + last % BLOCK_SIZE
+                    store_codes(k_ptr + place, k_exponents_ptr + exponent_place, new_k, dim, real_dim)
+                    store_codes(v_ptr + place, v_exponents_ptr + exponent_place, new_v, dim, real_dim)
+                else:
+                    tl.store(k_ptr + place + dim, new_k, mask=real_dim)
+                    tl.store(v_ptr + place + dim, new_v, mask=real_dim)
                 best = tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1) * scale
                 total = tl.full([OWN_ROWS], 1.0, tl.float32)
                 acc += new_v.to(tl.float32)[None, :]
@@ -315,8 +393,12 @@ def _split_kernel(
                 stride,
                 dim,
                 real_dim,
+                k_exponents_ptr,
+                v_exponents_ptr,
                 BLOCK_SIZE,
                 WINDOW,
+                KEY_TYPE,
+                VALUE_TYPE,
             )
             if WINDOW is not None:
                 total = tl.where(best == float("-inf"), 1.0, total)

@@ -24,8 +24,11 @@ from areno.kernels.fixed_order.triton import (
     span_start,
     with_contiguous_heads,
 )
+from areno.kernels.fp8.triton import decode, scales
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.reference import PagedBatch
+from areno.kernels.paged.rows import as_bytes
+from areno.kernels.paged.triton_rows import store_codes
 
 _FIRST_OWN_SPLIT_LEN = tl.constexpr(SPAN)  # positions in the first part of a row without a prefix group
 _ONES = tl.constexpr(64)  # rows of ones: a product with them sums the columns of a tile
@@ -33,11 +36,18 @@ _JOIN_HEADS = tl.constexpr(8)  # heads that one program of the second kernel com
 
 
 def paged_attention(
-    q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, kv_blocks: Tensor, batch: PagedBatch, window: int | None
+    q_BHC: Tensor,
+    k_BKC: Tensor,
+    v_BKC: Tensor,
+    kv_blocks: Tensor,
+    batch: PagedBatch,
+    window: int | None,
+    exponents: Tensor | None,
 ) -> Tensor:
     q_BHC, k_BKC, v_BKC = (with_contiguous_heads(x) for x in (q_BHC, k_BKC, v_BKC))
     n_rows, n_heads, dim = q_BHC.shape
-    k_blocks, v_blocks = kv_blocks[0], kv_blocks[1]
+    k_blocks, v_blocks = as_bytes(kv_blocks)
+    k_exponents, v_exponents = (None, None) if exponents is None else exponents
     _, block_size, n_kv_heads, _ = k_blocks.shape
     shared = n_heads // n_kv_heads
     n_groups, group_size, own_splits, shared_splits = batch.group_and_split_counts()
@@ -57,6 +67,8 @@ def paged_attention(
         v_BKC,
         k_blocks,
         v_blocks,
+        k_exponents,
+        v_exponents,
         *where,
         batch.prefix_groups_GR,
         sums,
@@ -106,6 +118,8 @@ def _split_kernel(
     new_v_ptr,
     k_ptr,
     v_ptr,
+    k_exponents_ptr,
+    v_exponents_ptr,
     table_ptr,
     slots_ptr,
     lengths_ptr,
@@ -139,6 +153,9 @@ def _split_kernel(
     n_heads, n_parts = tl.num_programs(0) * HEADS_PER_KEY, own_splits + shared_splits
     k_ptr += kv_head * DIM
     v_ptr += kv_head * DIM
+    if k_exponents_ptr is not None:
+        k_exponents_ptr += kv_head * BLOCK_SIZE
+        v_exponents_ptr += kv_head * BLOCK_SIZE
     dim = tl.arange(0, PADDED_DIM)
     first_group_split_len = tl.load(split_lens_ptr + 1).to(tl.int32)
     if piece < n_group_splits:
@@ -160,6 +177,8 @@ def _split_kernel(
                         q_ptr,
                         k_ptr,
                         v_ptr,
+                        k_exponents_ptr,
+                        v_exponents_ptr,
                         table_row,
                         sums_ptr,
                         stats_ptr,
@@ -201,14 +220,21 @@ def _split_kernel(
                 new_v = load_masked(new_v_ptr + row * new_v_stride + kv_head * DIM + dim, inside)
                 block = tl.load(table_row + (length - 1) // BLOCK_SIZE).to(tl.int64)
                 place = block * (BLOCK_SIZE * STRIDE) + ((length - 1) % BLOCK_SIZE) * STRIDE
-                tl.store(k_ptr + place + dim, new_k, mask=inside)
-                tl.store(v_ptr + place + dim, new_v, mask=inside)
+                if k_exponents_ptr is not None:
+                    exponent_place = block * (tl.num_programs(0) * BLOCK_SIZE) + (length - 1) % BLOCK_SIZE
+                    store_codes(k_ptr + place, k_exponents_ptr + exponent_place, new_k, dim, inside)
+                    store_codes(v_ptr + place, v_exponents_ptr + exponent_place, new_v, dim, inside)
+                else:
+                    tl.store(k_ptr + place + dim, new_k, mask=inside)
+                    tl.store(v_ptr + place + dim, new_v, mask=inside)
                 tl.debug_barrier()
             cell = tl.arange(0, OWN_ROWS)
             _attend_spans(
                 q_ptr,
                 k_ptr,
                 v_ptr,
+                k_exponents_ptr,
+                v_exponents_ptr,
                 table_row,
                 sums_ptr,
                 stats_ptr,
@@ -238,6 +264,8 @@ def _attend_spans(
     q_ptr,
     k_ptr,
     v_ptr,
+    k_exponents_ptr,
+    v_exponents_ptr,
     table_row,
     sums_ptr,
     stats_ptr,
@@ -281,6 +309,11 @@ def _attend_spans(
         for tile in range(begin, tl.minimum(span_start(index + 1), end), TILE):
             k, v = _load_tile(k_ptr, v_ptr, table_row, tile, end, STRIDE, DIM, PADDED_DIM, BLOCK_SIZE)
             position = tile + tl.arange(0, TILE)
+            if k_exponents_ptr is not None:
+                block = load_masked(table_row + position // BLOCK_SIZE, position < end).to(tl.int64)
+                place = block * (tl.num_programs(0) * BLOCK_SIZE) + position % BLOCK_SIZE
+                k = _dequantize(k, k_exponents_ptr + place, position < end, q.dtype)
+                v = _dequantize(v, v_exponents_ptr + place, position < end, q.dtype)
             visible = (position < end)[:, None]
             if WINDOW is not None:
                 visible &= position[:, None] >= (row_length - WINDOW)[None, :]
@@ -298,6 +331,12 @@ def _attend_spans(
     tl.store(sums_ptr + cell[None, :] * DIM + dim[:, None], acc, mask=mask)
     tl.store(stats_ptr + cell, best, mask=real)
     tl.store(stats_ptr + n_cells + cell, total, mask=real)
+
+
+@triton.jit
+def _dequantize(codes, exponents_ptr, inside, dtype: tl.constexpr):
+    scale = scales(load_masked(exponents_ptr, inside))
+    return (decode(codes, tl.float32) * scale[:, None]).to(dtype)
 
 
 @triton.jit
