@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+MLP_PIECE = 2**15  # tokens for which an MLP computes its inner activations at once; rounding depends on the number
 ROW_MULTIPLE = 16  # a weight with a LoRA matrix A stacked below is padded to a multiple of this many rows
 
 

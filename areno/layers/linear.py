@@ -130,7 +130,13 @@ class ColumnParallelLinear(Linear):
 
     def input_gradient(self, grad_NO: Tensor, split: bool = False) -> Tensor:
         """Return the gradient with respect to x, summed over the ranks."""
-        grad_NI = super().input_gradient(grad_NO)
+        return self.sum_input_gradient(self.partial_input_gradient(grad_NO), split)
+
+    def partial_input_gradient(self, grad_NO: Tensor) -> Tensor:
+        return super().input_gradient(grad_NO)
+
+    def sum_input_gradient(self, grad_NI: Tensor, split: bool = False) -> Tensor:
+        """Return the gradient with respect to x, given this rank's `partial_input_gradient`."""
         return self.tp.reduce_scatter_rows(grad_NI) if split else self.tp.all_reduce(grad_NI)
 
 
@@ -149,8 +155,10 @@ class RowParallelLinear(Linear):
         """Return the output, summed over the ranks. If not `whole`, return this rank's partial sum without bias."""
         adapter = self.stacked_adapter()
         y_NO = self._add_adapter_output(self.matmul(x_NI), x_NI) if adapter is None else adapter.layer_output(x_NI)
-        if not whole:
-            return y_NO
+        return self.sum_over_ranks(y_NO, split) if whole else y_NO
+
+    def sum_over_ranks(self, y_NO: Tensor, split: bool = False) -> Tensor:
+        """Return the output, given this rank's partial sum. With `split`, of this rank's tokens."""
         y_NO = self.tp.scatter_rows(y_NO) if split else self.tp.reduce_out(y_NO)
         if self.bias is None:
             return y_NO

@@ -8,10 +8,13 @@ partial sums. `split` is sequence parallelism, as in `linear.py`.
 
 Both kinds of MLP have `forward` for autograd. The fused layers call two methods without autograd:
 
-- `fused_forward` returns (output, kept, saved). `kept` holds the outputs of gate and up, side by side. `saved` holds
-  the chosen experts, if any.
-- `fused_backward` computes `kept` again if it gets None. It returns the gradient with respect to x, summed over the
+- `fused_forward` returns (output, kept, saved). `kept` holds the outputs of gate and up, side by side, or nothing
+  unless `keep`. `saved` holds the chosen experts, if any.
+- `fused_backward` computes `kept` again if it is empty. It returns the gradient with respect to x, summed over the
   ranks, and adds the gradients of the parameters to their `.grad`.
+
+A gated MLP computes at most MLP_PIECE tokens at once, because its inner activations take several times the memory of
+its input. `kept` has a tensor for each of these pieces.
 
 Shape letters: N tokens, D hidden size, E experts (of all ranks for the router, of this rank elsewhere), k experts of a
 token, M = N k copies of tokens, sorted by expert, I inner size of this rank or of an expert, O output features.
@@ -19,6 +22,7 @@ token, M = N k copies of tokens, sorted by expert, I inner size of this rank or 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +40,7 @@ from areno.kernels.experts import (
     weighted_swiglu_backward,
 )
 from areno.kernels.matmul import float32_matmul
-from areno.layers.config import MoEConfig
+from areno.layers.config import MLP_PIECE, MoEConfig
 from areno.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from areno.layers.parallel import wait_for
 from areno.layers.routing import Routing
@@ -56,22 +60,33 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_up(x_ND, split).chunk(2, dim=-1)
         return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up, split)
 
-    def fused_forward(self, x_ND: Tensor, split: bool, whole: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return (output, kept, saved). If `gate_up` has a `stacked_adapter`, `kept` is its `stacked_product`."""
+    def fused_forward(
+        self, x_ND: Tensor, split: bool, whole: bool, keep: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return (output, kept, saved). If `gate_up` has a `stacked_adapter`, `kept` is empty."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         if (adapter := self.gate_up.stacked_adapter()) is not None:
             assert not split, "sampling is not sequence-parallel"
-            both_NX = adapter.stacked_product(x_ND)
-            return self.down(adapter.swiglu_stacked(both_NX, self.gelu), split, whole), both_NX, ()
-        gate_up_N2I = self.gate_up(x_ND, split)
-        return self.down(swiglu(gate_up_N2I, self.gelu), split, whole), gate_up_N2I, ()
+            act_NI = adapter.swiglu_stacked(adapter.stacked_product(x_ND), self.gelu)
+            return self.down(act_NI, split, whole), (), ()
+        kept: list[Tensor] = []
+        x_ND = self.down.tp.all_gather_rows(x_ND) if split else x_ND
+
+        def compute(part: slice) -> Tensor:
+            gate_up_N2I = self.gate_up(x_ND[part])
+            if keep:
+                kept.append(gate_up_N2I)
+            return self.down(swiglu(gate_up_N2I, self.gelu), whole=False)
+
+        out_ND = _in_pieces(compute, len(x_ND))
+        return self.down.sum_over_ranks(out_ND, split) if whole else out_ND, tuple(kept), ()
 
     def fused_backward(
         self,
         grad_ND: Tensor,
         x_ND: Tensor,
-        kept: Tensor | None,
+        kept: tuple[Tensor, ...],
         saved: tuple[Tensor, ...],
         split: bool,
     ) -> Tensor:
@@ -81,16 +96,37 @@ class GatedMLP(nn.Module):
         if split:  # gather the input while the gradient of `down` is computed
             grad_ND = self.down.tp.all_gather_rows(grad_ND)
             x_ND, work = self.down.tp.begin_all_gather_rows(x_ND)
-            if kept is None:
+            if not kept:
                 wait_for(work)
-        gate_up_N2I = self.gate_up(x_ND) if kept is None else kept
-        grad_gate_up_N2I, act_NI = swiglu_backward(self.down.input_gradient(grad_ND), gate_up_N2I, self.gelu)
-        self.down.accumulate_grad(grad_ND, act_NI)
-        del act_NI, gate_up_N2I
-        if work is not None:
-            wait_for(work)
-        self.gate_up.accumulate_grad(grad_gate_up_N2I, x_ND)
-        return self.gate_up.input_gradient(grad_gate_up_N2I, split)
+        pieces = iter(kept)
+
+        def compute(part: slice) -> Tensor:
+            gate_up_N2I = next(pieces) if kept else self.gate_up(x_ND[part])
+            grad_act_NI = self.down.input_gradient(grad_ND[part])
+            grad_gate_up_N2I, act_NI = swiglu_backward(grad_act_NI, gate_up_N2I, self.gelu)
+            del gate_up_N2I, grad_act_NI
+            self.down.accumulate_grad(grad_ND[part], act_NI)
+            del act_NI
+            if work is not None:
+                wait_for(work)
+            self.gate_up.accumulate_grad(grad_gate_up_N2I, x_ND[part])
+            return self.gate_up.partial_input_gradient(grad_gate_up_N2I)
+
+        return self.gate_up.sum_input_gradient(_in_pieces(compute, len(grad_ND)), split)
+
+
+def _in_pieces(compute: Callable[[slice], Tensor], n_tokens: int) -> Tensor:
+    """Return the rows `compute` of all tokens, computed for at most MLP_PIECE tokens at once."""
+    if n_tokens <= MLP_PIECE:
+        return compute(slice(0, n_tokens))
+    out_ND: Tensor | None = None
+    for first in range(0, n_tokens, MLP_PIECE):
+        part = slice(first, min(first + MLP_PIECE, n_tokens))
+        piece_ND = compute(part)
+        out_ND = piece_ND.new_empty((n_tokens, piece_ND.shape[1])) if out_ND is None else out_ND
+        out_ND[part] = piece_ND
+    assert out_ND is not None
+    return out_ND
 
 
 class Router(Linear):
@@ -182,7 +218,9 @@ class ExpertMLP(nn.Module):
         weights_Nk = probs_NE.gather(1, chosen_Nk)
         return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.experts.normalised else weights_Nk
 
-    def fused_forward(self, x_ND: Tensor, split: bool, whole: bool) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def fused_forward(
+        self, x_ND: Tensor, split: bool, whole: bool, keep: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         from areno.kernels.elementwise.triton_swiglu import swiglu
 
         if split:
@@ -202,10 +240,10 @@ class ExpertMLP(nn.Module):
         out_ND = combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E)
         if whole:
             out_ND = self.tp.reduce_scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
-        return out_ND, gate_up_M2I, (chosen_Nk.to(routing.dtype),)
+        return out_ND, (gate_up_M2I,) if keep else (), (chosen_Nk.to(routing.dtype),)
 
     def fused_backward(
-        self, grad_ND: Tensor, x_ND: Tensor, kept: Tensor | None, saved: tuple[Tensor, ...], split: bool
+        self, grad_ND: Tensor, x_ND: Tensor, kept: tuple[Tensor, ...], saved: tuple[Tensor, ...], split: bool
     ) -> Tensor:
         if split:
             grad_ND, x_ND = self.tp.all_gather_rows(grad_ND), self.tp.all_gather_rows(x_ND)
@@ -216,7 +254,7 @@ class ExpertMLP(nn.Module):
         with torch.enable_grad():
             weights_Nk = self._routing_weights(logits_NE.requires_grad_(), chosen_Nk)
         rows_MD = x_ND.index_select(0, groups.tokens_M)
-        gate_up_M2I = grouped_matmul(rows_MD, gate_up.stack_EOI, ends_E) if kept is None else kept
+        gate_up_M2I = kept[0] if kept else grouped_matmul(rows_MD, gate_up.stack_EOI, ends_E)
         grad_MD = grad_ND.index_select(0, groups.tokens_M)
         grad_MI = grouped_matmul(grad_MD, down.stack_EOI, ends_E, transposed=True)
         weights_M = weights_Nk.detach().flatten().index_select(0, groups.choices_M)

@@ -254,21 +254,24 @@ class _FusedLayer(torch.autograd.Function):
         middle_ND, normed_ND = _add_norm(
             layer.pre_mlp_norm, stream_ND, _post_norm(layer.post_attention_norm, added_ND), dtype, memory
         )
-        down_ND, inner, needed = layer.mlp.fused_forward(normed_ND, split, whole)
-        kept = (proj_NX, inner) if keep else (None, None)
+        keep = keep and any(ctx.needs_input_grad)
+        down_ND, inner, needed = layer.mlp.fused_forward(normed_ND, split, whole, keep)
         norm_inputs = (
             None if layer.post_attention_norm is None else added_ND,
             None if layer.post_mlp_norm is None else down_ND,
         )
-        ctx.save_for_backward(stream_ND, middle_ND, cos, sin, *kept, *norm_inputs, *needed, *mixer)
+        ctx.save_for_backward(
+            stream_ND, middle_ND, cos, sin, proj_NX if keep else None, *norm_inputs, *needed, *inner, *mixer
+        )
         ctx.layer, ctx.attend, ctx.has_delta, ctx.split = layer, attend, delta_ND is not None, split
-        ctx.n_needed = len(needed)
+        ctx.n_needed, ctx.n_inner = len(needed), len(inner)
         return middle_ND, _post_norm(layer.post_mlp_norm, down_ND)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stream_ND, middle_ND, cos, sin, proj_NX, inner, added_ND, down_ND, *saved = ctx.saved_tensors
-        needed, mixer = tuple(saved[: ctx.n_needed]), saved[ctx.n_needed :]
+        stream_ND, middle_ND, cos, sin, proj_NX, added_ND, down_ND, *saved = ctx.saved_tensors
+        end = ctx.n_needed + ctx.n_inner
+        needed, inner, mixer = tuple(saved[: ctx.n_needed]), tuple(saved[ctx.n_needed : end]), saved[end:]
         layer: Layer = ctx.layer
         split, dtype = ctx.split, layer.dtype
         grad_middle_ND, grad_down_ND = grads[0], grads[1].contiguous()

@@ -141,13 +141,27 @@ def compare_two_ranks() -> None:
         on_ranks(compare_rank, (f"{folder}/meet",), 2)
 
 
+def compare_pieces() -> None:
+    """MLPs compute 6 tokens in pieces of 4 and 2, alone and on two ranks."""
+    with mock.patch("areno.layers.mlp.MLP_PIECE", 4):
+        compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME))
+        with tempfile.TemporaryDirectory() as folder:
+            on_ranks(compare_rank_in_pieces, (f"{folder}/meet",), 2)
+
+
+def compare_rank_in_pieces(rank: int, rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    compare_share(rank, num_kv_heads=1)
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize(
     "what",
     [
         "compare_families",
         *(
             pytest.param(f"compare_{name}", marks=pytest.mark.slow)
-            for name in ("interpreted", "states", "frozen", "two_ranks")
+            for name in ("interpreted", "states", "frozen", "two_ranks", "pieces")
         ),
     ],
 )

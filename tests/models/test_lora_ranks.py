@@ -326,6 +326,12 @@ def compare_fused(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME, **
             torch.testing.assert_close(grad, grads[name], atol=2e-4, rtol=1e-3, msg=f"{name} {split}")
 
 
+def compare_pieces() -> None:
+    """MLPs compute 6 tokens in pieces of 4 and 2."""
+    with mock.patch("areno.layers.mlp.MLP_PIECE", 4):
+        compare_fused()
+
+
 def compare_shared() -> None:
     """Where projections share an A, and those of the gated delta rule have adapters."""
     for compare in (compare_fused, compare_sampled):
@@ -447,7 +453,7 @@ def _rank_main(rank: int, meeting: str, name: str) -> None:
         "compare_sampled",
         *(
             pytest.param(f"compare_{n}", marks=pytest.mark.slow)
-            for n in ("kernel", "sampled_gelu", "engine", "fused", "shared")
+            for n in ("kernel", "sampled_gelu", "engine", "fused", "pieces", "shared")
         ),
     ],
 )
