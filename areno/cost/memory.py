@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from areno.config.fp8 import FP8Config
 from areno.config.layout import ALONE, Layout
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
-from areno.layers.config import AdapterSpec, DeltaConfig
+from areno.layers.config import MLP_PIECE, AdapterSpec, DeltaConfig
 from areno.models.adapter_shapes import n_adapter_parameters, n_stacked_parameters
 from areno.models.config import TransformerConfig
 from areno.models.fp8_layers import n_quantized_parameters
@@ -106,12 +106,15 @@ class ActivationBytes:
     """The bytes of activations that one layer holds for each token in training.
 
     `always` is held from the forward to the backward pass, also under recompute: the float32 residual stream before and
-    after attention, the output of attention, and the inputs of norms after attention and MLP.
+    after attention, the output of attention, and the inputs of norms after attention and MLP. `inputs` is the part of
+    it from which the backward pass can compute the rest again.
     """
 
     always: int
+    inputs: int
     kept: int  # additional without recompute: outputs of the qkv and gate-up products
     at_work: int  # upper bound of temporary bytes during the layer's backward pass
+    in_pieces: int  # the part of `at_work` that an MLP takes for at most MLP_PIECE tokens
 
 
 def activation_bytes(
@@ -136,13 +139,16 @@ def activation_bytes(
         mixed = max(mixed, layout.share_rounded_down(config.delta.inner_size))
         rule = layout.share_rounded_down(_delta_rule_bytes(config.delta, itemsize))
     products = first + inner
+    always = residual.share_rounded_down(2 * size * (4 + after)) + mixed * itemsize + ids
     return ActivationBytes(
-        always=residual.share_rounded_down(2 * size * (4 + after)) + mixed * itemsize + ids,
+        always=always,
+        inputs=always - (size * (4 + after) if layout.tp_size == 1 else 0),
         kept=products * itemsize,
         # Outputs of products and their gradients, attention and MLP together; experts' copies of inputs and of their
         # gradients. A third of the tensors of the residual stream's size are inputs or outputs of products, which
         # have all tokens.
         at_work=(3 * products + (4 + residual.share_rounded_down(8)) * size + copies) * itemsize + 24 * scores + rule,
+        in_pieces=3 * inner * itemsize if experts is None else 0,
     )
 
 
@@ -170,6 +176,8 @@ class PassBytes:
     of_token: int  # activations that stay until the backward pass
     at_work: int = 0  # upper bound of the temporary bytes in the layer that is computed
     at_work_expected: float = 0.0
+    in_pieces: int = 0  # the part of `at_work` that at most MLP_PIECE tokens take; for more, the bound is expected
+    of_inputs: int = 0  # the least that a layer keeps until the backward pass, in host memory if necessary
     of_kept_layer: int = 0  # outputs of the large matrix products that a layer keeps
     logits_of_token: int = 0  # upper bound, for LOGITS_CHUNK tokens at a time
     logits_expected: int = 0
@@ -186,6 +194,8 @@ class PassBytes:
             of_token=of_token,
             at_work=layer.at_work,
             at_work_expected=_WORK_EXPECTED * layer.at_work,
+            in_pieces=layer.in_pieces,
+            of_inputs=layer.inputs if recompute else 0,
             of_kept_layer=layer.kept if recompute else 0,
             logits_of_token=n_vocab * (4 + itemsize),
             logits_expected=n_vocab * 4,
@@ -212,22 +222,53 @@ class PassBytes:
         two = {"logits_of_token": 2 * self.logits_of_token, "logits_expected": 2 * self.logits_expected}
         return replace(self, **two, stored_of_token=2 * self.stored_of_token)
 
+    def offloading(self, n_layers: int, n_offloaded: int) -> PassBytes:
+        """Return the bytes of a pass that keeps the inputs of the first `n_offloaded` layers in host memory.
+
+        No layer keeps more than its inputs. Two of the layers in host memory are on the device at a time: one is
+        computed while the other arrives or leaves.
+        """
+        of_layer = self.of_token // n_layers
+        return replace(
+            self,
+            of_token=max(2, n_layers - n_offloaded + 1) * self.of_inputs,
+            at_work=self.at_work + of_layer - self.of_inputs,
+            of_kept_layer=0,
+        )
+
+    def layers_to_offload(self, n_tokens: int, room: int, n_layers: int) -> int:
+        """Return how many layers must have their inputs in host memory, so that a pass takes at most `room` bytes.
+
+        The last of them stays on the device, where the backward pass needs it first. 0 without recompute.
+        """
+        if not self.of_inputs or self.total(n_tokens) <= room:
+            return 0
+        n_more = (room - self.offloading(n_layers, n_layers).total(n_tokens)) // (n_tokens * self.of_inputs)
+        return min(n_layers, max(1, n_layers - 1 - max(0, n_more)))
+
+    def _work(self, n_tokens: int) -> int:
+        return n_tokens * (self.at_work - self.in_pieces) + min(n_tokens, MLP_PIECE) * self.in_pieces
+
     def total(self, n_tokens: int, n_kept: int = 0) -> int:
         head = min(LOGITS_KEPT, n_tokens * self.stored_of_token) + min(LOGITS_CHUNK, n_tokens) * self.logits_of_token
-        return n_tokens * (self.of_token + self.at_work + n_kept * self.of_kept_layer) + head
+        return n_tokens * (self.of_token + n_kept * self.of_kept_layer) + self._work(n_tokens) + head
 
     def expected(self, n_tokens: int, n_kept: int = 0, n_predicted: int | None = None) -> int:
         n = n_tokens if n_predicted is None else n_predicted
+        at_once = min(n_tokens, MLP_PIECE) if self.in_pieces else n_tokens
         head = min(LOGITS_KEPT, n * self.stored_of_token) + min(LOGITS_CHUNK, n) * self.logits_expected
-        return int(n_tokens * (self.of_token + self.at_work_expected + n_kept * self.of_kept_layer)) + head
+        work = at_once * self.at_work_expected + self._work(n_tokens) - self._work(at_once)
+        return int(n_tokens * (self.of_token + n_kept * self.of_kept_layer) + work) + head
 
     def fitting_tokens(self, room: int) -> int:
         """Return the largest number of tokens whose pass takes at most `room` bytes if no layer keeps its products."""
-        # `total` is the smallest of four linear functions of the tokens, so the pass fits if one of them fits.
+        # `total` is the smallest of eight linear functions of the tokens, so the pass fits if one of them fits.
         found = 0
-        for all_stored, all_logits in itertools.product((0, 1), (0, 1)):
+        for all_stored, all_logits, a_piece in itertools.product((0, 1), repeat=3):
             left = room - all_stored * LOGITS_KEPT - all_logits * LOGITS_CHUNK * self.logits_of_token
+            left -= a_piece * MLP_PIECE * self.in_pieces
             slope = (1 - all_stored) * self.stored_of_token + (1 - all_logits) * self.logits_of_token
+            slope -= a_piece * self.in_pieces
             found = max(found, left // (self.of_token + self.at_work + slope))
         return found
 

@@ -28,6 +28,7 @@ from areno.layers.attention import Attend, PackedAttend
 from areno.layers.delta import GatedDelta
 from areno.layers.norm import RMSNorm
 from areno.layers.parallel import wait_for
+from areno.models.activation_offload import ActivationOffload
 from areno.models.layer import Attention, Layer
 
 Forward = tuple[Tensor, Tensor, tuple[Tensor, ...]]
@@ -167,15 +168,16 @@ def fused_layer(
     keep: bool,
     split: bool,
     memory: SymmetricMemory | None,
+    offload: ActivationOffload | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Add `delta_ND`, the output of the previous MLP, to the residual stream, and run a layer on the sum.
 
     Return the stream and the output of this layer's MLP. They are not added, because the next norm adds and normalises
     in one pass. With `memory`, MLP outputs are this rank's partial sums. Unless `keep`, the large intermediate results
-    of attention and MLP are not kept, and the backward pass computes them again.
+    of attention and MLP are not kept, and the backward pass computes them again. `offload` saves what is kept.
     """
     stream_ND = _require_gradient(stream_ND, layer)
-    return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[return-value]
+    return _FusedLayer.apply(layer, stream_ND, delta_ND, cos, sin, attend, keep, split, memory, offload)  # type: ignore[return-value]
 
 
 def fused_norm(norm: RMSNorm, stream_ND: Tensor, delta_ND: Tensor, memory: SymmetricMemory | None) -> Tensor:
@@ -247,6 +249,7 @@ class _FusedLayer(torch.autograd.Function):
         keep: bool,
         split: bool,
         memory: SymmetricMemory | None,
+        offload: ActivationOffload | None,
     ) -> tuple[Tensor, Tensor]:
         dtype, whole = layer.dtype, memory is None
         stream_ND, normed_ND = _add_norm(layer.input_norm, stream_ND, delta_ND, dtype, memory)
@@ -256,37 +259,65 @@ class _FusedLayer(torch.autograd.Function):
         )
         keep = keep and any(ctx.needs_input_grad)
         down_ND, inner, needed = layer.mlp.fused_forward(normed_ND, split, whole, keep)
-        norm_inputs = (
-            None if layer.post_attention_norm is None else added_ND,
-            None if layer.post_mlp_norm is None else down_ND,
-        )
-        ctx.save_for_backward(
-            stream_ND, middle_ND, cos, sin, proj_NX if keep else None, *norm_inputs, *needed, *inner, *mixer
-        )
+        added_ND = None if layer.post_attention_norm is None else added_ND
+        saved = [stream_ND, middle_ND, added_ND, None if layer.post_mlp_norm is None else down_ND, *needed, *mixer]
+        if offload is not None:
+            if _can_recompute_middle(layer):
+                saved[1:3] = None, None
+            ctx.place_of_saved, saved = offload.save(saved), []
+        ctx.save_for_backward(cos, sin, proj_NX if keep else None, *inner, *saved)
         ctx.layer, ctx.attend, ctx.has_delta, ctx.split = layer, attend, delta_ND is not None, split
-        ctx.n_needed, ctx.n_inner = len(needed), len(inner)
+        ctx.n_needed, ctx.n_inner, ctx.offload = len(needed), len(inner), offload
         return middle_ND, _post_norm(layer.post_mlp_norm, down_ND)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        stream_ND, middle_ND, cos, sin, proj_NX, added_ND, down_ND, *saved = ctx.saved_tensors
-        end = ctx.n_needed + ctx.n_inner
-        needed, inner, mixer = tuple(saved[: ctx.n_needed]), tuple(saved[ctx.n_needed : end]), saved[end:]
+        cos, sin, proj_NX, *saved = ctx.saved_tensors
+        inner, saved = tuple(saved[: ctx.n_inner]), saved[ctx.n_inner :]
+        if ctx.offload is not None:
+            saved = ctx.offload.load(ctx.place_of_saved)
+        stream_ND, middle_ND, added_ND, down_ND, *saved = saved
+        needed, mixer = tuple(saved[: ctx.n_needed]), saved[ctx.n_needed :]
         layer: Layer = ctx.layer
         split, dtype = ctx.split, layer.dtype
         grad_middle_ND, grad_down_ND = grads[0], grads[1].contiguous()
+        if middle_ND is None:
+            added_ND = _mixed_output(layer, stream_ND, mixer)
+            delta_ND = _post_norm(layer.post_attention_norm, added_ND)
+            middle_ND = _add_norm(layer.pre_mlp_norm, stream_ND, delta_ND, dtype)[0]
+            added_ND, delta_ND = None if layer.post_attention_norm is None else added_ND, None
 
         grad_down_ND = _post_norm_backward(layer.post_mlp_norm, grad_down_ND, down_ND)
         _, normed_ND = _add_norm(layer.pre_mlp_norm, middle_ND, None, dtype)
         grad_normed_ND = layer.mlp.fused_backward(grad_down_ND, normed_ND, inner, needed, split)
         grad_ND, grad_added_ND = _add_norm_backward(layer.pre_mlp_norm, grad_normed_ND, grad_middle_ND, middle_ND)
         grad_added_ND = _post_norm_backward(layer.post_attention_norm, grad_added_ND, added_ND)
+        del middle_ND, added_ND, down_ND, grad_down_ND, grad_middle_ND, grad_normed_ND, normed_ND, inner
 
         _, normed_ND = _add_norm(layer.input_norm, stream_ND, None, dtype)
         angles, attend = (cos, sin), ctx.attend
         grad_normed_ND = mix_tokens_backward(layer, grad_added_ND, normed_ND, proj_NX, mixer, angles, attend, split)
         grad_ND, grad_delta_ND = _add_norm_backward(layer.input_norm, grad_normed_ND, grad_ND, stream_ND)
-        return None, grad_ND, grad_delta_ND if ctx.has_delta else None, None, None, None, None, None, None
+        return None, grad_ND, grad_delta_ND if ctx.has_delta else None, *(None,) * 7
+
+
+def _can_recompute_middle(layer: Layer) -> bool:
+    """Return whether the backward pass can compute the sum after attention again without the other ranks."""
+    module = layer.attention or layer.delta
+    assert module is not None
+    return module.out.tp.size == 1
+
+
+def _mixed_output(layer: Layer, stream_ND: Tensor, mixer: Sequence[Tensor]) -> Tensor:
+    """Return the first result of `mix_tokens`, given its third one."""
+    if layer.attention is None:
+        assert layer.delta is not None
+        return layer.delta.out(mixer[0])
+    attention, gate_NQ = layer.attention, None
+    if attention.gated:
+        _, normed_ND = _add_norm(layer.input_norm, stream_ND, None, layer.dtype)
+        gate_NQ = attention.split_gate(attention.qkv(normed_ND))[1]
+    return attention.out(attention.gate(mixer[0].flatten(-2), gate_NQ))
 
 
 class _FusedNorm(torch.autograd.Function):

@@ -27,6 +27,7 @@ from areno.layers.norm import RMSNorm, ShardedRMSNorm
 from areno.layers.rotary import Rotary
 from areno.layers.routing import Routing
 from areno.layers.shard import TensorPart, WeightSpec
+from areno.models.activation_offload import ActivationOffload
 from areno.models.config import TransformerConfig
 from areno.models.layer import Layer
 
@@ -73,12 +74,14 @@ class Transformer(nn.Module):
         recompute: bool = False,
         n_kept: int = 0,
         split: bool = False,
+        offload: ActivationOffload | None = None,
     ) -> Tensor:
         """Return the hidden states after the final norm, (N, D), the same on every rank.
 
         `positions_N`: the position of each token in its sequence. With `recompute` (activation checkpointing), all but
         the last `n_kept` layers keep little for the backward pass. With `split` (sequence parallelism), each rank has
-        an equal share of the tokens of the residual stream, so N must be a multiple of the number of ranks.
+        an equal share of the tokens of the residual stream, so N must be a multiple of the number of ranks. Layers that
+        run fused save what they keep in `offload`, which has begun a pass.
         """
         assert not split or len(tokens_N) % self.tp.size == 0 == self.row_multiple - 1, (
             "the ranks do not divide the tokens"
@@ -106,7 +109,7 @@ class Transformer(nn.Module):
                 self._hook_stage(x_ND, index)
                 keep = index >= n_recomputed
                 cos, sin = angles[self.rotary_of[index]]
-                x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep, split, memory)  # type: ignore[arg-type]
+                x_ND, delta_ND = fused_layer(layer, x_ND, delta_ND, cos, sin, attend, keep, split, memory, offload)  # type: ignore[arg-type]
             assert delta_ND is not None, "a model without layers"
             self._hook_stage(x_ND, len(self.layers))
             hidden_ND = fused_norm(self.final_norm, x_ND, delta_ND, memory)

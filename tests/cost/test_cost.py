@@ -24,6 +24,7 @@ from areno.layers.config import AdapterSpec, DeltaConfig, MoEConfig, RopeConfig
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models import parameters
+from areno.models.activation_offload import ActivationOffload
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.adapters import add_adapters, stack_adapters
 from areno.models.config import LayerKind, TransformerConfig
@@ -180,6 +181,11 @@ def count_activations() -> None:
             cos_and_sin = 2 * n * CONFIG.head_dim // 2 * 4
             found.append(sum(saved.nbytes for saved in node.saved_tensors if saved is not None) - cos_and_sin)
         expected = memory.activation_bytes(config, dtype.itemsize)
+        offload = ActivationOffload(torch.device("cpu"))
+        offload.begin(1)
+        model(torch.arange(n), torch.arange(n), attend, recompute=True, offload=offload)
+        copies = offload._layers[0].copies.values()
+        assert sum(len(part) for copy in copies for part in copy.parts) == n * expected.inputs
         assert found == [n * expected.always, n * (expected.always + expected.kept)], (dtype, found, expected)
 
 

@@ -20,6 +20,7 @@ from areno.engine.engine import Engine
 from areno.engine.train.recomputation import RecomputationPolicy
 from areno.engine.worker import Worker
 from areno.kernels.logprobs import FUSED_CHUNK
+from areno.layers.config import MLP_PIECE
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.specs.update import UpdateSpec
@@ -54,6 +55,7 @@ def test_the_chunk_of_logits_is_that_of_the_kernel() -> None:
         PassBytes(of_token=100_000, logits_of_token=900_000, stored_of_token=300_000),
         PassBytes(of_token=1000, logits_of_token=60_000_000, stored_of_token=90_000_000),
         PassBytes.for_training(QWEN3_8B, 2),
+        PassBytes.for_training(QWEN3_8B, 2).offloading(36, 36),
         PassBytes.for_scoring(QWEN3_8B, 2),
     ],
 )
@@ -70,6 +72,30 @@ def test_layers_that_keep_their_products_fill_the_room() -> None:
         n = need.fitting_layers(n_tokens, room, 36)
         assert n == 0 or need.total(n_tokens, n) <= room
         assert n == 36 or need.total(n_tokens, n + 1) > room
+
+
+def test_as_few_layers_as_necessary_have_their_inputs_in_host_memory() -> None:
+    need = PassBytes.for_training(QWEN3_8B, 2)
+    for n_tokens, room in itertools.product((8192, 65536, 131072), (2**33, 2**34, 2**35, 2**36)):
+        n = need.layers_to_offload(n_tokens, room, 36)
+        assert (n == 0) == (need.total(n_tokens) <= room)
+        if n:
+            assert n == 35 or need.offloading(36, n).total(n_tokens) <= room
+            assert n == 1 or need.offloading(36, n - 1).total(n_tokens) > room
+    assert PassBytes.for_training(QWEN3_8B, 2, recompute=False).layers_to_offload(65536, 0, 36) == 0
+
+
+def test_a_row_of_128k_tokens_of_an_8b_model_with_adapters_fits_80_gb() -> None:
+    """Worked by hand: a token takes 4 D bytes of the residual stream and 2 D of the output of attention in a layer."""
+    need = PassBytes.for_training(QWEN3_8B, 2)
+    assert need.of_inputs == 6 * 4096
+    room = 55 * 2**30  # of 80 GB without a reserve, weights and adapters
+    assert need.fitting_tokens(room) < 2**15
+    assert need.offloading(36, 35).fitting_tokens(room) > 2**17
+    assert 24 < need.layers_to_offload(2**17, room, 36) < 32
+    # Tokens beyond a piece of the MLP take less.
+    at_once = [need.total(n) for n in (MLP_PIECE - 2048, MLP_PIECE, MLP_PIECE + 2048)]
+    assert at_once[1] - at_once[0] > at_once[2] - at_once[1] > 0
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------

@@ -87,7 +87,8 @@ class TrainBackend:
         self.n_halvings = 0  # of micro-batches in the last call of `train` or a scoring method
         self._is_alone = model.tp.size == context.cp.size == 1
         free = partial(free_bytes, self.device) if on_cuda else None
-        self.kept_layers = RecomputationPolicy(model, free, self._is_alone, self._split)
+        n_sharing = spec.n_ranks_on_machine(context.rank)
+        self.kept_layers = RecomputationPolicy(model, free, self._is_alone, self._split, n_sharing)
         self._routing = StepRouting(model.routing, role.router_aux_loss_coef, context.dp)
         self.flat: FlatParameters | None = None
         self.optimizer: Optimizer | None = None
@@ -297,6 +298,8 @@ class TrainBackend:
         waits = stores is not None  # for the passes that read the keys
         n_kept = self.kept_layers.n_kept_layers(len(share.tokens_n), waits) if recompute else 0
         how = {"recompute": recompute, "n_kept": n_kept, "split": self._split}
+        if recompute and not waits and self.model.runs_fused(share.attend):
+            how["offload"] = self.kept_layers.begin_offload(len(share.tokens_n))
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
     def _values(self, packed: PackedTokens) -> Tensor:
@@ -385,8 +388,8 @@ class TrainBackend:
         """Compute the gradient of a step over all ranks, and return the statistics of its micro-batches.
 
         If memory runs out, all micro-batches are repeated, and fewer layers keep activations. If no layer keeps any,
-        each micro-batch is split in two, if `update.may_halve` allows it. `is_first` is True for the first step of a
-        call of `train`, before which the weights have not changed.
+        each micro-batch is split in two, if `update.may_halve` allows it. At last, the inputs of more layers go to host
+        memory. `is_first` is True for the first step of a call of `train`, before which the weights have not changed.
         """
         self._gradients.begin(step)
         given: list[Tensor | None] = []
@@ -398,14 +401,19 @@ class TrainBackend:
                 self._gradients.finish()
             return stats
 
+        def halve() -> bool:
+            if not (update.may_halve and self._is_alone and not self._divides_grads):
+                return False
+            if not batches.halve(given + [pack.old_logprobs for _, pack in batches[len(given) :]]):
+                return False
+            self.n_halvings += 1
+            given.clear()
+            return True
+
         def divide() -> bool:
-            if not self.kept_layers.recompute_more():
-                if not (update.may_halve and self._is_alone and not self._divides_grads):
-                    return False
-                if not batches.halve(given + [pack.old_logprobs for _, pack in batches[len(given) :]]):
-                    return False
-                self.n_halvings += 1
-                given.clear()
+            policy = self.kept_layers
+            if not (policy.recompute_more() or halve() or policy.offload_more()):
+                return False
             self._gradients.begin(step, again=True)
             return True
 

@@ -14,6 +14,7 @@ from areno.engine.train.recomputation import RecomputationPolicy
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from tests.helpers.interpreted import run_interpreted
 from tests.helpers.tiny_backend import WHOLE, loss_and_gradient, make, make_rows
 from tests.helpers.tiny_engine import train_on
 
@@ -84,11 +85,70 @@ def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
     monkeypatch.setattr(backend.model, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
     n_fitting = PassBytes.for_training(backend.model.config, 4).fitting_tokens(2**33) // 256 * 256
     backend.kept_layers = RecomputationPolicy(backend.model, lambda: 2**33)
-    with pytest.raises(EngineError, match=f"in training.* a micro-batch of {n_fitting:,} tokens would fit"):
+    with pytest.raises(EngineError, match=f"in training.* a micro-batch of {n_fitting:,} tokens would fit.* host"):
         train_on(backend, rows, sft_loss_fn, spec)
     backend.kept_layers = RecomputationPolicy(backend.model, lambda: 0)
     with pytest.raises(EngineError, match="no micro-batch fits"):
         train_on(backend, rows, sft_loss_fn, spec)
+
+
+def compare_offloaded() -> None:
+    """Run in a process of its own, where Triton interprets: a step with layer inputs in host memory has equal bits."""
+    rows, spec = make_rows(), MicroBatchSpec(mini_bs=5)
+    expected, gradient = loss_and_gradient(make(recompute=True), rows, grpo_loss_fn, spec)
+    backend, places = make(recompute=True), []
+    backend.kept_layers = RecomputationPolicy(backend.model, lambda: 0)
+    begin = RecomputationPolicy.begin_offload
+
+    def record(policy: RecomputationPolicy, n_tokens: int):
+        places.append(begin(policy, n_tokens))
+        return places[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecomputationPolicy, "begin_offload", record)
+        stats, other = loss_and_gradient(backend, rows, grpo_loss_fn, spec)
+    assert stats == expected
+    assert torch.equal(other, gradient)
+    assert len(places) == 2
+    assert places[0] is places[1] is not None
+    with torch.no_grad():
+        assert backend.kept_layers.begin_offload(10) is None
+
+
+@pytest.mark.slow
+def test_inputs_of_layers_in_host_memory_do_not_change_the_step():
+    code = "from tests.engine.train.test_backend_memory import compare_offloaded; compare_offloaded()"
+    run_interpreted(code)
+
+
+def test_inputs_of_layers_go_to_host_memory_only_if_they_must(monkeypatch, caplog):
+    model = make().model
+    need = PassBytes.for_training(model.config, 4)
+
+    def place(free, n_tokens=100):
+        policy = RecomputationPolicy(model, lambda: free)
+        policy.n_kept_layers(n_tokens)
+        return policy, policy.begin_offload(n_tokens)
+
+    assert place(need.total(100))[1] is None
+    caplog.set_level("INFO")
+    policy, offload = place(need.total(100) - 1)
+    assert offload is not None
+    said = "a micro-batch of 100 tokens keeps the inputs of 1 of 2 layers in 0.00 GiB of host memory"
+    assert caplog.messages == [said]
+    assert policy.begin_offload(100) is offload
+    assert policy.begin_offload(200) is offload
+    assert len(caplog.messages) == 2  # once for each new largest size
+    assert not policy.offload_more()
+    # The bound says that all fits. If it does not, the next attempt assumes that less is free.
+    policy, offload = place(need.total(100))
+    assert not policy.recompute_more()
+    assert policy.offload_more()
+    assert policy.begin_offload(100) is not None
+    monkeypatch.setattr("areno.engine.train.recomputation.host_bytes_free", lambda: 100)
+    policy, offload = place(0)
+    assert offload is None
+    assert not policy.offload_more()
 
 
 def test_out_of_memory_names_the_keys(monkeypatch):
