@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from areno.api.algorithms import Algorithm
+    from areno.cost.footprint import LongestRow
     from areno.plan.forecast import Forecast
     from areno.plan.settings_that_fit import FittingChange
 
@@ -204,6 +205,7 @@ def plan_record(algorithm: str, found: Forecast, ways: Sequence[FittingChange]) 
         "rows": found.n_rows,
         "peak_bytes": found.peak_memory_bytes,
         "host_bytes": found.host_bytes,
+        "longest_row": None if found.longest_row is None else vars(found.longest_row),
         "step_seconds": found.step_seconds if found.fits else None,
         "phases": [
             {
@@ -268,6 +270,8 @@ def _print_plan(algorithm: str, found: Forecast, ways: Sequence[FittingChange], 
             f"{found.peak_memory_bytes / 2**30:.1f} of {found.hardware.usable_bytes / 2**30:.1f} GiB."
             f"{_host_text(found)}"
         )
+        if found.longest_row is not None and found.longest_without_cache is not None:
+            console.print(_longest_row_text(found.longest_row, found.longest_without_cache))
         console.print("Not counted: evaluation, checkpoints, and rewards that take longer than the rollout.")
         return
     console.print(f"[bold red]It does not fit:[/bold red] {'; '.join(found.problems)}.")
@@ -300,8 +304,16 @@ def _work_text(found: Forecast, is_limit: bool) -> str:
 
 
 def _host_text(found: Forecast) -> str:
-    n_bytes = found.host_bytes
-    return f" It also takes {n_bytes / 2**30:.0f} GiB of host memory." if n_bytes else ""
+    n_bytes, of_inputs = found.host_bytes, found.host_bytes_of_inputs
+    more = f", {of_inputs / 2**30:.0f} of them for the inputs of layers" if of_inputs else ""
+    return f" It also takes {n_bytes / 2**30:.0f} GiB of host memory{more}." if n_bytes else ""
+
+
+def _longest_row_text(row: LongestRow, without_cache: LongestRow) -> str:
+    text = f"The longest row to train on: {row.text}."
+    if without_cache.tokens > row.tokens:
+        text += f" With rollout.drop_rollout_state=true: {without_cache.text}."
+    return text
 
 
 def _thousands_text(n: float) -> str:

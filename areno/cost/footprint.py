@@ -31,6 +31,20 @@ class ModelFootprint(RoleSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LongestRow:
+    """Tokens of the longest row on which a model can be trained, over all context-parallel ranks."""
+
+    tokens: int
+    host_bytes: int  # of each device, for the inputs of layers of such a row
+    tokens_on_device: int  # if all inputs of layers stay on the device
+
+    @property
+    def text(self) -> str:
+        host = f"{gib_text(self.host_bytes)} GiB of host memory for the inputs of layers"
+        return f"{self.tokens_on_device:,} tokens, or {self.tokens:,} with {host}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Footprint:
     """The memory that the models of an engine take on each device."""
 
@@ -126,6 +140,18 @@ class Footprint:
         found = PassBytes.for_training(config, self.itemsize, self.layout, recompute=recompute, split=self.split)
         return found.with_teacher_logits() if model.is_actor and self._largest_teacher is not None else found
 
+    def longest_row(self, model: ModelFootprint, room: int) -> LongestRow | None:
+        """Return the longest row if a training pass may take `room` bytes. None on a CPU and without recompute."""
+        if not (self.on_cuda and model.gradient_checkpointing and model.optimizer):
+            return None
+        need, n_layers = self.training_pass_bytes(model), model.config.num_layers
+        n_tokens = need.offloading(n_layers, n_layers).fitting_tokens(room)
+        return LongestRow(
+            tokens=self.layout.cp_size * n_tokens,
+            host_bytes=n_tokens * (n_layers - 1) * need.of_inputs,
+            tokens_on_device=self.layout.cp_size * need.fitting_tokens(room),
+        )
+
     def scoring_pass_bytes(self, model: ModelFootprint) -> PassBytes:
         return PassBytes.for_scoring(model.config, self.itemsize, self.layout, split=self.split)
 
@@ -162,6 +188,9 @@ class Footprint:
         if actor.optimizer:
             need = gib_text(self.training_bytes(actor, n_tokens))
             work.append(f"activations of a micro-batch of {n_tokens:,} tokens: {need}")
+            extra = self.extra_bytes_in_use(actor, training=True)
+            if (row := self.longest_row(actor, room - extra)) is not None:
+                work.append(f"without a KV cache, the longest row to train on has {row.text}")
         extra, hosted = gib_text(self.max_extra_bytes_in_use), gib_text(self.offloaded_bytes)
         away = f"offload keeps {hosted} in host memory; a model in use takes up to {extra} more of its device"
         return "\n".join(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from areno.config.fp8 import FP8Config
 from areno.config.layout import ALONE, Layout
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
-from areno.layers.config import MLP_PIECE, AdapterSpec, DeltaConfig
+from areno.layers.config import AdapterSpec, DeltaConfig, mlp_piece_tokens
 from areno.models.adapter_shapes import n_adapter_parameters, n_stacked_parameters
 from areno.models.config import TransformerConfig
 from areno.models.fp8_layers import n_quantized_parameters
@@ -114,7 +114,8 @@ class ActivationBytes:
     inputs: int
     kept: int  # additional without recompute: outputs of the qkv and gate-up products
     at_work: int  # upper bound of temporary bytes during the layer's backward pass
-    in_pieces: int  # the part of `at_work` that an MLP takes for at most MLP_PIECE tokens
+    in_pieces: int  # the part of `at_work` that an MLP takes for at most `piece_tokens` tokens
+    piece_tokens: int
 
 
 def activation_bytes(
@@ -149,6 +150,7 @@ def activation_bytes(
         # have all tokens.
         at_work=(3 * products + (4 + residual.share_rounded_down(8)) * size + copies) * itemsize + 24 * scores + rule,
         in_pieces=3 * inner * itemsize if experts is None else 0,
+        piece_tokens=mlp_piece_tokens(inner),
     )
 
 
@@ -176,7 +178,8 @@ class PassBytes:
     of_token: int  # activations that stay until the backward pass
     at_work: int = 0  # upper bound of the temporary bytes in the layer that is computed
     at_work_expected: float = 0.0
-    in_pieces: int = 0  # the part of `at_work` that at most MLP_PIECE tokens take; for more, the bound is expected
+    in_pieces: int = 0  # the part of `at_work` that at most `piece_tokens` tokens take
+    piece_tokens: int = 0  # for tokens beyond them, the upper bound is expected
     of_inputs: int = 0  # the least that a layer keeps until the backward pass, in host memory if necessary
     of_kept_layer: int = 0  # outputs of the large matrix products that a layer keeps
     logits_of_token: int = 0  # upper bound, for LOGITS_CHUNK tokens at a time
@@ -195,6 +198,7 @@ class PassBytes:
             at_work=layer.at_work,
             at_work_expected=_WORK_EXPECTED * layer.at_work,
             in_pieces=layer.in_pieces,
+            piece_tokens=layer.piece_tokens,
             of_inputs=layer.inputs if recompute else 0,
             of_kept_layer=layer.kept if recompute else 0,
             logits_of_token=n_vocab * (4 + itemsize),
@@ -247,7 +251,7 @@ class PassBytes:
         return min(n_layers, max(1, n_layers - 1 - max(0, n_more)))
 
     def _work(self, n_tokens: int) -> int:
-        return n_tokens * (self.at_work - self.in_pieces) + min(n_tokens, MLP_PIECE) * self.in_pieces
+        return n_tokens * (self.at_work - self.in_pieces) + min(n_tokens, self.piece_tokens) * self.in_pieces
 
     def total(self, n_tokens: int, n_kept: int = 0) -> int:
         head = min(LOGITS_KEPT, n_tokens * self.stored_of_token) + min(LOGITS_CHUNK, n_tokens) * self.logits_of_token
@@ -255,7 +259,7 @@ class PassBytes:
 
     def expected(self, n_tokens: int, n_kept: int = 0, n_predicted: int | None = None) -> int:
         n = n_tokens if n_predicted is None else n_predicted
-        at_once = min(n_tokens, MLP_PIECE) if self.in_pieces else n_tokens
+        at_once = min(n_tokens, self.piece_tokens) if self.in_pieces else n_tokens
         head = min(LOGITS_KEPT, n * self.stored_of_token) + min(LOGITS_CHUNK, n) * self.logits_expected
         work = at_once * self.at_work_expected + self._work(n_tokens) - self._work(at_once)
         return int(n_tokens * (self.of_token + n_kept * self.of_kept_layer) + work) + head
@@ -266,7 +270,7 @@ class PassBytes:
         found = 0
         for all_stored, all_logits, a_piece in itertools.product((0, 1), repeat=3):
             left = room - all_stored * LOGITS_KEPT - all_logits * LOGITS_CHUNK * self.logits_of_token
-            left -= a_piece * MLP_PIECE * self.in_pieces
+            left -= a_piece * self.piece_tokens * self.in_pieces
             slope = (1 - all_stored) * self.stored_of_token + (1 - all_logits) * self.logits_of_token
             slope -= a_piece * self.in_pieces
             found = max(found, left // (self.of_token + self.at_work + slope))

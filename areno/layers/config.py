@@ -10,8 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-MLP_PIECE = 2**15  # tokens for which an MLP computes its inner activations at once; rounding depends on the number
+MLP_PIECE = 3 * 2**28  # outputs of gate and up that an MLP computes at once: 1.5 GiB in bf16
 ROW_MULTIPLE = 16  # a weight with a LoRA matrix A stacked below is padded to a multiple of this many rows
+
+
+def mlp_piece_tokens(n_outputs: int) -> int:
+    """Return for how many tokens an MLP computes `n_outputs` outputs of gate and up at once."""
+    return max(1, MLP_PIECE // n_outputs)
 
 
 @dataclass(frozen=True)

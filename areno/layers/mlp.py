@@ -13,8 +13,8 @@ Both kinds of MLP have `forward` for autograd. The fused layers call two methods
 - `fused_backward` computes `kept` again if it is empty. It returns the gradient with respect to x, summed over the
   ranks, and adds the gradients of the parameters to their `.grad`.
 
-A gated MLP computes at most MLP_PIECE tokens at once, because its inner activations take several times the memory of
-its input. `kept` has a tensor for each of these pieces.
+A gated MLP computes long rows in pieces (`mlp_piece_tokens`), because its inner activations take several times the
+memory of its input. `kept` has a tensor for each piece.
 
 Shape letters: N tokens, D hidden size, E experts (of all ranks for the router, of this rank elsewhere), k experts of a
 token, M = N k copies of tokens, sorted by expert, I inner size of this rank or of an expert, O output features.
@@ -40,7 +40,7 @@ from areno.kernels.experts import (
     weighted_swiglu_backward,
 )
 from areno.kernels.matmul import float32_matmul
-from areno.layers.config import MLP_PIECE, MoEConfig
+from areno.layers.config import MoEConfig, mlp_piece_tokens
 from areno.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from areno.layers.parallel import wait_for
 from areno.layers.routing import Routing
@@ -79,7 +79,7 @@ class GatedMLP(nn.Module):
                 kept.append(gate_up_N2I)
             return self.down(swiglu(gate_up_N2I, self.gelu), whole=False)
 
-        out_ND = _in_pieces(compute, len(x_ND))
+        out_ND = self._in_pieces(compute, len(x_ND))
         return self.down.sum_over_ranks(out_ND, split) if whole else out_ND, tuple(kept), ()
 
     def fused_backward(
@@ -112,21 +112,21 @@ class GatedMLP(nn.Module):
             self.gate_up.accumulate_grad(grad_gate_up_N2I, x_ND[part])
             return self.gate_up.partial_input_gradient(grad_gate_up_N2I)
 
-        return self.gate_up.sum_input_gradient(_in_pieces(compute, len(grad_ND)), split)
+        return self.gate_up.sum_input_gradient(self._in_pieces(compute, len(grad_ND)), split)
 
-
-def _in_pieces(compute: Callable[[slice], Tensor], n_tokens: int) -> Tensor:
-    """Return the rows `compute` of all tokens, computed for at most MLP_PIECE tokens at once."""
-    if n_tokens <= MLP_PIECE:
-        return compute(slice(0, n_tokens))
-    out_ND: Tensor | None = None
-    for first in range(0, n_tokens, MLP_PIECE):
-        part = slice(first, min(first + MLP_PIECE, n_tokens))
-        piece_ND = compute(part)
-        out_ND = piece_ND.new_empty((n_tokens, piece_ND.shape[1])) if out_ND is None else out_ND
-        out_ND[part] = piece_ND
-    assert out_ND is not None
-    return out_ND
+    def _in_pieces(self, compute: Callable[[slice], Tensor], n_tokens: int) -> Tensor:
+        """Return the rows that `compute` returns for all tokens, computed for some of them at a time."""
+        size = mlp_piece_tokens(sum(self.gate_up.local_sizes))
+        if n_tokens <= size:
+            return compute(slice(0, n_tokens))
+        out_ND: Tensor | None = None
+        for first in range(0, n_tokens, size):
+            part = slice(first, min(first + size, n_tokens))
+            piece_ND = compute(part)
+            out_ND = piece_ND.new_empty((n_tokens, piece_ND.shape[1])) if out_ND is None else out_ND
+            out_ND[part] = piece_ND
+        assert out_ND is not None
+        return out_ND
 
 
 class Router(Linear):

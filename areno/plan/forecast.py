@@ -14,7 +14,7 @@ from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfi
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.cost.flops import TokenCost
-from areno.cost.footprint import RESERVE, Footprint, ModelFootprint, footprint_of
+from areno.cost.footprint import RESERVE, Footprint, LongestRow, ModelFootprint, footprint_of
 from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, max_verification_rows, may_verify_drafts
 from areno.cost.memory import PassBytes
 from areno.cost.prefix_sharing import PrefixSharing
@@ -72,6 +72,8 @@ class Forecast:
     lengths: SequenceLengths
     phases: list[Phase]
     problems: list[str] = field(default_factory=list)  # why the run cannot start or runs out of memory
+    longest_row: LongestRow | None = None  # to train the actor on; None on a CPU and without recompute
+    longest_without_cache: LongestRow | None = None  # the same, if rollout.drop_rollout_state frees the KV cache
 
     @property
     def fits(self) -> bool:
@@ -87,8 +89,13 @@ class Forecast:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that offloaded models take, for all devices together."""
-        return self.footprint.offloaded_bytes * self.n_devices
+        """Bytes of host memory that offloaded models and inputs of layers take, for all devices together."""
+        return self.footprint.offloaded_bytes * self.n_devices + self.host_bytes_of_inputs
+
+    @property
+    def host_bytes_of_inputs(self) -> int:
+        """The part of `host_bytes` for the inputs of layers. Each trained model keeps its own."""
+        return sum(phase.host_bytes for phase in self.phases) * self.n_devices
 
     @property
     def step_seconds(self) -> float:
@@ -130,7 +137,17 @@ def forecast(
         lengths=lengths,
         phases=step.phases(),
         problems=step.problems(),
+        longest_row=step.longest_row(step.stays),
+        longest_without_cache=step.longest_row(0),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PassMemory:
+    terms: dict[str, int]  # as those of a Phase
+    n_recomputed: int  # layers
+    least: int  # bytes if all layers recompute, and keep their inputs in host memory if necessary
+    host_bytes_of_token: int  # inputs of layers in host memory
 
 
 class _StepForecast:
@@ -205,21 +222,31 @@ class _StepForecast:
                 terms["moments"] = terms.get("moments", 0) + found.moments
         return {name: n_bytes for name, n_bytes in terms.items() if n_bytes}
 
-    def _pass_terms(self, name: str, phase: str, budget: int, n_tokens: int, n_predicted: int) -> tuple[dict, int, int]:
-        """Return (name of a term -> bytes, number of recomputed layers, bytes if all layers recompute) of a phase."""
+    def _pass_memory(self, name: str, phase: str, n_tokens: int, n_predicted: int) -> _PassMemory:
+        """Return the memory of a pass over the largest micro-batch of a phase, which has `n_tokens` tokens."""
         model = self._footprint_of_model(name)
         terms = self._resident_terms(name, phase == TRAIN)
         if self.stays:
             terms["KV cache"] = self.stays
-        need, n_kept = self._pass_bytes(model, phase), 0
-        n_tokens = max(1, min(budget, n_tokens))
         room = int((1 - RESERVE) * self.total) - self.hardware.cuda_context_bytes - sum(terms.values())
-        if phase == TRAIN and model.gradient_checkpointing:
-            n_kept = need.fitting_layers(n_tokens, room, model.config.num_layers) if self.hardware.is_cuda else 0
-        terms["activations"] = need.expected(n_tokens, n_kept, n_predicted)
-        n_recomputed = model.config.num_layers - n_kept if phase == TRAIN and model.gradient_checkpointing else 0
-        least = sum(terms.values()) - terms["activations"] + need.expected(n_tokens, 0, n_predicted)
-        return terms, n_recomputed, least
+        need, n_layers = self._pass_bytes(model, phase), model.config.num_layers
+        least, n_kept, n_offloaded, recomputes = need, 0, 0, phase == TRAIN and model.gradient_checkpointing
+        if recomputes and self.hardware.is_cuda:
+            n_kept = need.fitting_layers(n_tokens, room, n_layers)
+            n_offloaded = 0 if n_kept else need.layers_to_offload(n_tokens, room, n_layers)
+        if n_offloaded:
+            need, least = need.offloading(n_layers, n_offloaded), need.offloading(n_layers, n_layers)
+        return _PassMemory(
+            terms={**terms, "activations": need.expected(n_tokens, n_kept, n_predicted)},
+            n_recomputed=n_layers - n_kept if recomputes else 0,
+            least=sum(terms.values()) + least.expected(n_tokens, 0, n_predicted),
+            host_bytes_of_token=n_offloaded * need.of_inputs,
+        )
+
+    def longest_row(self, cache_bytes: int) -> LongestRow | None:
+        actor = self.footprint.models[0]
+        taken = self.hardware.cuda_context_bytes + sum(self._resident_terms(actor.name, trains=True).values())
+        return self.footprint.longest_row(actor, int((1 - RESERVE) * self.total) - taken - cache_bytes)
 
     def _pass_bytes(self, model: ModelFootprint, phase: str) -> PassBytes:
         return self.footprint.training_pass_bytes(model) if phase == TRAIN else self.footprint.scoring_pass_bytes(model)
@@ -356,20 +383,22 @@ class _StepForecast:
         shared_lens = (rows.lengths.prompt,) * self._n_sharing_rows(model, rows, n_each, phase, budget)
         n_tokens = -(-(n_each * row - sum(shared_lens)) // self.layout.cp_size)
         head = 0.0 if model.config.head != "lm" else rows.lengths.answer / row  # logits of answers alone
-        in_batch = min(budget, n_tokens)
-        terms, n_recomputed, least = self._pass_terms(name, phase, budget, n_tokens, int(head * in_batch))
+        in_batch = max(1, min(max(budget, -(-row // self.layout.cp_size)), n_tokens))
+        memory = self._pass_memory(name, phase, in_batch, int(head * in_batch))
         cost = TokenCost.from_config(model.config, self.footprint.itemsize, model.adapters if phase == TRAIN else None)
         work = PassWork(
             row_lens=(row,) * n_each,
             n_predicted=int(head * n_each * row),
             trains=phase == TRAIN,
-            n_recomputed=n_recomputed,
+            n_recomputed=memory.n_recomputed,
             budget=budget * self.layout.cp_size,
             tp_size=self.layout.tp_size,
             shared_lens=shared_lens,
         )
         rates = self._rates.for_devices(self.layout.cp_size)
         seconds = pass_seconds(model.config, cost, work, rates)
+        # Inputs of layers leave the device in the forward pass and come back in the backward pass.
+        seconds = max(seconds, 2 * n_tokens * memory.host_bytes_of_token / _COPY_BYTES_S)
         seconds *= self._extra_scoring_factor(phase, name)
         if model.offload:
             found = self.footprint.model_bytes(model)
@@ -394,10 +423,11 @@ class _StepForecast:
             name=named,
             clock=clock,
             seconds=seconds,
-            terms=terms,
+            terms=memory.terms,
             n_tokens=rows.n * row,
             budget=budget,
-            least=least,
+            least=memory.least,
+            host_bytes=in_batch * memory.host_bytes_of_token,
         )
 
     def _teacher_seconds(self, work: PassWork) -> float:

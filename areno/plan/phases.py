@@ -66,6 +66,7 @@ class Phase:
     n_tokens: float  # generated, scored or trained, over all devices
     budget: int | None = None  # tokens of a micro-batch; None for a phase that decodes
     least: int = 0  # bytes on a device that the phase needs at least
+    host_bytes: int = 0  # of each device, for the inputs of layers in a training pass
 
     @property
     def decodes(self) -> bool:

@@ -143,7 +143,7 @@ def compare_two_ranks() -> None:
 
 def compare_pieces() -> None:
     """MLPs compute 6 tokens in pieces of 4 and 2, alone and on two ranks."""
-    with mock.patch("areno.layers.mlp.MLP_PIECE", 4):
+    with mock.patch("areno.layers.mlp.mlp_piece_tokens", return_value=4):
         compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME))
         with tempfile.TemporaryDirectory() as folder:
             on_ranks(compare_rank_in_pieces, (f"{folder}/meet",), 2)

@@ -328,7 +328,7 @@ def compare_fused(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME, **
 
 def compare_pieces() -> None:
     """MLPs compute 6 tokens in pieces of 4 and 2."""
-    with mock.patch("areno.layers.mlp.MLP_PIECE", 4):
+    with mock.patch("areno.layers.mlp.mlp_piece_tokens", return_value=4):
         compare_fused()
 
 
