@@ -79,6 +79,11 @@ class WantedCache:
         more = int(free_bytes * self.more_fraction) // self.block_bytes
         return min(max(self.needed, min(self.blocks, more)), affordable)
 
+    def sequence_tokens(self, free_bytes: int) -> int:
+        """Return for how many tokens of one sequence the cache has room on a device with `free_bytes`."""
+        room = self.affordable_blocks(free_bytes) if self.mem_fraction is not None else self.blocks
+        return self.layout.max_sequence_tokens(self.layout.pool_blocks(max(min(room, self.blocks), 0)), self.max_len)
+
     def bytes_within(self, free_bytes: int) -> int:
         """Return the bytes that the cache and the recurrent states take on a device with `free_bytes`."""
         blocks = self.blocks

@@ -119,13 +119,12 @@ class GatedMLP(nn.Module):
         size = mlp_piece_tokens(sum(self.gate_up.local_sizes))
         if n_tokens <= size:
             return compute(slice(0, n_tokens))
-        out_ND: Tensor | None = None
-        for first in range(0, n_tokens, size):
-            part = slice(first, min(first + size, n_tokens))
-            piece_ND = compute(part)
-            out_ND = piece_ND.new_empty((n_tokens, piece_ND.shape[1])) if out_ND is None else out_ND
-            out_ND[part] = piece_ND
-        assert out_ND is not None
+        first_ND = compute(slice(0, size))
+        out_ND = first_ND.new_empty((n_tokens, first_ND.shape[1]))
+        out_ND[:size] = first_ND
+        for start in range(size, n_tokens, size):
+            part = slice(start, min(start + size, n_tokens))
+            out_ND[part] = compute(part)
         return out_ND
 
 

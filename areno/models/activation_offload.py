@@ -138,8 +138,7 @@ class ActivationOffload:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             yield
-            layer.copied = torch.cuda.Event()
-            layer.copied.record(stream)
+            layer.copied = stream.record_event()
 
     def _wait_for_copies(self, layer: _SavedLayer) -> None:
         if layer.copied is not None:

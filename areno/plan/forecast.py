@@ -7,7 +7,6 @@ The time comes from `areno/cost/time.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfig
@@ -36,6 +35,7 @@ from areno.models.known_shapes import resolve_model_config
 from areno.models.registry import layout_problems
 from areno.plan.hardware import Hardware
 from areno.plan.phases import (
+    PassMemory,
     Phase,
     RowWorkload,
     SequenceLengths,
@@ -142,14 +142,6 @@ def forecast(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PassMemory:
-    terms: dict[str, int]  # as those of a Phase
-    n_recomputed: int  # layers
-    least: int  # bytes if all layers recompute, and keep their inputs in host memory if necessary
-    host_bytes_of_token: int  # inputs of layers in host memory
-
-
 class _StepForecast:
     def __init__(
         self,
@@ -222,26 +214,16 @@ class _StepForecast:
                 terms["moments"] = terms.get("moments", 0) + found.moments
         return {name: n_bytes for name, n_bytes in terms.items() if n_bytes}
 
-    def _pass_memory(self, name: str, phase: str, n_tokens: int, n_predicted: int) -> _PassMemory:
+    def _pass_memory(self, name: str, phase: str, n_tokens: int, n_predicted: int) -> PassMemory:
         """Return the memory of a pass over the largest micro-batch of a phase, which has `n_tokens` tokens."""
         model = self._footprint_of_model(name)
         terms = self._resident_terms(name, phase == TRAIN)
         if self.stays:
             terms["KV cache"] = self.stays
         room = int((1 - RESERVE) * self.total) - self.hardware.cuda_context_bytes - sum(terms.values())
-        need, n_layers = self._pass_bytes(model, phase), model.config.num_layers
-        least, n_kept, n_offloaded, recomputes = need, 0, 0, phase == TRAIN and model.gradient_checkpointing
-        if recomputes and self.hardware.is_cuda:
-            n_kept = need.fitting_layers(n_tokens, room, n_layers)
-            n_offloaded = 0 if n_kept else need.layers_to_offload(n_tokens, room, n_layers)
-        if n_offloaded:
-            need, least = need.offloading(n_layers, n_offloaded), need.offloading(n_layers, n_layers)
-        return _PassMemory(
-            terms={**terms, "activations": need.expected(n_tokens, n_kept, n_predicted)},
-            n_recomputed=n_layers - n_kept if recomputes else 0,
-            least=sum(terms.values()) + least.expected(n_tokens, 0, n_predicted),
-            host_bytes_of_token=n_offloaded * need.of_inputs,
-        )
+        recomputed = model.config.num_layers if phase == TRAIN and model.gradient_checkpointing else 0
+        room = room if self.hardware.is_cuda else None
+        return PassMemory.from_terms(terms, self._pass_bytes(model, phase), n_tokens, n_predicted, recomputed, room)
 
     def longest_row(self, cache_bytes: int) -> LongestRow | None:
         actor = self.footprint.models[0]
@@ -486,16 +468,10 @@ class _StepForecast:
             need = _gib(self.footprint.min_device_bytes)
             return [f"the models need {need} GiB, and {_gib(limit)} GiB of a device can be used"]
         caches = {"": (self.cache, self.room_of_cache), " of the judge": (self.cache_of_judge, self.room_of_judge)}
-        return [each for of, (cache, room) in caches.items() for each in _cache_problems(cache, room, of)][:1]
-
-
-def _cache_problems(cache: WantedCache | None, free_bytes: int, of: str) -> Iterator[str]:
-    if cache is None:
-        return
-    room = cache.affordable_blocks(free_bytes) if cache.mem_fraction is not None else cache.blocks
-    tokens = cache.layout.max_sequence_tokens(cache.layout.pool_blocks(max(min(room, cache.blocks), 0)), cache.max_len)
-    if tokens < cache.max_len:
-        yield f"the KV cache{of} has room for {tokens:,} tokens, and a sample may need {cache.max_len:,}"
+        for of, (cache, room) in caches.items():
+            if cache is not None and (tokens := cache.sequence_tokens(room)) < cache.max_len:
+                return [f"the KV cache{of} has room for {tokens:,} tokens, and a sample may need {cache.max_len:,}"]
+        return []
 
 
 def _gib(n_bytes: float) -> str:

@@ -14,6 +14,7 @@ from areno.config.experiments import ExperimentConfig
 from areno.config.layout import Layout
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.teacher import is_teacher
+from areno.cost.memory import PassBytes
 from areno.models.config import TransformerConfig
 from areno.specs.rollout import DecoderConcurrency
 
@@ -75,6 +76,38 @@ class Phase:
     @property
     def peak_memory_bytes(self) -> int:
         return sum(self.terms.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassMemory:
+    """The memory of a pass over a micro-batch."""
+
+    terms: dict[str, int]  # as those of a Phase
+    n_recomputed: int  # layers
+    least: int  # bytes if all layers recompute, and keep their inputs in host memory if necessary
+    host_bytes_of_token: int  # inputs of layers in host memory
+
+    @staticmethod
+    def from_terms(
+        terms: Mapping[str, int], need: PassBytes, n_tokens: int, n_predicted: int, n_layers: int, room: int | None
+    ) -> PassMemory:
+        """Return the memory of a pass beside other terms. `n_layers`: those that may recompute.
+
+        With `room`, the pass keeps as many activations as fit into these bytes, or moves inputs of layers to the host.
+        """
+        n_kept = n_offloaded = 0
+        if room is not None and n_layers:
+            n_kept = need.fitting_layers(n_tokens, room, n_layers)
+            n_offloaded = 0 if n_kept else need.layers_to_offload(n_tokens, room, n_layers)
+        least = need
+        if n_offloaded:
+            need, least = need.offloading(n_layers, n_offloaded), need.offloading(n_layers, n_layers)
+        return PassMemory(
+            terms={**terms, "activations": need.expected(n_tokens, n_kept, n_predicted)},
+            n_recomputed=n_layers - n_kept,
+            least=sum(terms.values()) + least.expected(n_tokens, 0, n_predicted),
+            host_bytes_of_token=n_offloaded * need.of_inputs,
+        )
 
 
 def decoder_concurrency(
