@@ -13,7 +13,7 @@ from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfi
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.cost.flops import TokenCost
-from areno.cost.footprint import RESERVE, Footprint, LongestRow, ModelFootprint, footprint_of
+from areno.cost.footprint import Footprint, LongestRow, ModelFootprint, footprint_of
 from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, max_verification_rows, may_verify_drafts
 from areno.cost.memory import PassBytes
 from areno.cost.prefix_sharing import PrefixSharing
@@ -220,15 +220,14 @@ class _StepForecast:
         terms = self._resident_terms(name, phase == TRAIN)
         if self.stays:
             terms["KV cache"] = self.stays
-        room = int((1 - RESERVE) * self.total) - self.hardware.cuda_context_bytes - sum(terms.values())
+        room = self.hardware.usable_bytes - sum(terms.values()) if self.hardware.is_cuda else None
         recomputed = model.config.num_layers if phase == TRAIN and model.gradient_checkpointing else 0
-        room = room if self.hardware.is_cuda else None
         return PassMemory.from_terms(terms, self._pass_bytes(model, phase), n_tokens, n_predicted, recomputed, room)
 
     def longest_row(self, cache_bytes: int) -> LongestRow | None:
         actor = self.footprint.models[0]
-        taken = self.hardware.cuda_context_bytes + sum(self._resident_terms(actor.name, trains=True).values())
-        return self.footprint.longest_row(actor, int((1 - RESERVE) * self.total) - taken - cache_bytes)
+        taken = sum(self._resident_terms(actor.name, trains=True).values())
+        return self.footprint.longest_row(actor, self.hardware.usable_bytes - taken - cache_bytes)
 
     def _pass_bytes(self, model: ModelFootprint, phase: str) -> PassBytes:
         return self.footprint.training_pass_bytes(model) if phase == TRAIN else self.footprint.scoring_pass_bytes(model)
@@ -415,11 +414,8 @@ class _StepForecast:
     def _teacher_seconds(self, work: PassWork) -> float:
         """Return the time of the teachers' forward passes while the actor trains on all of its rows."""
         teachers = [self._footprint_of_model(name) for name, role in self.roles.items() if role.in_training]
-        scored, rates, seconds = (
-            replace(work, trains=False, n_recomputed=0),
-            self._rates.for_devices(self.layout.cp_size),
-            0.0,
-        )
+        scored, seconds = replace(work, trains=False, n_recomputed=0), 0.0
+        rates = self._rates.for_devices(self.layout.cp_size)
         for model in teachers:
             cost = TokenCost.from_config(model.config, self.footprint.itemsize)
             seconds += device_seconds(model.config, cost, scored, rates) / len(teachers)
