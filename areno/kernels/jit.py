@@ -196,10 +196,16 @@ def launch_gluon(function: Any, grid: tuple[int, ...], *arguments: Any, **option
 def tile_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return the descriptor by which a kernel in Gluon copies tiles of a matrix to shared memory with Hopper's TMA.
 
-    The matrix must be contiguous, in half precision, begin at a multiple of 16 bytes and have a multiple of 8 columns.
-    Elements of a tile beyond the matrix are zeros.
+    The matrix must be contiguous and of a dtype below, begin at a multiple of 16 bytes, and have rows of a multiple of
+    16 bytes. Elements of a tile beyond the matrix are zeros.
     """
-    layout = _shared_layout(rows, columns, gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16)
+    dtypes = {
+        torch.bfloat16: gl.bfloat16,
+        torch.float16: gl.float16,
+        torch.float8_e4m3fn: gl.float8e4nv,
+        torch.uint8: gl.uint8,
+    }
+    layout = _shared_layout(rows, columns, dtypes[matrix.dtype])
     # `stride` of a matrix of one row may be any number, and TMA needs a multiple of 16 bytes.
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], [rows, columns], layout)
 

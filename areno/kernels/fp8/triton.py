@@ -19,8 +19,8 @@ _IS_INTERPRETED = tl.constexpr(is_triton_interpreted())
 @triton.jit
 def quantize(x):
     """Quantize rows of float32, (R, C) -> codes (R, C) float8e4nv, exponents (R,) int32."""
-    exponent, inverse = _scales_for(_largest(x))
-    return _to_e4m3(x * inverse[:, None]), exponent
+    exponent, inverse = scales_for(_largest(x))
+    return to_e4m3(x * inverse[:, None]), exponent
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _largest(x):
 
 
 @triton.jit
-def _scales_for(largest):
+def scales_for(largest):
     """Return the exponents of the scales of rows, and the inverse scales."""
     exponent = (largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.maximum(exponent, _LEAST_EXPONENT)
@@ -37,7 +37,7 @@ def _scales_for(largest):
 
 
 @triton.jit
-def _to_e4m3(x):
+def to_e4m3(x):
     if _IS_INTERPRETED:  # it converts 31.9 to 16, and nan to a number
         is_nan = x != x
         step = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23) - (3 << 23)
@@ -74,10 +74,10 @@ def round_to_fp8(x):
 @triton.jit
 def round_halves_to_fp8(a, b):
     """Do `round_to_fp8` for rows whose first half is in a and whose second half is in b."""
-    exponent, inverse = _scales_for(tl.maximum(_largest(a), _largest(b)))
+    exponent, inverse = scales_for(tl.maximum(_largest(a), _largest(b)))
     scale = scales(exponent)[:, None]
-    a = _to_e4m3(a * inverse[:, None]).to(tl.float32) * scale
-    return a, _to_e4m3(b * inverse[:, None]).to(tl.float32) * scale
+    a = to_e4m3(a * inverse[:, None]).to(tl.float32) * scale
+    return a, to_e4m3(b * inverse[:, None]).to(tl.float32) * scale
 
 
 def quantize_rows(x_NC: Tensor) -> tuple[Tensor, Tensor]:

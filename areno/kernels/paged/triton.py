@@ -92,7 +92,9 @@ def decode_attention(
         "ONE_PART": n_parts == 1,
         **options,
     }
-    if window is not None or not compute_splits(grid, q_BHC, kv_blocks, arguments, constants, batch.reads_early):
+    if window is not None or not compute_splits(
+        grid, q_BHC, kv_blocks, exponents, arguments, constants, batch.reads_early
+    ):
         _split_kernel[grid](
             *arguments,
             **constants,
