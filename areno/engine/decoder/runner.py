@@ -120,11 +120,11 @@ class Runner:
         """Return whether prefills are padded and run as CUDA graphs.
 
         Graphs do not support attention with "sdpa" and recurrent layers, which divide rows into batches on the host.
-        They neither store the experts of tokens nor support sliding windows. Exact products choose their kernel by the
-        number of rows. With tensor parallelism, a rank without memory for a graph could not run the prefill alone.
+        They neither store the experts of tokens nor support sliding windows. With tensor parallelism, a rank without
+        memory for a graph could not run the prefill alone.
         """
         config = self.model.config
-        can_pad = self.attn_backend in ("varlen", "flash") and config.delta is None and self.model.routing is None
+        can_pad = self.attn_backend != "sdpa" and config.delta is None and self.model.routing is None
         return can_pad and not self.blocks.has_windows and self.model.tp.size == 1
 
     @property
