@@ -288,11 +288,22 @@ def test_bfloat16_on_the_gpu_is_attention_over_the_row(shape: tuple[int, int, in
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("shape", "group_rows"),
-    [((16, 8, 128, 32), 8), ((4, 2, 64, 16), 8), ((3, 1, 128, 64), 5), ((8, 1, 64, 32), 2), ((2, 2, 128, 32), 8)],
+    ("shape", "group_rows", "is_fp8"),
+    [
+        (shape, group_rows, is_fp8)
+        for shape, group_rows in (
+            ((16, 8, 128, 32), 8),
+            ((4, 2, 64, 16), 8),
+            ((3, 1, 128, 64), 5),
+            ((8, 1, 64, 32), 2),
+            ((2, 2, 128, 32), 8),
+        )
+        for is_fp8 in (False, True)
+        if shape[3] >= 32 or not is_fp8
+    ],
 )
 def test_hopper_computes_splits_in_gluon(
-    shape: tuple[int, int, int, int], group_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int, int], group_rows: int, is_fp8: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triton = pytest.importorskip("areno.kernels.paged.triton")
     if not triton.jit.can_run_gluon(torch.device("cuda"), "_gluon_split_kernel"):
@@ -305,17 +316,26 @@ def test_hopper_computes_splits_in_gluon(
     monkeypatch.setattr(paged_rows, "GROUPS", [(tuple(range(8)), 2), (tuple(range(8, 13)), 1)])
     monkeypatch.setattr(paged_rows, "LENGTHS", [150, 129, 130, 145, 146, 200, 161, 160, 65, 300, 66, 80, 97, 1, 2, 77])
     q, k, v, pages, teamed = make_case(*shape, dtype=dtype, device="cuda")
+    nobodys = pages == 1e3
+    if is_fp8:
+        pages *= 2.0 ** torch.randint(-3, 4, (*pages.shape[:4], 1), device="cuda")
+        k, v, pages = round_rows(k), round_rows(v), round_rows(pages)
     expected_pages = pages.float()
     expected = reference.decode_attention(q.float(), k.float(), v.float(), expected_pages, teamed)
-    pages[pages == 1e3] = torch.nan  # positions that no row has
-    expected_pages[expected_pages == 1e3] = torch.nan
+    pages[nobodys] = torch.nan
+    expected_pages[nobodys] = torch.nan
     batches = [teamed, without_teams(teamed), cut_into(teamed, 64, 32), cut_into(teamed, 512, 32)]
     batches += [replace(batch, pdl=True, reads_early=early) for batch in batches[:3] for early in (False, True)]
     tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3}[dtype]
     results = []
     for batch in batches:
-        written = pages.clone()
-        got = triton.decode_attention(q, k, v, written, batch)
+        if is_fp8:
+            codes, exponents = in_fp8(pages)
+            got = triton.decode_attention(q, k, v, codes, batch, None, exponents)
+            written = out_of_fp8(codes, exponents, dtype)
+        else:
+            written = pages.clone()
+            got = triton.decode_attention(q, k, v, written, batch)
         torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(written.float(), expected_pages, atol=0, rtol=0, equal_nan=True)
         results.append(got)
@@ -344,9 +364,12 @@ def test_which_splits_gluon_computes(
     monkeypatch.setattr(gluon_splits.jit, "launch_gluon", lambda *args, **options: True)
     q, blocks = torch.zeros(1, queries, head_dim), torch.zeros(2, 3, block_size, 1, head_dim, dtype=torch.bfloat16)
     constants = {"HEADS_PER_KEY": queries, "GROUP_SIZE": group_size, "BLOCK_SIZE": block_size}
-    rest = {"constants": constants, "reads_early": True}
-    assert gluon_splits.compute_splits((1, 1), q.bfloat16(), blocks, (), **rest) is expected
-    assert not gluon_splits.compute_splits((1, 1), q, blocks.float(), (), **rest)
-    assert not gluon_splits.compute_splits((1, 1), q.half(), blocks, (), **rest)
+    rest = {"arguments": (), "constants": constants, "reads_early": True}
+    assert gluon_splits.compute_splits((1, 1), q.bfloat16(), blocks, None, **rest) is expected
+    assert not gluon_splits.compute_splits((1, 1), q, blocks.float(), None, **rest)
+    assert not gluon_splits.compute_splits((1, 1), q.half(), blocks, None, **rest)
+    codes, exponents = blocks.to(torch.float8_e4m3fn), torch.zeros(2, 3, 1, block_size, dtype=torch.uint8)
+    has_tiles = expected and block_size % 32 == 0
+    assert gluon_splits.compute_splits((1, 1), q.bfloat16(), codes, exponents, **rest) is has_tiles
     monkeypatch.setattr(gluon_splits.jit, "can_run_gluon", lambda device, name: False)
     assert not gluon_splits.compute_splits((1, 1), q.bfloat16(), blocks, (), **rest)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.fixed_order.triton import empty_softmax, with_contiguous_heads
-from areno.kernels.fp8.triton import decode, scales
+from areno.kernels.fp8.triton import decode, load_exponents, scales
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.gluon_splits import ROW_POINTERS, SPECIALISATION, compute_splits
 from areno.kernels.paged.reference import PagedBatch
@@ -207,7 +207,7 @@ def _attend(
         scores = tl.dot(q, k, input_precision="ieee") * scale
         if k_exponents_ptr is not None:
             exponent_place = block * (tl.num_programs(0) * BLOCK_SIZE) + position % BLOCK_SIZE
-            scores *= scales(load_masked(k_exponents_ptr + exponent_place, inside))[None, :]
+            scores *= scales(load_exponents(k_exponents_ptr, exponent_place, inside))[None, :]
         scores = tl.where(inside[None, :], scores, float("-inf"))
         if WINDOW is not None:
             scores = tl.where(position[None, :] >= least[:, None], scores, float("-inf"))
@@ -219,7 +219,7 @@ def _attend(
         decay = tl.exp2(best - origin)
         v = load_masked(v_ptr + base[:, None] + dim[None, :], inside[:, None] & real_dim[None, :])
         if v_exponents_ptr is not None:
-            exponent = load_masked(v_exponents_ptr + exponent_place, inside).to(tl.int32)
+            exponent = load_exponents(v_exponents_ptr, exponent_place, inside)
             acc = acc * decay[:, None] + _weigh_codes(weights, exponent, v, VALUE_TYPE)
         else:
             acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")

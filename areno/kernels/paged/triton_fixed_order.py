@@ -24,7 +24,7 @@ from areno.kernels.fixed_order.triton import (
     span_start,
     with_contiguous_heads,
 )
-from areno.kernels.fp8.triton import decode, scales
+from areno.kernels.fp8.triton import decode, load_exponents, scales
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.rows import as_bytes
@@ -312,8 +312,8 @@ def _attend_spans(
             if k_exponents_ptr is not None:
                 block = load_masked(table_row + position // BLOCK_SIZE, position < end).to(tl.int64)
                 place = block * (tl.num_programs(0) * BLOCK_SIZE) + position % BLOCK_SIZE
-                k = _dequantize(k, k_exponents_ptr + place, position < end, q.dtype)
-                v = _dequantize(v, v_exponents_ptr + place, position < end, q.dtype)
+                k = _dequantize(k, load_exponents(k_exponents_ptr, place, position < end), q.dtype)
+                v = _dequantize(v, load_exponents(v_exponents_ptr, place, position < end), q.dtype)
             visible = (position < end)[:, None]
             if WINDOW is not None:
                 visible &= position[:, None] >= (row_length - WINDOW)[None, :]
@@ -334,9 +334,8 @@ def _attend_spans(
 
 
 @triton.jit
-def _dequantize(codes, exponents_ptr, inside, dtype: tl.constexpr):
-    scale = scales(load_masked(exponents_ptr, inside))
-    return (decode(codes, tl.float32) * scale[:, None]).to(dtype)
+def _dequantize(codes, exponent, dtype: tl.constexpr):
+    return (decode(codes, tl.float32) * scales(exponent)[:, None]).to(dtype)
 
 
 @triton.jit
