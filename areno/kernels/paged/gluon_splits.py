@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false, reportOptionalMemberAccess=false
 """The splits of paged decode attention on Hopper GPUs, as one kernel in Gluon (`kernels/jit.py`).
 
 The kernel computes the same splits as `_split_kernel` of `triton.py`. Each program begins before the previous kernel
