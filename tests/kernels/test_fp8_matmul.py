@@ -78,8 +78,17 @@ SHAPES = [(1, 64, 32), (3, 512, 40), (17, 530, 33), (64, 300, 96)]
 
 
 def compare(device: str, dtype: torch.dtype = torch.float32) -> None:
+    from areno.kernels.fp8 import reference, triton
     from areno.kernels.fp8.triton_few_rows import few_rows_matmul
 
+    for n, outputs in ((3, 7), (130, 300)):
+        x, (codes, columns) = draw(n, outputs), reference.quantize_rows(draw(outputs, n, seed=1))
+        for mine, expected in zip(
+            triton.quantize_rows(x.to(device), columns.to(device)), reference.quantize_rows(x, columns), strict=True
+        ):
+            assert torch.equal(mine.cpu().view(torch.uint8), expected.view(torch.uint8))
+        transposed = triton.transpose(codes.to(device)).cpu()
+        assert torch.equal(transposed.view(torch.uint8), codes.view(torch.uint8).t())
     for n, inputs, outputs in SHAPES:
         x, weight = draw(n, inputs).to(device), draw(outputs, inputs, seed=1).to(device)
         y = few_rows_matmul(*quantize_rows(x), *quantize_rows(weight), dtype)

@@ -24,7 +24,10 @@ from areno.kernels.fp8.reference import scales_from_exponents
 __all__ = ["dequantize_rows", "quantize_rows", "round_rows", "round_rows_straight_through", "scales_from_exponents"]
 
 quantize_rows = dispatch_by_device(reference.quantize_rows)
-"""(N, C) -> codes (N, C) float8_e4m3fn, exponents (N,) uint8. Any leading dimensions; the last one is a row."""
+"""(N, C) -> codes (N, C) float8_e4m3fn, exponents (N,) uint8. Any leading dimensions; the last one is a row.
+
+The second argument, if given, are exponents (C,) of scales by which the elements of a row are multiplied first.
+"""
 
 dequantize_rows = dispatch_by_device(reference.dequantize_rows)
 """Return codes * scales in a dtype, without a rounding error. Leading dimensions as in `quantize_rows`."""

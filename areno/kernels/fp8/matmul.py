@@ -83,11 +83,12 @@ class QuantizedMatrix:
         """Return g q(W)."""
         if not self.dgrad:
             return grad_NO @ self.dequantized(grad_NO.dtype)
-        scaled_NO = grad_NO * self.scales_O.to(grad_NO.dtype)  # exact, as scales are powers of two
+        codes_NO, exponents_N = quantize_rows(grad_NO, self.exponents_O)
         if not self.uses_units(grad_NO):
-            return round_rows(scaled_NO) @ self.codes_OI.to(grad_NO.dtype)
-        codes_NO, exponents_N = quantize_rows(scaled_NO)
-        codes_IO = _transposed(self.codes_OI)  # for each call, so that it takes the memory of one layer only
+            return dequantize_rows(codes_NO, exponents_N, grad_NO.dtype) @ self.codes_OI.to(grad_NO.dtype)
+        from areno.kernels.fp8.triton import transpose
+
+        codes_IO = transpose(self.codes_OI)  # for each call, so that it takes the memory of one layer only
         scales = scales_from_exponents(exponents_N), torch.ones(len(codes_IO), device=codes_IO.device)
         return _scaled_matmul(codes_NO, codes_IO, *scales, grad_NO.dtype, fast=False)
 
@@ -134,7 +135,3 @@ def _scaled_matmul(
         return a_NK.new_empty((0, len(b_MK)), dtype=dtype)
     scales = scales_N.unsqueeze(1), scales_M.unsqueeze(0)
     return torch._scaled_mm(a_NK, b_MK.t(), *scales, out_dtype=dtype, use_fast_accum=fast)
-
-
-def _transposed(codes: Tensor) -> Tensor:
-    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)

@@ -11,8 +11,8 @@ _MANTISSA, _MANTISSA_OF_MAX = 0x7FFFFF, 0x600000  # all mantissa bits of a float
 _NOT_FINITE = 255
 
 
-def quantize_rows(x_NC: Tensor) -> tuple[Tensor, Tensor]:
-    x_NC = x_NC.float()
+def quantize_rows(x_NC: Tensor, exponents_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    x_NC = x_NC.float() if exponents_C is None else x_NC.float() * scales_from_exponents(exponents_C)
     largest_N = x_NC.detach().abs().contiguous().view(torch.int32).amax(-1)  # as integers, so that a nan is the largest
     exponents_N = (largest_N >> 23) - _OF_MAX + ((largest_N & _MANTISSA) > _MANTISSA_OF_MAX).int()
     exponents_N = exponents_N.clamp(min=LEAST_EXPONENT)

@@ -87,10 +87,10 @@ def round_halves_to_fp8(a, b):
     return a, to_e4m3(b * inverse[:, None]).to(tl.float32) * scale
 
 
-def quantize_rows(x_NC: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_NC: Tensor, exponents_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
     codes_NC = torch.empty(x_NC.shape, dtype=torch.float8_e4m3fn, device=x_NC.device)
     exponents_N = torch.empty(x_NC.shape[:-1], dtype=torch.uint8, device=x_NC.device)
-    _launch(_quantize_kernel, x_NC, codes_NC, exponents_N)
+    _launch(_quantize_kernel, x_NC, exponents_C, codes_NC, exponents_N)
     return codes_NC, exponents_N
 
 
@@ -106,7 +106,7 @@ def round_rows(x_NC: Tensor) -> Tensor:
     return out_NC
 
 
-def _launch(of_rows, x_NC: Tensor, *others: Tensor) -> None:
+def _launch(of_rows, x_NC: Tensor, *others: Tensor | None) -> None:
     """Launch a kernel over the rows of x. `others` are contiguous."""
     if not x_NC.numel():
         return
@@ -126,6 +126,27 @@ def _launch(of_rows, x_NC: Tensor, *others: Tensor) -> None:
     )
 
 
+_TILE = 128  # rows and columns of a tile of `transpose`
+
+
+def transpose(codes_NC: Tensor) -> Tensor:
+    """Return a contiguous transpose of a matrix with elements of one byte."""
+    n, size = codes_NC.shape
+    out_CN = codes_NC.new_empty((size, n))
+    grid = triton.cdiv(n, _TILE), triton.cdiv(size, _TILE)
+    _transpose_kernel[grid](codes_NC.view(torch.uint8), out_CN.view(torch.uint8), n, size, TILE=_TILE, num_warps=8)
+    return out_CN
+
+
+@kernel
+def _transpose_kernel(codes_ptr, out_ptr, n, size, TILE: tl.constexpr):
+    row = program_id_64(0) * TILE + tl.arange(0, TILE)
+    column = program_id_64(1) * TILE + tl.arange(0, TILE)
+    inside = (row < n)[:, None] & (column < size)[None, :]
+    tile = tl.load(codes_ptr + row[:, None] * size + column[None, :], mask=inside)
+    tl.store(out_ptr + column[:, None] * n + row[None, :], tl.trans(tile), mask=tl.trans(inside))
+
+
 @triton.jit
 def _place(n, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = program_id_64(0) * ROWS + tl.arange(0, ROWS)
@@ -134,9 +155,14 @@ def _place(n, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @kernel(do_not_specialize=["n"])
-def _quantize_kernel(x_ptr, codes_ptr, exponents_ptr, n, size, stride, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _quantize_kernel(
+    x_ptr, columns_ptr, codes_ptr, exponents_ptr, n, size, stride, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
     row, column, inside = _place(n, size, ROWS, BLOCK)
-    codes, exponent = quantize(load_fp32(x_ptr + row[:, None] * stride + column[None, :], inside))
+    x = load_fp32(x_ptr + row[:, None] * stride + column[None, :], inside)
+    if columns_ptr is not None:
+        x *= scales(load_masked(columns_ptr + column, column < size))[None, :]
+    codes, exponent = quantize(x)
     tl.store(codes_ptr + row[:, None] * size + column[None, :], codes, mask=inside)
     tl.store(exponents_ptr + row, exponent.to(tl.uint8), mask=row < n)
 
