@@ -24,6 +24,7 @@ _SHOWN = [
     "max_prefill_tokens",
     "mem_fraction",
     "kv_cache_dtype",
+    "fp8",
     "eager_decode",
     "exact",
     "teacher",

@@ -169,6 +169,7 @@ def _script_role(role: ModelRole, actor: RoleSpec) -> RoleSpec:
         optimizer=optimizer,
         gradient_checkpointing=actor.gradient_checkpointing,
         fp8_kv=actor.fp8_kv and role.name == "ref",
+        fp8=actor.fp8 if role.name == "ref" else None,
         offload=actor.offload,
         in_training=is_teacher(role.name),
     )

@@ -23,7 +23,8 @@ def have_same_base(one: RoleSpec, other: RoleSpec) -> bool:
     if one.lora is None or other.lora is None or one.optimizer is not None or other.optimizer is not None:
         return False
     same = one.lora.adapters == other.lora.adapters and one.offload == other.offload
-    return same and (one.path, one.head, one.fp8_kv) == (other.path, other.head, other.fp8_kv)
+    same = same and (one.fp8, one.fp8_kv) == (other.fp8, other.fp8_kv)
+    return same and (one.path, one.head) == (other.path, other.head)
 
 
 def roles_to_load(roles: Mapping[str, RoleSpec], actor: RoleSpec) -> dict[str, RoleSpec]:

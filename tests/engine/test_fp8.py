@@ -65,9 +65,14 @@ def largest(one: list[Any], other: list[Any]) -> float:
     [
         pytest.param({}, id="all weights"),
         pytest.param({"fp8": FP8Config(wgrad=True)}, id="wgrad", marks=pytest.mark.slow),
+        pytest.param({"fp8_kv": True}, id="keys and values, too"),
         pytest.param({"lora": ADAPTERS}, id="adapters"),
         pytest.param({"devices": 2, "tp_size": 2}, id="tp", marks=pytest.mark.slow),
-        pytest.param({"devices": 2, "tp_size": 2, "lora": ADAPTERS}, id="tp, adapters", marks=pytest.mark.slow),
+        pytest.param(
+            {"devices": 2, "tp_size": 2, "lora": ADAPTERS, "fp8_kv": True},
+            id="tp, adapters, keys",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_exact_rollout_and_training_have_the_same_bits(folder: Path, options: dict[str, Any]) -> None:
