@@ -294,9 +294,10 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
         if name.startswith("AutoModel") and not known:
             raw.add_problem(f"auto_map.{name} names code that comes with the model, which is not run; expected none")
     quantization = raw.get("quantization_config", dict, {})
-    if quantization:
+    if quantization and fp8_block_size(raw.values) is None:
         method = quantization.get("quant_method", quantization)
-        raw.add_unsupported("quantization_config", "a checkpoint in bfloat16, float16 or float32", method)
+        expected = "a checkpoint in bfloat16, float16 or float32, or in fp8 with a weight_block_size"
+        raw.add_unsupported("quantization_config", expected, method)
     layer_types = raw.get("layer_types", list, [])
     known = ("full_attention",) + ("sliding_attention",) * may_slide + ("linear_attention",) * may_recur
     if any(kind not in known for kind in layer_types):
@@ -309,6 +310,15 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
         slides = raw.get("use_sliding_window", bool, False) and window >= 0
         if slides and not layer_types and first < num_layers:
             raw.add_unsupported("use_sliding_window", "false, since this family has no sliding windows")
+
+
+def fp8_block_size(values: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the size of the blocks with one scale, for a config.json (`values`) of weights in FP8, else None."""
+    quantization = values.get("quantization_config") or {}
+    size = quantization.get("weight_block_size")
+    is_fp8 = quantization.get("quant_method") == "fp8" and quantization.get("fmt", "e4m3") == "e4m3"
+    is_size = isinstance(size, list) and len(size) == 2 and all(isinstance(each, int) and each > 0 for each in size)
+    return (size[0], size[1]) if is_fp8 and is_size else None
 
 
 def with_sliding_windows(

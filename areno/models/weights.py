@@ -6,6 +6,7 @@ lists all tensors and files that are missing, damaged or do not fit.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,7 +28,8 @@ from areno.layers.linear import Linear
 from areno.layers.parallel import ParallelGroup
 from areno.layers.rotary import head_order, permute_heads
 from areno.layers.shard import TensorPart
-from areno.models.config import Family, TransformerConfig
+from areno.models.block_scales import SCALES, BlockScaledSlice
+from areno.models.config import Family, TransformerConfig, fp8_block_size
 from areno.models.families import FAMILIES, module_names, stored_names
 from areno.models.folder import (
     INDEX,
@@ -41,6 +43,8 @@ from areno.models.folder import (
     write_json,
 )
 from areno.models.transformer import Transformer, is_finite
+
+logger = logging.getLogger("areno")
 
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes that can be loaded
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
@@ -119,6 +123,16 @@ class _MatchedTensors(NamedTuple):
     table: dict[str, StoredTensor]
     stored_as: dict[str, str]  # other names in the files, whose prefixes differ in an image-text model
     file_of: dict[str, Path]
+    fp8_blocks: tuple[int, int] | None  # sizes of the blocks with one scale, if weights are in FP8
+
+    def stored_slice(self, name: str, tensors: Any) -> Any:
+        """Return the slice of a tensor in its open file `tensors`. Of weights in FP8, a slice with their values."""
+        stored = tensors.get_slice(self.stored_as[name])
+        scales = f"{name}{SCALES}"
+        if self.fp8_blocks is None or scales not in self.file_of:
+            return stored
+        with open_safetensors(self.file_of[scales]) as others:  # may be another file
+            return BlockScaledSlice(stored, others.get_tensor(self.stored_as[scales]), self.fp8_blocks)
 
 
 def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
@@ -137,7 +151,7 @@ def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
         problems.append(f"the weights hold {join_first_names(extra)}, which its config.json has no place for")
     if problems:
         raise CheckpointError([Problem("", f"{folder}: {text}") for text in problems])
-    return _MatchedTensors(table, stored_as, file_of)
+    return _MatchedTensors(table, stored_as, file_of, fp8_block_size(model.config.hf))
 
 
 def check_weights(model: Transformer, folder: Path) -> str:
@@ -145,12 +159,13 @@ def check_weights(model: Transformer, folder: Path) -> str:
 
     Return a text such as "310 tensors in 1 file, 1,137.0 MiB".
     """
-    table, stored_as, file_of = _match_tensors(model, folder)
+    found = _match_tensors(model, folder)
+    table, _, file_of, _ = found
     problems, files = [], sorted(set(file_of.values()))
     for file in files:
         with open_safetensors(file) as tensors:
             for name in (name for name in table if file_of[name] == file):
-                if wrong := _header_problem(name, table[name], tensors.get_slice(stored_as[name]), "config.json"):
+                if wrong := _header_problem(name, table[name], found.stored_slice(name, tensors), "config.json"):
                     problems.append(Problem("", f"{file}: {wrong}"))
     if problems:
         more = [Problem("", f"{folder}: and {len(problems) - SHOWN} more tensors")] if len(problems) > SHOWN else []
@@ -162,7 +177,11 @@ def check_weights(model: Transformer, folder: Path) -> str:
 def load_weights(model: Transformer, folder: str | Path) -> None:
     """Load weights from a folder or hub id, one tensor at a time. Each rank reads only its own shards."""
     folder = resolve_model_folder(folder)
-    table, stored_as, file_of = _match_tensors(model, folder)
+    found = _match_tensors(model, folder)
+    table, _, file_of, fp8_blocks = found
+    if fp8_blocks is not None:
+        dtype = DTYPE_NAMES[model.embed.weight.dtype]
+        logger.info("%s: weights in FP8 with blocks of %d x %d are loaded as %s", folder, *fp8_blocks, dtype)
     if not model.config.has_head:  # a critic that starts from a language model
         assert model.score is not None
         for parameter in model.score.parameters():
@@ -179,7 +198,7 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
             with open_safetensors(file) as tensors:
                 mapped = 0
                 while name is not None and mapped < MAPPED_BYTES:
-                    if not load_shard(name, table[name], tensors.get_slice(stored_as[name]), file):
+                    if not load_shard(name, table[name], found.stored_slice(name, tensors), file):
                         damaged.append(name)
                     mapped += math.prod(table[name].shape) * model.embed.weight.element_size()
                     name = next(names, None)
@@ -400,16 +419,19 @@ def _text_model_name(name: str, family: Family) -> str:
 def _is_harmless(name: str, model: Transformer) -> bool:
     """Return whether a tensor in the files may be ignored if the model has no parameter for it.
 
-    This holds for tables of rotary positions, the copy of a tied head, the LM head of a model that becomes a critic,
-    and the tensors that the family lists as `unread`.
+    This holds for scales of weights in FP8, tables of rotary positions, the copy of a tied head, the LM head of a model
+    that becomes a critic, and the tensors that the family lists as `unread`.
     """
     is_unread = name.startswith(FAMILIES[model.config.family].unread)
-    return is_unread or name.endswith("rotary_emb.inv_freq") or (model.head is None and name == "lm_head.weight")
+    is_scale = name.endswith(f".weight{SCALES}") and fp8_block_size(model.config.hf) is not None
+    is_copy = model.head is None and name == "lm_head.weight"
+    return is_unread or is_scale or is_copy or name.endswith("rotary_emb.inv_freq")
 
 
 def _saved_config(model: Transformer) -> dict[str, Any]:
     """Return config.json as it was read, but with the dtype of the weights and the architecture of the model's head."""
     family, values = FAMILIES[model.config.family], dict(model.config.hf)
+    values.pop("quantization_config", None)  # of weights that were dequantized
     values["dtype" if "dtype" in values else "torch_dtype"] = DTYPE_NAMES[model.embed.weight.dtype]
     if model.score is None:
         values.setdefault("architectures", [family.architecture])

@@ -1,0 +1,95 @@
+"""Checkpoints in FP8 with a scale for each block of a weight."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from areno.engine.engine import Engine
+from areno.errors import CheckpointError
+from areno.layers.parallel import ParallelGroup
+from areno.models.registry import build_model, load_config
+from areno.models.transformer import Transformer
+from areno.models.weights import check_weights, load_weights
+from tests.helpers.tiny_engine import folder_with_weights, saved_tensors, spec
+
+ROWS, COLUMNS = 20, 12  # of a block, which do not divide the weights
+
+
+def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales, and the values that they stand for, block by block."""
+    codes = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.zeros(-(-weight.shape[0] // ROWS), -(-weight.shape[1] // COLUMNS))
+    values = torch.zeros(weight.shape)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            place = slice(i * ROWS, (i + 1) * ROWS), slice(j * COLUMNS, (j + 1) * COLUMNS)
+            scales[i, j] = weight[place].abs().max() / 448
+            codes[place] = (weight[place] / scales[i, j]).to(torch.float8_e4m3fn)
+            values[place] = codes[place].float() * scales[i, j]
+    return codes, scales, values
+
+
+def written(folder: Path) -> dict[str, Tensor]:
+    """Write a model whose linear layers are in FP8, their scales in another file, and return its values."""
+    folder_with_weights(folder)
+    [file] = folder.glob("*.safetensors")
+    tensors, of_scales, expected = load_file(file), {}, {}
+    for name, weight in list(tensors.items()):
+        expected[name] = weight
+        if name.endswith("_proj.weight"):
+            tensors[name], of_scales[f"{name}_scale_inv"], expected[name] = in_blocks(weight)
+    parts = {"model-1.safetensors": tensors, "model-2.safetensors": of_scales}
+    for name, part in parts.items():
+        save_file(part, folder / name, metadata={"format": "pt"})
+    file.unlink()
+    index = {name: file for file, part in parts.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    write_config(folder, quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[ROWS, COLUMNS])
+    return expected
+
+
+def write_config(folder: Path, **quantization: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+
+
+def loaded(folder: Path, rank: int = 0, n_ranks: int = 1) -> Transformer:
+    model = build_model(load_config(folder), dtype=torch.float32, device="cpu", tp=ParallelGroup(rank, n_ranks))
+    load_weights(model, folder)
+    return model
+
+
+def test_they_are_loaded_and_saved_as_their_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = written(tmp_path / "in")
+    check_weights(build_model(load_config(tmp_path / "in"), dtype=torch.float32, device="meta"), tmp_path / "in")
+    with caplog.at_level("INFO"), Engine(spec(tmp_path / "in", random_init=False), "inline") as engine:
+        engine.save(str(tmp_path / "out"))
+    assert f"weights in FP8 with blocks of {ROWS} x {COLUMNS} are loaded as float32" in caplog.text
+    saved = saved_tensors(tmp_path / "out")
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in expected.items())
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
+def test_each_rank_loads_its_part(tmp_path: Path) -> None:
+    expected = written(tmp_path)
+    for rank in range(2):
+        model = loaded(tmp_path, rank, 2)
+        down = model.layers[1].mlp.down.weight  # type: ignore[union-attr]
+        assert torch.equal(down, expected["model.layers.1.mlp.down_proj.weight"].chunk(2, dim=1)[rank])
+        up = model.layers[1].mlp.gate_up.weight[24:]  # type: ignore[union-attr]
+        assert torch.equal(up, expected["model.layers.1.mlp.up_proj.weight"].chunk(2, dim=0)[rank])
+
+
+@pytest.mark.parametrize("wrong", [{"fmt": "e5m2"}, {"weight_block_size": None}, {"quant_method": "gptq"}])
+def test_other_quantized_weights_are_refused(wrong: dict[str, object], tmp_path: Path) -> None:
+    written(tmp_path)
+    write_config(tmp_path, **{"quant_method": "fp8", "weight_block_size": [ROWS, COLUMNS], **wrong})
+    with pytest.raises(CheckpointError, match=r"quantization_config.*or in fp8 with a weight_block_size"):
+        load_config(tmp_path)
