@@ -220,7 +220,6 @@ def compare_fp8(device: str) -> None:
     tolerances = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
     if device == "cuda":
         cases = [(shape, dtype, window) for shape in SHAPES for dtype in tolerances for window in (None, 20)]
-    products = [dict.fromkeys(triton.FP8_PRODUCTS, each) for each in (triton.tl.float16, triton.tl.bfloat16)]
     for shape, dtype, window in cases:
         q, k, v, pages, teamed = make_case(*shape, device=device)
         pages *= 2.0 ** torch.randint(-3, 4, (*pages.shape[:4], 1), device=device)
@@ -231,15 +230,12 @@ def compare_fp8(device: str) -> None:
         expected = reference.decode_attention(q.float(), k.float(), v.float(), expected_pages, teamed, window)
         in_order = replace(cut_into(teamed if shape[3] == 64 else without_teams(teamed), SPAN, SPAN), fixed_order=True)
         for batch in (cut_into(teamed, 64, 32), without_teams(teamed), in_order):
-            is_mixed = dtype == torch.bfloat16 and not batch.fixed_order
-            for types in products if is_mixed else products[:1]:
-                triton.FP8_PRODUCTS |= types
-                codes, exponents = in_fp8(pages)
-                got = triton.decode_attention(q, k, v, codes, batch, window, exponents)
-                torch.testing.assert_close(got.float(), expected, atol=tolerances[dtype], rtol=tolerances[dtype])
-                assert torch.equal(out_of_fp8(codes, exponents, torch.float32), expected_pages)
-                if batch.fixed_order:
-                    assert torch.equal(got, triton.decode_attention(q, k, v, pages.clone(), batch, window))
+            codes, exponents = in_fp8(pages)
+            got = triton.decode_attention(q, k, v, codes, batch, window, exponents)
+            torch.testing.assert_close(got.float(), expected, atol=tolerances[dtype], rtol=tolerances[dtype])
+            assert torch.equal(out_of_fp8(codes, exponents, torch.float32), expected_pages)
+            if batch.fixed_order:
+                assert torch.equal(got, triton.decode_attention(q, k, v, pages.clone(), batch, window))
 
 
 def compare_fp8_rows(device: str) -> None:

@@ -67,6 +67,29 @@ def load_exponents(ptr, place, inside):
 
 
 @triton.jit
+def decode_pairs(pairs, dtype: tl.constexpr):
+    """Convert pairs of codes, as int16, to float16 or float32. Return the first and the second code of each."""
+    if tl.float16 == dtype and not _IS_INTERPRETED:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 p;
+            .reg .b16 firsts, seconds;
+            prmt.b32 p, $2, 0, 0x3120;
+            mov.b32 {firsts, seconds}, p;
+            cvt.rn.f16x2.e4m3x2 $0, firsts;
+            cvt.rn.f16x2.e4m3x2 $1, seconds;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return decode((pairs & 255).to(tl.uint8), dtype), decode((pairs >> 8).to(tl.uint8), dtype)
+
+
+@triton.jit
 def scales(exponent):
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 

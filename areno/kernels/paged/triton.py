@@ -18,7 +18,7 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.fixed_order.triton import empty_softmax, with_contiguous_heads
-from areno.kernels.fp8.triton import decode, load_exponents, scales
+from areno.kernels.fp8.triton import decode, decode_pairs, load_exponents, scales
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.gluon_splits import ROW_POINTERS, SPECIALISATION, compute_splits
 from areno.kernels.paged.reference import PagedBatch
@@ -26,10 +26,8 @@ from areno.kernels.paged.rows import as_bytes
 from areno.kernels.paged.triton_fixed_order import paged_attention
 from areno.kernels.paged.triton_rows import store_codes
 
+_FP8_STAGES = 3  # of loads from an FP8 cache
 _TILE = tl.constexpr(32)  # positions loaded together, a power of two that divides `PagedBatch.split_lens`
-# The types in which queries are multiplied with the codes of keys, and weights with the codes of values, if queries are
-# in bfloat16. With float16, the hardware converts codes in one instruction, and factors must be brought into its range.
-FP8_PRODUCTS = {"key_type": tl.float16, "value_type": tl.bfloat16}
 
 
 def decode_attention(
@@ -53,6 +51,8 @@ def decode_attention(
     # The fastest on an H200. With 8 query heads for each key head, two warps spill many registers and take 47 us, and
     # four warps take 44 us. With 5 query heads, two warps take 43 us, and four warps take 54 us.
     n_warps, n_stages = (1, 2) if n_shared_heads <= 2 else (2, 3) if n_shared_heads < 8 else (4, 3)
+    if exponents is not None:
+        n_stages = _FP8_STAGES
     n_groups, group_size, own_splits, shared_splits = batch.group_and_split_counts()
     n_parts = own_splits + shared_splits
     out = q_BHC.new_empty((n_rows, n_heads, head_dim))
@@ -106,7 +106,6 @@ def decode_attention(
             WINDOW=window,
             k_exponents_ptr=k_exponents,
             v_exponents_ptr=v_exponents,
-            **_product_types(q_BHC.dtype),
             num_warps=n_warps,
             num_stages=n_stages,
         )
@@ -132,35 +131,81 @@ def decode_attention(
     return out
 
 
-def _product_types(dtype: torch.dtype) -> dict[str, tl.dtype]:
-    own = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(dtype, tl.float32)
-    types = FP8_PRODUCTS if own == tl.bfloat16 else dict.fromkeys(FP8_PRODUCTS, own)
-    return {"KEY_TYPE": types["key_type"], "VALUE_TYPE": types["value_type"]}
-
-
 @triton.jit
-def _queries_of_codes(q, scale, KEY_TYPE: tl.constexpr):
-    """Return queries in KEY_TYPE, and the factors of their scores. Queries in float16 are at most 2^15."""
-    if tl.float16 == KEY_TYPE:
-        q = q.to(tl.float32)
-        exponent = tl.max(tl.abs(q).to(tl.int32, bitcast=True), axis=1) >> 23
-        exponent = tl.maximum(exponent, 15)
-        q *= scales(268 - exponent)[:, None]
-        scale = scale * scales(exponent - 14)[:, None]
-    return q.to(KEY_TYPE), scale
+def _attend_codes(
+    q,
+    best,
+    total,
+    start,
+    end,
+    least,
+    k_ptr,
+    v_ptr,
+    k_exponents_ptr,
+    v_exponents_ptr,
+    table_row,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Do `_attend` over an FP8 cache, with an acc of 0 at the start.
 
-
-@triton.jit
-def _weigh_codes(weights, exponent, codes, VALUE_TYPE: tl.constexpr):
-    """Return the sum of values, given as codes with the exponents of their scales, weighted with (rows, positions)."""
-    if tl.float16 == VALUE_TYPE:  # with weights of at most 2^14
-        largest = tl.max(exponent, axis=0)
-        weights *= scales(tl.maximum(exponent - largest + 141, 1))[None, :]
-        factor = scales(largest - 14)
-    else:
-        weights *= scales(exponent)[None, :]
+    Products take codes; scales are factors of scores and of weights. 16-bit products are in float16, because GPUs
+    convert two codes to it in one instruction. Powers of 2 bring queries and weights into its range. Values are loaded
+    as pairs of codes: matrix instructions need columns of them, and shared memory gives columns of 16 bits only.
+    """
+    PRODUCT: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
+    ROWS: tl.constexpr = q.shape[0]
+    dim, pair = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // 2)
+    v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+    pair_stride = tl.num_programs(0) * (HEAD_DIM // 2)
+    even = tl.zeros([ROWS, PADDED_DIM // 2], tl.float32)
+    odd = tl.zeros([ROWS, PADDED_DIM // 2], tl.float32)
+    if tl.float16 == PRODUCT:
+        of_q = tl.max(tl.abs(q.to(tl.float32)).to(tl.int32, bitcast=True), axis=1) >> 23
+        of_q = tl.maximum(of_q, 15)
+        q = (q.to(tl.float32) * scales(268 - of_q)[:, None]).to(tl.float16)  # at most 2^15
+        scale = scale * scales(of_q - 14)[:, None]
+    for first in range(start, end, _TILE):
+        position = first + tl.arange(0, _TILE)
+        inside = position < end
+        if BLOCK_SIZE % _TILE.value == 0:
+            block = tl.load(table_row + first // BLOCK_SIZE).to(tl.int64)
+            offset = first % BLOCK_SIZE + tl.arange(0, _TILE)
+        else:
+            block = load_masked(table_row + position // BLOCK_SIZE, inside).to(tl.int64)
+            offset = position % BLOCK_SIZE
+        base = (block * BLOCK_SIZE + offset) * pair_stride
+        exponent_place = block * (tl.num_programs(0) * BLOCK_SIZE) + offset
+        k_place = (2 * base)[None, :] + dim[:, None]
+        codes = load_masked(k_ptr + k_place, inside[None, :] & (dim < HEAD_DIM)[:, None])
+        scores = tl.dot(q, decode(codes, PRODUCT), input_precision="ieee") * scale
+        scores *= scales(load_exponents(k_exponents_ptr, exponent_place, inside))[None, :]
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        if WINDOW is not None:
+            scores = tl.where(position[None, :] >= least[:, None], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        origin = new_best
+        if WINDOW is not None:
+            origin = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(scores - origin[:, None])
+        decay = tl.exp2(best - origin)
+        total = total * decay + tl.sum(weights, axis=1)
+        best = new_best
+        pairs = load_masked(v_ptr + base[:, None] + pair[None, :], inside[:, None] & (pair < HEAD_DIM // 2)[None, :])
+        even_v, odd_v = decode_pairs(pairs, PRODUCT)
+        of_v = load_exponents(v_exponents_ptr, exponent_place, inside)
         factor = 1.0
-    return tl.dot(weights.to(VALUE_TYPE), decode(codes, VALUE_TYPE), input_precision="ieee") * factor
+        if tl.float16 == PRODUCT:
+            largest = tl.max(of_v, axis=0)
+            of_v = tl.maximum(of_v - largest + 141, 1)  # so that weights are at most 2^14
+            factor = scales(largest - 14)
+        weights = (weights * scales(of_v)[None, :]).to(PRODUCT)
+        even = even * decay[:, None] + tl.dot(weights, even_v, input_precision="ieee") * factor
+        odd = odd * decay[:, None] + tl.dot(weights, odd_v, input_precision="ieee") * factor
+    return best, total, tl.join(even, odd).reshape(ROWS, PADDED_DIM)
 
 
 @triton.jit
@@ -179,19 +224,13 @@ def _attend(
     stride,
     dim,
     real_dim,
-    k_exponents_ptr,
-    v_exponents_ptr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    KEY_TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
 ):
     """Add the positions [start, end) of one table row and one key head to a running softmax.
 
     With a WINDOW, each query attends only to positions from `least` on.
     """
-    if k_exponents_ptr is not None:
-        q, scale = _queries_of_codes(q, scale, KEY_TYPE)
     for first in range(start, end, _TILE):
         position = first + tl.arange(0, _TILE)
         inside = position < end
@@ -201,13 +240,8 @@ def _attend(
         else:
             block = load_masked(table_row + position // BLOCK_SIZE, inside).to(tl.int64)
             base = block * (BLOCK_SIZE * stride) + (position % BLOCK_SIZE) * stride
-        k = load_masked(k_ptr + base[None, :] + dim[:, None], inside[None, :] & real_dim[:, None])
-        if k_exponents_ptr is not None:
-            k = decode(k, KEY_TYPE)
+        k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
-        if k_exponents_ptr is not None:
-            exponent_place = block * (tl.num_programs(0) * BLOCK_SIZE) + position % BLOCK_SIZE
-            scores *= scales(load_exponents(k_exponents_ptr, exponent_place, inside))[None, :]
         scores = tl.where(inside[None, :], scores, float("-inf"))
         if WINDOW is not None:
             scores = tl.where(position[None, :] >= least[:, None], scores, float("-inf"))
@@ -217,12 +251,8 @@ def _attend(
             origin = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - origin[:, None])
         decay = tl.exp2(best - origin)
-        v = load_masked(v_ptr + base[:, None] + dim[None, :], inside[:, None] & real_dim[None, :])
-        if v_exponents_ptr is not None:
-            exponent = load_exponents(v_exponents_ptr, exponent_place, inside)
-            acc = acc * decay[:, None] + _weigh_codes(weights, exponent, v, VALUE_TYPE)
-        else:
-            acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
+        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * decay + tl.sum(weights, axis=1)
         best = new_best
     return best, total, acc
@@ -264,8 +294,6 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     k_exponents_ptr,
     v_exponents_ptr,
-    KEY_TYPE: tl.constexpr,
-    VALUE_TYPE: tl.constexpr,
     PDL: tl.constexpr = False,
 ):
     """Compute the partial result of one split for one key head in each program. An empty split writes nothing.
@@ -315,28 +343,44 @@ def _split_kernel(
                     if PDL:
                         jit.wait_for_previous()
                     q = load_masked(place, real)
-                    best, total, acc = _attend(
-                        q,
-                        best,
-                        total,
-                        acc,
-                        start,
-                        end,
-                        least,
-                        k_ptr,
-                        v_ptr,
-                        table_row,
-                        scale,
-                        stride,
-                        dim,
-                        real_dim,
-                        k_exponents_ptr,
-                        v_exponents_ptr,
-                        BLOCK_SIZE,
-                        WINDOW,
-                        KEY_TYPE,
-                        VALUE_TYPE,
-                    )
+                    if k_exponents_ptr is not None:
+                        best, total, acc = _attend_codes(
+                            q,
+                            best,
+                            total,
+                            start,
+                            end,
+                            least,
+                            k_ptr,
+                            v_ptr,
+                            k_exponents_ptr,
+                            v_exponents_ptr,
+                            table_row,
+                            scale,
+                            HEAD_DIM,
+                            PADDED_DIM,
+                            BLOCK_SIZE,
+                            WINDOW,
+                        )
+                    else:
+                        best, total, acc = _attend(
+                            q,
+                            best,
+                            total,
+                            acc,
+                            start,
+                            end,
+                            least,
+                            k_ptr,
+                            v_ptr,
+                            table_row,
+                            scale,
+                            stride,
+                            dim,
+                            real_dim,
+                            BLOCK_SIZE,
+                            WINDOW,
+                        )
                     if WINDOW is not None:  # rows that attend to none of these positions get log_sum -inf
                         total = tl.where(best == float("-inf"), 1.0, total)
                     part = (row * n_heads + head) * n_parts + own_splits + split
@@ -380,28 +424,46 @@ def _split_kernel(
             if WINDOW is not None:
                 least = last + 1 - WINDOW + tl.zeros([OWN_ROWS], tl.int32)
                 start = tl.maximum(start, (last + 1 - WINDOW) // _TILE * _TILE)
-            best, total, acc = _attend(
-                q,
-                best,
-                total,
-                acc,
-                start,
-                end,
-                least,
-                k_ptr,
-                v_ptr,
-                table_row,
-                scale,
-                stride,
-                dim,
-                real_dim,
-                k_exponents_ptr,
-                v_exponents_ptr,
-                BLOCK_SIZE,
-                WINDOW,
-                KEY_TYPE,
-                VALUE_TYPE,
-            )
+            if k_exponents_ptr is not None:
+                first = best
+                best, total, of_codes = _attend_codes(
+                    q,
+                    best,
+                    total,
+                    start,
+                    end,
+                    least,
+                    k_ptr,
+                    v_ptr,
+                    k_exponents_ptr,
+                    v_exponents_ptr,
+                    table_row,
+                    scale,
+                    HEAD_DIM,
+                    PADDED_DIM,
+                    BLOCK_SIZE,
+                    WINDOW,
+                )
+                acc = of_codes + tl.where(split == 0, tl.exp2(first - best), 0.0)[:, None] * acc
+            else:
+                best, total, acc = _attend(
+                    q,
+                    best,
+                    total,
+                    acc,
+                    start,
+                    end,
+                    least,
+                    k_ptr,
+                    v_ptr,
+                    table_row,
+                    scale,
+                    stride,
+                    dim,
+                    real_dim,
+                    BLOCK_SIZE,
+                    WINDOW,
+                )
             if WINDOW is not None:
                 total = tl.where(best == float("-inf"), 1.0, total)
             part = (row * n_heads + head) * n_parts + split
