@@ -18,16 +18,15 @@ from torch import Tensor
 
 from areno.kernels import jit
 from areno.kernels.fixed_order.triton import empty_softmax, with_contiguous_heads
-from areno.kernels.fp8.triton import decode, decode_pairs, load_exponents, scales
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.gluon_splits import ROW_POINTERS, SPECIALISATION, compute_splits
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.rows import as_bytes
+from areno.kernels.paged.triton_codes import TILE, attend_codes
 from areno.kernels.paged.triton_fixed_order import paged_attention
 from areno.kernels.paged.triton_rows import store_codes
 
 _FP8_STAGES = 3  # of loads from an FP8 cache
-_TILE = tl.constexpr(32)  # positions loaded together, a power of two that divides `PagedBatch.split_lens`
 
 
 def decode_attention(
@@ -132,83 +131,6 @@ def decode_attention(
 
 
 @triton.jit
-def _attend_codes(
-    q,
-    best,
-    total,
-    start,
-    end,
-    least,
-    k_ptr,
-    v_ptr,
-    k_exponents_ptr,
-    v_exponents_ptr,
-    table_row,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Do `_attend` over an FP8 cache, with an acc of 0 at the start.
-
-    Products take codes; scales are factors of scores and of weights. 16-bit products are in float16, because GPUs
-    convert two codes to it in one instruction. Powers of 2 bring queries and weights into its range. Values are loaded
-    as pairs of codes: matrix instructions need columns of them, and shared memory gives columns of 16 bits only.
-    """
-    PRODUCT: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
-    ROWS: tl.constexpr = q.shape[0]
-    dim, pair = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // 2)
-    v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-    pair_stride = tl.num_programs(0) * (HEAD_DIM // 2)
-    even = tl.zeros([ROWS, PADDED_DIM // 2], tl.float32)
-    odd = tl.zeros([ROWS, PADDED_DIM // 2], tl.float32)
-    if tl.float16 == PRODUCT:
-        of_q = tl.max(tl.abs(q.to(tl.float32)).to(tl.int32, bitcast=True), axis=1) >> 23
-        of_q = tl.maximum(of_q, 15)
-        q = (q.to(tl.float32) * scales(268 - of_q)[:, None]).to(tl.float16)  # at most 2^15
-        scale = scale * scales(of_q - 14)[:, None]
-    for first in range(start, end, _TILE):
-        position = first + tl.arange(0, _TILE)
-        inside = position < end
-        if BLOCK_SIZE % _TILE.value == 0:
-            block = tl.load(table_row + first // BLOCK_SIZE).to(tl.int64)
-            offset = first % BLOCK_SIZE + tl.arange(0, _TILE)
-        else:
-            block = load_masked(table_row + position // BLOCK_SIZE, inside).to(tl.int64)
-            offset = position % BLOCK_SIZE
-        base = (block * BLOCK_SIZE + offset) * pair_stride
-        exponent_place = block * (tl.num_programs(0) * BLOCK_SIZE) + offset
-        k_place = (2 * base)[None, :] + dim[:, None]
-        codes = load_masked(k_ptr + k_place, inside[None, :] & (dim < HEAD_DIM)[:, None])
-        scores = tl.dot(q, decode(codes, PRODUCT), input_precision="ieee") * scale
-        scores *= scales(load_exponents(k_exponents_ptr, exponent_place, inside))[None, :]
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        if WINDOW is not None:
-            scores = tl.where(position[None, :] >= least[:, None], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        origin = new_best
-        if WINDOW is not None:
-            origin = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - origin[:, None])
-        decay = tl.exp2(best - origin)
-        total = total * decay + tl.sum(weights, axis=1)
-        best = new_best
-        pairs = load_masked(v_ptr + base[:, None] + pair[None, :], inside[:, None] & (pair < HEAD_DIM // 2)[None, :])
-        even_v, odd_v = decode_pairs(pairs, PRODUCT)
-        of_v = load_exponents(v_exponents_ptr, exponent_place, inside)
-        factor = 1.0
-        if tl.float16 == PRODUCT:
-            largest = tl.max(of_v, axis=0)
-            of_v = tl.maximum(of_v - largest + 141, 1)  # so that weights are at most 2^14
-            factor = scales(largest - 14)
-        weights = (weights * scales(of_v)[None, :]).to(PRODUCT)
-        even = even * decay[:, None] + tl.dot(weights, even_v, input_precision="ieee") * factor
-        odd = odd * decay[:, None] + tl.dot(weights, odd_v, input_precision="ieee") * factor
-    return best, total, tl.join(even, odd).reshape(ROWS, PADDED_DIM)
-
-
-@triton.jit
 def _attend(
     q,
     best,
@@ -231,12 +153,12 @@ def _attend(
 
     With a WINDOW, each query attends only to positions from `least` on.
     """
-    for first in range(start, end, _TILE):
-        position = first + tl.arange(0, _TILE)
+    for first in range(start, end, TILE):
+        position = first + tl.arange(0, TILE)
         inside = position < end
-        if BLOCK_SIZE % _TILE.value == 0:  # the tile lies in one block, as splits begin at multiples of _TILE
+        if BLOCK_SIZE % TILE.value == 0:  # the tile lies in one block, as splits begin at multiples of TILE
             block = tl.load(table_row + first // BLOCK_SIZE).to(tl.int64)
-            base = block * (BLOCK_SIZE * stride) + (first % BLOCK_SIZE + tl.arange(0, _TILE)) * stride
+            base = block * (BLOCK_SIZE * stride) + (first % BLOCK_SIZE + tl.arange(0, TILE)) * stride
         else:
             block = load_masked(table_row + position // BLOCK_SIZE, inside).to(tl.int64)
             base = block * (BLOCK_SIZE * stride) + (position % BLOCK_SIZE) * stride
@@ -338,13 +260,13 @@ def _split_kernel(
                     if WINDOW is not None:
                         row_length = tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32)
                         least = row_length - WINDOW
-                        start = tl.maximum(start, tl.min(least, axis=0) // _TILE * _TILE)
+                        start = tl.maximum(start, tl.min(least, axis=0) // TILE * TILE)
                     place = q_ptr + (row * q_stride + head * HEAD_DIM)[:, None] + dim[None, :]
                     if PDL:
                         jit.wait_for_previous()
                     q = load_masked(place, real)
                     if k_exponents_ptr is not None:
-                        best, total, acc = _attend_codes(
+                        best, total, acc = attend_codes(
                             q,
                             best,
                             total,
@@ -423,10 +345,10 @@ def _split_kernel(
             least = start
             if WINDOW is not None:
                 least = last + 1 - WINDOW + tl.zeros([OWN_ROWS], tl.int32)
-                start = tl.maximum(start, (last + 1 - WINDOW) // _TILE * _TILE)
+                start = tl.maximum(start, (last + 1 - WINDOW) // TILE * TILE)
             if k_exponents_ptr is not None:
                 first = best
-                best, total, of_codes = _attend_codes(
+                best, total, of_codes = attend_codes(
                     q,
                     best,
                     total,
