@@ -254,10 +254,12 @@ class _FusedLayer(torch.autograd.Function):
         dtype, whole = layer.dtype, memory is None
         stream_ND, normed_ND = _add_norm(layer.input_norm, stream_ND, delta_ND, dtype, memory)
         added_ND, proj_NX, mixer = mix_tokens(layer, normed_ND, (cos, sin), attend, split, whole)
+        keep = keep and any(ctx.needs_input_grad)
+        kept = (proj_NX,) if keep else (None,)
+        del proj_NX
         middle_ND, normed_ND = _add_norm(
             layer.pre_mlp_norm, stream_ND, _post_norm(layer.post_attention_norm, added_ND), dtype, memory
         )
-        keep = keep and any(ctx.needs_input_grad)
         down_ND, inner, needed = layer.mlp.fused_forward(normed_ND, split, whole, keep)
         added_ND = None if layer.post_attention_norm is None else added_ND
         saved = [stream_ND, middle_ND, added_ND, None if layer.post_mlp_norm is None else down_ND, *needed, *mixer]
@@ -265,7 +267,7 @@ class _FusedLayer(torch.autograd.Function):
             if _can_recompute_middle(layer):
                 saved[1:3] = None, None
             ctx.place_of_saved, saved = offload.save(saved), []
-        ctx.save_for_backward(cos, sin, proj_NX if keep else None, *inner, *saved)
+        ctx.save_for_backward(cos, sin, *kept, *inner, *saved)
         ctx.layer, ctx.attend, ctx.has_delta, ctx.split = layer, attend, delta_ND is not None, split
         ctx.n_needed, ctx.n_inner, ctx.offload = len(needed), len(inner), offload
         return middle_ND, _post_norm(layer.post_mlp_norm, down_ND)

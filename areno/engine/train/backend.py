@@ -87,8 +87,8 @@ class TrainBackend:
         self.n_halvings = 0  # of micro-batches in the last call of `train` or a scoring method
         self._is_alone = model.tp.size == context.cp.size == 1
         free = partial(free_bytes, self.device) if on_cuda else None
-        n_sharing = spec.n_ranks_on_machine(context.rank)
-        self.kept_layers = RecomputationPolicy(model, free, self._is_alone, self._split, n_sharing)
+        more = spec.n_ranks_on_machine(context.rank), lambda: any(beside())
+        self.kept_layers = RecomputationPolicy(model, free, self._is_alone, self._split, *more)
         self._routing = StepRouting(model.routing, role.router_aux_loss_coef, context.dp)
         self.flat: FlatParameters | None = None
         self.optimizer: Optimizer | None = None

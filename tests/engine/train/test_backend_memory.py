@@ -140,6 +140,9 @@ def test_inputs_of_layers_go_to_host_memory_only_if_they_must(monkeypatch, caplo
     assert policy.begin_offload(200) is offload
     assert len(caplog.messages) == 2  # once for each new largest size
     assert not policy.offload_more()
+    policy = RecomputationPolicy(model, lambda: 0, has_cache=lambda: True)
+    assert policy.begin_offload(100) is not None
+    assert caplog.messages[-1].startswith(f"{said}; without the KV cache (rollout.drop_rollout_state=true), more")
     # The bound says that all fits. If it does not, the next attempt assumes that less is free.
     policy, offload = place(need.total(100))
     assert not policy.recompute_more()
