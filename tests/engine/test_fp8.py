@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from areno.models.quantization import quantize_linears, quantized_buffers, quant
 from areno.models.registry import build_model, load_config
 from areno.models.weights import load_weights
 from areno.specs.role import LoraSpec, RoleSpec
+from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
 from areno.trainers.rows import token_rows
 from areno.types import TrainSequence
+from tests.helpers.processes import worker_of
 from tests.helpers.resumed import go, log, stopped_sft
 from tests.helpers.tiny_engine import (
     folder_with_weights,
@@ -158,6 +161,20 @@ def test_the_reference_is_the_actor_before_training(folder: Path) -> None:
         assert largest(scores(engine, rows), before) > 1e-3
 
 
+def test_codes_rest_in_host_memory_with_their_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU in the part of the device: what is away has no memory, what returns is what left."""
+    monkeypatch.setattr("areno.engine.roles.has_separate_memory", lambda device: True)
+    with Engine(spec(folder, fp8=FP8), "inline") as engine:
+        ref = RoleSpec(path=str(folder), key="ref.path", fp8=FP8, offload=True)
+        engine.ensure_roles({"ref": ref, "adapted": replace(ref, lora=ADAPTERS)})
+        rows = train_rows(rollout(engine))
+        for role in ("ref", "adapted"):
+            buffers = quantized_buffers(worker_of(engine).roles[role].backend.model)
+            assert not any(buffer.untyped_storage().nbytes() for buffer in buffers)
+            for _ in range(2):
+                assert largest(scores(engine, rows, role), scores(engine, rows)) == 0.0
+
+
 def test_frozen_weights_under_adapters_are_in_8_bits_only(folder: Path, tmp_path: Path) -> None:
     """A merged checkpoint is q(W) + B A; the reference is the model without adapters."""
     with Engine(spec(folder, lora=ADAPTERS, fp8=FP8), "inline") as engine:
@@ -206,3 +223,22 @@ def test_a_run_that_resumes_with_another_number_of_ranks_warns(
     stopped_sft(2, tmp_path_factory, fp8)
     assert go("sft", fp8, "engine.world_size=2", "engine.tp_size=2") == 0
     assert "engine.tp_size differs from that of the earlier part of the run" in log()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"fp8_kv": True}, {"lora": ADAPTERS}], ids=["weights", "keys", "adapters"])
+def test_bits_on_cuda(options: dict[str, Any], tmp_path: Path) -> None:
+    """In bf16, with CUDA graphs and padded products, before and after an update."""
+    path, _ = shape_folder("qwen3-0.6b", tmp_path)
+    given = spec(path, ["cuda:0"], dtype="bfloat16", exact=True, fp8=FP8, **options)
+    requests = [request(i, n_samples=8, length=60 + i, max_new_tokens=70) for i in range(12)]
+    with Engine(given, "inline") as engine:
+        for _ in range(2):
+            engine.begin_rollout(RolloutSpec(max_running=96, max_len=160))
+            rows = train_rows(engine.generate(requests), requests)
+            engine.end_rollout()
+            for row, computed in zip(rows, scores(engine, rows), strict=True):
+                sampled = ~np.asarray(row.prompt_mask)
+                assert np.array_equal(np.asarray(row.logprobs, dtype=np.float32)[sampled], computed[sampled])
+            update = replace(UPDATE, mb_spec=MicroBatchSpec(max_tokens_per_mb=4096))
+            assert engine.train(rows, grpo_loss_fn, update)["logp_abs_diff_max"] == 0.0

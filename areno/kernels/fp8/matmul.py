@@ -22,6 +22,7 @@ from areno.kernels.matmul import add_matmul, pad_rows
 
 FEW_ROWS = 64
 _MULTIPLE = 16  # of the sizes of matrices that FP8 units multiply
+_FAST = True  # whether matrix units keep the sums of forward products, see `_scaled_matmul`
 
 
 @dataclass
@@ -77,7 +78,7 @@ class QuantizedMatrix:
             return few_rows_matmul(*quantize_rows(x_NI), self.codes_OI, self.exponents_O, x_NI.dtype)
         codes_NI, exponents_N = quantize_rows(pad_rows(x_NI, self.row_multiple))
         scales = scales_from_exponents(exponents_N), self.scales_O
-        return _scaled_matmul(codes_NI, self.codes_OI, *scales, x_NI.dtype, fast=True)[:n_rows]
+        return _scaled_matmul(codes_NI, self.codes_OI, *scales, x_NI.dtype, fast=_FAST)[:n_rows]
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
         """Return g q(W)."""
