@@ -15,6 +15,7 @@ from areno.layers.config import DeltaConfig, RopeConfig
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models.config import TransformerConfig
+from areno.models.quantization import quantize_linears
 from areno.models.transformer import Transformer
 
 LENGTHS = [3, 1, 2]
@@ -50,7 +51,8 @@ SMALL: dict[str, Any] = {  # no size is a power of two
 
 
 def build(dtype: torch.dtype, device: str, tp: ParallelGroup = ALONE, **changes: Any) -> Transformer:
-    """Norm weights and biases are drawn too, so that none of them is 1 or 0."""
+    """Norm weights and biases are drawn too, so that none of them is 1 or 0. `fp8`: the FP8Config, if any."""
+    fp8 = changes.pop("fp8", None)
     config = TransformerConfig(**{**SMALL, **changes})  # type: ignore[arg-type]
     model = Transformer(config, WeightSpec(torch.float32, "cpu", tp))
     model.init_weights(3)
@@ -59,7 +61,10 @@ def build(dtype: torch.dtype, device: str, tp: ParallelGroup = ALONE, **changes:
         for name, parameter in model.named_parameters():
             for part in model.tensor_parts(name) if parameter.dim() == 1 else ():
                 part.region(parameter).add_(part.shard_of(torch.randn(part.full_shape, generator=generator)) * 0.3)
-    return model.to(device, dtype)
+    model = model.to(device, dtype)
+    if fp8 is not None:
+        quantize_linears(model, fp8)
+    return model
 
 
 def run(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from areno.config.fp8 import FP8Config
 from areno.kernels.attention import choose_backend
 from areno.layers.attention import PackedAttend
 from areno.layers.config import RopeConfig
@@ -72,6 +73,8 @@ def compare_interpreted() -> None:
     compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME))  # of two layers, SOME keeps one and repeats the other
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), qk_norm=False, **BARE)
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), fp8_kv=True)
+    for wgrad in (False, True):
+        compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), fp8=FP8Config(wgrad=wgrad))
     compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME), shares=True)
     compare("cpu", torch.float32, 1e-5, "sdpa", ({}, SOME), shares=True, linked=True)
     compare("cpu", torch.float16, 1e-2, "sdpa", (SOME,), num_heads=4, num_kv_heads=4, head_dim=16, hidden_size=32)
