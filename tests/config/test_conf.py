@@ -56,6 +56,8 @@ TASKS: dict[str, tuple[list[str], list[str]]] = {
     "countdown_ppo": (["ppo"], ["actor.path=folder"]),
     "environment": (["grpo", "gspo", "ppo"], ["actor.path=folder", "train_dataset.path=verifiers:wordle"]),
     "gsm8k": (["grpo", "gspo", "ppo", "online_dpo"], []),
+    "mixture": (["grpo", "gspo"], []),
+    "mixture_base": (["sft"], []),
     "preferences": (["dpo"], ["actor.path=folder", "train_dataset.path=rows.jsonl"]),
     "prompts": (
         ["grpo", "gspo", "ppo", "online_dpo"],

@@ -1,12 +1,14 @@
-"""docs/plots.py, docs/algorithm_curves.py and docs/learning_curves.py draw what runs wrote."""
+"""docs/plots.py, docs/algorithm_curves.py, docs/learning_curves.py and docs/equal_tokens.py show what runs wrote."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import io
+import os
 import re
 import runpy
+import shlex
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -18,9 +20,13 @@ import pytest
 from areno.api import get_algorithm
 from areno.api.metrics import MetricsRecorder
 from areno.launch.compose import load
+from tests.helpers import warm_python
+from tests.helpers.pages import ROOT, blocks
 
-DOCS = Path(__file__).parents[2] / "docs"
-SCRIPT, CURVES, LEARNING = (DOCS / name for name in ("plots.py", "algorithm_curves.py", "learning_curves.py"))
+DOCS = ROOT / "docs"
+SCRIPT, CURVES, LEARNING, TOKENS = (
+    DOCS / name for name in ("plots.py", "algorithm_curves.py", "learning_curves.py", "equal_tokens.py")
+)
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
@@ -233,3 +239,67 @@ def test_solve_rate_against_sampled_tokens(tmp_path):
     ]
     (tmp_path / "learning/RL-s1/logs/run.log").unlink()
     assert "there is no run 'RL'" in call(LEARNING, "tokens", tmp_path, tmp_path / "x.png").stderr
+
+
+# Settings of a sweep at equal tokens ---------------------------------------------------------------------------------
+
+
+def made_sweep(folder: Path, seeds: dict[str, list[int]]) -> None:
+    """Fixed weights sample 400 tokens a step and solve 0.1 more each. The bandit samples 200 and gains 0.1 * seed."""
+    settings = [(name, seed) for name, of in seeds.items() for seed in of]
+    for number, (name, seed) in enumerate(settings):
+        run_dir, n_samples = folder / str(number), 40 if name == "fixed" else 20
+        with MetricsRecorder(None, run_dir / "logs/metrics.jsonl") as recorder:
+            for step in range(5):
+                if step:
+                    recorder.record(step, {"rollout/response_len_mean": 10.0, "rollout/num_sequences": n_samples})
+                if not step % 2:
+                    gain = 0.0 if name == "fixed" else seed * step / 40
+                    rate = 0.1 * (step if name == "fixed" else step / 2)
+                    recorder.record(step, {"eval/accuracy": 0.5, "eval/hard/accuracy": rate + gain})
+        (run_dir / "logs/run.log").write_text("12:00:00 done: 4 steps in 4 s\n")
+        (run_dir / "config.yaml").write_text(f"seed: {seed}\n")
+        overrides = ["lr=1", f"seed={seed}", f"curriculum.type={name}"]
+        (run_dir / "overrides.yaml").write_text("".join(f"- {each}\n" for each in overrides))
+
+
+def test_settings_are_compared_at_equal_tokens(tmp_path):
+    made_sweep(tmp_path, {"fixed": [1, 2, 3], "bandit": [1, 2, 3, 4]})
+    # The bandit ends after 800 tokens, with 0.2 + 0.1 * seed. At 800 tokens the baseline has 0.2. The differences are
+    # 0.1, 0.2 and 0.3: 4.303 * 0.1 / sqrt(3) = 0.248.
+    assert call(TOKENS, tmp_path).stdout.splitlines() == [
+        "| 3 seeds, 0.8 thousand tokens | mean | hard |",
+        "|---|---|---|",
+        "| curriculum.type=fixed | 0.500 | 0.200 |",
+        "| curriculum.type=bandit | +0.000 ± 0.000 | +0.200 ± 0.248 |",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_curriculum_run(tmp_path):
+    [lines] = [text.splitlines() for info, text in blocks(DOCS / "learning.md") if info == "bash mixture"]
+    shorter = {
+        "--config-name=mixture_base": ["train_dataset.dataset_kwargs.count=320"],
+        "--config-name=mixture": ["total_train_steps=1", "evaluator.freq_steps=1", "valid_dataset.max_rows=2"],
+    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    for line in lines:
+        line = line.replace("seed=1,2,3,4,5", "seed=1,2").replace(",{rest_epochs: 1}", "")
+        words = shlex.split(re.sub("(?<= )(?=(docs|examples)/)", f"{ROOT}/", line))[1:]
+        more = [setting for word in words for setting in shorter.get(word, [])]
+        done = warm_python.commands().run([*words, *more], tmp_path, environment, timeout=500)
+        assert done.returncode == 0, done.stderr[-3000:]
+    first, _, *rest = (line.strip("| ").split(" | ") for line in done.stdout.splitlines())
+    assert (first[0][:7], first[1:]) == ("2 seeds", ["mean", "countdown", "arithmetic", "tools"])
+    assert [setting.partition("=")[2] for setting, *_ in rest] == ["{}", "{type:bandit,temperature:0.3}"]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "message"),
+    [({}, "there are no completed runs in"), ({"fixed": [1], "bandit": [2]}, "the settings have no seed in common")],
+)
+def test_a_sweep_without_a_comparison(tmp_path, seeds, message):
+    made_sweep(tmp_path, seeds)
+    done = call(TOKENS, tmp_path)
+    assert (done.returncode, message in done.stderr) == (2, True)

@@ -58,13 +58,13 @@ class Call:
         return {"role": "tool", "content": content}
 
 
-def order(row, draw):
-    """An order to move, and what the model does."""
+def order(row, draw, no_call=NO_CALL, wrong=WRONG):
+    """An order to move, and what the model does. no_call and wrong: shares of these mistakes."""
     chance, direction = draw.random(), row["solutions"]
-    if chance < NO_CALL:
+    if chance < no_call:
         said = f"I go {direction}."
     else:
         others = [name for name in DIRECTIONS if name != direction]
-        said = call("choose_move", direction=draw.choice(others) if chance < NO_CALL + WRONG else direction)
+        said = call("choose_move", direction=draw.choice(others) if chance < no_call + wrong else direction)
     asked = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": row["prompt"]}]
     return {"messages": [*asked, {"role": "assistant", "content": said}], "tools": TOOLS}

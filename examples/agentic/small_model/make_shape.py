@@ -1,8 +1,9 @@
 """Write the tokenizer and config.json of a small model for agents: a Qwen3 that knows the words of its demonstrations.
 
-    python examples/agentic/small_model/make_shape.py FOLDER [DEMONSTRATIONS]
+    python examples/agentic/small_model/make_shape.py FOLDER [DEMONSTRATIONS [KEY=VALUE ...]]
 
 DEMONSTRATIONS is a file as demonstrations.py beside this one, which is the default.
+hidden_size=128 or another KEY=VALUE changes the shape.
 
 The SFT recipe then trains the weights, in a few minutes on two cores:
 
@@ -20,6 +21,14 @@ SPECIAL = ["<pad>", "<|im_end|>", "<|im_start|>", "<unk>"]
 CALL = ["<tool_call>", "</tool_call>"]
 # A token is a piece of a call, a word, or a single character.
 PIECES = Regex(r"""\{"name": "|", "arguments": \{"|": "?|"?\}\}|[A-Za-z_]+|[\s\S]""")
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 TEMPLATE = """\
 {%- if tools -%}
   {{- '<|im_start|>system\\nTools:' -}}
@@ -41,7 +50,7 @@ TEMPLATE = """\
 """
 
 
-def main(folder, demonstrations=""):
+def main(folder, demonstrations="", *shape):
     file = demonstrations or str(Path(__file__).with_name("demonstrations.py"))
     load_dataset = runpy.run_path(file)["load_dataset"]
     pieces = pre_tokenizers.Split(PIECES, "isolated")
@@ -69,12 +78,7 @@ def main(folder, demonstrations=""):
     Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=len(tokens),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
+        **{**SHAPE, **{key: int(value) for key, value in (each.split("=") for each in shape)}},
         max_position_embeddings=512,
         tie_word_embeddings=True,
         pad_token_id=0,
