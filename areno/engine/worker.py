@@ -63,6 +63,8 @@ class Worker:
         check_dtype(self.dtype, [context.device])
         if spec.actor.fp8 is not None:
             check_fp8([context.device])
+        if spec.actor.fp8_kv:
+            check_fp8([context.device], "rollout.kv_cache_dtype")
         self._peaks = {"step": 0.0, "phase": 0.0}  # GiB, since the last call of memory_gib and of phase_memory_gib
         self._profiler = profiling.Profiler(spec.profiling, context.rank, context.device)
         self.attn_backend = choose_backend(spec.engine.attn_backend, context.device, self.dtype, spec.engine.exact)

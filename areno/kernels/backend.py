@@ -123,12 +123,12 @@ def has_fp8_units(device: torch.device | str) -> bool:
     return (compute_capability(device) or (0, 0)) >= FP8_UNITS
 
 
-def check_fp8(devices: Iterable[torch.device | str]) -> None:
-    """Raise ConfigError if a device is a GPU without FP8 units."""
+def check_fp8(devices: Iterable[torch.device | str], key: str = "actor.fp8_config") -> None:
+    """Raise ConfigError about the setting `key` if a device is a GPU without FP8 units."""
     for device in devices:
         if compute_capability(device) is not None and not has_fp8_units(device):
             text = "is set, but {} has no FP8 units, which GPUs of compute capability 8.9 or more have; leave it out"
-            raise ConfigError(Problem("actor.fp8_config", text, gpu_description(device)))
+            raise ConfigError(Problem(key, text, gpu_description(device)))
 
 
 def gpu_description(device: torch.device | str) -> str:

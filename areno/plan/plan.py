@@ -86,7 +86,9 @@ def plan_of_actor(
 
     `decoder`: the settings of the decoder if `config` has none.
     """
-    from areno.models.registry import layout_problems  # imports torch, which building a Trainer does not need
+    # These import torch, which building a Trainer does not need.
+    from areno.kernels.backend import check_fp8
+    from areno.models.registry import layout_problems
 
     devices, (path, model), tokenizer_folder = all_of(
         devices_of,
@@ -110,6 +112,9 @@ def plan_of_actor(
         lambda: _dtype_of(config.actor, devices),
         lambda: _raise_if_any(problems),
     )
+    fp8_kv = role.fp8_kv if decoder is None else decoder.fp8_kv
+    if fp8_kv:
+        check_fp8(devices, "rollout.kv_cache_dtype")
     set_model_end_ids(tokenizer, model.eos_token_ids)
     eos = stop_token_ids(tokenizer)
     has_lm_head = config.head == "lm"
@@ -117,7 +122,7 @@ def plan_of_actor(
         role,
         pad_token_id=None if has_lm_head else tokenizer.pad_token_id,
         step_separator=step_separator(config.actor, model),
-        fp8_kv=role.fp8_kv if decoder is None else decoder.fp8_kv,
+        fp8_kv=fp8_kv,
     )
     spec = replace(
         engine_spec(config, role, devices),

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from areno.config.experiments import ExperimentConfig
 from areno.config.fp8 import FP8Config
 from areno.config.models import ModelConfig
+from areno.config.rollout import DecoderConfig
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.worker import Worker
 from areno.errors import ConfigError
@@ -117,7 +119,7 @@ def test_flash_that_cannot_run_is_warned_of(
     info = SimpleNamespace(
         cost=SimpleNamespace(experts=None), tp_sums="", n_params=1, dtype="float32", attn_backend=attention
     )
-    sections = {"actor": SimpleNamespace(lora=None), "engine": SimpleNamespace(attn_backend=requested)}
+    sections = {"actor": SimpleNamespace(lora=None, fp8_kv=False), "engine": SimpleNamespace(attn_backend=requested)}
     spec = SimpleNamespace(**sections, addresses=["cuda:0"], share_prefixes="off")
     engine: Any = SimpleNamespace(info=info, spec=spec, memory_table=lambda: ("", ""))
     with caplog.at_level(logging.WARNING):
@@ -155,6 +157,13 @@ def test_fp8_needs_units_for_it_or_a_cpu(gpus: Gpus, tmp_path: Path) -> None:
     context = ParallelContext(0, torch.device("cuda:1"), alone, alone, alone, alone)
     with pytest.raises(ConfigError, match=told):
         Worker(spec(tmp_path, fp8=FP8Config()), context)
+    told = r"^rollout\.kv_cache_dtype: is set, but GPU 1 \(compute capability 8\.0\) has no FP8 units"
+    with pytest.raises(ConfigError, match=told):
+        Worker(spec(tmp_path, fp8_kv=True), context)
+    config, decoder = ExperimentConfig(experiment_name="e", actor=actor), DecoderConfig(kv_cache_dtype="fp8")
+    assert plan_of_actor(config, lambda: ["cuda:0"], decoder).spec.actor.fp8_kv
+    with pytest.raises(ConfigError, match=told):
+        plan_of_actor(replace(config, actor=replace(actor, fp8_config=None)), lambda: ["cuda:1"], decoder)
 
 
 def test_a_worker_looks_at_its_own_gpu(gpus: Gpus, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from areno.bench.work import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig, SamplingConfig
 from areno.engine.engine import Engine
@@ -22,6 +24,7 @@ from areno.layers.attention import PackedAttend
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.layer import Attention
 from areno.models.registry import build_model, load_config
+from areno.plan.startup_log import log_model
 from areno.specs.role import RoleSpec
 from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
@@ -175,6 +178,34 @@ def test_the_reference_at_the_start_is_the_actor(engine: Engine, folder: Path) -
     engine.ensure_roles({"ref": ref, "unrounded": replace(ref, fp8_kv=False)})
     assert scored(engine, "ref", tokens) == scored(engine, "actor", tokens)
     assert scored(engine, "unrounded", tokens) != scored(engine, "actor", tokens)
+
+
+def test_a_run_says_so_and_recommends_exact(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for settings, n_warnings in (({}, 1), ({"exact": True}, 0), ({"optimizer": None}, 0)):
+        caplog.clear()
+        with Engine(spec(folder, fp8_kv=True, **settings), "inline") as engine, caplog.at_level(logging.INFO, "areno"):
+            log_model(engine)
+        assert sum("keys and values: rounded to FP8" in text for text in caplog.messages) == 1
+        told = [each.message for each in caplog.records if each.levelno == logging.WARNING]
+        assert sum("rollout.kv_cache_dtype=fp8 without engine.exact" in text for text in told) == n_warnings
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "prompt"), [(4, 20), (64, 100), (200, 300)])
+def test_bits_on_cuda(rows: int, prompt: int, tmp_path: Path) -> None:
+    """In bf16, with CUDA graphs, and prompts that end within a block and after the first span."""
+    path, _ = shape_folder("qwen3-0.6b", tmp_path)
+    requests = [request(i, n_samples=4, length=prompt, max_new_tokens=70, temperature=0.7) for i in range(rows // 4)]
+    rollout = RolloutSpec(max_running=rows, max_len=prompt + 70)
+    for exact in (True, False):
+        settings = spec(path, ["cuda:0"], dtype="bfloat16", exact=exact, fp8_kv=True)
+        with Engine(settings.without_optimizer(), "inline") as engine:
+            rows_of = []
+            for max_prefill_tokens in (8192, 50):
+                engine.begin_rollout(replace(rollout, decoder=DecoderConfig(max_prefill_tokens=max_prefill_tokens)))
+                rows_of += train_rows(engine.generate(requests), requests)
+                engine.end_rollout()
+            assert apart(engine, rows_of) <= (0.0 if exact else 0.5)
 
 
 # The gradient ---------------------------------------------------------------------------------------------------------
