@@ -258,11 +258,8 @@ def compare_fp8_rows(device: str) -> None:
 
 @pytest.mark.slow
 def test_fp8_caches_of_the_triton_kernels_in_the_interpreter() -> None:
-    run_interpreted("from tests.kernels.test_paged import compare_fp8; compare_fp8('cpu')")
-
-
-def test_rows_of_the_triton_kernels_in_the_interpreter() -> None:
-    run_interpreted("from tests.kernels.test_paged import compare_fp8_rows; compare_fp8_rows('cpu')")
+    both = "compare_fp8, compare_fp8_rows"
+    run_interpreted(f"from tests.kernels.test_paged import {both}; compare_fp8('cpu'); compare_fp8_rows('cpu')")
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from areno.cost.kv_layout import KVLayout
 from areno.errors import EngineError, Key
 from areno.kernels.backend import HostCopy, to_device, to_host
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
+from areno.kernels.paged.rows import as_bytes
 from areno.layers.routing import Routing
 from areno.models.parameters import n_kv_heads
 from areno.models.transformer import Transformer
@@ -139,18 +140,15 @@ class KVCache:
         return self.kv_blocks[place], None if self.exponents is None else self.exponents[place]
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        for each in self._as_bytes():
+        for each in self._memory():
             each.index_copy_(2, targets, each.index_select(2, sources))
 
     def clear(self) -> None:
-        for each in self._as_bytes():
+        for each in self._memory():
             each.zero_()
 
-    def _as_bytes(self) -> list[Tensor]:
-        """Return the memory of keys and values. Codes are bytes, because few operations of torch support FP8."""
-        if self.exponents is None:
-            return [self.kv_blocks]
-        return [self.kv_blocks.view(torch.uint8), self.exponents]
+    def _memory(self) -> list[Tensor]:
+        return [as_bytes(each) for each in (self.kv_blocks, self.exponents) if each is not None]
 
 
 class StateCache:
