@@ -171,8 +171,8 @@ class Role:
 class Roles:
     """The models of this worker by role name. Construction loads the actor.
 
-    `beside` returns setting changes that make the KV cache smaller, for out-of-memory errors in training. Raises
-    EngineError if the models do not fit into device or host memory.
+    `beside` returns setting changes that make the KV cache smaller, for out-of-memory errors in training. `free_cache`
+    frees the cache if no sample uses it. Raises EngineError if the models do not fit into device or host memory.
     """
 
     def __init__(
@@ -181,8 +181,9 @@ class Roles:
         context: ParallelContext,
         attn_backend: str,
         beside: Callable[[], Iterable[remedies.Option]],
+        free_cache: Callable[[], bool],
     ):
-        self.spec, self.context, self.attn_backend, self._beside = spec, context, attn_backend, beside
+        self.spec, self.context, self.attn_backend, self._of_cache = spec, context, attn_backend, (beside, free_cache)
         self._roles: dict[str, Role] = {}
         self._vocabularies: dict[str, Vocabulary] = {}  # of roles that have decoded
         self._device_bytes = available_memory_bytes(context.device, spec.n_ranks_on_machine(context.rank))
@@ -334,7 +335,7 @@ class Roles:
             leaves = spec.offload and has_separate_memory(context.device)
             fill = partial(self._set_weights, model, spec)
             of_device = replace(spec, offload=leaves)
-            backend = TrainBackend(model, of_device, self.spec, context, self.attn_backend, fill, self._beside)
+            backend = TrainBackend(model, of_device, self.spec, context, self.attn_backend, fill, *self._of_cache)
             return Role(
                 spec, backend, _offloaded_buffers(backend, keeps_weights=is_actor) if leaves else OffloadedBuffers()
             )

@@ -69,7 +69,7 @@ class Worker:
         self._profiler = profiling.Profiler(spec.profiling, context.rank, context.device)
         self.attn_backend = choose_backend(spec.engine.attn_backend, context.device, self.dtype, spec.engine.exact)
         self._block_size = FIXED_ORDER_KV_BLOCK if self.attn_backend == "fixed_order" else KV_BLOCK
-        self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice)
+        self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice, self._free_idle_cache)
         self.actor = self.roles.actor
         n_ranks = spec.n_ranks_on_machine(context.rank)
         self._threads = CpuThreads(
@@ -297,6 +297,13 @@ class Worker:
             if self._decoder_spec is None
             else [*remedies.smaller_cache_in_training_options(self._decoder_spec.decoder)]
         )
+
+    def _free_idle_cache(self) -> bool:
+        """Free the KV cache between rollouts. Returns False if there is none, or if samples are in progress."""
+        if self.decoder is None or self._garbage.in_rollout:
+            return False
+        self.end_rollout(drop=True)
+        return True
 
     def rollout_stats(self) -> RolloutStats:
         return RolloutStats() if self.decoder is None else self.decoder.stats

@@ -61,7 +61,7 @@ class TrainBackend:
     `fill` sets the weights. It is called after the parameters have moved into the buffer in which they stay. The
     parameters of a frozen role with adapters have their values already, and are not moved. With `role.offload`, master
     weights and moments are in host memory, and each update streams them through the device. `beside` returns setting
-    changes that make the KV cache smaller.
+    changes that make the KV cache smaller. `free_cache` frees the cache if no sample uses it.
     """
 
     pass_threads: Callable[[int], AbstractContextManager[Any]] = nullcontext
@@ -75,6 +75,7 @@ class TrainBackend:
         attn_backend: str,
         fill: Callable[[], object] = lambda: None,
         beside: Callable[[], Iterable[Option]] = tuple,
+        free_cache: Callable[[], bool] = bool,
     ):
         self.model, self.role, self.context, self.attn_backend = model, role, context, attn_backend
         self.device, self.exact, self._beside = model.device, spec.engine.exact, beside
@@ -87,7 +88,7 @@ class TrainBackend:
         self.n_halvings = 0  # of micro-batches in the last call of `train` or a scoring method
         self._is_alone = model.tp.size == context.cp.size == 1
         free = partial(free_bytes, self.device) if on_cuda else None
-        more = spec.n_ranks_on_machine(context.rank), lambda: any(beside())
+        more = spec.n_ranks_on_machine(context.rank), free_cache
         self.kept_layers = RecomputationPolicy(model, free, self._is_alone, self._split, *more)
         self._routing = StepRouting(model.routing, role.router_aux_loss_coef, context.dp)
         self.flat: FlatParameters | None = None

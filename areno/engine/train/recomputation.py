@@ -34,8 +34,8 @@ class RecomputationPolicy:
 
     All other layers recompute these outputs. `free` returns the free bytes of the device. If it is None, all layers
     recompute. Only a rank that is `alone`, without collectives with other ranks, can repeat a step by itself. `split`
-    is True with sequence parallelism. `n_sharing` ranks use the host memory of this machine. `has_cache` returns
-    whether a KV cache stays on the device.
+    is True with sequence parallelism. `n_sharing` ranks use the host memory of this machine. `free_cache`
+    frees a KV cache that no sample uses, and returns False if there is none.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class RecomputationPolicy:
         alone: bool = True,
         split: bool = False,
         n_sharing: int = 1,
-        has_cache: Callable[[], bool] = bool,
+        free_cache: Callable[[], bool] = bool,
     ):
         self._model, self._free, self._alone, self._n_sharing = model, free, alone, n_sharing
-        self._has_cache = has_cache
+        self._free_cache = free_cache
         itemsize, layout = model.embed.weight.element_size(), Layout.single_replica(model.tp.size)
         self.teacher: object | None = None
         self._of_model = PassBytes.for_training(model.config, itemsize, layout, split=split)
@@ -85,20 +85,23 @@ class RecomputationPolicy:
         self._can_offload_more = False
         if self._last:
             return None
-        n_layers, need = len(self._model.layers), self._pass_bytes
+        n_layers, need, room = len(self._model.layers), self._pass_bytes, int(self._share * self._free())
+        if self._alone and need.offloading(n_layers, n_layers).total(n_tokens) > room and self._free_cache():
+            text = "a micro-batch of %s tokens does not fit beside the KV cache, which is freed until the next rollout"
+            logger.info(text, f"{n_tokens:,}")
+            room = int(self._share * self._free())
         held = 0 if self._offload is None else self._offload.host_bytes
         in_host = held + int((1 - RESERVE) * host_bytes_free()) // self._n_sharing
         most = min(n_layers - 1, in_host // (n_tokens * need.of_inputs))
-        n_offloaded = min(most, need.layers_to_offload(n_tokens, int(self._share * self._free()), n_layers))
+        n_offloaded = min(most, need.layers_to_offload(n_tokens, room, n_layers))
         self._can_offload_more = n_offloaded < most
         if not n_offloaded:
             return None
         if n_tokens > self._most_logged:
             self._most_logged = n_tokens
             host = gib_text(n_offloaded * n_tokens * need.of_inputs)
-            text = "a micro-batch of %s tokens keeps the inputs of %d of %d layers in %s GiB of host memory%s"
-            hint = "; without the KV cache (rollout.drop_rollout_state=true), more layers keep them on the device"
-            logger.info(text, f"{n_tokens:,}", n_offloaded, n_layers, host, hint if self._has_cache() else "")
+            text = "a micro-batch of %s tokens keeps the inputs of %d of %d layers in %s GiB of host memory"
+            logger.info(text, f"{n_tokens:,}", n_offloaded, n_layers, host)
         self._offload = self._offload or ActivationOffload(self._model.device)
         self._offload.begin(n_offloaded)
         return self._offload

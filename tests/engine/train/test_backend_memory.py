@@ -10,13 +10,16 @@ import torch
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.cost.memory import PassBytes
+from areno.engine.engine import Engine
 from areno.engine.train.recomputation import RecomputationPolicy
 from areno.errors import EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
+from areno.specs.rollout import RolloutSpec
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.processes import worker_of
 from tests.helpers.tiny_backend import WHOLE, loss_and_gradient, make, make_rows
-from tests.helpers.tiny_engine import train_on
+from tests.helpers.tiny_engine import model_folder, rollout, spec, tokens_of, train_on
 
 
 def test_recompute_does_not_change_the_step():
@@ -140,9 +143,6 @@ def test_inputs_of_layers_go_to_host_memory_only_if_they_must(monkeypatch, caplo
     assert policy.begin_offload(200) is offload
     assert len(caplog.messages) == 2  # once for each new largest size
     assert not policy.offload_more()
-    policy = RecomputationPolicy(model, lambda: 0, has_cache=lambda: True)
-    assert policy.begin_offload(100) is not None
-    assert caplog.messages[-1].startswith(f"{said}; without the KV cache (rollout.drop_rollout_state=true), more")
     # The bound says that all fits. If it does not, the next attempt assumes that less is free.
     policy, offload = place(need.total(100))
     assert not policy.recompute_more()
@@ -152,6 +152,43 @@ def test_inputs_of_layers_go_to_host_memory_only_if_they_must(monkeypatch, caplo
     policy, offload = place(0)
     assert offload is None
     assert not policy.offload_more()
+
+
+def test_a_row_that_does_not_fit_beside_the_kv_cache_frees_it(caplog):
+    model = make().model
+    need = PassBytes.for_training(model.config, 4)
+    least, all_needed = need.offloading(2, 2).total(100), need.total(100)
+    caplog.set_level("INFO")
+    for free, alone, frees in ((all_needed, True, False), (least, True, False), (least - 1, True, True)):
+        sizes = {"free": free}
+
+        def free_cache(sizes=sizes):
+            sizes["free"] = all_needed
+            return True
+
+        caplog.clear()
+        policy = RecomputationPolicy(model, lambda sizes=sizes: sizes["free"], alone, free_cache=free_cache)
+        place = policy.begin_offload(100)
+        assert (sizes["free"] > free) == frees
+        assert (place is None) == (free == all_needed or frees)
+        assert any("does not fit beside the KV cache, which is freed" in said for said in caplog.messages) == frees
+    # Other ranks would wait for this one when they make their caches again.
+    policy = RecomputationPolicy(model, lambda: 0, alone=False, free_cache=lambda: pytest.fail("freed"))
+    assert policy.begin_offload(100) is not None
+
+
+def test_only_an_idle_kv_cache_is_freed(tmp_path):
+    with Engine(spec(model_folder(tmp_path)), "inline") as engine:
+        worker = worker_of(engine)
+        assert not worker._free_idle_cache()
+        engine.begin_rollout(RolloutSpec(max_running=2, max_len=32))
+        assert not worker._free_idle_cache()
+        engine.end_rollout()
+        assert worker._free_idle_cache()
+        assert worker.decoder is None
+        expected = tokens_of(rollout(engine))
+        assert worker._free_idle_cache()
+        assert tokens_of(rollout(engine)) == expected
 
 
 def test_out_of_memory_names_the_keys(monkeypatch):
