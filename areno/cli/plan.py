@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from areno.api.algorithms import Algorithm
-    from areno.cost.footprint import LongestRow
     from areno.plan.forecast import Forecast
     from areno.plan.settings_that_fit import FittingChange
 
@@ -270,8 +269,8 @@ def _print_plan(algorithm: str, found: Forecast, ways: Sequence[FittingChange], 
             f"{found.peak_memory_bytes / 2**30:.1f} of {found.hardware.usable_bytes / 2**30:.1f} GiB."
             f"{_host_text(found)}"
         )
-        if found.longest_row is not None and found.longest_without_cache is not None:
-            console.print(_longest_row_text(found.longest_row, found.longest_without_cache))
+        if found.longest_row is not None:
+            console.print(f"The longest row to train on: {found.longest_row.text}.")
         console.print("Not counted: evaluation, checkpoints, and rewards that take longer than the rollout.")
         return
     console.print(f"[bold red]It does not fit:[/bold red] {'; '.join(found.problems)}.")
@@ -307,13 +306,6 @@ def _host_text(found: Forecast) -> str:
     n_bytes, of_inputs = found.host_bytes, found.host_bytes_of_inputs
     more = f", {of_inputs / 2**30:.0f} of them for the inputs of layers" if of_inputs else ""
     return f" It also takes {n_bytes / 2**30:.0f} GiB of host memory{more}." if n_bytes else ""
-
-
-def _longest_row_text(row: LongestRow, without_cache: LongestRow) -> str:
-    text = f"The longest row to train on: {row.text}."
-    if without_cache.tokens > row.tokens:
-        text += f" With rollout.drop_rollout_state=true: {without_cache.text}."
-    return text
 
 
 def _thousands_text(n: float) -> str:

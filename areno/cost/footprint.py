@@ -140,16 +140,22 @@ class Footprint:
         found = PassBytes.for_training(config, self.itemsize, self.layout, recompute=recompute, split=self.split)
         return found.with_teacher_logits() if model.is_actor and self._largest_teacher is not None else found
 
-    def longest_row(self, model: ModelFootprint, room: int) -> LongestRow | None:
-        """Return the longest row if a training pass may take `room` bytes. None on a CPU and without recompute."""
+    def longest_row(
+        self, model: ModelFootprint, room: int, cache_bytes: int = 0, may_free_cache: bool = False
+    ) -> LongestRow | None:
+        """Return the longest row if a training pass may take `room` bytes beside a KV cache.
+
+        With `may_free_cache`, the cache is freed for longer rows. None on a CPU and without recompute.
+        """
         if not (self.on_cuda and model.gradient_checkpointing and model.optimizer):
             return None
         need, n_layers = self.training_pass_bytes(model), model.config.num_layers
-        n_tokens = need.offloading(n_layers, n_layers).fitting_tokens(room)
+        most = need.offloading(n_layers, n_layers)
+        n_tokens = most.fitting_tokens(room if may_free_cache else room - cache_bytes)
         return LongestRow(
             tokens=self.layout.cp_size * n_tokens,
             host_bytes=n_tokens * (n_layers - 1) * need.of_inputs,
-            tokens_on_device=self.layout.cp_size * need.fitting_tokens(room),
+            tokens_on_device=self.layout.cp_size * need.fitting_tokens(room - cache_bytes),
         )
 
     def scoring_pass_bytes(self, model: ModelFootprint) -> PassBytes:

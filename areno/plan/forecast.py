@@ -15,7 +15,6 @@ from areno.config.ratio import RatioConfig
 from areno.cost.flops import TokenCost
 from areno.cost.footprint import Footprint, LongestRow, ModelFootprint, footprint_of
 from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, max_verification_rows, may_verify_drafts
-from areno.cost.memory import PassBytes
 from areno.cost.prefix_sharing import PrefixSharing
 from areno.cost.time import (
     PassWork,
@@ -73,7 +72,6 @@ class Forecast:
     phases: list[Phase]
     problems: list[str] = field(default_factory=list)  # why the run cannot start or runs out of memory
     longest_row: LongestRow | None = None  # to train the actor on; None on a CPU and without recompute
-    longest_without_cache: LongestRow | None = None  # the same, if rollout.drop_rollout_state frees the KV cache
 
     @property
     def fits(self) -> bool:
@@ -137,8 +135,7 @@ def forecast(
         lengths=lengths,
         phases=step.phases(),
         problems=step.problems(),
-        longest_row=step.longest_row(step.stays),
-        longest_without_cache=step.longest_row(0),
+        longest_row=step.longest_row(),
     )
 
 
@@ -158,9 +155,12 @@ class _StepForecast:
         self.total = hardware.memory
         self.free = self.total - hardware.cuda_context_bytes - footprint.total_resident_bytes
         self.cache = self._rollout_cache()
-        drops = isinstance(config, PolicyExperimentConfig) and config.rollout.drop_rollout_state
+        rollout = config.rollout if isinstance(config, PolicyExperimentConfig) else None
+        drops = rollout is not None and rollout.drop_rollout_state
         self.room_of_cache = self.free - (0 if drops else footprint.max_extra_bytes_in_use)
         self.stays = 0 if drops or self.cache is None else self.cache.bytes_within(self.room_of_cache)
+        is_idle = rollout is not None and rollout.max_head_offpolicyness == 0  # the cache, in training
+        self.may_free_cache = is_idle and self.layout.tp_size == self.layout.cp_size == 1
         judge = self._footprint_of_model("judge")
         self.room_of_judge = self.free - self.stays - footprint.extra_bytes_in_use(judge, training=False)
         self.cache_of_judge = self._cache_of_judge(judge)
@@ -217,20 +217,17 @@ class _StepForecast:
     def _pass_memory(self, name: str, phase: str, n_tokens: int, n_predicted: int) -> PassMemory:
         """Return the memory of a pass over the largest micro-batch of a phase, which has `n_tokens` tokens."""
         model = self._footprint_of_model(name)
-        terms = self._resident_terms(name, phase == TRAIN)
-        if self.stays:
-            terms["KV cache"] = self.stays
+        terms, trains = self._resident_terms(name, phase == TRAIN), phase == TRAIN
+        need = self.footprint.training_pass_bytes(model) if trains else self.footprint.scoring_pass_bytes(model)
+        recomputed = model.config.num_layers if trains and model.gradient_checkpointing else 0
         room = self.hardware.usable_bytes - sum(terms.values()) if self.hardware.is_cuda else None
-        recomputed = model.config.num_layers if phase == TRAIN and model.gradient_checkpointing else 0
-        return PassMemory.from_terms(terms, self._pass_bytes(model, phase), n_tokens, n_predicted, recomputed, room)
+        cache = self.stays, trains and self.may_free_cache
+        return PassMemory.from_terms(terms, need, n_tokens, n_predicted, recomputed, room, cache)
 
-    def longest_row(self, cache_bytes: int) -> LongestRow | None:
+    def longest_row(self) -> LongestRow | None:
         actor = self.footprint.models[0]
-        taken = sum(self._resident_terms(actor.name, trains=True).values())
-        return self.footprint.longest_row(actor, self.hardware.usable_bytes - taken - cache_bytes)
-
-    def _pass_bytes(self, model: ModelFootprint, phase: str) -> PassBytes:
-        return self.footprint.training_pass_bytes(model) if phase == TRAIN else self.footprint.scoring_pass_bytes(model)
+        room = self.hardware.usable_bytes - sum(self._resident_terms(actor.name, trains=True).values())
+        return self.footprint.longest_row(actor, room, self.stays, self.may_free_cache)
 
     def _footprint_of_model(self, name: str) -> ModelFootprint:
         return self.models.get(name) or self.models["actor"]
@@ -380,6 +377,7 @@ class _StepForecast:
         seconds = pass_seconds(model.config, cost, work, rates)
         # Inputs of layers leave the device in the forward pass and come back in the backward pass.
         seconds = max(seconds, 2 * n_tokens * memory.host_bytes_of_token / _COPY_BYTES_S)
+        seconds += _DROPPED_S * memory.frees_cache
         seconds *= self._extra_scoring_factor(phase, name)
         if model.offload:
             found = self.footprint.model_bytes(model)

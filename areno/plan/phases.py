@@ -86,16 +86,32 @@ class PassMemory:
     n_recomputed: int  # layers
     least: int  # bytes if all layers recompute, and keep their inputs in host memory if necessary
     host_bytes_of_token: int  # inputs of layers in host memory
+    frees_cache: bool
 
     @staticmethod
     def from_terms(
-        terms: Mapping[str, int], need: PassBytes, n_tokens: int, n_predicted: int, n_layers: int, room: int | None
+        terms: Mapping[str, int],
+        need: PassBytes,
+        n_tokens: int,
+        n_predicted: int,
+        n_layers: int,
+        room: int | None,
+        cache: tuple[int, bool],
     ) -> PassMemory:
         """Return the memory of a pass beside other terms. `n_layers`: those that may recompute.
 
         With `room`, the pass keeps as many activations as fit into these bytes, or moves inputs of layers to the host.
+        `cache`: the bytes of the KV cache, and whether it may be freed if the pass does not fit beside it.
         """
         n_kept = n_offloaded = 0
+        cache_bytes, may_free = cache
+        frees = False
+        if cache_bytes and room is not None:
+            all_away = need.offloading(n_layers, n_layers) if n_layers else need
+            frees = may_free and n_layers > 0 and all_away.expected(n_tokens, 0, n_predicted) > room - cache_bytes
+            room -= 0 if frees else cache_bytes
+        if cache_bytes and not frees:
+            terms = {**terms, "KV cache": cache_bytes}
         if room is not None and n_layers:
             n_kept = need.fitting_layers(n_tokens, room, n_layers)
             n_offloaded = 0 if n_kept else need.layers_to_offload(n_tokens, room, n_layers)
@@ -107,6 +123,7 @@ class PassMemory:
             n_recomputed=n_layers - n_kept,
             least=sum(terms.values()) + least.expected(n_tokens, 0, n_predicted),
             host_bytes_of_token=n_offloaded * need.of_inputs,
+            frees_cache=frees,
         )
 
 

@@ -242,45 +242,6 @@ def test_teachers_of_whole_distributions_are_in_the_training_passes(tmp_path: Pa
     assert shared[0].phases[-1].seconds < 0.7 * shared[1].phases[-1].seconds  # the teacher reads other prompts
 
 
-def test_long_rows_have_the_inputs_of_layers_in_host_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row of 128k tokens of the 8B shape with adapters fits 80 GB. Its layers' inputs alone would not."""
-    (tmp_path / "config.json").write_text(
-        json.dumps({**(published_config("Qwen/Qwen3-8B") or {}), "max_position_embeddings": 2**17})
-    )
-    settings = [f"actor.path={tmp_path}", "actor.use_lora=true", "gconfig.max_new_tokens=131000"]
-    settings += ["train_dataset.max_length=72", "train_dataset.batch_size=1", "gconfig.n_samples=2"]
-    lengths = ["--prompt-tokens", "72", "--answer-tokens", "131000"]
-    words = ["plan", "--device", "h100-80gb", *lengths, "python", "-m", "areno.recipes.gspo", "--config-name=gsm8k"]
-    assert main([*words, *settings]) == 1
-    told = capsys.readouterr().out
-    assert "rollout.drop_rollout_state=true\n" in told
-    assert main([*words, *settings, "rollout.drop_rollout_state=true"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    found = re.search(r"takes (\d+) GiB of host memory, (\d+) of them for the inputs of layers", told)
-    assert found is not None
-    inputs, of_layer = float(found[1]), (4 + 2) * 4096 * 131072 / 2**30
-    assert found[1] == found[2]
-    assert 24 * of_layer < inputs < 32 * of_layer
-    row = re.search(r"longest row to train on: ([\d,]+) tokens, or ([\d,]+) with ([\d.]+) GiB of host memory", told)
-    assert row is not None
-    on_device, longest = (int(row[n].replace(",", "")) for n in (1, 2))
-    assert on_device < 2**15 < 2**17 < longest
-    assert float(row[3]) == pytest.approx(35 * of_layer * longest / 2**17, rel=0.01)
-    assert main(["plan", "--json", *words[1:], *settings, "rollout.drop_rollout_state=true"]) == 0
-    assert json.loads(capsys.readouterr().out)["longest_row"]["tokens"] == longest
-
-
-def test_the_longest_row_is_longer_without_a_kv_cache() -> None:
-    settings = ["actor.path=Qwen/Qwen3-8B", "actor.use_lora=true"]
-    found, dropped = predicted("gspo", *settings), predicted("gspo", *settings, "rollout.drop_rollout_state=true")
-    assert found.longest_row is not None
-    assert found.longest_without_cache == dropped.longest_row == dropped.longest_without_cache
-    assert dropped.longest_row is not None
-    assert dropped.longest_row.tokens > found.longest_row.tokens
-    assert predicted("gspo", *settings, device="cpu").longest_row is None
-    assert predicted("gspo", *settings, "actor.gradient_checkpointing=false").longest_row is None
-
-
 def test_more_memory_and_devices_lower_the_need() -> None:
     settings = ["actor.path=Qwen/Qwen3-8B", "engine.zero_stage=2"]
     four, eight = (predicted("grpo", *settings, n=n) for n in (4, 8))

@@ -389,8 +389,9 @@ class TrainBackend:
         """Compute the gradient of a step over all ranks, and return the statistics of its micro-batches.
 
         If memory runs out, all micro-batches are repeated, and fewer layers keep activations. If no layer keeps any,
-        each micro-batch is split in two, if `update.may_halve` allows it. At last, the inputs of more layers go to host
-        memory. `is_first` is True for the first step of a call of `train`, before which the weights have not changed.
+        each micro-batch is split in two, if `update.may_halve` allows it. Else the inputs of more layers go to host
+        memory, and at last the KV cache is freed. `is_first` is True for the first step of a call of `train`, before
+        which the weights have not changed.
         """
         self._gradients.begin(step)
         given: list[Tensor | None] = []
@@ -413,7 +414,7 @@ class TrainBackend:
 
         def divide() -> bool:
             policy = self.kept_layers
-            if not (policy.recompute_more() or halve() or policy.offload_more()):
+            if not (policy.recompute_more() or halve() or policy.offload_more() or policy.free_cache()):
                 return False
             self._gradients.begin(step, again=True)
             return True

@@ -86,9 +86,7 @@ class RecomputationPolicy:
         if self._last:
             return None
         n_layers, need, room = len(self._model.layers), self._pass_bytes, int(self._share * self._free())
-        if self._alone and need.offloading(n_layers, n_layers).total(n_tokens) > room and self._free_cache():
-            text = "a micro-batch of %s tokens does not fit beside the KV cache, which is freed until the next rollout"
-            logger.info(text, f"{n_tokens:,}")
+        if need.offloading(n_layers, n_layers).expected(n_tokens) > room and self.free_cache():
             room = int(self._share * self._free())
         held = 0 if self._offload is None else self._offload.host_bytes
         in_host = held + int((1 - RESERVE) * host_bytes_free()) // self._n_sharing
@@ -128,6 +126,13 @@ class RecomputationPolicy:
     def offload_more(self) -> bool:
         """Keep the inputs of more layers in host memory from now on. Returns False as `recompute_more` does."""
         return self._can_offload_more and self._use_less()
+
+    def free_cache(self) -> bool:
+        """Free the KV cache. Returns False if there is none, if samples use it, or if the rank is not alone."""
+        if not (self._alone and self._free_cache()):
+            return False
+        logger.info("training does not fit beside the KV cache, which is freed until the next rollout")
+        return True
 
     def _use_less(self) -> bool:
         if self._alone:
