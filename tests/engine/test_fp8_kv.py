@@ -30,6 +30,7 @@ from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers.family_cases import random_model
+from tests.helpers.lora_models import lora
 from tests.helpers.moe_models import moe_folder
 from tests.helpers.tiny_engine import finish, logprobs_of, model_folder, request, scored, spec, tokens_of, train_rows
 
@@ -139,6 +140,28 @@ def test_windows_and_experts(case: str, tmp_path: Path) -> None:
             outputs = engine.generate(requests)
             engine.end_rollout()
             assert apart(engine, train_rows(outputs, requests)) == 0.0
+
+
+@pytest.mark.slow
+def test_only_attention_of_a_model_with_recurrent_states_rounds(tmp_path: Path) -> None:
+    random_model("qwen3.5", tmp_path)
+    requests = [request(i, n_samples=2, length=20 + 9 * i, max_new_tokens=20, temperature=0.7) for i in range(3)]
+    with Engine(spec(tmp_path, fp8_kv=True, random_init=False), "inline") as engine:
+        engine.begin_rollout(replace(ROOMY, max_len=64))
+        outputs = engine.generate(requests)
+        engine.end_rollout()
+        assert apart(engine, train_rows(outputs, requests)) < 1e-3
+
+
+@pytest.mark.slow
+def test_adapters_and_their_base(folder: Path) -> None:
+    with Engine(spec(folder, exact=True, fp8_kv=True, lora=lora(folder)), "inline") as engine:
+        engine.ensure_roles({"ref": RoleSpec(path=str(folder), key="ref.path", fp8_kv=True)})
+        rows = train_rows(sampled(engine), REQUESTS)
+        tokens = [list(row.tokens) for row in rows]
+        assert scored(engine, "ref", tokens) == scored(engine, "actor", tokens)
+        assert engine.train(rows, grpo_loss_fn, UPDATE)["logp_abs_diff_max"] == 0.0
+        assert apart(engine, train_rows(sampled(engine), REQUESTS)) == 0.0
 
 
 @pytest.mark.slow
