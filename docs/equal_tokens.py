@@ -19,7 +19,8 @@ from plots import read_series
 from areno.errors import ArenoError
 from areno.tracking.reader import RunReader, list_runs
 
-T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]  # of 1, 2, ... degrees of freedom
+# Of 1, 2, ... degrees of freedom. For more than nine, the last one is a little too large.
+T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 
 
 def by_setting(sweep: Path) -> dict[str, dict[int, RunReader]]:
@@ -50,7 +51,7 @@ def difference(values: list[float]) -> str:
     """Return the mean of paired differences, and half of its interval."""
     if len(values) < 2:
         return f"{values[0]:+.3f}"
-    half = T_975[len(values) - 2] * statistics.stdev(values) / math.sqrt(len(values))
+    half = T_975[min(len(values), 10) - 2] * statistics.stdev(values) / math.sqrt(len(values))
     return f"{statistics.fmean(values):+.3f} ± {half:.3f}"
 
 
