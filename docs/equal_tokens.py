@@ -63,7 +63,7 @@ def table(settings: dict[str, dict[int, RunReader]]) -> str:
         raise ArenoError("the settings have no seed in common")
     tokens = min(max(token_curve(runs[seed]).values()) for runs in settings.values() for seed in seeds)
     metrics = [name for name in baseline[seeds[0]].metrics() if name.startswith("eval/") and name.endswith("accuracy")]
-    titles = [f"{len(seeds)} seeds, {tokens / 1e3:,.3g} thousand tokens", *(name[5:-9] or "mean" for name in metrics)]
+    titles = [f"seeds: {len(seeds)}, {tokens / 1e3:,.3g} thousand tokens", *(name[5:-9] or "mean" for name in metrics)]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     rates = {name: {seed: rate_at(baseline[seed], name, tokens) for seed in seeds} for name in metrics}
     lines.append(f"| {' | '.join([first, *(f'{statistics.fmean(each.values()):.3f}' for each in rates.values())])} |")
