@@ -138,7 +138,8 @@ class ActivationOffload:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             yield
-            layer.copied = stream.record_event()
+            layer.copied = copied = torch.cuda.Event()
+            copied.record(stream)
 
     def _wait_for_copies(self, layer: _SavedLayer) -> None:
         if layer.copied is not None:

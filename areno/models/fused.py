@@ -254,7 +254,8 @@ class _FusedLayer(torch.autograd.Function):
         dtype, whole = layer.dtype, memory is None
         stream_ND, normed_ND = _add_norm(layer.input_norm, stream_ND, delta_ND, dtype, memory)
         added_ND, proj_NX, mixer = mix_tokens(layer, normed_ND, (cos, sin), attend, split, whole)
-        keep = keep and any(ctx.needs_input_grad)
+        if not any(ctx.needs_input_grad):  # there is no backward pass
+            keep, offload = False, None
         kept = (proj_NX,) if keep else (None,)
         del proj_NX
         middle_ND, normed_ND = _add_norm(

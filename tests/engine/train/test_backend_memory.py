@@ -182,14 +182,15 @@ def test_a_row_that_does_not_fit_beside_the_kv_cache_frees_it(caplog):
 def test_only_an_idle_kv_cache_is_freed(tmp_path):
     with Engine(spec(model_folder(tmp_path)), "inline") as engine:
         worker = worker_of(engine)
-        assert not worker._free_idle_cache()
+        policy = worker.roles["actor"].backend.kept_layers
+        assert not policy.free_cache()
         engine.begin_rollout(RolloutSpec(max_running=2, max_len=32))
-        assert not worker._free_idle_cache()
+        assert not policy.free_cache()
         engine.end_rollout()
-        assert worker._free_idle_cache()
+        assert policy.free_cache()
         assert worker.decoder is None
         expected = tokens_of(rollout(engine))
-        assert worker._free_idle_cache()
+        assert policy.free_cache()
         assert tokens_of(rollout(engine)) == expected
 
 
