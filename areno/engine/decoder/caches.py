@@ -114,8 +114,8 @@ class KVCache:
         config, weight = model.config, model.lm_head.weight
         n_heads, size = n_kv_heads(config, Layout.single_replica(model.tp.size)), layout.block_size
         shape = (layout.layers_per_block, 2, n_blocks + 1, size, n_heads, config.head_dim)
-        # Zeros, because what lies beyond a row's length is read with weight 0, and 0 * nan is nan.
         dtype = torch.float8_e4m3fn if config.fp8_kv else weight.dtype
+        # Zeros, because what lies beyond a row's length is read with weight 0, and 0 * nan is nan.
         self.kv_blocks = torch.zeros(shape, dtype=dtype, device=weight.device)
         self.exponents: Tensor | None = None
         if config.fp8_kv:
