@@ -42,6 +42,7 @@ def attend_codes(
     dim, pair = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // 2)
     v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     pair_stride = tl.num_programs(0) * (HEAD_DIM // 2)
+    unit = tl.where(tl.float32 == PRODUCT, 127, 0)  # exponent of the scale of `even` and `odd`
     even = tl.zeros([ROWS, PADDED_DIM // 2], tl.float32)
     odd = tl.zeros([ROWS, PADDED_DIM // 2], tl.float32)
     if tl.float16 == PRODUCT:
@@ -78,12 +79,12 @@ def attend_codes(
         pairs = load_masked(v_ptr + base[:, None] + pair[None, :], inside[:, None] & (pair < HEAD_DIM // 2)[None, :])
         even_v, odd_v = decode_pairs(pairs, PRODUCT)
         of_v = load_exponents(v_exponents_ptr, exponent_place, inside)
-        factor = 1.0
         if tl.float16 == PRODUCT:
-            largest = tl.max(of_v, axis=0)
-            of_v = tl.maximum(of_v - largest + 141, 1)  # so that weights are at most 2^14
-            factor = scales(largest - 14)
+            new_unit = tl.maximum(unit, tl.max(of_v, axis=0) - 14)  # so that weights are at most 2^14
+            decay *= scales(tl.maximum(unit - new_unit + 127, 0))
+            of_v = tl.maximum(of_v - new_unit + 127, 1)
+            unit = new_unit
         weights = (weights * scales(of_v)[None, :]).to(PRODUCT)
-        even = even * decay[:, None] + tl.dot(weights, even_v, input_precision="ieee") * factor
-        odd = odd * decay[:, None] + tl.dot(weights, odd_v, input_precision="ieee") * factor
-    return best, total, tl.join(even, odd).reshape(ROWS, PADDED_DIM)
+        even = tl.dot(weights, even_v, acc=even * decay[:, None], input_precision="ieee")
+        odd = tl.dot(weights, odd_v, acc=odd * decay[:, None], input_precision="ieee")
+    return best, total, tl.join(even, odd).reshape(ROWS, PADDED_DIM) * scales(unit)
