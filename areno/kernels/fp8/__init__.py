@@ -26,7 +26,8 @@ __all__ = ["dequantize_rows", "quantize_rows", "round_rows", "round_rows_straigh
 quantize_rows = dispatch_by_device(reference.quantize_rows)
 """(N, C) -> codes (N, C) float8_e4m3fn, exponents (N,) uint8. Any leading dimensions; the last one is a row.
 
-The second argument, if given, are exponents (C,) of scales by which the elements of a row are multiplied first.
+The argument `exponents_C`, if given, are those of scales by which the elements of a row are multiplied first. A matrix
+gets rows of zeros at its end, up to a multiple of `row_multiple` rows.
 """
 
 dequantize_rows = dispatch_by_device(reference.dequantize_rows)

@@ -22,7 +22,7 @@ from areno.kernels.matmul import add_matmul, pad_rows
 
 FEW_ROWS = 64
 _MULTIPLE = 16  # of the sizes of matrices that FP8 units multiply
-_FAST = True  # whether matrix units keep the sums of forward products, see `_scaled_matmul`
+_FAST_FORWARD, _FAST_BACKWARD = True, False  # whether sums stay in the matrix units, see `_scaled_matmul`
 
 
 @dataclass
@@ -71,14 +71,14 @@ class QuantizedMatrix:
         """Return q(x) q(W)^T in the dtype of x, without gradient."""
         if not self.uses_units(x_NI):
             return F.linear(round_rows(x_NI), self.dequantized(x_NI.dtype))
-        n_rows = len(x_NI)
+        n_rows, dtype = len(x_NI), x_NI.dtype
+        codes_NI, exponents_N = quantize_rows(x_NI, None, self.row_multiple)
         if n_rows <= FEW_ROWS and self.row_multiple == 1:
             from areno.kernels.fp8.triton_few_rows import few_rows_matmul
 
-            return few_rows_matmul(*quantize_rows(x_NI), self.codes_OI, self.exponents_O, x_NI.dtype)
-        codes_NI, exponents_N = quantize_rows(pad_rows(x_NI, self.row_multiple))
+            return few_rows_matmul(codes_NI, exponents_N, self.codes_OI, self.exponents_O, dtype)
         scales = scales_from_exponents(exponents_N), self.scales_O
-        return _scaled_matmul(codes_NI, self.codes_OI, *scales, x_NI.dtype, fast=_FAST)[:n_rows]
+        return _scaled_matmul(codes_NI, self.codes_OI, *scales, dtype, fast=_FAST_FORWARD)[:n_rows]
 
     def input_gradient(self, grad_NO: Tensor) -> Tensor:
         """Return g q(W)."""
@@ -91,7 +91,7 @@ class QuantizedMatrix:
 
         codes_IO = transpose(self.codes_OI)  # for each call, so that it takes the memory of one layer only
         scales = scales_from_exponents(exponents_N), torch.ones(len(codes_IO), device=codes_IO.device)
-        return _scaled_matmul(codes_NO, codes_IO, *scales, grad_NO.dtype, fast=False)
+        return _scaled_matmul(codes_NO, codes_IO, *scales, grad_NO.dtype, fast=_FAST_BACKWARD)
 
     def add_weight_gradient(self, out_OI: Tensor, grad_NO: Tensor, x_NI: Tensor) -> None:
         """Add g^T q(x) to `out_OI`."""
@@ -104,7 +104,7 @@ class QuantizedMatrix:
             return
         (codes_ON, exponents_O), (codes_IN, exponents_I) = quantize_rows(grad_ON), quantize_rows(x_IN)
         scales = scales_from_exponents(exponents_O), scales_from_exponents(exponents_I)
-        out_OI += _scaled_matmul(codes_ON, codes_IN, *scales, x_NI.dtype, fast=False)
+        out_OI += _scaled_matmul(codes_ON, codes_IN, *scales, x_NI.dtype, fast=_FAST_BACKWARD)
 
 
 class _Linear(torch.autograd.Function):

@@ -5,13 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from areno.kernels.matmul import pad_rows
+
 LEAST_EXPONENT = 16  # of a scale, biased: the least code times the least scale is 2^-120, exact in bfloat16
 _OF_MAX = 8  # the exponent of 448 = 1.75 * 2^8, the largest value of e4m3
 _MANTISSA, _MANTISSA_OF_MAX = 0x7FFFFF, 0x600000  # all mantissa bits of a float32, and those of 1.75
 _NOT_FINITE = 255
 
 
-def quantize_rows(x_NC: Tensor, exponents_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_NC: Tensor, exponents_C: Tensor | None = None, row_multiple: int = 1) -> tuple[Tensor, Tensor]:
+    x_NC = x_NC if row_multiple == 1 else pad_rows(x_NC, row_multiple)
     x_NC = x_NC.float() if exponents_C is None else x_NC.float() * scales_from_exponents(exponents_C)
     largest_N = x_NC.detach().abs().contiguous().view(torch.int32).amax(-1)  # as integers, so that a nan is the largest
     exponents_N = (largest_N >> 23) - _OF_MAX + ((largest_N & _MANTISSA) > _MANTISSA_OF_MAX).int()

@@ -110,10 +110,11 @@ def round_halves_to_fp8(a, b):
     return a, to_e4m3(b * inverse[:, None]).to(tl.float32) * scale
 
 
-def quantize_rows(x_NC: Tensor, exponents_C: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    codes_NC = torch.empty(x_NC.shape, dtype=torch.float8_e4m3fn, device=x_NC.device)
-    exponents_N = torch.empty(x_NC.shape[:-1], dtype=torch.uint8, device=x_NC.device)
-    _launch(_quantize_kernel, x_NC, exponents_C, codes_NC, exponents_N)
+def quantize_rows(x_NC: Tensor, exponents_C: Tensor | None = None, row_multiple: int = 1) -> tuple[Tensor, Tensor]:
+    shape = x_NC.shape if row_multiple == 1 else (len(x_NC) + -len(x_NC) % row_multiple, x_NC.shape[1])
+    codes_NC = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x_NC.device)
+    exponents_N = torch.empty(shape[:-1], dtype=torch.uint8, device=x_NC.device)
+    _launch(_quantize_kernel, x_NC, exponents_C, codes_NC, exponents_N, exponents_N.numel(), n_out=exponents_N.numel())
     return codes_NC, exponents_N
 
 
@@ -129,15 +130,15 @@ def round_rows(x_NC: Tensor) -> Tensor:
     return out_NC
 
 
-def _launch(of_rows, x_NC: Tensor, *others: Tensor | None) -> None:
-    """Launch a kernel over the rows of x. `others` are contiguous."""
+def _launch(of_rows, x_NC: Tensor, *others: Tensor | int | None, n_out: int | None = None) -> None:
+    """Launch a kernel over the rows of x, or over `n_out` rows. Other tensors are contiguous."""
     if not x_NC.numel():
         return
     size = x_NC.shape[-1]
     rows = x_NC if x_NC.dim() == 2 and x_NC.stride(1) == 1 else x_NC.contiguous().view(-1, size)
     block = triton.next_power_of_2(size)
     n_rows = max(1, 2048 // block)
-    of_rows[(triton.cdiv(len(rows), n_rows),)](
+    of_rows[(triton.cdiv(n_out or len(rows), n_rows),)](
         rows,
         *others,
         len(rows),
@@ -177,17 +178,18 @@ def _place(n, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return row, column, (row < n)[:, None] & (column < size)[None, :]
 
 
-@kernel(do_not_specialize=["n"])
+@kernel(do_not_specialize=["n", "n_out"])
 def _quantize_kernel(
-    x_ptr, columns_ptr, codes_ptr, exponents_ptr, n, size, stride, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    x_ptr, columns_ptr, codes_ptr, exponents_ptr, n_out, n, size, stride, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
     row, column, inside = _place(n, size, ROWS, BLOCK)
     x = load_fp32(x_ptr + row[:, None] * stride + column[None, :], inside)
     if columns_ptr is not None:
         x *= scales(load_masked(columns_ptr + column, column < size))[None, :]
     codes, exponent = quantize(x)
+    inside = (row < n_out)[:, None] & (column < size)[None, :]
     tl.store(codes_ptr + row[:, None] * size + column[None, :], codes, mask=inside)
-    tl.store(exponents_ptr + row, exponent.to(tl.uint8), mask=row < n)
+    tl.store(exponents_ptr + row, exponent.to(tl.uint8), mask=row < n_out)
 
 
 @kernel(do_not_specialize=["n"])

@@ -40,7 +40,8 @@ def float32_matmul(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def pad_rows(x_ND: Tensor, multiple: int) -> Tensor:
-    return F.pad(x_ND, (0, 0, 0, -len(x_ND) % multiple))
+    more = -len(x_ND) % multiple
+    return F.pad(x_ND, (0, 0, 0, more)) if more else x_ND  # without `more`, `pad` copies x
 
 
 def fixed_order_matmul(x_NI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
