@@ -76,12 +76,15 @@ class Linear(nn.Module):
             F.linear(x_NI, self.weight) if self.fixed_order is None else self.fixed_order(x_NI, self.weight, x_NI.dtype)
         )
 
-    def accumulate_grad(self, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add the gradients of weight, bias and adapter to their float32 `.grad`. Frozen parameters are skipped."""
+    def accumulate_grad(self, grad_NO: Tensor, x_NI: Tensor, is_rounded: bool = False) -> None:
+        """Add the gradients of weight, bias and adapter to their float32 `.grad`. Frozen parameters are skipped.
+
+        With `is_rounded`, x is rounded as `quantized` does. There must be no adapter then.
+        """
         if self.weight.requires_grad:
             assert self.weight.grad is not None
             if self.quantized is not None:
-                self.quantized.add_weight_gradient(self.weight.grad, grad_NO, x_NI)
+                self.quantized.add_weight_gradient(self.weight.grad, grad_NO, x_NI, is_rounded)
             else:
                 add_matmul(self.weight.grad, grad_NO.t(), x_NI)
         if self.bias is not None and self.bias.requires_grad:
@@ -132,8 +135,11 @@ class ColumnParallelLinear(Linear):
         """Return the gradient with respect to x, summed over the ranks."""
         return self.sum_input_gradient(self.partial_input_gradient(grad_NO), split)
 
-    def partial_input_gradient(self, grad_NO: Tensor) -> Tensor:
-        return super().input_gradient(grad_NO)
+    def partial_input_gradient(self, grad_NO: Tensor, codes: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Return this rank's part. `codes`, if any, as in `QuantizedMatrix.input_gradient`; then without adapter."""
+        if codes is None or self.quantized is None:
+            return super().input_gradient(grad_NO)
+        return self.quantized.input_gradient(grad_NO, codes)
 
     def sum_input_gradient(self, grad_NI: Tensor, split: bool = False) -> Tensor:
         """Return the gradient with respect to x, given this rank's `partial_input_gradient`."""

@@ -39,6 +39,7 @@ from areno.kernels.experts import (
     reference,
     weighted_swiglu_backward,
 )
+from areno.kernels.fp8.matmul import QuantizedMatrix
 from areno.kernels.matmul import float32_matmul
 from areno.layers.config import MoEConfig, mlp_piece_tokens
 from areno.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
@@ -65,6 +66,7 @@ class GatedMLP(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return (output, kept, saved). If `gate_up` has a `stacked_adapter`, `kept` is empty."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
+        from areno.kernels.fp8.triton_swiglu import swiglu_codes
 
         if (adapter := self.gate_up.stacked_adapter()) is not None:
             assert not split, "sampling is not sequence-parallel"
@@ -77,6 +79,9 @@ class GatedMLP(nn.Module):
             gate_up_N2I = self.gate_up(x_ND[part])
             if keep:
                 kept.append(gate_up_N2I)
+            if (quantized := self._quantized_down(gate_up_N2I)) is not None:
+                codes = swiglu_codes(gate_up_N2I, self.gelu, quantized.row_multiple)
+                return quantized.matmul_codes(*codes, len(gate_up_N2I), gate_up_N2I.dtype)
             return self.down(swiglu(gate_up_N2I, self.gelu), whole=False)
 
         out_ND = self._in_pieces(compute, len(x_ND))
@@ -91,6 +96,7 @@ class GatedMLP(nn.Module):
         split: bool,
     ) -> Tensor:
         from areno.kernels.elementwise.triton_swiglu import swiglu_backward
+        from areno.kernels.fp8.triton_swiglu import swiglu_backward_codes
 
         work = None
         if split:  # gather the input while the gradient of `down` is computed
@@ -103,16 +109,30 @@ class GatedMLP(nn.Module):
         def compute(part: slice) -> Tensor:
             gate_up_N2I = next(pieces) if kept else self.gate_up(x_ND[part])
             grad_act_NI = self.down.input_gradient(grad_ND[part])
-            grad_gate_up_N2I, act_NI = swiglu_backward(grad_act_NI, gate_up_N2I, self.gelu)
-            del gate_up_N2I, grad_act_NI
-            self.down.accumulate_grad(grad_ND[part], act_NI)
+            given, codes, quantized = (grad_act_NI, gate_up_N2I, self.gelu), None, self.gate_up.quantized
+            rounds = quantized is not None and quantized.dgrad and not quantized.wgrad
+            if rounds and self._quantized_down(gate_up_N2I) is not None:
+                grad_gate_up_N2I, act_NI, codes = swiglu_backward_codes(*given, quantized.exponents_O)
+            else:
+                grad_gate_up_N2I, act_NI = swiglu_backward(*given)
+            del given, gate_up_N2I, grad_act_NI
+            self.down.accumulate_grad(grad_ND[part], act_NI, is_rounded=codes is not None)
             del act_NI
             if work is not None:
                 wait_for(work)
             self.gate_up.accumulate_grad(grad_gate_up_N2I, x_ND[part])
-            return self.gate_up.partial_input_gradient(grad_gate_up_N2I)
+            return self.gate_up.partial_input_gradient(grad_gate_up_N2I, codes)
 
         return self.gate_up.sum_input_gradient(self._in_pieces(compute, len(grad_ND)), split)
+
+    def _quantized_down(self, gate_up_N2I: Tensor) -> QuantizedMatrix | None:
+        """Return the weight of `down` in FP8 if the activation may round its results for it, else None."""
+        linears = self.gate_up, self.down
+        takes_codes = all(
+            linear.quantized is not None and linear.adapter is None and linear.quantized.uses_units(gate_up_N2I)
+            for linear in linears
+        )
+        return self.down.quantized if takes_codes else None
 
     def _in_pieces(self, compute: Callable[[slice], Tensor], n_tokens: int) -> Tensor:
         """Return the rows that `compute` returns for all tokens, computed for some of them at a time."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
+from areno.config.fp8 import FP8Config
 from areno.kernels.fp8 import quantize_rows, round_rows
 from areno.kernels.fp8.matmul import QuantizedMatrix
 from tests.helpers.interpreted import run_interpreted
@@ -97,15 +100,67 @@ def compare(device: str, dtype: torch.dtype = torch.float32) -> None:
         assert error(y, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))
+
+
+def compare_activation(device: str, dtype: torch.dtype) -> None:
+    """The activation that rounds its results, and the activation before a kernel that rounds, bit for bit."""
+    from areno.kernels.elementwise.triton_swiglu import swiglu, swiglu_backward
+    from areno.kernels.fp8.triton_swiglu import swiglu_backward_codes, swiglu_codes
+
+    for n, inner, gelu in ((5, 40, False), (2, 2500, True)):
+        gate_up, grad = draw(n, 2 * inner).to(device, dtype), draw(n, inner, seed=1).to(device, dtype)
+        columns = quantize_rows(draw(2 * inner, 4, seed=2).to(device))[1]
+        expected = quantize_rows(swiglu(gate_up, gelu), None, 8)
+        for mine, other in zip(swiglu_codes(gate_up, gelu, 8), expected, strict=True):
+            assert same_bits(mine, other)
+        of_gate_up, act, codes = swiglu_backward_codes(grad, gate_up, gelu, columns)
+        expected_grad, expected_act = swiglu_backward(grad, gate_up, gelu)
+        assert same_bits(of_gate_up, expected_grad)
+        assert same_bits(act, round_rows(expected_act))
+        for mine, other in zip(codes, quantize_rows(expected_grad, columns), strict=True):
+            assert same_bits(mine, other)
+
+
+def compare_units() -> None:
+    """Fused layers as on a GPU with FP8 units, whose product is done by plain torch, and as on one without."""
+    from areno.kernels.fp8 import matmul
+    from areno.models.quantization import quantized_linears
+    from tests.helpers.fused_layers import BARE, SOME, build, run
+
+    def scaled_mm(a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, out_dtype: torch.dtype, **how: bool) -> Tensor:
+        return ((a.float() * of_a) @ (b.float() * of_b)).to(out_dtype)
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, **BARE}
+    for fp8 in (FP8Config(), FP8Config(wgrad=True)):
+        expected = run(build(torch.float32, "cpu", fp8=fp8, **sizes), "sdpa", is_fused=True, **SOME)
+        for few_rows, multiple in ((0, 1), (0, 16), (64, 1)):
+            model = build(torch.float32, "cpu", fp8=fp8, **sizes)
+            for module in quantized_linears(model):
+                assert module.quantized is not None
+                module.quantized.row_multiple = multiple
+            with (
+                mock.patch.object(matmul, "can_multiply_in_fp8", return_value=True),
+                mock.patch.object(matmul, "FEW_ROWS", few_rows),
+                mock.patch.object(torch, "_scaled_mm", scaled_mm),
+            ):
+                found = run(model, "sdpa", is_fused=True, **SOME)
+            for mine, other in zip(found, expected, strict=True):
+                assert error(mine, other.double()) < 1e-6
+
+
 @pytest.mark.slow
-def test_interpreted_product_of_few_rows() -> None:
-    run_interpreted("from tests.kernels.test_fp8_matmul import compare; compare('cpu')")
+@pytest.mark.parametrize("what", ["compare('cpu')", "compare_activation('cpu', torch.float32)", "compare_units()"])
+def test_interpreted_kernels(what: str) -> None:
+    run_interpreted(f"from tests.kernels.test_fp8_matmul import *; {what}")
 
 
 @pytest.mark.gpu
 def test_the_forms_of_a_product_on_cuda() -> None:
     """Few rows, many rows, padded rows, and dequantized values: one function up to the order of sums."""
     compare("cuda", torch.bfloat16)
+    compare_activation("cuda", torch.bfloat16)
     x, weight, grad = (draw(*shape).cuda().bfloat16() for shape in ((300, 512), (256, 512), (300, 256)))
     assert QuantizedMatrix.of(weight).uses_units(x)
     y, of_x, of_weight = exact_gradients(*(each.cpu() for each in (x, weight, grad)))

@@ -49,6 +49,19 @@ def glu(gate, up, out_ptr, GELU: tl.constexpr):
     return (silu * up).to(out_ptr.dtype.element_ty)
 
 
+@triton.jit
+def glu_backward(grad, gate, up, out_ptr, GELU: tl.constexpr):
+    """Return silu(gate) * up and the gradients of gate and up, each rounded to the dtype of `out_ptr`."""
+    sigmoid = tl.sigmoid(_gelu_argument(gate) if GELU else gate)
+    silu = round_to_dtype(gate * sigmoid, out_ptr)
+    slope = gate
+    if GELU:
+        slope = gate * (1.5957691216057308 + 0.2140644488 * gate * gate)
+    gate_grad = grad * up * sigmoid * (1.0 + slope * (1.0 - sigmoid))
+    up_grad = round_to_dtype(grad * silu, out_ptr)
+    return round_to_dtype(silu * up, out_ptr), round_to_dtype(gate_grad, out_ptr), up_grad
+
+
 @kernel
 def _swiglu_kernel(gate_up_ptr, out_ptr, inner, BLOCK: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr = False):
     if PDL:
@@ -75,12 +88,7 @@ def _swiglu_backward_kernel(
     gate = load_fp32(gate_up_ptr + place, inside)
     up = load_fp32(gate_up_ptr + place + inner, inside)
     grad = load_fp32(grad_ptr + row * inner + column, inside)
-    sigmoid = tl.sigmoid(_gelu_argument(gate) if GELU else gate)
-    silu = round_to_dtype(gate * sigmoid, out_ptr)
-    tl.store(out_ptr + row * inner + column, silu * up, mask=inside)
-    slope = gate
-    if GELU:
-        slope = gate * (1.5957691216057308 + 0.2140644488 * gate * gate)
-    gate_grad = grad * up * sigmoid * (1.0 + slope * (1.0 - sigmoid))
+    act, gate_grad, up_grad = glu_backward(grad, gate, up, out_ptr, GELU)
+    tl.store(out_ptr + row * inner + column, act, mask=inside)
     tl.store(grad_gate_up_ptr + place, gate_grad, mask=inside)
-    tl.store(grad_gate_up_ptr + place + inner, grad * silu, mask=inside)
+    tl.store(grad_gate_up_ptr + place + inner, up_grad, mask=inside)

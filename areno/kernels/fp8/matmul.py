@@ -71,8 +71,10 @@ class QuantizedMatrix:
         """Return q(x) q(W)^T in the dtype of x, without gradient."""
         if not self.uses_units(x_NI):
             return F.linear(round_rows(x_NI), self.dequantized(x_NI.dtype))
-        n_rows, dtype = len(x_NI), x_NI.dtype
-        codes_NI, exponents_N = quantize_rows(x_NI, None, self.row_multiple)
+        return self.matmul_codes(*quantize_rows(x_NI, None, self.row_multiple), len(x_NI), x_NI.dtype)
+
+    def matmul_codes(self, codes_NI: Tensor, exponents_N: Tensor, n_rows: int, dtype: torch.dtype) -> Tensor:
+        """Return the first `n_rows` of `matmul`, given `quantize_rows` of x with `row_multiple`. Needs `uses_units`."""
         if n_rows <= FEW_ROWS and self.row_multiple == 1:
             from areno.kernels.fp8.triton_few_rows import few_rows_matmul
 
@@ -80,11 +82,11 @@ class QuantizedMatrix:
         scales = scales_from_exponents(exponents_N), self.scales_O
         return _scaled_matmul(codes_NI, self.codes_OI, *scales, dtype, fast=_FAST_FORWARD)[:n_rows]
 
-    def input_gradient(self, grad_NO: Tensor) -> Tensor:
-        """Return g q(W)."""
+    def input_gradient(self, grad_NO: Tensor, codes: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Return g q(W). `codes` may be the `quantize_rows` of g times the scales of the weight."""
         if not self.dgrad:
             return grad_NO @ self.dequantized(grad_NO.dtype)
-        codes_NO, exponents_N = quantize_rows(grad_NO, self.exponents_O)
+        codes_NO, exponents_N = codes or quantize_rows(grad_NO, self.exponents_O)
         if not self.uses_units(grad_NO):
             return dequantize_rows(codes_NO, exponents_N, grad_NO.dtype) @ self.codes_OI.to(grad_NO.dtype)
         from areno.kernels.fp8.triton import transpose
@@ -93,10 +95,10 @@ class QuantizedMatrix:
         scales = scales_from_exponents(exponents_N), torch.ones(len(codes_IO), device=codes_IO.device)
         return _scaled_matmul(codes_NO, codes_IO, *scales, grad_NO.dtype, fast=_FAST_BACKWARD)
 
-    def add_weight_gradient(self, out_OI: Tensor, grad_NO: Tensor, x_NI: Tensor) -> None:
-        """Add g^T q(x) to `out_OI`."""
+    def add_weight_gradient(self, out_OI: Tensor, grad_NO: Tensor, x_NI: Tensor, is_rounded: bool = False) -> None:
+        """Add g^T q(x) to `out_OI`. With `is_rounded`, x is q(x) already."""
         if not self.wgrad:
-            add_matmul(out_OI, grad_NO.t(), round_rows(x_NI))
+            add_matmul(out_OI, grad_NO.t(), x_NI if is_rounded else round_rows(x_NI))
             return
         grad_ON, x_IN = (pad_rows(each, _MULTIPLE).t().contiguous() for each in (grad_NO, x_NI))
         if not self.uses_units(x_NI):
