@@ -66,7 +66,7 @@ class GatedMLP(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Return (output, kept, saved). If `gate_up` has a `stacked_adapter`, `kept` is empty."""
         from areno.kernels.elementwise.triton_swiglu import swiglu
-        from areno.kernels.fp8.triton_swiglu import swiglu_codes
+        from areno.kernels.elementwise.triton_swiglu_fp8 import swiglu_codes
 
         if (adapter := self.gate_up.stacked_adapter()) is not None:
             assert not split, "sampling is not sequence-parallel"
@@ -96,7 +96,7 @@ class GatedMLP(nn.Module):
         split: bool,
     ) -> Tensor:
         from areno.kernels.elementwise.triton_swiglu import swiglu_backward
-        from areno.kernels.fp8.triton_swiglu import swiglu_backward_codes
+        from areno.kernels.elementwise.triton_swiglu_fp8 import swiglu_backward_codes
 
         work = None
         if split:  # gather the input while the gradient of `down` is computed
@@ -110,8 +110,8 @@ class GatedMLP(nn.Module):
             gate_up_N2I = next(pieces) if kept else self.gate_up(x_ND[part])
             grad_act_NI = self.down.input_gradient(grad_ND[part])
             given, codes, quantized = (grad_act_NI, gate_up_N2I, self.gelu), None, self.gate_up.quantized
-            rounds = quantized is not None and quantized.dgrad and not quantized.wgrad
-            if rounds and self._quantized_down(gate_up_N2I) is not None:
+            takes_codes = self._quantized_down(gate_up_N2I) is not None
+            if takes_codes and quantized is not None and quantized.dgrad and not quantized.wgrad:
                 grad_gate_up_N2I, act_NI, codes = swiglu_backward_codes(*given, quantized.exponents_O)
             else:
                 grad_gate_up_N2I, act_NI = swiglu_backward(*given)

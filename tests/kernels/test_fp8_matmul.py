@@ -107,7 +107,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def compare_activation(device: str, dtype: torch.dtype) -> None:
     """The activation that rounds its results, and the activation before a kernel that rounds, bit for bit."""
     from areno.kernels.elementwise.triton_swiglu import swiglu, swiglu_backward
-    from areno.kernels.fp8.triton_swiglu import swiglu_backward_codes, swiglu_codes
+    from areno.kernels.elementwise.triton_swiglu_fp8 import swiglu_backward_codes, swiglu_codes
 
     for n, inner, gelu in ((5, 40, False), (2, 2500, True)):
         gate_up, grad = draw(n, 2 * inner).to(device, dtype), draw(n, inner, seed=1).to(device, dtype)
