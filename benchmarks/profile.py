@@ -29,6 +29,7 @@ OWN_FOLDERS = {
     "delta": "recurrent state",
     "symmetric_memory": "between GPUs",
     "matmul": "gemm",
+    "fp8": "gemm",
     "experts": "gemm",
     "adapters": "gemm",
     "elementwise": "norm/rope/activation",
