@@ -30,6 +30,7 @@ logger = logging.getLogger("areno")
 _NAMES = {
     "actor.path": "FOLDER",
     "actor.dtype": "--dtype",
+    "actor.fp8_config": "--fp8",
     "tokenizer_path": "FOLDER",
     "engine.tp_size": "--tp-size",
     "engine.world_size": "--world-size",
@@ -169,6 +170,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="data type of keys and values; for a model trained with rollout.kv_cache_dtype=fp8, the same one",
     )
+    add("--fp8", action="store_true", help="compute linear layers in FP8, as actor.fp8_config with its defaults")
     add("--eager-decode", action="store_true", help="decode and prefill without CUDA graphs")
     add(
         "--speculation",
@@ -284,6 +286,7 @@ def _page_guard(arguments: argparse.Namespace) -> OriginGuard | None:
 
 def _run_server(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
     from areno.config.experiments import ExperimentConfig
+    from areno.config.fp8 import FP8Config
     from areno.config.models import ModelConfig
     from areno.config.rollout import DecoderConfig
     from areno.config.run import EngineConfig
@@ -299,7 +302,8 @@ def _run_server(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
 
     engine_config = EngineConfig.of(arguments, dummy_load=arguments.random_weights)
     path = _model_folder(arguments.folder)
-    actor = with_model(ModelConfig(path=path, dtype=arguments.dtype), path)
+    fp8 = FP8Config() if arguments.fp8 else None
+    actor = with_model(ModelConfig(path=path, dtype=arguments.dtype, fp8_config=fp8), path)
     config = ExperimentConfig(
         experiment_name="serve",
         actor=actor,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.kernels.backend import has_fp8_units
+from areno.kernels.backend import can_use_triton, has_fp8_units
 from areno.kernels.fp8 import dequantize_rows, quantize_rows, round_rows, scales_from_exponents
 from areno.kernels.matmul import add_matmul, pad_rows
 
@@ -127,7 +127,7 @@ class _Linear(torch.autograd.Function):
 
 
 def can_multiply_in_fp8(x: Tensor) -> bool:
-    return x.dtype == torch.bfloat16 and has_fp8_units(x.device)
+    return x.dtype == torch.bfloat16 and has_fp8_units(x.device) and can_use_triton(x)
 
 
 def _scaled_matmul(
