@@ -95,7 +95,7 @@ def compare(device: str, dtype: torch.dtype = torch.float32) -> None:
         assert torch.equal(transposed.view(torch.uint8), codes.view(torch.uint8).t())
     for n, inputs, outputs in SHAPES:
         x, weight = draw(n, inputs).to(device), draw(outputs, inputs, seed=1).to(device)
-        y = few_rows_matmul(*quantize_rows(x), *quantize_rows(weight), dtype)
+        y = few_rows_matmul(*quantize_rows(x, None, 1, True), *quantize_rows(weight, None, 1, True), dtype)
         expected = round_rows(x).double() @ round_rows(weight).double().T
         assert error(y, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
 
@@ -112,14 +112,14 @@ def compare_activation(device: str, dtype: torch.dtype) -> None:
     for n, inner, gelu in ((5, 40, False), (2, 2500, True)):
         gate_up, grad = draw(n, 2 * inner).to(device, dtype), draw(n, inner, seed=1).to(device, dtype)
         columns = quantize_rows(draw(2 * inner, 4, seed=2).to(device))[1]
-        expected = quantize_rows(swiglu(gate_up, gelu), None, 8)
+        expected = quantize_rows(swiglu(gate_up, gelu), None, 8, True)
         for mine, other in zip(swiglu_codes(gate_up, gelu, 8), expected, strict=True):
             assert same_bits(mine, other)
         of_gate_up, act, codes = swiglu_backward_codes(grad, gate_up, gelu, columns)
         expected_grad, expected_act = swiglu_backward(grad, gate_up, gelu)
         assert same_bits(of_gate_up, expected_grad)
         assert same_bits(act, round_rows(expected_act))
-        for mine, other in zip(codes, quantize_rows(expected_grad, columns), strict=True):
+        for mine, other in zip(codes, quantize_rows(expected_grad, columns, 1, True), strict=True):
             assert same_bits(mine, other)
 
 

@@ -16,24 +16,24 @@ _BLOCK = 2048
 
 
 def swiglu_codes(gate_up_N2I: Tensor, gelu: bool, row_multiple: int) -> tuple[Tensor, Tensor]:
-    """Return `quantize_rows` of silu(gate) * up, with rows of zeros up to a multiple of `row_multiple`."""
+    """Return codes and scales of silu(gate) * up, with rows of zeros up to a multiple of `row_multiple`."""
     n, inner = gate_up_N2I.shape[0], gate_up_N2I.shape[1] // 2
     n_out = n + -n % row_multiple
     codes_NI = torch.empty((n_out, inner), dtype=torch.float8_e4m3fn, device=gate_up_N2I.device)
-    exponents_N = torch.empty(n_out, dtype=torch.uint8, device=gate_up_N2I.device)
+    scales_N = torch.empty(n_out, dtype=torch.float32, device=gate_up_N2I.device)
     if n:
         block = triton.next_power_of_2(inner)
         _swiglu_kernel[(n_out,)](
             gate_up_N2I.contiguous(),
             codes_NI,
-            exponents_N,
+            scales_N,
             n,
             inner,
             BLOCK=block,
             GELU=gelu,
             num_warps=min(16, max(4, block // 512)),
         )
-    return codes_NI, exponents_N
+    return codes_NI, scales_N
 
 
 def swiglu_backward_codes(
@@ -41,12 +41,12 @@ def swiglu_backward_codes(
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
     """Return the gradients of gate and up, side by side, and `round_rows` of silu(gate) * up.
 
-    Also return `quantize_rows` of these gradients, multiplied by the scales of `exponents_2I`.
+    Also return codes and scales of these gradients, multiplied by the scales of `exponents_2I`.
     """
     n, inner = grad_NI.shape
     grad_gate_up_N2I, act_NI = torch.empty_like(gate_up_N2I), torch.empty_like(grad_NI)
     codes_N2I = torch.empty(gate_up_N2I.shape, dtype=torch.float8_e4m3fn, device=grad_NI.device)
-    exponents_N = torch.empty(n, dtype=torch.uint8, device=grad_NI.device)
+    scales_N = torch.empty(n, dtype=torch.float32, device=grad_NI.device)
     if n:
         _swiglu_backward_kernel[(n,)](
             grad_NI.contiguous(),
@@ -55,17 +55,17 @@ def swiglu_backward_codes(
             grad_gate_up_N2I,
             act_NI,
             codes_N2I,
-            exponents_N,
+            scales_N,
             inner,
             BLOCK=_BLOCK,
             GELU=gelu,
             num_warps=8,
         )
-    return grad_gate_up_N2I, act_NI, (codes_N2I, exponents_N)
+    return grad_gate_up_N2I, act_NI, (codes_N2I, scales_N)
 
 
 @kernel(do_not_specialize=["n"])
-def _swiglu_kernel(gate_up_ptr, codes_ptr, exponents_ptr, n, inner, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def _swiglu_kernel(gate_up_ptr, codes_ptr, scales_ptr, n, inner, BLOCK: tl.constexpr, GELU: tl.constexpr):
     row = program_id_64(0)
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < inner
@@ -74,7 +74,7 @@ def _swiglu_kernel(gate_up_ptr, codes_ptr, exponents_ptr, n, inner, BLOCK: tl.co
     gate, up = load_fp32(place, real), load_fp32(place + inner, real)
     codes, exponent = quantize(glu(gate, up, gate_up_ptr, GELU).to(tl.float32))
     tl.store(codes_ptr + row * inner + column, codes, mask=inside)
-    tl.store(exponents_ptr + row + tl.arange(0, 1), exponent.to(tl.uint8))
+    tl.store(scales_ptr + row + tl.arange(0, 1), scales(exponent))
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _swiglu_backward_kernel(
     grad_gate_up_ptr,
     act_ptr,
     codes_ptr,
-    exponents_ptr,
+    scales_ptr,
     inner,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
@@ -130,4 +130,4 @@ def _swiglu_backward_kernel(
         tl.store(grad_gate_up_ptr + place + inner, up_grad, mask=inside)
         tl.store(codes_ptr + place, to_e4m3(gate * inverse[:, None]), mask=inside)
         tl.store(codes_ptr + place + inner, to_e4m3(up * inverse[:, None]), mask=inside)
-    tl.store(exponents_ptr + row + tl.arange(0, 1), exponent.to(tl.uint8))
+    tl.store(scales_ptr + row + tl.arange(0, 1), scales(exponent))

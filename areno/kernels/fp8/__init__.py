@@ -27,7 +27,8 @@ quantize_rows = dispatch_by_device(reference.quantize_rows)
 """(N, C) -> codes (N, C) float8_e4m3fn, exponents (N,) uint8. Any leading dimensions; the last one is a row.
 
 The argument `exponents_C`, if given, are those of scales by which the elements of a row are multiplied first. A matrix
-gets rows of zeros at its end, up to a multiple of `row_multiple` rows.
+gets rows of zeros at its end, up to a multiple of `row_multiple` rows. With `as_scales`, scales in float32 are returned
+in place of exponents.
 """
 
 dequantize_rows = dispatch_by_device(reference.dequantize_rows)

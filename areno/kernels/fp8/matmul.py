@@ -30,6 +30,7 @@ class QuantizedMatrix:
     """A weight rounded by rows. Gradients pass the rounding unchanged.
 
     Attributes:
+        scales_O: the scales of `exponents_O` in float32.
         dgrad: whether `input_gradient` rounds the gradient g of the output by rows, after it is multiplied by the
             scales of the weight.
         wgrad: whether `add_weight_gradient` rounds g and x over the tokens of each feature.
@@ -38,23 +39,27 @@ class QuantizedMatrix:
 
     codes_OI: Tensor
     exponents_O: Tensor
+    scales_O: Tensor
     dgrad: bool = True
     wgrad: bool = False
     row_multiple: int = 1
 
     @staticmethod
     def of(weight_OI: Tensor, *, dgrad: bool = True, wgrad: bool = False) -> QuantizedMatrix:
-        return QuantizedMatrix(*quantize_rows(weight_OI.detach()), dgrad=dgrad, wgrad=wgrad)
+        codes_OI, exponents_O = quantize_rows(weight_OI.detach())
+        return QuantizedMatrix(codes_OI, exponents_O, scales_from_exponents(exponents_O), dgrad, wgrad)
 
     @torch.no_grad()
     def set(self, weight_OI: Tensor) -> None:
         """Round another weight into the same memory, which CUDA graphs read."""
-        for mine, new in zip((self.codes_OI, self.exponents_O), quantize_rows(weight_OI.detach()), strict=True):
-            mine.copy_(new)
+        codes_OI, exponents_O = quantize_rows(weight_OI.detach())
+        self.codes_OI.copy_(codes_OI)
+        self.exponents_O.copy_(exponents_O)
+        self.scales_O.copy_(scales_from_exponents(exponents_O))
 
     @property
-    def scales_O(self) -> Tensor:
-        return scales_from_exponents(self.exponents_O)
+    def buffers(self) -> tuple[Tensor, ...]:
+        return self.codes_OI, self.exponents_O, self.scales_O
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         return dequantize_rows(self.codes_OI, self.exponents_O, dtype)
@@ -71,29 +76,30 @@ class QuantizedMatrix:
         """Return q(x) q(W)^T in the dtype of x, without gradient."""
         if not self.uses_units(x_NI):
             return F.linear(round_rows(x_NI), self.dequantized(x_NI.dtype))
-        return self.matmul_codes(*quantize_rows(x_NI, None, self.row_multiple), len(x_NI), x_NI.dtype)
+        codes = quantize_rows(x_NI, None, self.row_multiple, True)
+        return self.matmul_codes(*codes, len(x_NI), x_NI.dtype)
 
-    def matmul_codes(self, codes_NI: Tensor, exponents_N: Tensor, n_rows: int, dtype: torch.dtype) -> Tensor:
-        """Return the first `n_rows` of `matmul`, given `quantize_rows` of x with `row_multiple`. Needs `uses_units`."""
+    def matmul_codes(self, codes_NI: Tensor, scales_N: Tensor, n_rows: int, dtype: torch.dtype) -> Tensor:
+        """Return the first `n_rows` of `matmul`, given x rounded with `row_multiple`. Needs `uses_units`."""
         if n_rows <= FEW_ROWS and self.row_multiple == 1:
             from areno.kernels.fp8.triton_few_rows import few_rows_matmul
 
-            return few_rows_matmul(codes_NI, exponents_N, self.codes_OI, self.exponents_O, dtype)
-        scales = scales_from_exponents(exponents_N), self.scales_O
-        return _scaled_matmul(codes_NI, self.codes_OI, *scales, dtype, fast=_FAST_FORWARD)[:n_rows]
+            return few_rows_matmul(codes_NI, scales_N, self.codes_OI, self.scales_O, dtype)
+        return _scaled_matmul(codes_NI, self.codes_OI, scales_N, self.scales_O, dtype, fast=_FAST_FORWARD)[:n_rows]
 
     def input_gradient(self, grad_NO: Tensor, codes: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Return g q(W). `codes` may be the `quantize_rows` of g times the scales of the weight."""
+        """Return g q(W). `codes` may be codes and scales of g times the scales of the weight."""
         if not self.dgrad:
             return grad_NO @ self.dequantized(grad_NO.dtype)
-        codes_NO, exponents_N = codes or quantize_rows(grad_NO, self.exponents_O)
         if not self.uses_units(grad_NO):
-            return dequantize_rows(codes_NO, exponents_N, grad_NO.dtype) @ self.codes_OI.to(grad_NO.dtype)
+            rounded_NO = dequantize_rows(*quantize_rows(grad_NO, self.exponents_O), grad_NO.dtype)
+            return rounded_NO @ self.codes_OI.to(grad_NO.dtype)
         from areno.kernels.fp8.triton import transpose
 
+        codes_NO, scales_N = codes or quantize_rows(grad_NO, self.exponents_O, 1, True)
         codes_IO = transpose(self.codes_OI)  # for each call, so that it takes the memory of one layer only
-        scales = scales_from_exponents(exponents_N), torch.ones(len(codes_IO), device=codes_IO.device)
-        return _scaled_matmul(codes_NO, codes_IO, *scales, grad_NO.dtype, fast=_FAST_BACKWARD)
+        ones_I = torch.ones(len(codes_IO), device=codes_IO.device)
+        return _scaled_matmul(codes_NO, codes_IO, scales_N, ones_I, grad_NO.dtype, fast=_FAST_BACKWARD)
 
     def add_weight_gradient(self, out_OI: Tensor, grad_NO: Tensor, x_NI: Tensor, is_rounded: bool = False) -> None:
         """Add g^T q(x) to `out_OI`. With `is_rounded`, x is q(x) already."""
@@ -104,9 +110,8 @@ class QuantizedMatrix:
         if not self.uses_units(x_NI):
             add_matmul(out_OI, round_rows(grad_ON), round_rows(x_IN).t())
             return
-        (codes_ON, exponents_O), (codes_IN, exponents_I) = quantize_rows(grad_ON), quantize_rows(x_IN)
-        scales = scales_from_exponents(exponents_O), scales_from_exponents(exponents_I)
-        out_OI += _scaled_matmul(codes_ON, codes_IN, *scales, x_NI.dtype, fast=_FAST_BACKWARD)
+        (codes_ON, scales_O), (codes_IN, scales_I) = (quantize_rows(x, None, 1, True) for x in (grad_ON, x_IN))
+        out_OI += _scaled_matmul(codes_ON, codes_IN, scales_O, scales_I, x_NI.dtype, fast=_FAST_BACKWARD)
 
 
 class _Linear(torch.autograd.Function):

@@ -13,7 +13,9 @@ _MANTISSA, _MANTISSA_OF_MAX = 0x7FFFFF, 0x600000  # all mantissa bits of a float
 _NOT_FINITE = 255
 
 
-def quantize_rows(x_NC: Tensor, exponents_C: Tensor | None = None, row_multiple: int = 1) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x_NC: Tensor, exponents_C: Tensor | None = None, row_multiple: int = 1, as_scales: bool = False
+) -> tuple[Tensor, Tensor]:
     x_NC = x_NC if row_multiple == 1 else pad_rows(x_NC, row_multiple)
     x_NC = x_NC.float() if exponents_C is None else x_NC.float() * scales_from_exponents(exponents_C)
     largest_N = x_NC.detach().abs().contiguous().view(torch.int32).amax(-1)  # as integers, so that a nan is the largest
@@ -21,7 +23,9 @@ def quantize_rows(x_NC: Tensor, exponents_C: Tensor | None = None, row_multiple:
     exponents_N = exponents_N.clamp(min=LEAST_EXPONENT)
     inverse_N = ((254 - exponents_N) << 23).view(torch.float32)
     inverse_N = torch.where((largest_N >> 23) == _NOT_FINITE, torch.nan, inverse_N)
-    return (x_NC * inverse_N.unsqueeze(-1)).to(torch.float8_e4m3fn), exponents_N.to(torch.uint8)
+    exponents_N = exponents_N.to(torch.uint8)
+    codes_NC = (x_NC * inverse_N.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    return codes_NC, scales_from_exponents(exponents_N) if as_scales else exponents_N
 
 
 def scales_from_exponents(exponents: Tensor) -> Tensor:

@@ -95,6 +95,15 @@ def scales(exponent):
 
 
 @triton.jit
+def store_scales(place, exponent, inside):
+    """Store exponents or, if the pointers are to float32, scales."""
+    if place.dtype.element_ty == tl.float32:
+        tl.store(place, scales(exponent), mask=inside)
+    else:
+        tl.store(place, exponent.to(tl.uint8), mask=inside)
+
+
+@triton.jit
 def round_to_fp8(x):
     """Return rows of float32 quantized and dequantized."""
     codes, exponent = quantize(x)
@@ -110,10 +119,12 @@ def round_halves_to_fp8(a, b):
     return a, to_e4m3(b * inverse[:, None]).to(tl.float32) * scale
 
 
-def quantize_rows(x_NC: Tensor, exponents_C: Tensor | None = None, row_multiple: int = 1) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x_NC: Tensor, exponents_C: Tensor | None = None, row_multiple: int = 1, as_scales: bool = False
+) -> tuple[Tensor, Tensor]:
     shape = x_NC.shape if row_multiple == 1 else (len(x_NC) + -len(x_NC) % row_multiple, x_NC.shape[1])
     codes_NC = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x_NC.device)
-    exponents_N = torch.empty(shape[:-1], dtype=torch.uint8, device=x_NC.device)
+    exponents_N = torch.empty(shape[:-1], dtype=torch.float32 if as_scales else torch.uint8, device=x_NC.device)
     _launch(_quantize_kernel, x_NC, exponents_C, codes_NC, exponents_N, exponents_N.numel(), n_out=exponents_N.numel())
     return codes_NC, exponents_N
 
@@ -189,7 +200,7 @@ def _quantize_kernel(
     codes, exponent = quantize(x)
     inside = (row < n_out)[:, None] & (column < size)[None, :]
     tl.store(codes_ptr + row[:, None] * size + column[None, :], codes, mask=inside)
-    tl.store(exponents_ptr + row, exponent.to(tl.uint8), mask=row < n_out)
+    store_scales(exponents_ptr + row, exponent, row < n_out)
 
 
 @kernel(do_not_specialize=["n"])

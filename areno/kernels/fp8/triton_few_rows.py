@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.fp8.triton import scales
 from areno.kernels.jit import kernel, load_masked
 
 _COLUMNS, _WARPS = 32, 4  # outputs of a tile, and warps of its program
@@ -21,7 +20,7 @@ _TILES = {16: (512, 4), 64: (256, 4)}  # rows of a tile -> its inputs, and stage
 
 
 def few_rows_matmul(
-    codes_NI: Tensor, exponents_N: Tensor, weight_OI: Tensor, exponents_O: Tensor, dtype: torch.dtype
+    codes_NI: Tensor, scales_N: Tensor, weight_OI: Tensor, scales_O: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return the product of the dequantized rows and the dequantized weight, for at most 64 rows."""
     (n_rows, n_inputs), n_columns = codes_NI.shape, len(weight_OI)
@@ -31,9 +30,9 @@ def few_rows_matmul(
     if n_rows:
         _few_rows_kernel[(triton.cdiv(n_columns, _COLUMNS),)](
             codes_NI,
-            exponents_N,
+            scales_N,
             weight_OI,
-            exponents_O,
+            scales_O,
             out_NO,
             n_rows,
             n_columns,
@@ -50,9 +49,9 @@ def few_rows_matmul(
 @kernel(do_not_specialize=["n_rows"])
 def _few_rows_kernel(
     x_ptr,
-    x_exponents_ptr,
+    x_scales_ptr,
     weight_ptr,
-    weight_exponents_ptr,
+    weight_scales_ptr,
     out_ptr,
     n_rows,
     n_columns,
@@ -74,8 +73,8 @@ def _few_rows_kernel(
         weight = tl.load(weight_place + at[None, :], mask=real_column[:, None] & inside[None, :], other=0.0)
         x = tl.load(x_place + at[:, None], mask=real_row[None, :] & inside[:, None], other=0.0)
         total = tl.dot(weight.to(tl.float16), x.to(tl.float16), acc=total)
-    x_scale = scales(load_masked(x_exponents_ptr + row, real_row))
-    weight_scale = scales(load_masked(weight_exponents_ptr + column, real_column))
+    x_scale = load_masked(x_scales_ptr + row, real_row)
+    weight_scale = load_masked(weight_scales_ptr + column, real_column)
     total *= weight_scale[:, None]
     place = out_ptr + row[None, :] * n_columns + column[:, None]
     tl.store(place, total * x_scale[None, :], mask=real_column[:, None] & real_row[None, :])
