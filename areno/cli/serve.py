@@ -302,11 +302,10 @@ def _run_server(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
 
     engine_config = EngineConfig.of(arguments, dummy_load=arguments.random_weights)
     path = _model_folder(arguments.folder)
-    fp8 = FP8Config() if arguments.fp8 else None
-    actor = with_model(ModelConfig(path=path, dtype=arguments.dtype, fp8_config=fp8), path)
+    actor = ModelConfig(path=path, dtype=arguments.dtype, fp8_config=FP8Config() if arguments.fp8 else None)
     config = ExperimentConfig(
         experiment_name="serve",
-        actor=actor,
+        actor=with_model(actor, path),
         engine=engine_config,
         tokenizer_path=folder_with_tokenizer(path),
         allow_control_tokens=arguments.allow_control_tokens,
