@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areno.config.fp8 import FP8Config
 from areno.files.interrupts import signal_handlers
 
 if TYPE_CHECKING:
@@ -286,7 +287,6 @@ def _page_guard(arguments: argparse.Namespace) -> OriginGuard | None:
 
 def _run_server(arguments: argparse.Namespace, shutdown: _Shutdown) -> int:
     from areno.config.experiments import ExperimentConfig
-    from areno.config.fp8 import FP8Config
     from areno.config.models import ModelConfig
     from areno.config.rollout import DecoderConfig
     from areno.config.run import EngineConfig
