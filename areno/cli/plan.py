@@ -303,9 +303,9 @@ def _work_text(found: Forecast, is_limit: bool) -> str:
 
 
 def _host_text(found: Forecast) -> str:
-    n_bytes, of_inputs = found.host_bytes, found.host_bytes_of_inputs
-    more = f", {of_inputs / 2**30:.0f} of them for the inputs of layers" if of_inputs else ""
-    return f" It also takes {n_bytes / 2**30:.0f} GiB of host memory{more}." if n_bytes else ""
+    kept = {"offload": found.host_bytes - found.host_bytes_of_inputs, "inputs of layers": found.host_bytes_of_inputs}
+    parts = [f"{n_bytes / 2**30:.0f} GiB of host memory for {what}" for what, n_bytes in kept.items() if n_bytes]
+    return f" It also takes {' and '.join(parts)}." if parts else ""
 
 
 def _thousands_text(n: float) -> str:

@@ -321,7 +321,7 @@ def test_the_command_prints_phases_a_picture_and_a_verdict(capsys: pytest.Captur
     assert "actor.use_lora=true" in told
     assert "--device h100-80gb" not in told
     assert main(["plan", "--device", "h100", "--ckpt", "Qwen/Qwen3-8B", "actor.offload=true"]) == 0
-    assert "It also takes 92 GiB of host memory." in capsys.readouterr().out
+    assert "It also takes 92 GiB of host memory for offload." in capsys.readouterr().out
 
 
 def test_the_line_of_a_bar_is_where_usable_memory_ends(capsys: pytest.CaptureFixture[str]) -> None:
