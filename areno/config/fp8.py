@@ -7,6 +7,7 @@ from typing import Literal
 
 from areno.schema.fields import Needs, Section, setting
 
+_ON = Needs("mode", "e4m3", so="no layer is in FP8")
 _ENDS = Needs("first_last_layers_bf16", so="no layer is left out")
 
 
@@ -18,24 +19,29 @@ class FP8Config(Section):
     after each update, from the weights that checkpoints hold. Gradients pass the rounding unchanged.
     """
 
-    mode: Literal["e4m3", "disabled"] = setting("e4m3", help="Format of inputs, weights and gradients")
+    mode: Literal["e4m3", "disabled"] = setting("e4m3", help="Format of the values. disabled: as fp8_config=null")
     dgrad: bool = setting(
         True,
         help="true: round the gradients of outputs to FP8 for the gradients of inputs, which is faster. false: compute "
         "these in actor.dtype",
+        only_with=_ON,
     )
     wgrad: bool = setting(
         False,
         help="true: round inputs and gradients of outputs to FP8, over the tokens, for the gradients of weights. "
         "false: compute these in actor.dtype",
+        only_with=_ON,
     )
     exclude_modules: list[str] = setting(
         factory=list,
         help="Linear layers that stay in actor.dtype: parts of their names in the checkpoint, such as o_proj or "
-        "layers.0.. Projections of one input, such as q_proj, k_proj and v_proj, are one layer. Embedding, output head "
-        "and value heads are never in FP8",
+        "layers.0.mlp. Projections of one input, such as q_proj, k_proj and v_proj, are one layer. Embedding, output "
+        "head and value heads are never in FP8",
+        only_with=_ON,
     )
-    first_last_layers_bf16: bool = setting(False, help="Leave the first and last layers of the model in actor.dtype")
+    first_last_layers_bf16: bool = setting(
+        False, help="Leave the first and last layers of the model in actor.dtype", only_with=_ON
+    )
     num_layers_at_start_in_bf16: int = setting(
         1, help="Number of first layers that are left out", ge=0, only_with=_ENDS
     )
