@@ -310,7 +310,10 @@ def _attend_spans(
             k, v = _load_tile(k_ptr, v_ptr, table_row, tile, end, STRIDE, DIM, PADDED_DIM, BLOCK_SIZE)
             position = tile + tl.arange(0, TILE)
             if k_exponents_ptr is not None:
-                block = load_masked(table_row + position // BLOCK_SIZE, position < end).to(tl.int64)
+                if BLOCK_SIZE % TILE.value == 0:
+                    block = tl.load(table_row + tile // BLOCK_SIZE).to(tl.int64)
+                else:
+                    block = load_masked(table_row + position // BLOCK_SIZE, position < end).to(tl.int64)
                 place = block * (tl.num_programs(0) * BLOCK_SIZE) + position % BLOCK_SIZE
                 k = _dequantize(k, load_exponents(k_exponents_ptr, place, position < end), q.dtype)
                 v = _dequantize(v, load_exponents(v_exponents_ptr, place, position < end), q.dtype)
