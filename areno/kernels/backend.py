@@ -120,7 +120,8 @@ FP8_UNITS = (8, 9)  # the first compute capability with products in e4m3
 
 
 def has_fp8_units(device: torch.device | str) -> bool:
-    return (compute_capability(device) or (0, 0)) >= FP8_UNITS
+    found = compute_capability(device)
+    return found is not None and found >= FP8_UNITS
 
 
 def check_fp8(devices: Iterable[torch.device | str], key: str = "actor.fp8_config") -> None:

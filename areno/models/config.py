@@ -317,8 +317,9 @@ def fp8_block_size(values: Mapping[str, Any]) -> tuple[int, int] | None:
     quantization = values.get("quantization_config") or {}
     size = quantization.get("weight_block_size")
     is_fp8 = quantization.get("quant_method") == "fp8" and quantization.get("fmt", "e4m3") == "e4m3"
-    is_size = isinstance(size, list) and len(size) == 2 and all(isinstance(each, int) and each > 0 for each in size)
-    return (size[0], size[1]) if is_fp8 and is_size else None
+    if not is_fp8 or not isinstance(size, list) or len(size) != 2:
+        return None
+    return (size[0], size[1]) if all(isinstance(each, int) and each > 0 for each in size) else None
 
 
 def with_sliding_windows(

@@ -21,8 +21,9 @@ def quantize_linears(model: Transformer, fp8: FP8Config, *, free_weights: bool =
     be called after each change of the weights.
     """
     for name, module in model.named_modules():
-        is_plain = isinstance(module, Linear) and not isinstance(module, Router)
-        if is_plain and is_in_fp8(name, model.config, fp8):
+        if not isinstance(module, Linear) or isinstance(module, Router):
+            continue
+        if is_in_fp8(name, model.config, fp8):
             module.quantized = QuantizedMatrix.of(module.weight, dgrad=fp8.dgrad, wgrad=fp8.wgrad)
             if free_weights:
                 module.free_weight()

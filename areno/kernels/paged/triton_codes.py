@@ -1,4 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false
 """Attention of a split over an FP8 KV cache, for the kernel in `triton.py`."""
 
 from __future__ import annotations
