@@ -26,6 +26,7 @@ import torch
 KERNELS = Path(__file__).parents[1] / "areno" / "kernels"
 SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """Compute capability -> KiB of shared memory that a program may have, of the CUDA programming guide."""
+FP8_CAPABILITY = 89
 SIZES = "--prompts 2 --samples 4 --prompt-len 200 --new-tokens 6 --repeats 1"
 COMMANDS = [
     f"step --shape tiny --dtype bfloat16 {SIZES}",
@@ -114,6 +115,27 @@ def _fill_new_tensors() -> None:
     torch.Tensor.new_empty = with_zeros(torch.Tensor.new_zeros)
 
 
+def launch_in_fp8(dtype: torch.dtype) -> None:
+    from areno.kernels.fp8 import triton as fp8
+    from areno.kernels.paged import decode_attention, load_rows, store_rows
+    from tests.helpers.paged_rows import make_case
+
+    x = torch.zeros(16, 128, dtype=dtype)
+    codes, exponents = fp8.quantize_rows(x)
+    fp8.dequantize_rows(codes, exponents, dtype)
+    fp8.round_rows(x)
+    fp8.transpose(codes)
+    for heads, fixed_order in product((4, 8), (False, True)):
+        q, k, v, blocks, batch = make_case(heads, 2, 128, 64, dtype)
+        cache = torch.zeros(blocks.shape, dtype=torch.float8_e4m3fn)
+        scales = torch.zeros(*blocks.shape[:2], 2, 64, dtype=torch.uint8)
+        alone = replace(batch, prefix_groups_GR=None, fixed_order=fixed_order)
+        for window in (None, 16):
+            decode_attention(q, k, v, cache, alone, window, scales)
+        store_rows(k, v, cache, scales, torch.arange(len(k)))
+        load_rows(cache, scales, torch.arange(len(k)), dtype)
+
+
 def launch_alone(dtype: torch.dtype, capability: int) -> None:
     """Kernels that no command launches without GPUs."""
     from areno.kernels import jit
@@ -176,6 +198,8 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
                 with mock.patch.object(jit, "pdl_options", return_value={"PDL": True, "launch_pdl": True}):
                     for reads_early, of_groups in product((False, True), (batch, alone)):
                         decode_attention(*qkv, blocks, replace(of_groups, pdl=True, reads_early=reads_early))
+    if capability >= FP8_CAPABILITY:
+        launch_in_fp8(dtype)
     numbers = torch.zeros(4, 16, dtype=torch.int32)
     shared = symmetric_memory.PeerBuffers(
         rank=0, size=2, inboxes=1 << 40, turns=numbers, outboxes=1 << 40, signals=1 << 40, counts=numbers
@@ -214,6 +238,8 @@ def main(capability: str, dtype: str, *commands: str) -> int:
     from areno.kernels import jit
 
     expected = set(kernels_of(KERNELS))
+    if int(capability) < FP8_CAPABILITY:
+        expected -= {f"_{name}_kernel" for name in ("quantize", "dequantize", "round", "transpose", "store", "load")}
     if not _has_few_rows(int(capability), dtype):
         expected.discard("_few_rows_kernel")
     if capability != "90" or dtype != "bfloat16" or not jit.HAS_GLUON:

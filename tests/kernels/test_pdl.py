@@ -178,6 +178,7 @@ def test_splits_in_gluon_copy_tiles_before_they_wait_if_they_may(reads_early: bo
     given |= {"table_ptr": "*i32", "partial_ptr": "*fp32", "log_sum_ptr": "*fp32", "scale": "fp32"}
     fixed = {"HEADS_PER_KEY": 2, "GROUP_SIZE": 8, "QUERIES": 16, "BLOCK_SIZE": 32, "STAGES": 2, "ONE_PART": False}
     fixed |= {"READS_EARLY": reads_early, "num_warps": 1, "PDL": True}
+    fixed |= {f"{side}_exponents_{what}": None for side in "kv" for what in ("desc", "ptr")}
     code = _compiled_gluon(kernel, given, fixed)
     pointers = [name for name in kernel.arg_names if given.get(name, "").startswith("*")]
     before = {"slots_ptr", "lengths_ptr", "shared_ptr", "split_lens_ptr", "groups_ptr"}

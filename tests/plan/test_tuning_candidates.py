@@ -79,9 +79,9 @@ def test_settings_that_are_given_are_kept() -> None:
 def test_the_batch_size_follows_from_the_samples_at_once() -> None:
     of = found(*LARGE, given=())
     assert all(candidate.settings[BATCH] == candidate.settings[AT_ONCE] // 8 for candidate in of)
-    # The memory has no room for the KV cache of 256 samples at a good speed, so that steps are smaller.
-    assert of[0].n_rows == 128
-    assert {candidate.n_rows for candidate in shortlist(of)} == {128}
+    # The memory has no room for the KV cache of 512 samples at a good speed, so that steps are smaller.
+    assert of[0].n_rows == 256
+    assert {candidate.n_rows for candidate in shortlist(of)} == {256}
     [given] = values(found(*LARGE, f"{AT_ONCE}=100", given={AT_ONCE}), BATCH)
     assert given == 12
     assert max(values(found(SMALL, "tune.max_samples=50", given=()), BATCH)) == 6
