@@ -116,6 +116,7 @@ def _fill_new_tensors() -> None:
 
 
 def launch_in_fp8(dtype: torch.dtype) -> None:
+    from areno.kernels import jit
     from areno.kernels.fp8 import triton as fp8
     from areno.kernels.paged import decode_attention, load_rows, store_rows
     from tests.helpers.paged_rows import make_case
@@ -129,9 +130,10 @@ def launch_in_fp8(dtype: torch.dtype) -> None:
         q, k, v, blocks, batch = make_case(heads, 2, 128, 64, dtype)
         cache = torch.zeros(blocks.shape, dtype=torch.float8_e4m3fn)
         scales = torch.zeros(*blocks.shape[:2], 2, 64, dtype=torch.uint8)
-        alone = replace(batch, prefix_groups_GR=None, fixed_order=fixed_order)
-        for window in (None, 16):
-            decode_attention(q, k, v, cache, alone, window, scales)
+        alone = replace(batch, prefix_groups_GR=None, fixed_order=fixed_order, pdl=not fixed_order)
+        with mock.patch.object(jit, "pdl_options", return_value={"PDL": True, "launch_pdl": True}):
+            for window in (None, 16):
+                decode_attention(q, k, v, cache, alone, window, scales)
         store_rows(k, v, cache, scales, torch.arange(len(k)))
         load_rows(cache, scales, torch.arange(len(k)), dtype)
 
