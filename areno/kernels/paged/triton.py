@@ -22,7 +22,7 @@ from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.gluon_splits import ROW_POINTERS, SPECIALISATION, compute_splits
 from areno.kernels.paged.reference import PagedBatch
 from areno.kernels.paged.rows import as_bytes
-from areno.kernels.paged.triton_codes import TILE, attend_codes
+from areno.kernels.paged.triton_attend import TILE, attend
 from areno.kernels.paged.triton_fixed_order import paged_attention
 from areno.kernels.paged.triton_rows import store_codes
 
@@ -130,56 +130,6 @@ def decode_attention(
     return out
 
 
-@triton.jit
-def _attend(
-    q,
-    best,
-    total,
-    acc,
-    start,
-    end,
-    least,
-    k_ptr,
-    v_ptr,
-    table_row,
-    scale,
-    stride,
-    dim,
-    real_dim,
-    BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Add the positions [start, end) of one table row and one key head to a running softmax.
-
-    With a WINDOW, each query attends only to positions from `least` on.
-    """
-    for first in range(start, end, TILE):
-        position = first + tl.arange(0, TILE)
-        inside = position < end
-        if BLOCK_SIZE % TILE.value == 0:  # the tile lies in one block, as splits begin at multiples of TILE
-            block = tl.load(table_row + first // BLOCK_SIZE).to(tl.int64)
-            base = block * (BLOCK_SIZE * stride) + (first % BLOCK_SIZE + tl.arange(0, TILE)) * stride
-        else:
-            block = load_masked(table_row + position // BLOCK_SIZE, inside).to(tl.int64)
-            base = block * (BLOCK_SIZE * stride) + (position % BLOCK_SIZE) * stride
-        k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        if WINDOW is not None:
-            scores = tl.where(position[None, :] >= least[:, None], scores, float("-inf"))
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
-        origin = new_best
-        if WINDOW is not None:  # all positions so far may be before the window
-            origin = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - origin[:, None])
-        decay = tl.exp2(best - origin)
-        v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
-        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total = total * decay + tl.sum(weights, axis=1)
-        best = new_best
-    return best, total, acc
-
-
 @kernel(**SPECIALISATION)
 def _split_kernel(
     q_ptr,
@@ -265,44 +215,28 @@ def _split_kernel(
                     if PDL:
                         jit.wait_for_previous()
                     q = load_masked(place, real)
-                    if k_exponents_ptr is not None:
-                        best, total, acc = attend_codes(
-                            q,
-                            best,
-                            total,
-                            start,
-                            end,
-                            least,
-                            k_ptr,
-                            v_ptr,
-                            k_exponents_ptr,
-                            v_exponents_ptr,
-                            table_row,
-                            scale,
-                            HEAD_DIM,
-                            PADDED_DIM,
-                            BLOCK_SIZE,
-                            WINDOW,
-                        )
-                    else:
-                        best, total, acc = _attend(
-                            q,
-                            best,
-                            total,
-                            acc,
-                            start,
-                            end,
-                            least,
-                            k_ptr,
-                            v_ptr,
-                            table_row,
-                            scale,
-                            stride,
-                            dim,
-                            real_dim,
-                            BLOCK_SIZE,
-                            WINDOW,
-                        )
+                    best, total, acc = attend(
+                        q,
+                        best,
+                        total,
+                        acc,
+                        start,
+                        end,
+                        least,
+                        k_ptr,
+                        v_ptr,
+                        k_exponents_ptr,
+                        v_exponents_ptr,
+                        table_row,
+                        scale,
+                        stride,
+                        dim,
+                        real_dim,
+                        HEAD_DIM,
+                        PADDED_DIM,
+                        BLOCK_SIZE,
+                        WINDOW,
+                    )
                     if WINDOW is not None:  # rows that attend to none of these positions get log_sum -inf
                         total = tl.where(best == float("-inf"), 1.0, total)
                     part = (row * n_heads + head) * n_parts + own_splits + split
@@ -346,46 +280,28 @@ def _split_kernel(
             if WINDOW is not None:
                 least = last + 1 - WINDOW + tl.zeros([OWN_ROWS], tl.int32)
                 start = tl.maximum(start, (last + 1 - WINDOW) // TILE * TILE)
-            if k_exponents_ptr is not None:
-                first = best
-                best, total, of_codes = attend_codes(
-                    q,
-                    best,
-                    total,
-                    start,
-                    end,
-                    least,
-                    k_ptr,
-                    v_ptr,
-                    k_exponents_ptr,
-                    v_exponents_ptr,
-                    table_row,
-                    scale,
-                    HEAD_DIM,
-                    PADDED_DIM,
-                    BLOCK_SIZE,
-                    WINDOW,
-                )
-                acc = of_codes + tl.where(split == 0, tl.exp2(first - best), 0.0)[:, None] * acc
-            else:
-                best, total, acc = _attend(
-                    q,
-                    best,
-                    total,
-                    acc,
-                    start,
-                    end,
-                    least,
-                    k_ptr,
-                    v_ptr,
-                    table_row,
-                    scale,
-                    stride,
-                    dim,
-                    real_dim,
-                    BLOCK_SIZE,
-                    WINDOW,
-                )
+            best, total, acc = attend(
+                q,
+                best,
+                total,
+                acc,
+                start,
+                end,
+                least,
+                k_ptr,
+                v_ptr,
+                k_exponents_ptr,
+                v_exponents_ptr,
+                table_row,
+                scale,
+                stride,
+                dim,
+                real_dim,
+                HEAD_DIM,
+                PADDED_DIM,
+                BLOCK_SIZE,
+                WINDOW,
+            )
             if WINDOW is not None:
                 total = tl.where(best == float("-inf"), 1.0, total)
             part = (row * n_heads + head) * n_parts + split

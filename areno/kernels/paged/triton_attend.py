@@ -1,6 +1,6 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
 # pyright: reportAssignmentType=false
-"""Attention of a split over an FP8 KV cache, for the kernel in `triton.py`."""
+"""Attention of a split over cached positions, for the kernel in `triton.py`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ TILE = tl.constexpr(32)  # positions loaded together, a power of two that divide
 
 
 @triton.jit
-def attend_codes(
+def _attend_codes(
     q,
     best,
     total,
+    acc,
     start,
     end,
     least,
@@ -32,7 +33,7 @@ def attend_codes(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Do `_attend` of `triton.py` over an FP8 cache, with an acc of 0 at the start.
+    """Do `attend` over an FP8 cache.
 
     Products take codes; scales are factors of scores and of weights. 16-bit products are in float16, because GPUs
     convert two codes to it in one instruction. Powers of 2 bring queries and weights into its range. Values are loaded
@@ -43,6 +44,7 @@ def attend_codes(
     dim, pair = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // 2)
     v_ptr = v_ptr.to(tl.pointer_type(tl.int16), bitcast=True)
     pair_stride = tl.num_programs(0) * (HEAD_DIM // 2)
+    first_best = best
     unit = tl.where(tl.float32 == PRODUCT, 127, 0)  # exponent of the scale of `even` and `odd`
     even = tl.zeros([ROWS, PADDED_DIM // 2], tl.float32)
     odd = tl.zeros([ROWS, PADDED_DIM // 2], tl.float32)
@@ -88,4 +90,121 @@ def attend_codes(
         weights = (weights * scales(of_v)[None, :]).to(PRODUCT)
         even = tl.dot(weights, even_v, acc=even * decay[:, None], input_precision="ieee")
         odd = tl.dot(weights, odd_v, acc=odd * decay[:, None], input_precision="ieee")
-    return best, total, tl.join(even, odd).reshape(ROWS, PADDED_DIM) * scales(unit)
+    of_codes = tl.join(even, odd).reshape(ROWS, PADDED_DIM) * scales(unit)
+    decay = tl.where(first_best > float("-inf"), tl.exp2(first_best - best), 0.0)
+    return best, total, of_codes + decay[:, None] * acc
+
+
+@triton.jit
+def _attend_values(
+    q,
+    best,
+    total,
+    acc,
+    start,
+    end,
+    least,
+    k_ptr,
+    v_ptr,
+    table_row,
+    scale,
+    stride,
+    dim,
+    real_dim,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Do `attend` over a cache of values."""
+    for first in range(start, end, TILE):
+        position = first + tl.arange(0, TILE)
+        inside = position < end
+        if BLOCK_SIZE % TILE.value == 0:  # the tile lies in one block, as splits begin at multiples of TILE
+            block = tl.load(table_row + first // BLOCK_SIZE).to(tl.int64)
+            base = block * (BLOCK_SIZE * stride) + (first % BLOCK_SIZE + tl.arange(0, TILE)) * stride
+        else:
+            block = load_masked(table_row + position // BLOCK_SIZE, inside).to(tl.int64)
+            base = block * (BLOCK_SIZE * stride) + (position % BLOCK_SIZE) * stride
+        k = tl.load(k_ptr + base[None, :] + dim[:, None], mask=inside[None, :] & real_dim[:, None], other=0.0)
+        scores = tl.dot(q, k, input_precision="ieee") * scale
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        if WINDOW is not None:
+            scores = tl.where(position[None, :] >= least[:, None], scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        origin = new_best
+        if WINDOW is not None:  # all positions so far may be before the window
+            origin = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(scores - origin[:, None])
+        decay = tl.exp2(best - origin)
+        v = tl.load(v_ptr + base[:, None] + dim[None, :], mask=inside[:, None] & real_dim[None, :], other=0.0)
+        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * decay + tl.sum(weights, axis=1)
+        best = new_best
+    return best, total, acc
+
+
+@triton.jit
+def attend(
+    q,
+    best,
+    total,
+    acc,
+    start,
+    end,
+    least,
+    k_ptr,
+    v_ptr,
+    k_exponents_ptr,
+    v_exponents_ptr,
+    table_row,
+    scale,
+    stride,
+    dim,
+    real_dim,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Add the positions [start, end) of one table row and one key head to a running softmax.
+
+    With a WINDOW, each query attends only to positions from `least` on. With exponents, the cache is in FP8.
+    """
+    if k_exponents_ptr is not None:
+        return _attend_codes(
+            q,
+            best,
+            total,
+            acc,
+            start,
+            end,
+            least,
+            k_ptr,
+            v_ptr,
+            k_exponents_ptr,
+            v_exponents_ptr,
+            table_row,
+            scale,
+            HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
+            WINDOW,
+        )
+    else:
+        return _attend_values(
+            q,
+            best,
+            total,
+            acc,
+            start,
+            end,
+            least,
+            k_ptr,
+            v_ptr,
+            table_row,
+            scale,
+            stride,
+            dim,
+            real_dim,
+            BLOCK_SIZE,
+            WINDOW,
+        )
