@@ -49,6 +49,7 @@ COMMANDS = {
 # These import torch or Hydra before their first output, which takes seconds.
 _SLOW = {"train", "evaluate", "serve", "reproduce", "replay", "env", "bench"}
 _WITH_COMMAND = {"plan"}  # their own options are followed by another command
+_AFTER_DASHES = {"check"}  # another command may follow after --
 _SILENT = {"--cfg", "stats_logger.console=quiet"}
 
 _ABOUT = """\
@@ -64,7 +65,9 @@ areno post-trains language models with reinforcement learning.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command `areno` with these arguments, and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    known = dict(_commands())
+    known, after = dict(_commands()), None
+    if words[:1] and words[0] in _AFTER_DASHES and "--" in words:
+        words, after = words[: words.index("--")], words[words.index("--") + 1 :]
     if "_ARGCOMPLETE" in os.environ:
         _print_completions()
     if not words or words[0] not in known:
@@ -88,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from areno.cli.train_flags import unknown_flags
 
             raise ConfigError(unknown_flags(parser, others))
+        if words[0] in _AFTER_DASHES:
+            arguments.command = after
         if words[0] in _SLOW and not _SILENT & set(words) and sys.stderr.isatty():
             print(f"areno {__version__}: {words[0]} starts ...", file=sys.stderr, flush=True)
         interrupts.raise_on_interrupt()

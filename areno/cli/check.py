@@ -1,7 +1,7 @@
 """The command `areno check`, which tries each part of a run on this machine with a tiny model that areno includes.
 
-With a model folder as its argument, the command reports whether areno supports the model, and which files and fields
-are wrong or missing. It reads no weights.
+With `-- COMMAND`, it checks the run of this command (check_run.py). With a model folder as its argument, it reports
+whether areno supports the model, and which files and fields are wrong or missing, without reading weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from areno.errors import ArenoError, CheckpointError, ConfigError, Key
+from areno.cli import check_run
+from areno.errors import ArenoError, CheckpointError, ConfigError, Key, Problem
 
 if TYPE_CHECKING:
     from areno.models.config import TransformerConfig
@@ -123,7 +124,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and a checkpoint of a tiny model on every device. Says what works and what does not. The exit code is 1 "
         "where something does not work. With FOLDER it only says whether areno supports the model there, and what is "
         "wrong or missing: fields of its config.json, weight files and their tensors, the tokenizer. No weights are "
-        "read. With FOLDER/config.json it looks at this file alone."
+        "read. With FOLDER/config.json it looks at this file alone. With -- COMMAND, the command of a run, it checks "
+        "what this run would do with its data: areno check -- python -m areno.recipes.gspo --config-name=quickstart"
     )
     parser.add_argument(
         "folder",
@@ -136,6 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="number of devices (default: all visible ones)")
     parser.add_argument("--debug", action="store_true", help="print the traceback of each failed check")
+    check_run.add_arguments(parser)
 
 
 @dataclass
@@ -165,6 +168,9 @@ class _CheckReport:
 def run(arguments: argparse.Namespace) -> int:
     from areno.tracking.run_log import RunLog
 
+    _refuse_mixed_options(arguments)
+    if arguments.command is not None:
+        return check_run.run(arguments)
     report = _CheckReport(arguments.debug)
     if arguments.folder is not None:
         if arguments.device != "auto" or arguments.world_size is not None:
@@ -174,6 +180,17 @@ def run(arguments: argparse.Namespace) -> int:
         _run_checks(report, arguments)
     print(f"\n{', '.join(report.failed)}: see above" if report.failed else "\neverything that a run needs works")
     return 1 if report.failed else 0
+
+
+def _refuse_mixed_options(arguments: argparse.Namespace) -> None:
+    """Raise an error for options of a check of the installation beside a COMMAND, or the reverse."""
+    of_run = ("--only", "--json", "--html", "--model")
+    of_machine = ("FOLDER", "--device", "--world-size", "--debug")
+    with_command = arguments.command is not None
+    given = {name: vars(arguments)[name.strip("-").replace("-", "_").lower()] for name in (*of_run, *of_machine)}
+    if wrong := [name for name in (of_machine if with_command else of_run) if given[name] not in (None, False, "auto")]:
+        text = "is not for the check of a run; leave it out" if with_command else "is for a run; add -- COMMAND"
+        raise ConfigError([Problem(name, text) for name in wrong])
 
 
 def _check_folder(report: _CheckReport, path: Path) -> int:

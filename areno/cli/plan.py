@@ -6,16 +6,15 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areno.cli.given_command import GivenCommand, split_command
 from areno.config.policy_experiments import PolicyExperimentConfig
-from areno.errors import ConfigError, Key, Problem, did_you_mean, keys_renamed
+from areno.errors import ConfigError, Key, Problem, keys_renamed
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from areno.api.algorithms import Algorithm
     from areno.plan.forecast import Forecast
     from areno.plan.settings_that_fit import FittingChange
 
@@ -66,9 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
         if (value := vars(arguments)[name]) is not None and value < 1:
             raise ConfigError(Problem(f"--{name.replace('_', '-')}", f"is {value}; it must be at least 1"))
     here = [hardware.hardware_of(arguments.device)] if arguments.device else hardware.local_devices()
-    algorithm, settings = _split_command(arguments.command)
-    config = _compose_config(algorithm, settings)
-    names = settings[-1] | {"engine.world_size": "--devices"}
+    given = split_command(arguments.command, "plan")
+    config = _compose_config(given)
+    names = given.names | {"engine.world_size": "--devices"}
     _check_options(arguments, config, names)
     n_devices = arguments.devices or config.engine.world_size or (len(here) if not arguments.device else 1)
 
@@ -80,9 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         _check_lengths(found, arguments)
     ways = [] if found.fits else fitting_changes(found, predict)
     if arguments.json:
-        print(json.dumps(plan_record(algorithm.name, found, ways), indent=2))
+        print(json.dumps(plan_record(given.algorithm.name, found, ways), indent=2))
     else:
-        _print_plan(algorithm.name, found, ways, is_limit=arguments.answer_tokens is None)
+        _print_plan(given.algorithm.name, found, ways, is_limit=arguments.answer_tokens is None)
         if not arguments.device and not here[0].is_cuda:
             print("This plan is for the CPU of this machine. For a GPU, give its kind, such as --device h100-80gb.")
     return 0 if found.fits else 1
@@ -128,51 +127,11 @@ def _check_lengths(found: Forecast, arguments: argparse.Namespace) -> None:
         )
 
 
-def _split_command(words: Sequence[str]) -> tuple[Algorithm, tuple[str, Path | None, list[str], dict[str, str]]]:
-    """Return the algorithm that a command runs, and (task, folder of tasks, settings, setting -> flag).
-
-    Accepts `areno train ...`, `python -m areno.recipes.NAME ...`, `NAME ...` and the flags of `areno train` alone.
-    """
-    from areno.api.algorithms import algorithm_names, get_algorithm
-    from areno.cli import train, train_flags
-    from areno.launch.command import options_of
-
-    left = [word for word in words if word != "--"]
-    left = left[1:] if left[:1] == ["areno"] else left
-    if left[:1] and Path(left[0]).name.startswith("python") and left[1:2] == ["-m"]:
-        left = [left[2].removeprefix("areno.recipes."), *left[3:]] if len(left) > 2 else []
-    if left and not left[0].startswith("-") and "=" not in left[0] and left[0] != "train":
-        names = algorithm_names()
-        if left[0] not in names:
-            is_model = "/" in left[0] and not did_you_mean(left[0], names)
-            meant = f"; did you mean --ckpt {left[0]}?" if is_model else did_you_mean(left[0], [*names, "train"])
-            text = f"there is no {left[0]!r}{meant}; expected `areno train ...`, "
-            raise ConfigError(
-                Problem("COMMAND", text + "`python -m areno.recipes.gspo ...` or the flags of areno train")
-            )
-        algorithm = get_algorithm(left[0])
-        name, config_dir, settings = options_of(f"areno plan {left[0]}", left[1:], algorithm)
-        return algorithm, (name, config_dir, settings, {})
-    parser = argparse.ArgumentParser(prog="areno plan", allow_abbrev=False)
-    train.add_arguments(parser)
-    parsed, others = parser.parse_known_intermixed_args(left[1:] if left[:1] == ["train"] else left)
-    if others:
-        raise ConfigError(train_flags.unknown_flags(parser, others))
-    algorithm, settings, names_of = train.settings_of(parsed)
-    config_dir = Path(parsed.config_dir) if parsed.config_dir else None
-    return algorithm, (parsed.config_name, config_dir, settings, names_of)
-
-
-def _compose_config(algorithm: Algorithm, given: tuple[str, Path | None, list[str], dict[str, str]]) -> Any:
+def _compose_config(given: GivenCommand) -> Any:
     """Compose the configuration of a command. Data and rewards may be missing, because a plan does not need them."""
-    from areno.launch.compose import HydraSession
-
-    name, config_dir, settings, names = given
-    with (
-        keys_renamed(names.get),
-        HydraSession(algorithm.config, name, settings, config_dir=config_dir, names=names) as session,
-    ):
-        composition = session.compose()
+    algorithm = given.algorithm
+    with keys_renamed(given.names.get):
+        composition = given.compose()
         data = composition.data.setdefault("train_dataset", {})
         if not (data.get("path") or data.get("loader")):
             data["loader"] = "rows.py:given"

@@ -25,12 +25,11 @@ from areno.config.policy_experiments import CriticExperimentConfig, DistillExper
 from areno.config.ratio import RatioConfig
 from areno.config.sources import PromptDatasetConfig, agent_key, source_key
 from areno.data.curriculum import Curriculum
-from areno.data.loader import BatchLoader, TokenLimit, row_encoder, row_loader
+from areno.data.loader import BatchLoader
 from areno.data.mixed_loader import MixedLoader
 from areno.data.row_schema import RowKind
-from areno.data.solution_steps import StepEncoder, check_separator, separator_problem
-from areno.data.sources import check_source, check_valid_sources, open_rows, valid_sets
-from areno.data.teacher_rows import teacher_row_renderer
+from areno.data.solution_steps import StepEncoder, separator_problem
+from areno.data.sources import check_source, check_valid_sources, valid_sets
 from areno.engine.decoder.grammar import Vocabulary
 from areno.engine.engine import Engine
 from areno.environments.packages import check_packages
@@ -51,11 +50,11 @@ from areno.plan.vocabularies import complete_roles
 from areno.run import tuning
 from areno.run.agents_across_steps import LiveAgents
 from areno.run.evaluator import Evaluator
+from areno.run.open_rows import open_loader
 from areno.run.outputs import RunTexts
 from areno.run.run import Run
 from areno.run.states import folder_fingerprint, rows_fingerprint
 from areno.schema.fields import unused_setting_problems
-from areno.scoring.judge import check_fields
 from areno.scoring.judge_readers import EndpointJudge, JudgeBackend, RoleJudge
 from areno.scoring.pool import RewardPool
 from areno.specs.engine import EngineSpec
@@ -269,29 +268,9 @@ class Setup(Generic[Config]):
     def _open_loader(
         self, plan: TrainerPlan, section: DatasetConfig, given: Any, key: str, source: str = ""
     ) -> BatchLoader[Any]:
-        config, thinking, trains = self.config, None, key.startswith("train_dataset")
-        context = TokenLimit(plan.spec.context_len, "the model's context")
-        rows, section = open_rows(section, given, self._loop.kind, key)
-        teacher = teacher_row_renderer(config, plan.spec.context_len) if trains else None
-        if teacher is not None:
-            teacher.check_all(rows, key)
-        separator = plan.spec.actor.step_separator or ""
-        if separator:
-            check_separator(plan.tokenizer, separator, rows, key)
-        if isinstance(config, PolicyExperimentConfig):
-            thinking, name, gconfig = config.rollout.enable_thinking, "gconfig", config.gconfig
-            if not trains and config.eval_gconfig is not None:
-                name, gconfig = "eval_gconfig", config.eval_gconfig
-            if gconfig.max_tokens:
-                context = TokenLimit(gconfig.max_tokens, f"{name}.max_tokens")
-        if isinstance(config, PolicyExperimentConfig) and config.reward.judge.is_set:
-            with contextlib.suppress(KeyError, TypeError):  # a row of another form has an error of its own
-                check_fields(config.reward.judge, rows[0])
-        kind, turns = self._loop.kind, section.changed_turns
-        encode = row_encoder(kind, plan.tokenizer, turns, thinking=thinking, separator=separator, teacher=teacher)
+        trains = key.startswith("train_dataset")
         n_processes = _n_encoder_processes(plan.spec) if trains else 0
-        how: dict[str, Any] = {"seed": config.seed, "key": key, "n_processes": n_processes, "source": source}
-        return row_loader(kind, rows, encode, section, context, **how)
+        return open_loader(self.config, self._loop.kind, plan, section, given, key, source, n_processes)
 
     def _open_run(self, plan: TrainerPlan, run_dir: str | Path | None, models: SavedModels) -> Run:
         """Open the run, and warn of settings that do not fit its length or devices."""

@@ -1,0 +1,82 @@
+"""What checks find, and how they are run."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from areno.errors import ArenoError
+
+if TYPE_CHECKING:
+    from areno.checks.subject import Subject
+
+Verdict = Literal["green", "red", "not checked"]
+
+
+@dataclass(frozen=True)
+class MarkedText:
+    """A text of which some pieces are trained, shown in colour or between brackets."""
+
+    caption: str
+    pieces: list[tuple[str, bool]]  # (text, whether it is trained)
+
+
+Detail = str | MarkedText
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of a check. Only red findings fail."""
+
+    name: str  # of what is found, such as "prompt-end"; the same in every run
+    verdict: Verdict
+    line: str
+    details: list[Detail] = field(default_factory=list)
+    group: str = ""  # set when the check has run
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def green(name: str, line: str, details: Iterable[Detail] = ()) -> Finding:
+    return Finding(name, "green", line, list(details))
+
+
+def red(name: str, line: str, details: Iterable[Detail] = ()) -> Finding:
+    return Finding(name, "red", line, list(details))
+
+
+def not_checked(name: str, why: str, details: Iterable[Detail] = ()) -> Finding:
+    return Finding(name, "not checked", why, list(details))
+
+
+class NotChecked(Exception):
+    """Raised inside of a check if this run does not have what it checks. The text is the reason."""
+
+
+Check = Callable[["Subject"], Iterable[Finding]]
+
+
+def run_checks(
+    checks: Mapping[str, Sequence[Check]], subject: Subject, only: Collection[str] | None = None
+) -> Iterator[Finding]:
+    """Run the checks of the groups in `only` (None: all), and yield their findings as they come.
+
+    An ArenoError in a check is a red finding, because it is what the run would end with. After any other exception,
+    the check counts as not checked. Both are named after the function.
+    """
+    for group, members in checks.items():
+        for check in members if only is None or group in only else ():
+            name = check.__name__.replace("_", "-")
+            try:
+                for finding in check(subject):
+                    yield replace(finding, group=group)
+            except NotChecked as reason:
+                yield replace(not_checked(name, str(reason)), group=group)
+            except ArenoError as error:
+                yield replace(red(name, str(error)), group=group)
+            except Exception as error:
+                said = f"the check itself failed: {type(error).__name__}: {error}"
+                yield replace(not_checked(name, said, traceback.format_exc().splitlines()), group=group)

@@ -1,0 +1,68 @@
+"""`areno check -- COMMAND`, which checks a run before it starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from areno.cli.given_command import split_command
+from areno.errors import ConfigError, Problem, did_you_mean, keys_renamed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("with -- COMMAND", "the command of a run: its data, reward and settings")
+    add = group.add_argument
+    add("--only", metavar="GROUPS", help="groups of checks, such as data,reward (default: all)")
+    add("--json", metavar="FILE", help="also write the findings as JSON")
+    add("--html", metavar="FILE", help="also write the findings as a page")
+    add("--model", choices=["real"], help="run the model of the command in place of a small random one of its family")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from areno.checks.all_checks import CHECKS
+    from areno.checks.findings import run_checks
+    from areno.checks.page import html_page, summary_line, text_lines
+    from areno.checks.subject import Options, Subject
+    from areno.tracking.run_log import RunLog
+
+    started = time.monotonic()
+    only = _groups(arguments.only, CHECKS)
+    given = split_command(arguments.command, "check --", complete=True)
+    options = Options(real_model=arguments.model == "real")
+    color, findings = sys.stdout.isatty(), []
+    with (
+        keys_renamed(given.names.get),
+        RunLog(own_process=True, console="quiet"),
+        tempfile.TemporaryDirectory(prefix="areno-check-") as folder,
+    ):
+        subject = Subject(given.algorithm, given.compose(), Path(folder), options)
+        for finding in run_checks(CHECKS, subject, only):
+            if not findings or findings[-1].group != finding.group:
+                print(f"\n{finding.group}" if findings else finding.group)
+            findings.append(finding)
+            print(*text_lines(finding, color), sep="\n", flush=True)
+    summary = summary_line(findings, time.monotonic() - started)
+    print(f"\n{summary}")
+    command = shlex.join(arguments.command)
+    if arguments.json:
+        record = {"command": command, "findings": [finding.record() for finding in findings]}
+        Path(arguments.json).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if arguments.html:
+        Path(arguments.html).write_text(html_page(command, findings, summary), encoding="utf-8")
+    return int(any(finding.verdict == "red" for finding in findings))
+
+
+def _groups(text: str | None, known: object) -> set[str] | None:
+    names = list(known) if isinstance(known, dict) else []
+    if text is None:
+        return None
+    found = {name.strip() for name in text.split(",")}
+    if wrong := sorted(found - set(names)):
+        hint = did_you_mean(wrong[0], names)
+        raise ConfigError(Problem("--only", f"there is no {wrong[0]!r}{hint}; there are {', '.join(names)}"))
+    return found
