@@ -22,6 +22,7 @@ _OWN_ENGINE = "areno has an engine of its own; see the settings of engine and ro
 _OWN_PROCESSES = "areno starts its processes itself; see engine.world_size and engine.tp_size"
 _NO_SERVERS = "rollout runs in the processes that train, so there are no inference servers"
 _NO_LORA = "adapters are for the actor; the critic is trained whole"
+_NO_FP8 = "only the actor and its reference compute in FP8, see actor.fp8_config; other models compute in actor.dtype"
 _ONE_ADAPTER = "rollout uses the adapter of actor.use_lora; there are no others"
 _SECRET = "it would be kept in the files of the run; set the environment variable"
 _NO_LOSS_SCALE = "only float16 needs a loss scale, and actor.dtype has no float16"
@@ -149,6 +150,8 @@ NOT_HERE = {
     **_texts_by_key(
         ("critic",), dict.fromkeys(("use_lora", "lora_rank", "lora_alpha", "target_modules", "peft_type"), _NO_LORA)
     ),
+    **dict.fromkeys((f"{section}.fp8_config" for section in ("critic", "reward", "teacher")), _NO_FP8),
+    **dict.fromkeys((f"critic.{engine}.fp8_config.mode" for engine in ("archon", "megatron")), _NO_FP8),
     **_texts_by_key(("actor.mb_spec", "critic.mb_spec"), _OF_MICRO_BATCHES),
     **_texts_by_key(("actor.optimizer", "critic.optimizer"), _OF_OPTIMIZERS),
     **_texts_by_key(("rollout",), _OF_ROLLOUT),

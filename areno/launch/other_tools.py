@@ -6,6 +6,10 @@ and AReaL. If a name has several settings, hints show those that the algorithm h
 
 from __future__ import annotations
 
+from areno.config.fp8 import FP8ModelConfig
+from areno.config.lora import LoraConfig
+from areno.schema.fields import settings
+
 _BATCH = ("train_dataset.batch_size", "actor.mb_spec.mini_bs")
 _DUAL_CLIP, _ADAM = ("actor.c_clip",), "actor.optimizer"
 _KL = ("actor.kl_ctl",)
@@ -204,6 +208,14 @@ _OF_VLLM = {
     "model": ("actor.path",),
     "seed": ("seed",),
 }
+_OF_POLICY = {*settings(FP8ModelConfig), *settings(LoraConfig)}
+
+
+def is_of_any_model(name: str) -> bool:
+    """Return whether a setting in a model's section is not one of FP8 or adapters, which a critic has not."""
+    return _OF_POLICY.isdisjoint(name.split("."))
+
+
 _ENDS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _OF_BACKENDS = {
     **{
@@ -240,7 +252,12 @@ COUNTERPARTS: dict[str, tuple[str, ...]] = {
     **_OF_VERL,
     **{f"sglang.{name}": ours for name, ours in _OF_SGLANG.items()},
     **{f"vllm.{name}": ours for name, ours in _OF_VLLM.items()},
-    **{f"{section}.{name}": ours for section in ("actor", "ref", "critic") for name, ours in _OF_AREAL.items()},
+    **{
+        f"{section}.{name}": ours
+        for section in ("actor", "ref", "critic")
+        for name, ours in _OF_AREAL.items()
+        if section != "critic" or is_of_any_model(name)
+    },
     "agent.agent_cls_path": ("agent.fn",),
     "agent.engine_max_tokens": ("gconfig.max_tokens",),
     "agent.subproc_max_workers": ("agent.workers",),
@@ -290,6 +307,7 @@ HOLDS: dict[str, tuple[object, ...]] = {
     },
     "actor.importance_sampling_level": ("sequence",),  # of gspo, which has no such setting
     "agent.chat_template_type": ("concat",),
+    "critic.fp8_config.mode": ("disabled",),
     "critic.is_critic": (True,),
     "rollout._version": ("v1", "v2"),
     "rollout.check_trajectory_format": (True,),

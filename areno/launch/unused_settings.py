@@ -14,7 +14,7 @@ from typing import Any
 from areno.errors import Problem
 from areno.launch.hints import NOT_HERE, all_setting_keys, setting_hint, settings_of_other_tool
 from areno.launch.hydra import delete_key
-from areno.launch.other_tools import EQUAL, HOLDS, PARTS
+from areno.launch.other_tools import EQUAL, HOLDS, PARTS, is_of_any_model
 from areno.schema.build import earlier_names, with_defaults
 from areno.schema.fields import Section, UnusedSetting, setting_rows
 from areno.schema.values import value_at
@@ -91,7 +91,7 @@ def _unknown_settings(data: Mapping[str, Any], known: Collection[str], prefix: s
 def _has_no_effect(key: str, value: Any, whole: Mapping[str, Any]) -> bool:
     """Return whether another tool's setting is off, or has the value that areno uses anyway."""
     section, _, name = key.partition(".")
-    ours = EQUAL.get(key) or (f"actor.{name}" if section in ("ref", "critic") else "")
+    ours = EQUAL.get(key) or (f"actor.{name}" if section == "ref" or (section == "critic" and is_of_any_model(name)) else "")
     if any(_equal_with_type(value, each) for each in HOLDS.get(key, ())) or (
         ours and _equal_with_type(value, value_at(whole, ours))
     ):

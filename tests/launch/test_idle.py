@@ -193,6 +193,27 @@ def test_a_contradiction_on_the_command_line_is_an_error() -> None:
             load(get_algorithm("gspo").config, "quickstart", words.split())
 
 
+@pytest.mark.parametrize(
+    ("key", "words", "told"),
+    [
+        ("critic.fp8_config", "critic.fp8_config.mode=e4m3", "only the actor and its reference compute in FP8"),
+        ("critic.megatron.fp8_config.mode", "critic.megatron.fp8_config.mode=e4m3", "only the actor and its reference"),
+        ("critic.use_lora", "critic.use_lora=true", "adapters are for the actor"),
+        ("reward.fp8_config", "reward.fp8_config.mode=e4m3", "only the actor and its reference compute in FP8"),
+        ("", "ref.fp8_config.mode=e4m3", ""),
+        ("", "critic.fp8_config.mode=disabled critic.use_lora=false", ""),
+    ],
+)
+def test_what_the_actor_alone_can_do_is_not_left_out_of_other_sections(key: str, words: str, told: str) -> None:
+    config, actor = get_algorithm("ppo").config, ["actor.fp8_config.mode=e4m3", "actor.use_lora=true"]
+    if not key:
+        assert load(config, "quickstart", [*actor, *words.split()]) == load(config, "quickstart", actor)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(config, "quickstart", [*actor, *words.split()])
+    assert [(problem.key, told in problem.message) for problem in caught.value.problems] == [(key, True)]
+
+
 def test_no_limit_of_rows_is_the_context(tmp_path: Path) -> None:
     config = load(get_algorithm("sft").config, "quickstart_base", ["train_dataset.max_length=null"])
     assert config.train_dataset.max_length_or_unlimited > 10**9
