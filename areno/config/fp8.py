@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from areno.errors import Problem
 from areno.schema.fields import Needs, Section, setting
 
+FP8_UNITS = (8, 9)
+"""The first compute capability of GPUs with products in e4m3."""
+SIZE_MULTIPLE = 16
+"""Of the sizes of the matrices that FP8 units multiply."""
 _ON = Needs("mode", "e4m3", so="no layer is in FP8")
 _ENDS = Needs("first_last_layers_bf16", so="no layer is left out")
 
@@ -34,7 +39,7 @@ class FP8Config(Section):
     )
     exclude_modules: list[str] = setting(
         factory=list,
-        help="Linear layers that stay in actor.dtype: parts of their names in the checkpoint, such as o_proj or "
+        help="Linear layers that stay in actor.dtype: whole parts of their names in the checkpoint, such as o_proj or "
         "layers.0.mlp. Projections of one input, such as q_proj, k_proj and v_proj, are one layer. Embedding, output "
         "head and value heads are never in FP8",
         only_with=_ON,
@@ -69,3 +74,9 @@ class FP8ModelConfig(Section):
     def fp8(self) -> FP8Config | None:
         """fp8_config, and None if it is disabled."""
         return None if self.fp8_config is None or self.fp8_config.mode == "disabled" else self.fp8_config
+
+
+def no_units_problem(key: str, gpu: str) -> Problem:
+    """Return the problem with a setting that asks for FP8 on a GPU without FP8 units. `gpu` describes it."""
+    text = "is set, but {} has no FP8 units, which GPUs of compute capability 8.9 or more have; leave it out"
+    return Problem(key, text, gpu)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areno.config.fp8 import FP8_UNITS, no_units_problem
 from areno.errors import ConfigError, Problem
 
 _Given = ParamSpec("_Given")
@@ -116,9 +117,6 @@ def check_dtype(dtype: torch.dtype | str, devices: Iterable[torch.device | str])
             raise ConfigError(Problem("actor.dtype", text, gpu_description(device)))
 
 
-FP8_UNITS = (8, 9)  # the first compute capability with products in e4m3
-
-
 def has_fp8_units(device: torch.device | str) -> bool:
     found = compute_capability(device)
     return found is not None and found >= FP8_UNITS
@@ -128,8 +126,7 @@ def check_fp8(devices: Iterable[torch.device | str], key: str = "actor.fp8_confi
     """Raise ConfigError about the setting `key` if a device is a GPU without FP8 units."""
     for device in devices:
         if compute_capability(device) is not None and not has_fp8_units(device):
-            text = "is set, but {} has no FP8 units, which GPUs of compute capability 8.9 or more have; leave it out"
-            raise ConfigError(Problem(key, text, gpu_description(device)))
+            raise ConfigError(no_units_problem(key, gpu_description(device)))
 
 
 def gpu_description(device: torch.device | str) -> str:

@@ -91,7 +91,9 @@ def _unknown_settings(data: Mapping[str, Any], known: Collection[str], prefix: s
 def _has_no_effect(key: str, value: Any, whole: Mapping[str, Any]) -> bool:
     """Return whether another tool's setting is off, or has the value that areno uses anyway."""
     section, _, name = key.partition(".")
-    ours = EQUAL.get(key) or (f"actor.{name}" if section == "ref" or (section == "critic" and is_of_any_model(name)) else "")
+    ours = EQUAL.get(key) or (
+        f"actor.{name}" if section == "ref" or (section == "critic" and is_of_any_model(name)) else ""
+    )
     if any(_equal_with_type(value, each) for each in HOLDS.get(key, ())) or (
         ours and _equal_with_type(value, value_at(whole, ours))
     ):

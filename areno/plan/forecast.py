@@ -31,7 +31,6 @@ from areno.cost.token_budget import SCORE, TRAIN, choose_token_budget
 from areno.errors import ConfigError
 from areno.models.config import TransformerConfig
 from areno.models.known_shapes import resolve_model_config
-from areno.models.registry import layout_problems
 from areno.plan.hardware import Hardware
 from areno.plan.phases import (
     PassMemory,
@@ -44,7 +43,7 @@ from areno.plan.phases import (
     rows_of_step,
     values_per_token,
 )
-from areno.plan.plan import engine_spec, max_sequence_len
+from areno.plan.plan import check_rows_per_replica, door_problems, engine_spec, fp8_unit_problems, max_sequence_len
 from areno.plan.roles import actor_role, experiment_roles
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
@@ -110,16 +109,15 @@ def forecast(
 ) -> Forecast:
     """Compute the memory and the time of each phase of a step. `answer_tokens` is a mean."""
     model = resolve_model_config(config.actor.path, "actor.path", config.head)
-    layout = config.engine.layout(n_devices)
-    problems = [each.under("engine") for each in layout.problems()] or layout_problems(model, layout)
-    if problems:
+    devices = ["cuda:0" if hardware.is_cuda else "cpu"] * n_devices
+    if problems := [*door_problems(config, model, devices), *fp8_unit_problems(config, hardware)]:
         raise ConfigError(problems)
     itemsize = 4 if config.actor.dtype == "float32" or not hardware.is_cuda else 2
-    devices = ["cuda:0" if hardware.is_cuda else "cpu"] * n_devices
     spec = engine_spec(config, actor_role(config, config.actor.path, model), devices)
     # `set_values` checks nothing, so settings that contradict each other raise a ConfigError here.
     _, engine = replace(config.actor), replace(config.engine, world_size=n_devices)
     spec = replace(spec, engine=engine)
+    check_rows_per_replica(config, spec)
     roles = {"actor": spec.actor, **experiment_roles(config, lambda path, key: path)}
     roles = {name: replace(role, path=role.path or config.actor.path) for name, role in roles.items()}
     shapes = {name: resolve_model_config(it.path, it.key, it.head, it.needs_head) for name, it in roles.items()}

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from areno.config.fp8 import FP8_UNITS
 from areno.cost.footprint import GIB, RESERVE
 from areno.cost.time import H100, Rates
 from areno.errors import ConfigError, Problem, did_you_mean
@@ -24,6 +25,7 @@ class Hardware:
     memory: int  # that CUDA reports, or of the machine for a CPU
     rates: Rates  # of copies and of large matrix products in bfloat16 (float32 on a CPU)
     is_cuda: bool = True
+    has_fp8_units: bool = True  # also if that is unknown
 
     @property
     def cuda_context_bytes(self) -> int:
@@ -36,10 +38,12 @@ class Hardware:
         return int((1 - RESERVE) * self.memory) - self.cuda_context_bytes if self.is_cuda else self.memory
 
 
-def _gpu_from_data_sheet(name: str, title: str, gib: float, bytes_s: float, flops_s: float, link: float) -> Hardware:
+def _gpu_from_data_sheet(
+    name: str, title: str, gib: float, bytes_s: float, flops_s: float, link: float, fp8: bool = True
+) -> Hardware:
     """Return a GPU from data sheet values: memory, bandwidth, dense bfloat16 FLOP/s, bandwidth of the GPU link."""
     rates = Rates(copy_bytes_s=_COPY * bytes_s, matmul_flops_s=_PRODUCTS * flops_s, link_bytes_s=_LINK * link)
-    return Hardware(name=name, title=title, memory=int(gib * GIB), rates=rates)
+    return Hardware(name=name, title=title, memory=int(gib * GIB), rates=rates, has_fp8_units=fp8)
 
 
 _GPUS = (
@@ -51,8 +55,8 @@ _GPUS = (
         rates=Rates(copy_bytes_s=4.23e12, matmul_flops_s=780e12),  # measured by areno bench
     ),
     # Rates of NVIDIA's data sheets.
-    _gpu_from_data_sheet("a100-40gb", "A100 40 GB", 39.4, 1.555e12, 312e12, 300e9),
-    _gpu_from_data_sheet("a100-80gb", "A100 80 GB", 79.2, 2.039e12, 312e12, 300e9),
+    _gpu_from_data_sheet("a100-40gb", "A100 40 GB", 39.4, 1.555e12, 312e12, 300e9, fp8=False),
+    _gpu_from_data_sheet("a100-80gb", "A100 80 GB", 79.2, 2.039e12, 312e12, 300e9, fp8=False),
     _gpu_from_data_sheet("rtx-4090", "RTX 4090", 23.6, 1.008e12, 165e12, 32e9),
     _gpu_from_data_sheet("l40s", "L40S", 44.4, 0.864e12, 362e12, 32e9),
 )
@@ -84,15 +88,18 @@ def hardware_of(name: str) -> Hardware:
 
 def local_devices() -> list[Hardware]:
     """Return the GPUs in CUDA_VISIBLE_DEVICES, as `nvidia-smi` lists them. Without a GPU, return the CPU."""
-    command = ["nvidia-smi", "--query-gpu=uuid,name,memory.total", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--query-gpu=uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]) is None:
         return [local_cpu()]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):  # a driver that does not answer has no GPU to offer either
         return [local_cpu()]
-    gpus = [[part.strip() for part in line.split(",")] for line in listed if line.count(",") == 2]
-    found = [gpu_by_name(name, int(0.9945 * float(mib) * 2**20)) for _, name, mib in _visible_gpus(gpus)]
+    gpus = [[part.strip() for part in line.split(",")] for line in listed if line.count(",") == 3]
+    found = [
+        gpu_by_name(name, int(0.9945 * float(mib) * 2**20), _version(capability))
+        for _, name, mib, capability in _visible_gpus(gpus)
+    ]
     return found or [local_cpu()]
 
 
@@ -110,12 +117,17 @@ def _visible_gpus(gpus: list[list[str]]) -> list[list[str]]:
     return found
 
 
-def gpu_by_name(title: str, memory: int) -> Hardware:
+def _version(capability: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in capability.split(".") if part.isdigit())
+
+
+def gpu_by_name(title: str, memory: int, capability: tuple[int, ...] = ()) -> Hardware:
     """Return a GPU by the name that its driver reports, such as "NVIDIA H100 80GB HBM3".
 
-    An unknown GPU gets the rates of the known GPU whose memory size is nearest.
+    An unknown GPU gets the rates of the known GPU whose memory size is nearest. `capability`: () if it is unknown.
     """
     words = title.upper().replace("-", " ").split()
     alike = [gpu for gpu in _GPUS if gpu.title.split()[0] in words or gpu.title.upper() in title.upper()] or [*_GPUS]
     nearest = min(alike, key=lambda gpu: abs(gpu.memory - memory))
-    return Hardware(name=nearest.name, title=title, memory=memory, rates=nearest.rates)
+    units = not capability or capability >= FP8_UNITS
+    return Hardware(name=nearest.name, title=title, memory=memory, rates=nearest.rates, has_fp8_units=units)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areno.config.experiments import ExperimentConfig, HeadName
+from areno.config.fp8 import SIZE_MULTIPLE, no_units_problem
+from areno.config.layout import ALONE, Layout
 from areno.config.models import ModelConfig, PolicyConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import DecoderConfig, GenerationConfig, RolloutConfig
@@ -18,10 +20,11 @@ from areno.engine.decoder.grammar import find_ids_with_text
 from areno.errors import ConfigError, Key, Problem, all_of
 from areno.files.paths import name_model_setting_in_errors
 from areno.models.config import TransformerConfig
-from areno.models.fp8_layers import unknown_exclusions
-from areno.models.registry import load_config
+from areno.models.fp8_layers import emulated_linears, fp8_problems
+from areno.models.registry import layout_problems, load_config
 from areno.plan.devices import devices_of
 from areno.plan.folders import load_tokenizer, model_folder
+from areno.plan.hardware import Hardware
 from areno.plan.lora import KEY
 from areno.plan.phases import decoder_concurrency
 from areno.plan.roles import actor_role
@@ -88,7 +91,6 @@ def plan_of_actor(
     """
     # These import torch, which building a Trainer does not need.
     from areno.kernels.backend import check_fp8
-    from areno.models.registry import layout_problems
 
     devices, (path, model), tokenizer_folder = all_of(
         devices_of,
@@ -100,10 +102,7 @@ def plan_of_actor(
         tokenizer = load_tokenizer(tokenizer_folder)
     if config.allow_control_tokens:
         allow_control_tokens(tokenizer)
-    layout = config.engine.layout(len(devices))
-    problems = [each.under("engine") for each in layout.problems()]
-    problems += [*layout_problems(model, layout), *model_problems(config, model)]
-    problems += engine_problems(config, model, devices[0])
+    problems = door_problems(config, model, devices)
     if len(tokenizer) > model.vocab_size:
         found = f"the tokenizer has {len(tokenizer)} tokens, the model only {model.vocab_size}; they do not match"
         problems.append(Problem("tokenizer_path", found))
@@ -179,7 +178,17 @@ def _load_model_config(path: str, head: HeadName) -> tuple[str, TransformerConfi
         return folder, load_config(folder, head)
 
 
-def engine_problems(config: ExperimentConfig, model: TransformerConfig, device: str) -> Iterator[Problem]:
+def door_problems(config: ExperimentConfig, model: TransformerConfig, devices: list[str]) -> list[Problem]:
+    """Return the problems that the model, the number and the kind of the devices decide, for a run and for a plan."""
+    layout = config.engine.layout(len(devices))
+    problems = [each.under("engine") for each in layout.problems()]
+    problems += [*layout_problems(model, layout), *model_problems(config, model)]
+    return [*problems, *engine_problems(config, model, devices[0], layout)]
+
+
+def engine_problems(
+    config: ExperimentConfig, model: TransformerConfig, device: str, layout: Layout = ALONE
+) -> Iterator[Problem]:
     """Yield problems with settings that this device or model does not support."""
     actor, exact = config.actor, config.engine.exact
     if config.memory_profiler is not None and device == "cpu":
@@ -194,14 +203,35 @@ def engine_problems(config: ExperimentConfig, model: TransformerConfig, device: 
         text = "is true, but the products of a model with experts have no fixed order on CUDA; set it to false"
         yield Problem("engine.exact", text)
     if actor.fp8 is not None:
-        if model.experts is not None:
-            yield Problem("actor.fp8_config", "is set, but experts have no products in FP8; leave it out")
-        elif unknown := unknown_exclusions(model, actor.fp8):
-            text = f"has {', '.join(unknown)}, which is in no name of a module, such as layers.0.self_attn.o_proj"
-            yield Problem("actor.fp8_config.exclude_modules", text)
+        yield from fp8_problems(model, actor.fp8)
+        if exact and device.startswith("cuda"):
+            yield from _emulated_problems(actor, model, layout)
     if exact and model.delta is not None:
         text = "is true, but training and decoding compute the recurrent states of this model in different orders; "
         yield Problem("engine.exact", f"{text}set it to false")
+
+
+def fp8_unit_problems(config: ExperimentConfig, hardware: Hardware) -> Iterator[Problem]:
+    """Yield problems with FP8 on a GPU without FP8 units, as `kernels.backend.check_fp8` does for a run."""
+    if hardware.has_fp8_units or not hardware.is_cuda:
+        return
+    if config.actor.fp8 is not None:
+        yield no_units_problem("actor.fp8_config", hardware.title)
+    if isinstance(config, PolicyExperimentConfig) and config.rollout.fp8_kv:
+        yield no_units_problem("rollout.kv_cache_dtype", hardware.title)
+
+
+def _emulated_problems(actor: ModelConfig, model: TransformerConfig, layout: Layout) -> Iterator[Problem]:
+    """Yield problems with FP8 products that a GPU would emulate, whose sums have no fixed order there."""
+    assert actor.fp8 is not None
+    if actor.dtype == "float32":
+        text = "is float32, for which FP8 products are emulated, in no fixed order; set it to bfloat16, or {} to false"
+        yield Problem("actor.dtype", text, Key("engine.exact"))
+    elif found := emulated_linears(model, actor.fp8, layout):
+        sizes = dict.fromkeys(f"{name.split('.', 2)[2]} ({o} x {i})" for name, (o, i) in found.items())
+        text = "does not leave out {}, whose sizes on a rank are no multiples of {}, so that their products are "
+        text += "emulated, in no fixed order; name these layers here, or set {} to false"
+        yield Problem("actor.fp8_config.exclude_modules", text, ", ".join(sizes), SIZE_MULTIPLE, Key("engine.exact"))
 
 
 def model_problems(config: ExperimentConfig, model: TransformerConfig) -> Iterator[Problem]:

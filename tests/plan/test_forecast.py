@@ -283,7 +283,9 @@ def test_only_visible_devices_are_planned_for(
     visible: str | None, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lists = tmp_path / "nvidia-smi"
-    lists.write_text("#!/bin/sh\necho 'GPU-aa1, NVIDIA H100 80GB HBM3, 81559'\necho 'GPU-bb2, NVIDIA H200, 143771'\n")
+    lists.write_text(
+        "#!/bin/sh\necho 'GPU-aa1, NVIDIA H100 80GB HBM3, 81559, 9.0'\necho 'GPU-bb2, NVIDIA H200, 143771, 9.0'\n"
+    )
     lists.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from areno.config.fp8 import SIZE_MULTIPLE
 from areno.kernels.backend import can_use_triton, has_fp8_units
 from areno.kernels.fp8 import dequantize_rows, quantize_rows, round_rows, scales_from_exponents
 from areno.kernels.matmul import add_matmul, pad_rows
 
 FEW_ROWS = 64
-_MULTIPLE = 16  # of the sizes of matrices that FP8 units multiply
 _FAST_FORWARD, _FAST_BACKWARD = True, False  # whether sums stay in the matrix units, see `_scaled_matmul`
 
 
@@ -66,7 +66,7 @@ class QuantizedMatrix:
 
     def uses_units(self, x: Tensor) -> bool:
         """Return whether products with x run on FP8 units, and not with dequantized values."""
-        return can_multiply_in_fp8(x) and all(size % _MULTIPLE == 0 for size in self.codes_OI.shape)
+        return can_multiply_in_fp8(x) and all(size % SIZE_MULTIPLE == 0 for size in self.codes_OI.shape)
 
     def linear(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         """Return `matmul`, with a gradient for x and for the weight that has been rounded."""
@@ -106,7 +106,7 @@ class QuantizedMatrix:
         if not self.wgrad:
             add_matmul(out_OI, grad_NO.t(), x_NI if is_rounded else round_rows(x_NI))
             return
-        grad_ON, x_IN = (pad_rows(each, _MULTIPLE).t().contiguous() for each in (grad_NO, x_NI))
+        grad_ON, x_IN = (pad_rows(each, SIZE_MULTIPLE).t().contiguous() for each in (grad_NO, x_NI))
         if not self.uses_units(x_NI):
             add_matmul(out_OI, round_rows(grad_ON), round_rows(x_IN).t())
             return
