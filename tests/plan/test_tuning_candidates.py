@@ -152,6 +152,6 @@ def test_what_does_not_fit_gets_ways_that_fit() -> None:
 
 
 def test_a_cpu_has_no_cache_to_drop_and_no_context() -> None:
-    of = found(device=replace(local_cpu(), memory=2**34))
+    of = found("gconfig.max_new_tokens=96", device=replace(local_cpu(), memory=2**34))
     assert values(of, DROP) == {None}
     assert min(candidate.peak_memory_bytes for candidate in of) < 2**30
