@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from areno.loss_fns.data_pack import DataPack
@@ -22,6 +21,7 @@ from areno.loss_fns.surrogates import (
     ImportanceLevel,
     ProxMethod,
     Reduction,
+    Surrogate,
     clamp_log_ratio,
     sequence_log_ratio,
     token_log_ratio,
@@ -38,7 +38,7 @@ def grpo_loss_fn(
     kl_estimator: KLEstimator = "k3",
     importance_sampling_level: ImportanceLevel = "token",
     prox_logp_method: ProxMethod = "recompute",
-    surrogate: str = "clip",
+    surrogate: str | Surrogate = "clip",
     **settings: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss of GRPO, or of a related algorithm that differs in its settings. The defaults are GRPO.
@@ -55,25 +55,28 @@ def grpo_loss_fn(
             row (GSPO-token, `surrogates.sequence_log_ratio`).
         prox_logp_method: Source of the denominator of the ratios: "recompute" takes old_logprobs, "loglinear"
             interpolates (`surrogates.token_log_ratio`).
-        surrogate: Name of the surrogate in `surrogates.SURROGATES`: "clip", "cispo" or "sapo".
-        settings: Settings of the surrogate by the names of its class, except that eps_clip is called clip_eps and
-            eps_clip_higher is called clip_eps_higher. "clip" has clip_eps, clip_eps_higher and c_clip.
+        surrogate: A surrogate of `areno.loss_fns.surrogates`, or its name, such as "clip", with the defaults of its
+            settings.
+        settings: Settings of the surrogates "clip", "cispo" and "sapo" by the names of their classes, except that
+            eps_clip is called clip_eps and eps_clip_higher is called clip_eps_higher. "clip" has clip_eps,
+            clip_eps_higher and c_clip.
     """
     chosen = SURROGATES.make_section(surrogate, settings)
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
     stats = policy_stats(pack, advantages_T, clamp_log_ratio(log_ratio_T))
     if importance_sampling_level == "sequence":
+        if chosen.couples_tokens:
+            raise ValueError(f"importance_sampling_level is sequence, but {surrogate!r} needs ratios of tokens")
         log_ratio_T = sequence_log_ratio(pack, log_ratio_T, logprobs_T)
     elif importance_sampling_level != "token":
         raise ValueError(f"importance_sampling_level is {importance_sampling_level!r}; expected token or sequence")
-    ratio_T = torch.exp(clamp_log_ratio(log_ratio_T))
-
-    policy_T, how_T = chosen.surrogate_loss(ratio_T, advantages_T, logprobs_T)
+    policy_T, how_T = chosen.token_losses(pack, log_ratio_T, advantages_T, logprobs_T)
     if weights_T is not None:
         policy_T = policy_T * weights_T
         stats["weights"] = weights_T.detach()
 
     policy_loss = reduce_tokens(pack, policy_T, reduction, norm_length)
+    ratio_T = clamp_log_ratio(log_ratio_T.detach()).exp()
     stats |= surrogate_stats({name: pack.token_mean(value) for name, value in how_T.items()}, policy_loss, ratio_T)
     return add_kl(pack, policy_loss, logprobs_T, stats, kl_coef, kl_estimator, reduction, norm_length)

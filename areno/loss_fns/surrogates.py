@@ -3,15 +3,16 @@
 A surrogate is a class that declares its settings and its formula. The setting `actor.surrogate` chooses a class by the
 name under which SURROGATES has registered it. To add a surrogate, write a class with `SURROGATES.register`.
 
-The surrogates are elementwise, so they accept ratios of tokens and of sequences. The module imports no torch,
-because the configuration of a run is read before torch is needed.
+Most surrogates are elementwise (`Surrogate.surrogate_loss`), so they accept ratios of tokens and of sequences. Those
+that couple the tokens of a row override `Surrogate.token_losses`. The module imports no torch, because the
+configuration of a run is read before torch is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from areno.errors import Problem
 from areno.schema.choices import Choices
@@ -84,9 +85,12 @@ def sequence_log_ratio(pack: DataPack, log_ratio_T: Tensor, logprobs_T: Tensor) 
 class Surrogate(Section):
     """Base class of surrogates: a policy objective as a function of the importance ratio, with its settings.
 
-    The fields of a subclass are keys of the configuration section `actor`. Two surrogates may use the same field
-    name only for the same setting.
+    The fields of a subclass are keys of the section `actor.<name>`, or of `actor` if it is registered as flat. Two flat
+    surrogates may use the same field name only for the same setting.
     """
+
+    couples_tokens: ClassVar[bool] = False
+    """Whether the loss of a token depends on the ratios of other tokens of its row, so that they must be of tokens."""
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss of each token or sequence. Training minimises it.
@@ -100,6 +104,15 @@ class Surrogate(Section):
             (losses, statistics by name), all of the shape of `ratio`. The caller logs the mean of each statistic.
         """
         raise NotImplementedError
+
+    def token_losses(
+        self, pack: DataPack, log_ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the loss of each trained token of a micro-batch, with the result of `surrogate_loss`.
+
+        `log_ratio_T` is differentiable and not clamped. Surrogates with `couples_tokens` override this method.
+        """
+        return self.surrogate_loss(clamp_log_ratio(log_ratio_T).exp(), advantages_T, logprobs_T)
 
     def clip_range(self) -> float | None:
         """Return the eps for which ratios below 1 - eps are clipped, or None for a surrogate without a clip."""
@@ -224,6 +237,7 @@ _SWITCHES = {"use_cispo_loss": "cispo", "use_sapo_loss": "sapo"}  # setting -> t
 
 
 @dataclass(kw_only=True)
+@SURROGATES.with_sections
 class SurrogateConfig(*SURROGATES.bases):
     """The choice of a surrogate, with the settings of all of them. The actors of GRPO and PPO inherit from it.
 
@@ -273,10 +287,17 @@ class SurrogateConfig(*SURROGATES.bases):
             self.__dict__.update(self.canonical(vars(self)))
 
     def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return SURROGATES[self.surrogate].surrogate_loss(self, ratio, advantages, logprobs)
+        return self.chosen_surrogate.surrogate_loss(ratio, advantages, logprobs)
+
+    @property
+    def chosen_surrogate(self) -> Surrogate:
+        """The surrogate that the settings choose."""
+        found = SURROGATES.chosen(self)
+        assert found is not None
+        return found
 
     def clip_range(self) -> float | None:
-        return SURROGATES[self.surrogate].clip_range(self)
+        return self.chosen_surrogate.clip_range()
 
     def surrogate_settings(self) -> dict[str, Any]:
         """Return the chosen surrogate and its settings as keyword arguments of `grpo_loss_fn`."""

@@ -24,7 +24,7 @@ from areno.config.policy_experiments import KLExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.launch import run_recipe
 from areno.loss_fns.surrogates import ImportanceLevel, Reduction, SurrogateConfig
-from areno.schema.fields import setting
+from areno.schema.fields import require, setting
 
 if TYPE_CHECKING:
     from areno.trainers.policy_only import PolicyOnlyTrainer
@@ -47,6 +47,13 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
         "whole row, but the gradient of a token flows through its own log-probability (GSPO-token, arXiv 2507.18071, "
         "eq. 13)",
     )
+
+    @require(
+        "importance_sampling_level",
+        "is sequence, but surrogate={self.surrogate} combines the ratios of a row's tokens itself; leave it out",
+    )
+    def level_suits_surrogate(self) -> bool:
+        return self.importance_sampling_level == "token" or not self.chosen_surrogate.couples_tokens
 
     @property
     def ratio_level(self) -> ImportanceLevel:
