@@ -15,6 +15,7 @@ from torch import Tensor
 
 from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.kl import KLEstimator
+from areno.loss_fns.masks import MASKS, Mask
 from areno.loss_fns.policy import add_kl, policy_stats, reduce_tokens, surrogate_stats
 from areno.loss_fns.surrogates import (
     SURROGATES,
@@ -39,6 +40,7 @@ def grpo_loss_fn(
     importance_sampling_level: ImportanceLevel = "token",
     prox_logp_method: ProxMethod = "recompute",
     surrogate: str | Surrogate = "clip",
+    mask: str | Mask | None = None,
     **settings: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss of GRPO, or of a related algorithm that differs in its settings. The defaults are GRPO.
@@ -57,11 +59,14 @@ def grpo_loss_fn(
             interpolates (`surrogates.token_log_ratio`).
         surrogate: A surrogate of `areno.loss_fns.surrogates`, or its name, such as "clip", with the defaults of its
             settings.
+        mask: A mask of `areno.loss_fns.masks`, or its name, with the defaults of its settings. Masked tokens have the
+            policy loss 0, and still count in means. A mask needs rollout_logprobs. None: no mask.
         settings: Settings of the surrogates "clip", "cispo" and "sapo" by the names of their classes, except that
             eps_clip is called clip_eps and eps_clip_higher is called clip_eps_higher. "clip" has clip_eps,
             clip_eps_higher and c_clip.
     """
     chosen = SURROGATES.make_section(surrogate, settings)
+    chosen_mask = None if mask is None else MASKS.make_section(mask, {})
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
     stats = policy_stats(pack, advantages_T, clamp_log_ratio(log_ratio_T))
@@ -72,6 +77,11 @@ def grpo_loss_fn(
     elif importance_sampling_level != "token":
         raise ValueError(f"importance_sampling_level is {importance_sampling_level!r}; expected token or sequence")
     policy_T, how_T = chosen.token_losses(pack, log_ratio_T, advantages_T, logprobs_T)
+    if chosen_mask is not None:
+        rollout_T = pack.trained(pack.need("rollout_logprobs"))
+        keep_T = chosen_mask.keep(logprobs_T.detach(), rollout_T, advantages_T)
+        policy_T = policy_T.where(keep_T, 0.0)
+        stats["masked_frac"] = pack.token_mean((~keep_T).to(policy_T.dtype))
     if weights_T is not None:
         policy_T = policy_T * weights_T
         stats["weights"] = weights_T.detach()

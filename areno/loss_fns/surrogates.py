@@ -181,6 +181,14 @@ class Clip(ClipRange):
         return loss, cut
 
 
+@SURROGATES.register("unclipped", help="the ratio times the advantage, without a clip; for use with a mask")
+class Unclipped(Surrogate):
+    """-r A, whose gradient with the ratio to the rollout is the policy gradient with importance sampling."""
+
+    def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return -ratio * advantages, {}
+
+
 @SURROGATES.register(
     "cispo",
     help="the gradient of each token's log-probability is multiplied by the clipped ratio, through which no gradient "

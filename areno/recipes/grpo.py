@@ -23,6 +23,7 @@ from areno.config.models import KLConfig
 from areno.config.policy_experiments import KLExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.launch import run_recipe
+from areno.loss_fns.masks import MaskConfig
 from areno.loss_fns.surrogates import ImportanceLevel, Reduction, SurrogateConfig
 from areno.schema.fields import require, setting
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
+class TokenPolicyConfig(SurrogateConfig, MaskConfig, RatioConfig, KLConfig):
     """The actor of GRPO and PPO. Its loss is `areno.loss_fns.grpo_loss_fn`, by default with one ratio per token."""
 
     reduction: Reduction = setting(
@@ -59,6 +60,11 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
     def ratio_level(self) -> ImportanceLevel:
         return self.importance_sampling_level
 
+    @property
+    def corrects_staleness(self) -> bool:
+        """Whether the loss takes into account that older weights may have sampled some tokens."""
+        return super().corrects_staleness or self.mask is not None
+
     def loss_settings(self, max_new_tokens: int) -> dict[str, Any]:
         """Return the keyword arguments of `grpo_loss_fn`.
 
@@ -66,6 +72,7 @@ class TokenPolicyConfig(SurrogateConfig, RatioConfig, KLConfig):
         """
         return {
             **self.surrogate_settings(),
+            **self.mask_settings(),
             "kl_coef": self.kl_loss_coef,
             "kl_estimator": self.kl_estimator,
             "reduction": self.reduction,

@@ -92,11 +92,15 @@ VARIANTS = {
     "cispo": (["grpo", "ppo"], "CISPO"),
     "dapo": (["grpo"], "DAPO"),
     "decoupled": (["grpo", "gspo", "ppo"], "Decoupled PPO"),
+    "dppo_kl": (["grpo", "ppo"], "DPPO"),
+    "dppo_tv": (["grpo", "ppo"], "DPPO"),
     "dr_grpo": (["grpo"], "Dr.GRPO"),
     "gspo_token": (["grpo", "ppo"], "GSPO-token"),
     "m2po": (["grpo", "ppo"], "M2PO"),
+    "prime_ipo": (["grpo", "ppo"], "IPO of prime-rl"),
     "reinforce_pp": (["grpo"], "REINFORCE++"),
     "rloo": (["grpo", "gspo"], "RLOO"),
+    "sao_mask": (["grpo", "ppo"], "Mask of SAO"),
     "sapo": (["grpo", "ppo"], "SAPO"),
     "tis": (["grpo", "gspo", "ppo"], "Truncated importance sampling"),
 }
@@ -175,10 +179,11 @@ def test_variant_of_ones_own(tmp_path):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_is_what_the_algorithms_page_says(name):
-    """Its settings are those of the first command of its section, which may have more."""
+    """Its settings are those of a command of its section, the first by default, which may have more."""
     page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
     section = page.split(f"\n## {VARIANTS[name][1]}\n")[1]
-    words = shlex.split(re.search(r"^python -m areno.recipes.\S+ (.*)$", section, re.M)[1])
+    commands = re.findall(r"^python -m areno.recipes.\S+ (.*)$", section, re.M)
+    words = shlex.split(next((command for command in commands if f"={name} " in command), commands[0]))
     shown = load(GRPOConfig, "gsm8k", [word for word in words if "--" not in word])
     variant = load(GRPOConfig, "gsm8k", [f"variant={name}"])
 

@@ -1,0 +1,68 @@
+"""A variant takes the same steps however its rows are computed: micro-batches, shared prefixes, ranks, exact kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.recipe_runs import without_times
+from tests.helpers.variant_runs import Variant, close
+from tests.kill_runs import Run
+
+# Each with what makes it act in the runs below.
+VARIANTS = {
+    "dppo_tv": ["actor.dppo_tv.threshold=0.02"],
+    "dppo_kl": ["actor.dppo_kl.threshold=0.001"],
+    "prime_ipo": ["actor.prime_ipo.threshold=0.02"],
+    "sao_mask": ["actor.sao.eps_low=0.1", "actor.sao.eps_high=0.1"],
+}
+# One update before the one that is compared: rounding errors of many would decide which tokens are masked.
+MOVED = ["actor.ppo_n_minibatches=2", "actor.optimizer.lr=1e-2", "total_train_steps=1"]
+WITHOUT_STALENESS = ["rollout.max_head_offpolicyness=0", "rollout.prompts_ahead=null", "rollout.dynamic_sampling=false"]
+WITHOUT_STALENESS += ["actor.use_decoupled_loss=false"]
+OWN = {"train/masked_frac"}  # statistics of which each variant has one, above 0
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["actor.mb_spec.mini_bs=1"],
+        ["actor.mb_spec.max_tokens_per_mb=40"],
+        pytest.param(["actor.share_prefixes=on"], marks=pytest.mark.slow),
+        pytest.param(["engine.exact=true"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_does_not_depend_on_how_it_is_computed(grpo: Variant, name: str, how: list[str]) -> None:
+    settings = [f"variant={name}", *MOVED, *VARIANTS[name]]
+    whole, other = grpo(*settings), grpo(*settings, *how)
+    own = OWN & whole.names()
+    assert own
+    assert all(whole.series(metric)[0] > 0 for metric in own)
+    for metric in {"train/loss", "train/grad_norm", "train/ratio_std", *own}:
+        assert other.series(metric) == close(whole.series(metric), 2e-4), metric
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_adapters(grpo: Variant, name: str) -> None:
+    run = grpo(f"variant={name}", *MOVED, *VARIANTS[name], "actor.use_lora=true", "actor.optimizer.lr=3e-2")
+    assert all(run.series(metric)[0] > 0 for metric in OWN & run.names())
+    assert run.series("train/ratio_std")[0] > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ranks(name: str, tmp_path: Path) -> None:
+    small = ["train_dataset.batch_size=7", "total_train_steps=2", "actor.dtype=float32", "actor.optimizer.lr=3e-3"]
+    small += ["actor.ppo_n_minibatches=2", f"variant={name}", *VARIANTS[name], *WITHOUT_STALENESS]
+    found = []
+    for layout in (["engine.world_size=1"], ["engine.world_size=2"], ["engine.world_size=2", "engine.tp_size=2"]):
+        run = Run("grpo", tmp_path / "-".join(layout), [*small, *layout])
+        run.prepare()
+        run.finish()
+        found.append(without_times(run.result))
+    for other in found[1:]:
+        for step, expected in found[0].items():
+            for metric in {"train/loss", "train/grad_norm", *OWN} & expected.keys():
+                assert other[step][metric] == pytest.approx(expected[metric], rel=1e-3, abs=1e-4), (step, metric)
