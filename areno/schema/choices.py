@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from areno.errors import Problem
-from areno.schema.fields import Needs, Section, partial_section, setting, settings, value_of
+from areno.schema.fields import Needs, Section, partial_section, settings, value_of, with_sections
 
 T = TypeVar("T", bound=Section)
 Class = TypeVar("Class", bound=type[Section])
@@ -58,13 +58,9 @@ class Choices(dict[str, type[T]]):
 
     def with_sections(self, cls: Class) -> Class:
         """Add a section for each class with settings that is not flat. A decorator for use below `@dataclass`."""
-        for name, choice in self.items():
-            if name not in self._flat and settings(choice):
-                cls.__annotations__[name] = choice
-                needs = Needs(self.key, name)
-                text = f"Settings of {self.key}={name}"
-                setattr(cls, name, setting(factory=choice, help=text, only_with=needs))
-        return cls
+        nested = {name: choice for name, choice in self.items() if name not in self._flat and settings(choice)}
+        found = {name: (choice, f"Settings of {self.key}={name}") for name, choice in nested.items()}
+        return with_sections(found, chosen_by=self.key)(cls)
 
     def flat_settings(self) -> list[str]:
         """Return the names of the settings of all flat classes, without duplicates."""

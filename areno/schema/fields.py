@@ -123,13 +123,17 @@ class OnResume(NamedTuple):
     decides_order: bool = False
 
 
-def with_sections(found: Mapping[str, tuple[type[Section], str]]) -> Callable[[type[T]], type[T]]:
-    """Return a decorator that adds nested sections: name -> (dataclass, help text). Use it below `@dataclass`."""
+def with_sections(found: Mapping[str, tuple[type[Section], str]], chosen_by: str = "") -> Callable[[type[T]], type[T]]:
+    """Return a decorator that adds nested sections: name -> (dataclass, help text). Use it below `@dataclass`.
+
+    With `chosen_by`, a section has an effect only if the setting of this name has the name of the section.
+    """
 
     def add(cls: type[T]) -> type[T]:
         for name, (section, text) in found.items():
             cls.__annotations__[name] = section
-            setattr(cls, name, setting(factory=section, help=text))
+            needs = Needs(chosen_by, name) if chosen_by else ()
+            setattr(cls, name, setting(factory=section, help=text, only_with=needs))
         return cls
 
     return add

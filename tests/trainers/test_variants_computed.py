@@ -1,4 +1,4 @@
-"""A variant takes the same steps however its rows are computed: micro-batches, shared prefixes, ranks, exact kernels."""
+"""A variant takes the same steps in any micro-batches, with shared prefixes, exact kernels, adapters and ranks."""
 
 from __future__ import annotations
 
