@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from areno.config.fp8 import SIZE_MULTIPLE
 from areno.errors import EngineError, Key
 from areno.kernels.adapters import add_lora
 from areno.kernels.backend import can_use_triton
@@ -149,13 +150,22 @@ def _choose_row_multiple(module: Linear) -> int:
     """
     matrix, x_NI = module.quantized, _random_input(_CUDA_ROWS, module.weight)
     assert matrix is not None
-    if matrix.uses_units(x_NI):
-        for multiple in _FP8_MULTIPLES:
-            padded = replace(matrix, row_multiple=multiple)
-            all_NO = padded.matmul(x_NI)
-            sizes = {n + -n % multiple for n in _CUDA_SIZES}
-            if not torch.stack([(padded.matmul(x_NI[:n]) != all_NO[:n]).any() for n in sizes]).any():
-                return multiple
+    if not matrix.uses_units(x_NI):
+        raise EngineError(
+            "{} cannot be kept: FP8 products with a matrix of {} in {} are emulated, in no fixed order; FP8 units need "
+            "bfloat16 and sizes that are multiples of {}. Set it to false, or name the layer in {}",
+            Key("engine.exact"),
+            tuple(module.weight.shape),
+            str(module.weight.dtype).removeprefix("torch."),
+            SIZE_MULTIPLE,
+            Key("actor.fp8_config.exclude_modules"),
+        )
+    for multiple in _FP8_MULTIPLES:
+        padded = replace(matrix, row_multiple=multiple)
+        all_NO = padded.matmul(x_NI)
+        sizes = {n + -n % multiple for n in _CUDA_SIZES}
+        if not torch.stack([(padded.matmul(x_NI[:n]) != all_NO[:n]).any() for n in sizes]).any():
+            return multiple
     raise EngineError(
         "{} cannot be kept on this machine: an FP8 product with a matrix of {} differs in its last bits from the same "
         "rows in a larger product; set it to false, or name the layer in {}",

@@ -38,10 +38,13 @@ def linears_in_fp8(config: TransformerConfig, fp8: FP8Config) -> Iterator[tuple[
             yield name, linears[name.split(".", 2)[2]]
 
 
-def linears_left_out(config: TransformerConfig, fp8: FP8Config) -> list[str]:
-    """Return the names in the checkpoint of the linear layers that could be in FP8, but are not."""
-    names = (name for name in _linear_names(config) if not is_in_fp8(name, config, fp8))
-    return [stored.removeprefix("model.") for name in names for stored in module_names(name, config)]
+def names_in_checkpoint(config: TransformerConfig, fp8: FP8Config) -> tuple[list[str], list[str]]:
+    """Return the names of the linear layers in FP8, and of those that could be in FP8 but are left out."""
+    found: tuple[list[str], list[str]] = [], []
+    for name in _linear_names(config):
+        stored = [each.removeprefix("model.") for each in module_names(name, config)]
+        found[0 if is_in_fp8(name, config, fp8) else 1].extend(stored)
+    return found
 
 
 def emulated_linears(config: TransformerConfig, fp8: FP8Config, layout: Layout = ALONE) -> dict[str, tuple[int, int]]:

@@ -55,7 +55,15 @@ class ArenoConfig:
 
 
 _OF_TRAINER = ("world_size", "tp_size", "dummy_load")  # settings of `engine` that are arguments of their own
-_OF_ACTOR = ("dtype", "gradient_checkpointing", "share_prefixes", "offload", "router_aux_loss_coef", "routing_replay")
+_OF_ACTOR = (
+    "dtype",
+    "gradient_checkpointing",
+    "share_prefixes",
+    "offload",
+    "router_aux_loss_coef",
+    "routing_replay",
+    "fp8_config",
+)
 
 
 @dataclass(kw_only=True)
@@ -231,6 +239,6 @@ def argument_of(setting: str) -> str:
         return _OF_ANY_MODEL[name]
     if name.startswith("optimizer."):
         return f"custom_config.{name}"
-    if section in ("engine", "actor", "rollout") and name in settings(RuntimeConfig):
+    if section in ("engine", "actor", "rollout") and name.partition(".")[0] in settings(RuntimeConfig):
         return f"custom_config.runtime.{name}"
     return setting

@@ -8,11 +8,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from areno.config.experiments import ExperimentConfig
+from areno.config.fp8 import SIZE_MULTIPLE, FP8Config
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.loader import BatchLoader
 from areno.data.mixed_loader import MixedLoader
 from areno.engine.engine import Engine
 from areno.environments.package import LazyRows
+from areno.models.fp8_layers import emulated_linears, n_quantized_parameters, names_in_checkpoint
+from areno.models.registry import load_config
 from areno.plan.plan import TrainerPlan
 from areno.specs.role import LoraSpec, RoleSpec
 from areno.tracking.run_log import IN_FULL
@@ -20,6 +23,7 @@ from areno.tracking.run_log import IN_FULL
 logger = logging.getLogger("areno")
 
 _LOOKED_AT = 1000  # rows
+_NAMED = 8  # layers
 
 
 def startup_facts(
@@ -66,6 +70,8 @@ def log_model(engine: Engine) -> None:
         logger.warning(
             "engine.attn_backend is flash, which needs a GPU of compute capability 8.0 or more; native runs instead"
         )
+    if engine.spec.actor.fp8 is not None:
+        _log_fp8(engine, engine.spec.actor.fp8)
     if engine.spec.actor.fp8_kv:
         logger.info("keys and values: rounded to FP8 (e4m3, a scale for each token and head), and cached in it")
         if engine.spec.actor.optimizer is not None and not engine.spec.engine.exact:
@@ -86,6 +92,35 @@ def log_model(engine: Engine) -> None:
     if engine.spec.share_prefixes != "off" and info.sharing.when == "off":
         logger.info("prefixes of rows are not shared in training, because the model has recurrent states")
     _log_memory(engine)
+
+
+def _log_fp8(engine: Engine, fp8: FP8Config) -> None:
+    """Log which linear layers compute in FP8, how much memory their codes take, and which products are emulated."""
+    spec, info = engine.spec, engine.info
+    config = load_config(spec.actor.path, spec.actor.head)
+    within, left_out = names_in_checkpoint(config, fp8)
+    logger.info(
+        "FP8: %d of %d linear layers (e4m3, a scale for each token and output), %.1f MiB of codes on each device%s",
+        len(within),
+        len(within) + len(left_out),
+        n_quantized_parameters(config, fp8, spec.layout) / 2**20,
+        f"; in {info.dtype}: {_first_names(left_out)}" if left_out else "",
+    )
+    if not spec.devices[0].startswith("cuda"):
+        logger.info("FP8 products are emulated on a CPU, which is slow")
+    elif info.dtype != "bfloat16":
+        logger.warning("FP8 products of all layers are emulated, which is slow, because weights are in %s", info.dtype)
+    elif emulated := emulated_linears(config, fp8, spec.layout):
+        logger.warning(
+            "FP8 products of %s are emulated, which is slow, because sizes are no multiples of %d",
+            _first_names([f"{name} ({o} x {i})" for name, (o, i) in emulated.items()]),
+            SIZE_MULTIPLE,
+        )
+
+
+def _first_names(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _adapter_origin(lora: LoraSpec) -> str:

@@ -90,6 +90,10 @@ def test_arguments_are_checked_before_anything_starts(arguments: dict[str, Any],
             None,
             "/no/such/model does not exist; expected a local model folder or a hub id `owner/name`",
         ),
+        (
+            *(MODEL, ArenoConfig(runtime={"fp8_config": {"exclude_modules": ["o_pro"]}})),
+            "custom_config.runtime.fp8_config.exclude_modules: has o_pro, which is no whole part",
+        ),
         (MODEL, ArenoConfig(runtime={"tokenizer_path": "/none"}), "custom_config.runtime.tokenizer_path"),
     ],
 )

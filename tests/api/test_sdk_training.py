@@ -49,6 +49,21 @@ def test_training_is_at_the_temperature_of_the_last_rollout(trainer: Trainer) ->
         assert logprobs[n_prompt:] == pytest.approx((row.logprobs or [])[n_prompt:], abs=1e-4)
 
 
+def test_fp8_in_both_phases() -> None:
+    """The actor and its reference compute in FP8 before training, to the bit in exact mode."""
+    runtime = {"exact": True, "fp8_config": {"exclude_modules": ["o_proj"]}, "kv_cache_dtype": "fp8"}
+    with made(runtime=runtime) as trainer, made() as plain:
+        rows = rows_of(sampled(trainer))
+        trainer.ensure_roles({"ref": ModelRole("ref", MODEL, trainable=False)})
+        tokens = [row.tokens or [] for row in rows]
+        scored, by_ref = (trainer.score_logprobs(role, tokens) for role in ("actor", "ref"))
+        assert scored == by_ref
+        assert plain.score_logprobs("actor", tokens) != scored
+        for row, logprobs in zip(rows, scored, strict=True):
+            n_prompt = sum(row.prompt_mask or [])
+            assert logprobs[n_prompt:] == (row.logprobs or [])[n_prompt:]
+
+
 class Scaled:
     """A loss that is an object."""
 

@@ -119,7 +119,10 @@ def test_flash_that_cannot_run_is_warned_of(
     info = SimpleNamespace(
         cost=SimpleNamespace(experts=None), tp_sums="", n_params=1, dtype="float32", attn_backend=attention
     )
-    sections = {"actor": SimpleNamespace(lora=None, fp8_kv=False), "engine": SimpleNamespace(attn_backend=requested)}
+    sections = {
+        "actor": SimpleNamespace(lora=None, fp8=None, fp8_kv=False),
+        "engine": SimpleNamespace(attn_backend=requested),
+    }
     spec = SimpleNamespace(**sections, addresses=["cuda:0"], share_prefixes="off")
     engine: Any = SimpleNamespace(info=info, spec=spec, memory_table=lambda: ("", ""))
     with caplog.at_level(logging.WARNING):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from areno.models.fp8_layers import n_quantized_parameters
 from areno.models.quantization import quantize_linears, quantized_buffers, quantized_linears
 from areno.models.registry import build_model, load_config
 from areno.models.weights import load_weights
+from areno.plan.startup_log import log_model
 from areno.specs.role import LoraSpec, RoleSpec
 from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
@@ -44,6 +47,7 @@ from tests.helpers.tiny_engine import (
 )
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+STORED = [*(f"self_attn.{name}" for name in ALL[:4]), *(f"mlp.{name}" for name in ALL[4:])]
 ADAPTERS = LoraSpec(adapters=AdapterSpec(4, 8.0, ALL))
 UPDATE = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=300))
 FP8 = FP8Config()
@@ -124,6 +128,44 @@ def test_layers_that_are_left_out(tmp_path: Path) -> None:
     config = load_config(shape_folder("qwen3-0.6b", tmp_path)[0])
     ends = FP8Config(first_last_layers_bf16=True, num_layers_at_start_in_bf16=2)
     assert n_quantized_parameters(config, ends) == 25 / 28 * n_quantized_parameters(config, FP8)
+
+
+def test_a_run_says_which_layers_are_in_fp8(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fp8 = FP8Config(exclude_modules=["layers.0", "o_proj"])
+    with Engine(spec(folder, fp8=fp8), "inline") as engine, caplog.at_level(logging.INFO, "areno"):
+        log_model(engine)
+        codes = [module.quantized for module in quantized_linears(worker_of(engine).actor)]
+        n_bytes = sum(each.codes_OI.nbytes for each in codes if each is not None)
+    left_out = [f"layers.0.{name}" for name in STORED] + ["layers.1.self_attn.o_proj"]
+    assert (
+        f"FP8: 6 of 14 linear layers (e4m3, a scale for each token and output), {n_bytes / 2**20:.1f} MiB of codes on "
+        f"each device; in float32: {', '.join(left_out)}"
+    ) in caplog.messages
+    assert "FP8 products are emulated on a CPU, which is slow" in caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "told"),
+    [
+        ({}, "bfloat16", None),
+        ({}, "float32", "of all layers are emulated, which is slow, because weights are in float32"),
+        (
+            {"intermediate_size": 40},
+            "bfloat16",
+            "of layers.0.mlp.down (32 x 40), layers.1.mlp.down (32 x 40) are emula",
+        ),
+    ],
+)
+def test_layers_that_a_gpu_emulates_are_warned_of(
+    sizes: dict[str, int], dtype: str, told: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = spec(model_folder(tmp_path, **sizes), ["cuda:0"], fp8=FP8, exact=True)
+    info = SimpleNamespace(
+        cost=SimpleNamespace(experts=None), tp_sums="", n_params=1, dtype=dtype, attn_backend="fixed_order"
+    )
+    engine: Any = SimpleNamespace(info=info, spec=replace(given, share_prefixes="off"), memory_table=lambda: ("", ""))
+    log_model(engine)
+    assert [told in text for text in caplog.messages] == [True] * (told is not None)
 
 
 def test_checkpoints_are_those_of_a_model_without_fp8(folder: Path, tmp_path: Path) -> None:

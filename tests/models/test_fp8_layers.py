@@ -9,7 +9,7 @@ import pytest
 
 from areno.config.fp8 import FP8Config
 from areno.config.layout import Layout
-from areno.models.fp8_layers import emulated_linears, fp8_problems, is_in_fp8, linears_in_fp8, linears_left_out
+from areno.models.fp8_layers import emulated_linears, fp8_problems, is_in_fp8, linears_in_fp8, names_in_checkpoint
 from areno.models.known_shapes import published_config
 from areno.models.registry import parse_config
 
@@ -36,9 +36,9 @@ def test_names_match_by_whole_parts(part: str, layers: set[int], each: int) -> N
 def test_names_of_fused_matrices_match_too() -> None:
     phi = replace(QWEN, family="phi3")
     assert not [*fp8_problems(phi, FP8Config(exclude_modules=["qkv_proj"]))]
-    assert linears_left_out(phi, FP8Config(exclude_modules=["layers.2.self_attn.qkv_proj"])) == [
-        f"layers.2.self_attn.{name}_proj" for name in "qkv"
-    ]
+    within, left_out = names_in_checkpoint(phi, FP8Config(exclude_modules=["layers.2.self_attn.qkv_proj"]))
+    assert left_out == [f"layers.2.self_attn.{name}_proj" for name in "qkv"]
+    assert len(within) == 7 * 28 - 3
 
 
 @pytest.mark.parametrize(
