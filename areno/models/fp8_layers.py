@@ -42,8 +42,7 @@ def names_in_checkpoint(config: TransformerConfig, fp8: FP8Config) -> tuple[list
     """Return the names of the linear layers in FP8, and of those that could be in FP8 but are left out."""
     found: tuple[list[str], list[str]] = [], []
     for name in _linear_names(config):
-        stored = [each.removeprefix("model.") for each in module_names(name, config)]
-        found[0 if is_in_fp8(name, config, fp8) else 1].extend(stored)
+        found[0 if is_in_fp8(name, config, fp8) else 1].extend(_names_in_files(name, config))
     return found
 
 
@@ -89,10 +88,14 @@ def _is_part(part: str, name: str) -> bool:
     return f".{part}." in f".{name}."
 
 
+def _names_in_files(name: str, config: TransformerConfig) -> list[str]:
+    _, layer, inner = name.split(".", 2)
+    return [f"layers.{layer}.{each}" for each in stored_modules(inner, config)]
+
+
 def _stored_names(name: str, config: TransformerConfig) -> list[str]:
     """Return the names of a linear layer's projections, and those of the matrices in which the files fuse them."""
-    _, layer, inner = name.split(".", 2)
-    return [*module_names(name, config), *(f"model.layers.{layer}.{each}" for each in stored_modules(inner, config))]
+    return [*module_names(name, config), *(f"model.{each}" for each in _names_in_files(name, config))]
 
 
 def _linear_names(config: TransformerConfig) -> Iterator[str]:
