@@ -311,6 +311,7 @@ class TrainSequence:
         staleness: Number of optimizer steps since the policy that sampled the row. 0 is on-policy.
         turns: For an agent, the turn of each token: its index in `turn_rewards`.
         turn_rewards: For an agent, the reward of each turn of the sample, which add up to `reward`.
+        reward_parts: The parts of the reward of the sample by name, without weights, see `RewardOutcome`.
         routes: Experts that training uses for the first n tokens (routing replay): integers of shape (n, layers with
             experts, experts per token), as in RolloutSequence.routes. None lets the router choose.
     """
@@ -335,6 +336,7 @@ class TrainSequence:
     teacher_top: tuple[Any, Any] | None = None
     turns: np.ndarray | None = None
     turn_rewards: np.ndarray | None = None
+    reward_parts: Mapping[str, float] | None = None
 
     def for_teacher(self) -> tuple[Any, int]:
         """Return the tokens that a teacher reads, and the index from which they are the tokens of this row.

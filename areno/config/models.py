@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from areno.config.fp8 import FP8ModelConfig
 from areno.config.lora import LoraConfig
@@ -322,6 +322,20 @@ class PolicyConfig(ModelConfig):
     )
     def one_setting_divides_batch(self) -> bool:
         return self.ppo_n_minibatches <= 1 or self.gradient_accumulation_steps is None
+
+    @property
+    def chosen_adv_estimator(self) -> Any:
+        """What computes the advantages in place of adv_norm, see `areno.loss_fns.adv_estimators`. None: adv_norm."""
+        return None
+
+    @property
+    def group_norm_keys(self) -> list[str]:
+        """The settings that compare the samples of a prompt."""
+        norms = {"adv_norm": self.adv_norm, "reward_norm": self.reward_norm}
+        if (estimator := self.chosen_adv_estimator) is not None:
+            norms["adv_norm"] = None
+        found = [name for name, norm in norms.items() if norm and "group" in (norm.mean_level, norm.std_level)]
+        return [*found, "adv_estimator"] if estimator is not None and estimator.needs_group else found
 
     @property
     def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:

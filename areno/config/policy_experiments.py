@@ -94,6 +94,19 @@ class PolicyExperimentConfig(WithAgents, ExperimentConfig):
             level = "null" if norm is None or norm.mean_level is None else norm.mean_level
             yield Problem("actor.adv_norm.mean_level", text, level, Key("agent.turn_credit"))
 
+    @check
+    def check_adv_estimator(self) -> Iterator[Problem]:
+        """Report settings that the estimator of advantages (actor.adv_estimator) cannot honour."""
+        estimator = self.actor.chosen_adv_estimator
+        if estimator is None:
+            return
+        key, text = Key("actor.adv_estimator"), "is {}, but {} computes one advantage for a sample; {}"
+        if self.agent.turn_credit != "outcome":
+            yield Problem("agent.turn_credit", text, self.agent.turn_credit, key, "set it to outcome")
+        if self.actor.kl_reward_coef:
+            yield Problem("actor.use_kl_in_reward", text, "true", key, "set it to false, for a KL in the loss")
+        yield from estimator.problems(self)
+
     @classmethod
     def canonical(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Let environments that train_dataset.path, a source or agent.fn name give rows, agent and reward.
@@ -216,9 +229,8 @@ class PolicyExperimentConfig(WithAgents, ExperimentConfig):
         return self.gconfig.n_samples >= 2 or not self.group_norm_keys()
 
     def group_norm_keys(self) -> list[str]:
-        """Return the settings that normalise over the samples of a prompt."""
-        norms = {"adv_norm": self.actor.adv_norm, "reward_norm": self.actor.reward_norm}
-        return [name for name, norm in norms.items() if norm and "group" in (norm.mean_level, norm.std_level)]
+        """Return the settings of the actor that compare the samples of a prompt."""
+        return self.actor.group_norm_keys
 
     @require(
         "actor.routing_replay",

@@ -23,6 +23,7 @@ from areno.config.models import KLConfig
 from areno.config.policy_experiments import KLExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.launch import run_recipe
+from areno.loss_fns.adv_estimators import AdvEstimatorConfig
 from areno.loss_fns.masks import MaskConfig
 from areno.loss_fns.surrogates import ImportanceLevel, Reduction, SurrogateConfig
 from areno.schema.fields import require, setting
@@ -83,7 +84,7 @@ class TokenPolicyConfig(SurrogateConfig, MaskConfig, RatioConfig, KLConfig):
 
 
 @dataclass(kw_only=True)
-class GRPOActorConfig(TokenPolicyConfig):
+class GRPOActorConfig(AdvEstimatorConfig, TokenPolicyConfig):
     """The actor of GRPO (2402.03300)."""
 
     eps_clip: float = setting(

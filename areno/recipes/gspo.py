@@ -23,6 +23,7 @@ from areno.config.models import KLConfig
 from areno.config.policy_experiments import KLExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.launch import run_recipe
+from areno.loss_fns.adv_estimators import AdvEstimatorConfig
 from areno.loss_fns.surrogates import Clip, ImportanceLevel
 from areno.schema.fields import require, setting
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class GSPOActorConfig(Clip, RatioConfig, KLConfig):
+class GSPOActorConfig(AdvEstimatorConfig, Clip, RatioConfig, KLConfig):
     """The actor of GSPO (2507.18071). All tokens of a row share one ratio, so the default clip range is small."""
 
     eps_clip: float = setting(

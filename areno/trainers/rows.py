@@ -85,7 +85,7 @@ def policy_rows(
         prompt, sequence = sample.item.tokens, sample.sequence
         masked = drop_truncated and sequence.finish_reason == "length"
         if sample.trajectory is not None:
-            rows += train_sequences(
+            of_agent = train_sequences(
                 sample.trajectory,
                 reward=reward,
                 eos_token_id=eos_token_id,
@@ -93,6 +93,7 @@ def policy_rows(
                 masked=masked,
                 reward_scaling=reward_scaling,
             )
+            rows += [replace(row, reward_parts=sample.outcome.parts) for row in of_agent]
             continue
         arrays = sample.arrays or token_arrays(prompt, sequence)
         oldest = weights_version if arrays.oldest_version is None else arrays.oldest_version
@@ -107,6 +108,7 @@ def policy_rows(
                 eos_token_id=eos_token_id,
                 staleness=weights_version - oldest,
                 routes=sequence.routes,
+                reward_parts=sample.outcome.parts,
             )
         )
     return rows
@@ -190,15 +192,18 @@ def token_rewards(rows: Sequence[TrainSequence], actor: PolicyConfig) -> Arrays:
 def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: PolicyConfig) -> Arrays:
     """Return advantages without a critic, one for each trained token.
 
-    Usually all tokens of a row have the same advantage: the reward of the row, normalised over samples by
-    actor.adv_norm. If a KL penalty is part of the reward, there are two cases. When adv_norm has a level "group", the
-    reward of a row is the sum of its token rewards (RLOO). Otherwise each token has its reward-to-go, normalised over
-    the tokens of the batch (REINFORCE++).
+    Usually all tokens of a row have the same advantage: that of actor.adv_estimator, or the reward of the row,
+    normalised over samples by actor.adv_norm. If a KL penalty is part of the reward, there are two cases. When adv_norm
+    has a level "group", the reward of a row is the sum of its token rewards (RLOO). Otherwise each token has its
+    reward-to-go, normalised over the tokens of the batch (REINFORCE++).
 
     The standard deviation is taken over a group or a batch. If all rewards there are equal, only KL terms differ, and
     the differences may be rounding errors. The advantages are then centred, but not divided by the standard deviation.
     """
     norm = actor.adv_norm
+    if (estimator := actor.chosen_adv_estimator) is not None:
+        rewards_B, parts = np.array([row.reward for row in rows]), [row.reward_parts or {} for row in rows]
+        return _expand_to_tokens(rows, estimator.advantages(rewards_B, groups, parts))
     if not actor.kl_reward_coef:
         rewards_B = np.array([row.reward for row in rows])
         values_B = rewards_B if norm is None else group_advantages(rewards_B, groups, **asdict(norm))

@@ -57,6 +57,28 @@ def test_rloo(grpo: Variant) -> None:
             assert advantages(group) == close([x - (sum(r) - x) / 3 for x in r])
 
 
+def test_maxrl(grpo: Variant) -> None:
+    run = grpo("variant=maxrl", "actor.reward_bias=9.0")
+    for rows in run.rows:
+        for group in groups(rows):
+            r = np.array(rewards(group))
+            assert advantages(group) == close((r - r.mean()) / r.mean())
+
+
+def test_gdpo(grpo: Variant, tmp_path: Path) -> None:
+    text = "def reward_fn(record):\n    n = len(record.completion)\n    return {'long': n, 'even': n % 2}\n"
+    (tmp_path / "parts.py").write_text(text)
+    weights = "actor.gdpo.weights={long: 1.0, even: 0.5}"
+    run = grpo("variant=gdpo", f"reward.fn={tmp_path / 'parts.py'}", "reward.workers=1", weights)
+    for step, rows in enumerate(run.rows):
+        lengths = np.array([len(sample["completion"]) for sample in run.samples(step + 1)]).reshape(4, 4)
+        sums = np.zeros((4, 4))
+        for weight, values in ((1.0, lengths), (0.5, lengths % 2)):
+            apart = values - values.mean(axis=1, keepdims=True)
+            sums += weight * apart / (values.std(axis=1, keepdims=True) + 1e-6)
+        assert advantages(rows) == close(((sums - sums.mean()) / (sums.std() + 1e-6)).ravel())
+
+
 def test_reinforce_plus_plus(grpo: Variant, models: dict[str, Path]) -> None:
     """One sample a prompt; each token is credited with the KL that follows, the last one with the reward too."""
     run = grpo(

@@ -1,0 +1,166 @@
+"""Advantages that are not rewards normalised by `actor.adv_norm`: estimators with their formulas and their settings.
+
+The setting `actor.adv_estimator` chooses a class by the name under which ADV_ESTIMATORS has registered it. To add an
+estimator, write a class with `ADV_ESTIMATORS.register`. Arrays are numpy float64. The module imports no numpy, because
+the configuration of a run is read before it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from areno.errors import ConfigError, Key, Problem
+from areno.schema.choices import Choices
+from areno.schema.fields import Section, check, setting
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(kw_only=True)
+class AdvEstimator(Section):
+    """Base class of estimators. The fields of a subclass are keys of the section `actor.<name>`."""
+
+    needs_group: ClassVar[bool] = False
+    """Whether a prompt needs several samples."""
+
+    def advantages(
+        self, rewards_B: np.ndarray, groups: Sequence[int], parts: Sequence[Mapping[str, float]]
+    ) -> np.ndarray:
+        """Compute the advantages of samples.
+
+        Args:
+            rewards_B: (B,) shaped rewards. NaN marks a sample whose reward is unknown. Its advantage is 0.
+            groups: Index of the group of each sample. The samples of one prompt are a group.
+            parts: For each sample, the parts of its reward by name, as the reward functions returned them.
+
+        Returns:
+            (B,) advantages.
+        """
+        raise NotImplementedError
+
+    def problems(self, config: Any) -> Iterator[Problem]:
+        """Yield a problem for each setting of a run that the estimator cannot honour. Called for the chosen one."""
+        yield from ()
+
+
+ADV_ESTIMATORS: Choices[AdvEstimator] = Choices("adv_estimator")
+
+
+@ADV_ESTIMATORS.register(
+    "maxrl", section=True, help="the reward is divided by the mean of its group (MaxRL, arXiv 2602.02710)"
+)
+class MaxRL(AdvEstimator):
+    """MaxRL (arXiv 2602.02710): A = (R - mean) / mean over the group, 0 if the mean is 0. A single sample has A = R.
+
+    For rewards of 0 and 1 this estimates the gradient of the maximum likelihood of a right answer, where GRPO's is that
+    of the rate of right answers.
+    """
+
+    def advantages(
+        self, rewards_B: np.ndarray, groups: Sequence[int], parts: Sequence[Mapping[str, float]]
+    ) -> np.ndarray:
+        import numpy as np
+
+        if (negative := rewards_B < 0).any():
+            text = "is maxrl, whose baseline divides by the mean reward, but a reward is {:g}; shift it, such as by {}"
+            found = float(rewards_B[negative][0])
+            raise ConfigError(Problem("actor.adv_estimator", text, found, Key("actor.reward_bias")))
+        advantages_B, groups_B = np.zeros_like(rewards_B), np.asarray(groups)
+        for group in np.unique(groups_B):
+            members = np.flatnonzero((groups_B == group) & ~np.isnan(rewards_B))
+            rewards = rewards_B[members]
+            if len(members) == 1:
+                advantages_B[members] = rewards
+            elif len(members) and rewards.mean() > 0 and not np.all(rewards == rewards[0]):
+                advantages_B[members] = (rewards - rewards.mean()) / rewards.mean()
+        return advantages_B
+
+    def problems(self, config: Any) -> Iterator[Problem]:
+        if config.actor.reward_norm is not None:
+            yield Problem("actor.reward_norm", "makes negative rewards, and {} is maxrl; set it to null", _KEY)
+
+
+@ADV_ESTIMATORS.register(
+    "gdpo", section=True, help="each part of the reward is normalised by itself (GDPO, arXiv 2601.05242)"
+)
+@dataclass(kw_only=True)
+class GDPO(AdvEstimator):
+    """GDPO (arXiv 2601.05242 eq. 4-7): A_k = (R_k - mean) / (std + eps) over the group, for each part k of the reward.
+
+    Then A = (S - mean) / (std + eps) over the batch, with S = sum_k w_k A_k. A sample without part k does not count in
+    the mean of R_k, and A_k is not in its sum.
+    """
+
+    needs_group: ClassVar[bool] = True
+    weights: dict[str, float] | None = setting(
+        None,
+        help="Parts of the reward and their weights, such as {answer: 1.0, format: 0.5}. A function that returns a "
+        "dictionary gives its entries, and several functions give one part each. null: all of these parts, each with "
+        "the weight 1",
+    )
+    eps: float = setting(1e-6, help="Small number that is added to standard deviations before the division", gt=0)
+
+    def advantages(
+        self, rewards_B: np.ndarray, groups: Sequence[int], parts: Sequence[Mapping[str, float]]
+    ) -> np.ndarray:
+        import numpy as np
+
+        from areno.loss_fns.advantages import group_advantages
+
+        known_B = ~np.isnan(rewards_B)
+        names = sorted({name for of, is_known in zip(parts, known_B, strict=True) if is_known for name in of})
+        weights = self.weights or {name: 1.0 for name in names if "/" not in name}
+        if known_B.any() and not names:
+            text = "is gdpo, but the rewards of this step have no parts; return a dictionary, or set several functions"
+            raise ConfigError(Problem("actor.adv_estimator", text))
+        if missing := ", ".join(sorted(weights.keys() - set(names))) if names else "":
+            text = "names {}, which no reward of this step has; the parts are {}"
+            raise ConfigError(Problem("actor.gdpo.weights", text, missing, ", ".join(names)))
+        sums_B, has_B = np.zeros_like(rewards_B), np.zeros_like(known_B)
+        for name, weight in weights.items():
+            values_B = np.array([of.get(name, np.nan) for of in parts])
+            values_B[~known_B] = np.nan
+            sums_B += weight * group_advantages(values_B, groups, eps=self.eps)
+            has_B |= ~np.isnan(values_B)
+        sums_B[~has_B] = np.nan
+        return group_advantages(sums_B, groups, "batch", "batch", eps=self.eps)
+
+    def problems(self, config: Any) -> Iterator[Problem]:
+        text = "is {}, but with {}=gdpo the parts of the reward train, and not their sum; leave it out"
+        for name in ("reward_bias", "reward_scaling", "reward_clip", "overlong_reward_penalty", "reward_norm"):
+            if not config.actor.is_default(name):
+                value = vars(config.actor)[name]
+                yield Problem(f"actor.{name}", text, "set" if isinstance(value, Section) else value, _KEY)
+        if config.rollout.dynamic_sampling:
+            text = "drops groups whose sums of rewards are equal, but with {}=gdpo their parts differ; set it to false"
+            yield Problem("rollout.dynamic_sampling", text, _KEY)
+        if self.weights is None and (config.reward.weights is not None or config.reward.has_model):
+            text = "is null, but {} weigh the functions, or a model has a part; set the weight of each part by its name"
+            yield Problem("actor.gdpo.weights", text, Key("reward.weights"))
+
+
+_KEY = Key("actor.adv_estimator")
+
+
+@dataclass(kw_only=True)
+@ADV_ESTIMATORS.with_sections
+class AdvEstimatorConfig(Section):
+    """The choice of an estimator, with the settings of all of them. The actors of GRPO and GSPO inherit from it."""
+
+    adv_estimator: Literal[tuple(ADV_ESTIMATORS)] | None = setting(  # type: ignore[valid-type]
+        None, help=f"How advantages come from rewards. {ADV_ESTIMATORS.help}. null: rewards normalised by adv_norm"
+    )
+
+    @property
+    def chosen_adv_estimator(self) -> AdvEstimator | None:
+        """The estimator that the settings choose. None for rewards normalised by adv_norm."""
+        return ADV_ESTIMATORS.chosen(self)
+
+    @check
+    def adv_norm_is_used(self) -> Iterator[Problem]:
+        """Report a normalisation beside an estimator, which does not use it."""
+        if self.adv_estimator is not None and not self.is_default("adv_norm"):
+            yield Problem("adv_norm", "is set, but adv_estimator={} does not use it; leave one out", self.adv_estimator)

@@ -1,0 +1,140 @@
+"""Each estimator of advantages against its paper's formula written as plain loops in float64."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from areno.errors import ConfigError
+from areno.launch.compose import load
+from areno.loss_fns.adv_estimators import GDPO, MaxRL
+from areno.recipes.grpo import GRPOConfig
+from areno.recipes.gspo import GSPOConfig
+
+NAN = float("nan")
+
+
+def batch(seed):
+    """Rewards, groups in any order and parts; some rewards are unknown, some parts missing, some groups equal."""
+    rng = random.Random(seed)
+    groups = [group for group in range(5) for _ in range(rng.choice([1, 3, 4]))]
+    rng.shuffle(groups)
+    rewards, parts = [], []
+    for group in groups:
+        found = {"a": float(rng.random() < 0.4), "b": rng.random()} if group else {"a": 0.0, "b": 0.5}
+        if rng.random() < 0.2:
+            del found[rng.choice(["a", "b"])]
+        unknown = rng.random() < 0.1
+        rewards.append(NAN if unknown else sum(found.values()))
+        parts.append({} if unknown else found)
+    return rewards, groups, parts
+
+
+def test_maxrl():
+    for seed in range(30):
+        rewards, groups, parts = batch(seed)
+        expected = []
+        for reward, group in zip(rewards, groups, strict=True):
+            of_group = [r for r, g in zip(rewards, groups, strict=True) if g == group and r == r]
+            if reward != reward:
+                expected.append(0.0)
+            elif len(of_group) == 1:
+                expected.append(reward)
+            else:
+                mean = sum(of_group) / len(of_group)
+                expected.append((reward - mean) / mean if mean else 0.0)
+        found = MaxRL().advantages(np.array(rewards), groups, parts)
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_maxrl_at_the_edges():
+    zero = MaxRL().advantages(np.zeros(3), [1, 1, 1], [])
+    equal = MaxRL().advantages(np.full(3, 0.1), [1, 1, 1], [])
+    assert not zero.any()
+    assert not equal.any()  # exactly, though the mean of three times 0.1 is not 0.1
+    with pytest.raises(ConfigError, match=r"actor\.adv_estimator: is maxrl.*a reward is -0\.5.*actor\.reward_bias"):
+        MaxRL().advantages(np.array([1.0, -0.5]), [1, 1], [])
+
+
+def normalized(values, eps):
+    """Of known values; an unknown one is None and stays so. Equal values are 0."""
+    known = [value for value in values if value is not None]
+    if len(set(known)) < 2:
+        return [None if value is None else 0.0 for value in values]
+    mean = sum(known) / len(known)
+    std = (sum((value - mean) ** 2 for value in known) / len(known)) ** 0.5
+    return [None if value is None else (value - mean) / (std + eps) for value in values]
+
+
+@pytest.mark.parametrize(("weights", "eps"), [(None, 1e-6), ({"a": 2.0, "b": -0.5}, 1e-2), ({"b": 1.0}, 1e-4)])
+def test_gdpo(weights, eps):
+    for seed in range(30):
+        rewards, groups, parts = batch(seed)
+        sums = [None] * len(rewards)
+        for name, weight in (weights or {"a": 1.0, "b": 1.0}).items():
+            for group in set(groups):
+                members = [index for index, of in enumerate(groups) if of == group]
+                for index, value in zip(members, normalized([parts[i].get(name) for i in members], eps), strict=True):
+                    if value is not None:
+                        sums[index] = (sums[index] or 0.0) + weight * value
+        expected = [value or 0.0 for value in normalized(sums, eps)]
+        found = GDPO(weights=weights, eps=eps).advantages(np.array(rewards), groups, parts)
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_gdpo_of_one_part_is_grpo_up_to_the_scale_of_the_batch():
+    from areno.loss_fns import group_advantages
+
+    rewards, groups = [1.0, 0.0, 0.0, 0.3, 0.2, 0.1], [0, 0, 0, 1, 1, 1]
+    one = GDPO(eps=1e-9).advantages(np.array(rewards), groups, [{"a": value} for value in rewards])
+    np.testing.assert_allclose(one, group_advantages(rewards, groups, eps=1e-9), atol=1e-6)
+
+
+def test_errors_of_gdpo():
+    rewards = np.array([1.0, 0.5])
+    with pytest.raises(ConfigError, match=r"actor\.adv_estimator: is gdpo, but the rewards of this step have no parts"):
+        GDPO().advantages(rewards, [0, 0], [{}, {}])
+    with pytest.raises(ConfigError, match=r"actor\.gdpo\.weights: names b, which no reward.*the parts are a, c"):
+        GDPO(weights={"b": 1.0, "a": 1.0}).advantages(rewards, [0, 0], [{"a": 1.0}, {"c": 1.0}])
+    assert not GDPO().advantages(np.array([NAN, NAN]), [0, 0], [{}, {}]).any()
+
+
+@pytest.mark.parametrize("recipe", [GRPOConfig, GSPOConfig])
+@pytest.mark.parametrize(
+    ("settings", "problems"),
+    [
+        (["variant=maxrl", "actor.adv_norm.std_level=null"], ["actor.adv_norm: is set, but adv_estimator=maxrl"]),
+        (["variant=maxrl", "actor.adv_norm=null"], ["actor.adv_norm: is set"]),
+        (["variant=maxrl", "+actor.reward_norm.mean_level=batch"], ["actor.reward_norm: makes negative rewards"]),
+        (["variant=maxrl", "actor.gdpo.eps=0.1"], ["set actor.adv_estimator to gdpo"]),
+        (
+            ["variant=gdpo", "actor.reward_clip=1.0", "actor.reward_bias=1.0"],
+            ["actor.reward_bias: is 1.0, but with actor.adv_estimator=gdpo", "actor.reward_clip: is 1.0"],
+        ),
+        (["variant=gdpo", "rollout.dynamic_sampling=true"], ["rollout.dynamic_sampling: drops groups whose sums"]),
+        (["variant=gdpo", "gconfig.n_samples=1"], ["gconfig.n_samples: is 1; a group advantage"]),
+        (["variant=gdpo", "reward.path=folder"], ["actor.gdpo.weights: is null"]),
+        (
+            ["variant=maxrl", "ref=default", "actor.kl_ctl=0.1", "actor.use_kl_in_reward=true"],
+            ["actor.use_kl_in_reward: is true, but actor.adv_estimator computes one advantage"],
+        ),
+        (
+            ["variant=maxrl", "agent.fn=agent.py", "agent.turn_credit=return", "agent.export_style=individual"],
+            ["agent.turn_credit: is return, but actor.adv_estimator"],
+        ),
+    ],
+)
+def test_settings_that_an_estimator_cannot_honour(recipe, settings, problems):
+    with pytest.raises(ConfigError) as raised:
+        load(recipe, "quickstart", settings)
+    for problem in problems:
+        assert problem in str(raised.value)
+
+
+def test_settings_that_an_estimator_honours():
+    assert load(GRPOConfig, "quickstart", ["variant=maxrl", "gconfig.n_samples=1"]).actor.adv_estimator == "maxrl"
+    assert (
+        load(GSPOConfig, "quickstart", ["variant=maxrl", "actor.overlong_tokens=null"]).actor.adv_estimator == "maxrl"
+    )
