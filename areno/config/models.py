@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from areno.config.fp8 import FP8ModelConfig
 from areno.config.lora import LoraConfig
+from areno.config.norms import NormConfig
 from areno.config.optimizers import OPTIMIZERS, WITH_MOMENTS, OptimizerType
 from areno.config.resuming import FROM_HERE, FROM_STATE, NEVER, SAME_CONTENT, SPEED
 from areno.errors import Problem
@@ -125,45 +126,6 @@ class MicroBatchSpec(Section):
         The engine must not choose a size then, because the size decides the number of updates.
         """
         return MicroBatchSpec(mini_bs=ROWS_COUNTED) if self.is_automatic else self
-
-
-_DEVIATION = Needs("std_level", so="nothing is divided by a deviation")
-
-
-@dataclass(kw_only=True)
-class NormConfig(Section):
-    """Normalisation of rewards or advantages: (x - mean) / (std + eps).
-
-    The mean and the standard deviation are each computed over the group (the samples of a prompt) or over the batch.
-    Each can also be left out.
-    """
-
-    mean_level: Literal["batch", "group"] | None = setting(
-        "group",
-        help="Which mean is subtracted. group: the mean over the samples of the same prompt. batch: the mean over the "
-        "whole batch. null: subtract no mean",
-    )
-    mean_leave1out: bool = setting(
-        False,
-        help="Compute the mean for a sample from the other samples only (RLOO, arXiv 2402.14740)",
-        only_with=Needs("mean_level", so="no mean is subtracted"),
-    )
-    std_level: Literal["batch", "group"] | None = setting(
-        "group",
-        help="Which standard deviation is the divisor. group: over the samples of the same prompt. batch: over the "
-        "whole batch. null: do not divide (Dr.GRPO)",
-    )
-    std_unbiased: bool = setting(
-        False,
-        help="Divide the sum of squares by n - 1 instead of n when the variance of n values is computed",
-        only_with=_DEVIATION,
-    )
-    eps: float = setting(
-        1e-6,
-        help="Small number that is added to the standard deviation before the division",
-        gt=0,
-        only_with=_DEVIATION,
-    )
 
 
 @dataclass(kw_only=True)

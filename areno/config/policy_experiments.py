@@ -77,24 +77,6 @@ class PolicyExperimentConfig(WithAgents, ExperimentConfig):
         return ["outcome"]
 
     @check
-    def check_turn_credit(self) -> Iterator[Problem]:
-        """Report a credit of turns that does not fit the algorithm, or the normalisation of its rewards."""
-        credit, norm = self.agent.turn_credit, self.actor.adv_norm
-        if credit not in self.turn_credits:
-            known = " or ".join(self.turn_credits)
-            yield Problem("agent.turn_credit", "is {}; here it can be {}{}", credit, known, self.other_credits)
-        elif credit != "outcome" and self.actor.reward_norm is not None:
-            text = "normalises the rewards of whole samples, and {} is {}; set it to null"
-            yield Problem("actor.reward_norm", text, Key("agent.turn_credit"), credit)
-        elif credit != "outcome" and self.actor.kl_reward_coef:
-            text = "is true, but the KL is a reward of tokens and {} is {}; set it to false"
-            yield Problem("actor.use_kl_in_reward", text, Key("agent.turn_credit"), credit)
-        elif credit == "turn_baseline" and (norm is None or norm.mean_level != "group"):
-            text = "is {}, but the baseline of {}=turn_baseline is the mean of a group; set it to group"
-            level = "null" if norm is None or norm.mean_level is None else norm.mean_level
-            yield Problem("actor.adv_norm.mean_level", text, level, Key("agent.turn_credit"))
-
-    @check
     def check_adv_estimator(self) -> Iterator[Problem]:
         """Report settings that the estimator of advantages (actor.adv_estimator) cannot honour."""
         estimator = self.actor.chosen_adv_estimator

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from areno.config.agent import COMMAND, COMPLETION, ONLINE, AgentConfig
+from areno.config.agent import COMMAND, COMPLETION, ONLINE, AgentConfig, TurnCredit
 from areno.config.datasets import MISSING_ROWS
 from areno.config.models import PolicyConfig
 from areno.config.reward import RewardConfig
@@ -33,6 +33,29 @@ class WithAgents:
 
         def group_norm_keys(self) -> list[str]: ...  # noqa: D102
         def rows_per_item(self) -> int: ...  # noqa: D102
+
+        other_credits: ClassVar[str]
+
+        @property
+        def turn_credits(self) -> Sequence[TurnCredit]: ...  # noqa: D102
+
+    @check
+    def check_turn_credit(self) -> Iterator[Problem]:
+        """Report a credit of turns that does not fit the algorithm, or the normalisation of its rewards."""
+        credit, norm = self.agent.turn_credit, self.actor.adv_norm
+        if credit not in self.turn_credits:
+            known = " or ".join(self.turn_credits)
+            yield Problem("agent.turn_credit", "is {}; here it can be {}{}", credit, known, self.other_credits)
+        elif credit != "outcome" and self.actor.reward_norm is not None:
+            text = "normalises the rewards of whole samples, and {} is {}; set it to null"
+            yield Problem("actor.reward_norm", text, Key("agent.turn_credit"), credit)
+        elif credit != "outcome" and self.actor.kl_reward_coef:
+            text = "is true, but the KL is a reward of tokens and {} is {}; set it to false"
+            yield Problem("actor.use_kl_in_reward", text, Key("agent.turn_credit"), credit)
+        elif credit == "turn_baseline" and (norm is None or norm.mean_level != "group"):
+            text = "is {}, but the baseline of {}=turn_baseline is the mean of a group; set it to group"
+            level = "null" if norm is None or norm.mean_level is None else norm.mean_level
+            yield Problem("actor.adv_norm.mean_level", text, level, Key("agent.turn_credit"))
 
     def agent_of(self, source: str) -> AgentConfig:
         """Return the settings of the agent of a source of training prompts. "" is the only source."""

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from areno.api.algorithms import Algorithm
 from areno.config.agent import TurnCredit
 from areno.config.experiments import LossFn
-from areno.config.models import NormConfig, RefConfig
+from areno.config.models import RefConfig
+from areno.config.norms import NormConfig
 from areno.config.policy_experiments import CriticExperimentConfig
 from areno.errors import Key, Problem
 from areno.launch import run_recipe

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from areno.api.algorithms import get_algorithm
 from areno.api.trainer import Trainer
 from areno.bench.arguments import Settings
-from areno.config.models import NormConfig
+from areno.config.norms import NormConfig
 from areno.errors import ArenoError
 from areno.launch.compose import load
 from areno.loss_fns.advantages import group_advantages

@@ -11,7 +11,7 @@ import pytest
 
 import areno
 from areno.api import get_algorithm
-from areno.config.models import NormConfig
+from areno.config.norms import NormConfig
 from areno.config.run import EvaluatorConfig
 from areno.errors import ConfigError
 from areno.launch import command

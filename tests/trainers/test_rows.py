@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from areno.config.models import NormConfig
+from areno.config.norms import NormConfig
 from areno.config.ratio import RejectionSamplingConfig
 from areno.errors import ConfigError, DataError
 from areno.recipes.grpo import GRPOActorConfig

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from areno.config.agent import AgentConfig, TurnCredit
-from areno.config.models import NormConfig
+from areno.config.norms import NormConfig
 from areno.errors import ConfigError
 from areno.loss_fns import grpo_loss_fn, ppo_loss_fn, value_loss_fn
 from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
