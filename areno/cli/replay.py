@@ -1,13 +1,15 @@
-"""The command `areno replay`, which recomputes the log-probabilities of a recorded sample under a checkpoint."""
+"""The command `areno replay`, which recomputes recorded steps of a run, or a recorded sample under a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from areno.errors import ConfigError, Problem
 from areno.report.terminal import print_tables
 
 if TYPE_CHECKING:
@@ -18,42 +20,108 @@ _SHOWN_CHARS = 200  # shown from the end of the prompt and from the beginning of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Computes one recorded sample of training again, under a checkpoint of its run. For each token it prints the "
-        "log-probability then (when it was sampled) and now (under the checkpoint), the importance ratio of the two, "
-        "the advantage, the token's part in the loss, and the gradient of the loss by its log-probability: below 0, "
-        "training makes the token more likely. The loss is that of the sample as a step of its own. For an agent, it "
-        "first prints the reward and the advantage of each turn. In a run with a teacher, it also prints the "
-        "log-probability of each token under the teacher."
+        "Computes steps of a run again, and says which bits differ. Without --step, it lists the steps that can be "
+        "computed again. With --step N, it starts from the nearest earlier state of the run, takes the recorded "
+        "samples and rewards, trains up to step N, and compares rewards, advantages, losses, metrics and weights with "
+        "the record. With --sample, it computes one recorded sample again, under a checkpoint of its run. For each "
+        "token it prints the log-probability then (when it was sampled) and now (under the checkpoint), the importance "
+        "ratio of the two, the advantage, the token's part in the loss, and the gradient of the loss by its "
+        "log-probability: below 0, training makes the token more likely. The loss is that of the sample as a step of "
+        "its own. For an agent, it first prints the reward and the advantage of each turn. In a run with a teacher, it "
+        "also prints the log-probability of each token under the teacher."
     )
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of the run")
-    add("--step", type=int, required=True, metavar="N", help="step in which the sample was recorded")
-    add(
-        "--sample",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of the sample in the step, counted from 0 (default 0)",
-    )
-    add(
-        "--row",
-        type=int,
-        default=0,
-        metavar="N",
-        help="number of the row in an agent's sample, counted from 0 (default 0)",
-    )
-    help = "checkpoint: its step, latest, best, or a model folder (default: the checkpoint nearest to the step)"
-    add("--checkpoint", metavar="STEP|FOLDER", help=help)
+    add("--step", type=int, metavar="N", help="step to compute again, or step in which the sample was recorded")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device type (default: cuda if available)")
-    add("--prompt", action="store_true", help="also show the tokens of the prompt")
-    add("--json", action="store_true", help="print the output as JSON, with all tokens")
+    add("--json", action="store_true", help="print the output as JSON")
+    sample = parser.add_argument_group("One sample").add_argument
+    sample("--sample", type=int, metavar="N", help="number of the sample in the step, counted from 0")
+    help = "number of the row in an agent's sample, counted from 0 (default 0)"
+    sample("--row", type=int, default=0, metavar="N", help=help)
+    help = "checkpoint: its step, latest, best, or a model folder (default: the checkpoint nearest to the step)"
+    sample("--checkpoint", metavar="STEP|FOLDER", help=help)
+    sample("--prompt", action="store_true", help="also show the tokens of the prompt")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.sample is not None:
+        return _replay_sample(arguments)
+    only = {"--row": arguments.row, "--checkpoint": arguments.checkpoint, "--prompt": arguments.prompt}
+    if given := [name for name, value in only.items() if value]:
+        raise ConfigError(Problem(name, "is for one sample; name it with --sample N") for name in given)
+    return _list_steps(arguments) if arguments.step is None else _replay_step(arguments)
+
+
+def _list_steps(arguments: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    from areno.report.replayed_steps import RecordedRun, ranges_text
+    from areno.report.terminal import right_aligned
+    from areno.tracking.reader import RunReader
+
+    recorded = RecordedRun(RunReader(arguments.run))
+    found = recorded.replayable()
+    if arguments.json:
+        steps = [{"step": step, "from": base.step, "computes": step - base.step} for step, base in found.items()]
+        print(json.dumps({"recorded": recorded.records.steps(), "replayable": steps}, indent=2))
+        return 0
+    if not found:
+        recorded.base_of(max(recorded.records.steps(), default=1))  # says why
+    table = Table("steps", "from", right_aligned("computed steps"))
+    for base in dict.fromkeys(found.values()):
+        steps = [step for step, other in found.items() if other == base]
+        few, most = steps[0] - base.step, steps[-1] - base.step
+        table.add_row(ranges_text(steps), str(base), str(few) if few == most else f"{few} to {most}")
+    print_tables(table)
+    print(f"To compute a step again: areno replay {arguments.run} --step N")
+    return 0
+
+
+def _replay_step(arguments: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    from areno.report.replayed_steps import replay_steps
+    from areno.report.terminal import cell_text, right_aligned
+    from areno.tracking.reader import RunReader
+    from areno.tracking.run_log import RunLog
+
+    with RunLog(own_process=True, console="quiet"):
+        base, steps = replay_steps(RunReader(arguments.run), arguments.step, arguments.device)
+    differing = [step for step in steps if step.differences]
+    if arguments.json:
+        from areno.report.page import without_nan
+
+        print(json.dumps(without_nan({"from": base.step, "steps": [asdict(step) for step in steps]}), indent=2))
+        return 1 if differing else 0
+    last = steps[-1]
+    n_steps = f"{len(steps)} step{'s' if len(steps) > 1 else ''}"
+    print(f"step {last.step}, computed again from {base} ({n_steps}) on {_devices_text(last.devices)}")
+    if last.devices != last.recorded_devices:
+        print(f"The run computed it on {_devices_text(last.recorded_devices)}, where sums may have another order.")
+    if not differing:
+        print(f"Every bit is equal: all {last.n_compared} results of the step, its weights and its moments.")
+        return 0
+    if differing[0] is not last:
+        print(f"The first step that differs is step {differing[0].step}: areno replay --step {differing[0].step}")
+    table = Table("differs", *map(right_aligned, ("values", "of", "largest difference")))
+    for each in last.differences:
+        table.add_row(each.name, *map(cell_text, (each.n_different, each.n, each.largest)))
+    print_tables(table)
+    return 1
+
+
+def _devices_text(devices: Sequence[str]) -> str:
+    return devices[0] if len(devices) == 1 else f"{len(devices)} x {devices[0]}"
+
+
+def _replay_sample(arguments: argparse.Namespace) -> int:
     from areno.report.replayed_tokens import replay
     from areno.tracking.reader import RunReader
     from areno.tracking.run_log import RunLog
 
+    if arguments.step is None:
+        raise ConfigError(Problem("--sample", "needs the step in which it was recorded; add --step N"))
     with RunLog(own_process=True, console="quiet"):
         found = replay(
             RunReader(arguments.run),

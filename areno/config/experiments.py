@@ -8,7 +8,16 @@ from typing import Any, ClassVar, Literal
 
 from areno.config import datasets, models, run, tracing
 from areno.config.optimizers import WITH_MOMENTS
-from areno.config.resuming import FROM_HERE, KEEPS_FOLDER, NEVER, RUN_LENGTH, SAME_CONTENT, SPEED, SPEED_AND_ORDER
+from areno.config.resuming import (
+    FROM_HERE,
+    KEEPS_FOLDER,
+    NEVER,
+    RECORDS,
+    RUN_LENGTH,
+    SAME_CONTENT,
+    SPEED,
+    SPEED_AND_ORDER,
+)
 from areno.config.run import RecoverConfig, StatsLoggerConfig
 from areno.errors import ConfigError, Key, Problem, did_you_mean
 from areno.schema.fields import MissingSetting, Needs, Section, build_check, check, require, setting, source_check
@@ -105,6 +114,11 @@ class ExperimentConfig(Section):
         help="Saving the state of a run, and resuming an interrupted run",
         only_with=Needs("recover.mode", "auto", "resume", so="no states are written", in_build=True),
         on_resume=FROM_HERE,
+    )
+    recorder: run.RecorderConfig = setting(
+        factory=run.RecorderConfig,
+        help="The flight recorder: what `areno replay` needs to recompute steps",
+        on_resume=RECORDS,
     )
     stats_logger: StatsLoggerConfig = setting(
         factory=StatsLoggerConfig,

@@ -19,3 +19,4 @@ SAME_CONTENT = OnResume("harmless", "nothing, if it is the same model or data in
 KEEPS_FOLDER = OnResume("harmless", "nothing: the run keeps its folder")
 FROM_STATE = OnResume("harmless", "nothing: the critic comes from the state")
 NEW_RUNS = OnResume("harmless", "nothing: only a new run is tuned")
+RECORDS = OnResume("harmless", "nothing: only which steps can be replayed")

@@ -72,6 +72,18 @@ class RecoverConfig(FrequencyConfig):
     )
 
 
+@dataclass(kw_only=True)
+class RecorderConfig(Section):
+    """The flight recorder, from whose records `areno replay` recomputes steps."""
+
+    max_gib: float = setting(
+        1.0,
+        help="Most disk space, in GiB, for records of steps and for the states that are kept with them. The oldest are "
+        "dropped. 0: nothing is recorded, so that no step can be replayed",
+        ge=0,
+    )
+
+
 _COMPARING = Needs("best_metric", so="checkpoints are not compared")
 
 

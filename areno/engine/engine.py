@@ -411,6 +411,21 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             raise EngineError("load_state was called inside a rollout phase; call end_rollout first")
         self._call("load_state", str(folder), with_moments)
 
+    @property
+    def device_names(self) -> list[str]:
+        """Kind of each device, such as "cpu" or "NVIDIA H200"."""
+        return [self.info.device_name or "cpu"] * len(self.spec.devices)
+
+    def state_digests(self) -> dict[str, list[int]]:
+        """Return the digests of all weights and moments by buffer and rank, see `areno.engine.state.digests`."""
+        by_rank = self._call("state_digests")
+        many = len(by_rank) > 1
+        return {
+            f"{name} of rank {rank}" if many else name: parts
+            for rank, found in enumerate(by_rank)
+            for name, parts in found.items()
+        }
+
     def memory_table(self) -> tuple[str, str]:
         return self._call("memory_table")[0]
 

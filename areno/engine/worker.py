@@ -35,6 +35,7 @@ from areno.engine.reports import EngineInfo, RolloutStats
 from areno.engine.requests import RequestLimits
 from areno.engine.roles import Roles
 from areno.engine.state.checkpointer import StateCheckpointer
+from areno.engine.state.digests import digests_of_role
 from areno.engine.train.backend import LossFn
 from areno.engine.train.checked_rows import TOP, RouteShape
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
@@ -451,6 +452,12 @@ class Worker:
 
     def load_state(self, folder: str, with_moments: bool = True) -> None:
         self.states.load(Path(folder), with_moments)
+
+    def state_digests(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for name, role in self.roles.trained_roles().items():
+            found |= digests_of_role(name, role)
+        return found
 
     def close(self) -> None:
         """Stop the threads that write files in the background, and discard an unfinished profile.

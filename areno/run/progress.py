@@ -206,6 +206,21 @@ class RunProgress:
             pass
         return [batch for batch, _ in itertools.islice(self._upcoming, max(n, 0))]
 
+    def position(self) -> dict[str, Any]:
+        """Return what a step has taken from the data, for the record of the step. `move_to` takes the same again."""
+        return {
+            "batches_taken": self.batches_taken,
+            "n_upcoming": len(self._upcoming),
+            "in_flight": self.in_flight.state_dict(),
+        }
+
+    def move_to(self, position: Mapping[str, Any]) -> None:
+        """Take from the data what the rollout of a recorded step has taken, see `position`."""
+        while self.batches_taken < position["batches_taken"] and self.next_batch() is not None:
+            pass
+        self.upcoming_batches(position["n_upcoming"])
+        self.in_flight.load_state_dict(position["in_flight"])
+
     def log_epoch_end(self) -> None:
         if self._epoch is not None:
             log_epoch(self._epoch, "end")

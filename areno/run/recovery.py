@@ -51,6 +51,12 @@ class Recovery(AbstractContextManager["Recovery"]):
     ):
         self.config, self.folder = config, folder
         self._settings, self._versions = asdict(config), versions()
+        self.facts = {
+            "areno": __version__,
+            "versions": self._versions,
+            "config": self._settings,
+            "inputs": dict(inputs),
+        }
         self.is_on = config.recover.mode != "off"
         self._engine, self._inputs = engine, inputs
         self.files = RunFiles(folder, config.stats_logger.tensorboard.path)
@@ -177,10 +183,7 @@ class Recovery(AbstractContextManager["Recovery"]):
     def keep_run_state(self, run: Mapping[str, Any]) -> None:
         """Record the run's state dict in memory. The next training state that is written to disk contains it."""
         self._last = {
-            "areno": __version__,
-            "versions": self._versions,
-            "config": self._settings,
-            "inputs": dict(self._inputs),
+            **self.facts,
             "files": self.files.sizes(),
             "run": run,
         }

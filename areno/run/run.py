@@ -37,6 +37,7 @@ from areno.plan.forecast import Forecast
 from areno.plan.phases import compare_with_recorded, measured_lengths
 from areno.run.checkpoints import Saver
 from areno.run.evaluator import Evaluator
+from areno.run.flight_recorder import FlightRecorder, RecordedEngine, StepKeeper
 from areno.run.outputs import RunOutputs, RunTexts
 from areno.run.progress import Name, RunProgress
 from areno.run.recovery import Recovery
@@ -55,7 +56,7 @@ from areno.types import Batch
 logger = logging.getLogger("areno")
 
 
-class RunEngine(RecoverableEngine, ProfiledEngine, Protocol):
+class RunEngine(RecoverableEngine, ProfiledEngine, RecordedEngine, Protocol):
     """The methods of an Engine that a run calls."""
 
     def phase_memory_gib(self) -> float:
@@ -133,12 +134,18 @@ class Run:
         self.stop = (
             InterruptDelay() if self.outputs.display is None else InterruptDelay(self.outputs.display.show_message)
         )
+        self.recorder: StepKeeper = self._open_recorder()
         self.clock = Stopwatch(self._before_phase, self._after_phase)
         self._peaks: dict[str, float] = {}  # phase -> peak memory in GiB, since the step began
         self._todo: list[str] = []  # "save" and "evaluate", if they are due after this step and not done
         self._has_begun = self._has_ended = self._stopped_early = False
         self._first = self.state_dict()
         self.outputs.print_start(self.recovery.files)
+
+    def _open_recorder(self) -> StepKeeper:
+        recorder = FlightRecorder(self.config.recorder, self.folder, self.recovery.facts)
+        self.recovery.states.retire = recorder.pin_state
+        return recorder
 
     @property
     def step(self) -> int:
@@ -168,6 +175,7 @@ class Run:
             if batch is None:
                 break
             self.tracer.begin_step(self.clock.began)
+            self.recorder.begin_step()
             self.outputs.begin_step()
             yield batch
         if self.evaluator.should_stop_early and self.step < self.progress.total_steps:
@@ -187,6 +195,7 @@ class Run:
             logger.info("%s %d; %d steps are left", RESUMED, self.step, left)
         elif not self.step and self.config.evaluator.eval_before_train:
             self._todo = ["evaluate"]
+        self.recorder.begin_after(self.step)
         if self.recovery.resumes:
             self.outputs.trackers.resume(self.step)
         elif not self.step:
@@ -195,6 +204,7 @@ class Run:
     def log(self, scalars: Mapping[str, float]) -> None:
         """Log scalars of the current step, such as "train/loss". saver.best_metric may name one of them."""
         self.outputs.log(scalars)
+        self.recorder.keep_metrics(scalars)
         self.saver.record(self.step, scalars)
 
     def log_skipped(self, batch: Batch[Any]) -> None:
@@ -216,6 +226,7 @@ class Run:
         self.log(
             step_scalars({**stats, **step_time_metrics(self.clock)}, self.clock) | with_prefix("memory", self._peaks)
         )
+        self.recorder.end_step(self.step, self.progress.position(), self._models.engine())
         self.outputs.warn_of_divergence()
         step, epoch_ended = self.step, self.progress.epoch_ended
         save = self.saver.due(step, epoch_ended)
@@ -341,6 +352,7 @@ class Run:
         """Close trackers and log. If the run has not finished, first log its step, last checkpoint and last state."""
         if self.step and not self._has_ended:
             log_stopped(self.step, self.saver.saved_step, self.recovery.written_step, self.folder)
+        self.recorder.close()
         self._resources.close()
 
     def state_dict(self) -> dict[str, Any]:

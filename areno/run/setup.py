@@ -52,6 +52,7 @@ from areno.run.agents_across_steps import LiveAgents
 from areno.run.evaluator import Evaluator
 from areno.run.open_rows import open_loader
 from areno.run.outputs import RunTexts
+from areno.run.replaying import open_run, samples_nothing
 from areno.run.run import Run
 from areno.run.states import folder_fingerprint, rows_fingerprint
 from areno.schema.fields import unused_setting_problems
@@ -289,7 +290,7 @@ class Setup(Generic[Config]):
         )
         evaluator = Evaluator(config, self.valid_loaders, self._loop.measure)
         inputs = self._fingerprints(plan) if trains else {}
-        run = Run(
+        run = open_run(
             config,
             run_dir,
             self.loader,
@@ -381,7 +382,7 @@ def with_distillation_loss(config: ExperimentConfig, loss_fn: LossFn) -> LossFn:
 
 def _open_rewards(config: ExperimentConfig, reward_fn: RewardFns | None, stack: ExitStack) -> RewardPool | None:
     """Start the reward processes. None if the run has no rewards, or if only models or the agents give rewards."""
-    if not isinstance(config, PolicyExperimentConfig):
+    if not isinstance(config, PolicyExperimentConfig) or samples_nothing():
         return None
     by_source = any(source.reward for source in (config.train_dataset.sources or {}).values())
     given = reward_fn is not None or config.reward.fn is not None or by_source
@@ -402,7 +403,7 @@ def _n_devices(config: ExperimentConfig) -> int:
 
 def _open_judge(config: ExperimentConfig, stack: ExitStack) -> JudgeBackend | None:
     """Open the judge: an endpoint, or a reader for a judge that the run loads. None if there is no judge."""
-    if not isinstance(config, PolicyExperimentConfig):
+    if not isinstance(config, PolicyExperimentConfig) or samples_nothing():
         return None
     judge = config.reward.judge
     if judge.base_url is not None:
@@ -439,7 +440,7 @@ def _step_reader(config: ExperimentConfig, roles: Mapping[str, RoleSpec], plan: 
 
 
 def _open_agents(config: ExperimentConfig, stack: ExitStack) -> AgentRunner | None:
-    if not isinstance(config, PolicyExperimentConfig) or config.agent.fn is None:
+    if not isinstance(config, PolicyExperimentConfig) or config.agent.fn is None or samples_nothing():
         return None
     agents = {name: config.agent_of(name) for name in ("", *(config.train_dataset.sources or {}))}
     if any(agent.fn == COMMAND for agent in agents.values()):

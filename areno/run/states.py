@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,10 +79,14 @@ class TrainingState(NamedTuple):
 
 
 class StateFolder:
-    """The folder <run>/state with the training states of one run. The newest `keep` states are kept."""
+    """The folder <run>/state with the training states of one run. The newest `keep` states are kept.
 
-    def __init__(self, folder: Path, keep: int):
-        self.folder, self.keep = folder, keep
+    `retire` gets each older state, as (step, folder). It returns True if it has moved the folder away. Otherwise the
+    state is removed.
+    """
+
+    def __init__(self, folder: Path, keep: int, retire: Callable[[int, Path], bool] = lambda step, folder: False):
+        self.folder, self.keep, self.retire = folder, keep, retire
 
     @property
     def has_begun(self) -> bool:
@@ -108,7 +112,7 @@ class StateFolder:
         the engine loads them.
         """
         for step in self.steps():
-            if damage := find_damage(self._path(step)):
+            if damage := find_damage(self.path_of(step)):
                 self.set_aside(step, damage)
             else:
                 return self._read_record(step)
@@ -125,7 +129,7 @@ class StateFolder:
         )
 
     def _read_record(self, step: int) -> TrainingState:
-        folder = self._path(step)
+        folder = self.path_of(step)
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             record = record if isinstance(record, dict) else {}
@@ -144,7 +148,7 @@ class StateFolder:
         names = [f"{DAMAGED}{_PREFIX}{step:06d}{more}" for more in ("", *(f"-{n}" for n in range(2, 100)))]
         aside = next(path for name in names if not (path := self.folder / name).exists())
         logger.warning("the state of step %d is damaged: %s. It is kept as %s", step, damage, aside)
-        self._path(step).rename(aside)
+        self.path_of(step).rename(aside)
 
     def begin(self, step: int) -> Path:
         """Make a new empty folder for the state of a step. The caller fills it and calls `finish`."""
@@ -159,7 +163,7 @@ class StateFolder:
         The caller can then write a new run.json without writing the weights again. Returns None if the file system has
         no hard links.
         """
-        source, folder = self._path(step) / ENGINE, self.begin(step)
+        source, folder = self.path_of(step) / ENGINE, self.begin(step)
         try:
             for path in (path for path in source.rglob("*") if path.is_file()):
                 link = folder / ENGINE / path.relative_to(source)
@@ -178,7 +182,7 @@ class StateFolder:
         manifest = {"crc32": zlib.crc32(text.encode()), "sizes": sizes}
         (folder / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         sync_tree(folder)
-        final, replaced = self._path(step), self.folder / f"{REPLACED}{self._path(step).name}"
+        final, replaced = self.path_of(step), self.folder / f"{REPLACED}{self.path_of(step).name}"
         if final.exists():
             remove(replaced)
             final.rename(replaced)
@@ -187,19 +191,20 @@ class StateFolder:
         atomic_write_text(self.folder / "latest", f"{final.name}\n")
         remove(replaced)
         for old in self.steps()[self.keep :]:
-            self.remove(old)
+            if not self.retire(old, self.path_of(old)):
+                self.remove(old)
         return final
 
     def remove(self, step: int) -> None:
-        atomic_remove(self._path(step))
+        atomic_remove(self.path_of(step))
 
     def newest_size_bytes(self) -> int:
         """Return the size of the newest state in bytes. 0 without states."""
         newest = next(iter(self.steps()), None)
-        files = [] if newest is None else self._path(newest).rglob("*")
+        files = [] if newest is None else self.path_of(newest).rglob("*")
         return sum(path.stat().st_size for path in files if path.is_file())
 
-    def _path(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
         return self.folder / f"{_PREFIX}{step:06d}"
 
     @property

@@ -83,5 +83,6 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
                 seed=run.progress.seed,
             )
             log_stage("train_end", role="critic")
+        run.recorder.keep_update("critic", rows)
         numbers = {f"critic_{name}": value for name, value in stats.items()}
         return numbers | {"explained_variance": explained_variance(values, returns)}

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from areno.engine.reports import DraftCounts, RolloutStats
 from areno.loss_fns.kl import kl_array
 from areno.plan.lr_schedule import n_updates_by_role
 from areno.plan.plan import sampling_params
+from areno.run.flight_recorder import KeptRollout
+from areno.run.recorded_samples import samples_from_tree
 from areno.run.setup import PolicySetup
 from areno.scoring.pool import no_reward_error
 from areno.tracking.accuracy import without_accuracy_metrics
@@ -219,6 +222,28 @@ def skip_updates(setup: PolicySetup) -> dict[str, float]:
 
 
 def collect_rollout(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
+    """Return the samples of a step with their rewards: new ones or, in a replay, those that were recorded."""
+    recorder = setup.run.recorder
+    recorded = recorder.recorded_rollout(setup.run.step)
+    rollout = _sample_rollout(setup, batch) if recorded is None else _recorded_rollout(setup, recorded)
+    recorder.keep_rollout(
+        KeptRollout(
+            rollout.samples, rollout.keep, rollout.skipped_long, rollout.total_skipped_long, dict(rollout.scalars)
+        )
+    )
+    return rollout
+
+
+def _recorded_rollout(setup: PolicySetup, record: Mapping[str, Any]) -> Rollout:
+    """Restore the rollout of a recorded step, and take from the data what it has taken."""
+    with setup.run.clock.phase("rollout"):
+        samples = samples_from_tree(record["rollout"], setup.loader.items_at)
+    setup.run.progress.move_to(record["progress"])
+    given = {name: record["rollout"][name] for name in ("keep", "skipped_long", "total_skipped_long", "scalars")}
+    return Rollout(samples=samples, scores=StepScores(setup), **given)
+
+
+def _sample_rollout(setup: PolicySetup, batch: Batch[PromptItem]) -> Rollout:
     """Sample and score the prompts of a step, and choose the samples to train on.
 
     With rollout.dynamic_sampling, groups (the samples of one prompt) whose rewards are all equal are dropped, and

@@ -153,6 +153,7 @@ def update_actor(
             divergence=divergence,
         )
         log_stage("train_end")
+    run.recorder.keep_update("actor", rows)
     run.tracer.weights_version = setup.trainer.engine.weights_version
     run.outputs.watch_update(stats, applied=run.tracer.weights_version > version)
     n_tokens = sum(map(len, token_rows(rows)))

@@ -1,0 +1,250 @@
+"""Recompute recorded steps of a run, from a training state and the records after it, and compare them bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from areno.api.algorithms import Algorithm, algorithm_of
+from areno.config.experiments import ExperimentConfig
+from areno.errors import ArenoError, ConfigError
+from areno.launch.compose import mention_version
+from areno.launch.hydra import delete_key
+from areno.run.replaying import Replay, replaying
+from areno.run.resume import STATE
+from areno.run.states import ENGINE, MANIFEST, RECORD, StateFolder, find_damage
+from areno.run.step_records import FOLDER, RecordFolder
+from areno.schema.build import build
+from areno.schema.fields import UnusedSetting
+from areno.tracking.reader import RunReader
+from areno.tracking.run_folder import make_run_folder
+
+_NOT_IN_A_REPLAY = (
+    *("valid_dataset", "eval_gconfig", "evaluator", "saver", "recover", "recorder", "stats_logger", "tune"),
+    *("perf_tracer", "memory_profiler", "experiment_name", "trial_name", "cluster"),
+)
+_MEASURED = ("time/", "memory/", "rollout/draft", "rollout/accepted_tokens", "rollout/frac_steps_drafted")
+_MEASURED_ENDS = ("tokens_per_second", "memory_gib", "_time_s")
+
+
+@dataclass(frozen=True)
+class Base:
+    """A training state from which steps are computed again. Step 0 stands for the models with which the run began."""
+
+    step: int
+    folder: Path | None
+
+    def __str__(self) -> str:
+        return "the start of the run" if self.folder is None else f"the state of step {self.step}"
+
+
+class RecordedRun:
+    """The records and training states of a run, from which its steps can be computed again."""
+
+    def __init__(self, run: RunReader):
+        self.path, self.records = run.path, RecordFolder(run.path / FOLDER)
+        self.read = cache(self.records.read)
+
+    @property
+    def bases(self) -> dict[int, Base]:
+        """The usable states by step, in ascending order."""
+        found = {0: Base(0, None)}
+        for folder in (self.path / FOLDER / "state", self.path / STATE):
+            states = StateFolder(folder, keep=1)
+            found |= {step: Base(step, states.path_of(step)) for step in states.steps()}
+        return {
+            step: base for step, base in sorted(found.items()) if base.folder is None or not find_damage(base.folder)
+        }
+
+    def replayable(self) -> dict[int, Base]:
+        """Return step -> the nearest earlier state from which all steps up to it are recorded, in ascending order."""
+        found, base, bases, before = dict[int, Base](), None, self.bases, 0
+        for step in self.records.steps():
+            base = base if step == before + 1 else None
+            if (base := bases.get(step - 1, base)) is not None:
+                found[step] = base
+            before = step
+        return found
+
+    def base_of(self, step: int) -> Base:
+        """Return the nearest state before a step. Raises ArenoError if the step cannot be computed again."""
+        recorded, found = self.records.steps(), self.replayable()
+        if step in found:
+            return found[step]
+        if not recorded:
+            text = "{} has no records: recorder.max_gib was 0, or an earlier version of areno wrote it"
+            raise ArenoError(text, self.path)
+        can = f"; steps that can be replayed: {ranges_text(list(found))}" if found else ""
+        if step not in recorded:
+            why = (
+                "its record was dropped to keep within recorder.max_gib" if step < max(recorded) else "it has no record"
+            )
+            raise ArenoError("step {} cannot be replayed: {}{}", step, why, can)
+        text = (
+            "step {} cannot be replayed: no state is left from which all steps up to it are recorded. Raise {} or {}{}"
+        )
+        raise ArenoError(text, step, "recorder.max_gib", "recover.keep", can)
+
+
+def ranges_text(steps: Sequence[int]) -> str:
+    """Write ascending numbers as ranges, such as "1 to 3, 7"."""
+    found: list[list[int]] = []
+    for step in steps:
+        if found and step == found[-1][-1] + 1:
+            found[-1].append(step)
+        else:
+            found.append([step])
+    return ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in found)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A part of a step in which the replay differs from the record. `largest` is None if it is not a number."""
+
+    name: str
+    n_different: int
+    n: int
+    largest: float | None
+
+
+@dataclass(frozen=True)
+class ReplayedStep:
+    """A step that was computed again."""
+
+    step: int
+    differences: list[Difference]
+    n_compared: int
+    devices: list[str]  # of the replay
+    recorded_devices: list[str]
+
+
+def replay_steps(run: RunReader, step: int, device: str = "auto") -> tuple[Base, list[ReplayedStep]]:
+    """Compute all steps from the nearest state up to `step` again, and compare each with its record."""
+    recorded = RecordedRun(run)
+    base = recorded.base_of(step)
+    with tempfile.TemporaryDirectory(prefix="areno-replay-") as scratch:
+        found, _ = compute_steps(recorded, base, step, Path(scratch), device)
+    return base, [compare_records(recorded.read(number), tree) for number, tree in sorted(found.items())]
+
+
+def compute_steps(
+    recorded: RecordedRun, base: Base, until: int, scratch: Path, device: str, keeps_state: bool = False
+) -> tuple[dict[int, dict[str, Any]], Base]:
+    """Compute the steps after `base` up to `until`. Return (step -> its record, the last state).
+
+    The settings of each step are those of its record: a run may have been resumed with others. The last state is
+    written only if `keeps_state` is True.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    while base.step < until:
+        settings, last = recorded.read(base.step + 1)["config"], base.step + 1
+        while last < until and recorded.read(last + 1)["config"] == settings:
+            last += 1
+        replay = Replay(
+            until=last,
+            record_of=recorded.read,
+            inputs=recorded.read(last)["inputs"],
+            keeps_state=keeps_state or last < until,
+        )
+        base = run_replay(recorded, base, replay, settings, scratch / f"steps-{last}", device)
+        found |= replay.found
+    return found, base
+
+
+def run_replay(
+    recorded: RecordedRun, base: Base, replay: Replay, settings: Mapping[str, Any], folder: Path, device: str
+) -> Base:
+    """Run the training loop of a recorded run in `folder`, from a state to a step, and return its last state."""
+    algorithm = algorithm_of(recorded.path)
+    with mention_version(recorded.path):
+        config = replay_config(algorithm, settings, recorded.read(replay.until)["devices"], folder, device)
+    _make_folder(folder, config, base)
+    with replaying(replay), algorithm.trainer(config, folder) as trainer:
+        trainer.fit()
+    return Base(replay.until, StateFolder(folder / STATE, keep=1).path_of(replay.until))
+
+
+def _make_folder(folder: Path, config: ExperimentConfig, base: Base) -> None:
+    """Make the folder of a run that resumes from `base`. The weights of the state are linked, and never written to."""
+    made = make_run_folder(folder)
+    assert made is not None
+    made.write_description(config, [])
+    if base.folder is None:
+        return
+    state = StateFolder(folder / STATE, keep=2).path_of(base.step)
+    state.mkdir(parents=True)
+    (state / ENGINE).symlink_to((base.folder / ENGINE).absolute(), target_is_directory=True)
+    for name in (RECORD, MANIFEST):
+        shutil.copyfile(base.folder / name, state / name)
+
+
+def replay_config(
+    algorithm: Algorithm, settings: Mapping[str, Any], devices: Sequence[str], folder: Path, device: str
+) -> ExperimentConfig:
+    """Return the settings of a replay: those of the run, without what it wrote, on as many devices if there are any."""
+    data = {name: copy.deepcopy(value) for name, value in settings.items() if name not in _NOT_IN_A_REPLAY}
+    data |= {"experiment_name": "replay", "trial_name": folder.name, "cluster": {"fileroot": str(folder.parent)}}
+    data["stats_logger"] = {"console": "quiet"}
+    if "rollout" in data:
+        data["rollout"]["dump_to_file"] = False
+    engine = data["engine"]
+    engine["device"] = device
+    on_cuda = device != "cpu" and torch.cuda.is_available()
+    there = torch.cuda.device_count() if on_cuda else None  # any number of CPU devices
+    engine["world_size"] = len(devices) if there is None else min(len(devices), there)
+    if there is None and devices[0] != "cpu":
+        engine["world_size"] = engine["tp_size"] * engine["cp_size"]
+    while True:
+        try:
+            return build(algorithm.config, data, sources=False)
+        except ConfigError as error:
+            unused = [problem for problem in error.problems if isinstance(problem, UnusedSetting)]
+            if len(unused) < len(error.problems):
+                raise
+            for problem in unused:  # such as limits of an evaluation, which a replay leaves out
+                delete_key(data, problem.key)
+
+
+def compare_records(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> ReplayedStep:
+    """Compare a step in a replay with its record. Times and memory are not compared."""
+    before, now = dict(_values(recorded)), dict(_values(replayed))
+    names = list(dict.fromkeys([*before, *now]))
+    differences = [found for name in names if (found := _difference(name, before.get(name), now.get(name)))]
+    return ReplayedStep(recorded["step"], differences, len(names), replayed["devices"], recorded["devices"])
+
+
+def _values(tree: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the name and the values of each result of a step, in the order in which the step computes them."""
+    for number, update in enumerate(tree["updates"]):
+        role = update["role"] if number == 0 or update["role"] != tree["updates"][number - 1]["role"] else f"{number}"
+        for name, values in update.items():
+            if name != "role":
+                yield f"{role}: {name}", np.atleast_1d(np.asarray(values))
+    for name, value in tree["metrics"].items():
+        if not name.startswith(_MEASURED) and not name.endswith(_MEASURED_ENDS):
+            yield name, np.array([value], np.float64)
+    for name, parts in tree["digests"].items():
+        yield f"digest of {name}", parts
+
+
+def _difference(name: str, before: np.ndarray | None, now: np.ndarray | None) -> Difference | None:
+    if before is None or now is None or before.shape != now.shape or before.dtype != now.dtype:
+        n = max(0 if values is None else len(values) for values in (before, now))
+        return Difference(name, n, n, None)
+    bits = [np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1) for values in (before, now)]
+    differs = (bits[0] != bits[1]).any(axis=1)
+    if not differs.any():
+        return None
+    is_number = before.dtype.kind == "f"
+    with np.errstate(invalid="ignore"):
+        largest = float(np.nanmax(np.abs(before[differs] - now[differs]))) if is_number else None
+    return Difference(name, int(differs.sum()), len(before), largest)

@@ -1,0 +1,129 @@
+"""The replay of recorded steps: a run in a folder of its own, whose steps take their rollouts from records.
+
+`areno.report.replayed_steps` starts the training loop of the recorded run inside `replaying`. The loop is unchanged: it
+resumes from a training state and trains, but its rollouts are the recorded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from areno.api.metrics import step_scalars, step_time_metrics
+from areno.errors import ArenoError
+from areno.run.flight_recorder import RecordedEngine, StepKeeper, facts_at_end
+from areno.run.progress import Name
+from areno.run.run import Run
+from areno.types import Batch
+
+
+@dataclass
+class Replay:
+    """Which steps are computed again, and what they compute.
+
+    Attributes:
+        until: The last step.
+        record_of: Returns the record of a step, see `RecordFolder.read`.
+        inputs: Fingerprints of the model and data files with which the recorded run began.
+        resamples: Whether the last step draws samples instead of taking the recorded ones.
+        keeps_state: Whether to write a training state after the last step.
+        found: Step -> its record in the replay.
+    """
+
+    until: int
+    record_of: Callable[[int], Mapping[str, Any]]
+    inputs: Mapping[str, str]
+    resamples: bool = False
+    keeps_state: bool = False
+    found: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+# A loop of a user's own may construct its Setup with any arguments, so the replay does not come as an argument.
+_current: ContextVar[Replay | None] = ContextVar("replay", default=None)
+
+
+@contextmanager
+def replaying(replay: Replay) -> Iterator[None]:
+    """Make each run that is opened inside the `with` block a replay."""
+    token = _current.set(replay)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def samples_nothing() -> bool:
+    """Return whether a replay is being opened that needs no rewards, agents or judges."""
+    replay = _current.get()
+    return replay is not None and not replay.resamples
+
+
+def open_run(*args: Any, **given: Any) -> Run:
+    """Open a Run or, inside `replaying`, a replay."""
+    replay = _current.get()
+    return Run(*args, **given) if replay is None else ReplayRun(replay, *args, **given)
+
+
+class ReplayRun(Run):
+    """A run that computes recorded steps again. It saves no checkpoints, and evaluates nothing."""
+
+    def __init__(self, replay: Replay, *args: Any, inputs: Mapping[str, str], **given: Any):
+        self._replay = replay
+        changed = [key for key, known in replay.inputs.items() if inputs.get(key, known) != known]
+        if changed:
+            raise ArenoError("{} is not what the run began with, so that no step can be replayed", ", ".join(changed))
+        super().__init__(*args, inputs=inputs, **given)
+
+    def _open_recorder(self) -> StepKeeper:
+        return _ReplayKeeper(self._replay)
+
+    def steps(self) -> Iterator[Batch[Any]]:
+        self.begin()
+        self.progress.open_batches()
+        while self.step < self._replay.until:
+            self.clock.reset()
+            self._peaks = {}
+            batch = self.progress.next_step()
+            if batch is None:
+                raise ArenoError("the data ends before step {}: the run has recorded other data", self._replay.until)
+            self.recorder.begin_step()
+            self.outputs.begin_step()
+            yield batch
+
+    def end_step(self, stats: Mapping[str, float]) -> None:
+        self.clock.close_step()
+        self.log(step_scalars({**stats, **step_time_metrics(self.clock)}, self.clock))
+        self.recorder.end_step(self.step, self.progress.position(), self._models.engine())
+        self.recovery.keep_run_state(self.state_dict())
+        self.stop.raise_if_interrupted()
+
+    def finish(self, numbers: Mapping[Name, int]) -> None:
+        self.during_steps.close()
+        if self._replay.keeps_state:
+            self.recovery.write_now(self.step)
+        self._has_ended = True
+
+    def record_result(self, result: float) -> None:
+        pass
+
+
+class _ReplayKeeper(StepKeeper):
+    is_on = True
+
+    def __init__(self, replay: Replay):
+        super().__init__()
+        self._replay = replay
+
+    def recorded_rollout(self, step: int) -> Mapping[str, Any] | None:
+        if self._replay.resamples and step == self._replay.until:
+            return None
+        record = self._replay.record_of(step)
+        if record["rollout"] is None:
+            raise ArenoError("the record of step {} has no rollout, but the step needs one", step)
+        return record
+
+    def end_step(self, step: int, progress: Mapping[str, Any], engine: RecordedEngine) -> None:
+        self._replay.found[step] = self._step.to_tree(step, facts_at_end(progress, engine))
