@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -136,7 +136,7 @@ class StepKeeper:
     def begin_step(self) -> None:
         self._step = KeptStep()
 
-    def end_step(self, step: int, progress: Mapping[str, Any], engine: RecordedEngine) -> None:
+    def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]) -> None:
         """Take the results of a step. `progress` is the position in the data after it."""
 
     def begin_after(self, step: int) -> None:
@@ -160,9 +160,9 @@ class FlightRecorder(StepKeeper):
         self._lock = threading.Lock()  # states are pinned in another thread than records are written
         self._writer = BackgroundCall("areno-recorder")
 
-    def end_step(self, step: int, progress: Mapping[str, Any], engine: RecordedEngine) -> None:
+    def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]) -> None:
         if self.is_on:
-            self._writer.start(self._write, step, self._step, {**self._facts, **facts_at_end(progress, engine)})
+            self._writer.start(self._write, step, self._step, {**self._facts, **facts_at_end(progress, engine())})
             self._step = KeptStep()
 
     def _write(self, step: int, kept: KeptStep, facts: Mapping[str, Any]) -> None:

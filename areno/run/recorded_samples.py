@@ -15,7 +15,6 @@ from areno.types import PromptItem, ScoredSample
 
 ItemsAt = Callable[[Sequence[tuple[str, int]]], Sequence[PromptItem]]
 """Reads dataset rows by (source, index)."""
-_COPIED = ("sequence", "completion", "outcome", "group", "trajectory", "over_budget")
 
 
 def samples_to_tree(samples: Sequence[ScoredSample]) -> dict[str, Any]:
@@ -30,7 +29,17 @@ def samples_to_tree(samples: Sequence[ScoredSample]) -> dict[str, Any]:
             # An agent asks with a prompt of its own.
             own = {} if sample.trajectory is None else {"text": item.text}
             prompts.append({"source": item.source, "index": item.index, "tokens": list(item.tokens), **own})
-        found.append({"prompt": numbers[id(item)], **{name: getattr(sample, name) for name in _COPIED}})
+        found.append(
+            {
+                "prompt": numbers[id(item)],
+                "sequence": sample.sequence,
+                "completion": sample.completion,
+                "outcome": sample.outcome,
+                "group": sample.group,
+                "trajectory": sample.trajectory,
+                "over_budget": sample.over_budget,
+            }
+        )
     return {"prompts": prompts, "samples": found}
 
 
@@ -42,7 +51,7 @@ def samples_from_tree(tree: Mapping[str, Any], items_at: ItemsAt) -> list[Scored
         raise ArenoError("the data skips {} of the recorded prompts: it has changed", len(prompts) - len(rows))
     items = [_item_of(prompt, row) for prompt, row in zip(prompts, rows, strict=True)]
     return [
-        ScoredSample(item=items[sample["prompt"]], **{name: sample[name] for name in _COPIED})
+        ScoredSample(item=items[sample["prompt"]], **{name: sample[name] for name in sample if name != "prompt"})
         for sample in tree["samples"]
     ]
 

@@ -96,7 +96,7 @@ class ReplayRun(Run):
     def end_step(self, stats: Mapping[str, float]) -> None:
         self.clock.close_step()
         self.log(step_scalars({**stats, **step_time_metrics(self.clock)}, self.clock))
-        self.recorder.end_step(self.step, self.progress.position(), self._models.engine())
+        self.recorder.end_step(self.step, self.progress.position(), self._models.engine)
         self.recovery.keep_run_state(self.state_dict())
         self.stop.raise_if_interrupted()
 
@@ -125,5 +125,5 @@ class _ReplayKeeper(StepKeeper):
             raise ArenoError("the record of step {} has no rollout, but the step needs one", step)
         return record
 
-    def end_step(self, step: int, progress: Mapping[str, Any], engine: RecordedEngine) -> None:
-        self._replay.found[step] = self._step.to_tree(step, facts_at_end(progress, engine))
+    def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]) -> None:
+        self._replay.found[step] = self._step.to_tree(step, facts_at_end(progress, engine()))

@@ -226,7 +226,7 @@ class Run:
         self.log(
             step_scalars({**stats, **step_time_metrics(self.clock)}, self.clock) | with_prefix("memory", self._peaks)
         )
-        self.recorder.end_step(self.step, self.progress.position(), self._models.engine())
+        self.recorder.end_step(self.step, self.progress.position(), self._models.engine)
         self.outputs.warn_of_divergence()
         step, epoch_ended = self.step, self.progress.epoch_ended
         save = self.saver.due(step, epoch_ended)

@@ -1,6 +1,6 @@
 """The files of the flight recorder: what each step received and computed, exact and binary.
 
-<run>/recorder/step-000012.zip    the record of a step: record.json and its arrays, with checksums
+<run>/recorder/000012.zip         the record of a step: record.json and its arrays, with checksums
                state/step-000010  a pinned training state, as areno.run.states stores it
 
 A record is a tree of dictionaries, lists, numbers, texts, arrays and the records of areno.types. Nothing is pickled, so
@@ -29,7 +29,7 @@ FORMAT = 1
 _TREE = "record.json"
 _TYPES: dict[str, Any] = {cls.__name__: cls for cls in (RewardOutcome, RolloutSequence, TokenRow, Trajectory)}
 _FEWEST_NUMBERS = 8  # shorter lists are written as text
-_PREFIX, _SUFFIX = "step-", ".zip"
+_SUFFIX = ".zip"
 
 
 class UnrecordableError(TypeError):
@@ -43,12 +43,11 @@ class RecordFolder:
         self.folder = folder
 
     def path_of(self, step: int) -> Path:
-        return self.folder / f"{_PREFIX}{step:06d}{_SUFFIX}"
+        return self.folder / f"{step:06d}{_SUFFIX}"
 
     def steps(self) -> list[int]:
         """Return the recorded steps in ascending order."""
-        names = (path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for path in self.folder.glob(f"{_PREFIX}*.zip"))
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(int(path.stem) for path in self.folder.glob(f"*{_SUFFIX}") if path.stem.isdecimal())
 
     def sizes(self) -> dict[int, int]:
         """Return step -> size of its record in bytes, in ascending order of steps."""
@@ -85,7 +84,7 @@ class RecordFolder:
         """Remove the records of later steps, which the run repeats, and unfinished files."""
         for later in (each for each in self.steps() if each > step):
             self.remove(later)
-        for path in self.folder.glob(f"{UNFINISHED}{_PREFIX}*"):
+        for path in self.folder.glob(f"{UNFINISHED}*{_SUFFIX}"):
             remove(path)
 
 

@@ -45,7 +45,16 @@ PAGES = [
     ROOT / "benchmarks/README.md",
 ]
 GUIDES = ["quickstart.md", "recipes.md", "data.md", "evaluation.md", "runs.md", "resuming.md", "reference/cli.md"]
-GUIDES += ["adapters.md", "check.md", "distillation.md", "exact.md", "judges.md", "tracing.md", "../README.md"]
+GUIDES += [
+    "replay.md",
+    "adapters.md",
+    "check.md",
+    "distillation.md",
+    "exact.md",
+    "judges.md",
+    "tracing.md",
+    "../README.md",
+]
 
 
 COMMAND = re.compile(r"(python (-m (areno\.|benchmarks)|examples/)|areno (train|bench) ).*")

@@ -39,7 +39,10 @@ def start(
 ) -> Run:
     given = {"actor": ModelConfig(path="model"), "train_dataset": DatasetConfig(path="rows.jsonl"), **settings}
     config = SFTConfig(experiment_name="e", recover=RecoverConfig(mode="off"), **given)
-    models: Any = SimpleNamespace(engine=None, write_checkpoint=save, checkpoint_written=is_saved, forecast=None)
+    engine = SimpleNamespace(device_names=["cpu"], state_digests=dict)
+    models: Any = SimpleNamespace(
+        engine=lambda: engine, write_checkpoint=save, checkpoint_written=is_saved, forecast=None
+    )
     rows = loader(n_rows, **(data or {}))
     evaluator = None if evaluate is None else Evaluator(config, {"": loader(1)}, lambda name, of_set: evaluate())
     return Run(config, folder, rows, models, evaluator=evaluator, texts=RunTexts(facts=facts))

@@ -132,7 +132,7 @@ def test_a_name_that_suits_no_folder_is_no_hindrance(run: Path, capsys: pytest.C
     settings = (run / "config.yaml").read_text().replace("trial_name: a\n", "trial_name: <b>/x\n")
     (tmp_path / "t/config.yaml").write_text(settings)
     assert "<b>/x" in settings
-    assert replayed(capsys, tmp_path / "t", "--step", "2")["missing"] == []
+    assert replayed(capsys, tmp_path / "t", "--step", "2", "--sample", "0")["missing"] == []
 
 
 def test_a_sample_without_token_values_says_what_is_missing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,17 +168,17 @@ def test_the_table_is_for_people(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert "not known" not in told
     assert "'<eos>'" in told
     assert "'5'" not in told  # of the prompt
-    assert main(["replay", str(run), "--step", "2", "--prompt", "--device", "cpu"]) == 0
+    assert main(["replay", str(run), "--step", "2", "--sample", "0", "--prompt", "--device", "cpu"]) == 0
     assert "'5'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("--step 7", 1, "has no samples of step 7"),
+        ("--step 7 --sample 0", 1, "has no samples of step 7"),
         ("--step 2 --sample 4", 2, "--sample: is 4; step 2 has 4 samples, counted from 0"),
-        ("--step 2 --checkpoint 9", 2, "--checkpoint: there is no 9; checkpoints are of the steps 1, 2"),
-        ("--step 2 --row 1", 1, "the sample has one row, and row 1 is asked for"),
+        ("--step 2 --sample 0 --checkpoint 9", 2, "--checkpoint: there is no 9; checkpoints are of the steps 1, 2"),
+        ("--step 2 --sample 0 --row 1", 1, "the sample has one row, and row 1 is asked for"),
     ],
 )
 def test_what_is_not_there_is_told(
