@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -67,25 +68,26 @@ def largest(one: list[Any], other: list[Any]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(one, other, strict=True))
 
 
+WHAT: dict[str, dict[str, Any]] = {"products": {"fp8": FP8}, "keys": {"fp8_kv": True}}
+WHAT["both"] = WHAT["products"] | WHAT["keys"]
+LAYOUTS = {"one": {}, "tp": {"devices": 2, "tp_size": 2}, "cp": {"devices": 2, "cp_size": 2}}
+CASES = [
+    pytest.param(
+        WHAT[what] | LAYOUTS[layout] | ({"lora": ADAPTERS} if adapters else {}),
+        id=f"{what}, {layout}{', adapters' * adapters}",
+        marks=[pytest.mark.slow] * (layout != "one" or what == "keys"),
+    )
+    for what, layout, adapters in itertools.product(WHAT, LAYOUTS, (False, True))
+]
+MORE = {"wgrad": {"fp8": FP8Config(dgrad=False, wgrad=True)}, "bf16": WHAT["both"] | {"dtype": "bfloat16"}}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="all weights"),
-        pytest.param({"fp8": FP8Config(wgrad=True)}, id="wgrad", marks=pytest.mark.slow),
-        pytest.param({"fp8_kv": True}, id="keys and values, too"),
-        pytest.param({"lora": ADAPTERS}, id="adapters"),
-        pytest.param({"devices": 2, "tp_size": 2}, id="tp", marks=pytest.mark.slow),
-        pytest.param(
-            {"devices": 2, "tp_size": 2, "lora": ADAPTERS, "fp8_kv": True},
-            id="tp, adapters, keys",
-            marks=pytest.mark.slow,
-        ),
-    ],
+    "options", [*CASES, *(pytest.param(each, id=name, marks=pytest.mark.slow) for name, each in MORE.items())]
 )
 def test_exact_rollout_and_training_have_the_same_bits(folder: Path, options: dict[str, Any]) -> None:
     """Before and after an update, whose difference ends the run."""
-    settings = spec(folder, **{"exact": True, "fp8": FP8, **options})
-    with Engine(settings, "spawn" if "devices" in options else "inline") as engine:
+    with Engine(spec(folder, exact=True, **options), "spawn" if "devices" in options else "inline") as engine:
         for _ in range(2):
             rows = train_rows(rollout(engine, REQUESTS), REQUESTS)
             before = scores(engine, rows)
