@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from areno.config.fp8 import FP8Config
 from areno.cost.memory import kv_bytes_per_token, state_bytes
 from areno.layers.config import AdapterSpec, MoEConfig
 from areno.models.adapter_shapes import n_adapter_parameters
 from areno.models.config import TransformerConfig
+from areno.models.fp8_layers import n_quantized_parameters
 from areno.models.parameters import n_active_body_parameters, n_parameters, q_size
 
 
@@ -32,9 +34,15 @@ class TokenCost:
     experts: MoEConfig | None = None
     expert_params: int = 0  # of one expert, summed over the layers with experts
     adapter_params: int = 0  # 0: all parameters are trained
+    fp8_params: int = 0  # those of `body_params` whose products are on FP8 units
+    fp8_gradients: tuple[bool, bool] = (False, False)  # whether those of inputs and of weights are, too
+    fp8_kv: bool = False
 
     @staticmethod
-    def from_config(config: TransformerConfig, itemsize: int, adapters: AdapterSpec | None = None) -> TokenCost:
+    def from_config(
+        config: TransformerConfig, itemsize: int, adapters: AdapterSpec | None = None, fp8: FP8Config | None = None
+    ) -> TokenCost:
+        """Return the cost of a model. `fp8`: of its linear layers, None if the device emulates FP8."""
         experts, of_experts = config.experts, 0
         windows = Counter(config.layer_kind(layer).window for layer in config.attention_layers)
         if experts is not None:
@@ -51,12 +59,19 @@ class TokenCost:
             state_bytes=state_bytes(config, itemsize),
             rule_flops=0.0 if config.delta is None else config.delta.flops,
             itemsize=itemsize,
+            fp8_params=0 if fp8 is None else n_quantized_parameters(config, fp8),
+            fp8_gradients=(False, False) if fp8 is None else (fp8.dgrad, fp8.wgrad and adapters is None),
+            fp8_kv=config.fp8_kv,
             windows=tuple((window, n / windows.total()) for window, n in windows.items()),
         )
 
     @property
     def active_params(self) -> int:
         return self.body_params + self.head_params
+
+    def weight_bytes_read(self, n_tokens: float) -> float:
+        """Return the bytes of the weights that a batch reads. Codes take one byte."""
+        return self.params_read(n_tokens) * self.itemsize - self.fp8_params * (self.itemsize - 1)
 
     def params_read(self, n_tokens: float) -> float:
         """Return the number of parameters that a batch reads. With experts, this is an expected value."""

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from areno.config.layout import ALONE, Layout
+from areno.cost.flops import TokenCost
 from areno.cost.memory import ModelBytes, PassBytes, kv_bytes_of_row, kv_bytes_per_token, model_bytes, state_bytes
+from areno.layers.config import AdapterSpec
 from areno.models.config import TransformerConfig
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
@@ -77,6 +79,10 @@ class Footprint:
             copies_a=self.copies_a,
             fp8=model.fp8,
         )
+
+    def token_cost(self, model: ModelFootprint, adapters: AdapterSpec | None) -> TokenCost:
+        has_units = self.on_cuda and self.itemsize == 2  # other products in FP8 are emulated
+        return TokenCost.from_config(model.config, self.itemsize, adapters, model.fp8 if has_units else None)
 
     def resident_bytes(self, model: ModelFootprint) -> int:
         """Return the bytes of a model on each device while it is not used."""

@@ -36,9 +36,11 @@ H100 = Rates(copy_bytes_s=3.0e12, matmul_flops_s=760e12)
 
 _LARGE_PRODUCTS = 0.82  # share of the rate of large products that the products of a layer reach in training
 _PRODUCTS = 0.83  # the same for a decode step, of the longer of reading the weights and computing
+_FP8 = 1.5  # rate of products on FP8 units, with the rounding of their inputs, in rates of large products
+_FP8_LAYER_S = 50e-6  # additional time of a layer in a decode step, to round the inputs of its products
 _EXPERTS = 0.47  # the same for the grouped products of experts
 _ATTENTION, _ATTENTION_MOST = 0.25, 0.5  # the same for attention: in rows of 512 tokens, and in the longest rows
-_KV = 0.76  # share of the copy rate at which decode attention reads keys and values
+_KV = {False: 0.76, True: 0.62}  # share of the copy rate at which decode attention reads keys and values; in FP8
 _TRAIN_BYTES, _FORWARD_BYTES = 276, 57  # bytes of element-wise work per token, layer and element of the residual stream
 _ADAPTER_BYTES = 8  # the same for the products of adapters in training
 _DELTA_BYTES = 506  # the same, per element of the values, for the gated delta rule in training
@@ -84,6 +86,7 @@ def device_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, r
         of_experts = 2.0 * cost.expert_params * cost.experts.top_k * n * passes
     flops = 2.0 * passes * (cost.body_params * n + cost.head_params * work.n_predicted) - of_experts
     flops += 2.0 * size * _saved_elements(config) * work.n_recomputed * n
+    flops -= (1 - 1 / _FP8) * _fp8_flops(config, cost, work)
     flops += (3 if work.trains else 1) * 2.0 * cost.adapter_params * n
     pairs = mean_attention_pairs(cost, work.row_lens) - (
         mean_attention_pairs(cost, work.shared_lens) if work.shared_lens else 0
@@ -100,6 +103,14 @@ def device_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, r
     of_attention = min(_ATTENTION_MOST, _ATTENTION * (max(work.row_lens, default=512) / 512) ** 0.35)
     products = flops / _LARGE_PRODUCTS + of_experts / _EXPERTS + (attention + rule) / of_attention
     return products / rates.matmul_flops_s + n_bytes / rates.copy_bytes_s
+
+
+def _fp8_flops(config: TransformerConfig, cost: TokenCost, work: PassWork) -> float:
+    if not cost.fp8_params:
+        return 0.0
+    passes = 1 + sum(cost.fp8_gradients) * work.trains
+    recomputed = config.hidden_size * _saved_elements(config) * work.n_recomputed * cost.fp8_params / cost.body_params
+    return 2.0 * work.n_tokens * (passes * cost.fp8_params + recomputed)
 
 
 def pass_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, rates: Rates) -> float:
@@ -163,16 +174,16 @@ def rollout_seconds(
     rows = min(n_total, max(1, -(-work.n_running // copies)))
     n_waves = n_total / rows
     groups = max(1.0, rows / work.n_samples)
-    weights = cost.params_read(rows) * cost.itemsize
     flops = (2.0 * cost.active_params + 2.0 * cost.adapter_params) * rows
+    flops -= (1 - 1 / _FP8) * 2.0 * cost.fp8_params * rows
     if cost.experts is not None:
         flops *= 1.5
-    products = rates.min_seconds(weights, flops) / _PRODUCTS
+    products = rates.min_seconds(cost.weight_bytes_read(rows), flops) / _PRODUCTS
     kv_tokens = _mean_keys_read(cost, work.prompt_len, groups) + _mean_keys_read(cost, work.answer_len / 2, rows)
     moved = kv_tokens * cost.kv_bytes + 2 * cost.state_bytes * rows
-    attention = moved / rates.copy_bytes_s / _KV
+    attention = moved / rates.copy_bytes_s / _KV[cost.fp8_kv]
     sampling = rows * config.vocab_size * _LOGIT_BYTES / rates.copy_bytes_s
-    layer_s = _LAYER_S + _ADAPTER_LAYER_S * bool(cost.adapter_params)
+    layer_s = _LAYER_S + _ADAPTER_LAYER_S * bool(cost.adapter_params) + _FP8_LAYER_S * bool(cost.fp8_params)
     sums = (2 * config.num_layers + 1) * _SUM_S if work.tp_size > 1 else 0.0
     step = products + attention + sampling + sums + config.num_layers * layer_s
     return prefill, n_waves * work.answer_len * step

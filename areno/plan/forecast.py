@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
-from areno.cost.flops import TokenCost
 from areno.cost.footprint import Footprint, LongestRow, ModelFootprint, footprint_of
 from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, max_verification_rows, may_verify_drafts
 from areno.cost.prefix_sharing import PrefixSharing
@@ -336,7 +335,7 @@ class _StepForecast:
         row = work.prompt_len / max(1, work.n_samples) + work.answer_len
         cached_tokens = cache_bytes // max(1, cache.block_bytes) * cache.layout.block_size
         work = replace(work, n_running=max(1, min(work.n_running, int(cached_tokens / row) * copies)))
-        cost = TokenCost.from_config(model.config, self.footprint.itemsize, model.adapters)
+        cost = self.footprint.token_cost(model, model.adapters)
         n_prefill = min(config.rollout.max_prefill_tokens, -(-work.n_prompts // copies) * work.prompt_len)
         logits = n_logits * self.layout.share_rounded_up(model.config.vocab_size) * 4
         forward = self.footprint.scoring_pass_bytes(model).expected(n_prefill, 0, 0)
@@ -361,7 +360,7 @@ class _StepForecast:
         head = 0.0 if model.config.head != "lm" else rows.lengths.answer / row  # logits of answers alone
         in_batch = max(1, min(max(budget, -(-row // self.layout.cp_size)), n_tokens))
         memory = self._pass_memory(name, phase, in_batch, int(head * in_batch))
-        cost = TokenCost.from_config(model.config, self.footprint.itemsize, model.adapters if phase == TRAIN else None)
+        cost = self.footprint.token_cost(model, model.adapters if phase == TRAIN else None)
         work = PassWork(
             row_lens=(row,) * n_each,
             n_predicted=int(head * n_each * row),
@@ -413,7 +412,7 @@ class _StepForecast:
         scored, seconds = replace(work, trains=False, n_recomputed=0), 0.0
         rates = self._rates.for_devices(self.layout.cp_size)
         for model in teachers:
-            cost = TokenCost.from_config(model.config, self.footprint.itemsize)
+            cost = self.footprint.token_cost(model, None)
             seconds += device_seconds(model.config, cost, scored, rates) / len(teachers)
             if model.offload:
                 seconds += self.footprint.model_bytes(model).weights / _COPY_BYTES_S
