@@ -125,6 +125,21 @@ class DataPack:
         """Average (T,) values over the trained tokens of each row: (R,), 0 for rows without any."""
         return self.sum_rows(values_T) / self.row_lengths().clamp(min=1)
 
+    def discounted_sums(self, values_T: Tensor, discount: float) -> Tensor:
+        """Return for each trained token t the sum of discount^(u - t) values_u over the trained u >= t of its row.
+
+        Sums are computed in float64.
+        """
+        rows_T = self.row_of_token.index_select(0, self.trained_T)
+        sums_T, step = values_T.double(), 1
+        while step < len(sums_T):  # after each turn, sums_T has the next 2 * step values of the row
+            same_T = rows_T[step:] == rows_T[:-step]
+            later_T = sums_T[step:].where(same_T, 0.0)
+            sums_T = sums_T.clone()
+            sums_T[:-step] += discount**step * later_T
+            step *= 2
+        return sums_T.to(values_T.dtype)
+
     def of_rows(self, values_R: Tensor) -> Tensor:
         """Expand (R,) values of rows to the trained tokens, (T,)."""
         return values_R.index_select(0, self.row_of_token.index_select(0, self.trained_T))

@@ -94,21 +94,6 @@ def sampled_reverse_kl(
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
     kl_T = logprobs_T.detach() - theirs_T
     if kl_discount:
-        kl_T = discounted_sums(kl_T, pack.trained(pack.row_of_token), kl_discount)
+        kl_T = pack.discounted_sums(kl_T, kl_discount)
     loss_T = clamp_log_ratio(log_ratio_T).exp() * kl_T
     return loss_T if weights_T is None else loss_T * weights_T
-
-
-def discounted_sums(values_T: Tensor, rows_T: Tensor, discount: float) -> Tensor:
-    """Return for each t the sum of discount^(u - t) values_u over all u >= t in the same row.
-
-    `values_T` has the rows one after another. `rows_T` is the row of each value. Sums are computed in float64.
-    """
-    sums_T, step = values_T.double(), 1
-    while step < len(sums_T):  # after each turn, sums_T has the next 2 * step values of the row
-        same_T = rows_T[step:] == rows_T[:-step]
-        later_T = sums_T[step:].where(same_T, 0.0)
-        sums_T = sums_T.clone()
-        sums_T[:-step] += discount**step * later_T
-        step *= 2
-    return sums_T.to(values_T.dtype)

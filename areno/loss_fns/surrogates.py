@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from areno.errors import Problem
 from areno.schema.choices import Choices
-from areno.schema.fields import Section, check, setting
+from areno.schema.fields import Section, check, setting, setting_as_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -239,6 +239,102 @@ class SAPO(Surrogate):
         soft = (tau * (ratio - 1.0)).sigmoid()
         gate = (4.0 * soft * (1.0 - soft)).detach()
         return -4.0 / tau * soft * advantages, {"sapo_gate": gate}
+
+
+@SURROGATES.register(
+    "gmpo", section=True, help="the geometric mean of a row's ratios, each clipped before (GMPO, arXiv 2507.20673)"
+)
+@dataclass(kw_only=True)
+class GMPO(Surrogate):
+    """GMPO (arXiv 2507.20673 eq. 4): -A (prod_t c_t)^(1/T), log c_t = sgn(A) min(sgn(A) log r_t, log_clip).
+
+    The product is over the T trained tokens of a row. The clip has one side: it stops ratios from rising further if A >
+    0 and from falling further if A < 0. As in GSPO-token, the loss of token t has the value of the whole row's and the
+    gradient of its own log-probability, so that its mean over the tokens is the loss of the paper, and advantages may
+    differ within a row.
+
+    Statistics: clip_frac_low and clip_frac_high, 1 where the clip makes the gradient 0.
+    """
+
+    couples_tokens: ClassVar[bool] = True
+    log_clip: float = setting(0.4, help="Largest logarithm of a token's ratio, in the direction of its advantage", gt=0)
+
+    def token_losses(
+        self, pack: DataPack, log_ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        sign_T = advantages_T.sign()
+        log_clipped_T = sign_T * (sign_T * log_ratio_T).clamp(max=self.log_clip)
+        mean_R = clamp_log_ratio(pack.mean_rows(log_clipped_T.detach()))
+        ratio_T = pack.of_rows(mean_R.exp()) * (log_clipped_T - log_clipped_T.detach()).exp()
+        cut_T = (sign_T * log_ratio_T.detach() > self.log_clip).to(ratio_T.dtype)
+        cut = {"clip_frac_low": cut_T * (sign_T < 0), "clip_frac_high": cut_T * (sign_T > 0)}
+        return -ratio_T * advantages_T, cut
+
+
+@SURROGATES.register(
+    "vespo", section=True, help="a smooth weight of each row by the product of its ratios (VESPO, arXiv 2602.10693)"
+)
+@dataclass(kw_only=True)
+class VESPO(Surrogate):
+    """VESPO (arXiv 2602.10693): -sg(phi(w)) A log pi, w = product of the row's ratios, phi(w) = w^k e^(lambda (1 - w)).
+
+    (k, lambda) is (k_pos, lambda_pos) for tokens with A >= 0 and (k_neg, lambda_neg) for others. phi(1) = 1, and phi
+    falls to 0 for rows that have become much more or much less probable. log w is clamped to [-20, 20].
+
+    Statistic: vespo_weight = phi(w).
+    """
+
+    couples_tokens: ClassVar[bool] = True
+    k_pos: float = setting(2.0, help="k for tokens with advantages of at least 0", ge=0)
+    lambda_pos: float = setting(3.0, help="lambda for tokens with advantages of at least 0", ge=0)
+    k_neg: float = setting(3.0, help="k for tokens with negative advantages", ge=0)
+    lambda_neg: float = setting(2.0, help="lambda for tokens with negative advantages", ge=0)
+
+    def token_losses(
+        self, pack: DataPack, log_ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        log_w_T = clamp_log_ratio(pack.of_rows(pack.sum_rows(log_ratio_T.detach())))
+        rises = 1.0 - log_w_T.exp()
+        positive_T = (self.k_pos * log_w_T + self.lambda_pos * rises).exp()
+        negative_T = (self.k_neg * log_w_T + self.lambda_neg * rises).exp()
+        phi_T = positive_T.where(advantages_T >= 0, negative_T)
+        return -phi_T * advantages_T * logprobs_T, {"vespo_weight": phi_T}
+
+
+@SURROGATES.register(
+    "fipo", section=True, help="PPO's clip, weighted by how the later tokens' ratios move (FIPO, arXiv 2603.19835)"
+)
+@dataclass(kw_only=True)
+class FIPO(Clip):
+    """FIPO (arXiv 2603.19835): f_t times PPO's clipped loss, f_t = sg(clip(exp(F_t), weight_low, weight_high)).
+
+    F_t = sum over k >= t of gamma^(k - t) log r_k over the trained tokens of the row, gamma = 2^(-1 / half_life).
+    Tokens with r_k > c_clip are left out of the sum, since a few of them would decide it. A token with A < 0 and r >
+    cap_ratio has at most the weight 1.
+
+    Statistics: those of the clip, and fipo_weight = f_t.
+    """
+
+    couples_tokens: ClassVar[bool] = True
+    c_clip: float | None = setting_as_in(Clip, "c_clip", 10.0)
+    half_life: float = setting(32.0, help="Number of tokens after which a later token counts half", gt=0)
+    weight_low: float = setting(1.0, help="Smallest weight. The paper uses 1.0 and 0.8", gt=0, le=1)
+    weight_high: float = setting(1.2, help="Largest weight", ge=1)
+    cap_ratio: float = setting(
+        10.0, help="A token with a negative advantage and a larger ratio has at most the weight 1", gt=1
+    )
+
+    def token_losses(
+        self, pack: DataPack, log_ratio_T: Tensor, advantages_T: Tensor, logprobs_T: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        loss_T, how = super().token_losses(pack, log_ratio_T, advantages_T, logprobs_T)
+        log_ratio_T = clamp_log_ratio(log_ratio_T.detach())
+        counted_T = log_ratio_T if self.c_clip is None else log_ratio_T.where(log_ratio_T.exp() <= self.c_clip, 0.0)
+        sums_T = pack.discounted_sums(counted_T, 2.0 ** (-1.0 / self.half_life))
+        weight_T = clamp_log_ratio(sums_T).exp().clamp(self.weight_low, self.weight_high)
+        capped_T = (advantages_T < 0) & (log_ratio_T.exp() > self.cap_ratio)
+        weight_T = weight_T.clamp(max=1.0).where(capped_T, weight_T)
+        return weight_T * loss_T, {**how, "fipo_weight": weight_T}
 
 
 _SWITCHES = {"use_cispo_loss": "cispo", "use_sapo_loss": "sapo"}  # setting -> the surrogate that it turns on or off

@@ -126,14 +126,14 @@ class OnResume(NamedTuple):
 def with_sections(found: Mapping[str, tuple[type[Section], str]], chosen_by: str = "") -> Callable[[type[T]], type[T]]:
     """Return a decorator that adds nested sections: name -> (dataclass, help text). Use it below `@dataclass`.
 
-    With `chosen_by`, a section has an effect only if the setting of this name has the name of the section.
+    With `chosen_by`, a section has no flags, and has an effect only if the setting of this name has its name.
     """
 
     def add(cls: type[T]) -> type[T]:
         for name, (section, text) in found.items():
             cls.__annotations__[name] = section
-            needs = Needs(chosen_by, name) if chosen_by else ()
-            setattr(cls, name, setting(factory=section, help=text, only_with=needs))
+            chosen = {"only_with": Needs(chosen_by, name), "flags": {}} if chosen_by else {}
+            setattr(cls, name, setting(factory=section, help=text, **chosen))
         return cls
 
     return add

@@ -95,7 +95,9 @@ VARIANTS = {
     "dppo_kl": (["grpo", "ppo"], "DPPO"),
     "dppo_tv": (["grpo", "ppo"], "DPPO"),
     "dr_grpo": (["grpo"], "Dr.GRPO"),
+    "fipo": (["grpo", "ppo"], "FIPO"),
     "gdpo": (["grpo", "gspo"], "GDPO"),
+    "gmpo": (["grpo", "ppo"], "GMPO"),
     "gspo_token": (["grpo", "ppo"], "GSPO-token"),
     "m2po": (["grpo", "ppo"], "M2PO"),
     "maxrl": (["grpo", "gspo"], "MaxRL"),
@@ -105,6 +107,7 @@ VARIANTS = {
     "sao_mask": (["grpo", "ppo"], "Mask of SAO"),
     "sapo": (["grpo", "ppo"], "SAPO"),
     "tis": (["grpo", "gspo", "ppo"], "Truncated importance sampling"),
+    "vespo": (["grpo", "ppo"], "VESPO"),
 }
 # What a choice needs beside it to make sense.
 REQUIRED_WITH = {"ref=default": ["actor.kl_ctl=0.1"], "valid_dataset=default": ["valid_dataset.path=rows.jsonl"]}

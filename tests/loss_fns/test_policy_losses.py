@@ -286,7 +286,7 @@ def test_wrong_settings_are_named():
         grpo_loss_fn(pack, logprobs, reduction="mean")  # type: ignore[arg-type]
     for name, expected in {
         "kl_estimator": "k1, k2 or k3",
-        "surrogate": "clip, cispo",
+        "surrogate": "clip, unclipped",
         "importance_sampling_level": "token or sequence",
         "prox_logp_method": "recompute or loglinear",
     }.items():

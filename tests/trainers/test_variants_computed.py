@@ -12,6 +12,9 @@ from tests.kill_runs import Run
 
 # Each with what makes it act in the runs below.
 VARIANTS = {
+    "fipo": [],
+    "gmpo": ["actor.gmpo.log_clip=0.01"],
+    "vespo": [],
     "dppo_tv": ["actor.dppo_tv.threshold=0.02"],
     "dppo_kl": ["actor.dppo_kl.threshold=0.001"],
     "prime_ipo": ["actor.prime_ipo.threshold=0.02"],
@@ -21,7 +24,12 @@ VARIANTS = {
 MOVED = ["actor.ppo_n_minibatches=2", "actor.optimizer.lr=1e-2", "total_train_steps=1"]
 WITHOUT_STALENESS = ["rollout.max_head_offpolicyness=0", "rollout.prompts_ahead=null", "rollout.dynamic_sampling=false"]
 WITHOUT_STALENESS += ["actor.use_decoupled_loss=false"]
-OWN = {"train/masked_frac"}  # statistics of which each variant has one, above 0
+OWN = {
+    "train/masked_frac",
+    "train/clip_frac",
+    "train/vespo_weight",
+    "train/fipo_weight",
+}  # statistics of which each variant has one, above 0
 
 
 @pytest.mark.parametrize("name", VARIANTS)
