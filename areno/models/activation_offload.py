@@ -88,6 +88,24 @@ class ActivationOffload:
         self._layers[index] = _SavedLayer([])
         return layer.tensors
 
+    @contextmanager
+    def saving_input(self, x: Tensor) -> Iterator[None]:
+        """Save x, the input of a layer, when `checkpoint` saves its arguments in the `with` block."""
+
+        def pack(tensor: Tensor) -> Tensor | int:
+            is_input = tensor.data_ptr() == x.data_ptr() and tensor.shape == x.shape
+            return self.save([tensor]) if is_input else tensor
+
+        def unpack(saved: Tensor | int) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            [tensor] = self.load(saved)
+            assert tensor is not None
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+
     def _begin_copy_to_host(self, layer: _SavedLayer) -> None:
         for index, tensor in enumerate(layer.tensors):
             if tensor is not None and tensor.device == self._device and tensor.numel():

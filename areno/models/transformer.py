@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +81,8 @@ class Transformer(nn.Module):
 
         `positions_N`: the position of each token in its sequence. With `recompute` (activation checkpointing), all but
         the last `n_kept` layers keep little for the backward pass. With `split` (sequence parallelism), each rank has
-        an equal share of the tokens of the residual stream, so N must be a multiple of the number of ranks. Layers that
-        run fused save what they keep in `offload`, which has begun a pass.
+        an equal share of the tokens of the residual stream, so N must be a multiple of the number of ranks. Recomputed
+        layers save what they keep in `offload`, which has begun a pass.
         """
         assert not split or len(tokens_N) % self.tp.size == 0 == self.row_multiple - 1, (
             "the ranks do not divide the tokens"
@@ -118,7 +119,10 @@ class Transformer(nn.Module):
             self._hook_stage(x_ND, index)
             cos, sin = angles[self.rotary_of[index]]
             if index < n_recomputed and torch.is_grad_enabled():
-                x_ND = checkpoint(layer, x_ND, cos, sin, attend, split, use_reentrant=False, preserve_rng_state=False)
+                with nullcontext() if offload is None else offload.saving_input(x_ND):
+                    x_ND = checkpoint(
+                        layer, x_ND, cos, sin, attend, split, use_reentrant=False, preserve_rng_state=False
+                    )
             else:
                 x_ND = layer(x_ND, cos, sin, attend, split)
         self._hook_stage(x_ND, len(self.layers))

@@ -62,7 +62,7 @@ def test_each_layer_gets_its_tensors_back(block: int, monkeypatch: pytest.Monkey
     assert len(set(n_bytes)) == 1  # later passes use the memory of the first one
 
 
-def run_offloading(model: Any, backend: str, n_offloaded: int) -> tuple[Tensor, ...]:
+def run_offloading(model: Any, backend: str, n_offloaded: int, is_fused: bool) -> tuple[Tensor, ...]:
     offload, forward = PoisoningOffload(model.device), model.forward
 
     def with_offload(*args: Any, **how: Any) -> Tensor:
@@ -72,7 +72,7 @@ def run_offloading(model: Any, backend: str, n_offloaded: int) -> tuple[Tensor, 
         return forward(*args, recompute=True, offload=offload)
 
     with mock.patch.object(model, "forward", with_offload):
-        found = run(model, backend, is_fused=True)
+        found = run(model, backend, is_fused=is_fused)
     assert (offload.n_dropped > 0) == (n_offloaded > 1)
     return found
 
@@ -80,12 +80,14 @@ def run_offloading(model: Any, backend: str, n_offloaded: int) -> tuple[Tensor, 
 EXPERTS = MoEConfig(n_experts=4, top_k=2, inner_size=20, normalised=True)
 
 
-def compare_bits(device: str, dtype: torch.dtype, backend: str, ways: tuple[int, ...], **changes: Any) -> None:
+def compare_bits(
+    device: str, dtype: torch.dtype, backend: str, ways: tuple[int, ...], is_fused: bool = True, **changes: Any
+) -> None:
     changes = {"num_layers": 3, **changes}
-    expected = run(build(dtype, device, **changes), backend, is_fused=True, recompute=True)
+    expected = run(build(dtype, device, **changes), backend, is_fused=is_fused, recompute=True)
     assert expected[2].isfinite().all()
     for n_offloaded in ways:
-        found = run_offloading(build(dtype, device, **changes), backend, n_offloaded)
+        found = run_offloading(build(dtype, device, **changes), backend, n_offloaded, is_fused)
         assert all(map(torch.equal, found, expected)), (n_offloaded, changes)
 
 
@@ -113,6 +115,12 @@ def compare_interpreted() -> None:
     compare_bits(*how, (1, 2, 3))
     for like in (LIKE_GEMMA, LIKE_OLMO, LIKE_QWEN, {**BARE, "experts": EXPERTS}):
         compare_bits(*how, (3,), **like)
+
+
+@pytest.mark.slow  # checkpoint imports torch's compiler
+@pytest.mark.parametrize("like", [{}, LIKE_GEMMA, {**BARE, "experts": EXPERTS}], ids=["llama", "gemma", "experts"])
+def test_offloading_does_not_change_a_bit_without_triton(like: dict[str, Any]) -> None:
+    compare_bits("cpu", torch.float32, "sdpa", (1, 2, 3), is_fused=False, **like)
 
 
 @pytest.mark.slow

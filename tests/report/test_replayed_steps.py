@@ -95,7 +95,12 @@ def test_agents_are_not_started_again(settings: list[str], folder: Path) -> None
 
 @slow
 @pytest.mark.parametrize(
-    "settings", [[], ["on_policy_share=0.5", "teacher.loss_type=reverse_kl"], ["teacher.loss_type=sampled_reverse_kl", "reward.fn=null"]]
+    "settings",
+    [
+        [],
+        ["on_policy_share=0.5", "teacher.loss_type=reverse_kl"],
+        ["teacher.loss_type=sampled_reverse_kl", "reward.fn=null"],
+    ],
 )
 def test_distillation(settings: list[str], folder: Path) -> None:
     teacher = other_actor(folder / "teacher")

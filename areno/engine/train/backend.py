@@ -299,7 +299,7 @@ class TrainBackend:
         waits = stores is not None  # for the passes that read the keys
         n_kept = self.kept_layers.n_kept_layers(len(share.tokens_n), waits) if recompute else 0
         how = {"recompute": recompute, "n_kept": n_kept, "split": self._split}
-        if recompute and not waits and self.model.runs_fused(share.attend):
+        if recompute and not waits:
             how["offload"] = self.kept_layers.begin_offload(len(share.tokens_n))
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
