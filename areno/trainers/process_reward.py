@@ -26,8 +26,9 @@ class ProcessRewardTrainer(AnswerLoop[ProcessRewardExperimentConfig]):
 
     def train_step(self, items: Sequence[AnswersItem]) -> dict[str, float]:
         stats = update_actor(self.setup, _scored_rows(items))
-        found = {name: stats.pop(f"first_error_{name}") for name in ("mean", "std", "max")}
-        return stats | {"first_error_accuracy": found["mean"]}
+        found = {name: stats.pop(f"first_error_{name}", None) for name in ("mean", "std", "max")}
+        # A batch in which every step is right has no first error.
+        return stats if found["mean"] is None else stats | {"first_error_accuracy": found["mean"]}
 
     def measure(self, name: str, loader: BatchLoader[AnswersItem]) -> dict[str, float]:
         """Return loss, accuracy, margin, confidence and first_error_accuracy, see process_reward_loss_fn.

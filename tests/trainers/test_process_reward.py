@@ -193,6 +193,16 @@ def test_training_is_that_of_transformers(tmp_path):
     same_training(theirs, _scored_rows(items), process_reward_loss_fn, folder=tmp_path / "model", head="step")
 
 
+def test_a_batch_in_which_every_step_is_right_is_trained(tmp_path):
+    right = [{**row, "labels": [True] * len(row["labels"])} for row in STEP_LABELLED]
+    config = process_reward_config(tmp_path, total_train_steps=1)
+    with areno.ProcessRewardTrainer(config, train_dataset=right) as trainer:
+        trainer.fit()
+    told = scalars(trainer.run.folder)
+    assert "train/accuracy" in told
+    assert "train/first_error_accuracy" not in told
+
+
 def test_first_errors():
     steps = [([1, 0, 0], [1, -1, 1]), ([1, 0], [1, 1]), ([1, 1], [-1, 1]), ([0.2, 1], [-1, -1])]
     arrays = [(np.array(labels, float), np.array(logits, float)) for labels, logits in steps]
