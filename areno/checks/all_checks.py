@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from areno.checks import rows
+from areno.checks import answers, prompts, rows
 from areno.checks.findings import Check
 
 CHECKS: Mapping[str, Sequence[Check]] = {
-    "data": (rows.forms_of_rows, rows.dropped_rows),
+    "data": (
+        rows.forms_of_rows,
+        rows.dropped_rows,
+        answers.shown_rows,
+        answers.trained_text,
+        answers.step_labels,
+        prompts.prompt_end,
+        prompts.serving,
+        rows.validation_rows,
+        rows.pair_scores,
+    ),
 }

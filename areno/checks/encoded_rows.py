@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,3 +61,16 @@ def _encoded(loader: BatchLoader[Any], key: str, indices: Sequence[int]) -> Iter
                 yield EncodedRow(index, given, row, None, f"more than {limit.n} tokens ({limit.key})")
             else:
                 yield EncodedRow(index, given, row, item)
+
+
+def form_of(row: Any) -> tuple[Any, ...]:
+    """Return what rows of one form share: the names and types of their fields."""
+    if not isinstance(row, Mapping):
+        return (type(row).__name__,)
+    return tuple(sorted((str(name), _kind(value)) for name, value in row.items() if value is not None))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return f"list of {', '.join(sorted(map(str, value[0])))}"
+    return type(value).__name__

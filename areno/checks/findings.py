@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from areno.errors import ArenoError
+from areno.errors import ArenoError, Problem
 
 if TYPE_CHECKING:
     from areno.checks.subject import Subject
@@ -65,8 +65,9 @@ def run_checks(
     """Run the checks of the groups in `only` (None: all), and yield their findings as they come.
 
     An ArenoError in a check is a red finding, because it is what the run would end with. After any other exception,
-    the check counts as not checked. Both are named after the function.
+    the check counts as not checked. Both are named after the function. An error that was reported is not repeated.
     """
+    reported: dict[tuple[Problem, ...], str] = {}  # problems of an error -> name of the finding
     for group, members in checks.items():
         for check in members if only is None or group in only else ():
             name = check.__name__.replace("_", "-")
@@ -76,7 +77,10 @@ def run_checks(
             except NotChecked as reason:
                 yield replace(not_checked(name, str(reason)), group=group)
             except ArenoError as error:
-                yield replace(red(name, str(error)), group=group)
+                if (before := reported.setdefault(tuple(error.problems), name)) != name:
+                    yield replace(not_checked(name, f"see {before}"), group=group)
+                else:
+                    yield replace(red(name, str(error)), group=group)
             except Exception as error:
                 said = f"the check itself failed: {type(error).__name__}: {error}"
                 yield replace(not_checked(name, said, traceback.format_exc().splitlines()), group=group)

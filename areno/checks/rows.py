@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from areno.checks.findings import Finding, green, red
+from areno.checks.encoded_rows import form_of
+from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.subject import Subject
 
 _MOST_DROPPED = 0.5  # of the rows: more than that are hardly meant
+_CONTENT = ("prompt", "messages", "response", "chosen", "rejected", "answers", "completions")
+_SCORES = ("score", "scores", "rating", "ratings", "reward", "rewards", "quality")
 _SHOWN = 60  # characters of a value
 
 
@@ -18,7 +22,7 @@ def forms_of_rows(subject: Subject) -> Iterator[Finding]:
     for dataset in subject.datasets:
         forms: dict[tuple[Any, ...], list[Any]] = {}
         for encoded in subject.rows_of(dataset):
-            forms.setdefault(_form(encoded.given), []).append(encoded)
+            forms.setdefault(form_of(encoded.given), []).append(encoded)
         details = []
         for rows in forms.values():
             first = next((row for row in rows if row.item is not None), rows[0])
@@ -51,17 +55,68 @@ def dropped_rows(subject: Subject) -> Iterator[Finding]:
         yield verdict("dropped-rows", f"{dataset.key}: {share:.1%} of the rows are left out", details)
 
 
-def _form(row: Any) -> tuple[Any, ...]:
-    """Return what rows of one form share: the names and types of their fields."""
-    if not isinstance(row, Mapping):
-        return (type(row).__name__,)
-    return tuple(sorted((str(name), _kind(value)) for name, value in row.items() if value is not None))
+def validation_rows(subject: Subject) -> Iterator[Finding]:
+    """Look for rows of the validation sets in the training data."""
+    training: dict[str, int] = {}
+    for dataset in subject.training_rows:
+        for row in subject.rows_of(dataset):
+            training.setdefault(_content(row.row), row.index)
+    valid = [dataset for dataset in subject.datasets if not dataset.trains]
+    if not valid:
+        raise NotChecked("the run has no validation set")
+    for dataset in valid:
+        rows = subject.rows_of(dataset)
+        same = [row for row in rows if _content(row.row) in training]
+        details = [f"row {row.index} is row {training[_content(row.row)]} of the training data" for row in same[:3]]
+        text = f"{dataset.key}: {len(same)} of {len(rows)} rows are in the training data, too"
+        yield red("validation-rows", text, details) if same else green("validation-rows", text)
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], Mapping):
-        return f"list of {', '.join(sorted(map(str, value[0])))}"
-    return type(value).__name__
+def pair_scores(subject: Subject) -> Iterator[Finding]:
+    """Look for pairs whose own scores, or another pair, say that the rejected answer is the better one."""
+    if subject.kind not in ("dpo", "rw"):
+        return
+    for dataset in subject.datasets:
+        faults, n_scored = list[str](), 0
+        preferred: dict[str, int] = {}
+        pairs = [row for row in subject.rows_of(dataset) if "chosen" in row.row]
+        for row in pairs:
+            preferred.setdefault(_pair(row.row, "chosen", "rejected"), row.index)
+        for row in pairs:
+            scores = _scores(row.given)
+            n_scored += scores is not None
+            if scores is not None and scores[0] < scores[1]:
+                faults.append(f"row {row.index}: chosen has the score {scores[0]:g}, rejected {scores[1]:g}")
+            elif (other := preferred.get(_pair(row.row, "rejected", "chosen"))) is not None:
+                faults.append(f"row {row.index}: row {other} has the same answers, the other way round")
+        if faults:
+            text = f"{dataset.key}: in {len(faults)} of {len(pairs)} pairs, the rejected answer may be the better one"
+            yield red("pair-scores", text, faults[:3])
+        elif n_scored:
+            yield green("pair-scores", f"{dataset.key}: in all {n_scored} pairs, chosen has the better score")
+        else:
+            why = f"{dataset.key}: the rows have no scores; only contradictions of pairs were looked for"
+            yield not_checked("pair-scores", why)
+
+
+def _content(row: Any) -> str:
+    """Return what makes a row the same as another: all of its fields of text and messages, without white space."""
+    fields = {name: row.get(name) for name in _CONTENT if row.get(name) is not None}
+    return "".join(json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str).lower().split())
+
+
+def _pair(row: Any, better: str, worse: str) -> str:
+    return json.dumps([row.get("prompt"), row[better], row[worse]], sort_keys=True, default=str)
+
+
+def _scores(row: Any) -> tuple[float, float] | None:
+    """Return the scores of the chosen and the rejected answer, if the row has them under usual names."""
+    found = list[float]()
+    for answer in ("chosen", "rejected"):
+        names = [f"{answer}_{word}" for word in _SCORES] + [f"{word}_{answer}" for word in _SCORES]
+        values = [row.get(name) for name in names if isinstance(row.get(name), int | float)]
+        found += values[:1]
+    return (found[0], found[1]) if len(found) == 2 else None
 
 
 def _fields(row: Any) -> str:

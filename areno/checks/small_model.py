@@ -78,6 +78,7 @@ def write_small_model(path: str, folder: Path, seed: int) -> Path:
         AutoModelForSequenceClassification,
         AutoModelForTokenClassification,
     )
+    from transformers.utils.logging import disable_progress_bar
 
     values = {key: value for key, value in model_values(path).items() if key not in ("quantization_config", "dtype")}
     whole = AutoConfig.for_model(**values)
@@ -90,15 +91,17 @@ def write_small_model(path: str, folder: Path, seed: int) -> Path:
     for key, given in rope.items():
         if "short_factor" in given:  # one number for each channel of a head
             small[key] = {"rope_type": "default", "rope_theta": given.get("rope_theta", 10000.0)}
-    torch.manual_seed(seed)
+    disable_progress_bar()
     config = AutoConfig.for_model(**small)
     [architecture] = values.get("architectures") or [""]
+    kind = AutoModelForCausalLM
     if architecture.endswith("ForSequenceClassification"):
-        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+        kind = AutoModelForSequenceClassification
     elif architecture.endswith("ForTokenClassification"):
-        model = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        kind = AutoModelForTokenClassification
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        model = kind.from_config(config, dtype=torch.float32)
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     if (local := existing_path(path)) is not None:

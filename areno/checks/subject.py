@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from areno.api.algorithms import Algorithm
-from areno.checks.encoded_rows import EncodedRow, read_rows
-from areno.checks.small_model import folder_without_weights, is_small, write_small_model
+from areno.checks.encoded_rows import EncodedRow, form_of, read_rows
+from areno.checks.small_model import folder_without_weights, is_small, model_values, write_small_model
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
@@ -82,6 +82,21 @@ class Subject:
     def plan(self) -> TrainerPlan:
         """The plan of the run on the small model."""
         return plan_of_experiment(self.small_config(evaluates=True))
+
+    @property
+    def changed_turns(self) -> str:
+        return self.config.train_dataset.changed_turns
+
+    @cached_property
+    def end_ids(self) -> set[int]:
+        """The tokens at which the rollout ends a completion."""
+        spec, own = self.plan.spec, self.tokenizer.eos_token_id
+        return {*spec.eos_token_ids, *spec.turn_end_ids, *([] if own is None else [own])}
+
+    @cached_property
+    def context(self) -> int:
+        """The context of the run's model, as its config.json has it."""
+        return model_values(self.config.actor.path).get("max_position_embeddings") or self.plan.spec.context_len
 
     @cached_property
     def tokenizer_folder(self) -> Path:
@@ -175,3 +190,11 @@ class Subject:
         if dataset.key not in self._rows:
             self._rows[dataset.key] = read_rows(dataset.loader, dataset.key, self.options.most_rows)
         return self._rows[dataset.key]
+
+    def sample_of(self, dataset: Dataset, most: int = 1000) -> list[EncodedRow]:
+        """Return at most `most` rows: the first of each form of row, and others evenly."""
+        rows = self.rows_of(dataset)
+        firsts = {form_of(row.given): row for row in reversed(rows)}.values()
+        even = rows[:: max(1, -(-len(rows) // max(1, most - len(firsts))))]
+        found = {row.index: row for row in (*list(firsts)[:most], *even)}
+        return [found[index] for index in sorted(found)]

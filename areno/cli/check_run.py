@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="areno-check-") as folder,
     ):
         subject = Subject(given.algorithm, given.compose(), Path(folder), options)
+        _ = subject.datasets  # data that cannot be read is an error of the command itself
         for finding in run_checks(CHECKS, subject, only):
             if not findings or findings[-1].group != finding.group:
                 print(f"\n{finding.group}" if findings else finding.group)

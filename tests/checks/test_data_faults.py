@@ -1,0 +1,250 @@
+"""Faults of data, templates and masks, each planted from here and found by its name; nothing is red in its twin."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areno.data import loader, row_rendering
+from areno.run import open_rows
+from tests.helpers import agent_model
+from tests.helpers.checked import data_file, failed, findings, red
+
+TALKS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"What is {n} plus {n}?"},
+            {
+                "role": "assistant",
+                "content": "<think>\nI add.\n</think>\n\n",
+                "tool_calls": [{"function": {"name": "add", "arguments": {"text": f"{n}+{n}"}}}],
+            },
+            {"role": "tool", "content": f"The tool says {2 * n}."},
+            {"role": "assistant", "content": f"<think>\nTwice {n} is it.\n</think>\n\nIt is {2 * n}."},
+        ]
+    }
+    for n in range(100, 140)
+]
+REASONED = [
+    {
+        "messages": [
+            {"role": "user", "content": f"What is {n} plus {n}?"},
+            {"role": "assistant", "content": f"<think>\nTwice {n} is it.\n</think>\n\nIt is {2 * n}."},
+            {"role": "user", "content": "Thank you very much."},
+            {"role": "assistant", "content": "You are welcome."},
+        ]
+    }
+    for n in range(100, 140)
+]
+QUESTIONS = [{"prompt": f"What is {n} plus {n}?", "solutions": str(2 * n)} for n in range(100, 140)]
+PAIRS = [
+    {
+        "prompt": f"What is {n} plus {n}?",
+        "chosen": f"It is {2 * n}.",
+        "rejected": f"It must be {3 * n}.",
+        "score_chosen": 8.5,
+        "score_rejected": 2,
+    }
+    for n in range(100, 140)
+]
+
+
+def chat_model(folder: Path, *changes: tuple[str, str]) -> Path:
+    """A copy of the small chat model whose template is changed: each (text, other text)."""
+    model = Path(shutil.copytree(agent_model.model_folder(), folder / "model"))
+    template = (model / "chat_template.jinja").read_text(encoding="utf-8")
+    for text, other in changes:
+        assert text in template
+        template = template.replace(text, other)
+    (model / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return model
+
+
+def sft(folder: Path, *settings: str, rows: list[dict[str, Any]] = TALKS, model: Path | None = None) -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    path = data_file(folder / "rows.jsonl", rows)
+    model = model or chat_model(folder)
+    return findings("sft chat", f"actor.path={model}", f"train_dataset.path={path}", *settings)
+
+
+def dpo(folder: Path, rows: list[dict[str, Any]]) -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    files = [f"actor.path={chat_model(folder)}", f"train_dataset.path={data_file(folder / 'rows.jsonl', rows)}"]
+    return findings("dpo preferences", *files, "valid_dataset=null")
+
+
+def gspo(folder: Path, *settings: str, model: Path | None = None, valid: str = "null") -> list[Any]:
+    folder.mkdir(exist_ok=True)
+    path = data_file(folder / "rows.jsonl", QUESTIONS)
+    files = [f"actor.path={model or chat_model(folder)}", f"train_dataset.path={path}"]
+    return findings("gspo prompts", *files, f"valid_dataset={valid}", "reward.fn=math", *settings)
+
+
+@pytest.mark.parametrize("run", [lambda folder: sft(folder), lambda folder: dpo(folder, PAIRS), gspo])
+def test_clean_data_is_green(run: Callable[[Path], list[Any]], tmp_path: Path) -> None:
+    found = run(tmp_path)
+    assert not red(found), [finding for finding in found if finding.verdict == "red"]
+    assert not failed(found)
+
+
+# -- the mask -----
+
+
+def change_sequences(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
+    """Let `change` edit every training sequence that is made of a row."""
+    render = row_rendering.render_sequence
+
+    def changed(*arguments: Any, **how: Any) -> Any:
+        draft = render(*arguments, **how)
+
+        def finish(tokens: list[list[int]]) -> Any:
+            sequence = draft.finish(tokens)
+            change(sequence)
+            return sequence
+
+        return dataclasses.replace(draft, finish=finish)
+
+    patch.setattr(row_rendering, "render_sequence", changed)
+
+
+def shift_right(sequence: Any) -> None:
+    sequence.prompt_mask = np.roll(sequence.prompt_mask, 1)
+
+
+def shift_left(sequence: Any) -> None:
+    sequence.prompt_mask = np.roll(sequence.prompt_mask, -1)
+
+
+def without_ends(sequence: Any) -> None:
+    last = np.flatnonzero(np.diff(~sequence.prompt_mask, append=False) & ~sequence.prompt_mask)
+    sequence.prompt_mask[last] = True
+
+
+def from_first_answer_on(sequence: Any) -> None:
+    sequence.prompt_mask[int(np.argmin(sequence.prompt_mask)) :] = False
+
+
+def whole_rows(sequence: Any) -> None:
+    sequence.prompt_mask[:] = False
+
+
+def padded(sequence: Any) -> None:
+    sequence.tokens = np.concatenate([sequence.tokens, [382] * 4])
+    sequence.prompt_mask = np.concatenate([sequence.prompt_mask, [False] * 4])
+
+
+def without_first_words(sequence: Any) -> None:
+    sequence.prompt_mask[int(np.argmin(sequence.prompt_mask)) :][:6] = True
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (shift_right, "answers"),
+        (shift_left, "turn-end"),
+        (without_ends, "turn-end"),
+        (from_first_answer_on, "only-answers"),
+        (whole_rows, "only-answers"),
+        (padded, "padding"),
+        (without_first_words, "reasoning"),
+    ],
+)
+def test_a_wrong_mask_is_found(
+    change: Callable[[Any], None], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change_sequences(monkeypatch, change)
+    assert name in red(sft(tmp_path))
+
+
+def test_labels_beyond_the_context_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = chat_model(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    make = open_rows.row_loader
+    monkeypatch.setattr(open_rows, "row_loader", lambda *args, **how: make(*args[:4], **how))
+    assert "context" in red(sft(tmp_path, model=model))
+
+
+def test_swapped_answers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in PAIRS]
+    by_file = [{**row, "score_chosen": 2, "score_rejected": 8.5} for row in swapped]
+    assert red(dpo(tmp_path / "file", by_file)) == {"pair-scores"}
+    some = [*PAIRS[:30], *({k: v for k, v in row.items() if "score" not in k} for row in swapped[:3])]
+    assert red(dpo(tmp_path / "some", some)) == {"pair-scores"}
+    render = row_rendering.render_pair
+
+    def other_way(tokenizer: Any, row: Any, index: int) -> Any:
+        return render(tokenizer, {**row, "chosen": row["rejected"], "rejected": row["chosen"]}, index)
+
+    monkeypatch.setattr(loader, "render_pair", other_way)
+    assert red(dpo(tmp_path / "code", PAIRS)) == {"answer-order"}
+
+
+# -- templates -----
+
+
+def test_a_template_without_generation_prompt_is_found(tmp_path: Path) -> None:
+    model = chat_model(tmp_path, ("{{- '<|im_start|>assistant\\n' -}}", ""))
+    assert "prompt-end" in red(gspo(tmp_path, model=model))
+
+
+def test_prompts_that_end_before_the_assistant_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    render = row_rendering.render_generation_prompt
+    monkeypatch.setattr(
+        row_rendering,
+        "render_generation_prompt",
+        lambda *args: render(*args).removesuffix("<|im_start|>assistant\n"),
+    )
+    assert {"prompt-end", "serving"} <= red(gspo(tmp_path))
+
+
+def test_another_thinking_mode_than_in_serving_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    render = row_rendering.render_generation_prompt
+
+    def without_mode(tokenizer: Any, prompt: Any, thinking: Any, tools: Any) -> str:
+        return render(tokenizer, prompt, None, tools)
+
+    monkeypatch.setattr(row_rendering, "render_generation_prompt", without_mode)
+    assert "serving" in red(gspo(tmp_path, "rollout.enable_thinking=false"))
+    monkeypatch.undo()
+    assert not red(gspo(tmp_path / "twin", "rollout.enable_thinking=false"))
+
+
+def test_dropped_reasoning_is_found(tmp_path: Path) -> None:
+    assert not red(sft(tmp_path / "twin", rows=REASONED))
+    assert "reasoning" in red(sft(tmp_path, "train_dataset.changed_turns=as_rendered", rows=REASONED))
+
+
+# -- rows -----
+
+
+def test_validation_rows_in_the_training_data_are_found(tmp_path: Path) -> None:
+    valid = data_file(tmp_path / "valid.jsonl", [QUESTIONS[3], {"prompt": "What else?", "solutions": "1"}])
+    found = gspo(tmp_path, valid=f"{{path: {valid}}}")
+    assert red(found) == {"validation-rows"}
+    assert "1 of 2 rows" in next(each.line for each in found if each.name == "validation-rows")
+
+
+def test_rows_that_are_mostly_left_out_are_found(tmp_path: Path) -> None:
+    long = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "no " * 400}]}
+    settings = ("train_dataset.max_length=300", "train_dataset.batch_size=4")
+    assert red(sft(tmp_path, *settings, rows=[*TALKS[:20], *[long] * 30])) == {"dropped-rows"}
+
+
+def test_shifted_labels_of_steps_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    render = loader.render_steps
+
+    def shifted(tokenizer: Any, row: Any, index: int, separator: str) -> Any:
+        labels = row["labels"]
+        return render(tokenizer, {**row, "labels": [*labels[1:], 1 - labels[-1]]}, index, separator)
+
+    assert not red(findings("prm quickstart_prm"))
+    monkeypatch.setattr(loader, "render_steps", shifted)
+    assert red(findings("prm quickstart_prm")) == {"step-labels"}
