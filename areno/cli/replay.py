@@ -35,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--step", type=int, metavar="N", help="step to compute again, or step in which the sample was recorded")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device type (default: cuda if available)")
     add("--json", action="store_true", help="print the output as JSON")
+    change = parser.add_argument_group("A change of settings").add_argument
+    help = "compute the step with and without these settings, such as actor.eps_clip=0.3, and compare the two"
+    change("--change", nargs="+", metavar="KEY=VALUE", default=[], help=help)
+    help = "draw the samples of the step again, so that settings of the rollout may change, too"
+    change("--resample", action="store_true", help=help)
     sample = parser.add_argument_group("One sample").add_argument
     sample("--sample", type=int, metavar="N", help="number of the sample in the step, counted from 0")
     help = "number of the row in an agent's sample, counted from 0 (default 0)"
@@ -50,6 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
     only = {"--row": arguments.row, "--checkpoint": arguments.checkpoint, "--prompt": arguments.prompt}
     if given := [name for name, value in only.items() if value]:
         raise ConfigError(Problem(name, "is for one sample; name it with --sample N") for name in given)
+    if arguments.step is None and arguments.change:
+        raise ConfigError(Problem("--change", "needs the step that is computed with it; add --step N"))
+    if arguments.resample and not arguments.change:
+        raise ConfigError(Problem("--resample", "needs a change of settings; add --change KEY=VALUE"))
+    if arguments.change:
+        return _compare_change(arguments)
     return _list_steps(arguments) if arguments.step is None else _replay_step(arguments)
 
 
@@ -109,6 +120,43 @@ def _replay_step(arguments: argparse.Namespace) -> int:
         table.add_row(each.name, *map(cell_text, (each.n_different, each.n, each.largest)))
     print_tables(table)
     return 1
+
+
+def _compare_change(arguments: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    from areno.report.changed_steps import compare_change
+    from areno.report.terminal import cell_text, right_aligned
+    from areno.tracking.reader import RunReader
+    from areno.tracking.run_log import RunLog
+
+    with RunLog(own_process=True, console="quiet"):
+        found = compare_change(
+            RunReader(arguments.run), arguments.step, arguments.change, arguments.device, arguments.resample
+        )
+    if arguments.json:
+        from areno.report.page import without_nan
+
+        print(json.dumps(without_nan(asdict(found)), indent=2))
+        return 0
+    print(f"step {found.step}, with and without {', '.join(found.changes)}")
+    if not found.is_as_recorded:
+        print("Without the change, not every bit is that of the record: see areno replay --step without --change.")
+    if not found.has_difference:
+        print("No difference: every bit of the step is equal with the change.")
+        return 0
+    values = Table("result (mean)", *map(right_aligned, ("without", "with the change", "different", "of")))
+    for each in found.values:
+        values.add_row(each.name, *map(cell_text, (each.without, each.changed, each.n_different, each.n)))
+    updates = Table("update", *map(right_aligned, ("norm", "with the change", "difference", "cosine")))
+    parameters = Table("parameter", right_aligned("norm of the difference"))
+    for update in found.updates:
+        norms = (update.norm_without, update.norm_changed, update.norm_difference)
+        updates.add_row(update.role, *map(cell_text, (*norms, update.cosine)))
+        for name, norm in update.parameters:
+            parameters.add_row(f"{update.role} {name}", cell_text(norm))
+    print_tables(values, updates, parameters)
+    return 0
 
 
 def _devices_text(devices: Sequence[str]) -> str:

@@ -163,6 +163,7 @@ class AgentConfig(Section):
         "the turn and of later ones, normalised by actor.adv_norm over the turns of the samples. turn_baseline: as "
         "return, but over the same turn of the samples of the group. gae: GAE over turns, with the critic of PPO",
         only_with=_AGENT,
+        read_by_rollout=False,
     )
     turn_discount: float = setting(
         1.0,
@@ -171,6 +172,7 @@ class AgentConfig(Section):
         ge=0,
         le=1,
         only_with=(_AGENT, Needs("turn_credit", "return", "turn_baseline", "gae", so="no reward is propagated")),
+        read_by_rollout=False,
     )
     train_tool_results: bool = setting(
         False, help="Also train on the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"

@@ -46,7 +46,9 @@ class ExperimentConfig(Section):
         help="Name of the run, and of its folder in the folder of the experiment. null: the start time of the run",
         on_resume=KEEPS_FOLDER,
     )
-    seed: int = setting(1, help="Seed of the data order, of sampling and of random weights", ge=0, on_resume=NEVER)
+    seed: int = setting(
+        1, help="Seed of the data order, of sampling and of random weights", ge=0, on_resume=NEVER, read_by_rollout=True
+    )
     total_train_epochs: int = setting(
         10,
         help="Number of passes over the training data. The run ends earlier if it reaches another limit "
@@ -73,11 +75,13 @@ class ExperimentConfig(Section):
         None,
         help="Folder or hub id of the tokenizer. null: the tokenizer in the folder of actor.path",
         on_resume=SAME_CONTENT,
+        read_by_rollout=True,
     )
     allow_control_tokens: bool = setting(
         False,
         help="What the tokenizer does with text in a system, user or tool message that spells a control token (turn "
         "marker, bos, eos, pad). true: it is encoded as the control token. false: it is encoded as ordinary text",
+        read_by_rollout=True,
     )
     enable_offload: bool = setting(
         False,
@@ -86,13 +90,17 @@ class ExperimentConfig(Section):
     )
     actor: models.ModelConfig = setting(help="The model that is trained")
     engine: run.EngineConfig = setting(
-        factory=run.EngineConfig, help="Devices, parallelism and worker processes", on_resume=SPEED_AND_ORDER
+        factory=run.EngineConfig,
+        help="Devices, parallelism and worker processes",
+        on_resume=SPEED_AND_ORDER,
+        read_by_rollout=True,
     )
     train_dataset: datasets.DatasetConfig = setting(
         factory=datasets.DatasetConfig,
         help="Training data",
         required_in_build=True,
         on_resume=NEVER,
+        read_by_rollout=True,
     )
     valid_dataset: datasets.ValidDatasetConfig | None = setting(
         None,

@@ -68,6 +68,7 @@ class FP8ModelConfig(Section):
         help="Compute linear layers in FP8, in rollout and training. The reference model does the same. With use_lora, "
         "the frozen weights of these layers are kept in 8 bits only. Needs GPUs of compute capability 8.9 or more, or "
         "a CPU, which emulates FP8. null: all layers compute in dtype",
+        read_by_rollout=True,
     )
 
     @property

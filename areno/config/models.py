@@ -134,18 +134,23 @@ class UpdatedModelConfig(Section):
 
     heading = "Train"
     path: str = setting(
-        help="Hugging Face model folder or hub id", flag=Flag("--ckpt", heading="Basic"), on_resume=SAME_CONTENT
+        help="Hugging Face model folder or hub id",
+        flag=Flag("--ckpt", heading="Basic"),
+        on_resume=SAME_CONTENT,
+        read_by_rollout=True,
     )
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto",
         help="Data type of weights and activations. auto: bfloat16 on GPUs that support it (compute capability 8.0 "
         "and higher), float32 on other GPUs and on a CPU. The master weights of the optimizer are always fp32",
+        read_by_rollout=True,
     )
     init_from_scratch: bool = setting(
         False,
         help="true: start this model from random weights, which depend on seed, with the architecture in config.json "
         "of path. No weight files are needed. The other models of the run still load their weights",
         on_resume=NEVER,
+        read_by_rollout=True,
     )
     max_skipped_steps: int | None = setting(
         10,
@@ -236,6 +241,7 @@ class PolicyConfig(ModelConfig):
         help="For mixture-of-experts models: train each token with the experts that the router chose in the rollout. "
         "To store the choice takes one byte per token, layer and chosen expert, or two bytes if the model has 256 or "
         "more experts",
+        read_by_rollout=True,
     )
     reward_bias: float = setting(0.0, help="Added to each reward, before the reward is multiplied by reward_scaling")
     reward_scaling: float = setting(1.0, help="Each reward is multiplied by this number, after reward_bias is added")

@@ -32,9 +32,13 @@ class PolicyExperimentConfig(WithAgents, ExperimentConfig):
         None, help="Teacher from which the policy learns besides its rewards (distillation). null: no teacher"
     )
     train_dataset: PromptDatasetConfig = setting(
-        factory=PromptDatasetConfig, help="Training data", required_in_build=True, on_resume=NEVER
+        factory=PromptDatasetConfig,
+        help="Training data",
+        required_in_build=True,
+        on_resume=NEVER,
+        read_by_rollout=True,
     )
-    gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling during training")
+    gconfig: GenerationConfig = setting(factory=GenerationConfig, help="Sampling during training", read_by_rollout=True)
     eval_gconfig: GenerationConfig | None = setting(
         None,
         help="Sampling during evaluation. null: as in gconfig",
@@ -43,15 +47,16 @@ class PolicyExperimentConfig(WithAgents, ExperimentConfig):
         on_resume=FROM_HERE,
     )
     rollout: RolloutConfig = setting(
-        factory=RolloutConfig, help="Decoding of completions, and how a step selects samples"
+        factory=RolloutConfig, help="Decoding of completions, and how a step selects samples", read_by_rollout=True
     )
     agent: AgentConfig = setting(
         factory=AgentConfig,
         help="Agents: your own code that calls the model, in place of one completion per sample",
         renamed_from="rollout.agent",
+        read_by_rollout=True,
     )
     reward: RewardConfig = setting(
-        factory=RewardConfig, help="Reward function and reward model", required_in_build=True
+        factory=RewardConfig, help="Reward function and reward model", required_in_build=True, read_by_rollout=True
     )
     tune: TuneConfig = setting(
         factory=TuneConfig,
@@ -64,6 +69,7 @@ class PolicyExperimentConfig(WithAgents, ExperimentConfig):
         "train a step on the prompts that were not dropped, so batches can be smaller. false: sample more prompts "
         "until the batch is full",
         only_with=Needs("rollout.dynamic_sampling", so="no prompts are dropped"),
+        read_by_rollout=True,
     )
 
     needs_rewards: ClassVar[bool] = True

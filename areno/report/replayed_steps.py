@@ -6,6 +6,7 @@ import copy
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -131,9 +132,15 @@ def replay_steps(run: RunReader, step: int, device: str = "auto") -> tuple[Base,
     """Compute all steps from the nearest state up to `step` again, and compare each with its record."""
     recorded = RecordedRun(run)
     base = recorded.base_of(step)
-    with tempfile.TemporaryDirectory(prefix="areno-replay-") as scratch:
-        found, _ = compute_steps(recorded, base, step, Path(scratch), device)
+    with scratch_folder() as scratch:
+        found, _ = compute_steps(recorded, base, step, scratch, device)
     return base, [compare_records(recorded.read(number), tree) for number, tree in sorted(found.items())]
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="areno-replay-") as scratch:
+        yield Path(scratch)
 
 
 def compute_steps(
@@ -149,28 +156,29 @@ def compute_steps(
         settings, last = recorded.read(base.step + 1)["config"], base.step + 1
         while last < until and recorded.read(last + 1)["config"] == settings:
             last += 1
-        replay = Replay(
-            until=last,
-            record_of=recorded.read,
-            inputs=recorded.read(last)["inputs"],
-            keeps_state=keeps_state or last < until,
-        )
-        base = run_replay(recorded, base, replay, settings, scratch / f"steps-{last}", device)
+        saves = frozenset([last] if keeps_state or last < until else [])
+        replay = Replay(until=last, record_of=recorded.read, inputs=recorded.read(last)["inputs"], saves=saves)
+        run_replay(recorded, base, replay, settings, scratch / f"steps-{last}", device)
+        base = saved_state(scratch / f"steps-{last}", last)
         found |= replay.found
     return found, base
 
 
 def run_replay(
     recorded: RecordedRun, base: Base, replay: Replay, settings: Mapping[str, Any], folder: Path, device: str
-) -> Base:
-    """Run the training loop of a recorded run in `folder`, from a state to a step, and return its last state."""
+) -> None:
+    """Run the training loop of a recorded run in `folder`, from a state to the last step of `replay`."""
     algorithm = algorithm_of(recorded.path)
     with mention_version(recorded.path):
         config = replay_config(algorithm, settings, recorded.read(replay.until)["devices"], folder, device)
     _make_folder(folder, config, base)
     with replaying(replay), algorithm.trainer(config, folder) as trainer:
         trainer.fit()
-    return Base(replay.until, StateFolder(folder / STATE, keep=1).path_of(replay.until))
+
+
+def saved_state(folder: Path, step: int) -> Base:
+    """Return the state that a replay in `folder` has saved, see `Replay.saves`."""
+    return Base(step, StateFolder(folder / STATE, keep=1).path_of(step))
 
 
 def _make_folder(folder: Path, config: ExperimentConfig, base: Base) -> None:
@@ -216,13 +224,13 @@ def replay_config(
 
 def compare_records(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> ReplayedStep:
     """Compare a step in a replay with its record. Times and memory are not compared."""
-    before, now = dict(_values(recorded)), dict(_values(replayed))
+    before, now = dict(values_of(recorded)), dict(values_of(replayed))
     names = list(dict.fromkeys([*before, *now]))
     differences = [found for name in names if (found := _difference(name, before.get(name), now.get(name)))]
     return ReplayedStep(recorded["step"], differences, len(names), replayed["devices"], recorded["devices"])
 
 
-def _values(tree: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+def values_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name and the values of each result of a step, in the order in which the step computes them."""
     for number, update in enumerate(tree["updates"]):
         role = update["role"] if number == 0 or update["role"] != tree["updates"][number - 1]["role"] else f"{number}"

@@ -29,7 +29,7 @@ class Replay:
         record_of: Returns the record of a step, see `RecordFolder.read`.
         inputs: Fingerprints of the model and data files with which the recorded run began.
         resamples: Whether the last step draws samples instead of taking the recorded ones.
-        keeps_state: Whether to write a training state after the last step.
+        saves: Steps after which a training state is written. 0: before the first step.
         found: Step -> its record in the replay.
     """
 
@@ -37,7 +37,7 @@ class Replay:
     record_of: Callable[[int], Mapping[str, Any]]
     inputs: Mapping[str, str]
     resamples: bool = False
-    keeps_state: bool = False
+    saves: frozenset[int] = frozenset()
     found: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -82,8 +82,13 @@ class ReplayRun(Run):
 
     def steps(self) -> Iterator[Batch[Any]]:
         self.begin()
+        self.recovery.keep_run_state(self.state_dict())
         self.progress.open_batches()
-        while self.step < self._replay.until:
+        while True:
+            if self.step in self._replay.saves:
+                self.recovery.write_now(self.step)
+            if self.step >= self._replay.until:
+                return
             self.clock.reset()
             self._peaks = {}
             batch = self.progress.next_step()
@@ -102,8 +107,6 @@ class ReplayRun(Run):
 
     def finish(self, numbers: Mapping[Name, int]) -> None:
         self.during_steps.close()
-        if self._replay.keeps_state:
-            self.recovery.write_now(self.step)
         self._has_ended = True
 
     def record_result(self, result: float) -> None:

@@ -46,6 +46,7 @@ def setting(
     flags: Mapping[str, str | Flag] | None = None,
     may_be_blank: bool = False,
     on_resume: OnResume | None = None,
+    read_by_rollout: bool | None = None,
 ) -> Any:
     """Declare one setting of a section. Without `default` and `factory` the setting is required.
 
@@ -68,6 +69,8 @@ def setting(
         may_be_blank: Whether a text may consist of white space alone, such as a line break.
         on_resume: Whether the setting may change when a run is resumed. None: what its section declares. Without such a
             section, the setting may change only if the user names the run by --resume.
+        read_by_rollout: Whether the samples or the rewards of a step depend on the setting, so that a recorded step
+            cannot be computed with another value. None: what its section declares, else False.
     """
     bounds = {name: bound for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items() if bound is not None}
     declared = {
@@ -81,6 +84,7 @@ def setting(
         "flags": flags,
         "may_be_blank": may_be_blank,
         "on_resume": on_resume,
+        "read_by_rollout": read_by_rollout,
     }
     return dataclasses.field(default=default, default_factory=factory, metadata={"declared": declared}, kw_only=True)
 
@@ -289,6 +293,7 @@ class Setting:
     flags: Mapping[str, str | Flag] | None
     may_be_blank: bool
     on_resume: OnResume | None
+    read_by_rollout: bool | None
 
     @property
     def type_text(self) -> str:
@@ -346,6 +351,17 @@ def settings(cls: type[Section]) -> dict[str, Setting]:
             optional=type(None) in arms,
             **field.metadata["declared"],
         )
+    return found
+
+
+def is_read_by_rollout(cls: type[Section], key: str) -> bool:
+    """Return whether samples or rewards depend on a setting, as it or the nearest section around it declares."""
+    found, section = False, cls
+    for name in key.split("."):
+        if section is None or name not in settings(section):
+            break
+        declared = settings(section)[name].read_by_rollout
+        found, section = found if declared is None else declared, settings(section)[name].section
     return found
 
 

@@ -95,8 +95,11 @@ def test_a_damaged_file_is_named(broken: Path, name: str, damage: Callable[[Path
     ("name", "commands"),
     [
         ("logs/metrics.jsonl", (["compare", "other", "t"], ["report", "t"])),
-        ("rollouts/000002.jsonl", (["replay", "t", "--step", "2"], ["report", "t"])),
-        ("config.yaml", (["replay", "t", "--step", "2"], ["evaluate", "t"], ["compare", "other", "t"])),
+        ("rollouts/000002.jsonl", (["replay", "t", "--step", "2", "--sample", "0"], ["report", "t"])),
+        (
+            "config.yaml",
+            (["replay", "t", "--step", "2", "--sample", "0"], ["evaluate", "t"], ["compare", "other", "t"]),
+        ),
     ],
 )
 def test_a_file_that_may_not_be_read(broken: Path, name: str, commands: list[list[str]], capsys, monkeypatch):
@@ -149,7 +152,7 @@ def test_a_folder_that_may_not_be_entered(broken: Path, monkeypatch):
 def test_a_run_of_another_version_is_told(broken: Path, capsys):
     (broken / "versions.json").write_text(json.dumps({"areno": "9.0"}))
     (broken / "config.yaml").write_text((broken / "config.yaml").read_text() + "brand_new: 3\n")
-    for words in (["replay", "t", "--step", "2"], ["evaluate", "t", "--data", "x.jsonl"]):
+    for words in (["replay", "t", "--step", "2", "--sample", "0"], ["evaluate", "t", "--data", "x.jsonl"]):
         assert main(words) == 2
         assert "t is a run of areno 9.0, and this is areno " in capsys.readouterr().err
     assert run("--resume", "t") == 2
@@ -185,6 +188,11 @@ def test_a_report_does_not_replace_a_pipe(broken: Path):
 
 
 def test_steps_without_samples_name_those_with(broken: Path, capsys):
-    assert told(capsys, 1, "replay", "t", "--step", "9") == "t has no samples of step 9; it has those of 1, 2"
+    assert (
+        told(capsys, 1, "replay", "t", "--step", "9", "--sample", "0")
+        == "t has no samples of step 9; it has those of 1, 2"
+    )
     shutil.rmtree(broken / "rollouts")
-    assert "it has none of any step (rollout.dump_n_samples)" in told(capsys, 1, "replay", "t", "--step", "2")
+    assert "it has none of any step (rollout.dump_n_samples)" in told(
+        capsys, 1, "replay", "t", "--step", "2", "--sample", "0"
+    )

@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from areno.report.replayed_steps import RecordedRun, replay_steps
+from areno.api import get_algorithm
+from areno.cli.__main__ import main
+from areno.launch.command import run
+from areno.recipes.grpo import GRPOConfig
+from areno.report import changed_steps
+from areno.report.replayed_steps import RecordedRun, compare_records, replay_steps, run_replay
+from areno.schema.fields import is_read_by_rollout, setting_rows
 from areno.tracking.reader import RunReader
 from tests import kill_runs
 from tests.helpers.agent_model import model_folder
 from tests.helpers.agent_runs import AGENTS, REWARD
-from tests.helpers.policy_runs import SMALL, other_actor
-from tests.helpers.recipe_runs import graded_reward, train
+from tests.helpers.policy_runs import MODEL, SMALL, other_actor
+from tests.helpers.recipe_runs import train
 from tests.helpers.resumed import folder_of, go, killed_after
 
 slow = pytest.mark.slow
@@ -63,10 +70,10 @@ def contents(folder: Path) -> dict[str, bytes]:
     ],
 )
 def test_every_bit_of_a_step_is_equal(recipe: str, settings: list[str], folder: Path) -> None:
-    run = recorded_run(recipe, OFTEN, *settings)
-    before = contents(run.path)
-    check_steps(run, 2, 5, max(RecordedRun(run).records.steps()))
-    assert contents(run.path) == before
+    found = recorded_run(recipe, OFTEN, *settings)
+    before = contents(found.path)
+    check_steps(found, 2, 5, max(RecordedRun(found).records.steps()))
+    assert contents(found.path) == before
 
 
 AGENT = [
@@ -113,7 +120,8 @@ def test_distillation(settings: list[str], folder: Path) -> None:
 def test_several_sources_with_a_curriculum(folder: Path) -> None:
     sources = "train_dataset.sources={a: {weight: 50}, b: {weight: 30, max_new_tokens: 3}, c: {weight: 20}}"
     more = [*SMALL, "--config-name=quickstart", sources, "train_dataset.curriculum.type=bandit", "total_train_steps=5"]
-    run = train("gspo", folder / "outputs", *more, "recover.freq_steps=3", graded_reward(folder))
+    kill_runs.write_rows("gspo", folder)
+    run = train("gspo", folder / "outputs", *more, "recover.freq_steps=3", "reward.fn=reward.py")
     check_steps(RunReader(run), 2, 5)
 
 
@@ -128,3 +136,112 @@ def test_a_resumed_run_keeps_one_record_of_each_step(folder: Path) -> None:
     for state in run.path.glob("**/state/step-*"):
         shutil.rmtree(state)
     check_steps(run, 7)  # from the start, over the change of the learning rate
+
+
+# A change of settings -------------------------------------------------------------------------------------------------
+
+GRPO = ["--config-name=quickstart", *SMALL, "total_train_steps=3", "recover.freq_steps=2", "actor.ppo_n_minibatches=2"]
+
+
+@pytest.fixture(scope="module")
+def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> RunReader:
+    folder = tmp_path_factory.mktemp("grpo")
+    kill_runs.write_rows("grpo", folder)
+    return RunReader(train("grpo", folder, *GRPO, f"reward.fn={folder / 'reward.py'}"))
+
+
+def digests(run: RunReader, step: int) -> dict[str, list[int]]:
+    return {name: parts.tolist() for name, parts in RecordedRun(run).read(step)["digests"].items()}
+
+
+@slow
+@pytest.mark.parametrize("change", ["actor.eps_clip=0.0001", "actor.adv_norm.std_level=null", "actor.kl_ctl=0.5"])
+def test_a_change_gives_the_step_that_a_run_with_it_would_have_had(
+    change: str, grpo_run: RunReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: dict[int, dict] = {}
+    monkeypatch.setattr(changed_steps, "run_replay", keep_found(found))
+    changes = [change, *([f"ref.path={MODEL}"] if "kl_ctl" in change else [])]
+    compared = changed_steps.compare_change(grpo_run, 3, changes, "cpu")
+    assert compared.is_as_recorded
+    assert compared.has_difference
+    [update] = compared.updates
+    assert update.norm_difference > 0
+    assert -1 <= update.cosine < 1
+    assert {value.name for value in compared.values} >= {"train/loss", "train/grad_norm"}
+    # The run itself, resumed from the state of step 2 with the changed setting.
+    folder = tmp_path / "e" / "t"
+    shutil.copytree(grpo_run.path, folder, symlinks=True)
+    shutil.rmtree(folder / "state/step-000003")
+    (folder / "state/finished.json").unlink()
+    for line in (folder / "checkpoints").glob("*"):
+        shutil.rmtree(line) if line.is_dir() and not line.is_symlink() else line.unlink()
+    (folder / "state/latest").write_text("step-000002\n")
+    assert run(get_algorithm("grpo"), "grpo", ["--resume", str(folder), *changes]) == 0
+    changed = RunReader(folder)
+    assert digests(changed, 3) != digests(grpo_run, 3)
+    assert compare_records(RecordedRun(changed).read(3), found[3]).differences == []
+
+
+def keep_found(found: dict[int, dict]) -> Any:
+    """run_replay, which also keeps the records of its last call."""
+
+    def replay_and_keep(recorded: Any, base: Any, replay: Any, *how: Any) -> None:
+        run_replay(recorded, base, replay, *how)
+        found.update(replay.found)
+
+    return replay_and_keep
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("actor.c_clip=50", "No difference"),  # no ratio is that large
+        ("actor.eps_clip=0.0001", "train/loss"),
+    ],
+)
+def test_a_change_is_shown(change: str, text: str, grpo_run: RunReader, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(grpo_run.path)
+    assert main(["replay", str(grpo_run.path), "--step", "1", "--change", change, "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert text in said
+    assert said.startswith(f"step 1, with and without {change.partition('=')[0]} ")
+    assert contents(grpo_run.path) == before
+
+
+@slow
+def test_samples_are_drawn_again_if_asked(grpo_run: RunReader) -> None:
+    same = changed_steps.compare_change(grpo_run, 3, ["actor.c_clip=50"], "cpu", resamples=True)
+    assert not same.has_difference  # the same random numbers
+    other = changed_steps.compare_change(grpo_run, 3, ["gconfig.temperature=3"], "cpu", resamples=True)
+    assert {"actor: reward", "train/loss"} <= {value.name for value in other.values}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--change gconfig.temperature=3", "gconfig.temperature: is read by the rollout, so that the recorded samples"),
+        ("--change reward.timeout_s=3", "reward.timeout_s: is read by the rollout"),
+        ("--change seed=3", "seed: cannot change in the middle of a run"),
+        ("--change actor.eps_clib=3", "actor.eps_clib: unknown key; did you mean actor.eps_clip"),
+        ("--change actor.eps_clip", "--change: is 'actor.eps_clip'; KEY=VALUE is expected"),
+        ("--change actor.eps_clip=0.2", "--change: changes nothing: the step had actor.eps_clip=0.2"),
+        ("--resample", "--resample: needs a change of settings"),
+        ("--row 1", "--row: is for one sample"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused(
+    words: str, message: str, grpo_run: RunReader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(grpo_run.path), "--step", "2", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_settings_that_a_rollout_reads_are_declared() -> None:
+    read = [row.key for row in setting_rows(GRPOConfig) if is_read_by_rollout(GRPOConfig, row.key)]
+    assert {"gconfig.top_p", "rollout.prompts_ahead", "reward.fn", "agent.fn", "train_dataset.path", "seed"} <= set(
+        read
+    )
+    assert {key.partition(".")[2] for key in read if key.startswith("actor.")} >= {"path", "dtype", "fp8_config.mode"}
+    others = ["actor.eps_clip", "actor.kl_ctl", "actor.adv_norm.eps", "actor.optimizer.lr", "agent.turn_credit"]
+    assert not set(others) & set(read)
