@@ -126,11 +126,12 @@ def launch_in_fp8(dtype: torch.dtype) -> None:
     fp8.dequantize_rows(codes, exponents, dtype)
     fp8.round_rows(x)
     fp8.transpose(codes)
+    fp8.quantize_columns(x, 16)
     for heads, fixed_order in product((4, 8), (False, True)):
         q, k, v, blocks, batch = make_case(heads, 2, 128, 64, dtype)
         cache = torch.zeros(blocks.shape, dtype=torch.float8_e4m3fn)
         scales = torch.zeros(*blocks.shape[:2], 2, 64, dtype=torch.uint8)
-        alone = replace(batch, prefix_groups_GR=None, fixed_order=fixed_order, pdl=not fixed_order)
+        alone = replace(batch, prefix_groups_GR=None, fixed_order=fixed_order, pdl=True)
         with mock.patch.object(jit, "pdl_options", return_value={"PDL": True, "launch_pdl": True}):
             for window in (None, 16):
                 decode_attention(q, k, v, cache, alone, window, scales)
@@ -241,7 +242,19 @@ def main(capability: str, dtype: str, *commands: str) -> int:
 
     expected = set(kernels_of(KERNELS))
     if int(capability) < FP8_CAPABILITY:
-        expected -= {f"_{name}_kernel" for name in ("quantize", "dequantize", "round", "transpose", "store", "load")}
+        expected -= {
+            f"_{name}_kernel"
+            for name in (
+                "quantize",
+                "largest_of_columns",
+                "quantize_columns",
+                "dequantize",
+                "round",
+                "transpose",
+                "store",
+                "load",
+            )
+        }
     if not _has_few_rows(int(capability), dtype):
         expected.discard("_few_rows_kernel")
     if capability != "90" or dtype != "bfloat16" or not jit.HAS_GLUON:

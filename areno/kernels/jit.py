@@ -204,6 +204,7 @@ def tile_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor
         torch.float16: gl.float16,
         torch.float8_e4m3fn: gl.float8e4nv,
         torch.uint8: gl.uint8,
+        torch.int16: gl.int16,
     }
     layout = _shared_layout(rows, columns, dtypes[matrix.dtype])
     # `stride` of a matrix of one row may be any number, and TMA needs a multiple of 16 bytes.

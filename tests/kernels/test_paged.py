@@ -217,7 +217,7 @@ def compare_fp8(device: str) -> None:
         ((2, 2, 32, 64), torch.float16, 20),
         ((3, 1, 16, 64), torch.float32, None),
     ]
-    tolerances = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+    tolerances = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
     if device == "cuda":
         cases = [(shape, dtype, window) for shape in SHAPES for dtype in tolerances for window in (None, 20)]
     for shape, dtype, window in cases:
@@ -363,7 +363,6 @@ def test_which_splits_gluon_computes(
     assert not gluon_splits.compute_splits((1, 1), q, blocks.float(), None, **rest)
     assert not gluon_splits.compute_splits((1, 1), q.half(), blocks, None, **rest)
     codes, exponents = blocks.to(torch.float8_e4m3fn), torch.zeros(2, 3, 1, block_size, dtype=torch.uint8)
-    has_tiles = expected and block_size % 32 == 0 and queries > 2
-    assert gluon_splits.compute_splits((1, 1), q.bfloat16(), codes, exponents, **rest) is has_tiles
+    assert gluon_splits.compute_splits((1, 1), q.bfloat16(), codes, exponents, **rest) is expected
     monkeypatch.setattr(gluon_splits.jit, "can_run_gluon", lambda device, name: False)
     assert not gluon_splits.compute_splits((1, 1), q.bfloat16(), blocks, (), **rest)

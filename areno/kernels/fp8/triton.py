@@ -161,7 +161,20 @@ def _launch(of_rows, x_NC: Tensor, *others: Tensor | int | None, n_out: int | No
     )
 
 
-_TILE = 128  # rows and columns of a tile of `transpose`
+_TILE = 128  # rows and columns of a tile of `transpose` and of `quantize_columns`
+
+
+def quantize_columns(x_NC: Tensor, row_multiple: int) -> tuple[Tensor, Tensor]:
+    """Return codes (C, N) and scales (C,) of the columns of x. N is filled up to a multiple of `row_multiple`."""
+    n, size = x_NC.shape
+    n_out = n + -n % row_multiple
+    largest_C = torch.linalg.vector_norm(x_NC, torch.inf, dim=0, dtype=torch.float32).view(torch.int32)
+    codes_CN = torch.empty((size, n_out), dtype=torch.float8_e4m3fn, device=x_NC.device)
+    scales_C = torch.empty(size, dtype=torch.float32, device=x_NC.device)
+    x_NC = x_NC.contiguous()
+    grid = triton.cdiv(n_out, _TILE), triton.cdiv(size, _TILE)
+    _quantize_columns_kernel[grid](x_NC, largest_C, codes_CN, scales_C, n, n_out, size, TILE=_TILE, num_warps=8)
+    return codes_CN, scales_C
 
 
 def transpose(codes_NC: Tensor) -> Tensor:
@@ -173,11 +186,28 @@ def transpose(codes_NC: Tensor) -> Tensor:
     return out_CN
 
 
-@kernel
-def _transpose_kernel(codes_ptr, out_ptr, n, size, TILE: tl.constexpr):
+@triton.jit
+def _tile(n, size, TILE: tl.constexpr):
     row = program_id_64(0) * TILE + tl.arange(0, TILE)
     column = program_id_64(1) * TILE + tl.arange(0, TILE)
-    inside = (row < n)[:, None] & (column < size)[None, :]
+    return row, column, (row < n)[:, None] & (column < size)[None, :]
+
+
+@kernel(do_not_specialize=["n", "n_out"])
+def _quantize_columns_kernel(x_ptr, largest_ptr, codes_ptr, scales_ptr, n, n_out, size, TILE: tl.constexpr):
+    row, column, inside = _tile(n, size, TILE)
+    x = load_fp32(x_ptr + row[:, None] * size + column[None, :], inside)
+    exponent, inverse = scales_for(load_masked(largest_ptr + column, column < size))
+    codes = to_e4m3(x * inverse[None, :])
+    inside = (row < n_out)[None, :] & (column < size)[:, None]
+    tl.store(codes_ptr + column[:, None] * n_out + row[None, :], tl.trans(codes), mask=inside)
+    if tl.program_id(0) == 0:
+        store_scales(scales_ptr + column, exponent, column < size)
+
+
+@kernel
+def _transpose_kernel(codes_ptr, out_ptr, n, size, TILE: tl.constexpr):
+    row, column, inside = _tile(n, size, TILE)
     tile = tl.load(codes_ptr + row[:, None] * size + column[None, :], mask=inside)
     tl.store(out_ptr + column[:, None] * n + row[None, :], tl.trans(tile), mask=tl.trans(inside))
 

@@ -21,14 +21,13 @@ from areno.kernels import jit
 from areno.kernels.jit import HAS_GLUON
 
 if HAS_GLUON:
-    from areno.kernels.fp8.triton import scales, scales_for, to_e4m3
+    from areno.kernels.fp8.triton import decode_pairs, scales, scales_for, to_e4m3
     from areno.kernels.jit import copy_tile, gl, gluon, mbarrier, mma_v2
 
 # Positions of a tile, tiles in shared memory, and warps: the fastest on an H200. With tiles of 32 positions, a rollout
 # of Qwen3-0.6B with 64 samples takes 2 % longer, and with 4 tiles in shared memory 2.5 % longer.
 _TILE, _STAGES, _WARPS = 16, 3, 1
-_FP8_TILE = 32  # as many bytes
-_FP8_LEAST_HEADS = 3  # for each key head. On an H200, 4 take 220 us (362 in Triton), and 2 take 316 us (268 in Triton).
+_FP8_STAGES = 4
 _QUERIES = 16  # of a split, as many as a matrix instruction has
 _HEAD_DIMS = 64, 128
 # The alignment of these depends on the number of rows, so kernels specialised on it would be compiled again.
@@ -54,12 +53,11 @@ def compute_splits(
     `arguments` are the positional arguments of `_split_kernel`.
     """
     head_dim, is_fp8 = kv_blocks.shape[-1], exponents is not None
-    tile = _FP8_TILE if is_fp8 else _TILE
     is_supported = (
         constants["HEADS_PER_KEY"] * constants["GROUP_SIZE"] <= _QUERIES
         and head_dim in _HEAD_DIMS
-        and constants["BLOCK_SIZE"] % tile == 0
-        and (constants["HEADS_PER_KEY"] >= _FP8_LEAST_HEADS if is_fp8 else q_BHC.dtype == kv_blocks.dtype)
+        and constants["BLOCK_SIZE"] % _TILE == 0
+        and (is_fp8 or q_BHC.dtype == kv_blocks.dtype)
         and q_BHC.dtype in (torch.bfloat16, torch.float16)
     )
     if not is_supported or not jit.can_run_gluon(q_BHC.device, "_gluon_split_kernel"):
@@ -67,24 +65,29 @@ def compute_splits(
     return jit.launch_gluon(
         _gluon_split_kernel,
         grid,
-        *(jit.tile_descriptor(blocks.flatten(0, 1).flatten(1), tile, head_dim) for blocks in kv_blocks),
-        *([None] * 4 if exponents is None else _exponents(exponents, tile)),
+        _tiles(kv_blocks[0]),
+        _tiles(kv_blocks[1].view(torch.int16) if is_fp8 else kv_blocks[1]),
+        *([None] * 4 if exponents is None else _exponents(exponents)),
         *arguments,
         **constants,
         QUERIES=_QUERIES,
-        STAGES=_STAGES,
+        STAGES=_FP8_STAGES if is_fp8 else _STAGES,
         READS_EARLY=reads_early,
         num_warps=_WARPS,
     )
 
 
-def _exponents(exponents: Tensor, tile: int) -> tuple[Any, ...]:
+def _tiles(blocks: Tensor) -> Any:
+    return jit.tile_descriptor(blocks.flatten(0, 1).flatten(1), _TILE, blocks.shape[-1])
+
+
+def _exponents(exponents: Tensor) -> tuple[Any, ...]:
     """Return descriptors of the exponents of keys and values, and both tensors."""
-    return *(jit.tile_descriptor(each.flatten(0, 1), 1, tile) for each in exponents), *exponents
+    return *(jit.tile_descriptor(each.flatten(0, 1), 1, _TILE) for each in exponents), *exponents
 
 
 if HAS_GLUON:
-    _ALIGNED = gl.constexpr(128 // _FP8_TILE)  # tiles of exponents in 128 bytes, of which TMA writes to multiples
+    _ALIGNED = gl.constexpr(128 // _TILE)  # tiles of exponents in 128 bytes, of which TMA writes to multiples
 
     @gluon.jit
     def _copy_tiles(
@@ -99,7 +102,6 @@ if HAS_GLUON:
         v_exponents,
         table_row,
         position,
-        column,
         exists,
         stage,
         BLOCK_SIZE: gl.constexpr,
@@ -120,8 +122,10 @@ if HAS_GLUON:
             copy_tile(
                 v_exponents_desc, [line, position % BLOCK_SIZE], ready, v_exponents.index(_ALIGNED * stage), pred=exists
             )
-        copy_tile(k_desc, [at, column], ready, ks.index(stage), pred=exists)
-        copy_tile(v_desc, [at, column], ready, vs.index(stage), pred=exists)
+        k_column = gl.program_id(0) * k_desc.block_type.shape[1]
+        v_column = gl.program_id(0) * v_desc.block_type.shape[1]
+        copy_tile(k_desc, [at, k_column], ready, ks.index(stage), pred=exists)
+        copy_tile(v_desc, [at, v_column], ready, vs.index(stage), pred=exists)
 
     @gluon.jit
     def _store_codes(codes_ptr, exponent_ptr, x):
@@ -137,31 +141,6 @@ if HAS_GLUON:
         largest = gl.max(gl.max(gl.abs(q.to(gl.float32)), axis=1), axis=0)
         exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) - 14, 1)
         return (q.to(gl.float32) * scales(254 - exponent)).to(gl.float16), scales(exponent)
-
-    @gluon.jit
-    def _values_in_float16(tile, right: gl.constexpr):
-        """Load a tile of FP8 values in the layout of a product's right side, with its dims as `_dims_of_values`.
-
-        The layout wants consecutive positions of one dim in a thread. Shared memory has consecutive dims. So a thread
-        loads four dims at once, which become columns of four matrix instructions.
-        """
-        TILE: gl.constexpr = tile.shape[0]
-        DIMS: gl.constexpr = tile.shape[1]
-        BASES: gl.constexpr = [[0, 1], [0, 2], [1, 0], [8, 0], [16, 0], [0, 32], [0, 64]]
-        layout: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=BASES if DIMS == 128 else BASES[:-1],
-            lane_bases=[[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]],
-            warp_bases=[],
-            block_bases=[],
-            shape=[TILE, DIMS],
-        )
-        v = tile.load(layout).to(gl.float16)
-        v = v.reshape((TILE, DIMS // 32, 8, 4)).permute((0, 1, 3, 2)).reshape((TILE, DIMS))
-        return gl.convert_layout(v, right)
-
-    @gluon.jit
-    def _dims_of_values(column):
-        return column // 32 * 32 + column % 8 * 4 + column // 8 % 4
 
     @gluon.jit(**SPECIALISATION)
     def _gluon_split_kernel(
@@ -211,7 +190,9 @@ if HAS_GLUON:
 
         Codes of FP8 become float16 by one instruction for two of them, and bfloat16 by several, which would take longer
         than the copies. So products are those of float16: queries times a power of two that keeps them in its range,
-        and weights times the scale of each value over the largest scale so far, `unit`, by which `acc` is divided.
+        and weights times the scale of each value over the largest scale so far, `unit`, by which sums are divided.
+        Values are pairs of codes, because shared memory gives matrix instructions columns of 16 bits only. `evens` and
+        `odds` are the sums of the first and of the second codes.
         """
         if PDL:
             jit.launch_dependents()
@@ -228,10 +209,9 @@ if HAS_GLUON:
         k_layout: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=scores_layout, k_width=WIDTH)
         of_query: gl.constexpr = gl.SliceLayout(1, scores_layout)
         of_position: gl.constexpr = gl.SliceLayout(0, scores_layout)
-        # 16 bytes of a query for each thread
-        loads: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [num_warps, 1], [1, 0])
+        of_q_dim: gl.constexpr = gl.SliceLayout(0, q_layout)
         ks = gl.allocate_shared_memory(k_desc.dtype, [STAGES, TILE, HEAD_DIM], k_desc.layout)
-        vs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, TILE, HEAD_DIM], v_desc.layout)
+        vs = gl.allocate_shared_memory(v_desc.dtype, [STAGES, TILE, v_desc.block_type.shape[1]], v_desc.layout)
         k_exponents, v_exponents = None, None
         if IS_FP8:
             k_exponents = gl.allocate_shared_memory(gl.uint8, [_ALIGNED * STAGES, 1, TILE], k_exponents_desc.layout)
@@ -283,7 +263,6 @@ if HAS_GLUON:
                     v_exponents,
                     table_row,
                     at,
-                    column,
                     number < n_tiles,
                     number,
                     BLOCK_SIZE,
@@ -294,19 +273,18 @@ if HAS_GLUON:
                 row = gl.where(is_group, of_group, row)
             head = kv_head * HEADS_PER_KEY + query % HEADS_PER_KEY
             new_block = gl.load(table_row + last // BLOCK_SIZE, mask=has_new, other=0).to(gl.int64)
-            dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, loads))
-            q_place = gl.convert_layout(row * q_stride + head * HEAD_DIM, gl.SliceLayout(1, loads))
-            is_loaded = gl.convert_layout(row >= 0, gl.SliceLayout(1, loads))
+            dim = gl.arange(0, HEAD_DIM, of_q_dim)
+            q_place = gl.convert_layout(row * q_stride + head * HEAD_DIM, gl.SliceLayout(1, q_layout))
+            is_loaded = gl.convert_layout(row >= 0, gl.SliceLayout(1, q_layout))
             if PDL and READS_EARLY:
                 jit.wait_for_previous()
             q = gl.load(q_ptr + q_place[:, None] + dim[None, :], mask=is_loaded[:, None], other=0.0)
             best = gl.full([QUERIES], float("-inf"), gl.float32, of_query)
             total = gl.zeros([QUERIES], gl.float32, of_query)
             acc = gl.zeros([QUERIES, HEAD_DIM], gl.float32, scores_layout)
+            evens = gl.zeros([QUERIES, HEAD_DIM // 2], gl.float32, scores_layout)
+            odds = gl.zeros([QUERIES, HEAD_DIM // 2], gl.float32, scores_layout)
             unit = start * 0  # an exponent, as those of scales
-            out_dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, scores_layout))
-            if IS_FP8:
-                out_dim = _dims_of_values(out_dim)
             if has_new:
                 # Write the new token's key and value to the cache, and begin the softmax with them.
                 new_k = gl.load(new_k_ptr + first_row * new_k_stride + column + dim)
@@ -323,14 +301,15 @@ if HAS_GLUON:
                 best = gl.convert_layout(score, of_query)
                 total = gl.full([QUERIES], 1.0, gl.float32, of_query)
                 if IS_FP8:
-                    of_dims = gl.load(new_v_ptr + first_row * new_v_stride + column + out_dim).to(gl.float32)
-                    acc += (of_dims * scales(254 - unit))[None, :]
+                    pair = gl.arange(0, HEAD_DIM // 2, gl.SliceLayout(0, scores_layout))
+                    pairs = new_v_ptr + first_row * new_v_stride + column + 2 * pair
+                    evens += (gl.load(pairs).to(gl.float32) * scales(254 - unit))[None, :]
+                    odds += (gl.load(pairs + 1).to(gl.float32) * scales(254 - unit))[None, :]
                 else:
                     acc += gl.convert_layout(new_v, gl.SliceLayout(0, scores_layout)).to(gl.float32)[None, :]
             q_scale = 1.0
             if IS_FP8:
                 q, q_scale = _in_float16(q)
-            q = gl.convert_layout(q, q_layout)
             lane = gl.arange(0, TILE, of_position)
             v_lane = gl.arange(0, TILE, gl.SliceLayout(1, right))
             for tile in range(n_tiles):
@@ -351,19 +330,29 @@ if HAS_GLUON:
                 weights = gl.exp2(scores - new_best[:, None])
                 decay = gl.exp2(best - new_best)
                 total = total * decay + gl.sum(weights, axis=1)
+                inside_v = (position + v_lane < end)[:, None]  # beyond the end may be NaN of another sequence
                 if IS_FP8:
-                    v = _values_in_float16(vs.index(stage), right)
                     exponents = v_exponents.index(_ALIGNED * stage).reshape((TILE,)).load(of_position).to(gl.int32)
                     exponents = gl.where(position + lane < end, exponents, 0)
                     new_unit = gl.maximum(unit, gl.max(exponents, axis=0))
                     weights *= scales(gl.maximum(127 + exponents - new_unit, 0))[None, :]
-                    decay *= scales(gl.maximum(127 + unit - new_unit, 0))
+                    if (gl.max((new_best > best).to(gl.int32), axis=0) > 0) | (new_unit > unit):
+                        decay *= scales(gl.maximum(127 + unit - new_unit, 0))
+                        evens *= decay[:, None]
+                        odds *= decay[:, None]
                     unit = new_unit
+                    pairs = vs.index(stage).load(right)
+                    if position + TILE > end:
+                        pairs = gl.where(inside_v, pairs, 0)
+                    even_v, odd_v = decode_pairs(pairs, gl.float16)
+                    weights = gl.convert_layout(weights.to(gl.float16), left)
+                    evens = mma_v2(weights, even_v, evens)
+                    odds = mma_v2(weights, odd_v, odds)
                 else:
                     v = vs.index(stage).load(right)
-                if position + TILE > end:  # positions beyond the end may hold NaN of another sequence
-                    v = gl.where((position + v_lane < end)[:, None], v, 0.0)
-                acc = mma_v2(gl.convert_layout(weights.to(v.dtype), left), v, acc * decay[:, None])
+                    if position + TILE > end:
+                        v = gl.where(inside_v, v, 0.0)
+                    acc = mma_v2(gl.convert_layout(weights.to(v.dtype), left), v, acc * decay[:, None])
                 best = new_best
                 next_tile = tile + STAGES
                 _copy_tiles(
@@ -378,15 +367,18 @@ if HAS_GLUON:
                     v_exponents,
                     table_row,
                     start + next_tile * TILE,
-                    column,
                     next_tile < n_tiles,
                     stage,
                     BLOCK_SIZE,
                 )
             cell = (row * n_heads + head) * n_parts + part
             if IS_FP8:
-                acc *= scales(unit)
-            out_place = partial_ptr + (cell * HEAD_DIM)[:, None] + out_dim[None, :]
-            gl.store(out_place, acc / total[:, None], mask=(row >= 0)[:, None])
+                acc = gl.join(evens, odds).reshape((QUERIES, HEAD_DIM)) * scales(unit)
+            out_layout: gl.constexpr = acc.type.layout
+            out_dim = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, out_layout))
+            of_out: gl.constexpr = gl.SliceLayout(1, out_layout)
+            out_place = partial_ptr + (gl.convert_layout(cell, of_out) * HEAD_DIM)[:, None] + out_dim[None, :]
+            is_real = gl.convert_layout(row >= 0, of_out)[:, None]
+            gl.store(out_place, acc / gl.convert_layout(total, of_out)[:, None], mask=is_real)
             if not ONE_PART:
                 gl.store(log_sum_ptr + cell, best + gl.log2(total), mask=row >= 0)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from areno.kernels import jit
 from areno.kernels.fixed_order.reference import SPAN
 from areno.kernels.fixed_order.triton import (
     LOG2_E,
@@ -52,7 +53,9 @@ def paged_attention(
     shared = n_heads // n_kv_heads
     n_groups, group_size, own_splits, shared_splits = batch.group_and_split_counts()
     n_parts = own_splits + shared_splits
-    shapes = {"DIM": dim, "PADDED_DIM": max(16, triton.next_power_of_2(dim))}
+    constants = {"DIM": dim, "PADDED_DIM": max(16, triton.next_power_of_2(dim))}
+    if batch.pdl:
+        constants |= jit.pdl_options(q_BHC.device)
     out_BHC = q_BHC.new_empty((n_rows, n_heads, dim))
     # For each row, head and part: `sums` are weighted sums of values, `stats` largest scores and sums of weights.
     sums = q_BHC.new_empty((n_rows, n_heads, n_parts, dim), dtype=torch.float32)
@@ -76,7 +79,7 @@ def paged_attention(
         rate,
         *strides,
         *counts,
-        **shapes,
+        **constants,
         HEADS_PER_KEY=shared,
         GROUP_SIZE=group_size,
         OWN_ROWS=max(16, triton.next_power_of_2(shared)),  # tl.dot needs 16 rows
@@ -99,7 +102,7 @@ def paged_attention(
         n_rows * n_heads * n_parts,
         n_heads,
         n_parts,
-        **shapes,
+        **constants,
         num_warps=4,
     )
     return out_BHC
@@ -147,8 +150,11 @@ def _split_kernel(
     BLOCK_SIZE: tl.constexpr,
     HAS_GROUPS: tl.constexpr,
     WINDOW: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """In each program, compute one part for one key head. A shared part is computed for all rows of its group."""
+    if PDL:
+        jit.launch_dependents()
     kv_head, piece = tl.program_id(0), tl.program_id(1)
     n_heads, n_parts = tl.num_programs(0) * HEADS_PER_KEY, own_splits + shared_splits
     k_ptr += kv_head * DIM
@@ -173,6 +179,9 @@ def _split_kernel(
                         tl.int64
                     )
                     table_row = table_ptr + tl.load(slots_ptr + leader).to(tl.int64) * table_stride
+                    row_length = tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32)
+                    if PDL:
+                        jit.wait_for_previous()
                     _attend_spans(
                         q_ptr,
                         k_ptr,
@@ -189,7 +198,7 @@ def _split_kernel(
                         span,
                         tl.minimum(tl.where(split == 0, first_group_split_len, span_start(span + 1)), shared),
                         split,
-                        tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32),
+                        row_length,
                         q_stride,
                         n_heads,
                         n_parts,
@@ -213,6 +222,8 @@ def _split_kernel(
         end = tl.minimum(tl.where(is_first, _FIRST_OWN_SPLIT_LEN, span_start(span + 1)), length)
         if span_start(span) < length:
             table_row = table_ptr + tl.load(slots_ptr + row).to(tl.int64) * table_stride
+            if PDL:
+                jit.wait_for_previous()
             if end == length:
                 # Write the new token's key and value to the cache. All threads wait, since they read them there.
                 inside = dim < DIM
@@ -397,6 +408,7 @@ def _combine_splits_kernel(
     n_parts,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     row = program_id_64(0)
     head = tl.program_id(1) * _JOIN_HEADS + tl.arange(0, _JOIN_HEADS)
@@ -408,6 +420,9 @@ def _combine_splits_kernel(
     n_joined = 1 + n_spans(length) - n_spans(_first_split_end(length, shared, tl.load(split_lens_ptr + 1).to(tl.int32)))
     mask = real[:, None] & (dim < DIM)[None, :]
     best, total, acc = empty_softmax(_JOIN_HEADS, PADDED_DIM)
+    if PDL:
+        jit.launch_dependents()
+        jit.wait_for_previous()
     for index in range(n_joined):
         cell = head * n_parts + index
         part_acc = load_masked(sums_ptr + cell[:, None] * DIM + dim[None, :], mask)
