@@ -361,6 +361,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         rows_per_unit: int = 1,
         old_logprobs: OldLogprobs = "recompute",
         divergence: Divergence | None = None,
+        differentiates_entropy: bool = False,
     ) -> dict[str, float]:
         """Train the policy on rows. By default, take one optimizer step.
 
@@ -391,6 +392,8 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             divergence: Divergence from a teacher that the loss function reads as `pack.divergence`, see
                 docs/distillation.md. The teacher is a role that ensure_roles has loaded, or the rows list its
                 log-probabilities in `TrainSequence.teacher_top`. None computes no divergence.
+            differentiates_entropy: Whether `pack.entropy` has a gradient, for a loss with an entropy bonus. This takes
+                about as much time and memory of the LM head as a divergence. Not together with `divergence`.
 
         Returns:
             Statistics by name. docs/sdk.md lists them.
@@ -408,6 +411,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
             sampling,
         )
         more = {"rows_per_unit": rows_per_unit, "old_logprobs": old_logprobs, "divergence": divergence}
+        more["differentiates_entropy"] = differentiates_entropy
         update = UpdateSpec(*how, seed=seed, **more)
         return self._run_training("actor", batch_data, loss_fn, update)
 

@@ -6,7 +6,7 @@ Imports no torch. Settings that only some policy algorithms have are elsewhere. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -290,6 +290,18 @@ class PolicyConfig(ModelConfig):
     )
     def one_setting_divides_batch(self) -> bool:
         return self.ppo_n_minibatches <= 1 or self.gradient_accumulation_steps is None
+
+    @property
+    def differentiates_entropy(self) -> bool:
+        """Whether training passes compute the gradient of the policy's entropy."""
+        return False
+
+    def adapted_entropy_coef(self, entropies: Sequence[float]) -> float | None:
+        """Return the coefficient of the entropy in the next step, from the entropies of all steps so far.
+
+        None if the coefficient does not change.
+        """
+        return None
 
     @property
     def chosen_adv_estimator(self) -> Any:

@@ -82,6 +82,14 @@ class PolicyExperimentConfig(WithAgents, ExperimentConfig):
         """The values of agent.turn_credit that `advantages` computes."""
         return ["outcome"]
 
+    @require(
+        "actor.entropy_bonus",
+        "is set, but passes that compare with a teacher have no gradient of the entropy; set teacher=null, or leave it "
+        "out",
+    )
+    def entropy_has_gradient(self) -> bool:
+        return self.teacher is None or not self.actor.differentiates_entropy
+
     @check
     def check_adv_estimator(self) -> Iterator[Problem]:
         """Report settings that the estimator of advantages (actor.adv_estimator) cannot honour."""

@@ -47,7 +47,8 @@ class DataPack:
         rewards: (R,) float32.
         staleness: (R,) float32, number of optimizer steps since the row was sampled.
         rows_per_unit: Number of adjacent rows that are never split over micro-batches, such as 2 for DPO.
-        entropy: (N,) float32, entropy of the current policy in nats, detached. 0 where loss_mask is False.
+        entropy: (N,) float32, entropy of the current policy in nats. 0 where loss_mask is False. It has a gradient only
+            if the training pass is asked for one (`Trainer.train`).
         divergence: (N,) float32, divergence between the trained model and a teacher over the whole vocabulary,
             differentiable. 0 where loss_mask is False. None if the training pass computes no divergence.
         teacher_top_tokens: (N, J) int64, tokens whose probability a teacher lists in the place of each token.

@@ -1,6 +1,6 @@
 """GRPO: Group Relative Policy Optimization (arXiv 2402.03300 eq. 3), and the losses derived from it.
 
-    loss = reduce_t( w_t surrogate(r_t, A_t) ) + kl_coef reduce_t( kl_t )
+    loss = reduce_t( w_t surrogate(r_t, A_t) ) + kl_coef reduce_t( kl_t ) - entropy_coef reduce_t( entropy_t )
 
 r_t is the importance ratio of the token or of its row, and A_t is the token's advantage. w_t is `pack.weights`, which
 multiplies the policy term but not the KL. reduce_t averages over tokens and rows. docs/algorithms.md says which paper
@@ -16,7 +16,7 @@ from torch import Tensor
 from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.kl import KLEstimator
 from areno.loss_fns.masks import MASKS, Mask
-from areno.loss_fns.policy import add_kl, policy_stats, reduce_tokens, surrogate_stats
+from areno.loss_fns.policy import add_kl, entropy_with_gradient, policy_stats, reduce_tokens, surrogate_stats
 from areno.loss_fns.surrogates import (
     SURROGATES,
     ImportanceLevel,
@@ -41,6 +41,7 @@ def grpo_loss_fn(
     prox_logp_method: ProxMethod = "recompute",
     surrogate: str | Surrogate = "clip",
     mask: str | Mask | None = None,
+    entropy_coef: float = 0.0,
     **settings: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss of GRPO, or of a related algorithm that differs in its settings. The defaults are GRPO.
@@ -61,6 +62,8 @@ def grpo_loss_fn(
             settings.
         mask: A mask of `areno.loss_fns.masks`, or its name, with the defaults of its settings. Masked tokens have the
             policy loss 0, and still count in means. A mask needs rollout_logprobs. None: no mask.
+        entropy_coef: Coefficient of the entropy, which is reduced like the policy term and subtracted from the loss. A
+            coefficient above 0 needs an entropy with a gradient, see `Trainer.train`.
         settings: Settings of the surrogates "clip", "cispo" and "sapo" by the names of their classes, except that
             eps_clip is called clip_eps and eps_clip_higher is called clip_eps_higher. "clip" has clip_eps,
             clip_eps_higher and c_clip.
@@ -89,4 +92,7 @@ def grpo_loss_fn(
     policy_loss = reduce_tokens(pack, policy_T, reduction, norm_length)
     ratio_T = clamp_log_ratio(log_ratio_T.detach()).exp()
     stats |= surrogate_stats({name: pack.token_mean(value) for name, value in how_T.items()}, policy_loss, ratio_T)
-    return add_kl(pack, policy_loss, logprobs_T, stats, kl_coef, kl_estimator, reduction, norm_length)
+    loss, stats = add_kl(pack, policy_loss, logprobs_T, stats, kl_coef, kl_estimator, reduction, norm_length)
+    if entropy_coef:
+        loss = loss - entropy_coef * reduce_tokens(pack, entropy_with_gradient(pack), reduction, norm_length)
+    return loss, stats

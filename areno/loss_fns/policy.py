@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from areno.errors import DataError
 from areno.loss_fns.data_pack import DataPack
 from areno.loss_fns.kl import KLEstimator, kl_per_token
 from areno.loss_fns.surrogates import Reduction
@@ -53,7 +54,14 @@ def policy_stats(pack: DataPack, advantages: Tensor, log_ratio: Tensor) -> dict[
 
 def entropy_stats(pack: DataPack) -> dict[str, Tensor]:
     """Return the mean entropy in nats of the next-token distribution. Empty if the pack has no entropy."""
-    return {} if pack.entropy is None else {"entropy": pack.token_mean(pack.trained(pack.entropy))}
+    return {} if pack.entropy is None else {"entropy": pack.token_mean(pack.trained(pack.entropy.detach()))}
+
+
+def entropy_with_gradient(pack: DataPack) -> Tensor:
+    """Return the entropy at trained tokens, (T,). Raises DataError if the training pass computes no gradient of it."""
+    if not pack.need("entropy").requires_grad and torch.is_grad_enabled():
+        raise DataError("this loss needs an entropy with a gradient; give Trainer.train differentiates_entropy=True")
+    return pack.trained(pack.need("entropy"))
 
 
 def surrogate_stats(how: dict[str, Tensor], policy_loss: Tensor, ratio: Tensor) -> dict[str, Tensor]:

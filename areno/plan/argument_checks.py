@@ -107,6 +107,9 @@ def check_update(update: UpdateSpec, loss_fn: Any) -> None:
     if not isinstance(update.divergence, Divergence | None):
         found = f"is a {type(update.divergence).__name__}; an areno.config.teacher.Divergence is expected"
         raise ConfigError([Problem("divergence", found)])
+    if update.differentiates_entropy and update.divergence is not None:
+        text = "is true, but a pass with a divergence has no gradient of the entropy; leave one of them out"
+        raise ConfigError([Problem("differentiates_entropy", text)])
     if not isinstance(update.mb_spec, MicroBatchSpec):
         found = f"is a {type(update.mb_spec).__name__}; a MicroBatchSpec is expected"
         raise ConfigError([Problem("mb_spec", found)])

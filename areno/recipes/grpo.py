@@ -24,6 +24,7 @@ from areno.config.policy_experiments import KLExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.launch import run_recipe
 from areno.loss_fns.adv_estimators import AdvEstimatorConfig
+from areno.loss_fns.entropy import EntropyConfig
 from areno.loss_fns.masks import MaskConfig
 from areno.loss_fns.surrogates import ImportanceLevel, Reduction, SurrogateConfig
 from areno.schema.fields import require, setting
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class TokenPolicyConfig(SurrogateConfig, MaskConfig, RatioConfig, KLConfig):
+class TokenPolicyConfig(SurrogateConfig, MaskConfig, EntropyConfig, RatioConfig, KLConfig):
     """The actor of GRPO and PPO. Its loss is `areno.loss_fns.grpo_loss_fn`, by default with one ratio per token."""
 
     reduction: Reduction = setting(
@@ -74,6 +75,7 @@ class TokenPolicyConfig(SurrogateConfig, MaskConfig, RatioConfig, KLConfig):
         return {
             **self.surrogate_settings(),
             **self.mask_settings(),
+            "entropy_coef": 0.0 if self.entropy_bonus is None else self.entropy_bonus.coef,
             "kl_coef": self.kl_loss_coef,
             "kl_estimator": self.kl_estimator,
             "reduction": self.reduction,

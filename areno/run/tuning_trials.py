@@ -294,6 +294,7 @@ class _Trial:
             sampling=self.config.gconfig,
             old_logprobs=self.config.actor.old_logprobs if role == "actor" else "recompute",
             divergence=self.config.divergence if role == "actor" else None,
+            differentiates_entropy=role == "actor" and self.config.actor.differentiates_entropy,
         )
         self.engine.train(rows, _loss_fn(update.divergence) if role == "actor" else value_loss_fn, update, role)
 
@@ -333,7 +334,8 @@ def _largest_in_time(most: int, seconds: Callable[[int], float], limit_s: float)
 def _warm_up(engine: Engine, config: PolicyExperimentConfig) -> None:
     row = _synthetic_row(_WARM_UP_TOKENS, [1] * 2 * _WARM_UP_TOKENS, 1.0)
     rows, spec = [row] * engine.spec.layout.n_data_parallel_groups, MicroBatchSpec(mini_bs=1)
-    engine.train(rows, _loss_fn(config.divergence), UpdateSpec(spec, divergence=config.divergence))
+    how = {"divergence": config.divergence, "differentiates_entropy": config.actor.differentiates_entropy}
+    engine.train(rows, _loss_fn(config.divergence), UpdateSpec(spec, **how))
     if isinstance(config, CriticExperimentConfig):
         engine.train(rows, value_loss_fn, UpdateSpec(spec), "critic")
     engine.synchronize()

@@ -36,3 +36,4 @@ class UpdateSpec:
     old_logprobs: OldLogprobs = "recompute"
     may_halve: bool = False  # a step that runs out of memory continues with micro-batches of half the size
     divergence: Divergence | None = None  # from a teacher, computed in training passes for `DataPack.divergence`
+    differentiates_entropy: bool = False  # `DataPack.entropy` has a gradient; not together with a divergence

@@ -6,6 +6,7 @@ Every loop trains by calling `update_actor`. `measure_loss` evaluates a loss on 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,7 @@ def update_actor(
     old_logprobs: OldLogprobs = "recompute",
     loss_fn: LossFn | None = None,
     divergence: Divergence | None = None,
+    differentiates_entropy: bool = False,
 ) -> dict[str, float]:
     """Take `n_minibatches` optimizer steps of the actor, and return train/* statistics without the prefix.
 
@@ -151,6 +153,7 @@ def update_actor(
             rows_per_unit=rows_per_unit,
             old_logprobs=old_logprobs,
             divergence=divergence,
+            differentiates_entropy=differentiates_entropy,
         )
         log_stage("train_end")
     run.recorder.keep_update("actor", rows)
@@ -162,12 +165,21 @@ def update_actor(
 
 
 def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    config = setup.config
-    return update_actor(
+    config, history, loss_fn = setup.config, setup.run.progress.history, setup.loss_fn
+    if (coef := config.actor.adapted_entropy_coef(history.get("entropy", []))) is not None:
+        loss_fn = partial(loss_fn, entropy_coef=coef)
+    stats = update_actor(
         setup,
         rows,
         sampling=config.gconfig,
         n_minibatches=config.actor.ppo_n_minibatches,
         old_logprobs=config.actor.old_logprobs,
+        loss_fn=loss_fn,
         divergence=config.divergence,
+        differentiates_entropy=config.actor.differentiates_entropy,
     )
+    if coef is None:
+        return stats
+    if "entropy" in stats:
+        setup.run.progress.append_to_history(entropy=stats["entropy"])
+    return stats | {"entropy_coef": coef}

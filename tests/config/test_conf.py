@@ -89,12 +89,14 @@ GROUPS = [
 ]
 # The recipes a variant is for, and its section in docs/algorithms.md.
 VARIANTS = {
+    "adaptive_entropy": (["grpo", "ppo"], "Entropy bonus"),
     "cispo": (["grpo", "ppo"], "CISPO"),
     "dapo": (["grpo"], "DAPO"),
     "decoupled": (["grpo", "gspo", "ppo"], "Decoupled PPO"),
     "dppo_kl": (["grpo", "ppo"], "DPPO"),
     "dppo_tv": (["grpo", "ppo"], "DPPO"),
     "dr_grpo": (["grpo"], "Dr.GRPO"),
+    "entropy_bonus": (["grpo", "ppo"], "Entropy bonus"),
     "fipo": (["grpo", "ppo"], "FIPO"),
     "gdpo": (["grpo", "gspo"], "GDPO"),
     "gmpo": (["grpo", "ppo"], "GMPO"),
@@ -188,7 +190,8 @@ def test_variant_is_what_the_algorithms_page_says(name):
     page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
     section = page.split(f"\n## {VARIANTS[name][1]}\n")[1]
     commands = re.findall(r"^python -m areno.recipes.\S+ (.*)$", section, re.M)
-    words = shlex.split(next((command for command in commands if f"={name} " in command), commands[0]))
+    own = {"adaptive_entropy": "bonus.target"}.get(name, f"={name} ")  # in the command of a variant that is not first
+    words = shlex.split(next((command for command in commands if own in command), commands[0]))
     shown = load(GRPOConfig, "gsm8k", [word for word in words if "--" not in word])
     variant = load(GRPOConfig, "gsm8k", [f"variant={name}"])
 

@@ -12,6 +12,7 @@ from tests.kill_runs import Run
 
 # Each with what makes it act in the runs below.
 VARIANTS = {
+    "entropy_bonus": ["actor.entropy_bonus.coef=3.0"],
     "fipo": [],
     "gmpo": ["actor.gmpo.log_clip=0.01"],
     "vespo": [],

@@ -132,3 +132,13 @@ def test_kl_in_the_reward_of_a_group(grpo: Variant, models: dict[str, Path]) -> 
                 row.reward - 0.5 * (sum(trained(row, "logprobs")) - sum(trained(row, "ref_logprobs"))) for row in group
             ]
             assert advantages(group) == close([x - (sum(earned) - x) / 3 for x in earned], 1e-4)
+
+
+def test_an_entropy_bonus_raises_the_entropy(grpo: Variant) -> None:
+    plain, bonus = (grpo(*MOVING, f"actor.entropy_bonus={value}") for value in ("null", "{coef: 1.0}"))
+    assert bonus.series("train/entropy")[0] > plain.series("train/entropy")[0] + 0.05
+
+
+def test_an_adapted_entropy_bonus(grpo: Variant) -> None:
+    run = grpo("variant=adaptive_entropy", "actor.entropy_bonus.target=9.0", "total_train_steps=3")
+    assert run.series("train/entropy_coef") == close([0.0, 0.005, 0.01])

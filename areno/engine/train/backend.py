@@ -40,6 +40,7 @@ from areno.errors import EngineError, Key
 from areno.kernels.backend import to_device
 from areno.kernels.logprobs import KEEP_BYTES, Teacher, VocabSoftmax, selected_logprobs
 from areno.kernels.logprobs.divergence import CommonTokenIds
+from areno.kernels.logprobs.entropy import Negentropy
 from areno.layers.attention import PrefixKeys
 from areno.loss_fns.data_pack import DataPack, check_loss_result
 from areno.models.quantization import quantize_again
@@ -315,11 +316,14 @@ class TrainBackend:
     def _logprobs(
         self, packed: PackedTokens, sampling: SamplingConfig, pack: DataPack | None = None, update: Any = None
     ) -> tuple[Tensor, ...]:
-        """Compute log-probability, entropy and, with a teacher, divergence: (U,) each, 0 at unpredicted tokens."""
+        """Compute log-probability, entropy and a third value, (U,) each, 0 at unpredicted tokens.
+
+        The third value is the divergence from a teacher, if there is one, or the differentiable negative entropy.
+        """
         tp, head = self.model.tp, self.model.lm_head
         divergence: Divergence | None = None if update is None else update.divergence
         # The teacher comes first: its activations are gone when those of this model are stored.
-        teacher: Teacher | None = None
+        teacher: Teacher | None = Negentropy() if update is not None and update.differentiates_entropy else None
         lists = pack is not None and pack.teacher_top_tokens is not None
         if divergence is not None and self._teachers is not None and not lists:
             teacher = self._teachers.run(packed)
@@ -484,7 +488,10 @@ class TrainBackend:
         if self.model.config.head != "lm":
             return check_loss_result(loss_fn(pack, self._values(packed)))
         logprobs_N, pack.entropy, *more = self._logprobs(packed, update.sampling, pack, update)
-        pack.divergence = more[0] if more else None
+        if update.differentiates_entropy:
+            pack.entropy = -more[0]
+        else:
+            pack.divergence = more[0] if more else None
         own_N = logprobs_N.detach()
         if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
             pack.old_logprobs = old_logprobs.fill_missing(pack.old_logprobs, own_N)

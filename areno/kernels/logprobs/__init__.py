@@ -145,6 +145,7 @@ class Teacher(Protocol):
     """The teacher's distribution at each of the K positions.
 
     `logits_CV` and `norm_2C` are the student's logits, which are not changed, and their norm as in `log_softmax`.
+    `entropy.Negentropy` is a teacher, too, for which the divergence is the negative entropy of the student.
     """
 
     @property
