@@ -100,6 +100,13 @@ class DataPack:
             raise DataError(f"this loss needs {name}, but the rows have none; set TrainSequence.{field_name}")
         return value
 
+    def take_divergence(self, values_N: Tensor | None, is_negentropy: bool) -> None:
+        """Set `divergence` or, from its negative, an `entropy` with a gradient."""
+        if is_negentropy and values_N is not None:
+            self.entropy = -values_N
+        else:
+            self.divergence = values_N
+
     def trained(self, per_token_N: Tensor) -> Tensor:
         """Return the (T,) values at trained tokens, in the order of the tokens."""
         return per_token_N.index_select(0, self.trained_T)

@@ -34,13 +34,12 @@ from areno.engine.train.recomputation import RecomputationPolicy, free_bytes
 from areno.engine.train.rollout_mismatch import compare_with_rollout
 from areno.engine.train.shared_prefixes import order_to_share
 from areno.engine.train.smaller_pieces import retry_with_smaller_micro_batches
-from areno.engine.train.teacher import TeacherPasses, Teachers, listed_teacher
+from areno.engine.train.teacher import TeacherPasses, Teachers, entropy_teacher, listed_teacher
 from areno.engine.train.zero_buffers import ALIGN, FlatParameters, flatten
 from areno.errors import EngineError, Key
 from areno.kernels.backend import to_device
 from areno.kernels.logprobs import KEEP_BYTES, Teacher, VocabSoftmax, selected_logprobs
 from areno.kernels.logprobs.divergence import CommonTokenIds
-from areno.kernels.logprobs.entropy import Negentropy
 from areno.layers.attention import PrefixKeys
 from areno.loss_fns.data_pack import DataPack, check_loss_result
 from areno.models.quantization import quantize_again
@@ -323,7 +322,7 @@ class TrainBackend:
         tp, head = self.model.tp, self.model.lm_head
         divergence: Divergence | None = None if update is None else update.divergence
         # The teacher comes first: its activations are gone when those of this model are stored.
-        teacher: Teacher | None = Negentropy() if update is not None and update.differentiates_entropy else None
+        teacher: Teacher | None = entropy_teacher(update)
         lists = pack is not None and pack.teacher_top_tokens is not None
         if divergence is not None and self._teachers is not None and not lists:
             teacher = self._teachers.run(packed)
@@ -488,10 +487,7 @@ class TrainBackend:
         if self.model.config.head != "lm":
             return check_loss_result(loss_fn(pack, self._values(packed)))
         logprobs_N, pack.entropy, *more = self._logprobs(packed, update.sampling, pack, update)
-        if update.differentiates_entropy:
-            pack.entropy = -more[0]
-        else:
-            pack.divergence = more[0] if more else None
+        pack.take_divergence(more[0] if more else None, is_negentropy=update.differentiates_entropy)
         own_N = logprobs_N.detach()
         if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):
             pack.old_logprobs = old_logprobs.fill_missing(pack.old_logprobs, own_N)

@@ -14,8 +14,10 @@ from areno.engine.profiling import phase
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass
 from areno.kernels.logprobs import Teacher
 from areno.kernels.logprobs.divergence import CommonTokenIds, FullVocabTeacher, TopKTeacher
+from areno.kernels.logprobs.entropy import Negentropy
 from areno.layers.attention import PrefixKeys
 from areno.loss_fns.data_pack import DataPack
+from areno.specs.update import UpdateSpec
 
 RunLayers = Callable[[PackedTokens, PrefixKeys | None], tuple[Tensor, LocalTokens]]
 
@@ -101,6 +103,11 @@ class Teachers:
     def end(self) -> None:
         if self._passes is not None:
             self._passes.end()
+
+
+def entropy_teacher(update: UpdateSpec | None) -> Teacher | None:
+    """Return what computes an entropy with a gradient, if an update asks for it."""
+    return Negentropy() if update is not None and update.differentiates_entropy else None
 
 
 def listed_teacher(packed: PackedTokens, pack: DataPack, indices_T: Tensor, divergence: Divergence) -> Teacher | None:
