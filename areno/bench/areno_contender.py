@@ -50,6 +50,8 @@ def adapters_of(settings: Settings, config: TransformerConfig) -> AdapterSpec | 
 def _fp8_of(settings: Settings) -> FP8Config | None:
     if settings.fp8 is None:
         return None
+    if settings.fp8 == "int8":
+        return FP8Config(mode="int8")
     return FP8Config(dgrad=settings.fp8 in ("dgrad", "both"), wgrad=settings.fp8 in ("wgrad", "both"))
 
 

@@ -115,8 +115,9 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     add("--routing-replay", action="store_true", help="as actor.routing_replay")
     adapters = "train LoRA adapters of this rank on all linear layers, and decode with them"
     add("--lora-rank", type=positive_int, help=adapters)
-    in_fp8 = "as actor.fp8_config. dgrad (default), wgrad or both: which gradients are in FP8, too; none: neither"
-    add("--fp8", choices=["dgrad", "wgrad", "both", "none"], nargs="?", const="dgrad", help=in_fp8)
+    in_fp8 = "as actor.fp8_config. dgrad (default), wgrad or both: which gradients are in FP8, too; none: neither. "
+    in_fp8 += "int8: mode=int8, with --lora-rank"
+    add("--fp8", choices=["dgrad", "wgrad", "both", "none", "int8"], nargs="?", const="dgrad", help=in_fp8)
     add("--eager-decode", action="store_true", help="decode without CUDA graphs")
     add("--repeats", type=positive_int, default=3, help="number of timed repeats after a warm-up")
     add("--json", action="store_true", help="print one line of JSON")
@@ -183,6 +184,7 @@ def _check_settings(settings: Settings) -> None:
             (settings.offload and not settings.trains, "--offload", f"is for train and step, not for {kind}"),
             (settings.offload and not cuda, "--offload", f"is for a CUDA device, and --device is {device}"),
             (settings.teacher and not settings.trains, "--teacher", f"is for step and train, not for {kind}"),
+            (settings.fp8 == "int8" and not settings.lora_rank, "--fp8", "is int8, which needs --lora-rank"),
             (PLAIN in settings.against and not differs, "--against", nothing),
             (low > high, "--uniform", f"is {low} {high}; the first must not be above the second"),
         ]

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from areno.errors import Problem
+from areno.errors import Key, Problem
 from areno.schema.fields import Needs, Section, setting
 
 FP8_UNITS = (8, 9)
 """The first compute capability of GPUs with products in e4m3."""
 SIZE_MULTIPLE = 16
 """Of the sizes of the matrices that FP8 units multiply."""
-_ON = Needs("mode", "e4m3", so="no layer is in FP8")
+_ON = Needs("mode", "e4m3", "int8", so="no layer is in 8 bits")
+_GRADIENTS = Needs("mode", "e4m3", so="no product is in FP8")
 _ENDS = Needs("first_last_layers_bf16", so="no layer is left out")
 
 
@@ -24,18 +25,22 @@ class FP8Config(Section):
     after each update, from the weights that checkpoints hold. Gradients pass the rounding unchanged.
     """
 
-    mode: Literal["e4m3", "disabled"] = setting("e4m3", help="Format of the values. disabled: as fp8_config=null")
+    mode: Literal["e4m3", "int8", "disabled"] = setting(
+        "e4m3",
+        help="Format of the values. int8: only frozen weights under adapters (use_lora) are rounded, to int8. Inputs "
+        "are not, and no FP8 units are needed. disabled: as fp8_config=null",
+    )
     dgrad: bool = setting(
         True,
         help="true: round the gradients of outputs to FP8 for the gradients of inputs, which is faster. false: compute "
         "these in actor.dtype",
-        only_with=_ON,
+        only_with=_GRADIENTS,
     )
     wgrad: bool = setting(
         False,
         help="true: round inputs and gradients of outputs to FP8, over the tokens, for the gradients of weights. "
         "false: compute these in actor.dtype",
-        only_with=_ON,
+        only_with=_GRADIENTS,
     )
     exclude_modules: list[str] = setting(
         factory=list,
@@ -52,6 +57,11 @@ class FP8Config(Section):
     )
     num_layers_at_end_in_bf16: int = setting(1, help="Number of last layers that are left out", ge=0, only_with=_ENDS)
 
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether products are in FP8, and not only frozen weights kept in 8 bits."""
+        return self.mode == "e4m3"
+
     def leaves_out(self, layer: int, n_layers: int) -> bool:
         """Return whether a layer of the model stays in actor.dtype as a whole."""
         if not self.first_last_layers_bf16:
@@ -66,8 +76,8 @@ class FP8ModelConfig(Section):
     fp8_config: FP8Config | None = setting(
         None,
         help="Compute linear layers in FP8, in rollout and training. The reference model does the same. With use_lora, "
-        "the frozen weights of these layers are kept in 8 bits only. Needs GPUs of compute capability 8.9 or more, or "
-        "a CPU, which emulates FP8. null: all layers compute in dtype",
+        "the frozen weights of these layers are kept in 8 bits only. mode=e4m3 needs GPUs of compute capability 8.9 or "
+        "more, or a CPU, which emulates FP8. null: all layers compute in dtype",
         read_by_rollout=True,
     )
 
@@ -80,4 +90,6 @@ class FP8ModelConfig(Section):
 def no_units_problem(key: str, gpu: str) -> Problem:
     """Return the problem with a setting that asks for FP8 on a GPU without FP8 units. `gpu` describes it."""
     text = "is set, but {} has no FP8 units, which GPUs of compute capability 8.9 or more have; leave it out"
+    if key == "actor.fp8_config":
+        return Problem(key, text + ", or with adapters set {}=int8", gpu, Key(f"{key}.mode"))
     return Problem(key, text, gpu)

@@ -218,6 +218,14 @@ class ModelConfig(LoraConfig, FP8ModelConfig, UpdatedModelConfig):
     def adapters_have_saved_base(self) -> bool:
         return not self.use_lora or not self.init_from_scratch
 
+    @require(
+        "fp8_config.mode",
+        "is int8, which is for frozen weights, but use_lora is false, so the weights are trained; set use_lora=true, "
+        "or mode=e4m3",
+    )
+    def int8_is_for_frozen_weights(self) -> bool:
+        return self.use_lora or self.fp8 is None or self.fp8.rounds_inputs
+
 
 _OVERLONG = Needs("overlong_reward_penalty", so="no reward is reduced")
 

@@ -35,6 +35,7 @@ class TokenCost:
     expert_params: int = 0  # of one expert, summed over the layers with experts
     adapter_params: int = 0  # 0: all parameters are trained
     fp8_params: int = 0  # those of `body_params` whose products are on FP8 units
+    int8_params: int = 0  # those that a product dequantizes first
     fp8_gradients: tuple[bool, bool] = (False, False)  # whether those of inputs and of weights are, too
     fp8_kv: bool = False
 
@@ -44,6 +45,7 @@ class TokenCost:
     ) -> TokenCost:
         """Return the cost of a model. `fp8`: of its linear layers, None if the device emulates FP8."""
         experts, of_experts = config.experts, 0
+        n_quantized = 0 if fp8 is None else n_quantized_parameters(config, fp8)
         windows = Counter(config.layer_kind(layer).window for layer in config.attention_layers)
         if experts is not None:
             of_experts = 3 * experts.inner_size * config.hidden_size * len(experts.layers(config.num_layers))
@@ -59,7 +61,8 @@ class TokenCost:
             state_bytes=state_bytes(config, itemsize),
             rule_flops=0.0 if config.delta is None else config.delta.flops,
             itemsize=itemsize,
-            fp8_params=0 if fp8 is None else n_quantized_parameters(config, fp8),
+            fp8_params=n_quantized if fp8 is None or fp8.rounds_inputs else 0,
+            int8_params=0 if fp8 is None or fp8.rounds_inputs else n_quantized,
             fp8_gradients=(False, False) if fp8 is None else (fp8.dgrad, fp8.wgrad and adapters is None),
             fp8_kv=config.fp8_kv,
             windows=tuple((window, n / windows.total()) for window, n in windows.items()),
@@ -70,8 +73,9 @@ class TokenCost:
         return self.body_params + self.head_params
 
     def weight_bytes_read(self, n_tokens: float) -> float:
-        """Return the bytes of the weights that a batch reads. Codes take one byte."""
-        return self.params_read(n_tokens) * self.itemsize - self.fp8_params * (self.itemsize - 1)
+        """Return the bytes of weights that a batch moves. A code takes one. Dequantized weights are written, too."""
+        more = self.int8_params * (1 + self.itemsize) - self.fp8_params * (self.itemsize - 1)
+        return self.params_read(n_tokens) * self.itemsize + more
 
     def params_read(self, n_tokens: float) -> float:
         """Return the number of parameters that a batch reads. With experts, this is an expected value."""

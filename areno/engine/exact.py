@@ -22,6 +22,8 @@ from areno.errors import EngineError, Key
 from areno.kernels.adapters import add_lora
 from areno.kernels.backend import can_use_triton
 from areno.kernels.fixed_order import row_multiple
+from areno.kernels.fp8.int8 import Int8Matrix
+from areno.kernels.fp8.matmul import QuantizedMatrix
 from areno.kernels.matmul import FixedOrderMatmul
 from areno.layers.adapter import Adapter
 from areno.layers.embedding import VocabParallelEmbedding
@@ -65,11 +67,12 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
         )
     adapters = [module for module in model.modules() if isinstance(module, Adapter)]
     products = [module for module in model.modules() if isinstance(module, _PRODUCTS)]
-    quantized = {module.weight.shape: module for module in quantized_linears(model)}
-    modules = {module.weight.shape: module for module in products if not _is_quantized(module)}
+    in_fp8 = [module for module in quantized_linears(model) if _is_in_fp8(module)]
+    of_fp8 = {module.weight.shape: module for module in in_fp8}
+    modules = {module.weight.shape: module for module in products if not _is_in_fp8(module)}
     if model.device.type == "cpu":
         model.row_multiple = row_multiple()
-        for module in (*modules.values(), *quantized.values()):
+        for module in (*modules.values(), *of_fp8.values()):
             _check_products_on_cpu(_product_of(module), module.weight, model.row_multiple)
         mixtures = [module for module in model.modules() if isinstance(module, ExpertMLP)]
         for mixture in mixtures:
@@ -88,10 +91,12 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
         )
     found = {shape: _choose_fixed_order_matmul(module, timed) for shape, module in modules.items()}
     for module in products:
-        if not _is_quantized(module):
+        if isinstance(matrix := _matrix_of(module), Int8Matrix):
+            matrix.fixed_order = found[module.weight.shape]
+        elif not _is_in_fp8(module):
             module.fixed_order = found[module.weight.shape]
-    multiples = {shape: _choose_row_multiple(module) for shape, module in quantized.items()}
-    for module in quantized_linears(model):
+    multiples = {shape: _choose_row_multiple(module) for shape, module in of_fp8.items()}
+    for module in in_fp8:
         assert module.quantized is not None
         module.quantized.row_multiple = multiples[module.weight.shape]
     for adapter in adapters:
@@ -102,8 +107,8 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
         "Triton)"
         for (o, i), how in found.items()
     ]
-    in_fp8 = [f"in FP8 of {multiple} rows at a time ({o}x{i})" for (o, i), multiple in multiples.items()]
-    return "products " + ", ".join([*plain, *in_fp8])
+    padded = [f"in FP8 of {multiple} rows at a time ({o}x{i})" for (o, i), multiple in multiples.items()]
+    return "products " + ", ".join([*plain, *padded])
 
 
 def _check_adapters(adapters: list[Adapter], multiple: int) -> None:
@@ -135,12 +140,25 @@ def _check_adapter(adapter: Adapter, multiple: int) -> None:
 _PRODUCTS = (Linear, VocabParallelEmbedding)
 
 
-def _is_quantized(module: nn.Module) -> bool:
-    return isinstance(module, Linear) and module.quantized is not None
+def _matrix_of(module: nn.Module) -> QuantizedMatrix | None:
+    return module.quantized if isinstance(module, Linear) else None
+
+
+def _is_in_fp8(module: nn.Module) -> bool:
+    """Return whether a product rounds its inputs to FP8, and does not only read a weight in 8 bits."""
+    matrix = _matrix_of(module)
+    return matrix is not None and not isinstance(matrix, Int8Matrix)
 
 
 def _product_of(module: Linear | VocabParallelEmbedding) -> Product:
-    return module.matmul if _is_quantized(module) else partial(nn.functional.linear, weight=module.weight)
+    if isinstance(module, Linear) and module.quantized is not None:
+        return module.matmul
+    return partial(nn.functional.linear, weight=module.weight)
+
+
+def _weight_of(module: Linear | VocabParallelEmbedding) -> Tensor:
+    matrix = _matrix_of(module)
+    return module.weight if matrix is None else matrix.dequantized(module.weight.dtype)
 
 
 def _choose_row_multiple(module: Linear) -> int:
@@ -199,7 +217,7 @@ def _choose_fixed_order_matmul(module: Linear | VocabParallelEmbedding, timed: b
     times if `timed`, otherwise by a fixed limit. If none is suitable, Triton computes all products. Raises EngineError
     if Triton is needed and missing.
     """
-    x_NI, weight_OI = _random_input(_CUDA_ROWS, module.weight), module.weight
+    x_NI, weight_OI = _random_input(_CUDA_ROWS, module.weight), _weight_of(module)
     dtype = module.matmul(x_NI[:1]).dtype
     as_ever = FixedOrderMatmul()
     all_NO = as_ever(x_NI, weight_OI, dtype)

@@ -62,7 +62,7 @@ class Worker:
             memory.use_expandable_segments()
         self.dtype = getattr(torch, spec.dtype)
         check_dtype(self.dtype, [context.device])
-        if spec.actor.fp8 is not None:
+        if spec.actor.fp8 is not None and spec.actor.fp8.rounds_inputs:
             check_fp8([context.device])
         if spec.actor.fp8_kv:
             check_fp8([context.device], "rollout.kv_cache_dtype")

@@ -1,4 +1,4 @@
-"""Linear layers in FP8: which layers of a model have a quantized weight, and when it is made from the weight."""
+"""Linear layers in 8 bits: which layers of a model have a quantized weight, and when it is made from the weight."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from areno.config.fp8 import FP8Config
+from areno.kernels.fp8.int8 import Int8Matrix
 from areno.kernels.fp8.matmul import QuantizedMatrix
 from areno.layers.linear import Linear
 from areno.layers.mlp import Router
@@ -15,7 +16,7 @@ from areno.models.transformer import Transformer
 
 
 def quantize_linears(model: Transformer, fp8: FP8Config, *, free_weights: bool = False) -> None:
-    """Let the linear layers of a model compute in FP8, except those that `fp8` leaves out.
+    """Let the linear layers of a model compute in FP8, or with weights in int8, except those that `fp8` leaves out.
 
     If `free_weights`, the weights are frozen, and leave the memory one after another. Otherwise `quantize_again` must
     be called after each change of the weights.
@@ -24,7 +25,8 @@ def quantize_linears(model: Transformer, fp8: FP8Config, *, free_weights: bool =
         if not isinstance(module, Linear) or isinstance(module, Router):
             continue
         if is_in_fp8(name, model.config, fp8):
-            module.quantized = QuantizedMatrix.of(module.weight, dgrad=fp8.dgrad, wgrad=fp8.wgrad)
+            kind = QuantizedMatrix if fp8.rounds_inputs else Int8Matrix
+            module.quantized = kind.of(module.weight, dgrad=fp8.dgrad, wgrad=fp8.wgrad)
             if free_weights:
                 module.free_weight()
 

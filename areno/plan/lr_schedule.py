@@ -57,7 +57,8 @@ def device_warnings(config: ExperimentConfig, spec: EngineSpec) -> Iterator[str]
             "rollout.speculation=on drafts nothing in training: samples that continue in later steps "
             "(rollout.prompts_ahead, rollout.max_head_offpolicyness) have no drafts; only evaluations have them"
         )
-    if is_policy and config.actor.fp8 is not None and not config.engine.exact:
+    fp8 = config.actor.fp8
+    if is_policy and fp8 is not None and fp8.rounds_inputs and not config.engine.exact:
         yield (
             f"linear layers compute in FP8 without engine.exact, so rollout and training differ more than in "
             f"{spec.dtype}; engine.exact=true is recommended"

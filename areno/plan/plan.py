@@ -153,7 +153,7 @@ def _dtype_of(actor: ModelConfig, devices: list[str]) -> str:
     from areno.kernels.backend import check_dtype, check_fp8, default_dtype
     from areno.models.weights import DTYPE_NAMES
 
-    if actor.fp8 is not None:
+    if actor.fp8 is not None and actor.fp8.rounds_inputs:
         check_fp8(devices)
     if actor.dtype == "auto":
         return DTYPE_NAMES[default_dtype(devices)]
@@ -204,7 +204,7 @@ def engine_problems(
         yield Problem("engine.exact", text)
     if actor.fp8 is not None:
         yield from fp8_problems(model, actor.fp8)
-        if exact and device.startswith("cuda"):
+        if exact and actor.fp8.rounds_inputs and device.startswith("cuda"):
             yield from _emulated_problems(actor, model, layout)
     if exact and model.delta is not None:
         text = "is true, but training and decoding compute the recurrent states of this model in different orders; "
@@ -215,7 +215,7 @@ def fp8_unit_problems(config: ExperimentConfig, hardware: Hardware) -> Iterator[
     """Yield problems with FP8 on a GPU without FP8 units, as `kernels.backend.check_fp8` does for a run."""
     if hardware.has_fp8_units or not hardware.is_cuda:
         return
-    if config.actor.fp8 is not None:
+    if config.actor.fp8 is not None and config.actor.fp8.rounds_inputs:
         yield no_units_problem("actor.fp8_config", hardware.title)
     if isinstance(config, PolicyExperimentConfig) and config.rollout.fp8_kv:
         yield no_units_problem("rollout.kv_cache_dtype", hardware.title)

@@ -100,12 +100,16 @@ def _log_fp8(engine: Engine, fp8: FP8Config) -> None:
     config = load_config(spec.actor.path, spec.actor.head)
     within, left_out = names_in_checkpoint(config, fp8)
     logger.info(
-        "FP8: %d of %d linear layers (e4m3, a scale for each token and output), %.1f MiB of codes on each device%s",
+        "%s: %d of %d linear layers (%s), %.1f MiB of codes on each device%s",
+        "FP8" if fp8.rounds_inputs else "int8",
         len(within),
         len(within) + len(left_out),
+        "e4m3, a scale for each token and output" if fp8.rounds_inputs else "weights alone, a scale for each output",
         n_quantized_parameters(config, fp8, spec.layout) / 2**20,
         f"; in {info.dtype}: {_first_names(left_out)}" if left_out else "",
     )
+    if not fp8.rounds_inputs:
+        return
     if not spec.devices[0].startswith("cuda"):
         logger.info("FP8 products are emulated on a CPU, which is slow")
     elif info.dtype != "bfloat16":

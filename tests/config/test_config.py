@@ -386,3 +386,16 @@ def test_a_partial_section_keeps_the_defaults_that_its_parent_gives_it():
     assert (config.actor.adv_norm.mean_level, config.actor.adv_norm.std_level) == ("batch", "batch")
     filled = with_defaults(PPOConfig, smallest(critic={"optimizer": {"beta1": 0.8}}))
     assert build(PPOConfig, filled).critic.optimizer.lr == filled["critic"]["optimizer"]["lr"] == 1e-5
+
+
+def test_int8_is_for_frozen_weights_and_has_no_gradients_in_fp8():
+    def actor(**given):
+        return smallest(actor={"path": "model", **given})
+
+    int8 = {"mode": "int8"}
+    assert not build(GSPOConfig, actor(fp8_config=int8, use_lora=True)).actor.fp8.rounds_inputs
+    found = problems_of(GSPOConfig, actor(fp8_config=int8))
+    assert "the weights are trained; set use_lora=true" in found["actor.fp8_config.mode"]
+    assert [*problems_of(GSPOConfig, actor(fp8_config=int8 | {"wgrad": True}, use_lora=True))] == [
+        "actor.fp8_config.wgrad"
+    ]

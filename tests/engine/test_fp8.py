@@ -20,6 +20,7 @@ from areno.config.rollout import SamplingConfig
 from areno.cost.memory import model_bytes
 from areno.engine.engine import Engine
 from areno.kernels.fp8 import round_rows
+from areno.kernels.fp8.int8 import Int8Matrix
 from areno.layers.attention import PackedAttend
 from areno.layers.config import AdapterSpec
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -79,7 +80,10 @@ CASES = [
     )
     for what, layout, adapters in itertools.product(WHAT, LAYOUTS, (False, True))
 ]
-MORE = {"wgrad": {"fp8": FP8Config(dgrad=False, wgrad=True)}, "bf16": WHAT["both"] | {"dtype": "bfloat16"}}
+INT8 = {"fp8": FP8Config(mode="int8"), "lora": ADAPTERS}
+MORE: dict[str, dict[str, Any]] = {f"int8, {layout}": INT8 | options for layout, options in LAYOUTS.items()}
+MORE |= {"int8, bf16": INT8 | {"dtype": "bfloat16"}, "int8, keys": INT8 | WHAT["keys"]}
+MORE |= {"wgrad": {"fp8": FP8Config(dgrad=False, wgrad=True)}, "bf16": WHAT["both"] | {"dtype": "bfloat16"}}
 
 
 @pytest.mark.parametrize(
@@ -218,10 +222,12 @@ def test_codes_rest_in_host_memory_with_their_model(folder: Path, monkeypatch: p
                 assert largest(scores(engine, rows, role), scores(engine, rows)) == 0.0
 
 
-def test_frozen_weights_under_adapters_are_in_8_bits_only(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["e4m3", "int8"])
+def test_frozen_weights_under_adapters_are_in_8_bits_only(mode: Any, folder: Path, tmp_path: Path) -> None:
     """A merged checkpoint is q(W) + B A; the reference is the model without adapters."""
-    with Engine(spec(folder, lora=ADAPTERS, fp8=FP8), "inline") as engine:
-        engine.ensure_roles({"ref": RoleSpec(path=str(folder), key="ref.path", fp8=FP8)})
+    fp8 = FP8Config(mode=mode)
+    with Engine(spec(folder, lora=ADAPTERS, fp8=fp8), "inline") as engine:
+        engine.ensure_roles({"ref": RoleSpec(path=str(folder), key="ref.path", fp8=fp8)})
         rows = train_rows(rollout(engine))
         before = scores(engine, rows)
         engine.train(rows, grpo_loss_fn, UPDATE)
@@ -238,20 +244,23 @@ def test_frozen_weights_under_adapters_are_in_8_bits_only(folder: Path, tmp_path
             assert torch.equal(merged[name], weight), name
             continue
         added = 2.0 * of_adapters[f"{module}.lora_B.weight"] @ of_adapters[f"{module}.lora_A.weight"]
-        torch.testing.assert_close(merged[name], round_rows(weight) + added, rtol=1e-6, atol=1e-6)
+        rounded = round_rows(weight) if mode == "e4m3" else Int8Matrix.of(weight).dequantized(weight.dtype)
+        torch.testing.assert_close(merged[name], rounded + added, rtol=1e-6, atol=1e-6)
         assert added.abs().max() > 0
 
 
-@pytest.mark.parametrize("adapters", [None, ADAPTERS.adapters])
-def test_the_plan_knows_the_memory(adapters: AdapterSpec | None, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("adapters", "fp8"), [(None, FP8), (ADAPTERS.adapters, FP8), (ADAPTERS.adapters, FP8Config(mode="int8"))]
+)
+def test_the_plan_knows_the_memory(adapters: AdapterSpec | None, fp8: FP8Config, folder: Path) -> None:
     config = load_config(folder)
     model = build_model(config, dtype=torch.bfloat16, device="cpu")
-    quantize_linears(model, FP8, free_weights=adapters is not None)
+    quantize_linears(model, fp8, free_weights=adapters is not None)
     if adapters is not None:
         add_adapters(model, adapters)
     held = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters() if parameter.numel())
     held += sum(each.nbytes for each in quantized_buffers(model))
-    planned = model_bytes(config, 2, None, adapters=adapters, fp8=FP8).weights
+    planned = model_bytes(config, 2, None, adapters=adapters, fp8=fp8).weights
     n_scales = 5 * sum(len(module.weight) for module in quantized_linears(model))
     placeholders = 2 * len(list(quantized_linears(model))) if adapters else 0
     assert held == planned + n_scales + placeholders
@@ -269,11 +278,13 @@ def test_a_run_that_resumes_with_another_number_of_ranks_warns(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"fp8_kv": True}, {"lora": ADAPTERS}], ids=["weights", "keys", "adapters"])
+@pytest.mark.parametrize(
+    "options", [{}, {"fp8_kv": True}, {"lora": ADAPTERS}, INT8], ids=["weights", "keys", "adapters", "int8"]
+)
 def test_bits_on_cuda(options: dict[str, Any], tmp_path: Path) -> None:
     """In bf16, with CUDA graphs and padded products, before and after an update."""
     path, _ = shape_folder("qwen3-0.6b", tmp_path)
-    given = spec(path, ["cuda:0"], dtype="bfloat16", exact=True, fp8=FP8, **options)
+    given = spec(path, ["cuda:0"], dtype="bfloat16", exact=True, **{"fp8": FP8, **options})
     requests = [request(i, n_samples=8, length=60 + i, max_new_tokens=70) for i in range(12)]
     with Engine(given, "inline") as engine:
         for _ in range(2):

@@ -54,3 +54,12 @@ def test_each_gradient_in_fp8_counts() -> None:
 def test_emulated_products_are_no_faster() -> None:
     assert train(FP8, "actor.dtype=float32") == train("actor.dtype=float32")
     assert train(FP8, device="cpu") == train(device="cpu")
+
+
+def test_weights_in_int8_are_slower_to_read_and_need_no_units() -> None:
+    int8 = "actor.fp8_config.mode=int8"
+    assert 1.1 < rollout(int8) / rollout() < 2.5
+    assert rollout(int8, device="a100-80gb") > rollout(device="a100-80gb")
+    plain, codes = (predicted("gspo", [*ROLLOUT, *more], (1024, 256)) for more in ([], [int8]))
+    saved = plain.phases[0].terms["weights"] - codes.phases[0].terms["weights"]
+    assert saved > 6.9e9  # of 8.2e9 parameters, those in linear layers of attention and MLPs, and stacked adapters

@@ -19,7 +19,7 @@ QWEN = ["actor.path=Qwen/Qwen3-0.6B", "valid_dataset=null"]
 @pytest.mark.parametrize(
     ("settings", "device", "n", "key", "told"),
     [
-        (["actor.fp8_config.mode=e4m3"], "a100-80gb", 1, "actor.fp8_config", "A100 80 GB has no FP8 units"),
+        (["actor.fp8_config.mode=e4m3"], "a100-80gb", 1, "actor.fp8_config", "actor.fp8_config.mode=int8"),
         (["rollout.kv_cache_dtype=fp8"], "a100-80gb", 1, "rollout.kv_cache_dtype", "A100 80 GB has no FP8 units"),
         (
             ["actor.fp8_config.mode=e4m3", "actor.path=Qwen/Qwen3-30B-A3B"],
