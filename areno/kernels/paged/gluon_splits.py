@@ -27,7 +27,7 @@ if HAS_GLUON:
 # Positions of a tile, tiles in shared memory, and warps: the fastest on an H200. With tiles of 32 positions, a rollout
 # of Qwen3-0.6B with 64 samples takes 2 % longer, and with 4 tiles in shared memory 2.5 % longer.
 _TILE, _STAGES, _WARPS = 16, 3, 1
-_FP8_STAGES = 4
+_FP8_STAGES = 4  # with 5 or 6, fewer programs fit on a multiprocessor, and rows of 400 positions take longer
 _QUERIES = 16  # of a split, as many as a matrix instruction has
 _HEAD_DIMS = 64, 128
 # The alignment of these depends on the number of rows, so kernels specialised on it would be compiled again.
