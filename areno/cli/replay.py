@@ -67,11 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _list_steps(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
-    from areno.report.replayed_steps import RecordedRun, ranges_text
+    from areno.launch.replay import RecordedRun, ranges_text
     from areno.report.terminal import right_aligned
     from areno.tracking.reader import RunReader
 
-    recorded = RecordedRun(RunReader(arguments.run))
+    recorded = RecordedRun(RunReader(arguments.run).path)
     found = recorded.replayable()
     if arguments.json:
         steps = [{"step": step, "from": base.step, "computes": step - base.step} for step, base in found.items()]

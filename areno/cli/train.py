@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more.add_argument("--config", metavar="FILE", help="task file, in place of --config-dir and --config-name")
     more.add_argument("--config-dir", metavar="DIR", help="folder with your own task files")
     more.add_argument("--resume", metavar="RUN", help="resume the run in this folder")
+    help = "with --resume: go on after step S, in a new folder"
+    more.add_argument("--from-step", metavar="S", type=int, help=help)
     more.add_argument("--cfg", choices=["job"], help="print the configuration and do not start a run")
     settings = more.add_argument("settings", nargs="*", default=[], metavar="key=value", help="any other setting")
     vars(config_name)["completer"], vars(settings)["completer"] = (
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = [] if arguments.resume is not None else [f"--config-name={arguments.config_name}"]
     options += [
         f"--{name.replace('_', '-')}={value}"
-        for name in ("config_dir", "resume", "cfg")
+        for name in ("config_dir", "resume", "from_step", "cfg")
         if (value := vars(arguments)[name]) is not None
     ]
     print(f"the same run: {start} {shlex.join([*options, *settings])}", file=sys.stderr)

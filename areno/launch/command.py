@@ -108,18 +108,25 @@ def _dispatch(algorithm: Algorithm, command: str, args: argparse.Namespace, name
 
     interrupts.raise_on_interrupt()
 
-    name = args.config_name or algorithm.default
+    if args.from_step is not None and args.resume is None:
+        raise ConfigError(Problem("--from-step", "needs the run that it is a step of; add --resume RUN"))
+    name, branch = args.config_name or algorithm.default, contextlib.ExitStack()
     if args.resume is not None:
         if args.config_name or args.config_dir or args.multirun:
             raise ConfigError(Problem("--resume", "a run is resumed with its own settings; give only key=value"))
         from areno.run import resume
 
         name, config_dir = "config", resume.find_resumable_run(args.resume, algorithm.name)
+        if args.from_step is not None and not (args.cfg or args.info):
+            from areno.launch.branch import branched_run
+
+            made = branched_run(config_dir, args.from_step, algorithm, args.overrides)
+            config_dir, args.overrides = branch.enter_context(made)
     options = {"config_dir": config_dir, "multirun": args.multirun, "job_name": algorithm.name, "names": names}
     session = HydraSession(algorithm.config, name, args.overrides, **options)
     # Clusters send SIGUSR1 some time before they end a job. Both signals end a run like Ctrl-C.
     unwinding = signal_handlers(raise_terminated, signal.SIGTERM, signal.SIGUSR1)
-    with unwinding, mention_recipes(algorithm.name, name, config_dir), session:
+    with branch, unwinding, mention_recipes(algorithm.name, name, config_dir), session:
         if args.info:
             session.show_info(args.info)
         elif args.cfg in ("hydra", "all"):
@@ -193,6 +200,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--resume")
+    parser.add_argument("--from-step", type=int)
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--package", "-p")
     mode = parser.add_mutually_exclusive_group()

@@ -26,6 +26,7 @@ options:
   --config-dir, -cd DIR     folder of your own YAML files, which is searched first
   --config FILE             task file, in place of --config-dir and --config-name
   --resume FOLDER           go on with the run in this folder, with its own settings and the changes that follow
+  --from-step S             with --resume: go on after step S, in a new folder
   --multirun, -m            run every combination of the values that are given as a,b;
                             with hydra.launcher.n_jobs=4, four at a time
   --cfg, -c job             print the configuration and do not run (or: hydra, all; more: --resolve, --package NAME)

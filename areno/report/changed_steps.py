@@ -17,17 +17,8 @@ from torch import Tensor
 from areno.api.algorithms import algorithm_of
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ConfigError, Problem
-from areno.report.replayed_steps import (
-    Base,
-    Difference,
-    RecordedRun,
-    compare_records,
-    compute_steps,
-    run_replay,
-    saved_state,
-    scratch_folder,
-    values_of,
-)
+from areno.launch.replay import Base, RecordedRun, compute_steps, run_replay, saved_state, scratch_folder
+from areno.report.replayed_steps import Difference, compare_records, values_of
 from areno.run.replaying import Replay
 from areno.run.resume import SettingChange, changed_settings
 from areno.run.states import ENGINE
@@ -84,7 +75,7 @@ def compare_change(
     With `resamples`, the step with the change draws new samples. Otherwise it takes the recorded ones, and settings on
     which these depend are refused.
     """
-    recorded = RecordedRun(run)
+    recorded = RecordedRun(run.path)
     nearest = recorded.base_of(step)
     record = recorded.read(step)
     settings, changed = changed_by(algorithm_of(recorded.path).config, record["config"], changes, resamples)

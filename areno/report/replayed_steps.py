@@ -1,110 +1,18 @@
-"""Recompute recorded steps of a run, from a training state and the records after it, and compare them bit by bit."""
+"""Recorded steps of a run, computed again and compared with their records bit by bit."""
 
 from __future__ import annotations
 
-import copy
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from areno.api.algorithms import Algorithm, algorithm_of
-from areno.config.experiments import ExperimentConfig
-from areno.errors import ArenoError, ConfigError
-from areno.launch.compose import mention_version
-from areno.launch.hydra import delete_key
-from areno.run.replaying import Replay, replaying
-from areno.run.resume import STATE
-from areno.run.states import ENGINE, MANIFEST, RECORD, StateFolder, find_damage
-from areno.run.step_records import FOLDER, RecordFolder
-from areno.schema.build import build
-from areno.schema.fields import UnusedSetting
+from areno.launch.replay import Base, RecordedRun, compute_steps, scratch_folder
 from areno.tracking.reader import RunReader
-from areno.tracking.run_folder import make_run_folder
 
-_NOT_IN_A_REPLAY = (
-    *("valid_dataset", "eval_gconfig", "evaluator", "saver", "recover", "recorder", "stats_logger", "tune"),
-    *("perf_tracer", "memory_profiler", "experiment_name", "trial_name", "cluster"),
-)
 _MEASURED = ("time/", "memory/", "rollout/draft", "rollout/accepted_tokens", "rollout/frac_steps_drafted")
 _MEASURED_ENDS = ("tokens_per_second", "memory_gib", "_time_s")
-
-
-@dataclass(frozen=True)
-class Base:
-    """A training state from which steps are computed again. Step 0 stands for the models with which the run began."""
-
-    step: int
-    folder: Path | None
-
-    def __str__(self) -> str:
-        return "the start of the run" if self.folder is None else f"the state of step {self.step}"
-
-
-class RecordedRun:
-    """The records and training states of a run, from which its steps can be computed again."""
-
-    def __init__(self, run: RunReader):
-        self.path, self.records = run.path, RecordFolder(run.path / FOLDER)
-        self.read = cache(self.records.read)
-
-    @property
-    def bases(self) -> dict[int, Base]:
-        """The usable states by step, in ascending order."""
-        found = {0: Base(0, None)}
-        for folder in (self.path / FOLDER / "state", self.path / STATE):
-            states = StateFolder(folder, keep=1)
-            found |= {step: Base(step, states.path_of(step)) for step in states.steps()}
-        return {
-            step: base for step, base in sorted(found.items()) if base.folder is None or not find_damage(base.folder)
-        }
-
-    def replayable(self) -> dict[int, Base]:
-        """Return step -> the nearest earlier state from which all steps up to it are recorded, in ascending order."""
-        found, base, bases, before = dict[int, Base](), None, self.bases, 0
-        for step in self.records.steps():
-            base = base if step == before + 1 else None
-            if (base := bases.get(step - 1, base)) is not None:
-                found[step] = base
-            before = step
-        return found
-
-    def base_of(self, step: int) -> Base:
-        """Return the nearest state before a step. Raises ArenoError if the step cannot be computed again."""
-        recorded, found = self.records.steps(), self.replayable()
-        if step in found:
-            return found[step]
-        if not recorded:
-            text = "{} has no records: recorder.max_gib was 0, or an earlier version of areno wrote it"
-            raise ArenoError(text, self.path)
-        can = f"; steps that can be replayed: {ranges_text(list(found))}" if found else ""
-        if step not in recorded:
-            why = (
-                "its record was dropped to keep within recorder.max_gib" if step < max(recorded) else "it has no record"
-            )
-            raise ArenoError("step {} cannot be replayed: {}{}", step, why, can)
-        text = (
-            "step {} cannot be replayed: no state is left from which all steps up to it are recorded. Raise {} or {}{}"
-        )
-        raise ArenoError(text, step, "recorder.max_gib", "recover.keep", can)
-
-
-def ranges_text(steps: Sequence[int]) -> str:
-    """Write ascending numbers as ranges, such as "1 to 3, 7"."""
-    found: list[list[int]] = []
-    for step in steps:
-        if found and step == found[-1][-1] + 1:
-            found[-1].append(step)
-        else:
-            found.append([step])
-    return ", ".join(str(each[0]) if len(each) == 1 else f"{each[0]} to {each[-1]}" for each in found)
 
 
 @dataclass(frozen=True)
@@ -130,96 +38,11 @@ class ReplayedStep:
 
 def replay_steps(run: RunReader, step: int, device: str = "auto") -> tuple[Base, list[ReplayedStep]]:
     """Compute all steps from the nearest state up to `step` again, and compare each with its record."""
-    recorded = RecordedRun(run)
+    recorded = RecordedRun(run.path)
     base = recorded.base_of(step)
     with scratch_folder() as scratch:
         found, _ = compute_steps(recorded, base, step, scratch, device)
     return base, [compare_records(recorded.read(number), tree) for number, tree in sorted(found.items())]
-
-
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="areno-replay-") as scratch:
-        yield Path(scratch)
-
-
-def compute_steps(
-    recorded: RecordedRun, base: Base, until: int, scratch: Path, device: str, keeps_state: bool = False
-) -> tuple[dict[int, dict[str, Any]], Base]:
-    """Compute the steps after `base` up to `until`. Return (step -> its record, the last state).
-
-    The settings of each step are those of its record: a run may have been resumed with others. The last state is
-    written only if `keeps_state` is True.
-    """
-    found: dict[int, dict[str, Any]] = {}
-    while base.step < until:
-        settings, last = recorded.read(base.step + 1)["config"], base.step + 1
-        while last < until and recorded.read(last + 1)["config"] == settings:
-            last += 1
-        saves = frozenset([last] if keeps_state or last < until else [])
-        replay = Replay(until=last, record_of=recorded.read, inputs=recorded.read(last)["inputs"], saves=saves)
-        run_replay(recorded, base, replay, settings, scratch / f"steps-{last}", device)
-        base = saved_state(scratch / f"steps-{last}", last)
-        found |= replay.found
-    return found, base
-
-
-def run_replay(
-    recorded: RecordedRun, base: Base, replay: Replay, settings: Mapping[str, Any], folder: Path, device: str
-) -> None:
-    """Run the training loop of a recorded run in `folder`, from a state to the last step of `replay`."""
-    algorithm = algorithm_of(recorded.path)
-    with mention_version(recorded.path):
-        config = replay_config(algorithm, settings, recorded.read(replay.until)["devices"], folder, device)
-    _make_folder(folder, config, base)
-    with replaying(replay), algorithm.trainer(config, folder) as trainer:
-        trainer.fit()
-
-
-def saved_state(folder: Path, step: int) -> Base:
-    """Return the state that a replay in `folder` has saved, see `Replay.saves`."""
-    return Base(step, StateFolder(folder / STATE, keep=1).path_of(step))
-
-
-def _make_folder(folder: Path, config: ExperimentConfig, base: Base) -> None:
-    """Make the folder of a run that resumes from `base`. The weights of the state are linked, and never written to."""
-    made = make_run_folder(folder)
-    assert made is not None
-    made.write_description(config, [])
-    if base.folder is None:
-        return
-    state = StateFolder(folder / STATE, keep=2).path_of(base.step)
-    state.mkdir(parents=True)
-    (state / ENGINE).symlink_to((base.folder / ENGINE).absolute(), target_is_directory=True)
-    for name in (RECORD, MANIFEST):
-        shutil.copyfile(base.folder / name, state / name)
-
-
-def replay_config(
-    algorithm: Algorithm, settings: Mapping[str, Any], devices: Sequence[str], folder: Path, device: str
-) -> ExperimentConfig:
-    """Return the settings of a replay: those of the run, without what it wrote, on as many devices if there are any."""
-    data = {name: copy.deepcopy(value) for name, value in settings.items() if name not in _NOT_IN_A_REPLAY}
-    data |= {"experiment_name": "replay", "trial_name": folder.name, "cluster": {"fileroot": str(folder.parent)}}
-    data["stats_logger"] = {"console": "quiet"}
-    if "rollout" in data:
-        data["rollout"]["dump_to_file"] = False
-    engine = data["engine"]
-    engine["device"] = device
-    on_cuda = device != "cpu" and torch.cuda.is_available()
-    there = torch.cuda.device_count() if on_cuda else None  # any number of CPU devices
-    engine["world_size"] = len(devices) if there is None else min(len(devices), there)
-    if there is None and devices[0] != "cpu":
-        engine["world_size"] = engine["tp_size"] * engine["cp_size"]
-    while True:
-        try:
-            return build(algorithm.config, data, sources=False)
-        except ConfigError as error:
-            unused = [problem for problem in error.problems if isinstance(problem, UnusedSetting)]
-            if len(unused) < len(error.problems):
-                raise
-            for problem in unused:  # such as limits of an evaluation, which a replay leaves out
-                delete_key(data, problem.key)
 
 
 def compare_records(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> ReplayedStep:

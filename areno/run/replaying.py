@@ -101,7 +101,9 @@ class ReplayRun(Run):
     def end_step(self, stats: Mapping[str, float]) -> None:
         self.clock.close_step()
         self.log(step_scalars({**stats, **step_time_metrics(self.clock)}, self.clock))
-        self.recorder.end_step(self.step, self.progress.position(), self._models.engine)
+        self.recorder.end_step(self.step, self._position(), self._models.engine)
+        for trigger in (self.saver.trigger, self.evaluator.trigger, self.recovery.trigger):
+            trigger.is_due(self.step, self.progress.epoch_ended)  # they count epochs
         self.recovery.keep_run_state(self.state_dict())
         self.stop.raise_if_interrupted()
 

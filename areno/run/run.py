@@ -226,7 +226,7 @@ class Run:
         self.log(
             step_scalars({**stats, **step_time_metrics(self.clock)}, self.clock) | with_prefix("memory", self._peaks)
         )
-        self.recorder.end_step(self.step, self.progress.position(), self._models.engine)
+        self.recorder.end_step(self.step, self._position(), self._models.engine)
         self.outputs.warn_of_divergence()
         step, epoch_ended = self.step, self.progress.epoch_ended
         save = self.saver.due(step, epoch_ended)
@@ -236,6 +236,9 @@ class Run:
         if evaluate or (save and self.saver.needs_evaluation):
             self._todo.append("evaluate")
         self._save_and_evaluate(state)
+
+    def _position(self) -> dict[str, Any]:
+        return {**self.progress.position(), "evaluator": self.evaluator.state_dict()}
 
     def _save_and_evaluate(self, state_is_due: bool = False) -> None:
         """Write a training state if it is due, then save a checkpoint and evaluate as `self._todo` says.

@@ -12,9 +12,10 @@ import pytest
 from areno.api import get_algorithm
 from areno.cli.__main__ import main
 from areno.launch.command import run
+from areno.launch.replay import RecordedRun, run_replay
 from areno.recipes.grpo import GRPOConfig
 from areno.report import changed_steps
-from areno.report.replayed_steps import RecordedRun, compare_records, replay_steps, run_replay
+from areno.report.replayed_steps import compare_records, replay_steps
 from areno.schema.fields import is_read_by_rollout, setting_rows
 from areno.tracking.reader import RunReader
 from tests import kill_runs
@@ -72,7 +73,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_every_bit_of_a_step_is_equal(recipe: str, settings: list[str], folder: Path) -> None:
     found = recorded_run(recipe, OFTEN, *settings)
     before = contents(found.path)
-    check_steps(found, 2, 5, max(RecordedRun(found).records.steps()))
+    check_steps(found, 2, 5, max(RecordedRun(found.path).records.steps()))
     assert contents(found.path) == before
 
 
@@ -131,7 +132,7 @@ def test_a_resumed_run_keeps_one_record_of_each_step(folder: Path) -> None:
         go("sft", "recover.freq_steps=2")
     assert go("sft", "actor.optimizer.lr=2e-3", "recover.freq_steps=2", resume=folder_of("sft")) == 0
     run = RunReader(folder_of("sft"))
-    assert RecordedRun(run).records.steps() == list(range(1, 8))
+    assert RecordedRun(run.path).records.steps() == list(range(1, 8))
     check_steps(run, 7)
     for state in run.path.glob("**/state/step-*"):
         shutil.rmtree(state)
@@ -151,7 +152,7 @@ def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> RunReader:
 
 
 def digests(run: RunReader, step: int) -> dict[str, list[int]]:
-    return {name: parts.tolist() for name, parts in RecordedRun(run).read(step)["digests"].items()}
+    return {name: parts.tolist() for name, parts in RecordedRun(run.path).read(step)["digests"].items()}
 
 
 @slow
@@ -180,7 +181,7 @@ def test_a_change_gives_the_step_that_a_run_with_it_would_have_had(
     assert run(get_algorithm("grpo"), "grpo", ["--resume", str(folder), *changes]) == 0
     changed = RunReader(folder)
     assert digests(changed, 3) != digests(grpo_run, 3)
-    assert compare_records(RecordedRun(changed).read(3), found[3]).differences == []
+    assert compare_records(RecordedRun(changed.path).read(3), found[3]).differences == []
 
 
 def keep_found(found: dict[int, dict]) -> Any:
