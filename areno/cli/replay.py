@@ -67,8 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _list_steps(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
-    from areno.launch.replay import RecordedRun, ranges_text
     from areno.report.terminal import right_aligned
+    from areno.run.recorded_run import RecordedRun, ranges_text
     from areno.tracking.reader import RunReader
 
     recorded = RecordedRun(RunReader(arguments.run).path)

@@ -118,7 +118,7 @@ def _dispatch(algorithm: Algorithm, command: str, args: argparse.Namespace, name
 
         name, config_dir = "config", resume.find_resumable_run(args.resume, algorithm.name)
         if args.from_step is not None and not (args.cfg or args.info):
-            from areno.launch.branch import branched_run
+            from areno.run.branching import branched_run
 
             made = branched_run(config_dir, args.from_step, algorithm, args.overrides)
             config_dir, args.overrides = branch.enter_context(made)

@@ -17,8 +17,9 @@ from torch import Tensor
 from areno.api.algorithms import algorithm_of
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ConfigError, Problem
-from areno.launch.replay import Base, RecordedRun, compute_steps, run_replay, saved_state, scratch_folder
+from areno.launch.compose import mention_version
 from areno.report.replayed_steps import Difference, compare_records, values_of
+from areno.run.recorded_run import Base, RecordedRun, compute_steps, run_replay, saved_state, scratch_folder
 from areno.run.replaying import Replay
 from areno.run.resume import SettingChange, changed_settings
 from areno.run.states import ENGINE
@@ -81,7 +82,7 @@ def compare_change(
     settings, changed = changed_by(algorithm_of(recorded.path).config, record["config"], changes, resamples)
     before = step - 1
     inputs = {key: known for key, known in record["inputs"].items() if key not in {each.key for each in changed}}
-    with scratch_folder() as scratch:
+    with mention_version(run.path), scratch_folder() as scratch:
         base = nearest
         if base.step < before:
             _, base = compute_steps(recorded, base, before, scratch, device, keeps_state=True)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from areno.launch.replay import Base, RecordedRun, compute_steps, scratch_folder
+from areno.launch.compose import mention_version
+from areno.run.recorded_run import Base, RecordedRun, compute_steps, scratch_folder
 from areno.tracking.reader import RunReader
 
 _MEASURED = ("time/", "memory/", "rollout/draft", "rollout/accepted_tokens", "rollout/frac_steps_drafted")
@@ -40,7 +41,7 @@ def replay_steps(run: RunReader, step: int, device: str = "auto") -> tuple[Base,
     """Compute all steps from the nearest state up to `step` again, and compare each with its record."""
     recorded = RecordedRun(run.path)
     base = recorded.base_of(step)
-    with scratch_folder() as scratch:
+    with mention_version(run.path), scratch_folder() as scratch:
         found, _ = compute_steps(recorded, base, step, scratch, device)
     return base, [compare_records(recorded.read(number), tree) for number, tree in sorted(found.items())]
 

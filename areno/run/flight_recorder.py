@@ -2,7 +2,7 @@
 
 A record has the samples of the rollout with their rewards, the results of the step (advantages, log-probabilities,
 metrics), and a digest of all weights and optimizer moments after it. Records and pinned states together take at most
-recorder.max_gib: the oldest are dropped. areno/run/step_records.py describes the files.
+recorder.max_gib: the oldest are dropped. areno/tracking/step_records.py describes the files.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 
 from areno.config.run import RecorderConfig
 from areno.files.durable import BackgroundCall, atomic_remove
-from areno.run.recorded_samples import samples_to_tree
 from areno.run.states import StateFolder
-from areno.run.step_records import FOLDER, RecordFolder
+from areno.tracking.recorded_samples import samples_to_tree
+from areno.tracking.step_records import FOLDER, RecordFolder
 from areno.types import ScoredSample, TrainSequence
 
 logger = logging.getLogger("areno.recorder")

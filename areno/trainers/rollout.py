@@ -21,11 +21,11 @@ from areno.loss_fns.kl import kl_array
 from areno.plan.lr_schedule import n_updates_by_role
 from areno.plan.plan import sampling_params
 from areno.run.flight_recorder import KeptRollout
-from areno.run.recorded_samples import samples_from_tree
 from areno.run.setup import PolicySetup
 from areno.scoring.pool import no_reward_error
 from areno.tracking.accuracy import without_accuracy_metrics
 from areno.tracking.console import RolloutProgress, log_stage
+from areno.tracking.recorded_samples import samples_from_tree
 from areno.trainers.agent_rollout import sample_with_agents
 from areno.trainers.dynamic_sampling import (
     can_overlap,

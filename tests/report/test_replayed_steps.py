@@ -12,10 +12,10 @@ import pytest
 from areno.api import get_algorithm
 from areno.cli.__main__ import main
 from areno.launch.command import run
-from areno.launch.replay import RecordedRun, run_replay
 from areno.recipes.grpo import GRPOConfig
 from areno.report import changed_steps
 from areno.report.replayed_steps import compare_records, replay_steps
+from areno.run.recorded_run import RecordedRun, run_replay
 from areno.schema.fields import is_read_by_rollout, setting_rows
 from areno.tracking.reader import RunReader
 from tests import kill_runs

@@ -25,7 +25,7 @@ MAY_COMPUTE_ATTRIBUTES = {
     "areno.engine.processes.child": "changes attributes of the module __main__",
     "areno.engine.processes.messages": "a command for a worker names its method",
     "areno.schema.fields": "adds sections to a dataclass",
-    "areno.run.step_records": "writes the fields of records",
+    "areno.tracking.step_records": "writes the fields of records",
     "areno.files.user_code": "looks a function up in the user's file",
 }
 MAY_IMPORT_RE = {

@@ -16,8 +16,8 @@ from areno.config.run import RecorderConfig
 from areno.errors import ArenoError
 from areno.files.durable import UNFINISHED
 from areno.run.flight_recorder import FlightRecorder, KeptRollout
-from areno.run.recorded_samples import samples_from_tree, samples_to_tree
-from areno.run.step_records import RecordFolder
+from areno.tracking.recorded_samples import samples_from_tree, samples_to_tree
+from areno.tracking.step_records import RecordFolder
 from areno.types import PromptItem, RewardOutcome, RolloutSequence, ScoredSample, TokenRow, TrainSequence, Trajectory
 from tests.helpers.started_runs import start
 

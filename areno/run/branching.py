@@ -12,7 +12,7 @@ from typing import Any
 from areno.api.algorithms import Algorithm
 from areno.errors import ArenoError, ConfigError, Problem
 from areno.files.durable import remove
-from areno.launch.replay import Base, RecordedRun, compute_steps, scratch_folder
+from areno.run.recorded_run import Base, RecordedRun, compute_steps, scratch_folder
 from areno.run.resume import STATE, shown_path
 from areno.run.states import ENGINE, RECORD, StateFolder
 from areno.schema.build import build

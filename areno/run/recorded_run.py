@@ -6,27 +6,25 @@ The unchanged training loop runs in a folder of its own, see `areno.run.replayin
 from __future__ import annotations
 
 import copy
+import functools
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from areno.api.algorithms import Algorithm, algorithm_of
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ArenoError, ConfigError
-from areno.launch.compose import mention_version
-from areno.launch.hydra import delete_key
 from areno.run.replaying import Replay, replaying
 from areno.run.resume import STATE
 from areno.run.states import ENGINE, MANIFEST, RECORD, StateFolder, find_damage
-from areno.run.step_records import FOLDER, RecordFolder
 from areno.schema.build import build
 from areno.schema.fields import UnusedSetting
 from areno.tracking.run_folder import make_run_folder
+from areno.tracking.step_records import FOLDER, RecordFolder
 
 _NOT_IN_A_REPLAY = (
     *("valid_dataset", "eval_gconfig", "evaluator", "saver", "recover", "recorder", "stats_logger", "tune"),
@@ -50,7 +48,7 @@ class RecordedRun:
 
     def __init__(self, folder: Path):
         self.path, self.records = folder, RecordFolder(folder / FOLDER)
-        self.read = cache(self.records.read)
+        self.read = functools.cache(self.records.read)
 
     @property
     def bases(self) -> dict[int, Base]:
@@ -136,8 +134,7 @@ def run_replay(
 ) -> None:
     """Run the training loop of a recorded run in `folder`, from a state to the last step of `replay`."""
     algorithm = algorithm_of(recorded.path)
-    with mention_version(recorded.path):
-        config = replay_config(algorithm, settings, recorded.read(replay.until)["devices"], folder, device)
+    config = replay_config(algorithm, settings, recorded.read(replay.until)["devices"], folder, device)
     _make_folder(folder, config, base)
     with replaying(replay), algorithm.trainer(config, folder) as trainer:
         trainer.fit()
@@ -188,4 +185,5 @@ def replay_config(
             if len(unused) < len(error.problems):
                 raise
             for problem in unused:  # such as limits of an evaluation, which a replay leaves out
-                delete_key(data, problem.key)
+                *sections, name = problem.key.split(".")
+                functools.reduce(lambda section, key: section[key], sections, data).pop(name)

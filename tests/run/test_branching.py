@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from areno.launch.replay import RecordedRun
 from areno.report.replayed_steps import replay_steps
+from areno.run.recorded_run import RecordedRun
 from areno.tracking.reader import RunReader
 from tests import kill_runs
 from tests.helpers.recipe_runs import without_times
