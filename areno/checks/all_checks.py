@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from areno.checks import answers, prompts, rows
+from areno.checks import algorithm, answers, gradient, model_numbers, prompts, rows
 from areno.checks.findings import Check
 
 CHECKS: Mapping[str, Sequence[Check]] = {
@@ -19,4 +19,6 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         rows.validation_rows,
         rows.pair_scores,
     ),
+    "gradient": gradient.CHECKS,
+    "algorithm": (*algorithm.CHECKS, *model_numbers.CHECKS),
 }

@@ -1,0 +1,139 @@
+"""Rewards and advantages as their papers state them, in plain float64: what a check compares training rows with.
+
+Nothing here is shared with `areno.loss_fns.advantages`. A group is the samples of one prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Rows = Sequence[np.ndarray]
+
+
+class Norm(NamedTuple):
+    """Which mean is subtracted and which deviation divides: "group", "batch" or None."""
+
+    mean: str | None = "group"
+    std: str | None = "group"
+    is_unbiased: bool = False
+    eps: float = 1e-6
+    leaves_one_out: bool = False
+
+    @staticmethod
+    def of(section: Any) -> Norm | None:
+        """Read a NormConfig."""
+        if section is None:
+            return None
+        return Norm(section.mean_level, section.std_level, section.std_unbiased, section.eps, section.mean_leave1out)
+
+    def apply(self, values: Sequence[float], groups: Sequence[int]) -> list[float]:
+        found = []
+        for index, value in enumerate(values):
+            others = {
+                None: [],
+                "batch": [float(other) for other in values],
+                "group": [float(other) for other, group in zip(values, groups, strict=True) if group == groups[index]],
+            }
+            over_mean, over_std = others[self.mean], others[self.std]
+            if any(len(set(over)) == 1 for over in (over_mean, over_std)):
+                found.append(0.0)  # no signal
+                continue
+            result = float(value)
+            if self.mean is not None:
+                mean = math.fsum(over_mean) / len(over_mean)
+                if self.leaves_one_out:
+                    mean = (math.fsum(over_mean) - value) / (len(over_mean) - 1)
+                result -= mean
+            if self.std is not None:
+                centre = math.fsum(over_std) / len(over_std)
+                squares = math.fsum((other - centre) ** 2 for other in over_std)
+                result /= math.sqrt(squares / (len(over_std) - self.is_unbiased)) + self.eps
+            found.append(result)
+        return found
+
+
+def shaped_rewards(rewards: Sequence[float], lengths: Sequence[int], actor: Any, limit: int) -> list[float]:
+    """Apply the actor's settings of rewards, without reward_norm: overlong penalty, bias, scaling and clip."""
+    found = []
+    for reward, length in zip(rewards, lengths, strict=True):
+        if actor.overlong_reward_penalty:
+            over = length - (limit - actor.overlong_tokens)
+            reward -= actor.overlong_penalty_factor * min(1.0, max(0.0, over / actor.overlong_tokens))
+        reward = (reward + actor.reward_bias) * actor.reward_scaling
+        if actor.reward_clip is not None:
+            reward = max(-actor.reward_clip, min(actor.reward_clip, reward))
+        found.append(reward)
+    return found
+
+
+def kl_estimate(logprobs: np.ndarray, reference: np.ndarray, estimator: str) -> np.ndarray:
+    apart = reference - logprobs
+    return {"k1": -apart, "k2": apart**2 / 2, "k3": np.exp(apart) - apart - 1}[estimator]
+
+
+def gae(rewards: np.ndarray, values: np.ndarray, discount: float, decay: float) -> np.ndarray:
+    """Generalised advantage estimation (1506.02438 eq. 16), as the sum that the paper writes."""
+    n = len(rewards)
+    after = [*values[1:], 0.0][:n]
+    errors = [rewards[t] + discount * after[t] - values[t] for t in range(n)]
+    return np.array([math.fsum((discount * decay) ** (u - t) * errors[u] for u in range(t, n)) for t in range(n)])
+
+
+def token_rewards(rewards: Sequence[float], logprobs: Rows, reference: Rows | None, actor: Any) -> list[np.ndarray]:
+    """Return the reward of a row at its last token, and a KL penalty at each token if the settings subtract one."""
+    found = []
+    for index, new in enumerate(logprobs):
+        of_row = np.zeros(len(new))
+        if actor.kl_reward_coef and reference is not None:
+            of_row -= actor.kl_reward_coef * kl_estimate(new, reference[index], actor.kl_estimator)
+        if len(of_row):
+            of_row[-1] += rewards[index]
+        found.append(of_row)
+    return found
+
+
+def outcome_advantages(
+    rewards: Sequence[float], groups: Sequence[int], logprobs: Rows, reference: Rows | None, actor: Any
+) -> list[np.ndarray]:
+    """Advantages without a critic, of each trained token.
+
+    With a KL penalty in the rewards, normalisation over a group takes whole rows (RLOO), and over the batch the
+    reward-to-go of tokens (REINFORCE++).
+    """
+    norm = Norm.of(actor.adv_norm)
+    if not actor.kl_reward_coef:
+        of_rows = list(rewards) if norm is None else norm.apply(rewards, groups)
+        return [np.full(len(row), value) for row, value in zip(logprobs, of_rows, strict=True)]
+    per_token = token_rewards(rewards, logprobs, reference, actor)
+    if norm is not None and "group" in (norm.mean, norm.std):
+        of_rows = norm.apply([float(row.sum()) for row in per_token], groups)
+        return [np.full(len(row), value) for row, value in zip(logprobs, of_rows, strict=True)]
+    to_go = [np.cumsum(row[::-1])[::-1] for row in per_token]
+    return to_go if norm is None else over_tokens(norm, to_go, groups)
+
+
+def over_tokens(norm: Norm, rows: Rows, groups: Sequence[int]) -> list[np.ndarray]:
+    """Normalise the values of tokens over the tokens of the batch or of a group."""
+    of_tokens = [group for row, group in zip(rows, groups, strict=True) for _ in row]
+    flat = norm.apply([float(value) for row in rows for value in row], of_tokens)
+    return np.split(np.array(flat), np.cumsum([len(row) for row in rows])[:-1])
+
+
+def critic_advantages(
+    rewards: Sequence[float],
+    groups: Sequence[int],
+    logprobs: Rows,
+    reference: Rows | None,
+    values: Rows,
+    actor: Any,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """(advantages, returns) by GAE. Only advantages are normalised."""
+    per_token = token_rewards(rewards, logprobs, reference, actor)
+    raw = [gae(row, own, actor.discount, actor.gae_lambda) for row, own in zip(per_token, values, strict=True)]
+    returns = [advantage + own for advantage, own in zip(raw, values, strict=True)]
+    norm = Norm.of(actor.adv_norm)
+    return (raw if norm is None else over_tokens(norm, raw, groups)), returns

@@ -1,0 +1,278 @@
+"""Checks of the gradient, on two steps of the run with a small model in fp32.
+
+Each check yields red findings for what is wrong, or one green finding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from areno.checks.findings import Finding, green, not_checked, red
+from areno.checks.optimizer_formulas import Moments, learning_rate, optimizer_step
+from areno.checks.probes import match_rows
+from areno.checks.step_formula import StepFormula, formula_of, loss_and_gradient, relative_difference
+from areno.checks.two_steps import TwoSteps, of_two_steps
+from areno.checks.watched_run import Probe, Tensors, Update
+
+if TYPE_CHECKING:
+    from areno.checks.subject import Subject
+
+CLOSE = 1e-4  # relative difference of a gradient in fp32 and in float64
+SAME = 1e-5  # relative difference of gradients in fp32 whose sums are in another order
+_ROUGH = 0.05  # relative error of a finite difference of a loss in fp32
+_ROUNDED = 0.01  # relative error of a change of weights in fp32
+
+
+def gradient_nonzero(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether the first update of each model has a gradient."""
+    norms = []
+    for update in found.run.updates:
+        norm = update.stats["grad_norm"]
+        if not update.n_steps:
+            yield red("gradient-nonzero", f"update {update.step} of the {update.role} was skipped")
+        elif not math.isfinite(norm) or not norm:
+            yield red("gradient-nonzero", f"the gradient of update {update.step} of the {update.role} is {norm:g}")
+        norms.append(norm)
+    if all(math.isfinite(norm) and norm for norm in norms):
+        yield green("gradient-nonzero", f"the gradients of the first updates have norms of {_range(norms)}")
+
+
+def loss_formula(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether loss and gradient of each update are those of the formula in float64, on a model of transformers."""
+    apart, wrong = list[float](), list[Finding]()
+    for update in found.run.updates:
+        formula = formula_of(found.run.config, update)
+        what = f"of update {update.step} of the {update.role}"
+        result = update.stats["loss"], update.gradient
+        wrong += _compare("loss-formula", what, found, formula, update, update.before, result, apart)
+        if wrong:  # later updates are of weights that it has made
+            break
+    yield from wrong or [
+        green("loss-formula", f"loss and gradient equal the formula in float64 on transformers, to {max(apart):.1g}")
+    ]
+
+
+def off_policy_loss(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether they are so with ratios, references and old values that differ from the model's own."""
+    apart, wrong = list[float](), list[Finding]()
+    for role, probes in found.probes.items():
+        formula = formula_of(found.run.config, probes.update)
+        probe, what = probes.off_policy, f"of the {role} away from the policy that sampled"
+        result = probe.loss, probe.gradient
+        wrong += _compare("off-policy-loss", what, found, formula, probes.update, probes.weights, result, apart, probe)
+    text = "loss and gradient equal the formula also away from the policy that sampled"
+    yield from wrong or [green("off-policy-loss", f"{text}, to {max(apart):.1g}")]
+
+
+def _compare(
+    name: str,
+    what: str,
+    found: TwoSteps,
+    formula: StepFormula,
+    update: Update,
+    weights: Tensors,
+    result: tuple[float, Tensors],
+    differences: list[float],
+    probe: Probe | None = None,
+) -> Iterator[Finding]:
+    rows = update.given if probe is None else probe.rows
+
+    def agrees(formula: StepFormula) -> tuple[bool, float, float]:
+        loss, slopes = loss_and_gradient(formula, found.run, weights, rows, update)
+        apart = relative_difference(result[1], slopes) if result[1] else math.inf
+        return abs(result[0] - loss) <= CLOSE * max(1.0, abs(loss)) and apart <= CLOSE, loss, apart
+
+    is_same, loss, apart = agrees(formula)
+    differences.append(apart)
+    if is_same:
+        return
+    said = f"the loss {what} is {result[0]:.6g}, by the formula {loss:.6g}; the gradients differ by {apart:.2g}"
+    reason = next((text for text, other in formula.variants() if agrees(other)[0]), "")
+    yield red(name, f"{said}: {reason}" if reason else said)
+
+
+def finite_differences(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether the loss changes along the gradient as the gradient says. Needs no formula, so any loss is checked."""
+    for role, probes in found.probes.items():
+        difference = probes.difference
+        if difference is None:
+            yield not_checked("finite-differences", f"the gradient of the {role} is 0 away from the sampled policy")
+            continue
+        apart = abs(difference.measured / difference.predicted - 1)
+        text = f"moved along its gradient, the loss of the {role} changes by {difference.measured:.4g} per unit; the "
+        text += f"squared norm of the gradient is {difference.predicted:.4g}"
+        yield (green if apart <= _ROUGH else red)("finite-differences", text)
+
+
+def micro_batches(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    yield from _unchanged(found, "micro-batches", "single_rows", "micro-batches of one row each")
+
+
+def shared_prefixes(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    yield from _unchanged(found, "shared-prefixes", "shared", "prefixes of rows that are computed once")
+
+
+def data_parallel_ranks(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    yield from _unchanged(found, "data-parallel-ranks", "ranks", "the sum over the shares of two data-parallel ranks")
+
+
+_WHY_NOT = {
+    "shared": "the model or actor.share_prefixes=off shares no prefixes",
+    "ranks": "there are too few rows for two ranks",
+}
+
+
+def _unchanged(found: TwoSteps, name: str, attribute: str, what: str) -> Iterator[Finding]:
+    """Compare loss and gradient with those of all rows in one micro-batch."""
+    for role, probes in found.probes.items():
+        other: Probe | None = vars(probes)[attribute]
+        if other is None:
+            if role == "actor":
+                yield not_checked(name, _WHY_NOT[attribute])
+            continue
+        whole = probes.off_policy
+        apart = relative_difference(other.gradient, {key: value.double() for key, value in whole.gradient.items()})
+        of_loss = abs(other.loss - whole.loss) / max(1.0, abs(whole.loss))
+        said = f"with {what}, the gradient of the {role} changes by {apart:.1g} and the loss by {of_loss:.1g}"
+        if apart <= SAME and of_loss <= SAME:
+            yield green(name, said)
+            continue
+        sizes = [
+            sum(float(value.double().square().sum()) for value in each.gradient.values()) for each in (other, whole)
+        ]
+        factor = math.sqrt(sizes[0] / sizes[1]) if sizes[1] else math.inf
+        yield red(
+            name, f"{said} (relative); its norm is {factor:.3g} times as large, with {other.n_micro_batches} parts"
+        )
+
+
+def first_ratio(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether the importance ratios of a first update are 1 and nothing is clipped."""
+    updates = [update for update in found.run.of() if "ratio_mean" in update.stats]
+    if not updates:
+        return
+    wrong = []
+    for update in updates:
+        stats = update.stats
+        largest = max(abs(stats["ratio_mean"] - 1), abs(stats["ratio_max"] - 1))
+        clipped = max(stats.get("clip_frac", 0.0), stats.get("clip_frac_dual", 0.0))
+        close = CLOSE if update.how.old_logprobs == "rollout" else 0.0
+        if largest > close or clipped:
+            text = f"update {update.step} is the first of its rows, but its ratios differ from 1 by up to {largest:.2g}"
+            wrong.append(red("first-ratio", f"{text} and {clipped:.3g} of them are clipped"))
+    yield from wrong or [green("first-ratio", "importance ratios of the first update are 1, and none is clipped")]
+
+
+def old_logprobs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether the ratios of a second mini-batch compare with the policy before the first one."""
+    probes = found.probes["actor"]
+    probe, update = probes.two_minibatches, probes.update
+    if probe is None:
+        return
+    if update.how.old_logprobs == "loglinear":
+        yield not_checked("old-logprobs", "actor.prox_logp_method=loglinear interpolates them in the loss")
+        return
+    of_rollout = update.how.old_logprobs == "rollout"
+    largest, moved = 0.0, 0.0
+    before = match_rows(probe.rows, probes.plain.seen)
+    for row, seen, own in zip(probe.rows, match_rows(probe.rows, probe.seen), before, strict=True):
+        if seen.number and seen.old_logprobs is not None and seen.trained.any():
+            wanted = np.asarray(row.logprobs) if of_rollout else own.outputs
+            largest = max(largest, float(np.abs(seen.old_logprobs - wanted)[seen.trained].max()))
+            moved = max(moved, float(np.abs(seen.old_logprobs - seen.outputs)[seen.trained].max()))
+    policy = "the rollout" if of_rollout else "the policy before the first"
+    if largest > CLOSE:
+        text = f"the ratios of a second mini-batch do not compare with {policy}: they differ by {largest:.2g}"
+        yield red("old-logprobs", text + (": they compare with the live policy" if not moved else ""))
+    else:
+        yield green("old-logprobs", f"the ratios of a second mini-batch compare with {policy}")
+
+
+def learning_rates(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether the learning rates are those of the schedule and none is 0, here and in the user's own run."""
+    wrong = list[Finding]()
+    run = found.run
+    for role, section in subject.config.trained_models().items():
+        own, steps = section.optimizer, subject.config.total_train_steps
+        length = own.lr_decay_steps or steps
+        if not own.lr:
+            wrong.append(red("learning-rate", f"{role}.optimizer.lr is 0, so no weight changes"))
+        elif length is not None:
+            rates = [learning_rate(own, step, length) for step in range(steps or length)]
+            if zeros := [number for number, rate in enumerate(rates, 1) if rate <= 0]:
+                text = f"by its schedule, the learning rate of the {role} is 0 in {len(zeros)} of {len(rates)} updates"
+                wrong.append(red("learning-rate", f"{text}, first in update {zeros[0]}: see {role}.optimizer"))
+    seen = []
+    for update in run.updates:
+        optimizer = run.config.trained_models()[update.role].optimizer
+        wanted = learning_rate(optimizer, update.step - 1, run.config.total_train_steps)
+        seen.append(update.stats["lr"])
+        if abs(seen[-1] - wanted) > 1e-6 * wanted:
+            text = f"update {update.step} of the {update.role} has the learning rate {seen[-1]:g}, expected {wanted:g}"
+            wrong.append(red("learning-rate", text))
+    yield from wrong or [green("learning-rate", "learning rates are those of the schedule, and none is 0")]
+
+
+def optimizer_updates(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether weights move as the optimizer's formula says, from the gradient and the learning rate."""
+    run, apart, wrong = found.run, list[float](), list[Finding]()
+    for role in dict.fromkeys(update.role for update in run.updates):
+        optimizer = run.config.trained_models()[role].optimizer
+        if optimizer.type == "adam_8bit":
+            yield not_checked("optimizer-update", f"the moments of the {role} are rounded to 8 bits")
+            continue
+        moments = Moments()
+        for number, update in enumerate(run.of(role)):
+            if not update.n_steps:
+                continue
+            change = {name: update.after[name].double() - value for name, value in update.before.items()}
+            rate = learning_rate(optimizer, number, run.config.total_train_steps)
+            wanted = optimizer_step(optimizer, rate, update.before, update.gradient, moments)
+            apart.append(relative_difference(change, wanted))
+            if apart[-1] > _ROUNDED:
+                text = (
+                    f"update {update.step} moves the weights of the {role} by {_norm(change):.3g}, by the formula of "
+                )
+                text += (
+                    f"{optimizer.type} by {_norm(wanted):.3g}, in a direction of cosine {_cosine(change, wanted):.3f}"
+                )
+                wrong.append(red("optimizer-update", text))
+    if apart and not wrong:
+        wrong = [green("optimizer-update", f"weights move as the optimizer's formula says, to {max(apart):.1g}")]
+    yield from wrong
+
+
+def _norm(tensors: Tensors) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
+
+
+def _cosine(one: Tensors, other: Tensors) -> float:
+    product = sum(float((one[name].double() * other[name].double()).sum()) for name in one)
+    return product / (_norm(one) * _norm(other) or 1.0)
+
+
+def _range(numbers: list[float]) -> str:
+    low, high = float(np.min(numbers)), float(np.max(numbers))
+    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+
+
+CHECKS = [
+    of_two_steps(check)
+    for check in (
+        gradient_nonzero,
+        loss_formula,
+        off_policy_loss,
+        finite_differences,
+        micro_batches,
+        shared_prefixes,
+        data_parallel_ranks,
+        first_ratio,
+        old_logprobs,
+        learning_rates,
+        optimizer_updates,
+    )
+]

@@ -1,0 +1,59 @@
+"""The schedule of the learning rate, AdamW (1711.05101) and SGD as they are written down, in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areno.checks.watched_run import Tensors
+
+_DEFAULT_LENGTH = 1000
+
+
+def learning_rate(optimizer: Any, step: int, length: int | None) -> float:
+    """Return the learning rate of update `step`, counted from 0. `length`: the number of updates of the run."""
+    total = optimizer.lr_decay_steps or length or _DEFAULT_LENGTH
+    warmup = round(optimizer.warmup_steps_proportion * total)
+    if step < warmup:
+        return optimizer.lr * (step + 1) / warmup
+    lowest = optimizer.min_lr_ratio * optimizer.lr
+    past = min(1.0, (step - warmup) / max(1, total - warmup))
+    shares = {"constant": 1.0, "linear": 1 - past, "cosine": (1 + math.cos(math.pi * past)) / 2}
+    share = shares[optimizer.lr_scheduler_type]
+    return optimizer.lr if share == 1.0 else lowest + (optimizer.lr - lowest) * share
+
+
+@dataclass
+class Moments:
+    """What Adam remembers of earlier gradients."""
+
+    n_updates: int = 0
+    first: Tensors = field(default_factory=dict)
+    second: Tensors = field(default_factory=dict)
+
+
+def optimizer_step(optimizer: Any, rate: float, weights: Tensors, gradient: Tensors, moments: Moments) -> Tensors:
+    """Return the change of each weight in one update, and bring the moments up to date."""
+    norm = math.sqrt(sum(float(slope.double().square().sum()) for slope in gradient.values()))
+    scale = min(1.0, optimizer.gradient_clipping / (norm + 1e-6)) if optimizer.gradient_clipping else 1.0
+    moments.n_updates += 1
+    return {
+        name: _change(optimizer, rate, name, weight.double(), scale * gradient[name].double(), moments)
+        for name, weight in weights.items()
+    }
+
+
+def _change(optimizer: Any, rate: float, name: str, weight: Tensor, slope: Tensor, moments: Moments) -> Tensor:
+    decays = weight.dim() > 1  # norms and biases do not decay
+    decay = -rate * optimizer.weight_decay * weight if decays else torch.zeros_like(weight)
+    if optimizer.type == "sgd":
+        return decay - rate * slope
+    beta1, beta2, n = optimizer.beta1, optimizer.beta2, moments.n_updates
+    first = beta1 * moments.first.get(name, torch.zeros_like(slope)) + (1 - beta1) * slope
+    second = beta2 * moments.second.get(name, torch.zeros_like(slope)) + (1 - beta2) * slope**2
+    moments.first[name], moments.second[name] = first, second
+    return decay - rate * (first / (1 - beta1**n)) / ((second / (1 - beta2**n)).sqrt() + optimizer.eps)

@@ -1,0 +1,105 @@
+"""A model as transformers computes it, in float64 with eager attention, one row at a time and without padding."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from areno.config.experiments import HeadName
+
+Weights = Mapping[str, Tensor]
+"""Parameters by name in float64. With adapters, those of the adapters, by their names in peft."""
+
+_ADAPTERS, _PEFT = "adapter_config.json", "base_model.model."
+
+
+class TransformersModel:
+    """The shape of a model, to be computed with any weights of this shape.
+
+    Args:
+        folder: The model, or the base model of adapters.
+        head: Its head, as the run uses it. A value head is the model's output for one label, a step head the difference
+            of two labels.
+        adapters: A folder of peft whose settings the adapters have. None: the weights are those of the whole model.
+    """
+
+    def __init__(self, folder: Path, head: HeadName = "lm", adapters: Path | None = None):
+        self.head: HeadName = head
+        self._model = _load(folder, head).double().eval().requires_grad_(False)
+        self._scale = None if adapters is None else _adapter_scale(adapters)
+        self._base = dict(self._model.named_parameters())
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """Read weights that have the shape of this model, or the gradient of these weights in the same form."""
+        if (folder / _ADAPTERS).is_file():
+            found = load_file(folder / "adapter_model.safetensors")
+            return {name.removeprefix(_PEFT): tensor.double() for name, tensor in sorted(found.items())}
+        return {name: parameter.detach().double() for name, parameter in _load(folder, self.head).named_parameters()}
+
+    def outputs(self, weights: Weights, tokens: Sequence[int]) -> Tensor:
+        """Return the logits after each token, (T, V), or the score after each token, (T,)."""
+        ids = torch.tensor([list(tokens)])
+        call = torch.func.functional_call
+        if self.head != "value":
+            found = call(self._model, self._merged(weights), (ids,), {"use_cache": False}, tie_weights=True).logits[0]
+            return found if self.head == "lm" else found[:, 1] - found[:, 0]
+        states: list[Tensor] = []  # the class returns the score of the last token alone
+        hook = self._model.score.register_forward_hook(lambda _module, _inputs, output: states.append(output))
+        try:
+            call(self._model, self._merged(weights), (ids,), {"use_cache": False}, tie_weights=True)
+        finally:
+            hook.remove()
+        return states[0][0, :, 0]
+
+    def log_distributions(self, weights: Weights, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """Return log softmax(logits / temperature) in the place of each token but the first, (T - 1, V)."""
+        return (self.outputs(weights, tokens)[:-1] / temperature).log_softmax(-1)
+
+    def logprobs(self, weights: Weights, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """Return the log-probability of each token given those before it, (T,). 0 for the first."""
+        found = self.log_distributions(weights, tokens, temperature)
+        own = found.gather(-1, torch.tensor(list(tokens[1:]), dtype=torch.int64)[:, None])[:, 0]
+        return torch.cat([own.new_zeros(1), own])
+
+    def values(self, weights: Weights, tokens: Sequence[int]) -> Tensor:
+        """Return the score of the state before each token, (T,). 0 for the first."""
+        found = self.outputs(weights, tokens)
+        return torch.cat([found.new_zeros(1), found[:-1]])
+
+    def _merged(self, weights: Weights) -> dict[str, Tensor]:
+        if self._scale is None or not weights:
+            return dict(weights)
+        found = dict[str, Tensor]()
+        for name, low in weights.items():
+            module, is_a, _ = name.partition(".lora_A.weight")
+            if is_a:
+                change = weights[f"{module}.lora_B.weight"] @ low
+                found[f"{module}.weight"] = self._base[f"{module}.weight"] + self._scale * change
+        return found
+
+
+def _load(folder: Path, head: HeadName) -> Any:
+    import transformers
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()
+    kinds = {
+        "lm": transformers.AutoModelForCausalLM,
+        "value": transformers.AutoModelForSequenceClassification,
+        "step": transformers.AutoModelForTokenClassification,
+    }
+    return kinds[head].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def _adapter_scale(folder: Path) -> float:
+    values = json.loads((folder / _ADAPTERS).read_text(encoding="utf-8"))
+    rank, alpha = values["r"], values["lora_alpha"]
+    return alpha / math.sqrt(rank) if values.get("use_rslora") else alpha / rank

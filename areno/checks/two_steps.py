@@ -1,0 +1,126 @@
+"""The watched run of a subject: two steps of a few short rows, on the small model, and the probes of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from areno.checks.findings import Finding, NotChecked
+from areno.checks.probes import Probes, make_probes
+from areno.checks.watched_run import WatchedRun, stand_in_reward, watched_run
+from areno.config.policy_experiments import (
+    CriticExperimentConfig,
+    PairedPolicyExperimentConfig,
+    PolicyExperimentConfig,
+)
+from areno.errors import ConfigError
+
+if TYPE_CHECKING:
+    from areno.checks.subject import Subject
+
+_LR = 3e-3  # so that an update moves the log-probabilities by more than rounding does
+_N_PROMPTS, _N_PAIRS = 2, 4
+_MOST_NEW = 12
+_CANDIDATES = 400  # rows among which the shortest are taken
+
+
+@dataclass
+class TwoSteps:
+    run: WatchedRun
+    probes: dict[str, Probes] = field(default_factory=dict)  # by role
+
+
+StepCheck = Callable[["Subject", TwoSteps], Iterator[Finding]]
+
+
+def of_two_steps(check: StepCheck) -> Callable[[Subject], Iterator[Finding]]:
+    """Make a check of a check that needs the watched run, which all of them share.
+
+    If the run cannot be made, the first check says why, and the others say nothing.
+    """
+
+    @wraps(check)
+    def run(subject: Subject) -> Iterator[Finding]:
+        if (found := _two_steps(subject)) is not None:
+            yield from check(subject, found)
+
+    return run
+
+
+def _two_steps(subject: Subject) -> TwoSteps | None:
+    kept: list[TwoSteps | None] = vars(subject).setdefault("_two_steps", [])
+    if not kept:
+        kept.append(None)
+        kept[0] = _watch(subject)
+    return kept[0]
+
+
+def _watch(subject: Subject) -> TwoSteps:
+    config = subject.config
+    is_policy = isinstance(config, PolicyExperimentConfig)
+    if is_policy and config.agent.fn is not None:
+        raise NotChecked("samples of agents have rows that only the agent's requests tell")
+    try:
+        small = subject.small_config(small_changes(config))
+    except ConfigError as error:
+        raise NotChecked(f"the settings do not fit a run of two short steps: {error}") from error
+    folder = subject.folder / "two_steps"
+    rows = short_rows(subject)
+    with watched_run(subject.algorithm, small, folder, rows, stand_in_reward if is_policy else None) as run:
+        roles = dict.fromkeys(update.role for update in run.updates)
+        return TwoSteps(run, {role: make_probes(run, role) for role in roles})
+
+
+def small_changes(config: Any) -> dict[str, Any]:
+    """Return dotted key -> value of the settings that make a run of two short steps, and no others."""
+    found: dict[str, Any] = {
+        "total_train_steps": 2,
+        "total_train_n_seqs": None,
+        "total_train_epochs": 100,
+        "train_dataset.batch_size": _N_PAIRS,
+        "actor.gradient_accumulation_steps": None,
+        "actor.gradient_checkpointing": False,
+        **_optimizer("actor"),
+    }
+    if not isinstance(config, PolicyExperimentConfig):
+        return found
+    n_samples = min(config.gconfig.n_samples, 4)
+    if isinstance(config, PairedPolicyExperimentConfig):
+        del found["actor.gradient_accumulation_steps"]
+        n_samples = max(n_samples, 2 * config.pairs_per_prompt)
+    found |= {
+        "train_dataset.batch_size": _N_PROMPTS if n_samples > 1 else _N_PAIRS,
+        "gconfig.n_samples": n_samples,
+        "gconfig.max_new_tokens": min(config.gconfig.max_new_tokens, _MOST_NEW),
+        "gconfig.min_new_tokens": 0,
+        "actor.ppo_n_minibatches": 1,
+        "rollout.dynamic_sampling": False,
+        "reward": {"fn": "math", "workers": 1},  # a stand-in replaces it
+        "tune": {},
+        **({"ref.offload": False} if config.ref is not None else {}),
+    }
+    if isinstance(config, CriticExperimentConfig):
+        found |= {
+            "critic.warmup_steps": 0,
+            "critic.ppo_n_minibatches": 1,
+            "critic.gradient_checkpointing": False,
+            **_optimizer("critic"),
+        }
+    return found
+
+
+def _optimizer(role: str) -> dict[str, Any]:
+    how = {"lr": _LR, "lr_decay_steps": None, "warmup_steps_proportion": 0.0}
+    return {f"{role}.optimizer.{name}": value for name, value in how.items()}
+
+
+def short_rows(subject: Subject) -> Any:
+    """Return the shortest of the first rows of the training data, or of each of its sources."""
+    found = {}
+    for dataset in subject.training_rows:
+        rows = dataset.loader.rows
+        first = [rows[index] for index in range(min(len(rows), _CANDIDATES))]
+        found[dataset.source] = sorted(first, key=lambda row: len(str(row)))[: 4 * _N_PAIRS]
+    return found[""] if list(found) == [""] else found
