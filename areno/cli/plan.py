@@ -163,6 +163,7 @@ def plan_record(algorithm: str, found: Forecast, ways: Sequence[FittingChange]) 
         "rows": found.n_rows,
         "peak_bytes": found.peak_memory_bytes,
         "host_bytes": found.host_bytes,
+        "record_bytes": found.record_bytes,
         "longest_row": None if found.longest_row is None else vars(found.longest_row),
         "step_seconds": found.step_seconds if found.fits else None,
         "phases": [
@@ -230,6 +231,12 @@ def _print_plan(algorithm: str, found: Forecast, ways: Sequence[FittingChange], 
         )
         if found.longest_row is not None:
             console.print(f"The longest row to train on: {found.longest_row.text}.")
+        if found.record_bytes:
+            budget = found.config.recorder.max_gib
+            console.print(
+                f"The record of a step for areno replay takes about {found.record_bytes / 2**20:.1f} MiB on disk: "
+                f"{budget:g} GiB (recorder.max_gib) hold {int(budget * 2**30 / found.record_bytes):,} steps."
+            )
         console.print("Not counted: evaluation, checkpoints, and rewards that take longer than the rollout.")
         return
     console.print(f"[bold red]It does not fit:[/bold red] {'; '.join(found.problems)}.")

@@ -43,6 +43,7 @@ from areno.plan.phases import (
     values_per_token,
 )
 from areno.plan.plan import check_rows_per_replica, door_problems, engine_spec, fp8_unit_problems, max_sequence_len
+from areno.plan.records import record_bytes
 from areno.plan.roles import actor_role, experiment_roles
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
@@ -92,6 +93,11 @@ class Forecast:
     def host_bytes_of_inputs(self) -> int:
         """The part of `host_bytes` for the inputs of layers. Each trained model keeps its own."""
         return sum(phase.host_bytes for phase in self.phases) * self.n_devices
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes that the flight recorder writes for a step. 0 if it is off."""
+        return record_bytes(self.config, self.lengths, self.n_rows) if self.config.recorder.max_gib else 0
 
     @property
     def step_seconds(self) -> float:

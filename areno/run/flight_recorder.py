@@ -27,9 +27,7 @@ from areno.types import ScoredSample, TrainSequence
 logger = logging.getLogger("areno.recorder")
 
 _STATE_SHARE = 0.5  # of the budget, which pinned states may take
-_PER_TOKEN = (
-    *("logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "advantages", "returns", "weights"),
-)
+_PER_TOKEN = (*("old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "advantages", "returns", "weights"),)
 
 
 class RecordedEngine(Protocol):

@@ -28,6 +28,7 @@ FOLDER = "recorder"
 FORMAT = 1
 _TREE = "record.json"
 _TYPES: dict[str, Any] = {cls.__name__: cls for cls in (RewardOutcome, RolloutSequence, TokenRow, Trajectory)}
+_FIELDS = {name: [field.name for field in fields(cls)] for name, cls in _TYPES.items()}
 _FEWEST_NUMBERS = 8  # shorter lists are written as text
 _SUFFIX = ".zip"
 
@@ -121,6 +122,10 @@ def _to_json(value: Any, arrays: list[np.ndarray]) -> Any:
     """Convert a value to JSON. Its arrays and longer lists of numbers are appended to `arrays`."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if (name := type(value).__name__) in _TYPES and isinstance(value, _TYPES[name]):
+        # `vars` has the stored arrays of Numbers, which reading the attribute would convert to lists.
+        stored = vars(value) if hasattr(value, "__dict__") else {key: getattr(value, key) for key in _FIELDS[name]}
+        return {"$type": name, "of": {key: _to_json(each, arrays) for key, each in stored.items()}}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -135,14 +140,10 @@ def _to_json(value: Any, arrays: list[np.ndarray]) -> Any:
         return {"$list": len(arrays) - 1}
     if isinstance(value, tuple):
         return {"$tuple": [_to_json(each, arrays) for each in value]}
-    if isinstance(value, Mapping):
+    if isinstance(value, (dict, Mapping)):  # a dict first, because a Mapping is recognised slowly
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: _to_json(each, arrays) for key, each in value.items()}
         return {"$pairs": [[_to_json(key, arrays), _to_json(each, arrays)] for key, each in value.items()]}
-    if (name := type(value).__name__) in _TYPES and isinstance(value, _TYPES[name]):
-        # `vars` has the stored arrays of Numbers, which reading the attribute would convert to lists.
-        stored = vars(value) if hasattr(value, "__dict__") else {f.name: getattr(value, f.name) for f in fields(value)}
-        return {"$type": name, "of": {key: _to_json(each, arrays) for key, each in stored.items()}}
     raise UnrecordableError(f"a {type(value).__name__}")
 
 

@@ -316,6 +316,7 @@ def test_the_command_prints_phases_a_picture_and_a_verdict(capsys: pytest.Captur
     assert "rollout " in told
     assert "WG" in told
     assert "It fits. A step takes about" in told
+    assert re.search(r"The record of a step for areno replay takes about [\d.]+ MiB on disk: 1 GiB", told)
     assert main(["plan", "--device", "h100-80gb", "areno", "train", "--ckpt", "Qwen/Qwen3-8B"]) == 1
     told = capsys.readouterr().out
     assert "It does not fit: train actor needs " in told
