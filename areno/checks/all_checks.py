@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from areno.checks import algorithm, answers, gradient, model_numbers, prompts, rows
+from areno.checks import algorithm, answers, gradient, model_numbers, plans, prompts, rewards, rows, short_runs
 from areno.checks.findings import Check
 
 CHECKS: Mapping[str, Sequence[Check]] = {
@@ -19,6 +19,9 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         rows.validation_rows,
         rows.pair_scores,
     ),
+    "reward": (rewards.reward_functions, rewards.judge, short_runs.groups_with_signal),
     "gradient": gradient.CHECKS,
     "algorithm": (*algorithm.CHECKS, *model_numbers.CHECKS),
+    "plan": (plans.fits,),
+    "resume": (short_runs.resume,),
 }

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from areno.checks.encoded_rows import EncodedRow
 from areno.checks.findings import Finding, MarkedText, NotChecked, green, not_checked, red
+from areno.checks.inputs.encoded_rows import EncodedRow
+from areno.checks.inputs.talks import Answer, answers_of, contains, expected_text, squeezed, text_of, words_of
 from areno.checks.subject import Dataset, Subject
-from areno.checks.talks import Answer, answers_of, contains, expected_text, squeezed, text_of, words_of
 from areno.data.row_schema import template_variables
 from areno.types import TrainSequence
 

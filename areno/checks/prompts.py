@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from areno.checks.encoded_rows import EncodedRow
 from areno.checks.findings import Finding, NotChecked, green, red
+from areno.checks.inputs.encoded_rows import EncodedRow
+from areno.checks.inputs.talks import answers_of, rendered, squeezed
 from areno.checks.subject import Dataset, Subject
-from areno.checks.talks import answers_of, rendered, squeezed
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.messages import with_template_variables
 from areno.data.row_schema import template_variables

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from areno.checks.encoded_rows import form_of
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.encoded_rows import form_of
 from areno.checks.subject import Subject
 
 _MOST_DROPPED = 0.5  # of the rows: more than that are hardly meant

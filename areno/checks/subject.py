@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from areno.api.algorithms import Algorithm
-from areno.checks.encoded_rows import EncodedRow, form_of, read_rows
-from areno.checks.small_model import folder_without_weights, is_small, model_values, write_small_model
+from areno.checks.inputs.encoded_rows import EncodedRow, form_of, read_rows
+from areno.checks.inputs.small_model import folder_without_weights, is_small, model_values, write_small_model
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
@@ -38,7 +38,8 @@ class Options:
     """What the user allows the checks to do."""
 
     offline: bool = False  # judges and remote rewards are not asked
-    n_calls: int = 8  # at most, of judges and remote rewards
+    n_calls: int = 9  # at most, of a judge
+    device: str | None = None  # kind of device of the run, as in areno plan; None: those of this machine
     real_model: bool = False  # instead of a small random one
     most_rows: int = 20_000  # of each dataset, evenly chosen
 
@@ -64,7 +65,15 @@ class Subject:
     `folder`, a temporary folder.
     """
 
-    def __init__(self, algorithm: Algorithm, composition: Composition, folder: Path, options: Options):
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        composition: Composition,
+        folder: Path,
+        options: Options,
+        announce: Callable[[str], None] = lambda text: None,
+    ):
+        self.announce = announce  # called before something that costs, such as the calls of a judge
         self.algorithm, self._composition, self.folder, self.options = algorithm, composition, folder, options
         self.config: ExperimentConfig = composition.build(algorithm.config)
         self._models: dict[str, Path] = {}  # path in the settings -> local folder

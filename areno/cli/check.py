@@ -184,7 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _refuse_mixed_options(arguments: argparse.Namespace) -> None:
     """Raise an error for options of a check of the installation beside a COMMAND, or the reverse."""
-    of_run = ("--only", "--json", "--html", "--model")
+    of_run = ("--only", "--json", "--html", "--device-kind", "--offline", "--calls", "--model")
     of_machine = ("FOLDER", "--device", "--world-size", "--debug")
     with_command = arguments.command is not None
     given = {name: vars(arguments)[name.strip("-").replace("-", "_").lower()] for name in (*of_run, *of_machine)}

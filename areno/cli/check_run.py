@@ -20,6 +20,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", metavar="GROUPS", help="groups of checks, such as data,reward (default: all)")
     add("--json", metavar="FILE", help="also write the findings as JSON")
     add("--html", metavar="FILE", help="also write the findings as a page")
+    add(
+        "--device-kind",
+        metavar="NAME",
+        help="kind of device of the run, as in areno plan --device: h100-80gb, h200, ...",
+    )
+    add("--offline", action="store_true", help="ask no judge and no async reward function")
+    add("--calls", type=int, metavar="N", help="ask a judge at most N times (default: 9)")
     add("--model", choices=["real"], help="run the model of the command in place of a small random one of its family")
 
 
@@ -33,14 +40,21 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     only = _groups(arguments.only, CHECKS)
     given = split_command(arguments.command, "check --", complete=True)
-    options = Options(real_model=arguments.model == "real")
+    if (n_calls := arguments.calls) is not None and n_calls < 5:
+        raise ConfigError(Problem("--calls", f"is {n_calls}; at least 5 are expected, or --offline"))
+    options = Options(
+        offline=arguments.offline,
+        n_calls=n_calls or Options.n_calls,
+        real_model=arguments.model == "real",
+        device=arguments.device_kind,
+    )
     color, findings = sys.stdout.isatty(), []
     with (
         keys_renamed(given.names.get),
         RunLog(own_process=True, console="quiet"),
         tempfile.TemporaryDirectory(prefix="areno-check-") as folder,
     ):
-        subject = Subject(given.algorithm, given.compose(), Path(folder), options)
+        subject = Subject(given.algorithm, given.compose(), Path(folder), options, _announce)
         _ = subject.datasets  # data that cannot be read is an error of the command itself
         for finding in run_checks(CHECKS, subject, only):
             if not findings or findings[-1].group != finding.group:
@@ -56,6 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.html:
         Path(arguments.html).write_text(html_page(command, findings, summary), encoding="utf-8")
     return int(any(finding.verdict == "red" for finding in findings))
+
+
+def _announce(text: str) -> None:
+    print(f"areno check {text}", file=sys.stderr, flush=True)
 
 
 def _groups(text: str | None, known: object) -> set[str] | None:

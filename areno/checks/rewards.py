@@ -1,0 +1,349 @@
+"""Checks of the reward: the user's functions on answers whose worth is known, called as a run calls them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from areno.checks.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.plans import rollout_seconds
+from areno.checks.subject import Subject
+from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.scoring.judge import JudgeTask, Judging
+from areno.scoring.judge_readers import EndpointJudge
+from areno.scoring.pool import RewardPool
+from areno.scoring.records import record_of_completion
+from areno.types import PromptItem, RewardOutcome, RewardRecord
+from areno.user_processes.pool import default_workers
+
+_N_PROMPTS = 16  # of each source
+_BLOCK = 4  # rows that follow each other, so that a reward of the next row is found
+_PROBES = 3  # requests with which a judge is opened
+_SHOWN = 3
+_FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "<answer>\\boxed{{{}}}</answer>")
+_FORMS += ("The answer is {}.", "```python\n{}\n```")
+_WORKED = ("answer", "solution", "response", "output", "completion", "reasoning")  # fields with a whole answer
+_NOISE = "areno areno areno"
+_MOST_UNREACHED = 0.1  # of the reference answers
+_SHORT = 40  # characters of a reference answer that one of the forms makes right
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The rewards of one kind of answer, for each prompt. None: the function gave none."""
+
+    kind: str
+    values: list[float | None]
+
+    @property
+    def mean(self) -> float:
+        known = [value for value in self.values if value is not None]
+        return statistics.fmean(known) if known else math.nan
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """The completions of a source that are scored: kind of answer -> a completion for each prompt."""
+
+    items: list[PromptItem]
+    texts: dict[str, list[str]]
+    forms: list[Tried] = field(default_factory=list)  # rewards of the reference answers in each form
+
+
+def reward_functions(subject: Subject) -> Iterator[Finding]:
+    """Score answers whose worth is known, in two processes."""
+    config = _policy_config(subject)
+    if subject.options.offline and _is_async(subject):
+        raise NotChecked("an async function may ask a server (--offline)")
+    for source, answers in _answers_by_source(subject).items():
+        where = f"source {source}: " if source else ""
+        records = [record for kind in answers.texts for record in _records(subject, answers, kind)]
+        first, seconds = _score(subject, records)
+        again = list(reversed(_score(subject, list(reversed(records)))[0]))
+        yield _failures(where, records, first)
+        yield _repeated(where, records, first, again)
+        tried = _by_kind(answers, first)
+        short = all(len(_reference_text(item)) <= _SHORT for item in answers.items)
+        yield _signal(where, tried, answers.forms, short)
+        yield from _reference(where, tried, answers.forms)
+        yield from _reach(subject, where, config, answers, tried)
+        yield _speed(subject, where, seconds / len(records))
+
+
+def judge(subject: Subject) -> Iterator[Finding]:
+    """Ask the judge a few times about answers whose worth is known."""
+    config = subject.config
+    if not isinstance(config, PolicyExperimentConfig) or not config.reward.judge.is_set:
+        return
+    section = config.reward.judge
+    if section.path is not None:
+        raise NotChecked("the judge is a model that the run loads; serve it and set reward.judge.base_url to check it")
+    if subject.options.offline:
+        raise NotChecked("--offline: the judge is not asked")
+    n_prompts = max(1, (subject.options.n_calls - _PROBES) // 2)
+    subject.announce(f"asks the judge {section.model} at {section.base_url} at most {2 * n_prompts + _PROBES} times")
+    section = replace(section, retries=0)
+    items = _items(subject, "", n_prompts)
+    texts = {"reference": [_reference_text(item) or _NOISE for item in items], "noise": [_NOISE] * len(items)}
+    answers = _Answers(items, texts)
+    pairs = [(item, kind) for item in range(len(items)) for kind in texts]
+    records = [_record(subject, items[number], texts[kind][number]) for number, kind in pairs]
+    tasks = [JudgeTask(range(at - at % 2, at - at % 2 + 2), record.messages[:-1]) for at, record in enumerate(records)]
+    with EndpointJudge(section) as reader, Judging(section, reader, tasks.__getitem__) as judging:
+        judging.add(dict(enumerate(records)))
+        outcomes = judging.collect_outcomes()
+    values = [outcomes[at].value for at in range(len(records))]
+    tried = [Tried(kind, values[number :: len(texts)]) for number, kind in enumerate(answers.texts)]
+    lost = [outcome.message for _, outcome in sorted(outcomes.items()) if outcome.value is None]
+    if lost:
+        yield red("judge-answers", f"{len(lost)} of {len(records)} answers have no score of the judge", lost[:_SHOWN])
+    else:
+        yield green("judge-answers", f"the judge gives each of {len(records)} answers a score")
+    known = {value for value in values if value is not None}
+    if len(known) == 1:
+        yield red("judge-signal", f"the judge gives every answer {known.pop():g}", _shown_means(tried))
+    elif len(known) > 1:
+        yield green("judge-signal", f"the judge's scores go from {min(known):g} to {max(known):g}", _shown_means(tried))
+
+
+def _policy_config(subject: Subject) -> PolicyExperimentConfig:
+    config = subject.config
+    if not isinstance(config, PolicyExperimentConfig):
+        raise NotChecked("the run has no reward: it trains on the answers of its rows")
+    sources = (config.train_dataset.sources or {}).values()
+    if config.reward.fn is None and not any(source.reward for source in sources):
+        raise NotChecked("no function gives the reward (reward.fn is null)")
+    if config.agent.fn is not None:
+        raise NotChecked("agents give the samples: reward functions read what these did, which a text alone is not")
+    return config
+
+
+def _items(subject: Subject, source: str, most: int) -> list[PromptItem]:
+    """Return prompts of a source: blocks of rows that follow each other, from several places."""
+    found = list[PromptItem]()
+    for dataset in subject.training_rows:
+        if dataset.source == source or not source:
+            rows = [row.item for row in subject.rows_of(dataset) if row.item is not None]
+            n_blocks = max(1, most // _BLOCK)
+            for number in range(n_blocks):
+                start = number * max(0, len(rows) - _BLOCK) // n_blocks
+                found += rows[start : start + _BLOCK]
+    return found[:most]
+
+
+def _answers_by_source(subject: Subject) -> dict[str, _Answers]:
+    found = {}
+    for dataset in subject.training_rows:
+        if not _pool(subject).scores(dataset.source):
+            continue
+        items = _items(subject, dataset.source, _N_PROMPTS)
+        found[dataset.source] = _Answers(items, *_texts(subject, items))
+    if not found:
+        raise NotChecked("no source has a reward function")
+    return found
+
+
+def _texts(subject: Subject, items: Sequence[PromptItem]) -> tuple[dict[str, list[str]], list[Tried]]:
+    """Return (kind of answer -> a text for each prompt, rewards of the reference answers in each form).
+
+    The reference is in the form that gets the largest rewards.
+    """
+    texts = {"empty": [""] * len(items), "noise": [_NOISE] * len(items)}
+    forms = _reference_forms(items)
+    if not forms:
+        return texts, []
+    tried = _Answers(list(items), forms)
+    records = [record for kind in forms for record in _records(subject, tried, kind)]
+    rewards = _by_kind(tried, _score(subject, records)[0])
+    best = max(rewards, key=lambda each: -math.inf if math.isnan(each.mean) else each.mean)
+    references = forms[best.kind]
+    found = {
+        "reference": references,
+        "cut off": [text[: len(text) // 2] for text in references],
+        "repeated": [" ".join([text] * 20) for text in references],
+        "of the next row": [*references[1:], references[0]],
+        "of the row before": [references[-1], *references[:-1]],
+    }
+    return found | texts, rewards
+
+
+def _reference_forms(items: Sequence[PromptItem]) -> dict[str, list[str]]:
+    """Return form -> the reference answer of each prompt in this form. Empty without reference answers."""
+    forms: dict[str, list[str]] = {}
+    references = [_reference_text(item) for item in items]
+    if all(references):
+        forms |= {form: [form.format(text) for text in references] for form in _FORMS}
+    for name in _WORKED:
+        worked = [item.record.get(name) for item in items]
+        if all(isinstance(text, str) and text for text in worked):
+            forms[name] = [str(text) for text in worked]
+    return forms
+
+
+def _reference_text(item: PromptItem) -> str:
+    given = item.solutions
+    if isinstance(given, list | tuple) and given:
+        given = given[0]
+    return str(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else ""
+
+
+def _records(subject: Subject, answers: _Answers, kind: str) -> list[RewardRecord]:
+    pairs = zip(answers.items, answers.texts[kind], strict=True)
+    return [_record(subject, item, text, ends=kind != "cut off") for item, text in pairs]
+
+
+def _record(subject: Subject, item: PromptItem, text: str, ends: bool = True) -> RewardRecord:
+    """Make the record of a completion, as the run makes it of sampled tokens."""
+    tokenizer = subject.tokenizer
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    tokens += [min(subject.end_ids)] * (ends and bool(subject.end_ids))
+    rendered = tokenizer.decode(tokens, skip_special_tokens=False)
+    return record_of_completion(item, tokens, [0.0] * len(tokens), text, rendered, step=0)
+
+
+def _pool(subject: Subject) -> RewardPool:
+    config = _policy_config(subject)
+    sources = {name: source.reward for name, source in (config.train_dataset.sources or {}).items()}
+    return RewardPool(replace(config.reward, workers=1), sources=sources)
+
+
+def _score(subject: Subject, records: Sequence[RewardRecord]) -> tuple[list[RewardOutcome], float]:
+    """Score records in a process of their own. Return the outcomes and the seconds that it took."""
+    with _pool(subject) as pool:
+        pool.wait_ready()
+        started = time.monotonic()
+        return pool.compute_outcomes(records), time.monotonic() - started
+
+
+def _is_async(subject: Subject) -> bool:
+    with _pool(subject) as pool:
+        pool.wait_ready()
+        return any(worker.is_async for worker in pool.workers)
+
+
+def _by_kind(answers: _Answers, outcomes: Sequence[RewardOutcome]) -> list[Tried]:
+    n = len(answers.items)
+    parts = [outcomes[start : start + n] for start in range(0, len(outcomes), n)]
+    return [Tried(kind, [outcome.value for outcome in part]) for kind, part in zip(answers.texts, parts, strict=True)]
+
+
+def _failures(where: str, records: Sequence[RewardRecord], outcomes: Sequence[RewardOutcome]) -> Finding:
+    lost = [(record, outcome) for record, outcome in zip(records, outcomes, strict=True) if outcome.value is None]
+    text = f"{where}{len(lost)} of {len(records)} answers have no reward"
+    if not lost:
+        return green("reward-failures", f"{where}each of {len(records)} answers has a reward")
+    details = [
+        f"{_short(record.completion)}: {outcome.status}: {outcome.message.strip().splitlines()[-1]}"
+        for record, outcome in lost[:_SHOWN]
+    ]
+    return red("reward-failures", text, details)
+
+
+def _repeated(
+    where: str, records: Sequence[RewardRecord], first: Sequence[RewardOutcome], again: Sequence[RewardOutcome]
+) -> Finding:
+    faults = [
+        f"{_short(record.completion)}: {one.value} and {other.value}"
+        for record, one, other in zip(records, first, again, strict=True)
+        if one.value != other.value
+    ]
+    if faults:
+        text = (
+            f"{where}{len(faults)} of {len(records)} answers get another reward in a second process, in another order"
+        )
+        return red("reward-repeatable", text, faults[:_SHOWN])
+    return green("reward-repeatable", f"{where}two processes give each of {len(records)} answers the same reward")
+
+
+def _signal(where: str, tried: Sequence[Tried], forms: Sequence[Tried], short: bool) -> Finding:
+    """Report a constant reward. It is meant if no answer that was tried can be right, as far as this is known."""
+    values = {value for each in (*tried, *forms) for value in each.values if value is not None}
+    if not values:
+        return not_checked("reward-signal", f"{where}no answer has a reward")
+    if len(values) > 1:
+        text = f"{where}rewards go from {min(values):g} to {max(values):g}"
+        return green("reward-signal", text, _shown_means(tried))
+    text = f"{where}every answer gets {values.pop():g}: {', '.join(each.kind for each in tried)}"
+    if not any(each.kind == "reference" for each in tried):
+        return not_checked("reward-signal", f"{text}; the rows have no reference answers to try")
+    if not short:
+        return not_checked("reward-signal", f"{text}; the reference answers are no short texts, so none may be right")
+    return red("reward-signal", text)
+
+
+def _shown_means(tried: Sequence[Tried]) -> list[str]:
+    return [f"{each.kind}: {each.mean:.3g} on average" for each in tried]
+
+
+def _reference(where: str, tried: Sequence[Tried], forms: Sequence[Tried]) -> Iterator[Finding]:
+    means, name = {each.kind: each.mean for each in tried}, "reward-reference"
+    if "reference" not in means:
+        yield not_checked(name, f"{where}the rows have no reference answers")
+        return
+    reference, shown = means["reference"], _shown_means(tried)
+    of_rows = max(means["of the next row"], means["of the row before"])
+    others = {kind: means[kind] for kind in ("cut off", "empty", "noise")}
+    best = max(others, key=others.__getitem__)
+    worst = min(forms, key=lambda each: each.mean)
+    if of_rows > reference:
+        text = f"{where}the answer of a row beside it gets {of_rows:.3g}, the answer of the row itself {reference:.3g}"
+        yield red("reward-row", text, shown)
+    elif worst.mean < min(means["empty"], means["noise"]):
+        text = f"{where}the reference answer as {worst.kind!r} gets {worst.mean:.3g}, noise {means['noise']:.3g}"
+        yield red(name, text, shown)
+    elif reference > others[best]:
+        text = f"{where}reference answers get {reference:.3g}, answers that are {best} {others[best]:.3g}"
+        yield green(name, text, shown)
+    elif reference < others[best]:
+        text = f"{where}an answer that is {best} gets {others[best]:.3g}, the reference answer {reference:.3g}"
+        yield red(name, text, shown)
+    else:
+        text = f"{where}no form in which the reference answer was tried gets more than an answer that is {best}"
+        yield not_checked(name, text, shown)
+
+
+def _reach(
+    subject: Subject, where: str, config: PolicyExperimentConfig, answers: _Answers, tried: Sequence[Tried]
+) -> Iterator[Finding]:
+    """Check that reference answers have a place within max_new_tokens."""
+    if "reference" not in answers.texts:
+        return
+    most, tokenizer = config.gconfig.max_new_tokens, subject.tokenizer
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in answers.texts["reference"]]
+    long = [at for at, tokens in enumerate(encoded) if len(tokens) + 1 > most]
+    name, n = "reward-reach", len(encoded)
+    if not long:
+        longest = max(map(len, encoded))
+        yield green(name, f"{where}reference answers have at most {longest} tokens, of {most} (gconfig.max_new_tokens)")
+        return
+    cut = _Answers([answers.items[at] for at in long], {"cut": [tokenizer.decode(encoded[at][:most]) for at in long]})
+    scored = _score(subject, _records(subject, cut, "cut"))[0]
+    whole = next(each for each in tried if each.kind == "reference").values
+    lost = [
+        at
+        for at, outcome in zip(long, scored, strict=True)
+        if outcome.value is not None and whole[at] is not None and outcome.value < (whole[at] or 0.0)
+    ]
+    text = f"{where}{len(lost)} of {n} reference answers are right only beyond {most} tokens (gconfig.max_new_tokens)"
+    details = [f"{_short(answers.texts['reference'][at])} has {len(encoded[at])} tokens" for at in lost[:_SHOWN]]
+    yield (red if len(lost) > _MOST_UNREACHED * n else green)(name, text, details)
+
+
+def _speed(subject: Subject, where: str, seconds: float) -> Finding:
+    config = _policy_config(subject)
+    n_samples, workers = config.rows_per_step, config.reward.workers or default_workers(config.engine.world_size or 1)
+    step_s = seconds * n_samples / workers
+    text = f"{where}{1000 * seconds:.2g} ms for an answer, {step_s:.2g} s for the {n_samples} of a step"
+    text += f" with {workers} process{'es' * (workers > 1)}"
+    rollout_s, device = rollout_seconds(subject)
+    if rollout_s is None:
+        return green("reward-speed", text)
+    slow = " The step waits for rewards: raise reward.workers." if step_s > rollout_s else ""
+    return green("reward-speed", f"{text}; the rollout takes {rollout_s:.2g} s on {device}.{slow}")
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")

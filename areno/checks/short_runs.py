@@ -1,0 +1,135 @@
+"""Checks that run a few steps on the small model, with the user's data and settings."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from areno.api.trainer import Trainer
+from areno.checks.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs import varied_reward
+from areno.checks.subject import Subject
+from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
+from areno.data.encode import decode_all
+from areno.run.resume import STATE
+from areno.run.states import StateFolder
+from areno.scoring.pool import RewardPool
+from areno.scoring.records import record_of_completion
+from areno.tracking.reader import RunReader
+from areno.types import SamplingParams
+
+_STEPS = 4
+_ROWS = 4  # prompts or rows of a step, and samples of a prompt
+_TOKENS = 16  # of a completion
+_GROUPS = 32  # in which a signal is looked for
+_CLOCKS = ("time", "memory", "per_second")  # in names of metrics that differ from run to run
+
+
+def resume(subject: Subject) -> Iterator[Finding]:
+    """Compare four steps with two steps, a state, and two steps that resume from it."""
+    config = subject.config
+    if isinstance(config, PolicyExperimentConfig) and (config.agent.fn is not None or config.train_dataset.sources):
+        raise NotChecked("agents ask for samples when their own code does, so that two runs differ")
+    whole, resumed = subject.folder / "whole", subject.folder / "resumed"
+    _train(subject, whole)
+    shutil.copytree(whole, resumed, symlinks=True)
+    states = StateFolder(resumed / STATE, keep=2)
+    states.remove(_STEPS)
+    states.set_finished(None)
+    _train(subject, resumed)
+    faults = [*_different_files(whole, resumed), *_different_metrics(whole, resumed)]
+    text = f"{_STEPS // 2} steps and {_STEPS // 2} steps that resume from their state"
+    if faults:
+        yield red("resume", f"{text} do not equal {_STEPS} steps", faults[:5])
+    else:
+        yield green("resume", f"{text} equal {_STEPS} steps, to the bit")
+
+
+def groups_with_signal(subject: Subject) -> Iterator[Finding]:
+    """Sample groups of completions, and count those whose rewards differ."""
+    name, config = "group-signal", subject.config
+    if not isinstance(config, PolicyExperimentConfig) or config.reward.fn is None or config.gconfig.n_samples < 2:
+        return
+    if config.agent.fn is not None:
+        raise NotChecked("agents give the samples")
+    if not subject.has_own_model:
+        yield not_checked(name, "a random model answers at random; --model real samples from the run's own model")
+        return
+    dataset = subject.training_rows[0]
+    items = [row.item for row in subject.sample_of(dataset, _GROUPS) if row.item is not None][:_GROUPS]
+    params = SamplingParams.of(config.gconfig)
+    n_samples = config.gconfig.n_samples
+    trainer = Trainer.from_plan(subject.plan)
+    try:
+        trainer.init()
+        with trainer.rollout_session(sampling_params=params, proxy=False):
+            found = trainer.rollout_token_batch([item.tokens for item in items], n_samples, params, seed=config.seed)
+    finally:
+        trainer.close()
+    records = []
+    for item, result in zip(items, found, strict=True):
+        tokens = [list(sequence.resp_tokens) for sequence in result.sequences]
+        texts = decode_all(subject.tokenizer, tokens, skip_special_tokens=config.gconfig.skip_special_tokens)
+        rendered = decode_all(subject.tokenizer, tokens, skip_special_tokens=False)
+        records += [
+            record_of_completion(item, ids, [0.0] * len(ids), text, whole, step=0)
+            for ids, text, whole in zip(tokens, texts, rendered, strict=True)
+        ]
+    with RewardPool(config.reward) as pool:
+        outcomes = pool.compute_outcomes(records)
+    values = [outcome.value for outcome in outcomes]
+    groups = [set(values[start : start + n_samples]) - {None} for start in range(0, len(values), n_samples)]
+    n_signals = sum(len(group) > 1 for group in groups)
+    text = f"{n_signals} of {len(groups)} groups of {n_samples} samples have different rewards"
+    yield (green if n_signals else red)(name, f"{text}; only those train the policy")
+
+
+def _train(subject: Subject, folder: Path) -> None:
+    logger = logging.getLogger("areno")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # warnings about so short a run are not about the user's
+    try:
+        with subject.algorithm.trainer(_short_config(subject), folder) as trainer:
+            trainer.fit()
+    finally:
+        logger.setLevel(level)
+
+
+def _short_config(subject: Subject) -> Any:
+    config, n_rows = subject.config, min(_ROWS, subject.config.train_dataset.batch_size)
+    changes: dict[str, Any] = {"total_train_steps": _STEPS, "total_train_n_seqs": None, "total_train_epochs": 1000}
+    changes |= {"recover": {"mode": "auto", "freq_steps": _STEPS // 2, "freq_secs": None, "freq_epochs": None}}
+    if isinstance(config, PolicyExperimentConfig):
+        n_samples, n_tokens = min(_ROWS, config.gconfig.n_samples), min(_TOKENS, config.gconfig.max_new_tokens)
+        changes |= {"gconfig.n_samples": n_samples, "gconfig.max_new_tokens": n_tokens}
+        n_batches = config.actor.ppo_n_minibatches
+        if isinstance(config, CriticExperimentConfig):
+            n_batches = math.lcm(n_batches, config.critic.ppo_n_minibatches)
+        if n_rows * n_samples % n_batches:
+            n_rows = n_batches
+        if config.reward.fn is not None or config.reward.has_model:
+            changes |= {"reward": {"fn": f"{varied_reward.__file__}:reward_fn", "workers": 1}}
+    return subject.small_config({**changes, "train_dataset.batch_size": n_rows})
+
+
+def _different_files(one: Path, other: Path) -> Iterator[str]:
+    """Yield the files of the last states of two runs that differ: weights, moments and counters."""
+    first, second = (StateFolder(folder / STATE, keep=2).path_of(_STEPS) for folder in (one, other))
+    for path in sorted(first.rglob("*")):
+        twin = second / path.relative_to(first)
+        if path.suffix == ".json" or not path.is_file():
+            continue
+        if not twin.is_file() or path.read_bytes() != twin.read_bytes():
+            yield f"the state of step {_STEPS} differs in {path.relative_to(first)}"
+
+
+def _different_metrics(one: Path, other: Path) -> Iterator[str]:
+    first, second = (RunReader(folder).steps() for folder in (one, other))
+    for step in range(1, _STEPS + 1):
+        for name, value in first.get(step, {}).items():
+            if not any(word in name for word in _CLOCKS) and second.get(step, {}).get(name) != value:
+                yield f"step {step}: {name} is {value} and {second.get(step, {}).get(name)}"

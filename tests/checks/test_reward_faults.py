@@ -1,0 +1,96 @@
+"""Faults of rewards, each planted as a user's file and found by its name; nothing is red in the clean twin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areno.checks.findings import Finding
+from tests.helpers.checked import failed, findings, red
+from tests.helpers.endpoints import endpoint
+
+RIGHT = "    return 1.0 if record.completion.strip() == record.solutions else 0.0\n"
+
+
+def found_with(folder: Path, body: str, *settings: str, **options: Any) -> list[Finding]:
+    file = folder / "reward.py"
+    file.write_text(
+        f"import itertools\nimport os\nimport random\n\ncalls = itertools.count()\n\n\ndef reward_fn(record):\n{body}"
+    )
+    return findings("gspo quickstart", f"reward.fn={file}", *settings, only="reward", **options)
+
+
+def test_a_right_reward_is_green(tmp_path: Path) -> None:
+    found = found_with(tmp_path, RIGHT)
+    assert not red(found), found
+    assert not failed(found)
+    assert {each.name for each in found if each.verdict == "green"} >= {
+        "reward-reference",
+        "group-signal",
+        "reward-reach",
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ("    return 1.0\n", "reward-signal"),  # always says yes
+        ("    return 0.0\n", "reward-signal"),
+        ("    return float(record.completion != record.solutions)\n", "reward-reference"),  # the wrong way round
+        ("    return random.random()\n", "reward-repeatable"),
+        ("    return float(os.getpid())\n", "reward-repeatable"),
+        ("    return next(calls) % 7\n", "reward-repeatable"),  # depends on the order
+        ("    return float(record.completion.split()[0] == record.solutions)\n", "reward-failures"),  # an empty answer
+        ("    return float('nan') if not record.completion else 1.0\n", "reward-failures"),
+        (RIGHT.replace("record.solutions", "record.record['answer_of_next']"), "reward-failures"),
+    ],
+)
+def test_a_wrong_reward_is_found(body: str, name: str, tmp_path: Path) -> None:
+    assert name in red(found_with(tmp_path, body))
+
+
+def test_the_reward_of_another_row_is_found(tmp_path: Path) -> None:
+    loader = tmp_path / "loader.py"
+    loader.write_text(
+        "def load_dataset(split):\n"
+        "    rows = [{'prompt': f'{n}+{n}=', 'solutions': str(2 * n), 'next': str(2 * n + 2)} for n in range(10, 49)]\n"
+        "    return rows\n"
+    )
+    settings = (f"train_dataset.loader={loader}", "valid_dataset=null")
+    assert red(found_with(tmp_path, RIGHT.replace("record.solutions", "record.record['next']"), *settings)) >= {
+        "reward-row"
+    }
+    assert not red(found_with(tmp_path, RIGHT, *settings))
+
+
+def test_answers_out_of_reach_are_found(tmp_path: Path) -> None:
+    assert "reward-reach" in red(found_with(tmp_path, RIGHT, "gconfig.max_new_tokens=2"))
+
+
+def test_async_functions_are_not_called_offline(tmp_path: Path) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(f"async def reward_fn(record):\n{RIGHT}")
+    found = findings("gspo quickstart", f"reward.fn={file}", only="reward", offline=True)
+    assert next((each.name, each.verdict) for each in found) == ("reward-functions", "not checked")
+
+
+@pytest.mark.parametrize(
+    ("says", "names"),
+    [
+        (lambda request: ("Yes", {"Yes": 0.97, "No": 0.03}), {"judge-signal"}),  # always yes
+        (lambda request: ("?", {}), {"judge-answers"}),
+        (lambda request: ("Yes", {"Yes": 0.2, "No": 0.8} if "areno areno" in str(request) else {"Yes": 0.9}), set()),
+    ],
+)
+def test_a_judge_without_judgement_is_found(says: Any, names: set[str]) -> None:
+    with endpoint(says) as (url, requests):
+        settings = ("reward.fn=null", f"reward.judge.base_url={url}", "reward.judge.model=m", "reward.judge.retries=0")
+        found = findings("gspo quickstart", *settings, only="reward", n_calls=6)
+        assert red(found) == names
+        assert 0 < len(requests) <= 6
+        requests.clear()
+        found = findings("gspo quickstart", *settings, only="reward", offline=True)
+        assert ("judge", "not checked") in [(each.name, each.verdict) for each in found]
+        assert not requests
