@@ -308,6 +308,7 @@ class TrainSequence:
         reward: Reward of the whole row.
         eos_token_id: For scripts that pad rows themselves. areno packs rows and does not read it.
         weights: Factor on the policy loss of each token, such as the importance weight of a stale sample. None is 1.
+        kl_weights: Factor on the absolute log-ratio of each token, which is added to its policy loss. None is 0.
         staleness: Number of optimizer steps since the policy that sampled the row. 0 is on-policy.
         turns: For an agent, the turn of each token: its index in `turn_rewards`.
         turn_rewards: For an agent, the reward of each turn of the sample, which add up to `reward`.
@@ -337,6 +338,7 @@ class TrainSequence:
     turns: np.ndarray | None = None
     turn_rewards: np.ndarray | None = None
     reward_parts: Mapping[str, float] | None = None
+    kl_weights: list[float] | np.ndarray | None = None
 
     def for_teacher(self) -> tuple[Any, int]:
         """Return the tokens that a teacher reads, and the index from which they are the tokens of this row.

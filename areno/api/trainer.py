@@ -514,6 +514,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         mb_spec: MicroBatchSpec | None = None,
         routes: Sequence[Any] | None = None,
         prompt_masks: Sequence[Any] | None = None,
+        entropies: bool = False,
     ) -> list[list[float]]:
         """Compute the log-probability of every token given the earlier tokens of its row.
 
@@ -528,12 +529,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 replay. None lets the router choose the experts.
             prompt_masks: For each row, True for each token whose log-probability is not needed, as in
                 TrainSequence.prompt_mask. The logits of these tokens are not computed. None computes all.
+            entropies: Whether to return the entropy of the distribution of each token, in nats, instead.
 
         Returns:
             For each row, one log-probability per token, 0.0 for the first token and for masked tokens.
         """
         sampling = self._sampling_config(temperature, sampling)
-        score = partial(self.engine.logprobs, routes=routes, prompt_masks=prompt_masks)
+        score = partial(self.engine.logprobs, routes=routes, prompt_masks=prompt_masks, entropies=entropies)
         scored = self._run_scoring("score_logprobs", score, role, token_rows, sampling, mb_spec)
         return [row.tolist() for row in scored]
 

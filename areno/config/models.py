@@ -300,6 +300,11 @@ class PolicyConfig(ModelConfig):
         return self.ppo_n_minibatches <= 1 or self.gradient_accumulation_steps is None
 
     @property
+    def chosen_token_selection(self) -> Any:
+        """Which tokens of a batch the loss treats apart, see `areno.loss_fns.token_selection`. None: none."""
+        return None
+
+    @property
     def differentiates_entropy(self) -> bool:
         """Whether training passes compute the gradient of the policy's entropy."""
         return False

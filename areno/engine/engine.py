@@ -209,8 +209,11 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         mb_spec: MicroBatchSpec | None = None,
         routes: Sequence[Any] | None = None,
         prompt_masks: Sequence[Any] | None = None,
+        entropies: bool = False,
     ) -> list[np.ndarray]:
         """Return the log-probability of each token given the tokens before it, one float32 array per row.
+
+        With `entropies`, return the entropy of the distribution of each token instead, in nats.
 
         The first token of a row and tokens masked by `prompt_masks` get 0. Logits are divided by the temperature of
         `sampling`. The forward pass uses `routes`, the recorded experts of the actor's tokens, if they are given.
@@ -219,7 +222,8 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             "routes": read_routes_to_score(routes, token_rows, self.info.routes, role),
             "prompt_masks": read_prompt_masks(prompt_masks, token_rows),
         }
-        return self._score("logprobs", role, token_rows, mb_spec, of_rows, sampling=sampling or SamplingConfig())
+        more = {"sampling": sampling or SamplingConfig(), "entropies": entropies}
+        return self._score("logprobs", role, token_rows, mb_spec, of_rows, **more)
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:
         """Return the value of the state before each token, 0 for the first. A PRM gives the log-odds of "right"."""

@@ -82,6 +82,7 @@ _OF_TRAINERS = {
     "temperature": ("gconfig.temperature",),
     "top_k": ("gconfig.top_k",),
     "top_p": ("gconfig.top_p",),
+    "top_entropy_quantile": ("actor.token_selection",),
     "torch_dtype": ("actor.dtype",),
     "truncation_mode": ("train_dataset.max_length",),
     "use_adaptive_entropy": ("actor.entropy_bonus",),

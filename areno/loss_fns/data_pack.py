@@ -44,6 +44,7 @@ class DataPack:
         returns: (N,) float32, targets of the critic.
         values: (N,) float32, values of the critic before the update.
         weights: (N,) float32, factor on each token's policy loss. None means 1 for all tokens.
+        kl_weights: (N,) float32, factor on each token's absolute log-ratio in the policy loss. None means 0.
         rewards: (R,) float32.
         staleness: (R,) float32, number of optimizer steps since the row was sampled.
         rows_per_unit: Number of adjacent rows that are never split over micro-batches, such as 2 for DPO.
@@ -73,6 +74,7 @@ class DataPack:
     returns: Tensor | None = None
     values: Tensor | None = None
     weights: Tensor | None = None
+    kl_weights: Tensor | None = None
     rewards: Tensor | None = None
     staleness: Tensor | None = None
     rows_per_unit: int = 1

@@ -3,8 +3,8 @@
     loss = reduce_t( w_t surrogate(r_t, A_t) ) + kl_coef reduce_t( kl_t ) - entropy_coef reduce_t( entropy_t )
 
 r_t is the importance ratio of the token or of its row, and A_t is the token's advantage. w_t is `pack.weights`, which
-multiplies the policy term but not the KL. reduce_t averages over tokens and rows. docs/algorithms.md says which paper
-chose which surrogate, ratio and reduction.
+multiplies the policy term but not the KL. `pack.kl_weights` times |log r_t| of the token is added to the policy term.
+reduce_t averages over tokens and rows. docs/algorithms.md says which paper chose which surrogate, ratio and reduction.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def grpo_loss_fn(
     chosen_mask = None if mask is None else MASKS.make_section(mask, {})
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
+    moved_T = clamp_log_ratio(log_ratio_T).abs()
     stats = policy_stats(pack, advantages_T, clamp_log_ratio(log_ratio_T))
     if importance_sampling_level == "sequence":
         if chosen.couples_tokens:
@@ -88,6 +89,8 @@ def grpo_loss_fn(
     if weights_T is not None:
         policy_T = policy_T * weights_T
         stats["weights"] = weights_T.detach()
+    if pack.kl_weights is not None:
+        policy_T = policy_T + pack.trained(pack.kl_weights) * moved_T
 
     policy_loss = reduce_tokens(pack, policy_T, reduction, norm_length)
     ratio_T = clamp_log_ratio(log_ratio_T.detach()).exp()

@@ -27,6 +27,7 @@ from areno.loss_fns.adv_estimators import AdvEstimatorConfig
 from areno.loss_fns.entropy import EntropyConfig
 from areno.loss_fns.masks import MaskConfig
 from areno.loss_fns.surrogates import ImportanceLevel, Reduction, SurrogateConfig
+from areno.loss_fns.token_selection import TokenSelectionConfig
 from areno.schema.fields import require, setting
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class TokenPolicyConfig(SurrogateConfig, MaskConfig, EntropyConfig, RatioConfig, KLConfig):
+class TokenPolicyConfig(SurrogateConfig, MaskConfig, EntropyConfig, TokenSelectionConfig, RatioConfig, KLConfig):
     """The actor of GRPO and PPO. Its loss is `areno.loss_fns.grpo_loss_fn`, by default with one ratio per token."""
 
     reduction: Reduction = setting(

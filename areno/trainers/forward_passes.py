@@ -15,12 +15,12 @@ from areno.run.setup import PolicySetup
 from areno.trainers.rows import policy_rows, prompt_masks, token_rows
 from areno.types import ScoredSample, TrainSequence
 
-ScoreName = Literal["ref", "values", "proximal"]
-_PHASES: dict[ScoreName, str] = {"ref": "ref", "values": "values", "proximal": "recompute"}
+ScoreName = Literal["ref", "values", "proximal", "entropy"]
+_PHASES: dict[ScoreName, str] = {"ref": "ref", "values": "values", "proximal": "recompute", "entropy": "recompute"}
 
 
 class StepScores:
-    """Scores the rows of a step: "ref" (reference), "values" (critic) and "proximal" (actor before the update)."""
+    """Scores the rows of a step: "ref" (reference), "values" (critic), and of the actor "proximal" and "entropy"."""
 
     def __init__(self, setup: PolicySetup):
         self._setup = setup
@@ -29,12 +29,13 @@ class StepScores:
 
     def compute_early(self, samples: Sequence[ScoredSample]) -> None:
         """Compute all scores that the settings need, before rewards are known. Not for samples of agents."""
-        config = self._setup.config
+        config, selection = self._setup.config, self._setup.config.actor.chosen_token_selection
         needed: dict[ScoreName, bool] = {
             # In online DPO, rewards decide which samples are in pairs. So not all rows need log-probabilities.
             "ref": config.ref is not None and config.trained_samples_per_prompt == config.gconfig.n_samples,
             "values": isinstance(config, CriticExperimentConfig),
             "proximal": isinstance(config.actor, RatioConfig) and config.actor.needs_proximal_logprobs,
+            "entropy": selection is not None and selection.needs_entropy,
         }
         names: list[ScoreName] = [name for name in needed if needed[name]]
         if names:
@@ -56,17 +57,19 @@ class StepScores:
             "ref": lambda: logprobs_of(setup, "ref", rows),
             "values": lambda: setup.trainer.score_values("critic", token_rows(rows)),
             "proximal": lambda: logprobs_of(setup, "actor", rows),
+            "entropy": lambda: logprobs_of(setup, "actor", rows, entropies=True),
         }
         with setup.run.clock.phase(_PHASES[name]):
             return compute[name]()
 
 
-def logprobs_of(setup: PolicySetup, role: str, rows: Sequence[TrainSequence]) -> list[list[float]]:
-    """Return the log-probability of every trained token under the actor or the reference model, 0.0 elsewhere.
+def logprobs_of(
+    setup: PolicySetup, role: str, rows: Sequence[TrainSequence], entropies: bool = False
+) -> list[list[float]]:
+    """Return the log-probability or entropy of every trained token under the actor or the reference, 0.0 elsewhere.
 
     The temperature is that of the rollout. For the actor, rows with `routes` are scored with routing replay.
     """
-    routes = [row.routes for row in rows] if role == "actor" else None
-    return setup.trainer.score_logprobs(
-        role, token_rows(rows), sampling=setup.config.gconfig, routes=routes, prompt_masks=prompt_masks(rows)
-    )
+    routes, masks = [row.routes for row in rows] if role == "actor" else None, prompt_masks(rows)
+    how = {"sampling": setup.config.gconfig, "routes": routes, "prompt_masks": masks, "entropies": entropies}
+    return setup.trainer.score_logprobs(role, token_rows(rows), **how)

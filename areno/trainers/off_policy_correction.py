@@ -1,4 +1,4 @@
-"""Weights and masks of rows that another policy sampled (off-policy correction)."""
+"""Weights and masks of tokens before an update: of rows that another policy sampled, and of chosen tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from areno.config.ratio import RatioConfig
 from areno.loss_fns.correction import behave_weights, m2_keep
+from areno.loss_fns.token_selection import TokenSelection
 from areno.run.setup import PolicySetup
 from areno.trainers.rollout import Rollout
 from areno.trainers.rows import Arrays, set_trained, trained, trained_mask
@@ -58,10 +59,37 @@ def _masked_fraction(keep: Arrays) -> float:
 
 
 def correct_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> dict[str, float]:
-    """Apply `correct_rows` with log-probabilities from before the update, if the settings ask for a correction."""
-    actor = setup.config.actor
-    if not isinstance(actor, RatioConfig) or not actor.needs_proximal_logprobs:
-        return {}
-    logprobs = rollout.scores.scores_of_rows("proximal", rows)
-    with setup.run.clock.phase("recompute"):
-        return correct_rows(rows, logprobs, actor)
+    """Apply `correct_rows` with log-probabilities from before the update, and `select_tokens`, as the settings ask."""
+    actor, stats = setup.config.actor, dict[str, float]()
+    if isinstance(actor, RatioConfig) and actor.needs_proximal_logprobs:
+        logprobs = rollout.scores.scores_of_rows("proximal", rows)
+        with setup.run.clock.phase("recompute"):
+            stats = correct_rows(rows, logprobs, actor)
+    if (selection := actor.chosen_token_selection) is not None:
+        entropies = rollout.scores.scores_of_rows("entropy", rows) if selection.needs_entropy else None
+        stats["selected_frac"] = select_tokens(rows, selection, entropies, setup.run.progress.seed)
+    return stats
+
+
+def select_tokens(
+    rows: Sequence[TrainSequence], selection: TokenSelection, entropies: Sequence[Any] | None, seed: int
+) -> float:
+    """Set `weights` or `kl_weights` of rows for the tokens that a selection chooses. Return their share."""
+    logprobs, masks = trained(rows, "logprobs"), [trained_mask(row) for row in rows]
+    lengths = [len(row) for row in logprobs]
+    if not sum(lengths):
+        return 0.0
+    entropies_T = None
+    if entropies is not None:
+        entropies_T = np.concatenate([np.asarray(all_)[mask] for all_, mask in zip(entropies, masks, strict=True)])
+    advantages_T = np.concatenate(trained(rows, "advantages"))
+    chosen_T = selection.choose(np.concatenate(logprobs), advantages_T, entropies_T, seed)
+    chosen = np.split(chosen_T, np.cumsum(lengths)[:-1])
+    if selection.effect == "kl":
+        set_trained(rows, "kl_weights", [selection.kl_coef * each for each in chosen])
+    else:
+        kept = chosen if selection.effect == "keep" else [~each for each in chosen]
+        weighted = all(row.weights is not None for row in rows)
+        before = trained(rows, "weights") if weighted else [np.ones(length) for length in lengths]
+        set_trained(rows, "weights", [one * other for one, other in zip(before, kept, strict=True)])
+    return float(chosen_T.mean())

@@ -91,6 +91,7 @@ GROUPS = [
 VARIANTS = {
     "adaptive_entropy": (["grpo", "ppo"], "Entropy bonus"),
     "cispo": (["grpo", "ppo"], "CISPO"),
+    "clip_cov": (["grpo", "ppo"], "Clip-Cov and KL-Cov"),
     "dapo": (["grpo"], "DAPO"),
     "decoupled": (["grpo", "gspo", "ppo"], "Decoupled PPO"),
     "dppo_kl": (["grpo", "ppo"], "DPPO"),
@@ -101,6 +102,7 @@ VARIANTS = {
     "gdpo": (["grpo", "gspo"], "GDPO"),
     "gmpo": (["grpo", "ppo"], "GMPO"),
     "gspo_token": (["grpo", "ppo"], "GSPO-token"),
+    "kl_cov": (["grpo", "ppo"], "Clip-Cov and KL-Cov"),
     "m2po": (["grpo", "ppo"], "M2PO"),
     "maxrl": (["grpo", "gspo"], "MaxRL"),
     "prime_ipo": (["grpo", "ppo"], "IPO of prime-rl"),
@@ -109,6 +111,7 @@ VARIANTS = {
     "sao_mask": (["grpo", "ppo"], "Mask of SAO"),
     "sapo": (["grpo", "ppo"], "SAPO"),
     "tis": (["grpo", "gspo", "ppo"], "Truncated importance sampling"),
+    "top_entropy": (["grpo", "ppo"], "Forking tokens"),
     "vespo": (["grpo", "ppo"], "VESPO"),
 }
 # What a choice needs beside it to make sense.

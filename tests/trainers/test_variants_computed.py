@@ -12,6 +12,9 @@ from tests.kill_runs import Run
 
 # Each with what makes it act in the runs below.
 VARIANTS = {
+    "clip_cov": ["actor.clip_cov.share=0.1", "actor.clip_cov.low=0.1"],
+    "kl_cov": ["actor.kl_cov.share=0.2"],
+    "top_entropy": [],
     "entropy_bonus": ["actor.entropy_bonus.coef=3.0"],
     "fipo": [],
     "gmpo": ["actor.gmpo.log_clip=0.01"],
@@ -25,12 +28,10 @@ VARIANTS = {
 MOVED = ["actor.ppo_n_minibatches=2", "actor.optimizer.lr=1e-2", "total_train_steps=1"]
 WITHOUT_STALENESS = ["rollout.max_head_offpolicyness=0", "rollout.prompts_ahead=null", "rollout.dynamic_sampling=false"]
 WITHOUT_STALENESS += ["actor.use_decoupled_loss=false"]
+# Statistics of which each variant has one, above 0.
 OWN = {
-    "train/masked_frac",
-    "train/clip_frac",
-    "train/vespo_weight",
-    "train/fipo_weight",
-}  # statistics of which each variant has one, above 0
+    f"train/{name}" for name in ("clip_frac", "masked_frac", "selected_frac", "vespo_weight", "fipo_weight", "entropy")
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)

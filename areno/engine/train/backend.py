@@ -180,11 +180,11 @@ class TrainBackend:
         routes: TokenRows | None = None,
         prompt_masks: TokenRows | None = None,
         may_halve: bool = False,
+        entropies: bool = False,
     ) -> list[np.ndarray]:
-        def logprobs_of(packed: PackedTokens) -> Tensor:
-            return self._logprobs(packed, sampling)[0]
-
-        return self._score(token_rows, mb_spec, may_halve, logprobs_of, routes, prompt_masks)
+        chosen = int(entropies)
+        score = lambda packed: self._logprobs(packed, sampling)[chosen]  # noqa: E731
+        return self._score(token_rows, mb_spec, may_halve, score, routes, prompt_masks)
 
     def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec, may_halve: bool = False) -> list[np.ndarray]:
         return self._score(token_rows, mb_spec, may_halve, self._values)

@@ -19,7 +19,7 @@ from areno.types import TrainSequence
 
 # TrainSequence's optional per-token fields -> their names in DataPack
 OLD = "old_logprobs"  # a row may lack them, and they are NaN for tokens that were never trained
-_SAME = (OLD, "advantages", "returns", "values", "ref_logprobs", "teacher_logprobs", "weights")
+_SAME = (OLD, "advantages", "returns", "values", "ref_logprobs", "teacher_logprobs", "weights", "kl_weights")
 FIELDS = {"logprobs": "rollout_logprobs", **{name: name for name in _SAME}}
 
 
