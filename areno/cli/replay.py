@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", metavar="RUN", help="folder of the run")
     add("--step", type=int, metavar="N", help="step to compute again, or step in which the sample was recorded")
-    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="device type (default: cuda if available)")
+    device = "device type (default: that of the run; for a sample, cuda if available)"
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help=device)
     add("--json", action="store_true", help="print the output as JSON")
     change = parser.add_argument_group("A change of settings").add_argument
     help = "compute the step with and without these settings, such as actor.eps_clip=0.3, and compare the two"

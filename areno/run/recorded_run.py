@@ -171,7 +171,7 @@ def replay_config(
     import torch
 
     engine = data["engine"]
-    engine["device"] = device
+    engine["device"] = device = "cpu" if device == "auto" and devices[0] == "cpu" else device
     on_cuda = device != "cpu" and torch.cuda.is_available()
     there = torch.cuda.device_count() if on_cuda else None  # any number of CPU devices
     engine["world_size"] = len(devices) if there is None else min(len(devices), there)
