@@ -287,6 +287,8 @@ def formula_of(config: Any, update: Update) -> StepFormula:
         return own
     if teacher.prompt_key is not None or teacher.by is not None or teacher.follows_actor:
         raise NotChecked("teacher.prompt_key, teacher.by and teacher.follows_actor have no formula here")
+    if teacher.prefix_weight:
+        raise NotChecked("teacher.prefix_weight has no formula here")
     return DistillFormula(
         temperature=update.how.sampling.logprob_temperature,
         policy=own,
@@ -309,6 +311,9 @@ def _own_formula(config: Any, temperature: float) -> StepFormula | None:
             raise NotChecked(f"actor.surrogate={actor.surrogate} has no formula here")
         if actor.mask is not None:
             raise NotChecked(f"actor.mask={actor.mask} has no formula here")
+        for name in ("entropy_bonus", "token_selection", "teacher_signal"):
+            if vars(actor)[name] is not None:
+                raise NotChecked(f"actor.{name} has no formula here")
         settings = _policy_settings(actor)
         settings |= {"surrogate": actor.surrogate, "reduction": actor.reduction}
         settings |= {"tau_positive": actor.sapo_tau_pos, "tau_negative": actor.sapo_tau_neg}

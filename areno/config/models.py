@@ -305,6 +305,11 @@ class PolicyConfig(ModelConfig):
         return None
 
     @property
+    def uses_teacher_logprobs(self) -> bool:
+        """Whether the policy loss reads a teacher's log-probabilities, besides the loss of distillation."""
+        return False
+
+    @property
     def differentiates_entropy(self) -> bool:
         """Whether training passes compute the gradient of the policy's entropy."""
         return False

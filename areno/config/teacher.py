@@ -101,6 +101,14 @@ class TeacherConfig(Section):
         only_with=Needs("loss_type", SAMPLED),
     )
 
+    prefix_weight: float = setting(
+        0.0,
+        help="gamma of IW-OPD (arXiv 2606.22600, which uses 0.5): the loss of a token is multiplied by 1 + gamma (1 - "
+        "the share of the tokens before it in the row's sum of |log(teacher / student)|)",
+        ge=0,
+        only_with=Needs("loss_type", SAMPLED),
+    )
+
     follows_actor: bool = setting(
         False,
         help="true: the teacher is the actor itself, with its current weights and the prompt of prompt_key "
@@ -116,7 +124,10 @@ class TeacherConfig(Section):
         1.0, help="Factor on the loss of the algorithm. 0: the actor learns from the teacher alone", ge=0
     )
     distill_loss_weight: float = setting(
-        0.005, help="Factor on the loss of distillation, which is a mean over all trained tokens", gt=0
+        0.005,
+        help="Factor on the loss of distillation, which is a mean over all trained tokens. 0: only with "
+        "actor.teacher_signal",
+        ge=0,
     )
 
     @property
@@ -141,6 +152,10 @@ class TeacherConfig(Section):
     def path_key(self, role: str) -> str:
         """Return the name of the setting that holds the path of the teacher with this role."""
         return f"{ROLE}.path" if self.models is None else f"{ROLE}.models.{role.partition('.')[2]}"
+
+    @require("prefix_weight", "is {self.prefix_weight}, but kl_discount adds later tokens to each; set one to 0")
+    def prefix_weight_is_of_single_tokens(self) -> bool:
+        return not self.prefix_weight or not self.kl_discount
 
     @check
     def check_model_names(self) -> Iterator[Problem]:
@@ -191,5 +206,6 @@ class TeacherConfig(Section):
             "distill_loss_weight": self.distill_loss_weight,
             "sampled": self.loss_type == SAMPLED,
             "kl_discount": self.kl_discount,
+            "prefix_weight": self.prefix_weight,
             "prox_logp_method": prox_logp_method,
         }

@@ -83,3 +83,23 @@ class WithTeacher:
     )
     def entropy_has_gradient(self) -> bool:
         return self.teacher is None or not self.actor.differentiates_entropy
+
+    @require(
+        "actor.teacher_signal",
+        "is set, but it needs a teacher's log-probabilities of sampled tokens; set teacher.path or teacher.prompt_key, "
+        "with teacher.loss_type=sampled_reverse_kl",
+    )
+    def signal_has_teacher(self) -> bool:
+        sampled = self.teacher is not None and self.teacher.divergence is None
+        return sampled or not self.actor.uses_teacher_logprobs
+
+    @require("teacher.rl_loss_weight", "is 0, but actor.teacher_signal is a part of the loss of rewards; raise it")
+    def signal_has_weight(self) -> bool:
+        return self.teacher is None or self.teacher.rl_loss_weight > 0 or not self.actor.uses_teacher_logprobs
+
+    @require(
+        "teacher.distill_loss_weight",
+        "is 0, and nothing else learns from the teacher; raise it, or set actor.teacher_signal",
+    )
+    def teacher_is_used(self) -> bool:
+        return self.teacher is None or self.teacher.distill_loss_weight > 0 or self.actor.uses_teacher_logprobs

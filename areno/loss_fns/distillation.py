@@ -17,7 +17,7 @@ The sampled form needs only the teacher's log-probabilities of tokens that the s
 Without kl_discount, the mean of -A_t over samples is KL(q | p). -A_t itself is not differentiated: its expected
 gradient would be E[grad log q] = 0, whatever the teacher says. With kl_discount 0, the expected gradient is that of
 reverse_kl at the positions that the student visits. With kl_discount 1, it is that of the reverse KL between the
-distributions of whole answers.
+distributions of whole answers. With prefix_weight, token t of a row has the weight of IW-OPD (`prefix_weights`).
 
 The module imports no torch, because the configuration of a run is read before torch is needed.
 """
@@ -44,6 +44,7 @@ def distillation_loss_fn(
     distill_loss_weight: float = 1.0,
     sampled: bool = False,
     kl_discount: float = 0.0,
+    prefix_weight: float = 0.0,
     prox_logp_method: ProxMethod = "recompute",
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss of distillation, alone or together with the loss of a policy algorithm.
@@ -56,6 +57,7 @@ def distillation_loss_fn(
         rl_loss_weight: Factor on the loss of the policy algorithm. With 0, policy_loss_fn is not called.
         sampled: Whether to use the sampled reverse KL instead of a divergence over the whole vocabulary.
         kl_discount: Discount of later tokens in the sampled reverse KL.
+        prefix_weight: gamma of the weights of tokens in the sampled reverse KL. 0: all tokens have the weight 1.
         prox_logp_method: If `sampled`, source of the denominator of r_t, see `surrogates.token_log_ratio`.
 
     Returns:
@@ -64,7 +66,7 @@ def distillation_loss_fn(
     """
     stats: dict[str, Tensor] = {}
     if sampled:
-        values_T = sampled_reverse_kl(pack, logprobs, kl_discount, prox_logp_method)
+        values_T = sampled_reverse_kl(pack, logprobs, kl_discount, prox_logp_method, prefix_weight)
     else:
         values_T = pack.trained(pack.need("divergence"))
     distill_loss = pack.token_mean(values_T)
@@ -82,7 +84,11 @@ def distillation_loss_fn(
 
 
 def sampled_reverse_kl(
-    pack: DataPack, logprobs: Tensor, kl_discount: float = 0.0, prox_logp_method: ProxMethod = "recompute"
+    pack: DataPack,
+    logprobs: Tensor,
+    kl_discount: float = 0.0,
+    prox_logp_method: ProxMethod = "recompute",
+    prefix_weight: float = 0.0,
 ) -> Tensor:
     """Compute -r_t A_t at each trained token, see the docstring of the module. Rows must be sampled from the student.
 
@@ -93,7 +99,20 @@ def sampled_reverse_kl(
     logprobs_T, theirs_T = pack.trained(logprobs), pack.trained(pack.need("teacher_logprobs"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
     kl_T = logprobs_T.detach() - theirs_T
+    prefix_T = prefix_weights(pack, kl_T, prefix_weight) if prefix_weight else None
     if kl_discount:
         kl_T = pack.discounted_sums(kl_T, kl_discount)
     loss_T = clamp_log_ratio(log_ratio_T).exp() * kl_T
+    loss_T = loss_T if prefix_T is None else prefix_T * loss_T
     return loss_T if weights_T is None else loss_T * weights_T
+
+
+def prefix_weights(pack: DataPack, apart_T: Tensor, gamma: float) -> Tensor:
+    """Compute the weights of IW-OPD (arXiv 2606.22600), w_t = 1 + gamma (1 - sum_(j<t) |d_j| / sum_j |d_j|).
+
+    The sums are over the trained tokens of a row, and d_j is log(student / teacher) of token j. Without a difference in
+    a row, its weights are 1.
+    """
+    size_T = apart_T.abs()
+    whole_T = pack.of_rows(pack.sum_rows(size_T))
+    return 1.0 + gamma * (pack.discounted_sums(size_T, 1.0) / whole_T).where(whole_T > 0, 0.0)

@@ -27,6 +27,7 @@ from areno.loss_fns.surrogates import (
     sequence_log_ratio,
     token_log_ratio,
 )
+from areno.loss_fns.teacher_signals import TEACHER_SIGNALS, TeacherSignal
 
 
 def grpo_loss_fn(
@@ -42,6 +43,7 @@ def grpo_loss_fn(
     surrogate: str | Surrogate = "clip",
     mask: str | Mask | None = None,
     entropy_coef: float = 0.0,
+    teacher_signal: str | TeacherSignal | None = None,
     **settings: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the loss of GRPO, or of a related algorithm that differs in its settings. The defaults are GRPO.
@@ -64,6 +66,8 @@ def grpo_loss_fn(
             policy loss 0, and still count in means. A mask needs rollout_logprobs. None: no mask.
         entropy_coef: Coefficient of the entropy, which is reduced like the policy term and subtracted from the loss. A
             coefficient above 0 needs an entropy with a gradient, see `Trainer.train`.
+        teacher_signal: A signal of `areno.loss_fns.teacher_signals`, or its name, with the defaults of its settings. It
+            needs teacher_logprobs. None: no signal.
         settings: Settings of the surrogates "clip", "cispo" and "sapo" by the names of their classes, except that
             eps_clip is called clip_eps and eps_clip_higher is called clip_eps_higher. "clip" has clip_eps,
             clip_eps_higher and c_clip.
@@ -72,6 +76,10 @@ def grpo_loss_fn(
     chosen_mask = None if mask is None else MASKS.make_section(mask, {})
     logprobs_T, advantages_T = pack.trained(logprobs), pack.trained(pack.need("advantages"))
     log_ratio_T, weights_T = token_log_ratio(pack, logprobs_T, prox_logp_method)
+    signal = None if teacher_signal is None else TEACHER_SIGNALS.make_section(teacher_signal, {})
+    gap_T = logprobs_T if signal is None else pack.trained(pack.need("teacher_logprobs")) - logprobs_T
+    if signal is not None:
+        advantages_T = signal.advantages(advantages_T, gap_T.detach())
     moved_T = clamp_log_ratio(log_ratio_T).abs()
     stats = policy_stats(pack, advantages_T, clamp_log_ratio(log_ratio_T))
     if importance_sampling_level == "sequence":
@@ -89,6 +97,8 @@ def grpo_loss_fn(
     if weights_T is not None:
         policy_T = policy_T * weights_T
         stats["weights"] = weights_T.detach()
+    if signal is not None and (signal_T := signal.losses(gap_T)) is not None:
+        policy_T = policy_T + signal_T
     if pack.kl_weights is not None:
         policy_T = policy_T + pack.trained(pack.kl_weights) * moved_T
 

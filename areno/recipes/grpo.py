@@ -27,6 +27,7 @@ from areno.loss_fns.adv_estimators import AdvEstimatorConfig
 from areno.loss_fns.entropy import EntropyConfig
 from areno.loss_fns.masks import MaskConfig
 from areno.loss_fns.surrogates import ImportanceLevel, Reduction, SurrogateConfig
+from areno.loss_fns.teacher_signals import TeacherSignalConfig
 from areno.loss_fns.token_selection import TokenSelectionConfig
 from areno.schema.fields import require, setting
 
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class TokenPolicyConfig(SurrogateConfig, MaskConfig, EntropyConfig, TokenSelectionConfig, RatioConfig, KLConfig):
+class TokenPolicyConfig(
+    SurrogateConfig, MaskConfig, EntropyConfig, TokenSelectionConfig, TeacherSignalConfig, RatioConfig, KLConfig
+):
     """The actor of GRPO and PPO. Its loss is `areno.loss_fns.grpo_loss_fn`, by default with one ratio per token."""
 
     reduction: Reduction = setting(
@@ -76,6 +79,7 @@ class TokenPolicyConfig(SurrogateConfig, MaskConfig, EntropyConfig, TokenSelecti
         return {
             **self.surrogate_settings(),
             **self.mask_settings(),
+            **self.teacher_signal_settings(),
             "entropy_coef": 0.0 if self.entropy_bonus is None else self.entropy_bonus.coef,
             "kl_coef": self.kl_loss_coef,
             "kl_estimator": self.kl_estimator,

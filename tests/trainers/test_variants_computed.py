@@ -11,7 +11,10 @@ from tests.helpers.variant_runs import Variant, close
 from tests.kill_runs import Run
 
 # Each with what makes it act in the runs below.
+SOLVED = ["train_dataset.loader=examples/quickstart/dataset_loader.py:with_responses"]
 VARIANTS = {
+    "rlsd": SOLVED,
+    "sdar": SOLVED,
     "clip_cov": ["actor.clip_cov.share=0.1", "actor.clip_cov.low=0.1"],
     "kl_cov": ["actor.kl_cov.share=0.2"],
     "top_entropy": [],
