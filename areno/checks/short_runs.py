@@ -15,6 +15,7 @@ from areno.checks.inputs import varied_reward
 from areno.checks.subject import Subject
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
 from areno.data.encode import decode_all
+from areno.errors import ConfigError
 from areno.run.resume import STATE
 from areno.run.states import StateFolder
 from areno.scoring.pool import RewardPool
@@ -23,7 +24,8 @@ from areno.tracking.reader import RunReader
 from areno.types import SamplingParams
 
 _STEPS = 4
-_ROWS = 4  # prompts or rows of a step, and samples of a prompt
+_ROWS = 4  # prompts or rows of a step
+_SAMPLES = 8  # of a prompt
 _TOKENS = 16  # of a completion
 _GROUPS = 32  # in which a signal is looked for
 _CLOCKS = ("time", "memory", "per_second")  # in names of metrics that differ from run to run
@@ -104,7 +106,7 @@ def _short_config(subject: Subject) -> Any:
     changes: dict[str, Any] = {"total_train_steps": _STEPS, "total_train_n_seqs": None, "total_train_epochs": 1000}
     changes |= {"recover": {"mode": "auto", "freq_steps": _STEPS // 2, "freq_secs": None, "freq_epochs": None}}
     if isinstance(config, PolicyExperimentConfig):
-        n_samples, n_tokens = min(_ROWS, config.gconfig.n_samples), min(_TOKENS, config.gconfig.max_new_tokens)
+        n_samples, n_tokens = min(_SAMPLES, config.gconfig.n_samples), min(_TOKENS, config.gconfig.max_new_tokens)
         changes |= {"gconfig.n_samples": n_samples, "gconfig.max_new_tokens": n_tokens}
         n_batches = config.actor.ppo_n_minibatches
         if isinstance(config, CriticExperimentConfig):
@@ -113,7 +115,10 @@ def _short_config(subject: Subject) -> Any:
             n_rows = n_batches
         if config.reward.fn is not None or config.reward.has_model:
             changes |= {"reward": {"fn": f"{varied_reward.__file__}:reward_fn", "workers": 1}}
-    return subject.small_config({**changes, "train_dataset.batch_size": n_rows})
+    try:
+        return subject.small_config({**changes, "train_dataset.batch_size": n_rows})
+    except ConfigError as error:  # the user's settings do not go with so few samples and tokens
+        raise NotChecked(f"the run cannot be made short: {error}") from error
 
 
 def _different_files(one: Path, other: Path) -> Iterator[str]:

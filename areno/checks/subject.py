@@ -24,6 +24,7 @@ from areno.launch.compose import Composition
 from areno.plan.folders import model_folder
 from areno.plan.plan import TrainerPlan, plan_of_experiment
 from areno.run.open_rows import open_loader
+from areno.run.states import folder_fingerprint, rows_fingerprint
 
 # Sections that do not change what is trained. A check uses their defaults.
 _SIDE_SETTINGS = ("scheduler", "perf_tracer", "memory_profiler", "saver", "recover", "tune", "enable_offload")
@@ -207,3 +208,12 @@ class Subject:
         even = rows[:: max(1, -(-len(rows) // max(1, most - len(firsts))))]
         found = {row.index: row for row in (*list(firsts)[:most], *even)}
         return [found[index] for index in sorted(found)]
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the fingerprints of local models and of the training rows, by the settings that name them."""
+        config, found = self.config, dict[str, str]()
+        if (folder := existing_path(config.actor.path)) is not None:
+            found["actor.path"] = folder_fingerprint(folder)
+            tokenizer = existing_path(config.tokenizer_path) if config.tokenizer_path else folder
+            found |= {} if tokenizer is None else {"tokenizer_path": folder_fingerprint(tokenizer)}
+        return found | {dataset.key: rows_fingerprint(dataset.loader.rows) for dataset in self.training_rows}

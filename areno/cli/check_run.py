@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     from areno.checks.findings import run_checks
     from areno.checks.page import html_page, summary_line, text_lines
     from areno.checks.subject import Options, Subject
+    from areno.tracking.check_result import key_of, write_result
     from areno.tracking.run_log import RunLog
 
     started = time.monotonic()
@@ -61,11 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"\n{finding.group}" if findings else finding.group)
             findings.append(finding)
             print(*text_lines(finding, color), sep="\n", flush=True)
+        records = [finding.record() for finding in findings]
+        command = shlex.join(arguments.command)
+        write_result(subject.config, key_of(subject.config, subject.fingerprints()), command, records)
     summary = summary_line(findings, time.monotonic() - started)
     print(f"\n{summary}")
-    command = shlex.join(arguments.command)
     if arguments.json:
-        record = {"command": command, "findings": [finding.record() for finding in findings]}
+        record = {"command": command, "findings": records}
         Path(arguments.json).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if arguments.html:
         Path(arguments.html).write_text(html_page(command, findings, summary), encoding="utf-8")

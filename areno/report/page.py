@@ -65,6 +65,7 @@ def page_contents(runs: Sequence[RunReader]) -> dict[str, Any]:
                 "overrides": run.overrides,
                 "series": series,
                 "forecast": run.forecast(),
+                "check": run.check(),
                 "samples": packed_samples(run, SAMPLE_BYTES // len(runs)),
             }
         )

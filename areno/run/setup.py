@@ -60,6 +60,7 @@ from areno.scoring.judge_readers import EndpointJudge, JudgeBackend, RoleJudge
 from areno.scoring.pool import RewardPool
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
+from areno.tracking.check_result import copy_result, key_of
 from areno.tracking.recorder import check_services
 from areno.tracking.run_log import RunLog
 from areno.tracking.tracker import Tracker
@@ -302,6 +303,7 @@ class Setup(Generic[Config]):
         )
         said = [*device_warnings(config, plan.spec)]
         if trains:
+            copy_result(config, key_of(config, inputs), run.folder)
             said += [*schedule_warnings(config, run.progress.total_steps), *staleness_warnings(config)]
         for text in said:
             logger.warning("%s", text)

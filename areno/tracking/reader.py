@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 from areno.errors import ArenoError
 from areno.files.paths import list_folder, read_if_exists
 from areno.schema.values import value_at
+from areno.tracking.check_result import result_of
 from areno.tracking.console import DONE, RESUMED, STARTED, STOPPED
 from areno.tracking.metrics_file import MetricsFile, parse_lines
 from areno.tracking.run_folder import (
@@ -132,6 +133,10 @@ class RunReader:
             return [] if content is None else json.loads(content)
         except ValueError as error:
             raise ArenoError("{} is not valid JSON: {}", self.path / FORECAST, error) from error
+
+    def check(self) -> dict[str, Any] | None:
+        """Return the result of `areno check --` for this run, with "differs": what has changed since. None without."""
+        return result_of(self.path)
 
     def samples(self, step: int) -> list[dict[str, Any]]:
         """Return the recorded samples of a training step as written to rollouts/<step>.jsonl, with their rewards.

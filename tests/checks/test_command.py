@@ -37,7 +37,7 @@ def test_the_command_may_be_one_of_areno_train(capsys: pytest.CaptureFixture[str
     [
         ("check --json a.json", "--json: is for a run; add -- COMMAND"),
         ("check --device cpu -- gspo", "--device: is not for the check of a run; leave it out"),
-        ("check --only date -- gspo", "--only: there is no 'date'; did you mean data?; there are data, reward, gradient"),
+        ("check --only date -- gspo", "--only: there is no 'date'; did you mean data?; there are data, reward"),
         ("check -- gspo --config-name=quickstart gconfig.n_samples=0", "gconfig.n_samples: is 0"),
         ("check -- areno train --algo gspo", "--dataset-path"),
     ],

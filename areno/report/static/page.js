@@ -1,7 +1,7 @@
 // Fill the page.
 
 const SECTIONS = [
-  ["summary", "Verdict", verdict], ["curves", "Curves", curves], ["numbers", "Numbers", () => { numbers(); forecasts(); }], ["runs", "Runs", runs],
+  ["summary", "Verdict", verdict], ["curves", "Curves", curves], ["numbers", "Numbers", () => { numbers(); forecasts(); }], ["runs", "Runs", () => { runs(); checks(); }],
   ["samples", "Samples", samples], ["settings", "Settings", settings],
 ];
 by("title").textContent = DATA.title;

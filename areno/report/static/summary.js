@@ -81,6 +81,20 @@ function forecasts() {
   runTable(home, (runs) => phases.map((name) => [name, ...runs.map((run) => cell(name, run))]));
 }
 
+/** What `areno check` found before each run, and whether the run is still the one that was checked. */
+function checks() {
+  const found = DATA.runs.flatMap((run, index) => (run.check ? [[run.check, index]] : []));
+  if (!found.length) return;
+  const count = (check, verdict) => check.findings.filter((finding) => finding.verdict === verdict).length;
+  const rows = found.map(([check, index]) => [
+    named(index), check.time, ...["green", "red", "not checked"].map((verdict) => number(count(check, verdict))),
+    check.differs.length ? el("b", {}, `no longer matches: other ${check.differs.join(", ")}`) : "this run is the one that was checked",
+  ]);
+  const red = found.flatMap(([check, index]) => check.findings.filter((finding) => finding.verdict === "red").map((finding) => [named(index), el("code", {}, finding.name), finding.line]));
+  by("runs").append(el("h2", {}, "Checked before the start"), wide(table(["run", "checked", "green", "red", "not checked", ""], rows)),
+    ...(red.length ? [wide(table(["run", "red", "what was found"], red))] : []));
+}
+
 function runs() {
   const given = DATA.runs.map((run) => run.overrides);
   const common = DATA.runs.length > 1 ? given[0].filter((line) => given.every((lines) => lines.includes(line))) : [];
