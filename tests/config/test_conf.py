@@ -102,8 +102,11 @@ VARIANTS = {
     "gdpo": (["grpo", "gspo"], "GDPO"),
     "gmpo": (["grpo", "ppo"], "GMPO"),
     "gspo_token": (["grpo", "ppo"], "GSPO-token"),
+    "icepop": (["grpo", "gspo", "ppo"], "IcePop and KPop"),
     "iw_opd": (["distill"], "IW-OPD"),
     "kl_cov": (["grpo", "ppo"], "Clip-Cov and KL-Cov"),
+    "kpop": (["grpo", "gspo", "ppo"], "IcePop and KPop"),
+    "luspo": (["grpo", "ppo"], "LUSPO"),
     "m2po": (["grpo", "ppo"], "M2PO"),
     "maxrl": (["grpo", "gspo"], "MaxRL"),
     "prime_ipo": (["grpo", "ppo"], "IPO of prime-rl"),
@@ -113,6 +116,7 @@ VARIANTS = {
     "sao_mask": (["grpo", "ppo"], "Mask of SAO"),
     "sapo": (["grpo", "ppo"], "SAPO"),
     "sdar": (["grpo", "ppo"], "RLSD and SDAR"),
+    "sdpg": (["grpo", "gspo", "ppo"], "SDPG"),
     "tis": (["grpo", "gspo", "ppo"], "Truncated importance sampling"),
     "top_entropy": (["grpo", "ppo"], "Forking tokens"),
     "vespo": (["grpo", "ppo"], "VESPO"),
@@ -196,7 +200,9 @@ def test_variant_is_what_the_algorithms_page_says(name):
     page = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
     section = page.split(f"\n## {VARIANTS[name][1]}\n")[1]
     commands = re.findall(r"^python -m areno.recipes.\S+ (.*)$", section, re.M)
-    own = {"adaptive_entropy": "bonus.target"}.get(name, f"={name} ")  # in the command of a variant that is not first
+    own = {"adaptive_entropy": "bonus.target", "kpop": "binary_kl"}.get(
+        name, f"={name} "
+    )  # in the command of a variant that is not first
     words = shlex.split(next((command for command in commands if own in command), commands[0]))
     shown = load(GRPOConfig, "gsm8k", [word for word in words if "--" not in word])
     variant = load(GRPOConfig, "gsm8k", [f"variant={name}"])
