@@ -36,11 +36,11 @@ H100 = Rates(copy_bytes_s=3.0e12, matmul_flops_s=760e12)
 
 _LARGE_PRODUCTS = 0.82  # share of the rate of large products that the products of a layer reach in training
 _PRODUCTS = 0.83  # the same for a decode step, of the longer of reading the weights and computing
-_FP8 = 1.5  # rate of products on FP8 units, with the rounding of their inputs, in rates of large products
-_FP8_LAYER_S = 50e-6  # additional time of a layer in a decode step, to round the inputs of its products
+_FP8 = 1.7  # rate of products on FP8 units, with the rounding of their inputs, in rates of large products
+_FP8_LAYER_S = 40e-6  # additional time of a layer in a decode step, to round the inputs of its products
 _EXPERTS = 0.47  # the same for the grouped products of experts
 _ATTENTION, _ATTENTION_MOST = 0.25, 0.5  # the same for attention: in rows of 512 tokens, and in the longest rows
-_KV = {False: 0.76, True: 0.62}  # share of the copy rate at which decode attention reads keys and values; in FP8
+_KV = {False: 0.76, True: 0.56}  # share of the copy rate at which decode attention reads keys and values; in FP8
 _TRAIN_BYTES, _FORWARD_BYTES = 276, 57  # bytes of element-wise work per token, layer and element of the residual stream
 _ADAPTER_BYTES = 8  # the same for the products of adapters in training
 _DELTA_BYTES = 506  # the same, per element of the values, for the gated delta rule in training
