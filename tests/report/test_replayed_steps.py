@@ -139,6 +139,99 @@ def test_a_resumed_run_keeps_one_record_of_each_step(folder: Path) -> None:
     check_steps(run, 7)  # from the start, over the change of the learning rate
 
 
+# What cannot be replayed, and what differs ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sft_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of which the state of step 3 is left. Which later states there are depends on the speed of the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("sft"))
+        found = recorded_run(
+            "sft", OFTEN, "recover.freq_epochs=null", "train_dataset.path=" + str(Path("rows.jsonl").absolute())
+        )
+        for state in found.path.glob("**/state/step-*"):
+            if state.name != "step-000003":
+                shutil.rmtree(state)
+        return found.path
+
+
+@pytest.fixture
+def run_copy(sft_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(sft_run, tmp_path / "t", symlinks=True)
+
+
+def said_by(capsys: pytest.CaptureFixture[str], code: int, *words: str) -> str:
+    assert main(["replay", *words]) == code
+    said = capsys.readouterr()
+    return said.err if code == 2 or "error: " in said.err else said.out
+
+
+def test_the_steps_are_listed(sft_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(said_by(capsys, 0, str(sft_run), "--json"))
+    assert found["recorded"] == list(range(1, 8))
+    assert [(each["step"], each["from"], each["computes"]) for each in found["replayable"]] == [
+        *((step, 0, step) for step in (1, 2, 3)),
+        *((step, 3, step - 3) for step in (4, 5, 6, 7)),
+    ]
+    said = said_by(capsys, 0, str(sft_run))
+    assert "the start of the run" in said
+    assert "4 to 7" in said
+
+
+def test_a_step_without_a_way_from_a_state_is_refused(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 5):
+        RecordedRun(run_copy).records.remove(step)
+    text = "step {} cannot be replayed: {}; steps that can be replayed: 4"
+    dropped = "its record was dropped to keep within recorder.max_gib"
+    assert text.format(1, dropped) in said_by(capsys, 1, str(run_copy), "--step", "1")
+    assert text.format(9, "it has no record") in said_by(capsys, 1, str(run_copy), "--step", "9")
+    said = said_by(capsys, 1, str(run_copy), "--step", "6")
+    assert "step 6 cannot be replayed: no state is left from which all steps up to it are recorded" in said
+    shutil.rmtree(run_copy / "recorder")
+    for words in ([], ["--step", "2"]):
+        assert "has no records: recorder.max_gib was 0" in said_by(capsys, 1, str(run_copy), *words)
+
+
+def test_a_damaged_state_is_left_out(run_copy: Path) -> None:
+    run_json = next(run_copy.glob("**/step-000003/run.json"))
+    run_json.write_text(run_json.read_text().replace("{", "{ ", 1))
+    assert RecordedRun(run_copy).base_of(7).step == 0
+
+
+def test_what_differs_is_named(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = RecordedRun(run_copy).records
+    for step, name in ((5, "train/loss"), (6, "train/grad_norm")):
+        tree = records.read(step)
+        tree["metrics"][name] += 0.25
+        records.write(step, tree)
+    said = said_by(capsys, 1, str(run_copy), "--step", "6", "--device", "cpu")
+    assert "The first step that differs is step 5" in said
+    assert [line.split()[1:8:2] for line in said.splitlines() if "train/" in line] == [
+        ["train/grad_norm", "1", "1", "0.25"]
+    ]
+    found = json.loads(said_by(capsys, 1, str(run_copy), "--step", "5", "--json"))
+    assert found["from"] == 3
+    [difference] = found["steps"][-1]["differences"]
+    assert (difference["name"], difference["largest"]) == ("train/loss", 0.25)
+
+
+def test_other_weights_differ(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = RecordedRun(run_copy).records
+    tree = records.read(4)
+    tree["digests"]["actor.master"] = tree["digests"]["actor.master"] + 1
+    records.write(4, tree)
+    assert "digest of actor.master" in said_by(capsys, 1, str(run_copy), "--step", "4")
+
+
+def test_other_data_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = recorded_run("sft", OFTEN)
+    rows = Path("rows.jsonl").read_text().splitlines()
+    Path("rows.jsonl").write_text("\n".join([*rows[1:], rows[0]]) + "\n")
+    said = said_by(capsys, 1, str(found.path), "--step", "5")
+    assert "train_dataset is not what the run began with, so that no step can be replayed" in said
+
+
 # A change of settings -------------------------------------------------------------------------------------------------
 
 GRPO = ["--config-name=quickstart", *SMALL, "total_train_steps=3", "recover.freq_steps=2", "actor.ppo_n_minibatches=2"]
