@@ -169,7 +169,8 @@ def _changed_updates(base: Base, without: Base, changed: Base) -> Iterator[Chang
             start = before[name].double()
             first, second = one[name].double() - start, other[name].double() - start
             products += [(first * first).sum().item(), (second * second).sum().item(), (first * second).sum().item()]
-            apart.append((name.partition(_MASTER)[2], (second - first).norm().item()))
+            if norm := (second - first).norm().item():
+                apart.append((name.partition(_MASTER)[2], norm))
         norms = np.sqrt(products[:2])
         yield ChangedUpdate(
             role=role,

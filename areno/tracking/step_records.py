@@ -14,6 +14,7 @@ import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +92,23 @@ class RecordFolder:
 
 def _write_tree(path: Path, tree: Mapping[str, Any]) -> None:
     arrays: list[np.ndarray] = []
-    whole = {"format": FORMAT, "tree": _to_json(tree, arrays), "arrays": [[a.dtype.name, *a.shape] for a in arrays]}
+    whole = {
+        "format": FORMAT,
+        "tree": _to_json(tree, arrays),
+        "arrays": [[_name_of(a.dtype), *a.shape] for a in arrays],
+    }
     by_dtype: dict[str, list[np.ndarray]] = {}
     for array in arrays:
-        by_dtype.setdefault(array.dtype.name, []).append(array.reshape(-1))
+        by_dtype.setdefault(_name_of(array.dtype), []).append(array.reshape(-1))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
         file.writestr(_TREE, json.dumps(whole, separators=(",", ":")))
         for name, found in by_dtype.items():
             file.writestr(name, np.concatenate(found).astype(np.dtype(name).newbyteorder("<"), copy=False).tobytes())
+
+
+@cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    return dtype.name  # which numpy makes anew each time
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
