@@ -6,7 +6,7 @@ Nothing here is shared with `areno.loss_fns.advantages`. A group is the samples 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,6 +114,28 @@ def outcome_advantages(
         return [np.full(len(row), value) for row, value in zip(logprobs, of_rows, strict=True)]
     to_go = [np.cumsum(row[::-1])[::-1] for row in per_token]
     return to_go if norm is None else over_tokens(norm, to_go, groups)
+
+
+def maxrl(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
+    """MaxRL (2602.02710): what a reward is above the mean of its group, as a share of the mean."""
+    found = []
+    for reward, group in zip(rewards, groups, strict=True):
+        own = [other for other, of in zip(rewards, groups, strict=True) if of == group]
+        mean = math.fsum(own) / len(own)
+        if len(own) == 1:
+            found.append(reward)
+        else:
+            found.append(reward / mean - 1 if mean > 0 and len(set(own)) > 1 else 0.0)
+    return found
+
+
+def gdpo(
+    parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], groups: Sequence[int], eps: float
+) -> list[float]:
+    """GDPO (2601.05242): the weighted sum of parts, each normalised over its group, normalised over the batch."""
+    of_parts = {name: Norm(eps=eps).apply(values, groups) for name, values in parts.items()}
+    sums = [math.fsum(weights[name] * of_parts[name][index] for name in parts) for index in range(len(groups))]
+    return Norm("batch", "batch", eps=eps).apply(sums, groups)
 
 
 def over_tokens(norm: Norm, rows: Rows, groups: Sequence[int]) -> list[np.ndarray]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areno.checks.findings import Finding, green, not_checked, red
+from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.optimizer_formulas import Moments, learning_rate, optimizer_step
 from areno.checks.probes import match_rows
-from areno.checks.step_formula import StepFormula, formula_of, loss_and_gradient, relative_difference
+from areno.checks.step_formula import PolicyFormula, StepFormula, formula_of, loss_and_gradient, relative_difference
 from areno.checks.two_steps import TwoSteps, of_two_steps
 from areno.checks.watched_run import Probe, Tensors, Update
 
@@ -98,6 +98,9 @@ def _compare(
 def finite_differences(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     """Whether the loss changes along the gradient as the gradient says. Needs no formula, so any loss is checked."""
     for role, probes in found.probes.items():
+        if role == "actor" and (reason := _stops_gradient(found)):
+            yield not_checked("finite-differences", reason)
+            continue
         difference = probes.difference
         if difference is None:
             yield not_checked("finite-differences", f"the gradient of the {role} is 0 away from the sampled policy")
@@ -106,6 +109,16 @@ def finite_differences(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
         text = f"moved along its gradient, the loss of the {role} changes by {difference.measured:.4g} per unit; the "
         text += f"squared norm of the gradient is {difference.predicted:.4g}"
         yield (green if apart <= _ROUGH else red)("finite-differences", text)
+
+
+def _stops_gradient(found: TwoSteps) -> str:
+    """Return why the loss of the actor need not change as its gradient says, or ""."""
+    try:
+        formula = formula_of(found.run.config, found.run.of()[-1])
+    except NotChecked:
+        return ""
+    stops = isinstance(formula, PolicyFormula) and formula.objective.stops_gradient
+    return "no gradient flows through the importance ratios of this surrogate, so its value changes otherwise" * stops
 
 
 def micro_batches(subject: Subject, found: TwoSteps) -> Iterator[Finding]:

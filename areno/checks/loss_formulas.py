@@ -7,9 +7,10 @@ do not count in any mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ def _mean(values: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(values)).mean()
 
 
+Keep = Callable[[Row, Row, Row], Tensor]
+"""(log-probabilities, those of the rollout, advantages) -> whether the policy loss of each token counts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyObjective:
     """The objective of GRPO, GSPO, PPO and their variants.
@@ -31,14 +36,16 @@ class PolicyObjective:
     objectives, with which a check finds out what is wrong.
     """
 
-    surrogates: ClassVar[tuple[str, ...]] = ("clip", "cispo", "sapo")
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
     surrogate: str = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    tau_positive: float = 1.0
-    tau_negative: float = 1.05
+    tau: tuple[float, float] = (1.0, 1.05)  # of SAPO, for positive and for negative advantages
+    log_clip: float = 0.4  # of GMPO
+    vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)  # k, lambda of positive, then negative advantages
+    fipo: tuple[float, float, float, float] = (32.0, 1.0, 1.2, 10.0)  # half-life, lowest, highest weight, cap
+    keep: Keep | None = None
     reduction: str = "seq_mean_token_mean"
     norm_length: float = 1.0
     kl_coef: float = 0.0
@@ -48,8 +55,19 @@ class PolicyObjective:
     keeps_smaller: bool = True  # the clip takes the smaller of two objectives
     clips: bool = True
 
+    @property
+    def stops_gradient(self) -> bool:
+        """Whether the value of the loss depends on weights in ways in which its gradient does not."""
+        return self.surrogate in ("cispo", "vespo", "fipo", "gmpo")
+
     def loss(
-        self, logprobs: Rows, old: Rows, advantages: Rows, reference: Rows | None = None, weights: Rows | None = None
+        self,
+        logprobs: Rows,
+        old: Rows,
+        advantages: Rows,
+        reference: Rows | None = None,
+        weights: Rows | None = None,
+        rollout: Rows | None = None,
     ) -> Tensor:
         found, kl = [], []
         for index, new in enumerate(logprobs):
@@ -64,22 +82,47 @@ class PolicyObjective:
             else:
                 if self.ratio == "sequence_token":
                     log_ratio = log_ratio.mean().detach() + new - new.detach()
-                found.append(self._objective(log_ratio.exp(), advantage, new) * weight)
+                found.append(self._row_objective(log_ratio, advantage, new) * weight)
+            if self.keep is not None and rollout is not None:
+                found[-1] = found[-1] * self.keep(new.detach(), rollout[index], advantage)
             if reference is not None and self.kl_coef:
                 kl.append(self._kl(new, reference[index]))
         loss = -self.sign * self._reduce(found)
         return loss + self.kl_sign * self.kl_coef * self._reduce(kl) if kl else loss
 
+    def _row_objective(self, log_ratio: Row, advantage: Row, logprob: Row) -> Row:
+        """Return what is maximised, for each token of a row."""
+        fixed = log_ratio.detach()
+        if self.surrogate == "gmpo":
+            sign = torch.sign(advantage)
+            clipped = sign * torch.clip(sign * log_ratio, max=self.log_clip)
+            return clipped.detach().mean().exp() * (clipped - clipped.detach()).exp() * advantage
+        if self.surrogate == "vespo":
+            k, factor = (torch.where(advantage >= 0, *self.vespo[at::2]) for at in (0, 1))
+            log_weight = fixed.sum()
+            return (k * log_weight + factor * (1 - log_weight.exp())).exp() * advantage * logprob
+        objective = self._objective(log_ratio.exp(), advantage, logprob)
+        if self.surrogate != "fipo":
+            return objective
+        half_life, low, high, cap = self.fipo
+        counted = torch.where(fixed.exp() <= (self.dual_clip or math.inf), fixed, 0.0).tolist()
+        later = [
+            sum(0.5 ** ((u - t) / half_life) * counted[u] for u in range(t, len(counted))) for t in range(len(counted))
+        ]
+        weight = torch.clip(torch.tensor(later, dtype=fixed.dtype).exp(), low, high)
+        is_capped = (advantage < 0) & (fixed.exp() > cap)
+        return torch.where(is_capped, torch.clip(weight, max=1.0), weight) * objective
+
     def _objective(self, ratio: Tensor, advantage: Tensor, logprob: Tensor) -> Tensor:
-        """Return what is maximised, for a token or a sequence."""
+        """Return what is maximised, for tokens or for a sequence."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
         if self.surrogate == "sapo":
-            tau = torch.where(advantage > 0, self.tau_positive, self.tau_negative)
+            tau = torch.where(advantage > 0, *self.tau)
             return 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
         if self.surrogate == "cispo":
             weight = ratio.detach()
             return (torch.clip(weight, low, high) if self.clips else weight) * advantage * logprob
-        if not self.clips:
+        if self.surrogate == "unclipped" or not self.clips:
             return ratio * advantage
         pair = ratio * advantage, torch.clip(ratio, low, high) * advantage
         objective = torch.minimum(*pair) if self.keeps_smaller else torch.maximum(*pair)
@@ -98,6 +141,24 @@ class PolicyObjective:
         if self.reduction == "seq_mean_token_sum_norm":
             return _mean([row.sum() / self.norm_length for row in rows])
         return _mean([row.mean() for row in rows])
+
+
+def keep_function(name: str | None, settings: Any) -> Keep:
+    """Return the mask `actor.mask`: which tokens have not moved too far from the rollout."""
+
+    def keep(new: Row, rollout: Row, advantage: Row) -> Tensor:
+        p, q = new.exp(), rollout.exp()
+        goes_on = torch.sign(p - q) == torch.sign(advantage)  # the update would move the token further
+        if name == "dppo_tv":
+            return ~(goes_on & ((p - q).abs() > settings.threshold))
+        if name == "dppo_kl":
+            kl = q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
+            return ~(goes_on & (kl > settings.threshold))
+        if name == "prime_ipo":
+            return (p - q).abs() <= settings.threshold
+        return (p / q > 1 - settings.eps_low) & (p / q < 1 + settings.eps_high)
+
+    return keep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,9 @@ import numpy as np
 from areno.checks import advantage_formulas as formulas
 from areno.checks.advantage_formulas import Norm
 from areno.checks.step_formula import field_of
-from areno.checks.watched_run import Update, WatchedRun, reward_of_tokens
+from areno.checks.watched_run import Update, WatchedRun, reward_of_tokens, reward_parts
 from areno.config.policy_experiments import CriticExperimentConfig
+from areno.loss_fns.adv_estimators import GDPO, MaxRL
 from areno.recipes import grpo, gspo, ppo
 from areno.types import ScoredSample, TrainSequence
 
@@ -71,8 +72,9 @@ class StepRows:
     @property
     def has_advantages(self) -> bool:
         known = [each.advantages for each in (grpo.GRPOConfig, gspo.GSPOConfig, ppo.PPOConfig)]
-        is_known = type(self.run.config).advantages in known and self.run.config.actor.chosen_adv_estimator is None
-        return is_known and None not in self.samples
+        estimator = self.run.config.actor.chosen_adv_estimator
+        is_known = estimator is None or isinstance(estimator, MaxRL | GDPO)
+        return is_known and type(self.run.config).advantages in known and None not in self.samples
 
     def advantages(self, actor: Any = None, groups: list[int] | None = None) -> tuple[Arrays, Arrays | None]:
         """Return (advantages, returns) of each row by the formula. Without a critic there are no returns."""
@@ -90,18 +92,34 @@ class StepRows:
             if has_critic:
                 values = [field_of(row, "values").numpy() for row in own]
                 found, targets = formulas.critic_advantages(*more, policy, reference, values, actor)
+            elif actor.chosen_adv_estimator is not None:
+                of_rows = self._estimated(actor.chosen_adv_estimator, indices, *more)
+                found = [np.full(len(row), value) for row, value in zip(policy, of_rows, strict=True)]
+                targets = [None] * len(own)
             else:
                 found, targets = formulas.outcome_advantages(*more, policy, reference, actor), [None] * len(own)
             for index, advantage, target in zip(indices, found, targets, strict=True):
                 advantages[index], returns[index] = advantage, target
         return advantages, returns if has_critic else None
 
+    def _estimated(self, estimator: Any, indices: list[int], rewards: list[float], groups: list[int]) -> list[float]:
+        if isinstance(estimator, MaxRL):
+            return formulas.maxrl(rewards, groups)
+        weights, samples = reward_parts(self.run.config), [self.samples[index] for index in indices]
+        parts = {
+            name: [
+                reward_of_tokens(sample.item.tokens, sample.sequence.resp_tokens, name) for sample in samples if sample
+            ]
+            for name in weights
+        }
+        return formulas.gdpo(parts, weights, groups, estimator.eps)
+
     def other_advantages(self) -> Iterator[tuple[str, Arrays]]:
         """Yield wrong advantages, each with what is wrong about those that equal them."""
         actor = self.run.config.actor
         norm = actor.adv_norm
         yield "the rows are grouped by order and not by prompt", self.advantages(groups=_interleaved(self.groups))[0]
-        if norm is not None:
+        if norm is not None and actor.chosen_adv_estimator is None:
             changes = [
                 ("the mean is over the batch", {"mean_level": "batch"}),
                 ("the mean is over the group", {"mean_level": "group"}),

@@ -43,7 +43,7 @@ class Probes:
     ranks: Probe | None
     difference: FiniteDifference | None
     equal_rewards: Probe | None = None
-    policy_term: Probe | None = None
+    policy_term: Probe | None = None  # without the KL, as if the policy were the one that sampled
     two_minibatches: Probe | None = None  # the last probe, because it changes the weights
 
 
@@ -66,7 +66,10 @@ def make_probes(run: WatchedRun, role: str = "actor") -> Probes:
         difference=_finite_difference(run, off_policy, update),
     )
     if role == "actor" and has_advantages(run):
-        found.policy_term = run.probe(update, plain.rows, loss_fn=_without_kl(update.loss_fn))
+        on_policy = [
+            replace(row, logprobs=seen.outputs) for row, seen in zip(_fresh(update), rows_in_order(plain), strict=True)
+        ]
+        found.policy_term = run.probe(update, on_policy, loss_fn=_without_kl(update.loss_fn))
         found.equal_rewards = _with_equal_rewards(run, update)
         if len(rows) > 1:
             found.two_minibatches = run.probe(update, _fresh(update), n_minibatches=2)
@@ -172,6 +175,8 @@ def _with_equal_rewards(run: WatchedRun, update: Update) -> Probe | None:
     """Compute the gradient of rows whose rewards are all equal. None with a critic, whose values still differ."""
     if isinstance(run.config, CriticExperimentConfig) or run.config.actor.kl_reward_coef:
         return None
-    rows = [replace(row, reward=1.0, old_logprobs=None) for row in update.given]
+    rows = [replace(row, reward_parts=dict.fromkeys(row.reward_parts or {}, 1.0)) for row in _fresh(update)]
+    for row in rows:
+        row.reward = 1.0
     set_trained(rows, "advantages", run.loop.advantages(rows, [0] * len(rows)))
     return run.probe(update, rows, loss_fn=_without_kl(update.loss_fn))

@@ -90,7 +90,8 @@ class PolicyFormula(StepFormula):
             weights = apart if weights is None else [one * more for one, more in zip(weights, apart, strict=True)]
         advantages = fields_of(rows, "advantages")
         assert advantages is not None
-        return self.objective.loss(outputs, old, advantages, fields_of(rows, "ref_logprobs"), weights)
+        more = fields_of(rows, "ref_logprobs"), weights, fields_of(rows, "logprobs")
+        return self.objective.loss(outputs, old, advantages, *more)
 
     def variants(self) -> Iterator[tuple[str, StepFormula]]:
         own = self.objective
@@ -307,16 +308,16 @@ def _own_formula(config: Any, temperature: float) -> StepFormula | None:
     if loss_fn is gspo.GSPOConfig.loss_fn:
         return _policy(actor, PolicyObjective(ratio="sequence", **_policy_settings(actor)), **how)
     if loss_fn in (grpo.GRPOConfig.loss_fn, ppo.PPOConfig.loss_fn):
-        if actor.surrogate not in PolicyObjective.surrogates:
+        if actor.surrogate not in _SURROGATES:
             raise NotChecked(f"actor.surrogate={actor.surrogate} has no formula here")
-        if actor.mask is not None:
+        if actor.mask not in (None, *_MASKS):
             raise NotChecked(f"actor.mask={actor.mask} has no formula here")
-        for name in ("entropy_bonus", "token_selection", "teacher_signal"):
-            if vars(actor)[name] is not None:
-                raise NotChecked(f"actor.{name} has no formula here")
-        settings = _policy_settings(actor)
+        if actor.teacher_signal is not None:
+            raise NotChecked(f"actor.teacher_signal={actor.teacher_signal} has no formula here")
+        settings = _policy_settings(actor) | _surrogate_settings(actor.surrogate, actor.chosen_surrogate)
         settings |= {"surrogate": actor.surrogate, "reduction": actor.reduction}
-        settings |= {"tau_positive": actor.sapo_tau_pos, "tau_negative": actor.sapo_tau_neg}
+        if (mask := actor.mask_settings()["mask"]) is not None:
+            settings["keep"] = formulas.keep_function(actor.mask, mask)
         ratio = "sequence_token" if actor.importance_sampling_level == "sequence" else "token"
         norm_length = float(config.gconfig.max_new_tokens)
         return _policy(actor, PolicyObjective(ratio=ratio, norm_length=norm_length, **settings), **how)
@@ -336,11 +337,29 @@ def _own_formula(config: Any, temperature: float) -> StepFormula | None:
     raise NotChecked(f"{type(config).__name__} has a loss of its own, for which there is no formula here")
 
 
+_SURROGATES = ("clip", "unclipped", "cispo", "sapo", "gmpo", "vespo", "fipo")
+_MASKS = ("dppo_tv", "dppo_kl", "prime_ipo", "sao")
+
+
+def _surrogate_settings(name: str, own: Any) -> dict[str, Any]:
+    if name == "sapo":
+        return {"tau": (own.sapo_tau_pos, own.sapo_tau_neg)}
+    if name == "gmpo":
+        return {"log_clip": own.log_clip}
+    if name == "vespo":
+        return {"vespo": (own.k_pos, own.lambda_pos, own.k_neg, own.lambda_neg)}
+    if name == "fipo":
+        return _clips(own) | {"fipo": (own.half_life, own.weight_low, own.weight_high, own.cap_ratio)}
+    return {}
+
+
+def _clips(own: Any) -> dict[str, Any]:
+    higher = own.eps_clip if own.eps_clip_higher is None else own.eps_clip_higher
+    return {"clip_low": own.eps_clip, "clip_high": higher, "dual_clip": own.c_clip}
+
+
 def _policy_settings(actor: Any) -> dict[str, Any]:
-    return {
-        "clip_low": actor.eps_clip,
-        "clip_high": actor.eps_clip if actor.eps_clip_higher is None else actor.eps_clip_higher,
-        "dual_clip": actor.c_clip,
+    return _clips(actor) | {
         "kl_coef": 0.0 if actor.use_kl_in_reward else actor.kl_ctl,
         "kl_estimator": actor.kl_estimator,
     }

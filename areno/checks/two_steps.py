@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from areno.checks.findings import Finding, NotChecked
 from areno.checks.probes import Probes, make_probes
-from areno.checks.watched_run import WatchedRun, stand_in_reward, watched_run
+from areno.checks.watched_run import WatchedRun, reward_parts, stand_in_reward, watched_run
 from areno.config.policy_experiments import (
     CriticExperimentConfig,
     PairedPolicyExperimentConfig,
@@ -68,7 +68,8 @@ def _watch(subject: Subject) -> TwoSteps:
         raise NotChecked(f"the settings do not fit a run of two short steps: {error}") from error
     folder = subject.folder / "two_steps"
     rows = short_rows(subject)
-    with watched_run(subject.algorithm, small, folder, rows, stand_in_reward if is_policy else None) as run:
+    reward = partial(stand_in_reward, parts=tuple(reward_parts(small))) if is_policy else None
+    with watched_run(subject.algorithm, small, folder, rows, reward) as run:
         roles = dict.fromkeys(update.role for update in run.updates)
         return TwoSteps(run, {role: make_probes(run, role) for role in roles})
 

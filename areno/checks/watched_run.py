@@ -22,6 +22,7 @@ from areno.checks.transformers_model import TransformersModel
 from areno.config.models import MicroBatchSpec
 from areno.engine.train.checked_rows import read_training_rows
 from areno.engine.train.micro_batches import divide_steps
+from areno.loss_fns.adv_estimators import GDPO
 from areno.loss_fns.data_pack import DataPack
 from areno.specs.update import UpdateSpec
 from areno.tracking.tracker import Tracker
@@ -30,13 +31,24 @@ from areno.types import RewardRecord, ScoredSample, TrainSequence
 Tensors = dict[str, Tensor]
 
 
-def stand_in_reward(record: RewardRecord) -> float:
-    """Return a reward that differs between any two completions, so that every group has a signal."""
-    return reward_of_tokens(record.prompt_tokens, record.tokens)
+def stand_in_reward(record: RewardRecord, parts: Sequence[str] = ()) -> float | dict[str, float]:
+    """Return a reward that differs between any two completions, so that every group has a signal.
+
+    With `parts`, it has these parts, too, which do not add up to it.
+    """
+    names = ("reward", *parts)
+    found = {name: reward_of_tokens(record.prompt_tokens, record.tokens, name) for name in names}
+    return found if parts else found["reward"]
 
 
-def reward_of_tokens(prompt: Sequence[int], completion: Sequence[int]) -> float:
-    text = f"{list(map(int, prompt))} {list(map(int, completion))}"
+def reward_parts(config: Any) -> dict[str, float]:
+    """Return the parts of the stand-in reward and their weights. Only an estimator that reads parts has any."""
+    estimator = config.actor.chosen_adv_estimator
+    return dict(estimator.weights or {"first": 1.0, "second": 1.0}) if isinstance(estimator, GDPO) else {}
+
+
+def reward_of_tokens(prompt: Sequence[int], completion: Sequence[int], part: str = "reward") -> float:
+    text = f"{list(map(int, prompt))} {list(map(int, completion))} {part}"
     return zlib.crc32(text.encode()) % 1009 / 1009
 
 
@@ -306,7 +318,7 @@ def _as_float32(tensors: Mapping[str, Tensor]) -> Tensors:
 
 @contextmanager
 def watched_run(
-    algorithm: Any, config: Any, folder: Path, rows: Any = None, reward: Callable[..., float] | None = stand_in_reward
+    algorithm: Any, config: Any, folder: Path, rows: Any = None, reward: Callable[..., Any] | None = stand_in_reward
 ) -> Iterator[WatchedRun]:
     """Train the steps of `config` in `folder`, and yield what was seen. The models stay loaded in the block."""
     samples: dict[int, list[ScoredSample]] = {}
