@@ -26,6 +26,7 @@ from areno.checks.step_formula import (
 )
 from areno.checks.two_steps import TwoSteps, of_two_steps
 from areno.checks.watched_run import Update
+from areno.types import TrainSequence
 
 if TYPE_CHECKING:
     from areno.checks.subject import Subject
@@ -184,7 +185,7 @@ def slope_signs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     if probe is None:
         return
     rows = zip(probe.rows, match_rows(probe.rows, probe.seen), strict=True)
-    pairs = [(field_of(row, "advantages").numpy(), seen.slopes[mask_of(row).numpy()]) for row, seen in rows]
+    pairs = [(_weighted_advantages(row), seen.slopes[mask_of(row).numpy()]) for row, seen in rows]
     values, slopes = (np.concatenate(each) for each in zip(*pairs, strict=True))
     wrong = np.sign(slopes) != -np.sign(values)
     if wrong.any():
@@ -193,6 +194,12 @@ def slope_signs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
         yield red("slope-signs", f"{text}: it has the wrong sign everywhere" if same else text)
     else:
         yield green("slope-signs", f"the slope of the loss has the sign of -A at all {len(wrong)} trained tokens")
+
+
+def _weighted_advantages(row: TrainSequence) -> Row:
+    """Return the advantage of each trained token, 0 where a selection or correction leaves the token out."""
+    found = field_of(row, "advantages").numpy()
+    return found if row.weights is None else found * field_of(row, "weights").numpy()
 
 
 def small_step(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
@@ -224,7 +231,7 @@ def _goal(found: TwoSteps, update: Update) -> tuple[str, str, list[Row]]:
         if objective.kl_coef and objective.kl_estimator == "k1":
             raise NotChecked("the gradient of the estimator k1 is noise, which may be larger than the policy term")
         by_row = objective.ratio == "sequence" or objective.reduction == "seq_mean_token_mean"
-        values = [field_of(row, "advantages").numpy() for row in rows]
+        values = [_weighted_advantages(row) for row in rows]
         return "advantage-ascent", "sum A log p", [row / (len(row) or 1 if by_row else 1) for row in values]
     if isinstance(formula, PairFormula):
         share = [row / len(row) if formula.objective.is_per_token else row for row in ones]

@@ -50,6 +50,7 @@ class PolicyObjective:
     norm_length: float = 1.0
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
     sign: float = 1.0
     kl_sign: float = 1.0
     keeps_smaller: bool = True  # the clip takes the smaller of two objectives
@@ -68,8 +69,15 @@ class PolicyObjective:
         reference: Rows | None = None,
         weights: Rows | None = None,
         rollout: Rows | None = None,
+        penalties: Rows | None = None,
+        entropies: Rows | None = None,
     ) -> Tensor:
-        found, kl = [], []
+        """Compute the loss of a step.
+
+        `penalties` are factors of |log ratio| (KL-Cov). `entropies` are those of the policy at each token, with the
+        factor `entropy_coef`.
+        """
+        found, kl, bonus = [], [], []
         for index, new in enumerate(logprobs):
             if not len(new):
                 continue
@@ -85,9 +93,15 @@ class PolicyObjective:
                 found.append(self._row_objective(log_ratio, advantage, new) * weight)
             if self.keep is not None and rollout is not None:
                 found[-1] = found[-1] * self.keep(new.detach(), rollout[index], advantage)
+            if penalties is not None:
+                found[-1] = found[-1] - penalties[index] * (new - old[index]).abs()
             if reference is not None and self.kl_coef:
                 kl.append(self._kl(new, reference[index]))
+            if entropies is not None:
+                bonus.append(entropies[index])
         loss = -self.sign * self._reduce(found)
+        if bonus:
+            loss = loss - self.entropy_coef * self._reduce(bonus)
         return loss + self.kl_sign * self.kl_coef * self._reduce(kl) if kl else loss
 
     def _row_objective(self, log_ratio: Row, advantage: Row, logprob: Row) -> Row:

@@ -90,7 +90,9 @@ def has_advantages(run: WatchedRun) -> bool:
 
 
 def _without_kl(loss_fn: Any) -> Any:
-    return partial(loss_fn, kl_coef=0.0) if "kl_coef" in getattr(loss_fn, "keywords", {}) else loss_fn
+    """Return a loss of areno without the terms beside that of the policy."""
+    terms = ("kl_coef", "entropy_coef")
+    return partial(loss_fn, **{name: 0.0 for name in terms if name in getattr(loss_fn, "keywords", {})})
 
 
 def off_policy_rows(run: WatchedRun, plain: Probe) -> list[TrainSequence]:

@@ -79,7 +79,24 @@ class PolicyFormula(StepFormula):
     interpolates: bool = False  # actor.prox_logp_method=loglinear
     is_weighted: bool = True
 
-    def of_outputs(self, outputs: list[Tensor], rows: Sequence[TrainSequence], update: Update) -> Tensor:
+    def loss(self, run: WatchedRun, weights: Weights, rows: Sequence[TrainSequence], update: Update) -> Tensor:
+        if not self.objective.entropy_coef:
+            return super().loss(run, weights, rows, update)
+        outputs, entropies, model = [], [], run.models[update.role]
+        for row in rows:
+            tokens, mask = np.asarray(row.tokens).tolist(), mask_of(row)[1:]
+            found = model.log_distributions(weights, tokens, self.temperature)[mask]
+            outputs.append(found.gather(-1, torch.tensor(tokens[1:])[mask][:, None])[:, 0])
+            entropies.append(-(found.exp() * found).sum(-1))
+        return self.of_outputs(outputs, rows, update, entropies)
+
+    def of_outputs(
+        self,
+        outputs: list[Tensor],
+        rows: Sequence[TrainSequence],
+        update: Update,
+        entropies: list[Tensor] | None = None,
+    ) -> Tensor:
         old = fields_of(rows, "logprobs" if self.from_rollout else "old_logprobs")
         old = [row.detach() for row in outputs] if old is None else old
         weights = fields_of(rows, "weights") if self.is_weighted else None
@@ -90,8 +107,8 @@ class PolicyFormula(StepFormula):
             weights = apart if weights is None else [one * more for one, more in zip(weights, apart, strict=True)]
         advantages = fields_of(rows, "advantages")
         assert advantages is not None
-        more = fields_of(rows, "ref_logprobs"), weights, fields_of(rows, "logprobs")
-        return self.objective.loss(outputs, old, advantages, *more)
+        more = fields_of(rows, "logprobs"), fields_of(rows, "kl_weights"), entropies
+        return self.objective.loss(outputs, old, advantages, fields_of(rows, "ref_logprobs"), weights, *more)
 
     def variants(self) -> Iterator[tuple[str, StepFormula]]:
         own = self.objective
@@ -124,6 +141,9 @@ class PolicyFormula(StepFormula):
         for name, text in levels.items():
             if name != own.ratio:
                 yield f"the importance ratios are {text}", with_objective(ratio=name)
+        if own.entropy_coef:
+            yield "the entropy bonus is left out", with_objective(entropy_coef=0.0)
+            yield "the entropy bonus has the wrong sign", with_objective(entropy_coef=-own.entropy_coef)
         yield "the weights of the correction are left out", replace(self, is_weighted=False)
         yield from super().variants()
 
@@ -281,7 +301,7 @@ def formula_of(config: Any, update: Update) -> StepFormula:
         return ValueFormula(clip_range=critic.eps_clip, coef=critic.value_loss_coef)
     if config.actor.router_aux_loss_coef:
         raise NotChecked("actor.router_aux_loss_coef adds a loss of the router, which no formula here has")
-    own = _own_formula(config, update.how.sampling.logprob_temperature)
+    own = _own_formula(config, update)
     teacher = config.teacher if isinstance(config, PolicyExperimentConfig) else None
     if teacher is None:
         assert own is not None
@@ -302,9 +322,13 @@ def formula_of(config: Any, update: Update) -> StepFormula:
     )
 
 
-def _own_formula(config: Any, temperature: float) -> StepFormula | None:
+_KNOWN = {"clip_eps", "clip_eps_higher", "c_clip", "kl_coef", "kl_estimator", "surrogate", "mask", "entropy_coef"}
+_KNOWN |= {"reduction", "norm_length", "importance_sampling_level", "prox_logp_method", "sapo_tau_pos", "sapo_tau_neg"}
+
+
+def _own_formula(config: Any, update: Update) -> StepFormula | None:
     actor, loss_fn = config.actor, type(config).loss_fn
-    how: dict[str, Any] = {"temperature": temperature}
+    how: dict[str, Any] = {"temperature": update.how.sampling.logprob_temperature}
     if loss_fn is gspo.GSPOConfig.loss_fn:
         return _policy(actor, PolicyObjective(ratio="sequence", **_policy_settings(actor)), **how)
     if loss_fn in (grpo.GRPOConfig.loss_fn, ppo.PPOConfig.loss_fn):
@@ -314,8 +338,12 @@ def _own_formula(config: Any, temperature: float) -> StepFormula | None:
             raise NotChecked(f"actor.mask={actor.mask} has no formula here")
         if actor.teacher_signal is not None:
             raise NotChecked(f"actor.teacher_signal={actor.teacher_signal} has no formula here")
+        keywords = vars(update.loss_fn).get("keywords") or update.loss_fn.keywords  # type: ignore[attr-defined]
+        if unknown := [name for name, value in keywords.items() if value and name not in _KNOWN]:
+            raise NotChecked(f"the settings {', '.join(unknown)} of the loss have no formula here")
         settings = _policy_settings(actor) | _surrogate_settings(actor.surrogate, actor.chosen_surrogate)
         settings |= {"surrogate": actor.surrogate, "reduction": actor.reduction}
+        settings["entropy_coef"] = keywords.get("entropy_coef") or 0.0
         if (mask := actor.mask_settings()["mask"]) is not None:
             settings["keep"] = formulas.keep_function(actor.mask, mask)
         ratio = "sequence_token" if actor.importance_sampling_level == "sequence" else "token"
