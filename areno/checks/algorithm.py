@@ -14,6 +14,7 @@ from areno.checks.model_numbers import LOGPROB_ERROR, largest_distance, sampling
 from areno.checks.policy_rows import StepRows, sampled_steps
 from areno.checks.probes import match_rows, seen_rows
 from areno.checks.step_formula import (
+    DistillFormula,
     KTOFormula,
     LikelihoodFormula,
     PairFormula,
@@ -205,6 +206,8 @@ def _weighted_advantages(row: TrainSequence) -> Row:
 def small_step(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     """Whether a small step against the gradient moves what the algorithm should move, by transformers."""
     run, [update, *_] = found.run, found.run.of()
+    if isinstance(formula_of(run.config, update), DistillFormula):
+        return  # its goal is its loss
     name, what, weights = _goal(found, update)
     model, leaves = run.models["actor"], {key: value.double().requires_grad_() for key, value in update.before.items()}
     temperature, total = sampling_temperature(run.config), torch.zeros((), dtype=torch.float64)

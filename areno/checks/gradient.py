@@ -14,7 +14,14 @@ import numpy as np
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.optimizer_formulas import Moments, learning_rate, optimizer_step
 from areno.checks.probes import match_rows
-from areno.checks.step_formula import PolicyFormula, StepFormula, formula_of, loss_and_gradient, relative_difference
+from areno.checks.step_formula import (
+    DistillFormula,
+    PolicyFormula,
+    StepFormula,
+    formula_of,
+    loss_and_gradient,
+    relative_difference,
+)
 from areno.checks.two_steps import TwoSteps, of_two_steps
 from areno.checks.watched_run import Probe, Tensors, Update
 
@@ -117,7 +124,10 @@ def _stops_gradient(found: TwoSteps) -> str:
         formula = formula_of(found.run.config, found.run.of()[-1])
     except NotChecked:
         return ""
-    stops = isinstance(formula, PolicyFormula) and formula.objective.stops_gradient
+    if isinstance(formula, DistillFormula) and formula.kind == "sampled_reverse_kl":
+        return "no gradient flows through the advantages of sampled distillation, so its value changes otherwise"
+    own = formula.policy if isinstance(formula, DistillFormula) else formula
+    stops = isinstance(own, PolicyFormula) and own.objective.stops_gradient
     return "no gradient flows through the importance ratios of this surrogate, so its value changes otherwise" * stops
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -338,7 +339,9 @@ def _own_formula(config: Any, update: Update) -> StepFormula | None:
             raise NotChecked(f"actor.mask={actor.mask} has no formula here")
         if actor.teacher_signal is not None:
             raise NotChecked(f"actor.teacher_signal={actor.teacher_signal} has no formula here")
-        keywords = vars(update.loss_fn).get("keywords") or update.loss_fn.keywords  # type: ignore[attr-defined]
+        keywords = update.loss_fn.keywords  # type: ignore[attr-defined]
+        if isinstance(inner := keywords.get("policy_loss_fn"), partial):  # beside the loss of distillation
+            keywords = inner.keywords
         if unknown := [name for name, value in keywords.items() if value and name not in _KNOWN]:
             raise NotChecked(f"the settings {', '.join(unknown)} of the loss have no formula here")
         settings = _policy_settings(actor) | _surrogate_settings(actor.surrogate, actor.chosen_surrogate)
