@@ -155,7 +155,13 @@ def critic_advantages(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """(advantages, returns) by GAE. Only advantages are normalised."""
     per_token = token_rewards(rewards, logprobs, reference, actor)
-    raw = [gae(row, own, actor.discount, actor.gae_lambda) for row, own in zip(per_token, values, strict=True)]
-    returns = [advantage + own for advantage, own in zip(raw, values, strict=True)]
+    raw, returns = [], []
+    for row, own in zip(per_token, values, strict=True):
+        decay = actor.gae_lambda
+        if actor.length_lambda is not None and len(own):  # VAPO (2504.05118 sec. 4.2)
+            decay = max(0.0, 1.0 - 1.0 / (actor.length_lambda * len(own)))
+        raw.append(gae(row, own, actor.discount, decay))
+        of_critic = decay if actor.critic_lambda is None else actor.critic_lambda
+        returns.append(gae(row, own, actor.discount, of_critic) + own)
     norm = Norm.of(actor.adv_norm)
     return (raw if norm is None else over_tokens(norm, raw, groups)), returns

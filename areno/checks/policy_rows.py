@@ -136,8 +136,8 @@ class StepRows:
                 yield text, self.advantages(_changed(actor, adv_norm=_changed(norm, **change)))[0]
             yield "adv_norm is left out", self.advantages(_changed(actor, adv_norm=None))[0]
         if isinstance(actor, ppo.PPOActorConfig):
-            yield "gae_lambda is 1", self.advantages(_changed(actor, gae_lambda=1.0))[0]
-            yield "gae_lambda is 0", self.advantages(_changed(actor, gae_lambda=0.0))[0]
+            yield "gae_lambda is 1", self.advantages(_changed(actor, gae_lambda=1.0, length_lambda=None))[0]
+            yield "gae_lambda is 0", self.advantages(_changed(actor, gae_lambda=0.0, length_lambda=None))[0]
 
 
 def _interleaved(groups: list[int]) -> list[int]:

@@ -61,6 +61,31 @@ class PPOActorConfig(TokenPolicyConfig):
         flag="--lam",
     )
 
+    length_lambda: float | None = setting(
+        None,
+        help="Lambda of the advantages by the length of the row, as in VAPO (arXiv 2504.05118, which uses 0.05): 1 - "
+        "1 / (length_lambda * trained tokens), at least 0. null: gae_lambda for all rows",
+        gt=0,
+    )
+    critic_lambda: float | None = setting(
+        None,
+        help="Lambda of GAE for the targets of the critic (returns), as in VAPO and SAO, which use 1. null: that of "
+        "the advantages",
+        ge=0,
+        le=1,
+    )
+
+    @require("gae_lambda", "is {self.gae_lambda}, but length_lambda sets lambda by the length of rows; leave one out")
+    def one_setting_decides_lambda(self) -> bool:
+        return self.length_lambda is None or self.is_default("gae_lambda")
+
+    def lambdas(self, n_tokens: int) -> tuple[float, float]:
+        """Return lambda of the advantages and of the critic's targets, for a row with this many trained tokens."""
+        of_policy = self.gae_lambda
+        if self.length_lambda is not None:
+            of_policy = max(0.0, 1.0 - 1.0 / (self.length_lambda * max(n_tokens, 1)))
+        return of_policy, of_policy if self.critic_lambda is None else self.critic_lambda
+
     @require("adv_norm.mean_leave1out", "needs one advantage per sample; PPO has one per token")
     def leave_one_out_is_over_samples(self) -> bool:
         return self.adv_norm is None or not self.adv_norm.mean_leave1out
@@ -87,6 +112,14 @@ class PPOConfig(CriticExperimentConfig):
         if self.agent.turn_credit == "gae" and self.actor.discount != 1:
             text, keys = "is {:g}, but {} is gae, which discounts turns; set {}", ("turn_credit", "turn_discount")
             yield Problem("actor.discount", text, self.actor.discount, *(Key(f"agent.{key}") for key in keys))
+
+    @check
+    def check_lambda_is_of_tokens(self) -> Iterator[Problem]:
+        """Report settings of lambda that GAE over turns does not use."""
+        for name in ("length_lambda", "critic_lambda"):
+            if self.agent.turn_credit == "gae" and (value := vars(self.actor)[name]) is not None:
+                text = "is {:g}, but {} is gae, whose lambda is that of turns; leave it out"
+                yield Problem(f"actor.{name}", text, value, Key("agent.turn_credit"))
 
     def advantages(self, rows: Any, groups: Any) -> Any:
         """Return (advantages, returns) by GAE. Each is a list with an array for the trained tokens of each row."""

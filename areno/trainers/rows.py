@@ -239,11 +239,11 @@ def _are_equal(rewards: Sequence[float]) -> bool:
 
 def critic_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], actor: Any) -> tuple[Arrays, Arrays]:
     """Return (advantages, returns) by GAE from the critic's values. Only advantages are normalised, over tokens."""
-    found = [
-        gae(rewards, values, actor.discount, actor.gae_lambda)
-        for rewards, values in zip(token_rewards(rows, actor), trained(rows, "values"), strict=True)
-    ]
-    advantages, returns = [one for one, _ in found], [other for _, other in found]
+    advantages, returns = [], []
+    for rewards, values in zip(token_rewards(rows, actor), trained(rows, "values"), strict=True):
+        of_policy, of_critic = actor.lambdas(len(values))
+        advantages.append(gae(rewards, values, actor.discount, of_policy)[0])
+        returns.append(gae(rewards, values, actor.discount, of_critic)[1])
     if actor.adv_norm is not None:
         advantages = normalize_tokens(advantages, groups, **asdict(actor.adv_norm))
     return advantages, returns

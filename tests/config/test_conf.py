@@ -113,6 +113,7 @@ VARIANTS = {
     "reinforce_pp": (["grpo"], "REINFORCE++"),
     "rloo": (["grpo", "gspo"], "RLOO"),
     "rlsd": (["grpo", "ppo"], "RLSD and SDAR"),
+    "sao": (["ppo"], "SAO"),
     "sao_mask": (["grpo", "ppo"], "Mask of SAO"),
     "sapo": (["grpo", "ppo"], "SAPO"),
     "sdar": (["grpo", "ppo"], "RLSD and SDAR"),
@@ -204,8 +205,9 @@ def test_variant_is_what_the_algorithms_page_says(name):
         name, f"={name} "
     )  # in the command of a variant that is not first
     words = shlex.split(next((command for command in commands if own in command), commands[0]))
-    shown = load(GRPOConfig, "gsm8k", [word for word in words if "--" not in word])
-    variant = load(GRPOConfig, "gsm8k", [f"variant={name}"])
+    recipe = PPOConfig if VARIANTS[name][0] == ["ppo"] else GRPOConfig
+    shown = load(recipe, "gsm8k", [word for word in words if "--" not in word])
+    variant = load(recipe, "gsm8k", [f"variant={name}"])
 
     def compare(values, one, other):
         for key, value in values.items():

@@ -196,6 +196,33 @@ def test_gae_reaches_across_tool_spans_and_is_whitened_over_the_batch() -> None:
     np.testing.assert_allclose(np.concatenate(plain), raw)
 
 
+def test_lambda_by_length_and_of_the_critic() -> None:
+    """VAPO sec. 4.2, as sums over later tokens: the policy's lambda grows with the row, the critic's is 1."""
+    config = PPOActorConfig(
+        path="m", adv_norm=None, kl_ctl=0.0, discount=0.9, length_lambda=0.3, critic_lambda=1.0, gae_lambda=0.95
+    )
+    rows = [
+        row([0.0] * 6, reward=1.0, values=[9.0, 0.2, 0.4, 0.1, 0.3, 0.5]),
+        row([0.0] * 3, reward=-1.0, values=[9.0, 0.1, 0.7]),
+    ]
+    advantages, returns = critic_advantages(rows, [0, 1], config)
+    for one, found, targets in zip(rows, advantages, returns, strict=True):
+        values = list(one.values[1:])  # type: ignore[index]
+        n, after = len(values), [*values[1:], 0.0]
+        deltas = [(one.reward if t == n - 1 else 0.0) + 0.9 * after[t] - values[t] for t in range(n)]
+        decay = max(0.0, 1 - 1 / (0.3 * n))
+        expected = [sum((0.9 * decay) ** (u - t) * deltas[u] for u in range(t, n)) for t in range(n)]
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+        wanted = [sum(0.9 ** (u - t) * deltas[u] for u in range(t, n)) + values[t] for t in range(n)]
+        np.testing.assert_allclose(targets, wanted, atol=1e-12)
+    assert advantages[1][0] != 0
+
+
+def test_settings_of_lambda_that_contradict() -> None:
+    with pytest.raises(ConfigError, match=r"gae_lambda: is 0\.9, but length_lambda sets lambda"):
+        PPOActorConfig(path="m", length_lambda=0.05, gae_lambda=0.9)
+
+
 @pytest.mark.parametrize("levels", [("batch", "batch"), ("group", "group"), ("group", "batch")])
 @pytest.mark.parametrize("has_signal", [False, True])
 def test_the_rounding_of_a_kl_is_not_made_a_signal(levels: tuple[str, str], has_signal: bool) -> None:
