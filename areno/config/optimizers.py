@@ -1,4 +1,4 @@
-"""The optimizers: the memory of their state, and the cost of an update. Imports no torch.
+"""The optimizers: the memory of their state, the cost of an update, and their settings. Imports no torch.
 
 The updates themselves are in engine/train/optimizer_updates.py.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+from areno.config.resuming import NEVER
+from areno.schema.fields import Flag, Needs, Section, setting
 
 OptimizerType = Literal["adam", "adam_8bit", "sgd"]
 MOMENT_BLOCK = 256
@@ -39,3 +42,67 @@ OPTIMIZERS: dict[OptimizerType, OptimizerKind] = {
     "sgd": OptimizerKind(help="SGD without momentum, which has no moments", moment_bytes=0, update_bytes=14),
 }
 WITH_MOMENTS = tuple(name for name, kind in OPTIMIZERS.items() if kind.moment_bytes)
+
+ADAM_8BIT = Flag(
+    "--adam-8bit",
+    "adam_8bit",
+    "Use AdamW with moments that are quantized to 8 bits in blocks. The moments then take 2 bytes per parameter "
+    "instead of 8",
+)
+_MOMENTS = Needs("type", *WITH_MOMENTS, so="there are no moments")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig(Section):
+    """AdamW or SGD with fp32 master weights. Norm weights and biases have no weight decay."""
+
+    type: OptimizerType = setting(
+        "adam",
+        help=". ".join(f"{name}: {kind.help}" for name, kind in OPTIMIZERS.items()),
+        flag=ADAM_8BIT,
+        on_resume=NEVER,
+    )
+    lr: float = setting(1e-6, help="Peak learning rate. 0: the weights do not change", ge=0, flag="--lr")
+    min_lr_ratio: float = setting(
+        0.1,
+        help="Learning rate at the end of its decay, as a fraction of the peak lr",
+        ge=0,
+        le=1,
+        only_with=Needs("lr_scheduler_type", "linear", "cosine", so="lr does not decay"),
+        flag=Flag("--min-lr", help="Learning rate at the end of its decay. Default: a tenth of --lr"),
+    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
+        "cosine", help="Shape of the decay of the learning rate. constant: no decay", flag="--lr-decay-style"
+    )
+    lr_decay_steps: int | None = setting(
+        None,
+        help="Number of optimizer steps, including warm-up, after which the learning rate has decayed to min_lr_ratio "
+        "* lr. null: all optimizer steps of the run, or 1000 in a script that calls areno.Trainer",
+        gt=0,
+        flag=Flag(
+            "--lr-decay-steps",
+            help="Number of optimizer steps, including warm-up, after which the learning rate has "
+            "decayed to --min-lr. Default: all optimizer steps of the run",
+        ),
+    )
+    warmup_steps_proportion: float = setting(
+        0.001, help="Length of the linear warm-up from 0 to lr, as a fraction of lr_decay_steps", ge=0, lt=1
+    )
+    beta1: float = setting(
+        0.9, help="Decay rate of Adam's first moment", ge=0, lt=1, only_with=_MOMENTS, flag="--adam-beta1"
+    )
+    beta2: float = setting(
+        0.999, help="Decay rate of Adam's second moment", ge=0, lt=1, only_with=_MOMENTS, flag="--adam-beta2"
+    )
+    eps: float = setting(
+        1e-8, help="Small number that Adam adds to the square root of the second moment", gt=0, only_with=_MOMENTS
+    )
+    weight_decay: float = setting(
+        0.01, help="Decoupled weight decay. Norm weights and biases are not decayed", ge=0, flag="--weight-decay"
+    )
+    gradient_clipping: float = setting(
+        1.0,
+        help="Gradients are scaled down if their global norm is larger than this number. 0: no clipping",
+        ge=0,
+        flag="--grad-clip-norm",
+    )

@@ -43,7 +43,7 @@ class Optimizer:
         self.steps = self.skipped_steps = self.empty_steps = self.moments_from = 0
         self.before_step: list[Callable[[], None]] = []
         self._stream = StateStream(flat.params.device)
-        self._update = UPDATES[config.type](flat)
+        self._update = UPDATES[config.type](flat, config, tp)
         self.is_in_blocks = OPTIMIZERS[config.type].block > 1
         self.clear_moments()
 
@@ -108,6 +108,7 @@ class Optimizer:
             correction_2=math.sqrt(1.0 - config.beta2**n_updates),
         )
         decayed = replace(update, decay=1.0 - lr * config.weight_decay)
+        self._update.prepare(self._stream, update)
         works = []
         for window in self._stream.windows({"masters": flat.masters, **self.moments}, flat.n_local):
             for bucket in flat.buckets:
@@ -115,8 +116,7 @@ class Optimizer:
                     continue
                 for chunk in flat.chunks(bucket, window.place):
                     how = decayed if chunk.segment.decayed else update
-                    grads, params = flat.grads[chunk.grads], flat.params[chunk.place]
-                    self._update.apply(window, chunk.local, grads, params, how)
+                    self._update.apply(window, chunk, how)
                 if self.is_in_blocks:
                     self._broadcast_replicas(bucket, window)
                 if bucket.local.stop <= window.place.stop:

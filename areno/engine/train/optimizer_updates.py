@@ -7,11 +7,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from areno.config.optimizers import MOMENT_BLOCK, OptimizerType
-from areno.engine.train.optimizer_offload import Buffer, UpdateWindow
-from areno.engine.train.zero_buffers import FlatParameters
+from areno.config.optimizers import MOMENT_BLOCK, OptimizerConfig, OptimizerType
+from areno.engine.train.optimizer_offload import Buffer, StateStream, UpdateWindow
+from areno.engine.train.zero_buffers import FlatParameters, OwnedChunk
 from areno.kernels.adam import AdamUpdate, adam, adam_8bit
 from areno.kernels.adam.reference import code_values
+from areno.layers.parallel import ParallelGroup
 
 
 class Sgd:
@@ -23,26 +24,35 @@ class Sgd:
 
     names: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, flat: FlatParameters):
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
+        self.flat = flat
         self.moments: dict[str, Buffer] = {name: flat.new_state(torch.float32, flat.n_local) for name in self.names}
 
     def clear(self) -> None:
         for buffer in self.moments.values():
             buffer.zero_()
 
-    def apply(self, window: UpdateWindow, local: slice, grads: Tensor, params: Tensor, how: AdamUpdate) -> None:
-        masters = window.state("masters", local)
+    def prepare(self, stream: StateStream, how: AdamUpdate) -> None:
+        """Change the gradients in place before the masters are updated. All ranks of the model call this together."""
+
+    def apply(self, window: UpdateWindow, chunk: OwnedChunk, how: AdamUpdate) -> None:
+        """Update the masters and parameters of a chunk. `how.decay` is that of the chunk's segment."""
+        masters, grads, params = self._tensors(window, chunk)
         masters.mul_(how.decay).add_(grads, alpha=-how.lr * how.scale)
         if params.data_ptr() != masters.data_ptr():
             params.copy_(masters)
+
+    def _tensors(self, window: UpdateWindow, chunk: OwnedChunk) -> tuple[Tensor, Tensor, Tensor]:
+        return window.state("masters", chunk.local), self.flat.grads[chunk.grads], self.flat.params[chunk.place]
 
 
 class Adam(Sgd):
     names = "exp_avg", "exp_avg_sq"
 
-    def apply(self, window: UpdateWindow, local: slice, grads: Tensor, params: Tensor, how: AdamUpdate) -> None:
-        exp_avg, exp_avg_sq = (window.state(name, local) for name in self.names)
-        adam(grads, window.state("masters", local), params, (exp_avg, exp_avg_sq), how)
+    def apply(self, window: UpdateWindow, chunk: OwnedChunk, how: AdamUpdate) -> None:
+        masters, grads, params = self._tensors(window, chunk)
+        exp_avg, exp_avg_sq = (window.state(name, chunk.local) for name in self.names)
+        adam(grads, masters, params, (exp_avg, exp_avg_sq), how)
 
 
 class Adam8Bit(Sgd):
@@ -50,7 +60,8 @@ class Adam8Bit(Sgd):
 
     names = "exp_avg", "exp_avg_sq"
 
-    def __init__(self, flat: FlatParameters):
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
+        self.flat = flat
         assert all(place.start % MOMENT_BLOCK == 0 for place in flat.ranges.values())
         n_blocks = -(-flat.n_local // MOMENT_BLOCK)
         self.moments = {name: flat.new_state(torch.uint8, flat.n_local) for name in self.names}
@@ -62,10 +73,11 @@ class Adam8Bit(Sgd):
         # Padding between parameters must decode to zero for any scale of its block.
         self.moments["exp_avg"].fill_(code_values(True, torch.device("cpu")).tolist().index(0.0))
 
-    def apply(self, window: UpdateWindow, local: slice, grads: Tensor, params: Tensor, how: AdamUpdate) -> None:
-        exp_avg, exp_avg_sq = (window.state(name, local) for name in self.names)
-        scale, scale_sq = (window.scales(f"{name}_scale", local) for name in self.names)
-        adam_8bit(grads, window.state("masters", local), params, (exp_avg, exp_avg_sq), (scale, scale_sq), how)
+    def apply(self, window: UpdateWindow, chunk: OwnedChunk, how: AdamUpdate) -> None:
+        masters, grads, params = self._tensors(window, chunk)
+        exp_avg, exp_avg_sq = (window.state(name, chunk.local) for name in self.names)
+        scale, scale_sq = (window.scales(f"{name}_scale", chunk.local) for name in self.names)
+        adam_8bit(grads, masters, params, (exp_avg, exp_avg_sq), (scale, scale_sq), how)
 
 
 UPDATES: dict[OptimizerType, type[Sgd]] = {"adam": Adam, "adam_8bit": Adam8Bit, "sgd": Sgd}
