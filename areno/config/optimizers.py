@@ -11,7 +11,7 @@ from typing import Literal
 from areno.config.resuming import NEVER
 from areno.schema.fields import Flag, Needs, Section, setting
 
-OptimizerType = Literal["adam", "adam_8bit", "sgd"]
+OptimizerType = Literal["adam", "adam_8bit", "muon", "sgd"]
 MOMENT_BLOCK = 256
 """Elements of an 8-bit moment that share a scale."""
 
@@ -23,9 +23,16 @@ class OptimizerKind:
     help: str
     moment_bytes: float  # of all moments with their scales, for a trained parameter
     update_bytes: float  # that an update reads and writes for a trained parameter, fitted on an H100
+    matrix_flops: float = 0  # for a parameter of a matrix and an element of its shorter side, by arithmetic
+    matrix_moment_bytes: float | None = None  # for a parameter of a matrix that is updated as a whole. None: as others
     block: int = 1  # parameters that share a scale of a moment
     smaller: OptimizerType | None = None  # an optimizer with the same settings that needs less memory
     price: str = ""  # of this optimizer, in place of the one that it is the smaller one of
+
+    def state_bytes(self, n: int, n_in_matrices: int) -> int:
+        """Return the bytes of the moments of `n` trained parameters."""
+        in_matrices = self.moment_bytes if self.matrix_moment_bytes is None else self.matrix_moment_bytes
+        return int(in_matrices * n_in_matrices + self.moment_bytes * (n - n_in_matrices))
 
 
 OPTIMIZERS: dict[OptimizerType, OptimizerKind] = {
@@ -38,6 +45,14 @@ OPTIMIZERS: dict[OptimizerType, OptimizerKind] = {
         update_bytes=18,
         block=MOMENT_BLOCK,
         price="moments are rounded to 8 bits",
+    ),
+    "muon": OptimizerKind(
+        help="Muon for the projections of layers, adapters and experts, 4 bytes per parameter of momentum. AdamW "
+        "for embedding, head, norms, biases and routers, with 8 bytes",
+        moment_bytes=8,
+        update_bytes=80,  # by arithmetic
+        matrix_moment_bytes=4,
+        matrix_flops=5 * (2 + 2 + 1),
     ),
     "sgd": OptimizerKind(help="SGD without momentum, which has no moments", moment_bytes=0, update_bytes=14),
 }
@@ -53,8 +68,31 @@ _MOMENTS = Needs("type", *WITH_MOMENTS, so="there are no moments")
 
 
 @dataclass(kw_only=True)
+class MuonConfig(Section):
+    """Momentum whose direction is orthogonalised for each matrix (kellerjordan.github.io/posts/muon, arXiv 2502.16982).
+
+    With M the momentum of a matrix and G its gradient, W <- (1 - lr weight_decay) W - lr s NS(G + momentum (M - G)).
+    NS maps all singular values to about 1, by steps x <- a x + (b x x^T + c (x x^T)^2) x from x = M / |M|, where (a, b,
+    c) = (3.4445, -4.775, 2.0315). A matrix is a tensor of the checkpoint: q, k, v, gate, up and each expert are apart.
+    """
+
+    momentum: float = setting(0.95, help="Decay rate of the momentum", ge=0, lt=1)
+    nesterov: bool = setting(True, help="true: Nesterov momentum, as in the formula. false: NS(M)")
+    ns_steps: int = setting(5, help="Number of Newton-Schulz steps", gt=0)
+    scale_mode: Literal["match_rms_adamw", "spectral"] = setting(
+        "match_rms_adamw",
+        help="The factor s. match_rms_adamw: 0.2 max(rows, columns)^0.5, with which an update is as large as one of "
+        "AdamW, so that a learning rate of AdamW can be kept. spectral: max(1, rows / columns)^0.5, which needs a "
+        "learning rate of its own, often near 0.02 in training from scratch",
+    )
+    ns_dtype: Literal["bfloat16", "float32"] = setting(
+        "bfloat16", help="Dtype of the products on a GPU. On a CPU they are always in float32"
+    )
+
+
+@dataclass(kw_only=True)
 class OptimizerConfig(Section):
-    """AdamW or SGD with fp32 master weights. Norm weights and biases have no weight decay."""
+    """AdamW, Muon or SGD with fp32 master weights. Norm weights and biases have no weight decay."""
 
     type: OptimizerType = setting(
         "adam",
@@ -105,4 +143,10 @@ class OptimizerConfig(Section):
         help="Gradients are scaled down if their global norm is larger than this number. 0: no clipping",
         ge=0,
         flag="--grad-clip-norm",
+    )
+    muon: MuonConfig = setting(
+        factory=MuonConfig,
+        help="Muon, for the matrices of the layers. lr, its schedule and weight_decay hold for all parameters. beta1, "
+        "beta2 and eps for those that AdamW updates",
+        only_with=Needs("type", "muon", so="no matrix is orthogonalised"),
     )

@@ -12,7 +12,15 @@ from areno.layers.config import AdapterSpec, DeltaConfig, mlp_piece_tokens
 from areno.models.adapter_shapes import n_adapter_parameters, n_stacked_parameters
 from areno.models.config import TransformerConfig
 from areno.models.fp8_layers import n_quantized_parameters
-from areno.models.parameters import n_body_parameters, n_kv_heads, n_layer_parameters, n_parameters, q_size, qkv_size
+from areno.models.parameters import (
+    n_body_parameters,
+    n_kv_heads,
+    n_layer_parameters,
+    n_matrix_parameters,
+    n_parameters,
+    q_size,
+    qkv_size,
+)
 
 LOGITS_KEPT = 5 * 2**29  # bytes of the gradients of logits that a GPU keeps: 8.8k positions of 152k tokens in bf16
 LOGITS_CHUNK = 2048  # positions whose logits are computed at once
@@ -91,7 +99,11 @@ def model_bytes(
         at_once = min(-(-BUCKET // layer), config.num_layers) * layer
         n_grads = n - of_layers + of_layers // layout.dp_size + 2 * min(at_once, of_layers)  # see ReducedGradients
     is_master = itemsize == 4 and divided == 1
-    masters, moments = 0 if is_master else 4 * n // divided, int(OPTIMIZERS[optimizer].moment_bytes * n) // divided
+    n_in_matrices = n if adapters is not None else n_matrix_parameters(config, layout)
+    masters, moments = (
+        0 if is_master else 4 * n // divided,
+        OPTIMIZERS[optimizer].state_bytes(n, n_in_matrices) // divided,
+    )
     return ModelBytes(
         weights=weights,
         gradients=4 * n_grads,

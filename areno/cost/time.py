@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.cost.flops import TokenCost, mean_attention_pairs
 from areno.models.config import TransformerConfig
+from areno.models.parameters import n_matrix_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +150,16 @@ def _saved_elements(config: TransformerConfig) -> int:
     return (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + inner
 
 
-def update_seconds(n_trained: float, optimizer: OptimizerType, rates: Rates) -> float:
-    return _UPDATE_S + OPTIMIZERS[optimizer].update_bytes * n_trained / rates.copy_bytes_s
+def update_seconds(
+    config: TransformerConfig, cost: TokenCost, optimizer: OptimizerType, rates: Rates, tp_size: int, n_parts: int
+) -> float:
+    """Return the seconds of an update. `n_parts`: the data-parallel ranks that divide the optimizer."""
+    kind, n_trained = OPTIMIZERS[optimizer], cost.adapter_params or cost.n_params
+    # Every tensor-parallel rank computes with whole matrices. Those of adapters have one short side, and cost little.
+    n_in_matrices = 0 if cost.adapter_params else n_matrix_parameters(config) / n_parts
+    flops = kind.matrix_flops * config.hidden_size * n_in_matrices
+    moved = kind.update_bytes * n_trained / (tp_size * n_parts)
+    return _UPDATE_S + moved / rates.copy_bytes_s + flops / (_LARGE_PRODUCTS * rates.matmul_flops_s)
 
 
 @dataclass(frozen=True, kw_only=True)

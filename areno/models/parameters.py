@@ -19,6 +19,21 @@ def n_body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     return _n_body_parameters(config, layout, experts)
 
 
+def n_matrix_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
+    """Return the number of parameters of the projections of all layers, `Transformer.matrix_parts`."""
+    size, experts, delta = config.hidden_size, config.experts, config.delta
+    n_delta, n_sparse = (0 if delta is None else len(delta.layers)), 0
+    found = 0
+    if experts is not None:
+        n_sparse = len(experts.layers(config.num_layers))
+        found += n_sparse * 3 * size * experts.inner_size * layout.share_rounded_down(experts.n_experts)
+    if delta is not None:
+        found += n_delta * layout.share_rounded_down(size * (sum(delta.projection_sizes) + delta.inner_size))
+    attention = size * (qkv_size(config, layout) + q_size(config, layout))
+    mlp = 3 * size * layout.share_rounded_down(config.intermediate_size)
+    return found + (config.num_layers - n_delta) * attention + (config.num_layers - n_sparse) * mlp
+
+
 def n_active_body_parameters(config: TransformerConfig) -> int:
     """Return the number of body parameters that one token uses, over all ranks. Of the experts, only `top_k` count."""
     return _n_body_parameters(config, ALONE, 0 if config.experts is None else config.experts.top_k)

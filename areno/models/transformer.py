@@ -21,9 +21,12 @@ from torch.utils.checkpoint import checkpoint
 from areno.kernels.backend import can_use_triton
 from areno.kernels.matmul import pad_rows
 from areno.kernels.symmetric_memory import SymmetricMemory
+from areno.layers.adapter import Adapter
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.delta import GatedDelta
 from areno.layers.embedding import ValueHead, VocabParallelEmbedding
+from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
+from areno.layers.mlp import ExpertMatrices
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
 from areno.layers.rotary import Rotary
 from areno.layers.routing import Routing
@@ -211,6 +214,16 @@ class Transformer(nn.Module):
         """Return where each checkpoint tensor lies in a parameter, in the order of the rows."""
         layer, kind = parameter.rsplit(".", 1)
         return self.get_submodule(layer).layout[kind]  # type: ignore[return-value, index]
+
+    def matrix_parts(self, parameter: str) -> tuple[TensorPart, ...]:
+        """Return the matrices in a parameter that are maps between activations, as `tensor_parts`.
+
+        They are the projections, also those of experts and of adapters. Empty for embedding, head, norm, bias,
+        convolution and router.
+        """
+        module = self.get_submodule(parameter.rsplit(".", 1)[0])
+        is_map = isinstance(module, (ColumnParallelLinear, RowParallelLinear, ExpertMatrices, Adapter))
+        return self.tensor_parts(parameter) if is_map and self.get_parameter(parameter).dim() == 2 else ()
 
     def is_sharded(self, parameter: str) -> bool:
         return self.tp.size > 1 and self.tensor_parts(parameter)[0].dim is not None

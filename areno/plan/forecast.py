@@ -389,11 +389,9 @@ class _StepForecast:
                 moved += self._n_updates(name) * (found.masters + found.moments)
             seconds += moved / _COPY_BYTES_S
         if phase == TRAIN and role.optimizer is not None:
-            trained = cost.adapter_params or cost.n_params
-            shards = self.layout.tp_size * (self.layout.dp_size if self.footprint.zero_stage else 1)
-            seconds += self._n_updates(name) * update_seconds(
-                trained / shards, role.optimizer.type, self.hardware.rates
-            )
+            n_parts = self.layout.dp_size if self.footprint.zero_stage else 1
+            how = role.optimizer.type, self.hardware.rates, self.layout.tp_size, n_parts
+            seconds += self._n_updates(name) * update_seconds(model.config, cost, *how)
         if phase == TRAIN and name == "actor":
             seconds += self._teacher_seconds(work)
         seconds += host_seconds(rows.n, rows.n * row * (values_per_token(self.config) if phase == TRAIN else 1))

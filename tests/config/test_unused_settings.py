@@ -117,6 +117,12 @@ def problems(recipe: str, *overrides: str, name: str = "quickstart") -> list[str
         ),
         (
             "gspo",
+            "actor.optimizer.muon.ns_steps=6",
+            "actor.optimizer.muon.ns_steps: is 6, but actor.optimizer.type is adam, so no matrix is orthogonalised; "
+            "set actor.optimizer.type to muon, or leave this out",
+        ),
+        (
+            "gspo",
             "actor.optimizer.type=sgd recover.no_save_optim=true",
             "recover.no_save_optim: is true, but actor.optimizer.type is sgd, which has no moments",
         ),

@@ -177,8 +177,10 @@ def _stored_shape(part: TensorPart) -> tuple[int, ...]:
 
 def _matrix_shards(role: str, kind: str, backend: TrainBackend) -> Iterator[TensorShard]:
     """Yield the shards of master weights or fp32 moments, before data parallelism divides them."""
-    flat, _ = flat_and_optimizer(backend)
+    flat, optimizer = flat_and_optimizer(backend)
     for name, own, part in _trained_tensors(backend):
+        if kind != MASTER and not optimizer.has_moment(kind, own):
+            continue
         row = math.prod(flat.shapes[own][1:])
         shape = _stored_shape(part)
         offsets, sizes = [0] * len(shape), list(shape)

@@ -99,21 +99,21 @@ class TrainBackend:
             self.params = [parameter.detach() for _, parameter in named] if role.lora else [flatten(named)]
             fill()
         else:
-            stage, dp = spec.engine.zero_stage, context.dp
-            self.flat = FlatParameters(
+            stage, dp, kind = spec.engine.zero_stage, context.dp, OPTIMIZERS[role.optimizer.type]
+            flat = self.flat = FlatParameters(
                 model,
                 model.is_sharded,
-                max(ALIGN, OPTIMIZERS[role.optimizer.type].block),
+                max(ALIGN, kind.block),
                 in_parts=partial(model.partial_gradient_slices, split=self._split),
                 stage=model.backward_stage if stage else None,
                 dp=dp,
                 divide_grads=stage == 2,
                 fill=fill,
                 in_host=role.offload,
+                matrix_parts=model.matrix_parts if kind.matrix_moment_bytes is not None else lambda _: (),
             )
-            is_divided = self.flat.is_divided
             self._divides_grads = stage == 2 and dp.size > 1
-            self._gradients = ReducedGradients(self.flat, model) if is_divided else Gradients(self.flat, dp, model.tp)
+            self._gradients = ReducedGradients(flat, model) if flat.is_divided else Gradients(flat, dp, model.tp)
             self.params = [self.flat.params, *self.flat.frozen]
             self.optimizer = Optimizer(self.flat, role.optimizer, model.tp)
 

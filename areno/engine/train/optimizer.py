@@ -1,4 +1,4 @@
-"""AdamW (arXiv 1711.05101) and SGD on flat buffers, and the global gradient norm."""
+"""AdamW (arXiv 1711.05101), Muon and SGD on flat buffers, and the global gradient norm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GradientStats:
 
 
 class Optimizer:
-    """AdamW or SGD. Updates `flat.masters` from `flat.grads`, and writes the rounded result into `flat.params`.
+    """AdamW, Muon or SGD. Updates `flat.masters` from `flat.grads`, and writes the rounded result into `flat.params`.
 
     With `flat.in_host`, masters and moments are streamed through the device in windows (see StateStream), with bitwise
     equal results. If the buffers are divided over data-parallel ranks, each rank updates the elements that it owns, and
@@ -56,6 +56,10 @@ class Optimizer:
     def moments(self) -> dict[str, Buffer]:
         """The buffers of the moments by name. With 8-bit moments also the buffers of their scales."""
         return self._update.moments
+
+    def has_moment(self, name: str, parameter: str) -> bool:
+        """Return whether a parameter has the moment `name`. Some moments are only those of the first parameters."""
+        return self.moments[name].numel() >= self.flat.n_local or parameter not in self.flat.matrices
 
     @property
     def lr(self) -> float:

@@ -173,6 +173,8 @@ class _DeviceWindow:
         self._pairs = []
         for name, buffer in self._hosted.items():
             of_buffer = _buffer_range(place, buffer)
+            if of_buffer.start >= of_buffer.stop:
+                continue
             loaded[name] = self._memory[name][: of_buffer.stop - of_buffer.start]
             self._pairs.append((buffer[of_buffer], loaded[name]))
         if streams is not None and self._stored is not None:
@@ -201,5 +203,9 @@ def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[objec
 
 
 def _buffer_range(place: slice, buffer: HostBuffer) -> slice:
-    """Convert a range of parameters to the range of a buffer, which may have one element for BLOCK parameters."""
-    return block_range(place) if buffer.per_block else place
+    """Convert a range of parameters to the range of a buffer.
+
+    A buffer may have one element for BLOCK parameters, or elements for the first parameters only.
+    """
+    place = block_range(place) if buffer.per_block else place
+    return slice(place.start, min(place.stop, buffer.numel()))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from areno.config.optimizers import MOMENT_BLOCK, OptimizerConfig, OptimizerType
+from areno.engine.train.muon import orthogonalise_gradients
 from areno.engine.train.optimizer_offload import Buffer, StateStream, UpdateWindow
 from areno.engine.train.zero_buffers import FlatParameters, OwnedChunk
 from areno.kernels.adam import AdamUpdate, adam, adam_8bit
@@ -80,4 +81,35 @@ class Adam8Bit(Sgd):
         adam_8bit(grads, masters, params, (exp_avg, exp_avg_sq), (scale, scale_sq), how)
 
 
-UPDATES: dict[OptimizerType, type[Sgd]] = {"adam": Adam, "adam_8bit": Adam8Bit, "sgd": Sgd}
+class Muon(Adam):
+    """Muon for the matrices of `flat.matrices`, whose momentum is `exp_avg`, and AdamW for all other parameters."""
+
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
+        self.flat, self.settings, self.tp = flat, config.muon, tp
+        self.moments = {"exp_avg": flat.new_state(torch.float32)}
+        self.moments["exp_avg_sq"] = flat.new_state(torch.float32, flat.n_elementwise)
+
+    def prepare(self, stream: StateStream, how: AdamUpdate) -> None:
+        beta = self.settings.momentum
+        for window in stream.windows({"exp_avg": self.moments["exp_avg"]}, self.flat.n_local):
+            for chunk in self.flat.chunks(local=window.place):
+                if chunk.segment.in_matrices:
+                    grads, momentum = self.flat.grads[chunk.grads].mul_(how.scale), window.state("exp_avg", chunk.local)
+                    momentum.lerp_(grads, 1.0 - beta)
+                    if self.settings.nesterov:
+                        grads.lerp_(momentum, beta)
+                    else:
+                        grads.copy_(momentum)
+        orthogonalise_gradients(self.flat, self.tp, self.settings)
+
+    def apply(self, window: UpdateWindow, chunk: OwnedChunk, how: AdamUpdate) -> None:
+        if not chunk.segment.in_matrices:
+            super().apply(window, chunk, how)
+            return
+        masters, directions, params = self._tensors(window, chunk)
+        masters.mul_(how.decay).add_(directions, alpha=-how.lr)
+        if params.data_ptr() != masters.data_ptr():
+            params.copy_(masters)
+
+
+UPDATES: dict[OptimizerType, type[Sgd]] = {"adam": Adam, "adam_8bit": Adam8Bit, "muon": Muon, "sgd": Sgd}

@@ -7,7 +7,7 @@ each rank owns an equal part of every bucket. A rank has master weights and mome
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from areno.cost.memory import BUCKET
 from areno.engine.train.optimizer_offload import Buffer, HostBuffer, buffer_range_views, split_at_parts
 from areno.layers.parallel import ParallelGroup, wait_for
+from areno.layers.shard import TensorPart
 
 ALIGN = 16  # elements; every parameter starts at a multiple, so that vector loads are aligned in every dtype
 CHUNK = 2**24  # elements worked on at once, which bounds the temporaries of the optimizer to 64 MiB each
@@ -24,6 +25,7 @@ CHUNK = 2**24  # elements worked on at once, which bounds the temporaries of the
 Named = Sequence[tuple[str, nn.Parameter]]
 Stage = Callable[[str], int]
 InParts = Callable[[str], list[tuple[slice, int]]]
+MatrixParts = Callable[[str], tuple[TensorPart, ...]]
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Segment:
     decayed: bool  # whether weight decay applies: to matrices, not to norm weights and biases
     sharded: bool  # whether tensor-parallel ranks hold different shards rather than equal copies
     n_params: int  # without the padding for alignment
+    in_matrices: bool = False  # whether the optimizer updates whole matrices, rather than each element by itself
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,9 @@ class FlatParameters:
     in `workspace`, which all divided buckets share. `fill` sets the weights once the parameters are views of `params`.
     So a model that was built without memory never has its weights in memory twice.
 
+    `matrix_parts` returns the matrices of a parameter that the optimizer updates as a whole. All elements of such
+    parameters lie after all others, so a moment that only the others have needs `n_elementwise` elements.
+
     `grads` is float32, and each `parameter.grad` is a view of it or of `workspace`. Clear it by `grads.zero_()`; never
     set a gradient to None. `masters` are the float32 values that the optimizer updates, for the owned elements. If
     `params` is float32 and not divided, `masters` is the same tensor.
@@ -105,6 +111,7 @@ class FlatParameters:
         divide_grads: bool = False,
         fill: Callable[[], object] = lambda: None,
         in_host: bool = False,
+        matrix_parts: MatrixParts = lambda name: (),
     ):
         named = list(model.named_parameters())  # a tied parameter appears once
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
@@ -114,21 +121,25 @@ class FlatParameters:
         self.buckets: list[Bucket] = []
         self.ranges: dict[str, slice] = {}
         ends = {name: stage(name) for name, _ in trained} if stage is not None else dict.fromkeys(self.shapes, 0)
+        self.matrices = {name: parts for name, _ in trained if (parts := matrix_parts(name))}
         end = n_grads = 0
-        for group in _parameters_by_bucket(trained, ends) if self.is_divided else [trained]:
+        for group in _parameters_by_bucket(trained, ends, self.matrices) if self.is_divided else [trained]:
             start = end
-            segments, places, end = _assign_ranges(group, is_sharded, align, start)
+            segments, places, end = _assign_ranges(group, is_sharded, align, start, self.matrices)
             end += -(end - start) % (align * self.dp.size)
             self.ranges |= places
             size = (end - start) // self.dp.size
             own = slice(start + self.dp.rank * size, start + (self.dp.rank + 1) * size)
             least = min(ends[name] for name, _ in group)
             # Not the embedding and the head: their gradients come at the ends of the backward pass, or at both if tied.
+            # With matrices, the other parameters of many layers share a bucket, which the last of them completes.
             is_whole = not (divide_grads and self.is_divided and 0 <= least < max(ends.values()))
+            is_whole |= bool(self.matrices) and group[0][0] not in self.matrices
             grads = slice(n_grads, n_grads + (end - start if is_whole else size))
             n_grads = grads.stop
             local = slice(start // self.dp.size, end // self.dp.size)
             self.buckets.append(Bucket(slice(start, end), own, local, grads, least, tuple(segments)))
+        self.buckets.sort(key=lambda bucket: bucket.stage)
         self.params = _move_parameters(trained, self.ranges, end)
         fill()
         self.segments = [segment for bucket in self.buckets for segment in bucket.segments]
@@ -146,6 +157,9 @@ class FlatParameters:
         for name, parameter in trained:
             parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
             parameter.grad = self._gradient_buffer(self.ranges[name]).view(parameter.shape)
+        self._make_masters()
+
+    def _make_masters(self) -> None:
         self.masters: Buffer = self.params
         if self.is_divided or self.params.dtype != torch.float32:
             self.masters = self.new_state(torch.float32)
@@ -167,6 +181,18 @@ class FlatParameters:
         yield from zip(masters, params, strict=True)
 
     @property
+    def n_elementwise(self) -> int:
+        """Return the number of masters before those of `matrices`."""
+        # A bucket of a divided buffer has only the one kind. An undivided buffer is one bucket.
+        stops = [
+            bucket.local.stop if self.is_divided else segment.stop
+            for bucket in self.buckets
+            for segment in bucket.segments
+            if not segment.in_matrices
+        ]
+        return max(stops, default=0)
+
+    @property
     def is_divided(self) -> bool:
         return self.dp.size > 1
 
@@ -179,7 +205,7 @@ class FlatParameters:
 
     def _gradient_buffer(self, place: slice) -> torch.Tensor:
         """Return the 1-D gradient buffer of the parameter whose range in `self.params` is `place`."""
-        bucket = next(bucket for bucket in self.buckets if place.stop <= bucket.place.stop)
+        bucket = next(each for each in self.buckets if each.place.start <= place.start < each.place.stop)
         return self.gradient_slot(bucket)[_shift_slice(place, -bucket.place.start)]
 
     def chunks(self, bucket: Bucket | None = None, local: slice | None = None) -> Iterator[OwnedChunk]:
@@ -236,12 +262,20 @@ def _chunks(bucket: Bucket, segment: Segment, low: int, high: int, within: slice
         yield OwnedChunk(place, local, _shift_slice(place, bucket.own_grads_range.start - bucket.own.start), segment)
 
 
-def _parameters_by_bucket(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Yield the parameters of each bucket, by ascending stage.
+def _parameters_by_bucket(
+    named: Named, stages: dict[str, int], matrices: Container[str]
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Yield the parameters of each bucket, first those of elements that are updated by themselves, then `matrices`.
 
-    All parameters of a stage are in the same bucket. The embedding, and the parameters after the layers, have buckets
-    of their own.
+    Both by ascending stage. All such parameters of a stage are in the same bucket. The embedding, and the parameters
+    after the layers, have buckets of their own.
     """
+    for kind in (False, True):
+        alike = [(name, parameter) for name, parameter in named if (name in matrices) == kind]
+        yield from filter(None, _parameters_by_stage(alike, stages))
+
+
+def _parameters_by_stage(named: Named, stages: dict[str, int]) -> Iterator[list[tuple[str, nn.Parameter]]]:
     last = max(stages.values())
     group: list[tuple[str, nn.Parameter]] = []
     for stage in sorted(set(stages.values())):
@@ -253,25 +287,25 @@ def _parameters_by_bucket(named: Named, stages: dict[str, int]) -> Iterator[list
 
 
 def _assign_ranges(
-    named: Named, is_sharded: Callable[[str], bool] | None, align: int, start: int
+    named: Named, is_sharded: Callable[[str], bool] | None, align: int, start: int, matrices: Container[str] = ()
 ) -> tuple[list[Segment], dict[str, slice], int]:
     """Assign consecutive ranges, from `start`, to parameters grouped into segments. Also returns the end."""
     dtypes = {parameter.dtype for _, parameter in named}
     assert len(dtypes) == 1, f"parameters of several dtypes: {dtypes}"
-    kinds: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[tuple[bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        kind = (parameter.dim() >= 2, is_sharded is not None and is_sharded(name))
+        kind = (name not in matrices, parameter.dim() >= 2, is_sharded is not None and is_sharded(name))
         kinds.setdefault(kind, []).append((name, parameter))
 
     segments: list[Segment] = []
     places: dict[str, slice] = {}
     end = start
-    for (decayed, sharded), members in sorted(kinds.items(), key=lambda item: item[0], reverse=True):
+    for (elementwise, decayed, sharded), members in sorted(kinds.items(), key=lambda item: item[0], reverse=True):
         start = end
         for name, parameter in members:
             places[name] = slice(end, end + parameter.numel())
             end += -(-parameter.numel() // align) * align
-        segments.append(Segment(start, end, decayed, sharded, sum(p.numel() for _, p in members)))
+        segments.append(Segment(start, end, decayed, sharded, sum(p.numel() for _, p in members), not elementwise))
     return segments, places, end
 
 
