@@ -207,7 +207,10 @@ def _record(subject: Subject, item: PromptItem, text: str, ends: bool = True) ->
 def _pool(subject: Subject) -> RewardPool:
     config = _policy_config(subject)
     sources = {name: source.reward for name, source in (config.train_dataset.sources or {}).items()}
-    return RewardPool(replace(config.reward, workers=1), sources=sources)
+    section = replace(config.reward, workers=1)
+    if section.weights is not None and not any(section.weights):  # the functions are only recorded
+        section = replace(section, weights=None)
+    return RewardPool(section, sources=sources)
 
 
 def _score(subject: Subject, records: Sequence[RewardRecord]) -> tuple[list[RewardOutcome], float]:

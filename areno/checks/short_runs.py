@@ -58,6 +58,9 @@ def groups_with_signal(subject: Subject) -> Iterator[Finding]:
         return
     if config.agent.fn is not None:
         raise NotChecked("agents give the samples")
+    if config.reward.has_model:
+        yield not_checked(name, "a model gives a part of the reward")
+        return
     if not subject.has_own_model:
         yield not_checked(name, "a random model answers at random; --model real samples from the run's own model")
         return

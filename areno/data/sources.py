@@ -76,7 +76,8 @@ def open_rows(config: DatasetConfig, given: Any, kind: RowKind, key: str) -> tup
     if given is None:
         rows = load_rows(config, kind, key)
     else:
-        rows, config = prepare_script_rows(given, kind, key), replace(config, path=None, loader=None)
+        rows = prepare_script_rows(given, kind, key)
+        config = replace(config, path=None, loader=None, dataset_kwargs=None)
     if isinstance(config, ValidSetConfig) and config.max_rows is not None and config.max_rows < len(rows):
         rows = rows_at(rows, range(config.max_rows))
     return rows, config

@@ -134,6 +134,13 @@ def test_a_limit_of_rows_takes_the_first(max_rows, n):
 # Rows of a script ----------------------------------------------------------------------------------------------------
 
 
+def test_rows_of_a_script_need_no_arguments_of_the_loader_that_they_replace() -> None:
+    section = DatasetConfig(loader="rows.py", dataset_kwargs={"count": 3})
+    rows, config = open_rows(section, [{"prompt": "a"}], "prompt", "train_dataset")
+    assert len(rows) == 1
+    assert (config.loader, config.dataset_kwargs) == (None, None)
+
+
 def test_loss_of_each_set_and_the_mean(tmp_path):
     """Each is what a run with this set alone measures."""
     sets = {"short": DEMONSTRATIONS[:3], "long": DEMONSTRATIONS[3:]}
