@@ -223,8 +223,13 @@ def _differences(subject: Subject, row: EncodedRow, text: str, answer: Answer) -
                 return
     if found and (start := written.find(found)) > 0:
         yield "answers", f"the first part of the answer is not trained: {_short(written[:start])}"
-    elif written and (start := found.find(written[: len(found)][:_START])) > 0:
+    elif written and (start := found.find(written[: len(found)][:_START])) > 0 and not _is_part(found[:start], own):
         yield "only-answers", f"{_short(found[:start])} before the answer is trained"
+
+
+def _is_part(text: str, own: str) -> bool:
+    """Whether a text is a part of an answer's own words, such as its reasoning, which a template may leave out."""
+    return text.replace("<think>", "").replace("</think>", "") in own
 
 
 def _runs(sequence: TrainSequence) -> list[tuple[list[int], bool]]:

@@ -36,12 +36,13 @@ def prompt_end(subject: Subject) -> Iterator[Finding]:
     if prompt is None or talk is None or _WORD not in talk:
         raise NotChecked("the chat template refuses a question and its answer")
     before = talk[: talk.rindex(_WORD)]
+    opened = rendered(tokenizer, asked, None, False) or ""
+    # A template may open the assistant's turn and leave the channel of the answer to the model.
     missing = _without_tags(before).removeprefix(_without_tags(prompt))
-    if missing:
+    if missing and prompt == opened:
         text = "the template writes {!r} before an answer, which no prompt of the rollout ends with"
         yield red("prompt-end", text.format(before[-40:]), [f"a prompt ends with {prompt[-40:]!r}"])
         return
-    opened = rendered(tokenizer, asked, None, False) or ""
     end = prompt[len(opened) :] if prompt.startswith(opened) else ""
     for dataset in subject.datasets:
         rows = [row for row in subject.sample_of(dataset) if row.item is not None and not row.sequences]

@@ -269,11 +269,12 @@ def _signal(where: str, tried: Sequence[Tried], forms: Sequence[Tried], short: b
     if len(values) > 1:
         text = f"{where}rewards go from {min(values):g} to {max(values):g}"
         return green("reward-signal", text, _shown_means(tried))
-    text = f"{where}every answer gets {values.pop():g}: {', '.join(each.kind for each in tried)}"
+    [value] = values
+    text = f"{where}every answer gets {value:g}: {', '.join(each.kind for each in tried)}"
     if not any(each.kind == "reference" for each in tried):
         return not_checked("reward-signal", f"{text}; the rows have no reference answers to try")
-    if not short:
-        return not_checked("reward-signal", f"{text}; the reference answers are no short texts, so none may be right")
+    if value <= 0 or not short:
+        return not_checked("reward-signal", f"{text}; the reference may not be in the form of a right answer")
     return red("reward-signal", text)
 
 

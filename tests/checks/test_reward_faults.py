@@ -37,7 +37,7 @@ def test_a_right_reward_is_green(tmp_path: Path) -> None:
     ("body", "name"),
     [
         ("    return 1.0\n", "reward-signal"),  # always says yes
-        ("    return 0.0\n", "reward-signal"),
+        ("    return 0.0\n", "group-signal"),
         ("    return float(record.completion != record.solutions)\n", "reward-reference"),  # the wrong way round
         ("    return random.random()\n", "reward-repeatable"),
         ("    return float(os.getpid())\n", "reward-repeatable"),

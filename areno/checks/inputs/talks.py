@@ -90,10 +90,23 @@ def contains(text: str, words: str) -> bool:
 
 
 def rendered(tokenizer: Any, messages: Sequence[Message], tools: Any, opened: bool, **variables: Any) -> str | None:
-    """Return what the chat template writes, None if it refuses the messages."""
+    """Return what the chat template writes, None if it refuses the messages.
+
+    Some templates read contents only as lists of parts. They get such lists.
+    """
+    how = {"tools": tools, "tokenize": False, "add_generation_prompt": opened, **variables}
+    text = _applied(tokenizer, list(messages), how)
+    first = next((text_of(message).strip() for message in messages if message.get("role") == "user"), "")
+    if text is None or (first and first not in text):
+        parts = [{**each, "content": [{"type": "text", "text": text_of(each)}]} for each in messages]
+        other = _applied(tokenizer, parts, how)
+        return other if other is not None and first in other else text
+    return text
+
+
+def _applied(tokenizer: Any, messages: list[Message], how: Mapping[str, Any]) -> str | None:
     with suppress(Exception):  # a template may raise anything
-        how = {"tools": tools, "tokenize": False, "add_generation_prompt": opened, **variables}
-        text = tokenizer.apply_chat_template(list(messages), **how)
+        text = tokenizer.apply_chat_template(messages, **how)
         return text if isinstance(text, str) else None
     return None
 
