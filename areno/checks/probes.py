@@ -50,7 +50,7 @@ class Probes:
 def make_probes(run: WatchedRun, role: str = "actor") -> Probes:
     update = run.of(role)[-1]
     unit = update.how.rows_per_unit
-    plain = run.probe(update, _fresh(update))
+    plain = run.probe(update, _fresh(update), keeps_gradient=False)
     rows = off_policy_rows(run, plain)
     off_policy = run.probe(update, rows)
     enough = len(rows) // unit >= 2
@@ -69,10 +69,10 @@ def make_probes(run: WatchedRun, role: str = "actor") -> Probes:
         on_policy = [
             replace(row, logprobs=seen.outputs) for row, seen in zip(_fresh(update), rows_in_order(plain), strict=True)
         ]
-        found.policy_term = run.probe(update, on_policy, loss_fn=_without_kl(update.loss_fn))
+        found.policy_term = run.probe(update, on_policy, loss_fn=_without_kl(update.loss_fn), keeps_gradient=False)
         found.equal_rewards = _with_equal_rewards(run, update)
         if len(rows) > 1:
-            found.two_minibatches = run.probe(update, _fresh(update), n_minibatches=2)
+            found.two_minibatches = run.probe(update, _fresh(update), n_minibatches=2, keeps_gradient=False)
     return found
 
 
@@ -169,7 +169,7 @@ def _finite_difference(run: WatchedRun, probe: Probe, update: Update) -> FiniteD
     losses = []
     for side in (amount, -amount):
         with run.moved(update.role, probe.own_gradient, side):
-            losses.append(run.probe(update, probe.rows).loss)
+            losses.append(run.probe(update, probe.rows, keeps_gradient=False).loss)
     return FiniteDifference((losses[0] - losses[1]) / (2 * amount), squared)
 
 
@@ -181,4 +181,4 @@ def _with_equal_rewards(run: WatchedRun, update: Update) -> Probe | None:
     for row in rows:
         row.reward = 1.0
     set_trained(rows, "advantages", run.loop.advantages(rows, [0] * len(rows)))
-    return run.probe(update, rows, loss_fn=_without_kl(update.loss_fn))
+    return run.probe(update, rows, loss_fn=_without_kl(update.loss_fn), keeps_gradient=False)

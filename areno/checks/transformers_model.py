@@ -37,11 +37,16 @@ class TransformersModel:
         self._base = dict(self._model.named_parameters())
 
     def read(self, folder: Path) -> dict[str, Tensor]:
-        """Read weights that have the shape of this model, or the gradient of these weights in the same form."""
+        """Read weights of this shape in float32, or the gradient of these weights in the same form."""
         if (folder / _ADAPTERS).is_file():
             found = load_file(folder / "adapter_model.safetensors")
-            return {name.removeprefix(_PEFT): tensor.double() for name, tensor in sorted(found.items())}
-        return {name: parameter.detach().double() for name, parameter in _load(folder, self.head).named_parameters()}
+            return {name.removeprefix(_PEFT): tensor for name, tensor in sorted(found.items())}
+        found = {}
+        for file in folder.glob("*.safetensors"):
+            found |= load_file(file)
+        if found.keys() != self._base.keys():  # transformers stores its modules under other names
+            found = dict(_load(folder, self.head).named_parameters())
+        return {name: found[name].detach() for name in self._base}
 
     def outputs(self, weights: Weights, tokens: Sequence[int]) -> Tensor:
         """Return the logits after each token, (T, V), or the score after each token, (T,)."""

@@ -15,6 +15,7 @@ from areno.config.policy_experiments import (
     PairedPolicyExperimentConfig,
     PolicyExperimentConfig,
 )
+from areno.config.sources import source_key
 from areno.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +87,10 @@ def small_changes(config: Any) -> dict[str, Any]:
         **_optimizer("actor"),
     }
     if not isinstance(config, PolicyExperimentConfig):
-        return found
+        return found | _given_rows("train_dataset")
+    sources = config.train_dataset.sources or {}
+    for key in map(source_key, sources) if sources else ["train_dataset"]:
+        found |= _given_rows(key)
     n_samples = min(config.gconfig.n_samples, 4)
     if isinstance(config, PairedPolicyExperimentConfig):
         del found["actor.gradient_accumulation_steps"]
@@ -110,6 +114,11 @@ def small_changes(config: Any) -> dict[str, Any]:
             **_optimizer("critic"),
         }
     return found
+
+
+def _given_rows(key: str) -> dict[str, Any]:
+    """Return the settings of a dataset that say how its file is read. The rows are given as they were read."""
+    return {f"{key}.dataset_kwargs": None, f"{key}.columns": {}}
 
 
 def _optimizer(role: str) -> dict[str, Any]:

@@ -6,9 +6,10 @@ The loop is the one that trains: only a few methods of its objects are wrapped, 
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,8 @@ from areno.tracking.tracker import Tracker
 from areno.types import RewardRecord, ScoredSample, TrainSequence
 
 Tensors = dict[str, Tensor]
+
+_IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # weights of a step are written and read at once
 
 
 def stand_in_reward(record: RewardRecord, parts: Sequence[str] = ()) -> float | dict[str, float]:
@@ -126,9 +129,9 @@ class WatchedRun:
 
     def saved(self, role: str) -> Tensors:
         """Return the weights of a role, as transformers reads them from a checkpoint."""
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=_IN_MEMORY) as folder:
             self._worker.save(folder, role)
-            return _as_float32(self._model_of(role, Path(folder)).read(Path(folder)))
+            return self._model_of(role, Path(folder)).read(Path(folder))
 
     def saved_gradient(self, role: str) -> Tensors:
         """Return the gradient under the names of the weights: it is written as a checkpoint in their place."""
@@ -157,8 +160,11 @@ class WatchedRun:
         return self.models[role]
 
     @contextmanager
-    def watching(self, apply: bool = True, kept: list[Update] | None = None) -> Iterator[None]:
-        """Record each update inside of a `with` block. Without `apply`, no weight is changed."""
+    def watching(self, kept: list[Update] | None = None, *, apply: bool = True, full: bool = True) -> Iterator[None]:
+        """Record each update inside of a `with` block. Without `apply`, no weight is changed.
+
+        Without `full`, weights and gradients are not recorded.
+        """
         engine, kept = self.engine, self.updates if kept is None else kept
         train = engine.train
 
@@ -173,11 +179,11 @@ class WatchedRun:
             assert update is not None
             given = [copy.copy(row) for row in rows]
             found = Update(role, self.loop.run.step, list(rows), given, loss_fn, update, {})
-            if apply:
+            if apply and full:
                 found.before = self.saved(role)
-            with self._watched_optimizer(found, apply):
+            with self._watched_optimizer(found, apply, full):
                 found.stats = train(rows, self._watched_loss(found), update, role, *args, **more)
-            if apply:
+            if apply and full:
                 found.after = self.saved(role)
             kept.append(found)
             return found.stats
@@ -189,12 +195,13 @@ class WatchedRun:
             del engine.train
 
     @contextmanager
-    def _watched_optimizer(self, found: Update, apply: bool) -> Iterator[None]:
+    def _watched_optimizer(self, found: Update, apply: bool, keeps_gradient: bool = True) -> Iterator[None]:
         optimizer = self._worker.roles[found.role].backend.optimizer
         step = optimizer.step
 
         def watched(norm: float) -> None:
-            found.gradient = self.saved_gradient(found.role)
+            if keeps_gradient:
+                found.gradient = self.saved_gradient(found.role)
             found.own_gradient = [tensor.grad.clone() for tensor in self._trained_parameters(found.role)]
             found.n_steps += 1
             if apply:
@@ -228,6 +235,7 @@ class WatchedRun:
         shares_prefixes: bool = False,
         n_ranks: int = 1,
         n_minibatches: int = 1,
+        keeps_gradient: bool = True,
     ) -> Probe:
         """Compute the loss and the gradient of an update's rows again, with the weights as they are now.
 
@@ -243,7 +251,7 @@ class WatchedRun:
         try:
             if n_ranks > 1:
                 return self._probe_ranks(update, rows, loss_fn, how, n_ranks)
-            with self.watching(apply=n_minibatches > 1, kept=kept):
+            with self.watching(kept, apply=n_minibatches > 1, full=keeps_gradient):
                 engine.train(rows, loss_fn, how, role)
         finally:
             engine._train_sharing[role] = rule
@@ -310,10 +318,6 @@ def _loss_rows(number: int, pack: DataPack, outputs: Tensor, slopes: Tensor | No
         own = rows == index
         before = None if old is None else old[own]
         yield LossRow(number, tokens[own], trained[own], values[own], derivatives[own], before)
-
-
-def _as_float32(tensors: Mapping[str, Tensor]) -> Tensors:
-    return {name: tensor.float() for name, tensor in tensors.items()}
 
 
 @contextmanager
