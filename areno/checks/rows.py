@@ -11,6 +11,7 @@ from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs.encoded_rows import form_of
 from areno.checks.subject import Subject
 
+_LEAST_DIFFERENT = 0.5  # of the training rows; with less, a task has few rows in all
 _MOST_DROPPED = 0.5  # of the rows: more than that are hardly meant
 _CONTENT = ("prompt", "messages", "response", "chosen", "rejected", "answers", "completions")
 _SCORES = ("score", "scores", "rating", "ratings", "reward", "rewards", "quality")
@@ -58,9 +59,15 @@ def dropped_rows(subject: Subject) -> Iterator[Finding]:
 def validation_rows(subject: Subject) -> Iterator[Finding]:
     """Look for rows of the validation sets in the training data."""
     training: dict[str, int] = {}
+    repeated = dict[str, str]()  # row of a dataset that has few different rows -> how few
     for dataset in subject.training_rows:
-        for row in subject.rows_of(dataset):
-            training.setdefault(_content(row.row), row.index)
+        rows = subject.rows_of(dataset)
+        contents = {_content(row.row): row.index for row in reversed(rows)}
+        training = {**contents, **training}
+        if len(contents) < _LEAST_DIFFERENT * len(rows):
+            repeated |= dict.fromkeys(
+                contents, f"{len(rows)} training rows have only {len(contents)} different contents"
+            )
     valid = [dataset for dataset in subject.datasets if not dataset.trains]
     if not valid:
         raise NotChecked("the run has no validation set")
@@ -69,6 +76,9 @@ def validation_rows(subject: Subject) -> Iterator[Finding]:
         same = [row for row in rows if _content(row.row) in training]
         details = [f"row {row.index} is row {training[_content(row.row)]} of the training data" for row in same[:3]]
         text = f"{dataset.key}: {len(same)} of {len(rows)} rows are in the training data, too"
+        if same and (few := repeated.get(_content(same[0].row))):
+            yield not_checked("validation-rows", f"{text}; but the {few}")
+            continue
         yield red("validation-rows", text, details) if same else green("validation-rows", text)
 
 

@@ -232,6 +232,13 @@ def test_validation_rows_in_the_training_data_are_found(tmp_path: Path) -> None:
     assert "1 of 2 rows" in next(each.line for each in found if each.name == "validation-rows")
 
 
+def test_a_task_of_few_rows_may_repeat_them_in_validation(tmp_path: Path) -> None:
+    valid = data_file(tmp_path / "valid.jsonl", QUESTIONS[:3])
+    train = data_file(tmp_path / "train.jsonl", QUESTIONS[:3] * 20)
+    found = gspo(tmp_path, f"train_dataset.path={train}", valid=f"{{path: {valid}}}")
+    assert [each.verdict for each in found if each.name == "validation-rows"] == ["not checked"]
+
+
 def test_rows_that_are_mostly_left_out_are_found(tmp_path: Path) -> None:
     long = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "no " * 400}]}
     settings = ("train_dataset.max_length=300", "train_dataset.batch_size=4")
