@@ -81,11 +81,10 @@ class _Logprobs:
 
     def of(self, weights: Callable[[int], Tensors], temperature: float | None = None, model: str = "actor") -> Expected:
         def compute(index: int) -> list[Row]:
-            own, shape = weights(index), self._run.models[model]
+            own, shape = {name: value.double() for name, value in weights(index).items()}, self._run.models[model]
             with torch.no_grad():
                 numbers = [
-                    shape.logprobs({name: value.double() for name, value in own.items()}, tokens, self._at(temperature))
-                    for tokens, _ in self._rows(index)
+                    shape.logprobs(own, tokens, self._at(temperature), mask) for tokens, mask in self._rows(index)
                 ]
             return [each[mask].numpy() for each, (_, mask) in zip(numbers, self._rows(index), strict=True)]
 

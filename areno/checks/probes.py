@@ -20,6 +20,7 @@ from areno.types import TrainSequence
 
 _RATIOS = (0.3, -0.3, 3.0, -3.0)  # in units of the clip range
 _BEYOND_DUAL_CLIP = 1.6  # log ratio
+_NARROW = 0.02  # clip range
 
 
 @dataclass
@@ -160,16 +161,23 @@ def match_rows(rows: Sequence[TrainSequence], seen: Sequence[LossRow]) -> list[L
 
 
 def _finite_difference(run: WatchedRun, probe: Probe, update: Update) -> FiniteDifference | None:
-    """Move the weights along the gradient by little enough that no ratio passes a clip."""
+    """Move the weights along the gradient by little enough that no ratio passes a clip.
+
+    A narrow clip range is widened, because weights in fp32 cannot move by as little as it takes.
+    """
+    clip, loss_fn = _clip_range(run), update.loss_fn
+    if clip < _NARROW and "clip_eps" in getattr(loss_fn, "keywords", {}):
+        clip, loss_fn = 0.2, partial(loss_fn, clip_eps=0.2, clip_eps_higher=None)
+        probe = run.probe(update, probe.rows, loss_fn=loss_fn, keeps_gradient=False)
     squared = sum(float(tensor.double().square().sum()) for tensor in probe.own_gradient)
     if not squared:
         return None
-    change = 0.05 * min(_clip_range(run), 0.05)  # of the loss, in each direction
+    change = 0.05 * min(clip, 0.05)  # of the loss, in each direction
     amount = change / squared
     losses = []
     for side in (amount, -amount):
         with run.moved(update.role, probe.own_gradient, side):
-            losses.append(run.probe(update, probe.rows, keeps_gradient=False).loss)
+            losses.append(run.probe(update, probe.rows, loss_fn=loss_fn, keeps_gradient=False).loss)
     return FiniteDifference((losses[0] - losses[1]) / (2 * amount), squared)
 
 

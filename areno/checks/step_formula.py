@@ -43,7 +43,7 @@ class StepFormula:
         """Return the log-probabilities, or values, at the trained tokens of a row."""
         tokens = np.asarray(row.tokens).tolist()
         if model.head == "lm":
-            found = model.logprobs(weights, tokens, self.temperature)
+            found = model.logprobs(weights, tokens, self.temperature, None if self.shift else mask_of(row))
         else:
             found = model.values(weights, tokens)
         return found.roll(self.shift)[mask_of(row)]

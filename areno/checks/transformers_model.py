@@ -67,11 +67,23 @@ class TransformersModel:
         """Return log softmax(logits / temperature) in the place of each token but the first, (T - 1, V)."""
         return (self.outputs(weights, tokens)[:-1] / temperature).log_softmax(-1)
 
-    def logprobs(self, weights: Weights, tokens: Sequence[int], temperature: float = 1.0) -> Tensor:
-        """Return the log-probability of each token given those before it, (T,). 0 for the first."""
-        found = self.log_distributions(weights, tokens, temperature)
-        own = found.gather(-1, torch.tensor(list(tokens[1:]), dtype=torch.int64)[:, None])[:, 0]
-        return torch.cat([own.new_zeros(1), own])
+    def logprobs(
+        self, weights: Weights, tokens: Sequence[int], temperature: float = 1.0, mask: Tensor | None = None
+    ) -> Tensor:
+        """Return the log-probability of each token given those before it, (T,). 0 for the first.
+
+        With `mask`, tokens where it is False get 0, and their logits are not computed, which saves time with a large
+        vocabulary.
+        """
+        wanted = torch.ones(len(tokens), dtype=torch.bool) if mask is None else mask.clone()
+        wanted[:1] = False
+        places, ids = wanted.nonzero()[:, 0], torch.tensor(list(tokens))
+        how = {"use_cache": False, "logits_to_keep": places - 1}
+        logits = torch.func.functional_call(
+            self._model, self._merged(weights), (ids[None],), how, tie_weights=True
+        ).logits[0]
+        own = (logits / temperature).log_softmax(-1).gather(-1, ids[places][:, None])[:, 0]
+        return own.new_zeros(len(ids)).index_put((places,), own)
 
     def values(self, weights: Weights, tokens: Sequence[int]) -> Tensor:
         """Return the score of the state before each token, (T,). 0 for the first."""
