@@ -248,6 +248,9 @@ def optimizer_updates(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
         if optimizer.type == "adam_8bit":
             yield not_checked("optimizer-update", f"the moments of the {role} are rounded to 8 bits")
             continue
+        if optimizer.type == "adam_bf16":
+            yield not_checked("optimizer-update", f"the moments of the {role} are rounded to bf16")
+            continue
         if optimizer.type == "muon":
             yield not_checked("optimizer-update", f"the {role} is trained by muon, whose products may be in bf16")
             continue

@@ -11,7 +11,7 @@ from typing import Literal
 from areno.config.resuming import NEVER
 from areno.schema.fields import Flag, Needs, Section, setting
 
-OptimizerType = Literal["adam", "adam_8bit", "muon", "sgd"]
+OptimizerType = Literal["adam", "adam_bf16", "adam_8bit", "muon", "sgd"]
 MOMENT_BLOCK = 256
 """Elements of an 8-bit moment that share a scale."""
 
@@ -38,6 +38,12 @@ class OptimizerKind:
 OPTIMIZERS: dict[OptimizerType, OptimizerKind] = {
     "adam": OptimizerKind(
         help="AdamW with fp32 moments, 8 bytes per parameter", moment_bytes=8, update_bytes=30, smaller="adam_8bit"
+    ),
+    "adam_bf16": OptimizerKind(
+        help="AdamW with moments in bfloat16, rounded stochastically, 4 bytes per parameter",
+        moment_bytes=4,
+        update_bytes=22,  # by arithmetic
+        smaller="adam_8bit",
     ),
     "adam_8bit": OptimizerKind(
         help="AdamW with moments quantized to 8 bits in blocks, 2 bytes per parameter",

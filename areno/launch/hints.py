@@ -77,7 +77,6 @@ _OF_MICRO_BATCHES = {
 
 _OF_OPTIMIZERS = {
     **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), _NO_LOSS_SCALE),
-    "type=adam_bf16": "adam_8bit has moments of one byte",
 }
 
 _POWERS = "scales are powers of two, from the values of each token and of each output of a weight"

@@ -132,18 +132,18 @@ def test_state_bytes_are_those_of_the_cache(tp_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "sgd"])
+@pytest.mark.parametrize("kind", ["adam", "adam_bf16", "adam_8bit", "sgd"])
 def test_bytes_of_the_optimizer_buffers(kind: Any, dtype: torch.dtype) -> None:
     flat = FlatParameters(torch.nn.Linear(16 * BLOCK, 4, bias=False, dtype=dtype))
     optimizer = Optimizer(flat, OptimizerConfig(type=kind), ParallelGroup())
     buffers = [flat.grads, *optimizer.moments.values()] + ([] if flat.masters is flat.params else [flat.masters])
-    moments = {"adam": 8, "adam_8bit": 2 * (1 + 4 / BLOCK), "sgd": 0}[kind]
+    moments = {"adam": 8, "adam_bf16": 4, "adam_8bit": 2 * (1 + 4 / BLOCK), "sgd": 0}[kind]
     expected = 4 + (0 if dtype == torch.float32 else 4) + moments  # gradient; float32 parameters are their own masters
     assert sum(buffer.nbytes for buffer in buffers) / sum(segment.n_params for segment in flat.segments) == expected
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "sgd"])
+@pytest.mark.parametrize("kind", ["adam", "adam_bf16", "adam_8bit", "sgd"])
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False}, {"head": "value"}, SPARSE])
 def test_bytes_of_a_divided_optimizer(
     zero_stage: int, kind: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch

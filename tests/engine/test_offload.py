@@ -230,7 +230,7 @@ def on_gpu(folder: Path, kind: str, dtype: torch.dtype, in_host: bool) -> TrainB
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "muon", "sgd"])
+@pytest.mark.parametrize("kind", ["adam", "adam_bf16", "adam_8bit", "muon", "sgd"])
 def test_updates_on_a_gpu_are_those_without_offload(
     tmp_path: Path, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,13 +23,14 @@ LR, DECAY, EPS, BETAS, CLIP = 0.02, 0.1, 1e-8, (0.9, 0.999), 0.5
 STEPS = 50
 
 
-def optimizer(**muon: Any) -> OptimizerConfig:
+def optimizer(kind: Any = "muon", **muon: Any) -> OptimizerConfig:
     how = {"lr": LR, "weight_decay": DECAY, "eps": EPS, "beta1": BETAS[0], "beta2": BETAS[1]}
     constant = {"lr_scheduler_type": "constant", "warmup_steps_proportion": 0.0, "gradient_clipping": CLIP}
-    return OptimizerConfig(type="muon", muon=MuonConfig(**muon), **how, **constant)
+    return OptimizerConfig(type=kind, muon=MuonConfig(**muon), **how, **constant)
 
 
 def backend(folder: Path, layout: Groups, adapted: bool = False, muon: Any = None, **how: Any) -> TrainBackend:
+    kind = how.pop("kind", "muon")
     model = build_model(load_config(folder), dtype=how.pop("dtype", torch.float32), device="cpu", tp=layout.tp)
     model.init_weights(3)
     if adapted:
@@ -37,7 +38,7 @@ def backend(folder: Path, layout: Groups, adapted: bool = False, muon: Any = Non
         init_adapters(model, 5)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(".adapter." in name)
-    return train_backend(model, optimizer(**(muon or {})), dp=layout.dp, data=layout.data, **how)
+    return train_backend(model, optimizer(kind, **(muon or {})), dp=layout.dp, data=layout.data, **how)
 
 
 def parts(trained: TrainBackend) -> Iterator[tuple[str, str, Any]]:
@@ -145,3 +146,17 @@ def compare(folder: Path, tp: int, stages: tuple[int, ...], cases: list[dict[str
         for stage, trained in zip(stages, several, strict=True):
             found = largest_error(trained, before, formulas.tensors)
             assert found <= most, (case, stage, found)
+
+
+def same_bits(folder: Path, kind: str) -> None:
+    """Data-parallel ranks that divide the optimizer against one rank, with equal gradients: weights to the bit."""
+    layout = Groups.of(1)
+    alone = backend(folder, Groups(), kind=kind, dtype=torch.bfloat16)
+    several = [backend(folder, layout, kind=kind, dtype=torch.bfloat16, zero_stage=stage) for stage in (1, 2)]
+    for number in range(5):
+        for trained in (alone, *several):
+            step(trained, number)
+    expected = whole_tensors(alone)
+    for trained in several:
+        found = whole_tensors(trained)
+        assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())

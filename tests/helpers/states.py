@@ -16,6 +16,7 @@ FORMATS = [
     ("adam_8bit", "float32"),
     ("sgd", "bfloat16"),
     ("muon", "bfloat16"),
+    ("adam_bf16", "bfloat16"),
     *(
         pytest.param(*each, marks=pytest.mark.slow)
         for each in (("adam", "float32"), ("adam_8bit", "bfloat16"), ("sgd", "float32"))

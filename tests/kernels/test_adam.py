@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,8 +12,15 @@ import torch
 from areno.config.models import OptimizerConfig
 from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.zero_buffers import FlatParameters
-from areno.kernels.adam import BLOCK, AdamUpdate, adam, adam_8bit, squares_and_nonzeros
-from areno.kernels.adam.reference import code_values, dequantise, quantise
+from areno.kernels.adam import BLOCK, AdamUpdate, adam, adam_8bit, adam_bf16, squares_and_nonzeros
+from areno.kernels.adam.reference import (
+    code_values,
+    dequantise,
+    quantise,
+    random_bits,
+    round_to_bf16,
+    rounding_key,
+)
 from areno.layers.parallel import ParallelGroup
 from tests.helpers.interpreted import run_interpreted
 
@@ -130,14 +138,64 @@ def compare(device, cases=ALL):
                         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
+def bf16_states(n, dtype, device):
+    return [x.bfloat16() if i > 2 else x for i, x in enumerate(states(n, dtype, device, False))]
+
+
+def compare_bf16(device):
+    """The random bits are the same, so moments differ only where float32 arithmetic does."""
+    for n, key, start in ((2 * BLOCK + 16, 3, 0), (100, 2**32 - 5, 2**31 - 40), (7, 0, 2**33)):
+        want, got = (bf16_states(n, torch.bfloat16, device) for _ in range(2))
+        update = replace(UPDATE, step=77)
+        with mock.patch("areno.kernels.backend.can_use_triton", return_value=False):
+            adam_bf16(*want[:3], (want[3], want[4]), update, key, start)
+        adam_bf16(*got[:3], (got[3], got[4]), update, key, start)
+        torch.testing.assert_close(got[1], want[1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(got[2], want[2], atol=1e-2, rtol=1e-2)
+        for one, other in zip(got[3:], want[3:], strict=True):
+            torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2)
+            assert (one != other).float().mean() < 0.02
+
+
 @pytest.mark.slow
 def test_interpreted_kernels_are_the_torch_forms():
-    run_interpreted("from tests.kernels.test_adam import FEW, compare; compare('cpu', FEW)")
+    run_interpreted(
+        "from tests.kernels.test_adam import FEW, compare, compare_bf16; compare('cpu', FEW); compare_bf16('cpu')"
+    )
 
 
 @pytest.mark.gpu
 def test_kernels_on_the_gpu_are_the_torch_forms():
     compare("cuda")
+    compare_bf16("cuda")
+
+
+def test_rounding_to_bf16_is_right_on_average():
+    """Up with the probability of the part that is cut off, in both directions, and never away from bf16 values."""
+    n = 2**18
+    for value in (1.0 + 0.3 * 2**-7, -3e-9, 1e-37, 0.0, 1.5):
+        values = torch.full((n,), value)
+        bits = random_bits(5, 0, n, values.device)
+        for part in (bits & 0xFFFF, bits >> 16):
+            rounded = round_to_bf16(values, part).double()
+            assert len(rounded.unique()) <= 2
+            assert rounded.mean().item() == pytest.approx(values[0].item(), rel=1e-4)
+    together = torch.stack([bits & 0xFFFF, bits >> 16]).double()
+    assert torch.corrcoef(together)[0, 1].abs() < 0.01
+    assert torch.corrcoef(torch.stack([together[0, 1:], together[0, :-1]]))[0, 1].abs() < 0.01
+    assert not torch.equal(
+        random_bits(rounding_key(7, 1), 0, 64, bits.device), random_bits(rounding_key(7, 2), 0, 64, bits.device)
+    )
+
+
+def test_an_element_in_bf16_rounds_alike_in_any_slice():
+    whole, cut = (bf16_states(1000, torch.bfloat16, "cpu") for _ in range(2))
+    adam_bf16(*whole[:3], (whole[3], whole[4]), UPDATE, 9, 40)
+    for low, high in ((0, 13), (13, 640), (640, 1000)):
+        grad, master, param, first, second = (x[low:high] for x in cut)
+        adam_bf16(grad, master, param, (first, second), UPDATE, 9, 40 + low)
+    for one, other in zip(whole, cut, strict=True):
+        assert torch.equal(one, other)
 
 
 def fit(kind, device="cpu", dtype=torch.float32, steps=150):
@@ -167,6 +225,13 @@ def test_8_bits_train_like_32():
     assert exact[-1] < 0.1 * exact[0]
     assert small[-1] == pytest.approx(exact[-1], rel=0.1)
     assert small != exact
+
+
+def test_bf16_moments_train_like_32():
+    (exact, _), (half, n_bytes) = fit("adam"), fit("adam_bf16")
+    assert n_bytes == 4
+    assert half[-1] == pytest.approx(exact[-1], rel=0.1)
+    assert half != exact
 
 
 @pytest.mark.gpu

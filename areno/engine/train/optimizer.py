@@ -110,6 +110,7 @@ class Optimizer:
             scale=min(1.0, config.gradient_clipping / (grad_norm + 1e-6)) if config.gradient_clipping else 1.0,
             correction_1=1.0 - config.beta1**n_updates,
             correction_2=math.sqrt(1.0 - config.beta2**n_updates),
+            step=self.steps,
         )
         decayed = replace(update, decay=1.0 - lr * config.weight_decay)
         self._update.prepare(self._stream, update)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import zlib
 from typing import ClassVar
 
 import torch
@@ -11,7 +13,7 @@ from areno.config.optimizers import MOMENT_BLOCK, OptimizerConfig, OptimizerType
 from areno.engine.train.muon import orthogonalise_gradients
 from areno.engine.train.optimizer_offload import Buffer, StateStream, UpdateWindow
 from areno.engine.train.zero_buffers import FlatParameters, OwnedChunk
-from areno.kernels.adam import AdamUpdate, adam, adam_8bit
+from areno.kernels.adam import AdamUpdate, adam, adam_8bit, adam_bf16
 from areno.kernels.adam.reference import code_values
 from areno.layers.parallel import ParallelGroup
 
@@ -54,6 +56,29 @@ class Adam(Sgd):
         masters, grads, params = self._tensors(window, chunk)
         exp_avg, exp_avg_sq = (window.state(name, chunk.local) for name in self.names)
         adam(grads, masters, params, (exp_avg, exp_avg_sq), how)
+
+
+class AdamBf16(Adam):
+    """AdamW whose moments are bfloat16. An element rounds alike wherever it lies in the flat buffers."""
+
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig, tp: ParallelGroup):
+        self.flat = flat
+        self.moments = {name: flat.new_state(torch.bfloat16) for name in self.names}
+        self._places = sorted(
+            (place.start, place.stop, zlib.crc32(name.encode())) for name, place in flat.ranges.items()
+        )
+
+    def apply(self, window: UpdateWindow, chunk: OwnedChunk, how: AdamUpdate) -> None:
+        tensors = [*self._tensors(window, chunk), *(window.state(name, chunk.local) for name in self.names)]
+        first = max(0, bisect.bisect_right(self._places, (chunk.place.start + 1,)) - 1)
+        for start, stop, key in self._places[first:]:
+            if start >= chunk.place.stop:
+                break
+            part = slice(max(start, chunk.place.start), min(stop, chunk.place.stop))
+            if part.start < part.stop:
+                inside = slice(part.start - chunk.place.start, part.stop - chunk.place.start)
+                masters, grads, params, exp_avg, exp_avg_sq = (tensor[inside] for tensor in tensors)
+                adam_bf16(grads, masters, params, (exp_avg, exp_avg_sq), how, key, part.start - start)
 
 
 class Adam8Bit(Sgd):
@@ -112,4 +137,10 @@ class Muon(Adam):
             params.copy_(masters)
 
 
-UPDATES: dict[OptimizerType, type[Sgd]] = {"adam": Adam, "adam_8bit": Adam8Bit, "muon": Muon, "sgd": Sgd}
+UPDATES: dict[OptimizerType, type[Sgd]] = {
+    "adam": Adam,
+    "adam_bf16": AdamBf16,
+    "adam_8bit": Adam8Bit,
+    "muon": Muon,
+    "sgd": Sgd,
+}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from areno.config.optimizers import MOMENT_BLOCK
 BLOCK = MOMENT_BLOCK  # elements quantised together
 _ROW = 1024  # elements whose squares are summed in float32; the sums of rows are summed in float64
 TINY = 1e-37  # values are divided by the block's scale or, if larger, by this, whose reciprocal is finite
+_ROUNDED = 2**22  # elements whose random bits are in memory at once
+_MASK = 0xFFFFFFFF
 Pair = tuple[Tensor, Tensor]  # one tensor for the first moment and one for the second
 
 
@@ -33,6 +36,7 @@ class AdamUpdate:
     scale: float  # of gradient clipping, a factor of the gradient
     correction_1: float  # 1 - beta1^t at step t, counted from 1
     correction_2: float  # sqrt(1 - beta2^t)
+    step: int = 0  # t, on which stochastic rounding depends
 
 
 def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: AdamUpdate) -> None:
@@ -49,6 +53,45 @@ def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales
     quantise(first_32, first, first_scale, signed=True)
     quantise(second_32, second, second_scale, signed=False)
     _update_parameters(master, param, first_32, second_32, update)
+
+
+def adam_bf16(
+    grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: AdamUpdate, key: int, start: int
+) -> None:
+    for low in range(0, grad.numel(), _ROUNDED):  # bounds the temporaries
+        each = slice(low, low + _ROUNDED)
+        first, second = (moment[each] for moment in moments)
+        first_32, second_32 = first.float(), second.float()
+        _update_moments(grad[each], first_32, second_32, update)
+        bits = random_bits(rounding_key(key, update.step), start + low, grad[each].numel(), grad.device)
+        first.copy_(round_to_bf16(first_32, bits & 0xFFFF))
+        second.copy_(round_to_bf16(second_32, bits >> 16))
+        # As with 8 bits, the parameters are updated with the moments before rounding.
+        _update_parameters(master[each], param[each], first_32, second_32, update)
+
+
+def rounding_key(key: int, step: int) -> int:
+    """Return a number with 31 bits for a parameter and a step."""
+    return (_mixed(step) ^ key) & 0x7FFFFFFF
+
+
+def random_bits(key: int, start: int, n: int, device: torch.device) -> Tensor:
+    """Return 32 random bits for each of n elements, int64. They depend on the key and the element's index only."""
+    index = torch.arange(start, start + n, device=device)
+    return _mixed((index + key) & _MASK) ^ (_mixed(key ^ 0x5BD1E995))
+
+
+def _mixed(x: Any) -> Any:
+    """Hash 32 bits (the multipliers of lowbias32), of an int or an int64 tensor."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def round_to_bf16(values: Tensor, bits: Tensor) -> Tensor:
+    """Round float32 up with the probability of the part that bf16 cuts off. `bits`: 16 random bits, int64."""
+    rounded = (values.view(torch.int32) + bits.int()) & -0x10000
+    return rounded.view(torch.float32).bfloat16()
 
 
 def squares_and_nonzeros(grad: Tensor) -> Tensor:

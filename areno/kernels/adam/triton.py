@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from areno.kernels.adam.reference import BLOCK, TINY, AdamUpdate, Pair, code_values, midpoints
+from areno.kernels.adam.reference import BLOCK, TINY, AdamUpdate, Pair, code_values, midpoints, rounding_key
 from areno.kernels.jit import kernel, load_masked, program_id_64
 
 _BLOCK = 1024
@@ -20,6 +20,16 @@ def adam(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: Ada
     if n:
         grid = (triton.cdiv(n, _BLOCK),)
         _adam_kernel[grid](grad, master, param, *moments, n, *_kernel_scalars(update), BLOCK=_BLOCK, num_warps=4)
+
+
+def adam_bf16(
+    grad: Tensor, master: Tensor, param: Tensor, moments: Pair, update: AdamUpdate, key: int, start: int
+) -> None:
+    n = grad.numel()
+    if n:
+        given = n, rounding_key(key, update.step), start, *_kernel_scalars(update)
+        grid = (triton.cdiv(n, _BLOCK),)
+        _adam_bf16_kernel[grid](grad, master, param, *moments, *given, BLOCK=_BLOCK, num_warps=4)
 
 
 def adam_8bit(grad: Tensor, master: Tensor, param: Tensor, moments: Pair, scales: Pair, update: AdamUpdate) -> None:
@@ -106,6 +116,53 @@ def _adam_kernel(
     tl.store(second_ptr + place, second, mask=inside)
     tl.store(master_ptr + place, master, mask=inside)
     tl.store(param_ptr + place, master, mask=inside)
+
+
+@kernel
+def _adam_bf16_kernel(
+    grad_ptr,
+    master_ptr,
+    param_ptr,
+    first_ptr,
+    second_ptr,
+    n,
+    key,
+    start,
+    keep_first,
+    take_first,
+    keep_second,
+    take_second,
+    eps,
+    decay,
+    rate,
+    BLOCK: tl.constexpr,
+):
+    place = program_id_64(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < n
+    grad = load_masked(grad_ptr + place, inside)
+    first = load_masked(first_ptr + place, inside).to(tl.float32) * keep_first + grad * take_first
+    second = load_masked(second_ptr + place, inside).to(tl.float32) * keep_second + grad * grad * take_second
+    master = load_masked(master_ptr + place, inside) * decay - rate * first / (tl.sqrt(second) + eps)
+    key_64 = key + tl.zeros([BLOCK], tl.int64)
+    bits = _mixed((place + start + key_64).to(tl.uint32)) ^ _mixed((key_64 ^ 0x5BD1E995).to(tl.uint32))
+    tl.store(first_ptr + place, _round_to_bf16(first, bits & 0xFFFF), mask=inside)
+    tl.store(second_ptr + place, _round_to_bf16(second, bits >> 16), mask=inside)
+    tl.store(master_ptr + place, master, mask=inside)
+    tl.store(param_ptr + place, master, mask=inside)
+
+
+@triton.jit
+def _mixed(x):
+    """Hash 32 bits, as `_mixed` of the reference."""
+    x = (x ^ (x >> 16)) * tl.full(x.shape, 0x7FEB352D, tl.uint32)
+    x = (x ^ (x >> 15)) * tl.full(x.shape, 0x846CA68B, tl.uint32)
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _round_to_bf16(values, bits):
+    rounded = (values.to(tl.uint32, bitcast=True) + bits) & tl.full(values.shape, 0xFFFF0000, tl.uint32)
+    return rounded.to(tl.float32, bitcast=True).to(tl.bfloat16)
 
 
 @kernel

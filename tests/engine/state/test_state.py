@@ -147,7 +147,7 @@ def test_tensors_are_stored_whole_under_their_checkpoint_names(folder: Path, tmp
     assert stored["critic.master.score.weight"].any()
 
 
-@pytest.mark.parametrize(("kind", "most"), [("adam", 12.2), ("adam_8bit", 6.3), ("sgd", 4.2)])
+@pytest.mark.parametrize(("kind", "most"), [("adam", 12.2), ("adam_bf16", 8.2), ("adam_8bit", 6.3), ("sgd", 4.2)])
 def test_a_state_is_small(tmp_path: Path, kind: Any, most: float) -> None:
     """Masters and moments; the weights are not in it a second time."""
     shape = model_folder(tmp_path / "model", vocab_size=10_000)

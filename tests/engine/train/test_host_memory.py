@@ -82,7 +82,7 @@ def test_buffers_on_the_device_are_one_window() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "muon", "sgd"])
+@pytest.mark.parametrize("kind", ["adam", "adam_bf16", "adam_8bit", "muon", "sgd"])
 def test_updates_are_those_on_the_device(
     folder: Path, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,7 +132,7 @@ def test_bf16_weights_follow_fp32_masters():
     assert flat.masters.dtype == optimizer.moments["exp_avg"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit"])
+@pytest.mark.parametrize("kind", ["adam", "adam_bf16", "adam_8bit"])
 def test_a_learning_rate_of_0_leaves_the_weights_bit_for_bit(kind):
     ours, _ = models(torch.bfloat16)
     flat = FlatParameters(ours, align=BLOCK)

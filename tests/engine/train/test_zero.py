@@ -16,7 +16,9 @@ from areno.layers.parallel import ParallelGroup
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from tests.helpers.interpreted import run_interpreted
+from tests.helpers.muon_updates import same_bits
 from tests.helpers.tiny_engine import model_folder
+from tests.helpers.tp_ranks import on_ranks as on_tp_ranks
 from tests.helpers.zero_ranks import compare_stages, on_ranks, quick_checks
 
 
@@ -30,6 +32,11 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("n_ranks", "tied"), [(2, True), (3, True), (2, False)])
 def test_ranks_train_as_one_in_all_forms(tmp_path: Path, n_ranks: int, tied: bool) -> None:
     on_ranks(n_ranks, compare_stages, model_folder(tmp_path, num_hidden_layers=5, tie_word_embeddings=tied))
+
+
+@pytest.mark.slow
+def test_moments_in_bf16_round_alike_on_any_rank(tmp_path: Path) -> None:
+    on_tp_ranks(2, same_bits, model_folder(tmp_path, num_hidden_layers=3), "adam_bf16")
 
 
 @pytest.mark.parametrize("align", [16, BLOCK])
