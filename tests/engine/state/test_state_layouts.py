@@ -61,7 +61,7 @@ def engines(folder: Path) -> Iterator[dict[str, Engine]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "muon", "sgd"])
+@pytest.mark.parametrize("kind", ["adam", "adam_bf16", "adam_8bit", "muon", "sgd"])
 def test_any_layout_takes_over_the_state_of_any_other(folder: Path, kind: Any, tmp_path: Path) -> None:
     """Masters, moments and counters to the bit, and the weights are the rounded masters; training goes on alike."""
     layouts = LAYOUTS | DIVIDED | FOUR
