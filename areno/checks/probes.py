@@ -21,6 +21,7 @@ from areno.types import TrainSequence
 _RATIOS = (0.3, -0.3, 3.0, -3.0)  # in units of the clip range
 _BEYOND_DUAL_CLIP = 1.6  # log ratio
 _NARROW = 0.02  # clip range
+_LONGEST_MOVE = 0.01  # of the weights, so that the loss is straight
 
 
 @dataclass
@@ -173,7 +174,7 @@ def _finite_difference(run: WatchedRun, probe: Probe, update: Update) -> FiniteD
     if not squared:
         return None
     change = 0.05 * min(clip, 0.05)  # of the loss, in each direction
-    amount = change / squared
+    amount = min(change / squared, _LONGEST_MOVE / squared**0.5)
     losses = []
     for side in (amount, -amount):
         with run.moved(update.role, probe.own_gradient, side):
