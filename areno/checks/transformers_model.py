@@ -33,6 +33,7 @@ class TransformersModel:
     def __init__(self, folder: Path, head: HeadName = "lm", adapters: Path | None = None):
         self.head: HeadName = head
         self._model = _load(folder, head).double().eval().requires_grad_(False)
+        self._model.get_input_embeddings().padding_idx = None  # else its token has no gradient, also where it is text
         self._scale = None if adapters is None else _adapter_scale(adapters)
         self._base = dict(self._model.named_parameters())
 
