@@ -90,10 +90,11 @@ def pair_scores(subject: Subject) -> Iterator[Finding]:
         faults, n_scored = list[str](), 0
         preferred: dict[str, int] = {}
         pairs = [row for row in subject.rows_of(dataset) if "chosen" in row.row]
+        columns = dataset.section.columns.renamed_columns()
         for row in pairs:
             preferred.setdefault(_pair(row.row, "chosen", "rejected"), row.index)
         for row in pairs:
-            scores = _scores(row.given)
+            scores = _scores(row.given, columns)
             n_scored += scores is not None
             if scores is not None and scores[0] < scores[1]:
                 faults.append(f"row {row.index}: chosen has the score {scores[0]:g}, rejected {scores[1]:g}")
@@ -119,10 +120,14 @@ def _pair(row: Any, better: str, worse: str) -> str:
     return json.dumps([row.get("prompt"), row[better], row[worse]], sort_keys=True, default=str)
 
 
-def _scores(row: Any) -> tuple[float, float] | None:
-    """Return the scores of the chosen and the rejected answer, if the row has them under usual names."""
+def _scores(row: Any, columns: Mapping[str, str]) -> tuple[float, float] | None:
+    """Return the scores of the chosen and the rejected answer, if the row has them under usual names.
+
+    A score in the file belongs to the column whose name it has. `columns` says as which answer the run reads a column.
+    """
     found = list[float]()
-    for answer in ("chosen", "rejected"):
+    for field in ("chosen", "rejected"):
+        answer = columns.get(field, field)
         names = [f"{answer}_{word}" for word in _SCORES] + [f"{word}_{answer}" for word in _SCORES]
         values = [row.get(name) for name in names if isinstance(row.get(name), int | float)]
         found += values[:1]

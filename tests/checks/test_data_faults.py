@@ -74,10 +74,10 @@ def sft(folder: Path, *settings: str, rows: list[dict[str, Any]] = TALKS, model:
     return findings("sft chat", f"actor.path={model}", f"train_dataset.path={path}", *settings)
 
 
-def dpo(folder: Path, rows: list[dict[str, Any]]) -> list[Any]:
+def dpo(folder: Path, rows: list[dict[str, Any]], *settings: str) -> list[Any]:
     folder.mkdir(exist_ok=True)
     files = [f"actor.path={chat_model(folder)}", f"train_dataset.path={data_file(folder / 'rows.jsonl', rows)}"]
-    return findings("dpo preferences", *files, "valid_dataset=null")
+    return findings("dpo preferences", *files, "valid_dataset=null", *settings)
 
 
 def gspo(folder: Path, *settings: str, model: Path | None = None, valid: str = "null") -> list[Any]:
@@ -185,6 +185,18 @@ def test_swapped_answers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(loader, "render_pair", other_way)
     assert red(dpo(tmp_path / "code", PAIRS)) == {"answer-order"}
+
+
+def test_answers_swapped_by_settings_are_found(tmp_path: Path) -> None:
+    def columns(chosen: str, rejected: str) -> tuple[str, ...]:
+        return f"train_dataset.columns.chosen={chosen}", f"train_dataset.columns.rejected={rejected}"
+
+    assert red(dpo(tmp_path / "swapped", PAIRS, *columns("rejected", "chosen"))) == {"pair-scores"}
+    better = {"chosen": "good", "rejected": "bad", "score_chosen": "good_score", "score_rejected": "bad_score"}
+    named = [{better.get(name, name): value for name, value in row.items()} for row in PAIRS]
+    twin = dpo(tmp_path / "twin", named, *columns("good", "bad"))
+    assert not red(twin)
+    assert "pair-scores" in {each.name for each in twin if each.verdict == "green"}
 
 
 # -- templates -----
