@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,10 @@ def prompt_end(subject: Subject) -> Iterator[Finding]:
         text = "the template writes {!r} before an answer, which no prompt of the rollout ends with"
         yield red("prompt-end", text.format(before[-40:]), [f"a prompt ends with {prompt[-40:]!r}"])
         return
+    thinking = _variables(_thinking_modes(subject)[0])
+    if (told := other_prompt(tokenizer, asked, None, thinking)) is not None:
+        yield red("prompt-end", *told)
+        return
     end = prompt[len(opened) :] if prompt.startswith(opened) else ""
     for dataset in subject.datasets:
         rows = [row for row in subject.sample_of(dataset) if row.item is not None and not row.sequences]
@@ -52,6 +57,37 @@ def prompt_end(subject: Subject) -> Iterator[Finding]:
             yield red("prompt-end", text, [f"row {row.index}: {row.item.text[-40:]!r}" for row in wrong[:_SHOWN]])
             return
     yield green("prompt-end", f"a prompt ends with {(end or prompt[-20:])!r}, and the assistant begins")
+
+
+def other_prompt(
+    tokenizer: Any, messages: Sequence[Any], tools: Any, variables: dict[str, Any]
+) -> tuple[str, list[str]] | None:
+    """Return (line, details) if a prompt is not how the template begins the same conversation with its answer.
+
+    Texts are compared, because a token may reach over the end of a prompt: one or two line breaks after <think>.
+    """
+    prompt = rendered(tokenizer, messages, tools, True, **variables)
+    talk = rendered(tokenizer, [*messages, {"role": "assistant", "content": _WORD}], tools, False, **variables)
+    if prompt is None or talk is None or _WORD not in talk:
+        return None
+    before = talk[: talk.rindex(_WORD)]
+    n_equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, before, strict=False)))
+    same = prompt[:n_equal]
+    n_same = same.rindex("<") if same.rfind("<") > same.rfind(">") else len(same)
+    left, written = prompt[n_same:], before[n_same:]
+    # Some templates open the reasoning in the prompt alone, and write an answer without reasoning without tags.
+    has_own_tags = not _without_tags(left) and not (left.strip() and _tags_of(left) <= _tags_of(written))
+    # The model itself writes a line break after a control token, but none within the name of its role.
+    is_cut = not left and same[-1:].isalnum() and written.startswith("\n")
+    if has_own_tags and not is_cut:
+        return None
+    text = "the template ends a prompt otherwise than it begins an answer in a whole conversation: {!r}, there {!r}"
+    ours, theirs = prompt[max(0, n_same - 12) :][:60], before[max(0, n_same - 12) :][:60]
+    return text.format(ours, theirs), [f"a prompt ends with {prompt[-60:]!r}", f"an answer follows {before[-60:]!r}"]
+
+
+def _tags_of(text: str) -> set[str]:
+    return {tag for tag in ("<think>", "</think>") if tag in text}
 
 
 def serving(subject: Subject) -> Iterator[Finding]:

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from areno.checks.prompts import other_prompt
 from areno.data import loader, row_rendering
 from areno.run import open_rows
 from tests.helpers import agent_model
 from tests.helpers.checked import data_file, failed, findings, red
+from tests.helpers.tokenizers import load_tokenizer, trl_templates
 
 TALKS = [
     {
@@ -205,6 +207,24 @@ def test_answers_swapped_by_settings_are_found(tmp_path: Path) -> None:
 def test_a_template_without_generation_prompt_is_found(tmp_path: Path) -> None:
     model = chat_model(tmp_path, ("{{- '<|im_start|>assistant\\n' -}}", ""))
     assert "prompt-end" in red(gspo(tmp_path, model=model))
+
+
+@pytest.mark.parametrize("thinking", ["null", "false"])
+def test_a_generation_prompt_unlike_the_conversation_is_found(thinking: str, tmp_path: Path) -> None:
+    model = chat_model(tmp_path, ("{{- '<|im_start|>assistant\\n' -}}", "{{- '<|im_start|>assistant' -}}"))
+    found = gspo(tmp_path, f"rollout.enable_thinking={thinking}", model=model)
+    assert "prompt-end" in red(found)
+    assert "'t|>assistant" in next(each.line for each in found if each.name == "prompt-end")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "minimind", "tiny"])
+def test_modes_of_thinking_agree_with_the_conversation(name: str) -> None:
+    tokenizer = load_tokenizer(name)
+    asked = [{"role": "user", "content": "?"}]
+    for template in (tokenizer.chat_template, *trl_templates().values()):
+        tokenizer.chat_template = template
+        for thinking in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+            assert other_prompt(tokenizer, asked, None, thinking) is None
 
 
 def test_prompts_that_end_before_the_assistant_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
