@@ -80,6 +80,12 @@ def _describe_mask(found: Row, wanted: Row, what: str) -> str:
     for shift, word in ((1, "later"), (-1, "earlier")):
         if np.array_equal(found[1:-1], np.roll(wanted, shift)[1:-1]):
             return f"{what}: the loss mask is shifted by one: it begins and ends one token {word} than the completion"
+    if found.any() and wanted.any() and found[::-1].argmax() == wanted[::-1].argmax():
+        late = int(found.argmax()) - int(wanted.argmax())
+        if late > 0 and np.array_equal(found[found.argmax() :], wanted[found.argmax() :]):
+            return f"{what}: the loss mask begins late: the first {late} tokens of the completion are not trained"
+        if late < 0 and np.array_equal(found[wanted.argmax() :], wanted[wanted.argmax() :]):
+            return f"{what}: the loss mask begins early: {-late} tokens before the completion are trained"
     more, fewer = int((found & ~wanted).sum()), int((wanted & ~found).sum())
     ends = np.flatnonzero(wanted)
     if more and not fewer and len(ends) and np.flatnonzero(found & ~wanted)[0] > ends[-1]:

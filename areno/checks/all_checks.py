@@ -13,6 +13,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         rows.dropped_rows,
         answers.shown_rows,
         answers.trained_text,
+        answers.repeated_prompts,
         answers.step_labels,
         prompts.prompt_end,
         prompts.serving,

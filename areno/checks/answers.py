@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,9 @@ _SHOWN_ROWS = 10
 _SHOWN_FAULTS = 3
 _CLIPPED = 600  # characters of a piece
 _START = 12  # characters of an answer by which its start is found
+_LEAST_PROMPT = 16  # characters: an answer may begin with a shorter prompt by chance
+_MOST_REPEATED = 0.2  # of the answers: an answer may well begin by repeating its question
+_ROLES = re.compile(r"(human|user|question|q|assistant|answer):", re.I)
 _SHORT = 4  # characters: shorter words may stand anywhere by chance
 
 
@@ -62,6 +66,40 @@ def step_labels(subject: Subject) -> Iterator[Finding]:
             yield red("step-labels", f"{dataset.key}: {len(faults)} rows with other labels", faults[:_SHOWN_FAULTS])
         else:
             yield green("step-labels", f"{dataset.key}: all {n_steps} steps are trained, each with its label")
+
+
+def repeated_prompts(subject: Subject) -> Iterator[Finding]:
+    """Look for answers that begin with the text of their prompt, which the model would learn to repeat."""
+    if subject.kind in ("prompt", "prm"):
+        return
+    for dataset in subject.datasets:
+        faults, n_answers = list[str](), 0
+        for row in subject.sample_of(dataset):
+            for turns in answers_of(subject.kind, row.row) if row.item is not None else ():
+                for answer in turns[:1]:
+                    n_answers += 1
+                    if _repeats_prompt(answer):
+                        faults.append(f"row {row.index}: {_short(text_of(answer.message))}")
+        text = f"{dataset.key}: {len(faults)} of {n_answers} answers begin with the text of their prompt"
+        if len(faults) > _MOST_REPEATED * n_answers:
+            yield red("repeated-prompts", f"{text}, so it is trained too", faults[:_SHOWN_FAULTS])
+        else:
+            yield green("repeated-prompts", text, faults[:_SHOWN_FAULTS])
+
+
+def _repeats_prompt(answer: Answer) -> bool:
+    asked = [message for message in answer.before if message.get("role") != "system"]
+    said = _plain(text_of(answer.message))
+    for messages in (asked, asked[-1:]):
+        text = _plain("".join(map(text_of, messages)))
+        if len(text) >= _LEAST_PROMPT and said.startswith(text):
+            return True
+    return False
+
+
+def _plain(text: str) -> str:
+    """Return a text without white space and the roles that some files write as words."""
+    return squeezed(_ROLES.sub("", text)).lower()
 
 
 def shown_rows(subject: Subject) -> Iterator[Finding]:

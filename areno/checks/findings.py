@@ -65,15 +65,19 @@ def run_checks(
     """Run the checks of the groups in `only` (None: all), and yield their findings as they come.
 
     An ArenoError in a check is a red finding, because it is what the run would end with. After any other exception,
-    the check counts as not checked. Both are named after the function. An error that was reported is not repeated.
+    the check counts as not checked. Both are named after the function. An error that was reported is not repeated, nor
+    is a red line.
     """
+    red_lines = set[tuple[str, str]]()
     reported: dict[tuple[Problem, ...], str] = {}  # problems of an error -> name of the finding
     for group, members in checks.items():
         for check in members if only is None or group in only else ():
             name = check.__name__.replace("_", "-")
             try:
                 for finding in check(subject):
-                    yield replace(finding, group=group)
+                    if finding.verdict != "red" or (finding.name, finding.line) not in red_lines:
+                        yield replace(finding, group=group)
+                    red_lines |= {(finding.name, finding.line)} if finding.verdict == "red" else set()
             except NotChecked as reason:
                 yield replace(not_checked(name, str(reason)), group=group)
             except ArenoError as error:

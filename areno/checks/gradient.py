@@ -5,6 +5,7 @@ Each check yields red findings for what is wrong, or one green finding.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -260,6 +261,7 @@ def optimizer_updates(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
                 continue
             change = {name: update.after[name].double() - value for name, value in update.before.items()}
             rate = learning_rate(optimizer, number, run.config.total_train_steps)
+            earlier = copy.deepcopy(moments)
             wanted = optimizer_step(optimizer, rate, update.before, update.gradient, moments)
             apart.append(relative_difference(change, wanted))
             if apart[-1] > _ROUNDED:
@@ -269,6 +271,9 @@ def optimizer_updates(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
                 text += (
                     f"{optimizer.type} by {_norm(wanted):.3g}, in a direction of cosine {_cosine(change, wanted):.3f}"
                 )
+                unclipped = optimizer_step(optimizer, rate, update.before, update.gradient, earlier, clips=False)
+                if relative_difference(change, unclipped) <= _ROUNDED:
+                    text += ": gradient_clipping is left out"
                 wrong.append(red("optimizer-update", text))
     if apart and not wrong:
         wrong = [green("optimizer-update", f"weights move as the optimizer's formula says, to {max(apart):.1g}")]

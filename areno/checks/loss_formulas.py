@@ -55,6 +55,7 @@ class PolicyObjective:
     kl_sign: float = 1.0
     keeps_smaller: bool = True  # the clip takes the smaller of two objectives
     clips: bool = True
+    sums_ratio: bool = False  # the log-ratio of a row is the sum over its tokens, not their mean
 
     @property
     def stops_gradient(self) -> bool:
@@ -84,12 +85,13 @@ class PolicyObjective:
             log_ratio = new - old[index]
             advantage = advantages[index]
             weight = torch.ones_like(new) if weights is None else weights[index]
+            of_row = log_ratio.sum() if self.sums_ratio else log_ratio.mean()
             if self.ratio == "sequence":
-                objective = self._objective(log_ratio.mean().exp(), advantage.mean(), new.mean()) * weight.mean()
+                objective = self._objective(of_row.exp(), advantage.mean(), new.mean()) * weight.mean()
                 found.append(objective.expand(len(new)))
             else:
                 if self.ratio == "sequence_token":
-                    log_ratio = log_ratio.mean().detach() + new - new.detach()
+                    log_ratio = of_row.detach() + new - new.detach()
                 found.append(self._row_objective(log_ratio, advantage, new) * weight)
             if self.keep is not None and rollout is not None:
                 found[-1] = found[-1] * self.keep(new.detach(), rollout[index], advantage)

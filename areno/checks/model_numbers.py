@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ def _compare(
         largest = max(largest, apart)
         if apart > LOGPROB_ERROR:
             said = f"{what} of update {index + 1} differ from transformers by up to {apart:.2g}"
+            if other := other_length(numbers, expected(index)):
+                said = f"{what} of update {index + 1} are not those of the completion: {other}"
             reason = next((text for text, other in others.items() if _agrees(numbers, other, index)), "")
             yield red(name, f"{said}: {reason}" if reason else said)
             return
@@ -55,9 +58,19 @@ def _agrees(numbers: list[Row], other: Expected, index: int) -> bool:
 
 
 def largest_distance(found: Sequence[Row], expected: Sequence[Row]) -> float:
+    """Return the largest distance of two numbers of a row. Infinite if a row has more numbers than the other."""
+    if any(len(one) != len(other) for one, other in zip(found, expected, strict=True)):
+        return math.inf
     return max(
         (float(np.abs(one - other).max()) for one, other in zip(found, expected, strict=True) if len(one)), default=0.0
     )
+
+
+def other_length(found: Sequence[Row], expected: Sequence[Row]) -> str:
+    """Say which row has another number of numbers than is expected, "" if none has."""
+    pairs = enumerate(zip(found, expected, strict=True))
+    other = next(((n, len(one), len(two)) for n, (one, two) in pairs if len(one) != len(two)), None)
+    return "" if other is None else f"row {other[0]} has {other[1]} in place of {other[2]}"
 
 
 def shifted_rows(rows: Sequence[Row], found: Sequence[Row], by: int) -> list[Row]:
@@ -65,10 +78,9 @@ def shifted_rows(rows: Sequence[Row], found: Sequence[Row], by: int) -> list[Row
     out = []
     for row, own in zip(rows, found, strict=True):
         moved = np.roll(row, by)
-        if by > 0:
-            moved[:by] = own[:by]
-        else:
-            moved[by:] = own[by:]
+        edge = slice(None, by) if by > 0 else slice(by, None)
+        if len(row) == len(own):
+            moved[edge] = own[edge]
         out.append(moved)
     return out
 
@@ -132,6 +144,9 @@ def rollout_logprobs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     for index, numbers in enumerate(of_rows):
         if largest_distance(numbers, sampled(index)) > LOGPROB_ERROR:
             text = f"rows of update {index + 1} do not have the log-probabilities of their samples"
+            if other := other_length(numbers, sampled(index)):
+                yield red("rollout-logprobs", f"{text}, as the loss mask is another: {other}")
+                continue
             for shift, word in ((1, "before"), (-1, "after")):
                 if largest_distance(numbers, shifted_rows(sampled(index), numbers, shift)) <= LOGPROB_ERROR:
                     text += f": they belong to the token {word} (off by one)"

@@ -36,10 +36,12 @@ class Moments:
     second: Tensors = field(default_factory=dict)
 
 
-def optimizer_step(optimizer: Any, rate: float, weights: Tensors, gradient: Tensors, moments: Moments) -> Tensors:
+def optimizer_step(
+    optimizer: Any, rate: float, weights: Tensors, gradient: Tensors, moments: Moments, *, clips: bool = True
+) -> Tensors:
     """Return the change of each weight in one update, and bring the moments up to date."""
     norm = math.sqrt(sum(float(slope.double().square().sum()) for slope in gradient.values()))
-    scale = min(1.0, optimizer.gradient_clipping / (norm + 1e-6)) if optimizer.gradient_clipping else 1.0
+    scale = min(1.0, optimizer.gradient_clipping / (norm + 1e-6)) if clips and optimizer.gradient_clipping else 1.0
     moments.n_updates += 1
     return {
         name: _change(optimizer, rate, name, weight.double(), scale * gradient[name].double(), moments)

@@ -44,6 +44,11 @@ def _marked(text: MarkedText, color: bool) -> str:
     return "".join(painted)
 
 
+def red_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield each red finding again, in one line."""
+    yield from (f"{each.verdict:<12}{each.name:<20} {each.line}" for each in findings if each.verdict == "red")
+
+
 def summary_line(findings: Sequence[Finding], seconds: float) -> str:
     counts = {verdict: sum(each.verdict == verdict for each in findings) for verdict in _COLORS}
     said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -59,6 +64,8 @@ def html_page(command: str, findings: Sequence[Finding], summary: str) -> str:
     ]
     head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>areno check</title><style>{_STYLE}</style>'
     title = f"<h1>areno check</h1><p><code>{html.escape(command)}</code></p><p>{html.escape(summary)}</p>"
+    reds = "".join(f"<pre>{html.escape(line)}</pre>" for line in red_lines(findings))
+    parts += [f"<h2>red</h2>\n{reds}\n"] * bool(reds)
     return f"{head}\n{title}\n{''.join(parts)}</html>\n"
 
 

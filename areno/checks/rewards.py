@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.plans import rollout_seconds
+from areno.checks.reward_trials import NOISE, Asked, KnownAnswers, each_row, has_trait, try_answers
 from areno.checks.subject import Subject
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.scoring.judge import JudgeTask, Judging
@@ -24,10 +26,13 @@ _BLOCK = 4  # rows that follow each other, so that a reward of the next row is f
 _PROBES = 3  # requests with which a judge is opened
 _SHOWN = 3
 _FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "<answer>\\boxed{{{}}}</answer>")
-_FORMS += ("The answer is {}.", "```python\n{}\n```")
+_FORMS += ("The answer is {}.", "Answer: {}", "<think>\nI add.\n</think>\n\n<answer>{}</answer>", "```python\n{}\n```")
 _WORKED = ("answer", "solution", "response", "output", "completion", "reasoning")  # fields with a whole answer
-_NOISE = "areno areno areno"
+_LEAST_WORK = 10  # characters of a worked solution beside its answer
 _MOST_UNREACHED = 0.1  # of the reference answers
+_OWN_FORM = re.compile(r"</(?!think|answer)(\w+)>|\"\w+\":|json", re.I)  # what a prompt may ask for in place of _FORMS
+_MOST_ROWS = 200  # whose reference answer is tried in its best form
+_ROWS_SECONDS = 5.0
 _SHORT = 40  # characters of a reference answer that one of the forms makes right
 
 
@@ -51,6 +56,7 @@ class _Answers:
     items: list[PromptItem]
     texts: dict[str, list[str]]
     forms: list[Tried] = field(default_factory=list)  # rewards of the reference answers in each form
+    best: str = ""  # the form with the largest rewards
 
 
 def reward_functions(subject: Subject) -> Iterator[Finding]:
@@ -66,10 +72,15 @@ def reward_functions(subject: Subject) -> Iterator[Finding]:
         yield _failures(where, records, first)
         yield _repeated(where, records, first, again)
         tried = _by_kind(answers, first)
-        short = all(len(_reference_text(item)) <= _SHORT for item in answers.items)
-        yield _signal(where, tried, answers.forms, short)
+        yield _signal(where, tried, answers)
         yield from _reference(where, tried, answers.forms)
         yield from _reach(subject, where, config, answers, tried)
+        if answers.best:
+            known = _known_answers(subject, source, where, answers, tried)
+            yield from try_answers(known, lambda asked: _score_texts(subject, asked))
+            yield from _each_row(
+                subject, source, known, min(_MOST_ROWS, int(_ROWS_SECONDS * len(records) / max(seconds, 1e-9)))
+            )
         yield _speed(subject, where, seconds / len(records))
 
 
@@ -87,7 +98,7 @@ def judge(subject: Subject) -> Iterator[Finding]:
     subject.announce(f"asks the judge {section.model} at {section.base_url} at most {2 * n_prompts + _PROBES} times")
     section = replace(section, retries=0)
     items = _items(subject, "", n_prompts)
-    texts = {"reference": [_reference_text(item) or _NOISE for item in items], "noise": [_NOISE] * len(items)}
+    texts = {"reference": [_reference_text(item) or NOISE for item in items], "noise": [NOISE] * len(items)}
     answers = _Answers(items, texts)
     pairs = [(item, kind) for item in range(len(items)) for kind in texts]
     records = [_record(subject, items[number], texts[kind][number]) for number, kind in pairs]
@@ -109,6 +120,46 @@ def judge(subject: Subject) -> Iterator[Finding]:
         yield green("judge-signal", f"the judge's scores go from {min(known):g} to {max(known):g}", _shown_means(tried))
 
 
+def _known_answers(
+    subject: Subject, source: str, where: str, answers: _Answers, tried: Sequence[Tried]
+) -> KnownAnswers:
+    values = {each.kind: each.values for each in (*tried, *answers.forms)}
+    worthless = [
+        max((value for value in pair if value is not None), default=0.0)
+        for pair in zip(values["empty"], values["noise"], strict=True)
+    ]
+    return KnownAnswers(
+        where=where,
+        items=answers.items,
+        references=[_reference_text(item) for item in answers.items],
+        forms=_reference_forms(answers.items),
+        rewards={each.kind: each.values for each in answers.forms},
+        best=answers.best,
+        templates=_FORMS,
+        worthless=worthless,
+        tokenizer=subject.tokenizer,
+        settings=_policy_config(subject).gconfig_of(source),
+    )
+
+
+def _score_texts(subject: Subject, asked: Sequence[Asked]) -> list[RewardOutcome]:
+    return _score(subject, [_record(subject, item, text) for item, text in asked])[0] if asked else []
+
+
+def _each_row(subject: Subject, source: str, known: KnownAnswers, most: int) -> Iterator[Finding]:
+    """Try the reference answers of many rows: half of them evenly chosen, half with odd answers."""
+    rows = [item for item in _all_items(subject, source) if _reference_text(item)]
+    odd = [item for item in rows if has_trait(_reference_text(item))]
+    chosen = {id(item): item for part in (rows, odd) for item in part[:: max(1, -(-2 * len(part) // max(1, most)))]}
+    asked = list[Asked]()
+    for item in chosen.values():
+        text = known.best.format(_reference_text(item)) if known.best in _FORMS else item.record.get(known.best)
+        asked += [(item, text)] if isinstance(text, str) else []
+    items = [item for item, _ in asked]
+    references = [_reference_text(item) for item in items]
+    yield from each_row(known.where, items, references, max(known.worthless), _score_texts(subject, asked))
+
+
 def _policy_config(subject: Subject) -> PolicyExperimentConfig:
     config = subject.config
     if not isinstance(config, PolicyExperimentConfig):
@@ -123,15 +174,21 @@ def _policy_config(subject: Subject) -> PolicyExperimentConfig:
 
 def _items(subject: Subject, source: str, most: int) -> list[PromptItem]:
     """Return prompts of a source: blocks of rows that follow each other, from several places."""
-    found = list[PromptItem]()
-    for dataset in subject.training_rows:
-        if dataset.source == source or not source:
-            rows = [row.item for row in subject.rows_of(dataset) if row.item is not None]
-            n_blocks = max(1, most // _BLOCK)
-            for number in range(n_blocks):
-                start = number * max(0, len(rows) - _BLOCK) // n_blocks
-                found += rows[start : start + _BLOCK]
+    found, rows, n_blocks = list[PromptItem](), _all_items(subject, source), max(1, most // _BLOCK)
+    for number in range(n_blocks):
+        start = number * max(0, len(rows) - _BLOCK) // n_blocks
+        found += rows[start : start + _BLOCK]
     return found[:most]
+
+
+def _all_items(subject: Subject, source: str) -> list[PromptItem]:
+    return [
+        row.item
+        for dataset in subject.training_rows
+        if dataset.source == source or not source
+        for row in subject.rows_of(dataset)
+        if row.item is not None
+    ]
 
 
 def _answers_by_source(subject: Subject) -> dict[str, _Answers]:
@@ -146,15 +203,15 @@ def _answers_by_source(subject: Subject) -> dict[str, _Answers]:
     return found
 
 
-def _texts(subject: Subject, items: Sequence[PromptItem]) -> tuple[dict[str, list[str]], list[Tried]]:
-    """Return (kind of answer -> a text for each prompt, rewards of the reference answers in each form).
+def _texts(subject: Subject, items: Sequence[PromptItem]) -> tuple[dict[str, list[str]], list[Tried], str]:
+    """Return (kind of answer -> a text for each prompt, rewards of the reference answers in each form, the best form).
 
     The reference is in the form that gets the largest rewards.
     """
-    texts = {"empty": [""] * len(items), "noise": [_NOISE] * len(items)}
+    texts = {"empty": [""] * len(items), "noise": [NOISE] * len(items)}
     forms = _reference_forms(items)
     if not forms:
-        return texts, []
+        return texts, [], ""
     tried = _Answers(list(items), forms)
     records = [record for kind in forms for record in _records(subject, tried, kind)]
     rewards = _by_kind(tried, _score(subject, records)[0])
@@ -167,7 +224,7 @@ def _texts(subject: Subject, items: Sequence[PromptItem]) -> tuple[dict[str, lis
         "of the next row": [*references[1:], references[0]],
         "of the row before": [references[-1], *references[:-1]],
     }
-    return found | texts, rewards
+    return found | texts, rewards, best.kind
 
 
 def _reference_forms(items: Sequence[PromptItem]) -> dict[str, list[str]]:
@@ -176,11 +233,20 @@ def _reference_forms(items: Sequence[PromptItem]) -> dict[str, list[str]]:
     references = [_reference_text(item) for item in items]
     if all(references):
         forms |= {form: [form.format(text) for text in references] for form in _FORMS}
-    for name in _WORKED:
-        worked = [item.record.get(name) for item in items]
-        if all(isinstance(text, str) and text for text in worked):
-            forms[name] = [str(text) for text in worked]
+    for name in dict.fromkeys([*_WORKED, *items[0].record]):
+        worked = [text for item in items if isinstance(text := item.record.get(name), str) and text]
+        if len(worked) == len(items) and (name in _WORKED or _are_worked(items, worked)):
+            forms[name] = worked
     return forms
+
+
+def _are_worked(items: Sequence[PromptItem], texts: Sequence[str]) -> bool:
+    """Whether texts are longer than the reference answers, contain them, and are no part of the prompts."""
+    references = [_reference_text(item) for item in items]
+    return all(
+        reference and reference in text and len(text) > len(reference) + _LEAST_WORK and text not in item.text
+        for item, reference, text in zip(items, references, texts, strict=True)
+    )
 
 
 def _reference_text(item: PromptItem) -> str:
@@ -261,9 +327,13 @@ def _repeated(
     return green("reward-repeatable", f"{where}two processes give each of {len(records)} answers the same reward")
 
 
-def _signal(where: str, tried: Sequence[Tried], forms: Sequence[Tried], short: bool) -> Finding:
+def _shown_form(form: Tried) -> str:
+    return "bare" if form.kind == "{}" else repr(form.kind)
+
+
+def _signal(where: str, tried: Sequence[Tried], answers: _Answers) -> Finding:
     """Report a constant reward. It is meant if no answer that was tried can be right, as far as this is known."""
-    values = {value for each in (*tried, *forms) for value in each.values if value is not None}
+    values = {value for each in (*tried, *answers.forms) for value in each.values if value is not None}
     if not values:
         return not_checked("reward-signal", f"{where}no answer has a reward")
     if len(values) > 1:
@@ -273,8 +343,11 @@ def _signal(where: str, tried: Sequence[Tried], forms: Sequence[Tried], short: b
     text = f"{where}every answer gets {value:g}: {', '.join(each.kind for each in tried)}"
     if not any(each.kind == "reference" for each in tried):
         return not_checked("reward-signal", f"{text}; the rows have no reference answers to try")
-    if value <= 0 or not short:
+    short = all(len(_reference_text(item)) <= _SHORT for item in answers.items)
+    if not short or (value <= 0 and any(_OWN_FORM.search(item.text) for item in answers.items)):
         return not_checked("reward-signal", f"{text}; the reference may not be in the form of a right answer")
+    if value <= 0:
+        text += f". So does the right answer in each form: {', '.join(map(_shown_form, answers.forms))}"
     return red("reward-signal", text)
 
 
@@ -295,12 +368,14 @@ def _reference(where: str, tried: Sequence[Tried], forms: Sequence[Tried]) -> It
     if of_rows > reference:
         text = f"{where}the answer of a row beside it gets {of_rows:.3g}, the answer of the row itself {reference:.3g}"
         yield red("reward-row", text, shown)
-    elif worst.mean < min(means["empty"], means["noise"]):
-        text = f"{where}the reference answer as {worst.kind!r} gets {worst.mean:.3g}, noise {means['noise']:.3g}"
-        yield red(name, text, shown)
-    elif reference > others[best]:
+        return
+    yield green("reward-row", f"{where}no answer of a row beside it gets more than the row's own")
+    if reference > others[best]:
         text = f"{where}reference answers get {reference:.3g}, answers that are {best} {others[best]:.3g}"
         yield green(name, text, shown)
+    elif worst.mean < min(means["empty"], means["noise"]):
+        told = f"gets {worst.mean:.3g}, noise {means['noise']:.3g}"
+        yield red(name, f"{where}the reference answer as {_shown_form(worst)} {told}", shown)
     elif reference < others[best]:
         text = f"{where}an answer that is {best} gets {others[best]:.3g}, the reference answer {reference:.3g}"
         yield red(name, text, shown)

@@ -142,6 +142,8 @@ class PolicyFormula(StepFormula):
         for name, text in levels.items():
             if name != own.ratio:
                 yield f"the importance ratios are {text}", with_objective(ratio=name)
+        if own.ratio != "token":
+            yield "the log-ratios of a row are summed and not averaged", with_objective(sums_ratio=True)
         if own.entropy_coef:
             yield "the entropy bonus is left out", with_objective(entropy_coef=0.0)
             yield "the entropy bonus has the wrong sign", with_objective(entropy_coef=-own.entropy_coef)

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from areno.checks.all_checks import CHECKS
     from areno.checks.findings import run_checks
-    from areno.checks.page import html_page, summary_line, text_lines
+    from areno.checks.page import html_page, red_lines, summary_line, text_lines
     from areno.checks.subject import Options, Subject
     from areno.tracking.check_result import key_of, write_result
     from areno.tracking.run_log import RunLog
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         command = shlex.join(arguments.command)
         write_result(subject.config, key_of(subject.config, subject.fingerprints()), command, records)
     summary = summary_line(findings, time.monotonic() - started)
-    print(f"\n{summary}")
+    print(*["", *red_lines(findings), summary], sep="\n")
     if arguments.json:
         record = {"command": command, "findings": records}
         Path(arguments.json).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

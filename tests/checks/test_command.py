@@ -51,7 +51,9 @@ def test_only_red_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     for check, code in ((lambda subject: [green("a", "")], 0), (lambda subject: [red("b", "", ["why"])], 1)):
         monkeypatch.setattr(all_checks, "CHECKS", {"data": [check]})
         assert main(QUICKSTART) == code
-    assert "    why" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "    why" in out
+    assert [line for line in out.splitlines() if line][-2].split() == ["red", "b"]
 
 
 def test_a_check_that_cannot_check_says_why() -> None:
@@ -68,3 +70,8 @@ def test_a_check_that_cannot_check_says_why() -> None:
     ]
     assert found[0].line == "there are none"
     assert found[1].line == "the check itself failed: ZeroDivisionError: by zero"
+
+
+def test_a_red_line_is_printed_once() -> None:
+    twice = [red("a", "same"), red("a", "same"), red("a", "other")]
+    assert [each.line for each in run_checks({"data": [lambda subject: twice]}, None)] == ["same", "other"]  # type: ignore[arg-type]

@@ -189,6 +189,19 @@ def test_swapped_answers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert red(dpo(tmp_path / "code", PAIRS)) == {"answer-order"}
 
 
+def test_answers_that_repeat_the_prompt_are_found(tmp_path: Path) -> None:
+    with_prompt = [
+        {**row, **{name: f"\n\nHuman: {row['prompt']}\n\nAssistant: {row[name]}" for name in ("chosen", "rejected")}}
+        for row in PAIRS
+    ]
+    assert red(dpo(tmp_path / "pairs", with_prompt)) == {"repeated-prompts"}
+    asked = "What is the sum of these numbers?"
+    answers = [f"{asked} It is {n}." for n in range(10)] + [f"It is {n}, the sum of these numbers." for n in range(90)]
+    rows = [{"prompt": asked, "response": answer} for answer in answers]
+    assert not red(sft(tmp_path / "twin", rows=rows))
+    assert red(sft(tmp_path / "answers", rows=2 * rows[:20])) == {"repeated-prompts"}
+
+
 def test_answers_swapped_by_settings_are_found(tmp_path: Path) -> None:
     def columns(chosen: str, rejected: str) -> tuple[str, ...]:
         return f"train_dataset.columns.chosen={chosen}", f"train_dataset.columns.rejected={rejected}"

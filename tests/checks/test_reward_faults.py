@@ -37,7 +37,7 @@ def test_a_right_reward_is_green(tmp_path: Path) -> None:
     ("body", "name"),
     [
         ("    return 1.0\n", "reward-signal"),  # always says yes
-        ("    return 0.0\n", "group-signal"),
+        ("    return 0.0\n", "reward-signal"),
         ("    return float(record.completion != record.solutions)\n", "reward-reference"),  # the wrong way round
         ("    return random.random()\n", "reward-repeatable"),
         ("    return float(os.getpid())\n", "reward-repeatable"),
@@ -94,3 +94,66 @@ def test_a_judge_without_judgement_is_found(says: Any, names: set[str]) -> None:
         found = findings("gspo quickstart", *settings, only="reward", offline=True)
         assert ("judge", "not checked") in [(each.name, each.verdict) for each in found]
         assert not requests
+
+
+def red_rewards(found: list[Finding]) -> set[str]:
+    """What is red, but for group-signal: the small model does not know these tasks."""
+    return red(found) - {"group-signal"}
+
+
+def reward_of_rows(folder: Path, body: str, row: str, *settings: str) -> list[Finding]:
+    """Check a reward on rows of n = 460 .. 509, each written as a dictionary."""
+    loader = folder / "loader.py"
+    loader.write_text(f"def load_dataset(split):\n    return [{row} for n in range(460, 510)]\n")
+    return found_with(folder, body, f"train_dataset.loader={loader}", "valid_dataset=null", *settings)
+
+
+HASHED = "    return float(record.completion.split('####')[-1].strip() == record.solutions)\n"
+
+
+def test_stop_strings_that_cut_right_answers_are_found(tmp_path: Path) -> None:
+    model = ("actor.path=examples/agentic/small_model/model", "gconfig.max_new_tokens=20")
+    found = found_with(tmp_path, HASHED, *model, "gconfig.stop=['####']")
+    assert red_rewards(found) == {"reward-stop"}
+    assert "gconfig.stop" in next(each.line for each in found if each.name == "reward-stop")
+    assert not red_rewards(found_with(tmp_path, HASHED, *model, "gconfig.stop=['\\n\\n']"))
+
+
+LAST_WORD = "    said = record.completion.split()\n    right = record.solutions in said[-1:]\n"
+
+
+def test_a_reward_for_words_is_found(tmp_path: Path) -> None:
+    row, room = "{'prompt': f'{n}+{n}=', 'solutions': str(2 * n)}", "gconfig.max_new_tokens=100"
+    for words in ("- 0.1 * len(said)", "+ 0.1 * len(said)"):
+        found = reward_of_rows(tmp_path, f"{LAST_WORD}    return right {words}\n", row, room)
+        assert "reward-length" in red_rewards(found)
+    assert not red_rewards(reward_of_rows(tmp_path, f"{LAST_WORD}    return right - 0.001 * len(said)\n", row, room))
+
+
+def test_worked_solutions_of_the_rows_are_tried(tmp_path: Path) -> None:
+    row = (
+        "{'prompt': f'{n}+{n}=', 'solutions': str(2 * n), 'work': f'We add {n} ' + 'and then think ' * 9 + str(2 * n)}"
+    )
+    found = reward_of_rows(tmp_path, f"{LAST_WORD}    return right - 0.05 * len(said)\n", row)
+    assert "'work'" in next(each.line for each in found if each.name == "reward-length")
+
+
+def test_a_wrong_number_with_the_right_one_inside_is_found(tmp_path: Path) -> None:
+    row = "{'prompt': f'{n}+{n}=', 'solutions': str(2 * n)}"
+    inside = "    return float(record.solutions in record.completion)\n"
+    listed = "    return float(record.solutions in record.completion.replace(',', '').split())\n"
+    assert red_rewards(reward_of_rows(tmp_path, inside, row)) == {"reward-wrong"}
+    assert red_rewards(reward_of_rows(tmp_path, listed, row)) == {"reward-wrong"}
+    assert not red_rewards(reward_of_rows(tmp_path, RIGHT, row, "reward.fn=math"))
+
+
+def test_rows_whose_answer_is_not_read_are_found(tmp_path: Path) -> None:
+    row = "{'prompt': f'{n}+{n}=', 'solutions': f'{2 * n:,}'}"
+    as_float = (
+        "    try:\n        return float(float(record.completion) == float(record.solutions))\n"
+        "    except ValueError:\n        return 0.0\n"
+    )
+    found = reward_of_rows(tmp_path, as_float, row)
+    assert red_rewards(found) == {"reward-each-row"}
+    assert "have a comma" in next(each.line for each in found if each.name == "reward-each-row")
+    assert not red_rewards(reward_of_rows(tmp_path, RIGHT, row))

@@ -20,7 +20,7 @@ from areno.checks.subject import Options, Subject
 from areno.cli.given_command import split_command
 from areno.engine.train import backend, optimizer, optimizer_updates
 from areno.engine.worker import Worker
-from areno.loss_fns import dpo, grpo, kto, preferences, process_reward, reward_model, surrogates
+from areno.loss_fns import dpo, grpo, gspo, kto, preferences, process_reward, reward_model, surrogates
 from areno.loss_fns.data_pack import DataPack
 from areno.models.adapters import without_adapters
 from areno.trainers import forward_passes, reward_sources, rows, turn_credit, update
@@ -64,6 +64,12 @@ def changed_rows(change: Callable[[Any], Any]) -> Patch:
 
 def mask_shifted(row: Any) -> Any:
     return replace(row, prompt_mask=np.append(row.prompt_mask[1:], row.prompt_mask[-1]))
+
+
+def mask_late(row: Any) -> Any:
+    mask = row.prompt_mask.copy()
+    mask[: int(np.argmin(mask)) + 2] = True
+    return replace(row, prompt_mask=mask)
 
 
 def padding_trained(row: Any) -> Any:
@@ -181,6 +187,16 @@ def clip_on_wrong_side(patch: pytest.MonkeyPatch) -> None:
 
 def without_clip(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(surrogates.Clip, "bounds", lambda self: (0.0, 1e9))
+
+
+def ratio_summed(patch: pytest.MonkeyPatch) -> None:
+    right = gspo.token_log_ratio
+
+    def wrong(pack: DataPack, *given: Any) -> Any:
+        log_ratio_T, weights_T = right(pack, *given)
+        return log_ratio_T * pack.of_rows(pack.sum_rows(torch.ones_like(log_ratio_T))), weights_T
+
+    patch.setattr(gspo, "token_log_ratio", wrong)
 
 
 def wrong_reduction(patch: pytest.MonkeyPatch) -> None:
@@ -363,6 +379,7 @@ FAULTS: list[tuple[str, list[str], Patch, str, str]] = [
     ("clip on the wrong side", GRPO, clip_on_wrong_side, "off-policy-loss", "wrong side"),
     ("no clip", GRPO, without_clip, "off-policy-loss", "not clipped"),
     ("wrong reduction", GRPO, wrong_reduction, "loss-formula", "the reduction is token_mean"),
+    ("summed ratio", GSPO, ratio_summed, "loss-formula", "summed and not averaged"),
     ("KL with the wrong sign", GRPO, kl_with_wrong_sign, "off-policy-loss", "KL has the wrong sign"),
     ("other KL", GRPO, other_kl_estimator, "off-policy-loss", "estimated by k2"),
     ("reference is the live policy", GRPO, reference_is_live_policy, "reference-logprobs", "live policy"),
@@ -375,7 +392,7 @@ FAULTS: list[tuple[str, list[str], Patch, str, str]] = [
         ["gspo", "actor.optimizer.type=sgd"],
         gradient_not_clipped,
         "optimizer-update",
-        "by the formula of sgd",
+        "gradient_clipping is left out",
     ),
     ("critic one step late", PPO, critic_one_step_late, "critic-values", "one step before"),
     ("values off by one", PPO, values_off_by_one, "critic-values", "one token later (off by one)"),
@@ -409,3 +426,13 @@ def test_a_planted_fault_is_found_by_name(command, plant, name, said, tmp_path, 
     found = red(findings(tmp_path, command))
     assert name in found, found
     assert said in found[name]
+
+
+def test_a_mask_that_begins_late_is_named_once(tmp_path, monkeypatch):
+    changed_rows(mask_late)(monkeypatch)
+    found = findings(tmp_path, GSPO)
+    reds = [each for each in found if each.verdict == "red"]
+    assert "begins late: the first 2 tokens" in red(found)["loss-mask"]
+    assert "the loss mask is another" in red(found)["rollout-logprobs"]
+    assert len({(each.name, each.line) for each in reds}) == len(reds)
+    assert not any("the check itself failed" in each.line for each in found)

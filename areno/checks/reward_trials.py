@@ -1,0 +1,262 @@
+"""Checks of a reward by single kinds of answers: cut at a stop string, long, or wrong with the right one inside."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areno.checks.findings import Finding, green, not_checked, red
+from areno.config.rollout import GenerationConfig
+from areno.types import PromptItem, RewardOutcome
+
+Asked = tuple[PromptItem, str]
+Score = Callable[[Sequence[Asked]], Sequence[RewardOutcome]]
+Values = list[float | None]
+
+NOISE = "areno areno areno"
+_FILLER = "First we read the question again, and then we work it out step by step. "
+_MOST_FILLERS = 6
+_MOST_LOST = 0.1  # of the answers
+_MOST_OF_TRAIT = 0.8  # of the rows that fail, or that have a trait
+_SHOWN = 3
+_NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?")
+_TRAITS: Mapping[str, Callable[[str], bool]] = {
+    "have a comma": lambda text: "," in text,
+    "are negative": lambda text: text.startswith("-"),
+    "have a decimal point": lambda text: re.search(r"\d\.\d", text) is not None,
+    "have a percent sign": lambda text: "%" in text,
+    "have a currency": lambda text: any(sign in text for sign in "$€£"),
+    "have a slash": lambda text: "/" in text,
+    "have a backslash": lambda text: "\\" in text,
+    "have a space": lambda text: " " in text,
+    "have letters": lambda text: any(char.isalpha() for char in text),
+}
+
+
+@dataclass(frozen=True)
+class KnownAnswers:
+    """The reference answers of prompts in each form, with their rewards, and the rewards of answers without worth."""
+
+    where: str  # the source, as a line begins
+    items: Sequence[PromptItem]
+    references: Sequence[str]
+    forms: Mapping[str, list[str]]
+    rewards: Mapping[str, Values]  # of the forms
+    best: str  # the form with the largest rewards
+    templates: Sequence[str]  # those of the forms that have a place for the answer
+    worthless: Sequence[float]  # for each prompt, the larger reward of an empty answer and of noise
+    tokenizer: Any
+    settings: GenerationConfig
+
+    def is_right(self, form: str, number: int) -> bool:
+        value = self.rewards[form][number]
+        return value is not None and value > self.worthless[number]
+
+    @property
+    def floor(self) -> float:
+        return statistics.fmean(self.worthless)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    answers: list[Asked]
+    judge: Callable[[Values], Iterator[Finding]]
+
+
+def try_answers(known: KnownAnswers, score: Score) -> Iterator[Finding]:
+    """Score the answers of all trials at once."""
+    trials = [trial for make in (_stop_trial, _long_trial, _wrong_trial) for trial in make(known)]
+    outcomes = iter(score([answer for trial in trials for answer in trial.answers]))
+    for trial in trials:
+        yield from trial.judge([next(outcomes).value for _ in trial.answers])
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else float("nan")
+
+
+# -- stop strings -----
+
+
+def _stop_trial(known: KnownAnswers) -> Iterator[_Trial]:
+    """Cut reference answers as sampling cuts them."""
+    if not known.settings.stop and not known.settings.stop_token_ids:
+        return
+    cut: dict[tuple[str, int], tuple[str, str]] = {}  # (form, prompt) -> (text that is left, what cut it)
+    for form, texts in known.forms.items():
+        for number, text in enumerate(texts):
+            found = sampled_part(known.tokenizer, known.settings, text)
+            if found is not None and known.is_right(form, number):
+                cut[form, number] = found
+
+    def judge(values: Values) -> Iterator[Finding]:
+        lost: dict[str, list[int]] = {}
+        for (form, number), value in zip(cut, values, strict=True):
+            if value is not None and value < (known.rewards[form][number] or 0.0):
+                lost.setdefault(form, []).append(number)
+        n_right = {form: sum(known.is_right(form, n) for n in range(len(known.items))) for form in known.forms}
+        right = [form for form in known.forms if n_right[form] > len(known.items) / 2]
+        wrong = [form for form in right if len(lost.get(form, ())) > _MOST_LOST * n_right[form]]
+        # A rollout may well stop in the middle of some forms, if it can give its answer in another.
+        meant = [form for form in wrong if _cuts_marker(form, cut[form, lost[form][0]][1], known.templates)]
+        if wrong and (meant or len(wrong) == len(right)):
+            form = (meant or wrong)[0]
+            number = lost[form][0]
+            left, by = cut[form, number]
+            setting = "stop" if by in (known.settings.stop or ()) else "stop_token_ids"
+            text = f"{known.where}gconfig.{setting} ends {len(lost[form])} of {n_right[form]} right answers too early"
+            shown = [f"row {known.items[number].index}: {known.forms[form][number]!r} ends at {by!r}: {left!r}"]
+            yield red("reward-stop", text, shown)
+        else:
+            yield green("reward-stop", f"{known.where}reference answers are right up to the stop strings of gconfig")
+
+    yield _Trial([(known.items[number], text) for (_, number), (text, _) in cut.items()], judge)
+
+
+def _cuts_marker(form: str, by: str, templates: Sequence[str]) -> bool:
+    """Whether a stop string stands before the answer in its form, as a mark of the answer, or in a worked solution."""
+    if form not in templates:
+        return bool(by.strip())
+    before, _, after = form.partition("{}")
+    return bool(by.strip()) and by.strip() in before and by.strip() not in after
+
+
+def sampled_part(tokenizer: Any, settings: GenerationConfig, text: str) -> tuple[str, str] | None:
+    """Return (the part of a text that sampling leaves, what ended it). None if nothing does before its end."""
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    for n in range(max(1, settings.min_new_tokens), len(tokens)):
+        part = tokenizer.decode(tokens[:n], skip_special_tokens=settings.skip_special_tokens)
+        by = next((stop for stop in settings.stop or () if stop in part), None)
+        if by is None and tokens[n - 1] in (settings.stop_token_ids or ()):
+            by = tokenizer.decode(tokens[n - 1 : n])
+        if by is not None:
+            return part, by
+    return None
+
+
+# -- long answers -----
+
+
+def _long_trial(known: KnownAnswers) -> Iterator[_Trial]:
+    """Compare right answers after many words with answers that have no worth, and with wrong ones as long."""
+    n_items, right = len(known.items), known.forms[known.best]
+    rooms = [known.settings.max_new_tokens - len(known.tokenizer.encode(text)) for text in right]
+    n_fillers = min(_MOST_FILLERS, max(0, min(rooms)) // max(1, len(known.tokenizer.encode(_FILLER))))
+    worked = [form for form in known.forms if form not in known.templates]
+    answers: list[Asked] = []
+    for form in worked:
+        texts = known.forms[form]
+        answers += zip(known.items, [*texts[1:], texts[0]], strict=True)
+    if n_fillers:
+        for texts in (right, [NOISE] * n_items):
+            answers += [(item, n_fillers * _FILLER + text) for item, text in zip(known.items, texts, strict=True)]
+
+    def judge(values: Values) -> Iterator[Finding]:
+        means = [_mean(values[start : start + n_items]) for start in range(0, len(values), n_items)]
+        pairs = [(_mean(known.rewards[form]), mean, form) for form, mean in zip(worked, means, strict=False)]
+        reference, n_words = _mean(known.rewards[known.best]), n_fillers * len(_FILLER.split())
+        if n_fillers:
+            pairs.append((means[-2], means[-1], f"after {n_words} more words"))
+        for found, wrong, name in pairs:
+            # A reward may not read every form. This one does, as it tells right from wrong.
+            if wrong < found < known.floor:
+                text = f"{known.where}the right answer {name} gets {found:.3g}, "
+                text = text if name.startswith("after") else text.replace(name, f"as {name!r}")
+                yield red("reward-length", f"{text}an answer that is empty or noise {known.floor:.3g}")
+                return
+        if n_fillers and means[-1] > max(reference, known.floor):
+            text = f"{known.where}noise after {n_words} more words gets {means[-1]:.3g}, the right answer"
+            yield red("reward-length", f"{text} {reference:.3g}")
+        elif pairs:
+            yield green("reward-length", f"{known.where}long right answers get no less than an empty one or noise")
+
+    yield _Trial(answers, judge)
+
+
+# -- wrong answers -----
+
+
+def _wrong_trial(known: KnownAnswers) -> Iterator[_Trial]:
+    """Try wrong answers in which the right one stands."""
+    form = max(known.templates, key=lambda each: _mean(known.rewards[each]) if each in known.forms else float("-inf"))
+    tried = [
+        (number, kind, text)
+        for number, reference in enumerate(known.references)
+        if form in known.forms and _NUMBER.fullmatch(reference) and known.is_right(form, number)
+        for kind, text in _wrong_numbers(reference, form)
+    ]
+
+    def judge(values: Values) -> Iterator[Finding]:
+        if not tried:
+            yield not_checked("reward-wrong", f"{known.where}no answer is a number that gets a reward")
+            return
+        counts = Counter(kind for _, kind, _ in tried)
+        full: dict[str, list[str]] = {}
+        for (number, kind, text), value in zip(tried, values, strict=True):
+            if value is not None and value >= (known.rewards[form][number] or 0.0):
+                said = f"row {known.items[number].index}: {text!r} gets {value:g}, right is {known.references[number]}"
+                full.setdefault(kind, []).append(said)
+        for kind, details in full.items():
+            if len(details) > _MOST_LOST * counts[kind]:
+                text = f"{known.where}{len(details)} of {counts[kind]} wrong answers get the reward of the right one: "
+                yield red("reward-wrong", f"{text}{kind}", details[:_SHOWN])
+                return
+        yield green("reward-wrong", f"{known.where}wrong numbers with the right one inside do not get its reward")
+
+    yield _Trial([(known.items[number], text) for number, _, text in tried], judge)
+
+
+def _wrong_numbers(reference: str, form: str) -> Iterator[tuple[str, str]]:
+    longer = f"{reference}1" if reference.startswith("-") else f"1{reference}"
+    yield "another number that has its digits", form.format(longer)
+    whole = int(float(reference.replace(",", "")))
+    several = [str(whole - 2), str(whole - 1), reference, str(whole + 1), str(whole + 2)]
+    yield "a list of numbers", form.format(", ".join(several))
+
+
+# -- single rows -----
+
+
+def has_trait(text: str) -> bool:
+    """Whether an answer has something that a reward may not read, such as the comma of 1,000."""
+    return any(trait(text) for trait in _TRAITS.values())
+
+
+def each_row(
+    where: str, items: Sequence[PromptItem], references: Sequence[str], floor: float, outcomes: Sequence[RewardOutcome]
+) -> Iterator[Finding]:
+    """Look for rows whose reference answer gets no more than a worthless one, while most get the same larger reward."""
+    values, name, n = [outcome.value for outcome in outcomes], "reward-each-row", len(items)
+    known = [value for value in values if value is not None]
+    if not known or not n:
+        return
+    [(top, count)] = Counter(known).most_common(1)
+    if top <= floor or count < n / 2:
+        return  # rewards are graded, or right answers have another form
+    failing = [at for at, value in enumerate(values) if value is None or value <= floor]
+    if not failing:
+        yield green(name, f"{where}the reference answers of {n} rows are right")
+        return
+    rows = ", ".join(f"{items[at].index} ({_short(references[at])})" for at in failing[:_SHOWN])
+    more = ", ..." * (len(failing) > _SHOWN)
+    text = f"{where}the reference answers of {len(failing)} of {n} rows get no reward: rows {rows}{more}"
+    raised = [outcomes[at].message.strip() for at in failing if outcomes[at].value is None]
+    if raised:
+        yield red(name, text, [message.splitlines()[-1] for message in raised[:_SHOWN] if message])
+        return
+    for trait, has in _TRAITS.items():
+        own = [at for at, reference in enumerate(references) if has(reference)]
+        both = sum(at in own for at in failing)
+        if both > 1 and both >= _MOST_OF_TRAIT * len(failing) and both >= _MOST_OF_TRAIT * len(own) and len(own) < n:
+            yield red(name, f"{text}. {both} of the {len(own)} answers that {trait} are among them")
+            return
+    yield green(name, text)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 20 else f"{text[:17]}..."
