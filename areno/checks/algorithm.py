@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from areno.checks.advantage_formulas import Norm
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.formulas.advantage_formulas import Norm
 from areno.checks.model_numbers import LOGPROB_ERROR, largest_distance, sampling_temperature, shifted_rows
 from areno.checks.policy_rows import StepRows, sampled_steps
 from areno.checks.probes import match_rows, seen_rows

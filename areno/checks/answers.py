@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -22,7 +21,7 @@ _CLIPPED = 600  # characters of a piece
 _START = 12  # characters of an answer by which its start is found
 _LEAST_PROMPT = 16  # characters: an answer may begin with a shorter prompt by chance
 _MOST_REPEATED = 0.2  # of the answers: an answer may well begin by repeating its question
-_ROLES = re.compile(r"(human|user|question|q|assistant|answer):", re.I)
+_ROLES = ("human:", "user:", "question:", "assistant:", "answer:")  # as some files write them into texts
 _SHORT = 4  # characters: shorter words may stand anywhere by chance
 
 
@@ -98,8 +97,10 @@ def _repeats_prompt(answer: Answer) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return a text without white space and the roles that some files write as words."""
-    return squeezed(_ROLES.sub("", text)).lower()
+    plain = squeezed(text).lower()
+    for role in _ROLES:
+        plain = plain.replace(role, "")
+    return plain
 
 
 def shown_rows(subject: Subject) -> Iterator[Finding]:

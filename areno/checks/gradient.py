@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
-from areno.checks.optimizer_formulas import Moments, learning_rate, optimizer_step
+from areno.checks.formulas.optimizer_formulas import Moments, learning_rate, optimizer_step
 from areno.checks.probes import match_rows
 from areno.checks.step_formula import (
     DistillFormula,

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from areno.checks import advantage_formulas as formulas
-from areno.checks.advantage_formulas import Norm
+from areno.checks.formulas import advantage_formulas as formulas
+from areno.checks.formulas.advantage_formulas import Norm
 from areno.checks.step_formula import field_of
 from areno.checks.watched_run import Update, WatchedRun, reward_of_tokens, reward_parts
 from areno.config.policy_experiments import CriticExperimentConfig

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,11 +22,10 @@ _MOST_FILLERS = 6
 _MOST_LOST = 0.1  # of the answers
 _MOST_OF_TRAIT = 0.8  # of the rows that fail, or that have a trait
 _SHOWN = 3
-_NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?")
 _TRAITS: Mapping[str, Callable[[str], bool]] = {
     "have a comma": lambda text: "," in text,
     "are negative": lambda text: text.startswith("-"),
-    "have a decimal point": lambda text: re.search(r"\d\.\d", text) is not None,
+    "have a decimal point": lambda text: "." in text and _number(text) is not None,
     "have a percent sign": lambda text: "%" in text,
     "have a currency": lambda text: any(sign in text for sign in "$€£"),
     "have a slash": lambda text: "/" in text,
@@ -187,7 +185,7 @@ def _wrong_trial(known: KnownAnswers) -> Iterator[_Trial]:
     tried = [
         (number, kind, text)
         for number, reference in enumerate(known.references)
-        if form in known.forms and _NUMBER.fullmatch(reference) and known.is_right(form, number)
+        if form in known.forms and _number(reference) is not None and known.is_right(form, number)
         for kind, text in _wrong_numbers(reference, form)
     ]
 
@@ -211,10 +209,19 @@ def _wrong_trial(known: KnownAnswers) -> Iterator[_Trial]:
     yield _Trial([(known.items[number], text) for number, _, text in tried], judge)
 
 
+def _number(text: str) -> float | None:
+    if set(text) - set("-.,0123456789"):
+        return None
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
 def _wrong_numbers(reference: str, form: str) -> Iterator[tuple[str, str]]:
     longer = f"{reference}1" if reference.startswith("-") else f"1{reference}"
     yield "another number that has its digits", form.format(longer)
-    whole = int(float(reference.replace(",", "")))
+    whole = int(_number(reference) or 0)
     several = [str(whole - 2), str(whole - 1), reference, str(whole + 1), str(whole + 2)]
     yield "a list of numbers", form.format(", ".join(several))
 

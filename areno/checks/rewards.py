@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,8 @@ _FORMS += ("The answer is {}.", "Answer: {}", "<think>\nI add.\n</think>\n\n<ans
 _WORKED = ("answer", "solution", "response", "output", "completion", "reasoning")  # fields with a whole answer
 _LEAST_WORK = 10  # characters of a worked solution beside its answer
 _MOST_UNREACHED = 0.1  # of the reference answers
-_OWN_FORM = re.compile(r"</(?!think|answer)(\w+)>|\"\w+\":|json", re.I)  # what a prompt may ask for in place of _FORMS
+_MARKS = ("\\boxed", "####", "<answer>")  # in a prompt, they ask for one of these forms
+_OTHER_MARKS = ("</", "JSON", "json", '":')  # and these for another
 _MOST_ROWS = 200  # whose reference answer is tried in its best form
 _ROWS_SECONDS = 5.0
 _SHORT = 40  # characters of a reference answer that one of the forms makes right
@@ -72,7 +72,7 @@ def reward_functions(subject: Subject) -> Iterator[Finding]:
         yield _failures(where, records, first)
         yield _repeated(where, records, first, again)
         tried = _by_kind(answers, first)
-        yield _signal(where, tried, answers)
+        yield _signal(where, tried, answers, subject.tokenizer.chat_template is not None)
         yield from _reference(where, tried, answers.forms)
         yield from _reach(subject, where, config, answers, tried)
         if answers.best:
@@ -331,7 +331,22 @@ def _shown_form(form: Tried) -> str:
     return "bare" if form.kind == "{}" else repr(form.kind)
 
 
-def _signal(where: str, tried: Sequence[Tried], answers: _Answers) -> Finding:
+def _knows_form(answers: _Answers, is_chat: bool) -> bool:
+    """Whether a right answer has one of the forms that were tried: the prompts name it, or the rows have solutions.
+
+    If the prompts of a chat model ask for no form, no other form is meant. But a reference that stands in its prompt,
+    such as the target of a puzzle, is not the answer.
+    """
+    if any(each.kind not in _FORMS for each in answers.forms):
+        return True
+    texts = [item.text.replace("<think>", "").replace("</think>", "") for item in answers.items]
+    if any(mark in text for mark in _MARKS for text in texts):
+        return True
+    is_given = any(_reference_text(item) in item.text for item in answers.items)
+    return is_chat and not is_given and not any(mark in text for mark in _OTHER_MARKS for text in texts)
+
+
+def _signal(where: str, tried: Sequence[Tried], answers: _Answers, is_chat: bool) -> Finding:
     """Report a constant reward. It is meant if no answer that was tried can be right, as far as this is known."""
     values = {value for each in (*tried, *answers.forms) for value in each.values if value is not None}
     if not values:
@@ -344,7 +359,7 @@ def _signal(where: str, tried: Sequence[Tried], answers: _Answers) -> Finding:
     if not any(each.kind == "reference" for each in tried):
         return not_checked("reward-signal", f"{text}; the rows have no reference answers to try")
     short = all(len(_reference_text(item)) <= _SHORT for item in answers.items)
-    if not short or (value <= 0 and any(_OWN_FORM.search(item.text) for item in answers.items)):
+    if not short or (value <= 0 and not _knows_form(answers, is_chat)):
         return not_checked("reward-signal", f"{text}; the reference may not be in the form of a right answer")
     if value <= 0:
         text += f". So does the right answer in each form: {', '.join(map(_shown_form, answers.forms))}"

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.checks import loss_formulas as formulas
 from areno.checks.findings import NotChecked
-from areno.checks.loss_formulas import PairObjective, PolicyObjective
+from areno.checks.formulas import loss_formulas as formulas
+from areno.checks.formulas.loss_formulas import PairObjective, PolicyObjective
 from areno.checks.transformers_model import TransformersModel, Weights
 from areno.checks.watched_run import Update, WatchedRun
 from areno.config.policy_experiments import PolicyExperimentConfig

@@ -37,7 +37,7 @@ def test_a_right_reward_is_green(tmp_path: Path) -> None:
     ("body", "name"),
     [
         ("    return 1.0\n", "reward-signal"),  # always says yes
-        ("    return 0.0\n", "reward-signal"),
+        ("    return 0.0\n", "group-signal"),
         ("    return float(record.completion != record.solutions)\n", "reward-reference"),  # the wrong way round
         ("    return random.random()\n", "reward-repeatable"),
         ("    return float(os.getpid())\n", "reward-repeatable"),
@@ -106,6 +106,18 @@ def reward_of_rows(folder: Path, body: str, row: str, *settings: str) -> list[Fi
     loader = folder / "loader.py"
     loader.write_text(f"def load_dataset(split):\n    return [{row} for n in range(460, 510)]\n")
     return found_with(folder, body, f"train_dataset.loader={loader}", "valid_dataset=null", *settings)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "names"),
+    [
+        ("f'What is {n} plus {n}?'", {"reward-signal"}),
+        ("f'Reach {2 * n} with these numbers: {n}, {n}.'", set()),  # a puzzle, whose answer has a form of its own
+    ],
+)
+def test_a_reward_of_nothing_is_found(prompt: str, names: set[str], tmp_path: Path) -> None:
+    row, model = f"{{'prompt': {prompt}, 'solutions': str(2 * n)}}", "examples/agentic/small_model/model"
+    assert red_rewards(reward_of_rows(tmp_path, "    return 0.0\n", row, f"actor.path={model}")) == names
 
 
 HASHED = "    return float(record.completion.split('####')[-1].strip() == record.solutions)\n"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areno.checks.watched_run import Tensors
+Tensors = dict[str, Tensor]
 
 _DEFAULT_LENGTH = 1000
 

@@ -1,0 +1,1 @@
+"""What checks compare training with: rewards, losses and updates in plain float64."""
