@@ -34,6 +34,7 @@ COMMANDS = [
     f"rollout --shape tiny --dtype bfloat16 {SIZES} --exact",
     f"train --shape tiny --dtype bfloat16 {SIZES} --exact",
     f"train --shape tiny --dtype bfloat16 {SIZES} --optimizer adam_8bit --share-prefixes on",
+    f"train --shape tiny --dtype bfloat16 {SIZES} --optimizer adam_bf16",
     f"sampling --shape tiny --dtype bfloat16 {SIZES}",
     f"step --shape tiny-moe --dtype bfloat16 {SIZES}",
     f"step --shape tiny-qwen3.5 --dtype bfloat16 {SIZES} --lora-rank 8",

