@@ -245,6 +245,8 @@ def test_metric_names_on_the_page_are_those_recorded(tmp_path: Path) -> None:
         "ahead": ("grpo", "quickstart", ["rollout.max_head_offpolicyness=1", "variant=decoupled"]),
         "postponed": ("grpo", "quickstart", ["rollout.prompts_ahead=4"]),
         "sft": ("sft", "quickstart_base", ["actor.init_from_scratch=false"]),
+        **{name: ("grpo", "quickstart", [f"variant={name}"]) for name in ("dppo_tv", "fipo", "vespo", "clip_cov")},
+        "entropy": ("grpo", "quickstart", ["variant=adaptive_entropy"]),
     }
     recorded = set()
     for name, (recipe, task, settings) in runs.items():

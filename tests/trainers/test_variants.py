@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -270,8 +271,16 @@ def test_commands_of_the_page_run(section: str, command: str, tmp_path: Path) ->
         settings = [word.replace("outputs/", f"{tmp_path}/outputs/") for word in settings]
     n_tokens = ["gconfig.max_new_tokens=120"] if any("overlong_tokens" in word for word in words) else []
     n_tokens += ["actor.overlong_tokens=100"] if n_tokens else []
-    task = "quickstart_ppo" if recipe == "ppo" else "quickstart"
+    task = {"ppo": "quickstart_ppo", "distill": "quickstart_distill"}.get(recipe, "quickstart")
+    if "teacher.prompt_key=solved" in words:
+        settings.append("train_dataset.loader=examples/quickstart/dataset_loader.py:with_responses")
+    if "actor.adv_estimator=gdpo" in words:
+        parts = "def reward_fn(record):\n    return {'answer': 1.0, 'format': len(record.completion)}\n"
+        (tmp_path / "parts.py").write_text(parts)
+        settings.append(f"reward.fn={tmp_path / 'parts.py'}")
     warmup = ["critic.warmup_steps=0"] if recipe == "ppo" else []
+    if recipe == "distill":
+        settings.append(f"teacher.path={shutil.copytree(MODEL, tmp_path / 'teacher')}")
     run = play(recipe, tmp_path / "run", "reward.workers=1", *settings, *n_tokens, *warmup, task=task)
     assert run.series("train/skipped_steps") == [0, 0]
     assert all(math.isfinite(value) for value in run.series("train/loss"))
