@@ -366,7 +366,7 @@ STALE_LR += ["actor.optimizer.lr_decay_steps=5", "actor.optimizer.min_lr_ratio=0
 FAULTS: list[tuple[str, list[str], Patch, str, str]] = [
     ("mask shifted by one", GSPO, changed_rows(mask_shifted), "loss-mask", "shifted by one"),
     ("padding trained", GSPO, changed_rows(padding_trained), "loss-mask", "padding"),
-    ("prompt trained", GSPO, prompt_has_gradient, "loss-mask", "tokens that it should not"),
+    ("prompt trained", GSPO, prompt_has_gradient, "loss-mask", "tokens before the completion are trained"),
     ("reward of another row", GSPO, reward_of_another_row, "row-rewards", "other rows"),
     ("advantages of another group", GSPO, advantages_of_another_group, "advantages", "other rows or groups"),
     ("variance by n - 1", GSPO, variance_unbiased, "advantages", "n - 1"),
