@@ -100,7 +100,7 @@ class SimulatedWorkers:
             "is_saved": lambda: True,
             "phase_memory_gib": lambda: 0.0,
             "memory_table": lambda: ("no memory", ""),
-            "state_digests": lambda: {},
+            "state_digests": dict,
             "token_budgets": lambda: {"actor": {TRAIN: 16384, SCORE: 16384}},
         }
         with self._simulating():
