@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.adam.reference import BLOCK, TINY, AdamUpdate, Pair, code_values, midpoints, rounding_key
-from areno.kernels.jit import kernel, load_masked, program_id_64
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 
 _BLOCK = 1024
 _ROWS = 8  # blocks of 8-bit codes that one program handles
@@ -89,6 +89,13 @@ def _squares_kernel(grad_ptr, partial_ptr, n, BLOCK: tl.constexpr):
     tl.store(out + 1, tl.sum(nonzeros, axis=0))
 
 
+@triton.jit
+def _step(grad, first, second, master, keep_first, take_first, keep_second, take_second, eps, decay, rate):
+    first = first * keep_first + grad * take_first
+    second = second * keep_second + grad * grad * take_second
+    return first, second, master * decay - rate * first / (tl.sqrt(second) + eps)
+
+
 @kernel
 def _adam_kernel(
     grad_ptr,
@@ -109,9 +116,11 @@ def _adam_kernel(
     place = program_id_64(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < n
     grad = load_masked(grad_ptr + place, inside)
-    first = load_masked(first_ptr + place, inside) * keep_first + grad * take_first
-    second = load_masked(second_ptr + place, inside) * keep_second + grad * grad * take_second
-    master = load_masked(master_ptr + place, inside) * decay - rate * first / (tl.sqrt(second) + eps)
+    first, second = load_masked(first_ptr + place, inside), load_masked(second_ptr + place, inside)
+    master = load_masked(master_ptr + place, inside)
+    first, second, master = _step(
+        grad, first, second, master, keep_first, take_first, keep_second, take_second, eps, decay, rate
+    )
     tl.store(first_ptr + place, first, mask=inside)
     tl.store(second_ptr + place, second, mask=inside)
     tl.store(master_ptr + place, master, mask=inside)
@@ -140,9 +149,11 @@ def _adam_bf16_kernel(
     place = program_id_64(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < n
     grad = load_masked(grad_ptr + place, inside)
-    first = load_masked(first_ptr + place, inside).to(tl.float32) * keep_first + grad * take_first
-    second = load_masked(second_ptr + place, inside).to(tl.float32) * keep_second + grad * grad * take_second
-    master = load_masked(master_ptr + place, inside) * decay - rate * first / (tl.sqrt(second) + eps)
+    first, second = load_fp32(first_ptr + place, inside), load_fp32(second_ptr + place, inside)
+    master = load_masked(master_ptr + place, inside)
+    first, second, master = _step(
+        grad, first, second, master, keep_first, take_first, keep_second, take_second, eps, decay, rate
+    )
     key_64 = key + tl.zeros([BLOCK], tl.int64)
     bits = _mixed((place + start + key_64).to(tl.uint32)) ^ _mixed((key_64 ^ 0x5BD1E995).to(tl.uint32))
     tl.store(first_ptr + place, _round_to_bf16(first, bits & 0xFFFF), mask=inside)
