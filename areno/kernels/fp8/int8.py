@@ -38,13 +38,6 @@ class Int8Matrix(QuantizedMatrix):
         codes_OI, exponents_O = _quantize(weight_OI)
         return Int8Matrix(codes_OI, exponents_O, _scales(exponents_O), dgrad=False, wgrad=False)
 
-    @torch.no_grad()
-    def set(self, weight_OI: Tensor) -> None:
-        codes_OI, exponents_O = _quantize(weight_OI)
-        self.codes_OI.copy_(codes_OI)
-        self.exponents_O.copy_(exponents_O)
-        self.scales_O.copy_(_scales(exponents_O))
-
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         return self.codes_OI * self.scales_O.to(dtype).unsqueeze(1)
 

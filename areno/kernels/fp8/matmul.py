@@ -52,10 +52,8 @@ class QuantizedMatrix:
     @torch.no_grad()
     def set(self, weight_OI: Tensor) -> None:
         """Round another weight into the same memory, which CUDA graphs read."""
-        codes_OI, exponents_O = quantize_rows(weight_OI.detach())
-        self.codes_OI.copy_(codes_OI)
-        self.exponents_O.copy_(exponents_O)
-        self.scales_O.copy_(scales_from_exponents(exponents_O))
+        for mine, other in zip(self.buffers, type(self).of(weight_OI).buffers, strict=True):
+            mine.copy_(other)
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:
