@@ -10,7 +10,16 @@ import numpy as np
 
 from areno.checks.findings import Finding, MarkedText, NotChecked, green, not_checked, red
 from areno.checks.inputs.encoded_rows import EncodedRow
-from areno.checks.inputs.talks import Answer, answers_of, contains, expected_text, squeezed, text_of, words_of
+from areno.checks.inputs.talks import (
+    Answer,
+    answers_of,
+    contains,
+    expected_text,
+    squeezed,
+    text_of,
+    without_think_tags,
+    words_of,
+)
 from areno.checks.subject import Dataset, Subject
 from areno.data.row_schema import template_variables
 from areno.types import TrainSequence
@@ -268,7 +277,7 @@ def _differences(subject: Subject, row: EncodedRow, text: str, answer: Answer) -
 
 def _is_part(text: str, own: str) -> bool:
     """Whether a text is a part of an answer's own words, such as its reasoning, which a template may leave out."""
-    return text.replace("<think>", "").replace("</think>", "") in own
+    return without_think_tags(text) in own
 
 
 def _runs(sequence: TrainSequence) -> list[tuple[list[int], bool]]:

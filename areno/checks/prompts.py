@@ -10,7 +10,7 @@ import numpy as np
 
 from areno.checks.findings import Finding, NotChecked, green, red
 from areno.checks.inputs.encoded_rows import EncodedRow
-from areno.checks.inputs.talks import answers_of, rendered, squeezed
+from areno.checks.inputs.talks import answers_of, rendered, squeezed, without_think_tags
 from areno.checks.subject import Dataset, Subject
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.messages import with_template_variables
@@ -190,7 +190,7 @@ def _end_of(subject: Subject, row: EncodedRow, end: str) -> str:
 
 
 def _without_tags(text: str) -> str:
-    return squeezed(text.replace("<think>", "").replace("</think>", ""))
+    return squeezed(without_think_tags(text))
 
 
 def _difference(subject: Subject, tokens: Sequence[int], other: Sequence[int]) -> str:

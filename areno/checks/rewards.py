@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.talks import without_think_tags
 from areno.checks.plans import rollout_seconds
 from areno.checks.reward_trials import NOISE, Asked, KnownAnswers, each_row, has_trait, try_answers
 from areno.checks.subject import Subject
@@ -339,7 +340,7 @@ def _knows_form(answers: _Answers, is_chat: bool) -> bool:
     """
     if any(each.kind not in _FORMS for each in answers.forms):
         return True
-    texts = [item.text.replace("<think>", "").replace("</think>", "") for item in answers.items]
+    texts = [without_think_tags(item.text) for item in answers.items]
     if any(mark in text for mark in _MARKS for text in texts):
         return True
     is_given = any(_reference_text(item) in item.text for item in answers.items)

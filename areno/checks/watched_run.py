@@ -35,10 +35,7 @@ _IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # weights of a s
 
 
 def stand_in_reward(record: RewardRecord, parts: Sequence[str] = ()) -> float | dict[str, float]:
-    """Return a reward that differs between any two completions, so that every group has a signal.
-
-    With `parts`, it has these parts, too, which do not add up to it.
-    """
+    """Return a reward, with parts that do not add up to it, that differs between any two completions."""
     names = ("reward", *parts)
     found = {name: reward_of_tokens(record.prompt_tokens, record.tokens, name) for name in names}
     return found if parts else found["reward"]

@@ -77,6 +77,10 @@ def words_of(message: Mapping[str, Any]) -> list[str]:
     return [text.strip() for text in found if text.strip()]
 
 
+def without_think_tags(text: str) -> str:
+    return text.replace("<think>", "").replace("</think>", "")
+
+
 def squeezed(text: str) -> str:
     """Return a text without white space, which templates and tokenizers change."""
     return "".join(text.split())
