@@ -251,10 +251,7 @@ class PolicyConfig(ModelConfig):
         return False
 
     def adapted_entropy_coef(self, entropies: Sequence[float]) -> float | None:
-        """Return the coefficient of the entropy in the next step, from the entropies of all steps so far.
-
-        None if the coefficient does not change.
-        """
+        """Return the coefficient of the next step, from the entropies of all so far. None if it does not change."""
         return None
 
     @property

@@ -203,9 +203,6 @@ def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[objec
 
 
 def _buffer_range(place: slice, buffer: HostBuffer) -> slice:
-    """Convert a range of parameters to the range of a buffer.
-
-    A buffer may have one element for BLOCK parameters, or elements for the first parameters only.
-    """
+    """Return where a buffer has a range of parameters: by elements or blocks, and only the first ones for some."""
     place = block_range(place) if buffer.per_block else place
     return slice(place.start, min(place.stop, buffer.numel()))
