@@ -94,6 +94,8 @@ class MoEConfig:
     top_k: int
     inner_size: int
     normalised: bool  # whether a token's weights, from the softmax over all experts, are divided by their sum
+    shared_size: int = 0  # inner size of the shared expert, which every token uses; 0 if there is none
+    shared_gated: bool = False  # whether the output of the shared expert is multiplied by the sigmoid of a gate
     dense_layers: frozenset[int] = frozenset()  # indices of the layers that have a plain MLP instead
     field: str = "num_experts"  # of config.json, for error messages
 
@@ -101,8 +103,11 @@ class MoEConfig:
         return [index for index in range(num_layers) if index not in self.dense_layers]
 
     def n_parameters(self, hidden_size: int, n_experts: int) -> int:
-        """Return the number of parameters of the router and of `n_experts` experts in one layer."""
-        return hidden_size * (self.n_experts + 3 * self.inner_size * n_experts)
+        """Return the number of parameters of the router, the gate and `n_experts` experts in one layer.
+
+        The shared expert is not counted, because tensor parallelism divides its inner size.
+        """
+        return hidden_size * (self.n_experts + self.shared_gated + 3 * self.inner_size * n_experts)
 
     def expected_distinct(self, n_tokens: float) -> float:
         """Return the expected number of experts that `n_tokens` tokens use together, if they choose at random."""

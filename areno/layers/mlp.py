@@ -4,7 +4,9 @@ In a mixture, a router gives each token a probability for each expert. The token
 and their outputs are summed with these probabilities as weights (Shazeer et al. 2017, arXiv 1701.06538; Fedus et al.
 2021, "Switch Transformers", arXiv 2101.03961). No token is dropped. Each rank computes its own experts for all tokens.
 So the ranks communicate as in a row-parallel layer: they sum their outputs once. If not `whole`, they return the
-partial sums. `split` is sequence parallelism, as in `linear.py`.
+partial sums. `split` is sequence parallelism, as in `linear.py`. A shared expert is a gated MLP that every token uses
+(Dai et al. 2024, "DeepSeekMoE", arXiv 2401.06066). Its partial sum joins that of the other experts before the sum over
+the ranks.
 
 Both kinds of MLP have `forward` for autograd. The fused layers call two methods without autograd:
 
@@ -57,9 +59,9 @@ class GatedMLP(nn.Module):
         self.gate_up = ColumnParallelLinear(hidden_size, (inner_size, inner_size), spec, bias=bias)
         self.down = RowParallelLinear(inner_size, hidden_size, spec, bias=bias)
 
-    def forward(self, x_ND: Tensor, split: bool = False) -> Tensor:
+    def forward(self, x_ND: Tensor, split: bool = False, whole: bool = True) -> Tensor:
         gate, up = self.gate_up(x_ND, split).chunk(2, dim=-1)
-        return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up, split)
+        return self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * up, split, whole)
 
     def fused_forward(
         self, x_ND: Tensor, split: bool, whole: bool, keep: bool
@@ -94,6 +96,7 @@ class GatedMLP(nn.Module):
         kept: tuple[Tensor, ...],
         saved: tuple[Tensor, ...],
         split: bool,
+        whole: bool = True,
     ) -> Tensor:
         from areno.kernels.elementwise.triton_swiglu import swiglu_backward
         from areno.kernels.elementwise.triton_swiglu_fp8 import swiglu_backward_codes
@@ -123,7 +126,14 @@ class GatedMLP(nn.Module):
             self.gate_up.accumulate_grad(grad_gate_up_N2I, x_ND[part])
             return self.gate_up.partial_input_gradient(grad_gate_up_N2I, codes)
 
-        return self.gate_up.sum_input_gradient(self._in_pieces(compute, len(grad_ND)), split)
+        grad_x_ND = self._in_pieces(compute, len(grad_ND))
+        return self.gate_up.sum_input_gradient(grad_x_ND, split) if whole else grad_x_ND
+
+    def partial_output(self, kept: tuple[Tensor, ...]) -> Tensor:
+        """Return this rank's partial sum again, from what `fused_forward` has kept."""
+        from areno.kernels.elementwise.triton_swiglu import swiglu
+
+        return torch.cat([self.down(swiglu(gate_up_N2I, self.gelu), whole=False) for gate_up_N2I in kept])
 
     def _quantized_down(self, gate_up_N2I: Tensor) -> QuantizedMatrix | None:
         """Return the weight of `down` in FP8 if the activation may round its results for it, else None."""
@@ -151,8 +161,8 @@ class GatedMLP(nn.Module):
 class Router(Linear):
     """The linear layer that scores the experts. Every rank has the whole weight and computes the same gradient.
 
-    Outside of autograd on CUDA, logits are computed in fp32, because a rounding error may change the chosen experts.
-    The softmax over all experts is always in fp32.
+    Logits are sums in fp32, because a rounding error may change the chosen experts. With one output, it is the gate of
+    the shared expert.
     """
 
     def __init__(self, hidden_size: int, n_experts: int, spec: WeightSpec):
@@ -160,7 +170,9 @@ class Router(Linear):
         self.layout: Layout = {"weight": (TensorPart((n_experts, hidden_size)),)}
 
     def forward(self, x_ND: Tensor) -> Tensor:
-        return float32_matmul(x_ND, self.weight).float()
+        if x_ND.is_cuda and not torch.is_grad_enabled():
+            return float32_matmul(x_ND, self.weight)
+        return F.linear(x_ND.float(), self.weight.float())
 
 
 class ExpertMatrices(nn.Module):
@@ -195,7 +207,7 @@ class ExpertMatrices(nn.Module):
 
 
 class ExpertMLP(nn.Module):
-    """The sum of down(silu(gate x) * up x) over a token's experts, weighted by the router.
+    """The sum of down(silu(gate x) * up x) over a token's experts, weighted by the router, and of the shared expert.
 
     `layer` counts only the layers with experts. With `engine.exact`, `forward` pads each expert's rows to a multiple of
     `row_multiple`.
@@ -209,6 +221,8 @@ class ExpertMLP(nn.Module):
         self.router = Router(hidden_size, experts.n_experts, spec)
         self.experts_gate_up = ExpertMatrices(experts.n_experts, (inner, inner), hidden_size, spec)
         self.experts_down = ExpertMatrices(experts.n_experts, (hidden_size,), inner, spec)
+        self.shared = GatedMLP(hidden_size, experts.shared_size, spec, bias=False) if experts.shared_size else None
+        self.shared_gate = Router(hidden_size, 1, spec) if experts.shared_gated else None
 
     def forward(self, x_ND: Tensor, split: bool = False) -> Tensor:
         if split:  # the router's gradient is equal on all ranks, and `copy_in` sums that of the experts
@@ -222,6 +236,11 @@ class ExpertMLP(nn.Module):
         gate_MI, up_MI = reference.grouped_matmul(rows_MD, self.experts_gate_up.stack_EOI, *how).chunk(2, dim=-1)
         y_MD = reference.grouped_matmul(F.silu(gate_MI) * up_MI, self.experts_down.stack_EOI, *how)
         out_ND = reference.combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E)
+        if self.shared is not None:
+            shared_ND = self.shared(x_ND, whole=False)
+            if self.shared_gate is not None:
+                shared_ND = shared_ND * self.tp.copy_in(self.shared_gate(x_ND)).sigmoid().to(shared_ND.dtype)
+            out_ND = out_ND + shared_ND
         return self.tp.scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
 
     def _group_by_expert(self, chosen_Nk: Tensor) -> ExpertGroups:
@@ -257,9 +276,16 @@ class ExpertMLP(nn.Module):
         del rows_MD
         y_MD = grouped_matmul(swiglu(gate_up_M2I), self.experts_down.stack_EOI, groups.ends_E)
         out_ND = combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E)
+        del y_MD
+        of_shared: tuple[Tensor, ...] = ()
+        if self.shared is not None:
+            shared_ND, of_shared, _ = self.shared.fused_forward(x_ND, False, False, keep)
+            if self.shared_gate is not None:
+                shared_ND = shared_ND.mul_(self.shared_gate(x_ND).sigmoid_())
+            out_ND = out_ND.add_(shared_ND)
         if whole:
             out_ND = self.tp.reduce_scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
-        return out_ND, (gate_up_M2I,) if keep else (), (chosen_Nk.to(routing.dtype),)
+        return out_ND, (gate_up_M2I, *of_shared) if keep else (), (chosen_Nk.to(routing.dtype),)
 
     def fused_backward(
         self, grad_ND: Tensor, x_ND: Tensor, kept: tuple[Tensor, ...], saved: tuple[Tensor, ...], split: bool
@@ -285,14 +311,44 @@ class ExpertMLP(nn.Module):
         del rows_MD
         grad_x_MD = grouped_matmul(grad_gate_up_M2I, gate_up.stack_EOI, ends_E, transposed=True)
         grad_x_ND = combine(grad_x_MD, groups.copies_Nk, None, ends_E)
-        grad_x_ND = self.tp.reduce_scatter_rows(grad_x_ND) if split else self.tp.all_reduce(grad_x_ND)
         grad_weights_Nk = grad_weights_M.index_select(0, groups.copies_Nk.flatten()).view_as(weights_Nk)
-        # The router's part of the gradient is the same on all ranks, so it is added after the sum.
-        grad_weights_Nk = self.tp.all_reduce(grad_weights_Nk)
+        grad_gate_N1 = None
+        if self.shared is not None:
+            grad_shared_ND, grad_gate_N1 = self._shared_backward(grad_ND, x_ND, kept[1:])
+            grad_x_ND = grad_x_ND.add_(grad_shared_ND)
+        grad_x_ND = self.tp.reduce_scatter_rows(grad_x_ND) if split else self.tp.all_reduce(grad_x_ND)
+        # The parts of router and gate are the same on all ranks, so they are added after the sum.
+        if grad_gate_N1 is None:
+            grad_weights_Nk = self.tp.all_reduce(grad_weights_Nk)
+        else:
+            both = self.tp.all_reduce(torch.cat((grad_weights_Nk.float(), grad_gate_N1), dim=1))
+            grad_weights_Nk, grad_gate_N1 = both.tensor_split((-1,), dim=1)
         (grad_logits_NE,) = torch.autograd.grad(weights_Nk, logits_NE, grad_weights_Nk)
-        grad_logits_NE = grad_logits_NE.to(x_ND.dtype)
-        self.router.accumulate_grad(grad_logits_NE, x_ND)
-        return grad_x_ND + (self.tp.own_rows(grad_logits_NE) if split else grad_logits_NE) @ self.router.weight
+        grad_x_ND = grad_x_ND + self._replicated_backward(self.router, grad_logits_NE, x_ND, split)
+        if self.shared_gate is not None and grad_gate_N1 is not None:
+            grad_x_ND = grad_x_ND + self._replicated_backward(self.shared_gate, grad_gate_N1, x_ND, split)
+        return grad_x_ND
+
+    def _replicated_backward(self, linear: Linear, grad_NO: Tensor, x_ND: Tensor, split: bool) -> Tensor:
+        """Add the gradient of a replicated weight, and return the gradient with respect to x (of own rows if split)."""
+        grad_NO = grad_NO.to(x_ND.dtype)
+        linear.accumulate_grad(grad_NO, x_ND)
+        return (self.tp.own_rows(grad_NO) if split else grad_NO) @ linear.weight
+
+    def _shared_backward(self, grad_ND: Tensor, x_ND: Tensor, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's part of the gradients with respect to x and to the logit of the gate, if there is one."""
+        assert self.shared is not None
+        if self.shared_gate is None:
+            return self.shared.fused_backward(grad_ND, x_ND, kept, (), False, whole=False), None
+        if kept:
+            shared_ND = self.shared.partial_output(kept)
+        else:
+            shared_ND, kept, _ = self.shared.fused_forward(x_ND, False, False, True)
+        gate_N1 = self.shared_gate(x_ND).sigmoid_()
+        grad_gate_N1 = (grad_ND.float() * shared_ND).sum(-1, keepdim=True) * gate_N1 * (1 - gate_N1)
+        del shared_ND
+        grad_ND = grad_ND * gate_N1.to(grad_ND.dtype)
+        return self.shared.fused_backward(grad_ND, x_ND, kept, (), False, whole=False), grad_gate_N1
 
 
 class _BalanceGradient(torch.autograd.Function):

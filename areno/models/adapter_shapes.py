@@ -34,7 +34,7 @@ class LinearSpec(NamedTuple):
 def adaptable_linears(config: TransformerConfig) -> dict[str, LinearSpec]:
     """Return the linear layers that may have adapters, by module name in `Layer`, such as "attention.qkv".
 
-    Experts cannot have adapters. In a model with experts, plain MLPs cannot have adapters either.
+    Experts that a router chooses cannot have adapters. In a model with experts, plain MLPs cannot have adapters either.
     """
     size, inner, n_attend = config.hidden_size, config.intermediate_size, len(config.attention_layers)
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -50,6 +50,10 @@ def adaptable_linears(config: TransformerConfig) -> dict[str, LinearSpec]:
     if config.experts is None:
         found["mlp.gate_up"] = LinearSpec((inner, inner), size, config.num_layers)
         found["mlp.down"] = LinearSpec((size,), inner, config.num_layers, row_parallel=True)
+    elif config.experts.shared_size:
+        shared, n_sparse = config.experts.shared_size, len(config.experts.layers(config.num_layers))
+        found["mlp.shared.gate_up"] = LinearSpec((shared, shared), size, n_sparse)
+        found["mlp.shared.down"] = LinearSpec((size,), shared, n_sparse, row_parallel=True)
     return found
 
 

@@ -124,6 +124,9 @@ class TransformerConfig:
             sizes.append(("intermediate size", "intermediate_size", self.intermediate_size))
         if self.experts is not None:
             sizes.append(("experts", self.experts.field, self.experts.n_experts))
+            if self.experts.shared_size:
+                name = "shared_expert_intermediate_size"
+                sizes.append(("inner size of the shared expert", name, self.experts.shared_size))
         if self.delta is not None:
             sizes.append(("linear key heads", "linear_num_key_heads", self.delta.n_key_heads))
         return sizes
@@ -154,6 +157,7 @@ class Family:
         architecture: The causal language model class of transformers.
         value_architecture: The sequence classification class of transformers, whose head gives a value. "": the name of
             `architecture` with ForSequenceClassification.
+        has_value_class: Whether transformers has a sequence classification class for the family.
         read: Function that reads the shape of a model from `config.json`. It calls `read_decoder` first.
         has_step_class: Whether transformers has a token classification class for the family. The head of such a class
             scores labels for each token.
@@ -175,6 +179,7 @@ class Family:
     architecture: str
     read: Callable[[RawConfig], TransformerConfig]
     value_architecture: str = ""
+    has_value_class: bool = True
     has_step_class: bool = True
     unused: frozenset[str] = frozenset()
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -190,7 +195,9 @@ class Family:
     def classes(self) -> dict[HeadName, str]:
         """Map each kind of head to the name of its transformers class."""
         value = self.value_architecture or self.architecture.replace("ForCausalLM", "ForSequenceClassification")
-        found: dict[HeadName, str] = {"lm": self.architecture, "value": value}
+        found: dict[HeadName, str] = {"lm": self.architecture}
+        if self.has_value_class:
+            found["value"] = value
         if self.has_step_class:
             found["step"] = value.replace("ForSequence", "ForToken")
         return found

@@ -27,6 +27,7 @@ def n_matrix_parameters(config: TransformerConfig, layout: Layout = ALONE) -> in
     if experts is not None:
         n_sparse = len(experts.layers(config.num_layers))
         found += n_sparse * 3 * size * experts.inner_size * layout.share_rounded_down(experts.n_experts)
+        found += n_sparse * _n_shared_parameters(config, layout)
     if delta is not None:
         found += n_delta * layout.share_rounded_down(size * (sum(delta.projection_sizes) + delta.inner_size))
     attention = size * (qkv_size(config, layout) + q_size(config, layout))
@@ -51,6 +52,7 @@ def n_layer_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int
         layer
         - _n_mlp_parameters(config, layout)
         + experts.n_parameters(size, layout.share_rounded_down(experts.n_experts))
+        + _n_shared_parameters(config, layout)
     )
     return max(layer, sparse) if experts.dense_layers else sparse
 
@@ -59,7 +61,8 @@ def _n_body_parameters(config: TransformerConfig, layout: Layout, n_experts: int
     """Return the number of body parameters with `n_experts` experts in each layer that has experts."""
     body = config.num_layers * _n_layer_parameters(config, layout) + config.hidden_size
     if config.experts is not None:
-        of_layer = config.experts.n_parameters(config.hidden_size, n_experts) - _n_mlp_parameters(config, layout)
+        of_layer = config.experts.n_parameters(config.hidden_size, n_experts) + _n_shared_parameters(config, layout)
+        of_layer -= _n_mlp_parameters(config, layout)
         body += len(config.experts.layers(config.num_layers)) * of_layer
     if config.delta is not None:
         of_layer = _n_delta_parameters(config, layout) - _n_attention_parameters(config, layout)
@@ -88,6 +91,12 @@ def _n_delta_parameters(config: TransformerConfig, layout: Layout) -> int:
 def _n_mlp_parameters(config: TransformerConfig, layout: Layout) -> int:
     size, inner = config.hidden_size, layout.share_rounded_down(config.intermediate_size)
     return 3 * size * inner + (2 * inner + size) * config.mlp_bias
+
+
+def _n_shared_parameters(config: TransformerConfig, layout: Layout) -> int:
+    """Return the number of parameters of the shared expert of a layer, without its gate."""
+    assert config.experts is not None
+    return 3 * config.hidden_size * layout.share_rounded_down(config.experts.shared_size)
 
 
 def n_kv_heads(config: TransformerConfig, layout: Layout = ALONE) -> int:

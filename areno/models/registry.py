@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _TEXT_ONLY = "images beside text; only text models run"
 _SHARED = "a shared expert beside those that a router chooses"
-_DELTA_EXPERTS = "experts, one of them shared, in layers with the gated delta rule; the dense Qwen3.5 runs"
 _LATENT = "multi-head latent attention, and experts with its routing"
 
 MISSING: dict[str, str] = {
@@ -56,11 +55,9 @@ MISSING: dict[str, str] = {
     "Qwen2MoeForCausalLM": _SHARED,
     "Qwen2VLForConditionalGeneration": _TEXT_ONLY,
     "Qwen2_5_VLForConditionalGeneration": _TEXT_ONLY,
-    "Qwen3NextForCausalLM": _DELTA_EXPERTS,
+    "Qwen3NextForCausalLM": "projections of the gated delta rule that are interleaved by key head; Qwen3.5 runs",
     "Qwen3VLForConditionalGeneration": _TEXT_ONLY,
     "Qwen3VLMoeForConditionalGeneration": _TEXT_ONLY,
-    "Qwen3_5MoeForCausalLM": _DELTA_EXPERTS,
-    "Qwen3_5MoeForConditionalGeneration": _DELTA_EXPERTS,
     "Starcoder2ForCausalLM": "LayerNorm, and an MLP without a gate",
 }
 
@@ -226,9 +223,10 @@ def _check_scores(raw: RawConfig, family: Family, own: HeadName, head: HeadName)
     """Raise CheckpointError unless a head of the kind `own`, which the model has, can serve as a `head`."""
     found = raw.values.get("architectures") or raw.values.get("model_type")
     if head not in family.classes:
-        text = "{}: transformers has no ...ForTokenClassification for the model type {!r}, so it could not load a "
-        text += "process reward model of this type; choose another model in {}"
-        raise CheckpointError(text, raw.origin, family.name, MODEL)
+        text = "{}: transformers has no {} for the model type {!r}, so it could not load {} of this type; choose "
+        text += "another model in {}"
+        name = "...ForTokenClassification" if head == "step" else "...ForSequenceClassification"
+        raise CheckpointError(text, raw.origin, name, family.name, _HEAD_TEXTS[head][1], MODEL)
     lacks, wants, labels, gives = _HEAD_TEXTS[head]
     if own != head:
         names = ", ".join(each.classes[head] for each in FAMILIES.values() if head in each.classes)

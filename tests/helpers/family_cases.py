@@ -102,6 +102,23 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3.5-experts": (
+        transformers.Qwen3_5MoeTextConfig,
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "initializer_range": 0.1,
+            "head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -27,6 +27,10 @@ EXPERTS: dict[str, Any] = {
     "experts": MoEConfig(n_experts=6, top_k=2, inner_size=20, normalised=True, dense_layers=frozenset({0})),
     "mlp_bias": False,
 }
+SHARED = [  # an expert that every token uses, with a gate and without
+    MoEConfig(n_experts=4, top_k=2, inner_size=20, normalised=True, shared_size=12, shared_gated=True),
+    MoEConfig(n_experts=4, top_k=2, inner_size=20, normalised=True, shared_size=12),
+]
 
 
 def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
@@ -122,6 +126,8 @@ def compare_layers() -> None:
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME, {"recompute": True}), **EXPERTS)
     loose = MoEConfig(n_experts=4, top_k=3, inner_size=8, normalised=False)
     compare("cpu", torch.float32, 1e-5, "sdpa", ({},), **{**EXPERTS, "experts": loose})
+    for shared in SHARED:
+        compare("cpu", torch.float32, 1e-5, "sdpa", ({}, {"recompute": True}), **{**EXPERTS, "experts": shared})
 
 
 def compare_told_layers() -> None:
@@ -146,10 +152,12 @@ def compare_told_layers() -> None:
 
 
 def compare_rank(rank: int, rendezvous: str) -> None:
-    """One of two ranks, with shared tokens, too: hidden states and gradients, of the router and of the rank's experts,
-    are as of one alone."""
+    """One of two ranks, with shared tokens, too: hidden states and gradients are as of one alone.
+
+    Compared are gradients of routers, gates and the rank's experts.
+    """
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    changes: dict[str, Any] = {**BARE, **EXPERTS, "num_heads": 4, "num_kv_heads": 2}
+    changes: dict[str, Any] = {**BARE, **EXPERTS, "experts": SHARED[0], "num_heads": 4, "num_kv_heads": 2}
     with plain():
         alone = build(torch.float32, "cpu", **changes)
         expected = run(alone, "sdpa", is_fused=False)
@@ -159,7 +167,11 @@ def compare_rank(rank: int, rendezvous: str) -> None:
         got = run(divided, "sdpa", is_fused=True, **how)
         torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
         ours, whole = divided.layers[1].mlp, alone.layers[1].mlp
-        torch.testing.assert_close(ours.router.weight.grad, whole.router.weight.grad, atol=1e-4, rtol=1e-4)
+        for name in ("router.weight", "shared_gate.weight"):
+            gradient = whole.get_parameter(name).grad
+            torch.testing.assert_close(ours.get_parameter(name).grad, gradient, atol=1e-4, rtol=1e-4)
+        of_shared = whole.shared.down.weight.grad.chunk(2, dim=1)[rank]
+        torch.testing.assert_close(ours.shared.down.weight.grad, of_shared, atol=1e-4, rtol=1e-4)
         for name in ("experts_gate_up", "experts_down"):
             gradient = getattr(whole, name).weight.grad.chunk(2)[rank]
             torch.testing.assert_close(getattr(ours, name).weight.grad, gradient, atol=1e-4, rtol=1e-4)

@@ -1,8 +1,9 @@
-"""Qwen3-MoE and Mixtral: the MLP of a layer is a mixture of experts.
+"""Qwen3-MoE, Qwen3.5-MoE and Mixtral: the MLP of a layer is a mixture of experts.
 
 Qwen3-MoE has the attention of Qwen3. A separate field sets the inner size of its experts, and some layers may have a
 plain MLP. Mixtral has the attention of Llama without biases, and experts in every layer. In Mixtral, the weights of a
-token's chosen experts always add up to 1.
+token's chosen experts always add up to 1. Qwen3.5-MoE has the layers of Qwen3.5, and in every layer experts whose
+weights add up to 1, beside a gated shared expert.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from areno.layers.config import MoEConfig
 from areno.models.config import UNUSED_WINDOW, Family, TransformerConfig, read_decoder
+from areno.models.families import qwen
 from areno.models.folder import RawConfig
 
 
@@ -56,6 +58,22 @@ def read_mixtral(raw: RawConfig) -> TransformerConfig:
     return replace(config, experts=experts)
 
 
+def read_qwen3_5_moe(raw: RawConfig) -> TransformerConfig:
+    """Read the shape of a Qwen3.5-MoE model. It has no field for the inner size of a plain MLP."""
+    inner_size = raw.get("moe_intermediate_size", int, 512, ge=1)
+    raw.set_defaults(intermediate_size=inner_size, num_experts=256, num_experts_per_tok=8)
+    config = qwen.read_qwen3_5(raw, "qwen3_5_moe_text")
+    experts = _read_experts(
+        raw,
+        ("num_experts", "num_local_experts"),
+        inner_size=inner_size,
+        normalised=True,
+        shared_size=raw.get("shared_expert_intermediate_size", int, 512, ge=1),
+        shared_gated=True,
+    )
+    return replace(config, experts=experts)
+
+
 def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> MoEConfig:
     """Read the experts. `fields`: two possible names of the number of experts. `more`: other fields of `MoEConfig`."""
     given = [field for field in fields if raw.values.get(field) is not None] or [fields[0]]
@@ -89,6 +107,21 @@ QWEN3_MOE = Family(
         "mlp.experts_gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
         "mlp.experts_down": ("mlp.experts.{}.down_proj",),
     },
+)
+QWEN3_5_MOE = replace(
+    qwen.QWEN3_5,
+    name="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    has_value_class=False,
+    read=read_qwen3_5_moe,
+    unused=qwen.UNUSED_QWEN3_5 | _ROUTER_LOSS | {"norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"},
+    expert_names={
+        **QWEN3_MOE.expert_names,
+        "mlp.shared.gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+        "mlp.shared.down": ("mlp.shared_expert.down_proj",),
+        "mlp.shared_gate": ("mlp.shared_expert_gate",),
+    },
+    around="Qwen3_5MoeForConditionalGeneration",
 )
 MIXTRAL = Family(
     name="mixtral",

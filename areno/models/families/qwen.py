@@ -1,4 +1,4 @@
-"""The dense Qwen models: Qwen2 and 2.5, Qwen3, and the text model of Qwen3.5.
+"""The dense Qwen models: Qwen2 and 2.5, Qwen3, and the text model of Qwen3.5 and 3.6.
 
 - Qwen2 and Qwen2.5: Llama's layers with biases on q, k and v.
 - Qwen3: Llama's layers with a norm on each query and key head before the rotation.
@@ -69,8 +69,8 @@ _MAX_KEY_DIM = (
 )
 
 
-def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
-    """Read the shape of a Qwen3.5 model.
+def read_qwen3_5(raw: RawConfig, family: str = "qwen3_5_text") -> TransformerConfig:
+    """Read the shape of a Qwen3.5 model. `family`: the name of the family, which may have experts.
 
     Without `layer_types`, every `full_attention_interval`-th layer has attention.
     """
@@ -79,7 +79,7 @@ def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
     if raw.get("output_gate_type", str, "swish") not in ("swish", "silu"):  # Qwen3.6 says it of the delta rule
         raw.add_unsupported("output_gate_type", "'swish'")
     rope = read_rope(raw, raw.get("max_position_embeddings", int, ge=1), partial=0.25, unused=_OF_IMAGES)
-    config = read_decoder(raw, "qwen3_5_text", default_head_dim=256, may_recur=True, may_bias=True, rope=rope)
+    config = read_decoder(raw, family, default_head_dim=256, may_recur=True, may_bias=True, rope=rope)
     interval = raw.get("full_attention_interval", int, 4, ge=1)
     types = raw.get("layer_types", list, [])
     recurs = [kind == "linear_attention" for kind in types] or [
@@ -106,14 +106,16 @@ def read_qwen3_5(raw: RawConfig) -> TransformerConfig:
     )
 
 
+# Nothing here reads the layers that predict several tokens, and states are always float32.
+UNUSED_QWEN3_5 = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"})
+
 QWEN3_5 = Family(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     value_architecture="Qwen3_5TextForSequenceClassification",
     has_step_class=False,
     read=read_qwen3_5,
-    # Nothing here reads the layers that predict several tokens, and states are always float32.
-    unused=frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"}),
+    unused=UNUSED_QWEN3_5,
     names={
         "delta": ("linear_attn",),
         "delta.in_proj": (
