@@ -370,7 +370,7 @@ def _own_formula(config: Any, update: Update) -> StepFormula | None:
     raise NotChecked(f"{type(config).__name__} has a loss of its own, for which there is no formula here")
 
 
-_SURROGATES = ("clip", "unclipped", "cispo", "sapo", "gmpo", "vespo", "fipo")
+_SURROGATES = ("clip", "unclipped", "reinforce", "cispo", "sapo", "gmpo", "vespo", "fipo")
 _MASKS = ("dppo_tv", "dppo_kl", "prime_ipo", "sao")
 
 

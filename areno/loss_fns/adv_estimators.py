@@ -25,6 +25,8 @@ class AdvEstimator(Section):
 
     needs_group: ClassVar[bool] = False
     """Whether a prompt needs several samples."""
+    follows_policy: ClassVar[bool] = False
+    """Whether each update needs advantages of its own, from `current_advantages`, with whole groups in each update."""
 
     def advantages(
         self, rewards_B: np.ndarray, groups: Sequence[int], parts: Sequence[Mapping[str, float]]
@@ -38,6 +40,14 @@ class AdvEstimator(Section):
 
         Returns:
             (B,) advantages.
+        """
+        raise NotImplementedError
+
+    def current_advantages(self, rewards_B: np.ndarray, groups: Sequence[int], log_ratios_B: np.ndarray) -> np.ndarray:
+        """Compute the advantages of samples before an update of estimators that follow the policy.
+
+        `log_ratios_B` are means over the tokens of a sample: of its log-probability under the current policy, less that
+        before the first update of the batch.
         """
         raise NotImplementedError
 

@@ -190,6 +190,16 @@ class Unclipped(Surrogate):
 
 
 @SURROGATES.register(
+    "reinforce", help="the advantage times the log-probability, without a ratio; for adv_estimator=real"
+)
+class Reinforce(Surrogate):
+    """-A log pi: the policy gradient without importance sampling."""
+
+    def surrogate_loss(self, ratio: Tensor, advantages: Tensor, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return -advantages * logprobs, {}
+
+
+@SURROGATES.register(
     "cispo",
     help="the gradient of each token's log-probability is multiplied by the clipped ratio, through which no gradient "
     "flows (CISPO, arXiv 2506.13585, eq. 4)",

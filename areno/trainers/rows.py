@@ -229,6 +229,28 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
     return _expand_to_tokens(rows, np.where(are_equal_B, centred_B, divided_B))
 
 
+def current_advantages(
+    rows: Sequence[TrainSequence],
+    logprobs: Sequence[Any],
+    sizes: Sequence[int],
+    groups: Sequence[int],
+    actor: PolicyConfig,
+) -> Arrays:
+    """Return advantages of samples by an estimator that follows the policy, one for each trained token.
+
+    `logprobs` are those of the current policy for each row, and `sizes` are from `rows_per_sample`.
+    """
+    moved = [
+        (np.asarray(now) - np.asarray(row.old_logprobs))[trained_mask(row)]
+        for now, row in zip(logprobs, rows, strict=True)
+    ]
+    ends, samples = np.cumsum(sizes), join_rows(rows, sizes)
+    of_samples = [np.concatenate(moved[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    log_ratios_B = np.array([each.sum() / max(1, len(each)) for each in of_samples])
+    rewards_B = np.array([row.reward for row in samples])
+    return _expand_to_tokens(samples, actor.chosen_adv_estimator.current_advantages(rewards_B, groups, log_ratios_B))
+
+
 def _expand_to_tokens(rows: Sequence[TrainSequence], values_B: np.ndarray) -> Arrays:
     return [np.full(n_trained(row), value) for row, value in zip(rows, values_B, strict=True)]
 

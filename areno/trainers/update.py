@@ -5,7 +5,7 @@ Every loop trains by calling `update_actor`. `measure_loss` evaluates a loss on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence, TeacherConfig
 from areno.engine.train.checked_rows import read_rows
+from areno.engine.train.gradients import average_steps
 from areno.engine.train.micro_batches import divide_steps
 from areno.engine.train.packing import StepBatches
 from areno.loss_fns.data_pack import DataPack
@@ -25,8 +26,9 @@ from areno.run.setup import PolicySetup, Setup
 from areno.specs.update import OldLogprobs, UpdateSpec
 from areno.tracking.console import log_stage
 from areno.trainers.agents import score_agents
+from areno.trainers.forward_passes import logprobs_of
 from areno.trainers.rollout import Rollout
-from areno.trainers.rows import by_source, policy_rows, sample_rewards, token_rows
+from areno.trainers.rows import by_source, current_advantages, policy_rows, sample_rewards, set_advantages, token_rows
 from areno.types import PromptItem, ScoredSample, TrainSequence
 
 
@@ -132,22 +134,22 @@ def update_actor(
     loss_fn: LossFn | None = None,
     divergence: Divergence | None = None,
     differentiates_entropy: bool = False,
+    updates: Iterable[Sequence[TrainSequence]] | None = None,
 ) -> dict[str, float]:
     """Take `n_minibatches` optimizer steps of the actor, and return train/* statistics without the prefix.
 
     Log-probabilities are computed at the temperature of `sampling`. `rows_per_unit` adjacent rows stay in one
     micro-batch, such as 2 for DPO. `old_logprobs` is described at `areno.Trainer.train`. `loss_fn` None takes the loss
-    of the run.
+    of the run. `updates` has the rows of each optimizer step, for a caller that divides the rows itself.
     """
     run, actor, version = setup.run, setup.config.actor, setup.trainer.engine.weights_version
     with run.clock.phase("train"):
         log_stage("train_start")
-        stats = setup.trainer.train(
-            rows,
-            loss_fn or setup.loss_fn,
+        train = partial(
+            setup.trainer.train,
+            loss_fn=loss_fn or setup.loss_fn,
             gradient_accumulation_steps=actor.gradient_accumulation_steps,
             mb_spec=actor.mb_spec,
-            n_minibatches=n_minibatches,
             sampling=sampling or SamplingConfig(),
             seed=run.progress.seed,
             rows_per_unit=rows_per_unit,
@@ -155,6 +157,10 @@ def update_actor(
             divergence=divergence,
             differentiates_entropy=differentiates_entropy,
         )
+        if updates is None:
+            stats = train(rows, n_minibatches=n_minibatches)
+        else:
+            stats = average_steps([train(of_update) for of_update in updates])
         log_stage("train_end")
     run.recorder.keep_update("actor", rows)
     run.tracer.weights_version = setup.trainer.engine.weights_version
@@ -164,13 +170,17 @@ def update_actor(
     return {**stats, **measured, "tokens_per_second": n_tokens / run.clock.seconds["train"]}
 
 
-def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str, float]:
+def update_policy(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> dict[str, float]:
     config, history, loss_fn = setup.config, setup.run.progress.history, setup.loss_fn
     if (coef := config.actor.adapted_entropy_coef(history.get("entropy", []))) is not None:
         loss_fn = partial(loss_fn, entropy_coef=coef)
+    estimator, updates = config.actor.chosen_adv_estimator, None
+    if estimator is not None and estimator.follows_policy:
+        updates = updates_with_own_advantages(setup, rollout, rows)
     stats = update_actor(
         setup,
         rows,
+        updates=updates,
         sampling=config.gconfig,
         n_minibatches=config.actor.ppo_n_minibatches,
         old_logprobs=config.actor.old_logprobs,
@@ -183,3 +193,31 @@ def update_policy(setup: PolicySetup, rows: Sequence[TrainSequence]) -> dict[str
     if "entropy" in stats:
         setup.run.progress.append_to_history(entropy=stats["entropy"])
     return stats | {"entropy_coef": coef}
+
+
+def updates_with_own_advantages(
+    setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]
+) -> Iterator[list[TrainSequence]]:
+    """Yield the rows of each update, with whole groups and with advantages that follow the policy.
+
+    A loss that couples the samples of a group has a gradient of its own for each of them, which depends on the current
+    log-probabilities of all. A pass before the update computes these, so that micro-batches need not hold groups.
+    """
+    actor, sizes, groups = setup.config.actor, rollout.rows_per_kept_sample, rollout.groups_of_kept_samples
+    starts, distinct = np.cumsum([0, *sizes]), list(dict.fromkeys(groups))
+    if actor.ppo_n_minibatches > 1:
+        distinct = np.random.default_rng(setup.run.progress.seed).permutation(distinct).tolist()
+    updates = []
+    for part in np.array_split(np.array(distinct), actor.ppo_n_minibatches):
+        samples = [index for index, group in enumerate(groups) if group in set(part.tolist())]
+        if samples:
+            updates.append((samples, [row for index in samples for row in rows[starts[index] : starts[index + 1]]]))
+    for _, of_update in updates[1:]:  # before the first update
+        for row, logprobs in zip(of_update, logprobs_of(setup, "actor", of_update), strict=True):
+            row.old_logprobs = np.asarray(logprobs)
+    for number, (samples, of_update) in enumerate(updates):
+        if number:
+            now = logprobs_of(setup, "actor", of_update)
+            own_sizes, own_groups = ([each[index] for index in samples] for each in (sizes, groups))
+            set_advantages(of_update, own_sizes, current_advantages(of_update, now, own_sizes, own_groups, actor))
+        yield of_update

@@ -138,6 +138,8 @@ class PolicyObjective:
         if self.surrogate == "cispo":
             weight = ratio.detach()
             return (torch.clip(weight, low, high) if self.clips else weight) * advantage * logprob
+        if self.surrogate == "reinforce":
+            return advantage * logprob
         if self.surrogate == "unclipped" or not self.clips:
             return ratio * advantage
         pair = ratio * advantage, torch.clip(ratio, low, high) * advantage
