@@ -14,7 +14,7 @@ from areno.checks.formulas.advantage_formulas import Norm
 from areno.checks.step_formula import field_of
 from areno.checks.watched_run import Update, WatchedRun, reward_of_tokens, reward_parts
 from areno.config.policy_experiments import CriticExperimentConfig
-from areno.loss_fns.adv_estimators import GDPO, MaxRL
+from areno.loss_fns.adv_estimators import GDPO, REAL, MaxRL
 from areno.recipes import grpo, gspo, ppo
 from areno.types import ScoredSample, TrainSequence
 
@@ -73,7 +73,7 @@ class StepRows:
     def has_advantages(self) -> bool:
         known = [each.advantages for each in (grpo.GRPOConfig, gspo.GSPOConfig, ppo.PPOConfig)]
         estimator = self.run.config.actor.chosen_adv_estimator
-        is_known = estimator is None or isinstance(estimator, MaxRL | GDPO)
+        is_known = estimator is None or isinstance(estimator, MaxRL | GDPO | REAL)
         return is_known and type(self.run.config).advantages in known and None not in self.samples
 
     def advantages(self, actor: Any = None, groups: list[int] | None = None) -> tuple[Arrays, Arrays | None]:
@@ -105,6 +105,8 @@ class StepRows:
     def _estimated(self, estimator: Any, indices: list[int], rewards: list[float], groups: list[int]) -> list[float]:
         if isinstance(estimator, MaxRL):
             return formulas.maxrl(rewards, groups)
+        if isinstance(estimator, REAL):
+            return formulas.real(rewards, groups, estimator.tau)
         weights, samples = reward_parts(self.run.config), [self.samples[index] for index in indices]
         parts = {
             name: [

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from areno.errors import ConfigError, Key, Problem
+from areno.loss_fns.surrogates import SurrogateConfig
 from areno.schema.choices import Choices
 from areno.schema.fields import Section, check, setting
 
@@ -150,6 +151,67 @@ class GDPO(AdvEstimator):
         if self.weights is None and (config.reward.weights is not None or config.reward.has_model):
             text = "is null, but {} weigh the functions, or a model has a part; set the weight of each part by its name"
             yield Problem("actor.gdpo.weights", text, Key("reward.weights"))
+
+
+@ADV_ESTIMATORS.register(
+    "real", section=True, help="rewards are labels, and their classifier is the policy (REAL, arXiv 2602.05630)"
+)
+@dataclass(kw_only=True)
+class REAL(AdvEstimator):
+    """REAL (arXiv 2602.05630): log(1 + sum_+ e^(-s / tau)) + log(1 + sum_- e^(s / tau)), for each group.
+
+    s is the mean log-ratio of a sample to the policy before the first update of the batch. Samples with rewards above
+    the mean of their group are in the first sum, others in the second. The gradient with respect to the weights is the
+    sum over samples of dL/ds times that of s. So the advantage of a sample is -dL/ds times the size of its group, and
+    the mean over rows of -A mean(log pi) has the gradient of the mean of L. Groups with equal rewards have no gradient.
+    """
+
+    needs_group: ClassVar[bool] = True
+    follows_policy: ClassVar[bool] = True
+    tau: float = setting(0.5, help="Temperature of the classification. The smaller, the steeper", gt=0)
+
+    def advantages(
+        self, rewards_B: np.ndarray, groups: Sequence[int], parts: Sequence[Mapping[str, float]]
+    ) -> np.ndarray:
+        return self.current_advantages(rewards_B, groups, rewards_B * 0.0)
+
+    def current_advantages(self, rewards_B: np.ndarray, groups: Sequence[int], log_ratios_B: np.ndarray) -> np.ndarray:
+        import numpy as np
+
+        advantages_B, groups_B = np.zeros_like(rewards_B), np.asarray(groups)
+        for group in np.unique(groups_B):
+            members = np.flatnonzero((groups_B == group) & ~np.isnan(rewards_B))
+            rewards = rewards_B[members]
+            if not len(members) or np.all(rewards == rewards[0]):
+                continue
+            signs = np.where(rewards > rewards.mean(), 1.0, -1.0)
+            logits = -signs * log_ratios_B[members] / self.tau
+            for sign in (1.0, -1.0):
+                of_sign = signs == sign
+                top = max(0.0, logits[of_sign].max())
+                shares = np.exp(logits[of_sign] - top)
+                shares /= np.exp(-top) + shares.sum()
+                advantages_B[members[of_sign]] = sign * len(members) * shares / self.tau
+        return advantages_B
+
+    def problems(self, config: Any) -> Iterator[Problem]:
+        actor = config.actor
+        if not isinstance(actor, SurrogateConfig) or actor.surrogate != "reinforce":
+            yield Problem(
+                "actor.adv_estimator", "is real, whose loss has no ratio; use the recipe grpo with variant=real"
+            )
+            return
+        if actor.reduction != "seq_mean_token_mean":
+            text = "is {}, but {} is real, which takes the mean over the tokens of each row; leave it out"
+            yield Problem("actor.reduction", text, actor.reduction, _KEY)
+        if not actor.recompute_logprob or actor.prox_logp_method == "loglinear":
+            name = "prox_logp_method" if actor.recompute_logprob else "recompute_logprob"
+            text = "is {}, but {} is real, which compares with the policy before the update; leave it out"
+            yield Problem(f"actor.{name}", text, str(vars(actor)[name]).lower(), _KEY)
+        if actor.gradient_accumulation_steps is not None:
+            text = "is {}, but {} is real, whose updates have whole groups; set {} instead"
+            key = Key("actor.ppo_n_minibatches")
+            yield Problem("actor.gradient_accumulation_steps", text, actor.gradient_accumulation_steps, _KEY, key)
 
 
 _KEY = Key("actor.adv_estimator")

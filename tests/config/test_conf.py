@@ -110,6 +110,7 @@ VARIANTS = {
     "m2po": (["grpo", "ppo"], "M2PO"),
     "maxrl": (["grpo", "gspo"], "MaxRL"),
     "prime_ipo": (["grpo", "ppo"], "IPO of prime-rl"),
+    "real": (["grpo"], "REAL"),
     "reinforce_pp": (["grpo"], "REINFORCE++"),
     "rloo": (["grpo", "gspo"], "RLOO"),
     "rlsd": (["grpo", "ppo"], "RLSD and SDAR"),

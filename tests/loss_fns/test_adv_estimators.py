@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 
 import numpy as np
 import pytest
+import torch
 
 from areno.errors import ConfigError
 from areno.launch.compose import load
-from areno.loss_fns.adv_estimators import GDPO, MaxRL
+from areno.loss_fns import DataPack, grpo_loss_fn
+from areno.loss_fns.adv_estimators import GDPO, REAL, MaxRL
 from areno.recipes.grpo import GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 
@@ -138,3 +141,60 @@ def test_settings_that_an_estimator_honours():
     assert (
         load(GSPOConfig, "quickstart", ["variant=maxrl", "actor.overlong_tokens=null"]).actor.adv_estimator == "maxrl"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (["variant=real", "actor.reduction=token_mean"], "reduction: is token_mean, but actor.adv_estimator is real"),
+        (["variant=real", "actor.gradient_accumulation_steps=2"], "set actor.ppo_n_minibatches instead"),
+        (["variant=real", "actor.recompute_logprob=false"], "recompute_logprob: is false, but actor.adv_estimator is"),
+        (["actor.adv_estimator=real"], "is real, whose loss has no ratio; use the recipe grpo with variant=real"),
+    ],
+)
+def test_settings_that_real_cannot_honour(settings, text):
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        load(GRPOConfig, "quickstart", settings)
+
+
+def test_real_has_the_gradient_of_the_papers_loss():
+    """The loss of a step by autograd in float64, against grpo_loss_fn with the advantages of the estimator."""
+    rng, n = np.random.default_rng(5), 24
+    groups = np.repeat(range(6), 4).tolist()
+    rng.shuffle(groups)
+    rewards = rng.integers(0, 2, n).astype(float)
+    rewards[np.array(groups) == 2] = 1.0
+    lengths = rng.integers(1, 6, n)
+    rows_T = torch.tensor(np.repeat(range(n), lengths))
+    old_T = torch.tensor(rng.normal(-1, 0.3, lengths.sum()))
+    for tau, size in ((0.5, 0.0), (0.5, 2.0), (0.01, 5.0)):
+        new_T = (old_T + torch.tensor(rng.normal(0, size, len(old_T)))).requires_grad_()
+        wanted = []
+        for group in range(6):
+            of_sign = {1: [torch.zeros((), dtype=torch.float64)], -1: [torch.zeros((), dtype=torch.float64)]}
+            own = [i for i in range(n) if groups[i] == group]
+            mean = sum(rewards[i] for i in own) / len(own)
+            for i in own:
+                sign = 1 if rewards[i] > mean else -1
+                of_sign[sign].append(-sign * (new_T - old_T)[rows_T == i].mean() / tau)
+            if len(of_sign[1]) > 1 and len(of_sign[-1]) > 1:
+                wanted += [torch.stack(of_sign[1]).logsumexp(0) + torch.stack(of_sign[-1]).logsumexp(0)]
+        [expected] = torch.autograd.grad(torch.stack(wanted).sum() / 6, new_T)
+        moved = [float((new_T - old_T).detach()[rows_T == i].mean()) for i in range(n)]
+        estimator = REAL(tau=tau)
+        found = estimator.current_advantages(rewards, groups, np.array(moved))
+        if not size:
+            np.testing.assert_allclose(estimator.advantages(rewards, groups, []), found, atol=1e-12)
+        pack = DataPack(
+            tokens=torch.zeros(len(old_T), dtype=torch.int64),
+            row_of_token=rows_T,
+            loss_mask=torch.ones(len(old_T), dtype=torch.bool),
+            n_rows=n,
+            step_tokens=len(old_T),
+            step_rows=n,
+            old_logprobs=old_T,
+            advantages=torch.tensor(found)[rows_T],
+        )
+        [gradient] = torch.autograd.grad(grpo_loss_fn(pack, new_T, surrogate="reinforce")[0], new_T)
+        assert (gradient - expected).abs().max() < 1e-12
+    assert not REAL().advantages(np.array([NAN, 1.0, NAN]), [0, 0, 0], []).any()

@@ -10,12 +10,15 @@ import math
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from areno.api import get_algorithm
 from areno.launch.compose import load
+from areno.loss_fns import DataPack, grpo_loss_fn
 from tests.helpers.algorithms_page import commands
 from tests.helpers.policy_runs import MODEL, groups, play, trained, watched
 from tests.helpers.variant_runs import MOVING, Variant, advantages, close, on_policy_loss, rewards
@@ -64,6 +67,31 @@ def test_maxrl(grpo: Variant) -> None:
         for group in groups(rows):
             r = np.array(rewards(group))
             assert advantages(group) == close((r - r.mean()) / r.mean())
+
+
+def test_real(grpo: Variant) -> None:
+    """Two updates of whole groups. The advantages of the second are those of its own log-probabilities."""
+    seen: list[tuple[torch.Tensor, DataPack]] = []
+
+    def loss_fn(pack: DataPack, logprobs: torch.Tensor) -> Any:
+        seen.append((logprobs.detach(), pack))
+        return grpo_loss_fn(pack, logprobs, surrogate="reinforce")
+
+    run = grpo("variant=real", "actor.ppo_n_minibatches=2", "total_train_steps=1", loss_fn=loss_fn)
+    assert [len(rows) for rows in run.rows] == [8, 8]
+    assert len({str(groups(rows)[0][0].tokens) for rows in run.rows}) == 2
+    for (logprobs, pack), rows in zip(seen, run.rows, strict=True):
+        s = pack.mean_rows(pack.trained(logprobs - pack.need("old_logprobs"))).double().numpy()
+        assert s.any() == (rows is run.rows[1])
+        for group, own in zip(groups(rows), s.reshape(2, 4), strict=True):
+            better = np.array(rewards(group)) > np.mean(rewards(group))
+            sums = {True: 1 + np.exp(-own[better] / 0.5).sum(), False: 1 + np.exp(own[~better] / 0.5).sum()}
+            expected = [
+                8 * math.exp(-x / 0.5) / sums[True] if right else -8 * math.exp(x / 0.5) / sums[False]
+                for x, right in zip(own, better, strict=True)
+            ]
+            assert advantages(group) == close(expected)
+    assert run.series("train/ratio_std")[0] > 1e-3
 
 
 def test_gdpo(grpo: Variant, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ VARIANTS = {
     "top_entropy": [],
     "entropy_bonus": ["actor.entropy_bonus.coef=3.0"],
     "fipo": [],
+    "real": [],
     "gmpo": ["actor.gmpo.log_clip=0.01"],
     "vespo": [],
     "dppo_tv": ["actor.dppo_tv.threshold=0.02"],

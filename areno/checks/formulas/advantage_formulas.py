@@ -129,6 +129,22 @@ def maxrl(rewards: Sequence[float], groups: Sequence[int]) -> list[float]:
     return found
 
 
+def real(rewards: Sequence[float], groups: Sequence[int], tau: float) -> list[float]:
+    """REAL (2602.05630) before the first update: the slope of each sample in the loss of its group, times its size."""
+    found = []
+    for reward, group in zip(rewards, groups, strict=True):
+        own = [other for other, of in zip(rewards, groups, strict=True) if of == group]
+        mean = math.fsum(own) / len(own)
+        n_better = sum(other > mean for other in own)
+        if len(set(own)) == 1:
+            found.append(0.0)
+        elif reward > mean:
+            found.append(len(own) / tau / (1 + n_better))
+        else:
+            found.append(-len(own) / tau / (1 + len(own) - n_better))
+    return found
+
+
 def gdpo(
     parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], groups: Sequence[int], eps: float
 ) -> list[float]:
