@@ -116,7 +116,8 @@ def _single_run_verdict(run: RunReader, name: str, metrics: Mapping[str, Series]
     state = f"{steps} step{'' if steps == 1 else 's'}" + (f" in {duration_text(taken)}" if taken else "")
     state = ", ".join(filter(None, (run.status(), state)))
     found: dict[str, Any] = {"about": state, "title": name, "value": None, "std": None, "spread": "", "scalar": None}
-    found |= {"notes": ["It has recorded no result yet."], "places": [], "best": None}
+    warnings = [f"Warning: {text}" for text in run.warnings()]
+    found |= {"notes": ["It has recorded no result yet.", *warnings], "places": [], "best": None}
     of_run = headlines(metrics)
     scalar, line = next(((key, one) for key, one in of_run.items() if one.best is not None), (None, None))
     if scalar is None and _FALLBACK[0] in of_run:
@@ -128,6 +129,7 @@ def _single_run_verdict(run: RunReader, name: str, metrics: Mapping[str, Series]
         notes.append(f"Best: {_number_text(line.best)} at step {line.step}.")
     if is_in_critic_warmup(metrics):
         notes.append("Only the critic was trained so far (critic.warmup_steps), so the policy is that of the start.")
+    notes += warnings
     about = {"title": line.title, "scalar": scalar, "spread": f"{scalar}, last value"}
     return found | about | {"value": line.last, "notes": notes, "best": 0}
 

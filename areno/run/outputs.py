@@ -28,9 +28,17 @@ from areno.tracking.display.display import Display, chosen_console, start_panel_
 from areno.tracking.recorder import open_trackers
 from areno.tracking.run_folder import METRICS, RunFiles, overrides_of
 from areno.tracking.run_log import RunLog
+from areno.tracking.telling_samples import telling_samples
 from areno.tracking.tracker import Tracker
-from areno.tracking.training_warnings import TrainingWarnings
-from areno.types import RewardOutcome
+from areno.tracking.training_warnings import (
+    TrainingWarning,
+    TrainingWarnings,
+    aged_samples_warning,
+    nothing_trained_warning,
+    skipped_update_warning,
+    unrewarded_step_warning,
+)
+from areno.types import RewardOutcome, ScoredSample
 
 logger = logging.getLogger("areno")
 
@@ -77,6 +85,9 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         self._n_skipped = 0  # consecutive steps whose update was skipped because of a value that is not finite
         self._n_applied = 0  # steps whose update was applied
         self._unrewarded = 0, "", ""  # consecutive steps without a reward; setting and reason of the last failure
+        self._versions: list[int] = []  # of the weights with which the latest steps began
+        self._samples: Sequence[ScoredSample] = ()  # of the step, once its update has ended
+        self._due: list[TrainingWarning] = []  # warnings that are not given yet
         self._unscored = 0, 0, ""  # samples of the run without a reward, all samples; setting of the last failure
 
     def __exit__(self, *exc: object) -> None:
@@ -102,16 +113,57 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
 
     def begin_step(self) -> None:
         """Clear `scalars`, and make the metrics file. A failed run that has this file does not remove its folder."""
-        self.scalars = {}
+        self.scalars, self._samples = {}, ()
         (self.folder / METRICS).touch()
 
     def log(self, scalars: Mapping[str, float]) -> None:
         self.scalars |= scalars
         self.trackers.log(self._progress.step, scalars)
 
+    def log_samples(self, samples: Sequence[ScoredSample]) -> None:
+        self._samples = samples
+        self.trackers.samples(self._progress.step, samples)
+
     def warn_of_divergence(self) -> None:
-        for text in self._divergence.new_warnings(self.scalars):
-            logger.warning("step %d: %s", self._progress.step, text)
+        self._due += self._divergence.new_warnings(self._progress.step, self.scalars)
+
+    def give_warnings(self, is_recorded: bool) -> None:
+        """Log the warnings of the step, each with the samples and commands that explain it.
+
+        `is_recorded` says whether the flight recorder keeps the step.
+        """
+        due, self._due = self._due, []
+        for warning in due:
+            logger.warning("step %d: %s%s", self._progress.step, warning.text, self._explain(warning, is_recorded))
+
+    def _explain(self, warning: TrainingWarning, is_recorded: bool) -> str:
+        step, run = self._progress.step, shlex.quote(os.path.relpath(self.folder))
+        text = "" if warning.since is None else f". It began in step {warning.since}"
+        chosen = telling_samples(warning.kind, self._samples, warning.parts) if self._samples else []
+        if numbers := self.trackers.numbers_of(step, chosen):
+            *others, last = map(str, numbers)
+            text += f". Telling samples: {' and '.join(filter(None, (', '.join(others), last)))}"
+            text += f" (areno replay {run} --step {step} --sample {numbers[0]})"
+        if is_recorded:
+            return f"{text}. The step again: areno replay {run} --step {step}"
+        return f"{text}. The step has no record, so it cannot be computed again (recorder.max_gib)"
+
+    def watch_ages(self, version: int, staleness: int) -> None:
+        """Warn of a sample that is older than rollout.max_head_offpolicyness allows.
+
+        `version` is that of the weights with which the step begins to train, and `staleness` how many updates before
+        it the oldest trained token was sampled.
+        """
+        if not isinstance(self.config, PolicyExperimentConfig):
+            return
+        most = self.config.rollout.max_head_offpolicyness
+        self._versions = [*self._versions, version][-2 - most :]
+        age = sum(later > version - staleness for later in self._versions)
+        self._warn("aged", aged_samples_warning(age, most))
+
+    def _warn(self, kind: str, text: str) -> None:
+        if text and self._divergence.add_if_new(kind):
+            self._due.append(TrainingWarning(kind, text))
 
     def watch_update(self, stats: Mapping[str, float], applied: bool) -> None:
         """Count consecutive steps whose updates were skipped because loss or gradient norm was not finite.
@@ -122,20 +174,12 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         broken = [name for name in ("loss", "grad_norm") if not math.isfinite(stats[name])]
         self._n_applied += applied
         self._n_skipped = 0 if applied or not broken else self._n_skipped + 1
-        if self._n_skipped == 1 and self._divergence.add_if_new("skipped"):
-            logger.warning(
-                "step %d: the update was skipped, since %s is not finite; the learning rate may be too high "
-                "(actor.optimizer.lr), or a reward or advantage too large; train/skipped_steps counts such updates",
-                self._progress.step,
-                " and ".join(broken),
-            )
-        if not (applied or broken) and self._divergence.add_if_new("nothing trained"):
-            text = "step %d: no token is trained, so the update was skipped (train/skipped_steps)"
-            if isinstance(self.config.actor, PolicyConfig) and self.config.actor.mask_no_eos_with_zero:
-                text += (
-                    "; actor.mask_no_eos_with_zero leaves out samples that are cut off: raise gconfig.max_new_tokens"
-                )
-            logger.warning(text, self._progress.step)
+        if self._n_skipped == 1:
+            self._warn("skipped", skipped_update_warning(broken))
+        if not (applied or broken):
+            actor = self.config.actor
+            masks = isinstance(actor, PolicyConfig) and actor.mask_no_eos_with_zero
+            self._warn("nothing trained", nothing_trained_warning(masks))
         if (most := self.config.actor.max_skipped_steps) is not None and self._n_skipped >= most:
             _raise_skipped(f"{self._n_skipped} steps in a row")
 
@@ -149,9 +193,8 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             return
         n, last, most = self._unrewarded[0] + 1, outcomes[-1], self.config.actor.max_skipped_steps
         self._unrewarded = n, last.key, f"{last.status}: {last.message}"
-        text = "step %d: no sample has a reward, so none is trained (train/skipped_steps)"
-        text += "" if most is None else f"; {most} such steps in a row end the run (actor.max_skipped_steps)"
-        logger.warning(text, self._progress.step)
+        text = unrewarded_step_warning(most)
+        self._due.append(TrainingWarning("unrewarded", text))
         if most is not None and n >= most:
             self._raise_unrewarded("a step" if n == 1 else f"{n} steps in a row")
 
@@ -200,6 +243,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             "n_applied": self._n_applied,
             "unrewarded": list(self._unrewarded),
             "unscored": list(self._unscored),
+            "versions": list(self._versions),
             "divergence": self._divergence.state_dict(),
         }
 
@@ -207,6 +251,7 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
         self._n_skipped, self._n_applied = state["n_skipped"], state["n_applied"]
         self._unrewarded = tuple(state.get("unrewarded", (0, "", "")))
         self._unscored = tuple(state.get("unscored", (0, 0, "")))
+        self._versions = list(state.get("versions", ()))
         self._divergence.load_state_dict(state["divergence"])
 
 

@@ -6,7 +6,7 @@ resumes from a training state and trains, but its rollouts are the recorded ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from areno.errors import ArenoError
 from areno.run.flight_recorder import RecordedEngine, StepKeeper, facts_at_end
 from areno.run.progress import Name
 from areno.run.run import Run
-from areno.types import Batch
+from areno.types import Batch, ScoredSample
 
 
 @dataclass
@@ -97,6 +97,12 @@ class ReplayRun(Run):
             self.recorder.begin_step()
             self.outputs.begin_step()
             yield batch
+
+    def log_samples(self, samples: Sequence[ScoredSample]) -> None:
+        pass
+
+    def give_warnings(self) -> None:
+        pass
 
     def end_step(self, stats: Mapping[str, float]) -> None:
         self.clock.close_step()

@@ -51,7 +51,7 @@ from areno.tracking.reader import RunReader
 from areno.tracking.run_folder import FORECAST
 from areno.tracking.run_log import IN_FULL, RunLog
 from areno.tracking.tracker import Tracker
-from areno.types import Batch
+from areno.types import Batch, ScoredSample
 
 logger = logging.getLogger("areno")
 
@@ -228,6 +228,7 @@ class Run:
         )
         self.recorder.end_step(self.step, self._position(), self._models.engine)
         self.outputs.warn_of_divergence()
+        self.give_warnings()
         step, epoch_ended = self.step, self.progress.epoch_ended
         save = self.saver.due(step, epoch_ended)
         evaluate = self.evaluator.due(step, epoch_ended)
@@ -236,6 +237,14 @@ class Run:
         if evaluate or (save and self.saver.needs_evaluation):
             self._todo.append("evaluate")
         self._save_and_evaluate(state)
+
+    def log_samples(self, samples: Sequence[ScoredSample]) -> None:
+        """Log the samples of a step at the end of its update, and the warnings so far."""
+        self.outputs.log_samples(samples)
+        self.give_warnings()
+
+    def give_warnings(self) -> None:
+        self.outputs.give_warnings(self.recorder.is_on)
 
     def _position(self) -> dict[str, Any]:
         return {**self.progress.position(), "evaluator": self.evaluator.state_dict()}
@@ -341,6 +350,7 @@ class Run:
             try:
                 yield
             except BaseException:
+                self.give_warnings()
                 if not self._has_ended:
                     self.recovery.write_at_interrupt(self.step)
                 raise

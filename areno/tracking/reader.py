@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -37,6 +38,9 @@ from areno.tracking.series import NOTHING, Curves, Series, drop_meaningless_accu
 
 logger = logging.getLogger(__name__)
 Status = Literal["completed", "stopped", "unfinished"]
+
+
+_WARNING = re.compile(r"[\d:]{8} warning: (step \d+: .*)")
 
 
 class RunReader:
@@ -183,15 +187,22 @@ class RunReader:
         """Return the folder of the last checkpoint, if there is one."""
         return next(reversed(self.checkpoints().values()), None)
 
+    def _log_lines(self) -> list[str]:
+        content = read_if_exists(self.path / "logs" / "run.log") or b""
+        return content.decode("utf-8", "replace").splitlines()
+
+    def warnings(self) -> list[str]:
+        """Return the warnings about steps in logs/run.log, such as "step 7: ...", in their order."""
+        found = (_WARNING.match(line) for line in self._log_lines())
+        return list(dict.fromkeys(match[1] for match in found if match))
+
     def status(self) -> Status | None:
         """Return the status according to logs/run.log, None if it has none.
 
         "stopped": an error or the user ended the run. "unfinished": the run is in progress or was killed.
         """
-        path = self.path / "logs" / "run.log"
-        lines = (read_if_exists(path) or b"").decode("utf-8", "replace").splitlines()
         told: dict[str, Status] = {STARTED: "unfinished", RESUMED: "unfinished", DONE: "completed", STOPPED: "stopped"}
-        for line in reversed(lines):
+        for line in reversed(self._log_lines()):
             for beginning, status in told.items():
                 if line[len("HH:MM:SS ") :].removeprefix("warning: ").startswith(beginning):
                     return status

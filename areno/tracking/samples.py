@@ -69,9 +69,27 @@ class SampleFiles(Tracker):
         self.folder, self._most = Path(folder), most
         self._encoder = _SampleEncoder(token_text)
         self._writer = BackgroundCall("areno-samples")
+        self._step, self._samples, self._order = 0, list[ScoredSample](), list[int]()
 
     def samples(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        self._writer.start(self._write, step, list(samples))
+        self._step, self._samples, self._order = step, list(samples), list(range(len(samples)))
+        if self._most is not None:
+            kept = select_samples([sample.group for sample in samples], self._most, step)
+            self._order = list(itertools.compress(self._order, kept))
+        self._writer.start(self._write, step, self._samples, list(self._order))
+
+    def numbers_of(self, step: int, indices: Sequence[int]) -> list[int]:
+        """Return the numbers in the file of samples of the latest step. Those that it lacks are added at its end.
+
+        Empty if the samples of the step have not been given.
+        """
+        if step != self._step:
+            return []
+        if missing := [index for index in indices if index not in self._order]:
+            self._order += missing
+            self._writer.wait()
+            self._write(step, self._samples, self._order)
+        return [self._order.index(index) for index in indices]
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         if END_OF_STEP in scalars:
@@ -80,14 +98,12 @@ class SampleFiles(Tracker):
     def finish(self) -> None:
         self._writer.close()
 
-    def _write(self, step: int, samples: Sequence[ScoredSample]) -> None:
-        kept = None if self._most is None else select_samples([sample.group for sample in samples], self._most, step)
+    def _write(self, step: int, samples: Sequence[ScoredSample], order: Sequence[int]) -> None:
         key, advice = "rollout.dump_n_samples", "set it to 0"
-        if kept is None:
+        if self._most is None:
             key, advice = "rollout.dump_to_file", "set it to false"
-        _write_json_lines(
-            self.folder / f"{step:06d}.jsonl", self._encoder.encode(samples, {"step": step}, kept), key, advice
-        )
+        lines = self._encoder.encode(samples, {"step": step}, order)
+        _write_json_lines(self.folder / f"{step:06d}.jsonl", lines, key, advice)
 
 
 class EvalSampleFiles(Tracker):
@@ -196,21 +212,23 @@ class _SampleEncoder:
         self._token_text, self._texts = token_text, dict[int, str]()
 
     def encode(
-        self, samples: Sequence[ScoredSample], first: Mapping[str, object], kept: Sequence[bool] | None = None
+        self, samples: Sequence[ScoredSample], first: Mapping[str, object], order: Sequence[int] | None = None
     ) -> Iterator[dict[str, object]]:
-        """Yield a dictionary for each sample, with the fields of `first` first. `kept` is False for samples to skip."""
-        numbers: Counter[int] = Counter()  # group -> samples so far
-        for index, sample in enumerate(samples):
-            number = numbers[sample.group]
-            numbers[sample.group] += 1
-            if kept is None or kept[index]:
-                yield {
-                    **first,
-                    "group": sample.group,
-                    "sample": number,
-                    **_sample_fields(sample),
-                    **self._token_fields(sample),
-                }
+        """Yield a dictionary for each sample, with the fields of `first` first. `order` has the indices of samples."""
+        counts: Counter[int] = Counter()  # group -> samples so far
+        numbers = []
+        for sample in samples:
+            numbers.append(counts[sample.group])
+            counts[sample.group] += 1
+        for index in range(len(samples)) if order is None else order:
+            sample = samples[index]
+            yield {
+                **first,
+                "group": sample.group,
+                "sample": numbers[index],
+                **_sample_fields(sample),
+                **self._token_fields(sample),
+            }
 
     def _token_fields(self, sample: ScoredSample) -> dict[str, object]:
         """Return the fields with a value for each token. Agents' samples have them in each row of the trajectory."""

@@ -32,6 +32,13 @@ class Tracker:
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
         """Receive all samples of an evaluation after `step`. `name` is the validation set, "" if there is only one."""
 
+    def numbers_of(self, step: int, indices: Sequence[int]) -> list[int]:
+        """Return the numbers by which `areno replay --sample` knows samples of the latest step.
+
+        Empty if the tracker writes no samples for it.
+        """
+        return []
+
     def resume(self, step: int) -> None:
         """Prepare for a resumed run, which repeats the steps after `step`. Anything recorded for them is outdated."""
 
@@ -56,6 +63,9 @@ class Trackers(Tracker):
     def eval_samples(self, step: int, samples: Sequence[ScoredSample], name: str) -> None:
         for tracker in self._trackers:
             tracker.eval_samples(step, samples, name)
+
+    def numbers_of(self, step: int, indices: Sequence[int]) -> list[int]:
+        return next(filter(None, (tracker.numbers_of(step, indices) for tracker in self._trackers)), [])
 
     def resume(self, step: int) -> None:
         for tracker in self._trackers:

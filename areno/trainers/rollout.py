@@ -53,6 +53,7 @@ logger = logging.getLogger("areno")
 
 def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> None:
     run, samples = setup.run, rollout.samples
+    run.outputs.watch_ages(setup.trainer.engine.weights_version, max((row.staleness for row in rows), default=0))
     advantages_B = np.zeros(len(samples))
     by_sample = join_rows(rows, rollout.rows_per_kept_sample)
     # Tokens that are not trained have advantage 0. So all tokens are summed, which is faster than trained() and mean().
@@ -163,7 +164,7 @@ def _log_samples(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSeque
         sample.advantages = np.asarray(row.advantages)[start:]
         if row.old_logprobs is not None:
             sample.train_logprobs = np.asarray(row.old_logprobs)[start:]
-    setup.run.outputs.trackers.samples(setup.run.step, rollout.samples)
+    setup.run.log_samples(rollout.samples)
 
 
 @dataclass

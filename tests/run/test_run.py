@@ -296,6 +296,7 @@ def test_skipped_updates_are_told_and_end_the_run(tmp_path, caplog):
     for stats, applied in [(GOOD, True), (BAD, False), (BAD, True), (BAD, False), (BAD, False)]:
         next(steps)
         run.outputs.watch_update(stats, applied)
+        run.give_warnings()
     next(steps)
     with pytest.raises(EngineError, match=r"3 steps in a row were not applied.*optimizer\.lr.*max_skipped_steps"):
         run.outputs.watch_update(BAD, False)

@@ -65,6 +65,26 @@ def test_what_is_written_of_a_sample(tmp_path):
     assert [line["set"] for line in written(tmp_path / "eval/hard/000003.jsonl")] == ["hard", "hard"]
 
 
+def test_samples_that_a_warning_names_are_added_to_the_file(tmp_path):
+    given = [each for _ in range(6) for each in samples()]
+    for index, each in enumerate(given):
+        each.group = index // 2
+    files = SampleFiles(tmp_path, 4, str)
+    files.samples(3, given)
+    files.log(3, {"time/step": 1.0})
+    path = tmp_path / "000003.jsonl"
+    before = [(line["group"], line["sample"]) for line in written(path)]
+    assert len(before) == 4
+    missing = next(index for index, each in enumerate(given) if (each.group, 0) not in before)
+    there = next(index for index, each in enumerate(given) if (each.group, 0) == before[2])
+    assert files.numbers_of(3, [there, missing, missing + 1]) == [2, 4, 5]
+    assert files.numbers_of(3, [missing + 1]) == [5]
+    after = [(line["group"], line["sample"]) for line in written(path)]
+    assert after == [*before, (given[missing].group, 0), (given[missing].group, 1)]
+    assert files.numbers_of(2, [0]) == [], "of another step"
+    files.finish()
+
+
 @pytest.mark.parametrize(
     ("messages", "task"),
     [
