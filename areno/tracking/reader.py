@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -38,9 +37,6 @@ from areno.tracking.series import NOTHING, Curves, Series, drop_meaningless_accu
 
 logger = logging.getLogger(__name__)
 Status = Literal["completed", "stopped", "unfinished"]
-
-
-_WARNING = re.compile(r"[\d:]{8} warning: (step \d+: .*)")
 
 
 class RunReader:
@@ -193,8 +189,8 @@ class RunReader:
 
     def warnings(self) -> list[str]:
         """Return the warnings about steps in logs/run.log, such as "step 7: ...", in their order."""
-        found = (_WARNING.match(line) for line in self._log_lines())
-        return list(dict.fromkeys(match[1] for match in found if match))
+        said = (line[len("HH:MM:SS ") :] for line in self._log_lines())
+        return list(dict.fromkeys(text.removeprefix("warning: ") for text in said if text.startswith("warning: step ")))
 
     def status(self) -> Status | None:
         """Return the status according to logs/run.log, None if it has none.

@@ -158,3 +158,11 @@ def test_the_verdict_of_one_run(tmp_path):
     assert (found["spread"], found["scalar"]) == ("eval/accuracy, last value", "eval/accuracy")
     assert found["notes"] == ["0.25 at the start.", "Best: 0.75 at step 1."]
     assert verdict_of([make_run(tmp_path / "new")])["notes"] == ["It has recorded no result yet."]
+
+
+def test_the_warnings_of_a_run_are_in_its_report(tmp_path):
+    run = make_run(tmp_path / "run", 0.5, 0.7)
+    lines = ["12:00:00 step=3 seconds=1", "12:00:01 warning: step 3: it diverges", "12:00:02 warning: a disk is full"]
+    (run.path / "logs/run.log").write_text("\n".join([*lines, *lines]) + "\n")
+    assert run.warnings() == ["step 3: it diverges"]
+    assert verdict_of([run])["notes"][-1] == "Warning: step 3: it diverges"
