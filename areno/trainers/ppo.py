@@ -59,7 +59,7 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
             with log_samples_at_end(setup, rollout, rows):
                 if run.step > warmup:
                     stats |= correct_rollout(setup, rollout, rows)  # weights for rows that another policy sampled
-                    stats |= update_policy(setup, rollout, rows)
+                    stats |= update_policy(setup, rows, rollout)
             run.end_step(stats)
         run.finish({"reward_mean": 5, EVALUATED_REWARDS: 1})
         return run.progress.result(EVALUATED_REWARDS, "reward_mean", 5)

@@ -170,12 +170,15 @@ def update_actor(
     return {**stats, **measured, "tokens_per_second": n_tokens / run.clock.seconds["train"]}
 
 
-def update_policy(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequence]) -> dict[str, float]:
+def update_policy(
+    setup: PolicySetup, rows: Sequence[TrainSequence], rollout: Rollout | None = None
+) -> dict[str, float]:
+    """Take the optimizer steps of a step. `rollout` is that of the rows, which some estimators of advantages need."""
     config, history, loss_fn = setup.config, setup.run.progress.history, setup.loss_fn
     if (coef := config.actor.adapted_entropy_coef(history.get("entropy", []))) is not None:
         loss_fn = partial(loss_fn, entropy_coef=coef)
     estimator, updates = config.actor.chosen_adv_estimator, None
-    if estimator is not None and estimator.follows_policy:
+    if rollout is not None and estimator is not None and estimator.follows_policy:
         updates = updates_with_own_advantages(setup, rollout, rows)
     stats = update_actor(
         setup,
