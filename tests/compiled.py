@@ -37,6 +37,7 @@ COMMANDS = [
     f"train --shape tiny --dtype bfloat16 {SIZES} --optimizer adam_bf16",
     f"sampling --shape tiny --dtype bfloat16 {SIZES}",
     f"step --shape tiny-moe --dtype bfloat16 {SIZES}",
+    f"step --shape tiny-moe --dtype bfloat16 {SIZES} --lora-rank 8",
     f"step --shape tiny-qwen3.5 --dtype bfloat16 {SIZES} --lora-rank 8",
 ]
 

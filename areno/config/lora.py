@@ -38,8 +38,8 @@ class LoraConfig(Section):
     )
     target_modules: list[str] = setting(
         factory=lambda: [ALL_LINEAR],
-        help="Names of the linear layers that get adapters, such as [q_proj,v_proj]. [all-linear]: all linear layers "
-        "except the output head and the experts of mixture-of-experts models",
+        help="Names of the linear layers that get adapters, such as [q_proj,v_proj]. Experts have experts.gate_up_proj "
+        "and experts.down_proj. [all-linear]: all linear layers except the output head and the routers of experts",
         only_with=_ADAPTERS,
         on_resume=NEVER,
     )

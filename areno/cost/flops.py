@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from areno.config.fp8 import FP8Config
 from areno.cost.memory import kv_bytes_per_token, state_bytes
 from areno.layers.config import AdapterSpec, MoEConfig
-from areno.models.adapter_shapes import n_adapter_parameters
+from areno.models.adapter_shapes import n_adapter_parameters, n_expert_adapter_parameters
 from areno.models.config import TransformerConfig
 from areno.models.fp8_layers import n_quantized_parameters
 from areno.models.parameters import n_active_body_parameters, n_parameters, q_size
@@ -34,6 +34,7 @@ class TokenCost:
     experts: MoEConfig | None = None
     expert_params: int = 0  # of one expert, summed over the layers with experts
     adapter_params: int = 0  # 0: all parameters are trained
+    expert_adapter_params: int = 0  # those of one expert, summed over the layers with experts
     fp8_params: int = 0  # those of `body_params` whose products are on FP8 units
     int8_params: int = 0  # those that a product dequantizes first
     fp8_gradients: tuple[bool, bool] = (False, False)  # whether those of inputs and of weights are, too
@@ -53,6 +54,7 @@ class TokenCost:
             experts=experts,
             expert_params=of_experts,
             adapter_params=0 if adapters is None else n_adapter_parameters(config, adapters),
+            expert_adapter_params=0 if adapters is None else n_expert_adapter_parameters(config, adapters),
             n_params=n_parameters(config),
             body_params=n_active_body_parameters(config),
             head_params=config.vocab_size * config.hidden_size,
@@ -72,6 +74,12 @@ class TokenCost:
     def active_params(self) -> int:
         return self.body_params + self.head_params
 
+    @property
+    def active_adapter_params(self) -> int:
+        """Adapter parameters that a token is multiplied with: of the experts, those of its own."""
+        others = 0 if self.experts is None else self.experts.n_experts - self.experts.top_k
+        return self.adapter_params - others * self.expert_adapter_params
+
     def weight_bytes_read(self, n_tokens: float) -> float:
         """Return the bytes of weights that a batch moves. A code takes one. Dequantized weights are written, too."""
         more = self.int8_params * (1 + self.itemsize) - self.fp8_params * (self.itemsize - 1)
@@ -81,12 +89,13 @@ class TokenCost:
         """Return the number of parameters that a batch reads. With experts, this is an expected value."""
         if self.experts is None:
             return self.active_params
-        return self.active_params + self.expert_params * (self.experts.expected_distinct(n_tokens) - self.experts.top_k)
+        distinct, top_k = self.experts.expected_distinct(n_tokens), self.experts.top_k
+        return self.active_params + self.expert_params * (distinct - top_k) + self.expert_adapter_params * distinct
 
 
 def forward_flops(cost: TokenCost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:
     n_tokens = sum(row_lens)
-    flops = _weight_flops(cost, n_tokens, head_tokens) + (2.0 * cost.adapter_params + cost.rule_flops) * n_tokens
+    flops = _weight_flops(cost, n_tokens, head_tokens) + (2.0 * cost.active_adapter_params + cost.rule_flops) * n_tokens
     return flops + cost.attn_flops * mean_attention_pairs(cost, row_lens)
 
 

@@ -88,7 +88,7 @@ def device_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, r
     flops = 2.0 * passes * (cost.body_params * n + cost.head_params * work.n_predicted) - of_experts
     flops += 2.0 * size * _saved_elements(config) * work.n_recomputed * n
     flops -= (1 - 1 / _FP8) * _fp8_flops(config, cost, work)
-    flops += (3 if work.trains else 1) * 2.0 * cost.adapter_params * n
+    flops += (3 if work.trains else 1) * 2.0 * cost.active_adapter_params * n
     pairs = mean_attention_pairs(cost, work.row_lens) - (
         mean_attention_pairs(cost, work.shared_lens) if work.shared_lens else 0
     )
@@ -98,12 +98,25 @@ def device_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, r
     n_bytes += float(work.n_predicted) * config.vocab_size * _HEAD_BYTES[work.trains]
     if frozen and work.trains:
         n_bytes += float(n) * layers * size * _ADAPTER_BYTES
+    if cost.experts is not None and cost.expert_adapter_params:
+        n_bytes += (3 if work.trains else 1) * float(n) * _expert_adapter_bytes(config, cost)
     if config.delta is not None:
         share = 1 if work.trains else 1 / 3
         n_bytes += share * _DELTA_BYTES * float(n) * len(config.delta.layers) * config.delta.inner_size
     of_attention = min(_ATTENTION_MOST, _ATTENTION * (max(work.row_lens, default=512) / 512) ** 0.35)
     products = flops / _LARGE_PRODUCTS + of_experts / _EXPERTS + (attention + rule) / of_attention
     return products / rates.matmul_flops_s + n_bytes / rates.copy_bytes_s
+
+
+def _expert_adapter_bytes(config: TransformerConfig, cost: TokenCost) -> float:
+    """Return the bytes that the products of adapters on experts move for a token in a forward pass.
+
+    Each product reads or changes rows as long as those of the expert's own product, once for each expert of a token.
+    """
+    experts = cost.experts
+    assert experts is not None
+    elements = 3 * config.hidden_size + 5 * experts.inner_size  # read x and act; read and write gate, up and y
+    return float(cost.itemsize * experts.top_k * elements * len(experts.layers(config.num_layers)))
 
 
 def _fp8_flops(config: TransformerConfig, cost: TokenCost, work: PassWork) -> float:
@@ -183,7 +196,7 @@ def rollout_seconds(
     rows = min(n_total, max(1, -(-work.n_running // copies)))
     n_waves = n_total / rows
     groups = max(1.0, rows / work.n_samples)
-    flops = (2.0 * cost.active_params + 2.0 * cost.adapter_params) * rows
+    flops = 2.0 * (cost.active_params + cost.active_adapter_params) * rows
     flops -= (1 - 1 / _FP8) * 2.0 * cost.fp8_params * rows
     if cost.experts is not None:
         flops *= 1.5

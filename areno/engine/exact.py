@@ -78,8 +78,10 @@ def make_exact(model: Transformer, timed: bool = True) -> str:
         for mixture in mixtures:
             mixture.row_multiple = model.row_multiple
         for matrices in (mixtures[0].experts_gate_up, mixtures[0].experts_down) if mixtures else ():
-            expert_OI = matrices.stack_EOI[0]
-            _check_products_on_cpu(partial(nn.functional.linear, weight=expert_OI), expert_OI, model.row_multiple)
+            adapter = matrices.adapter
+            of_adapter = () if adapter is None else (adapter.a_ErI[0], adapter.b_EOr[0])
+            for expert_OI in (matrices.stack_EOI[0], *of_adapter):
+                _check_products_on_cpu(partial(nn.functional.linear, weight=expert_OI), expert_OI, model.row_multiple)
         _check_adapters(adapters, model.row_multiple)
         return f"products of {model.row_multiple} rows at a time"
     if model.tp.size > 1 and any(isinstance(module, ShardedRMSNorm) for module in model.modules()):

@@ -43,6 +43,19 @@ def use_stacked_adapters() -> Iterator[None]:
         _is_sampling = before
 
 
+@torch.no_grad()
+def draw_adapter(parts_of_a: Sequence[TensorPart], a: Tensor, b: Tensor, generator: torch.Generator) -> None:
+    """Draw A uniformly from +-1/sqrt(I), as peft does, and set B to zero, so that the adapter changes nothing yet.
+
+    The full tensors are drawn on the CPU, so the values do not depend on the number of ranks or the device.
+    """
+    for part in parts_of_a:
+        bound = 1.0 / math.sqrt(part.full_shape[1])
+        full = torch.empty(part.full_shape).uniform_(-bound, bound, generator=generator)
+        part.region(a).copy_(part.shard_of(full))
+    b.detach().zero_()
+
+
 class Adapter(nn.Module):
     """The LoRA adapters of some projections of one linear layer.
 
@@ -184,17 +197,8 @@ class Adapter(nn.Module):
 
     # Methods outside of training and decoding.
 
-    @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw A uniformly from +-1/sqrt(I), as peft does, and set B to zero, so that the adapter changes nothing yet.
-
-        The full tensors are drawn on the CPU, so the values do not depend on the number of ranks or the device.
-        """
-        for part in self.layout["a"]:
-            bound = 1.0 / math.sqrt(part.full_shape[1])
-            full = torch.empty(part.full_shape).uniform_(-bound, bound, generator=generator)
-            part.region(self.a).copy_(part.shard_of(full))
-        self.b.detach().zero_()
+        draw_adapter(self.layout["a"], self.a, self.b, generator)
 
     @torch.no_grad()
     def merged_weight(self, weight_OI: Tensor) -> Tensor:

@@ -33,17 +33,16 @@ from torch.nn import functional as F
 
 from areno.kernels.experts import (
     ExpertGroups,
-    add_grouped_matmul,
     choose_experts,
     combine,
     group_by_expert,
-    grouped_matmul,
     reference,
     weighted_swiglu_backward,
 )
 from areno.kernels.fp8.matmul import QuantizedMatrix
 from areno.kernels.matmul import float32_matmul
 from areno.layers.config import MoEConfig, mlp_piece_tokens
+from areno.layers.experts import ExpertMatrices
 from areno.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from areno.layers.parallel import wait_for
 from areno.layers.routing import Routing
@@ -175,37 +174,6 @@ class Router(Linear):
         return F.linear(x_ND.float(), self.weight.float())
 
 
-class ExpertMatrices(nn.Module):
-    """One weight matrix of each expert of this rank, stacked by rows: `weight` is (E * O, I).
-
-    Each expert's matrix may itself stack several checkpoint tensors, such as gate and up. `sizes`: their output sizes.
-    """
-
-    def __init__(self, n_experts: int, sizes: tuple[int, ...], in_size: int, spec: WeightSpec):
-        super().__init__()
-        self.n_local = n_local = spec.tp.shard_size(n_experts, "experts")
-        self.out_size = sum(sizes)
-        self.weight = spec.empty(n_local * self.out_size, in_size)
-        parts, offset = [], 0
-        for expert in range(n_experts):
-            holder, is_here = expert // n_local, expert // n_local == spec.tp.rank
-            for size in sizes:
-                held = size if is_here else 0
-                parts.append(TensorPart((size, in_size), offset=offset, dim=0, size=held, holder=holder))
-                offset += held
-        self.layout: Layout = {"weight": tuple(parts)}
-
-    @property
-    def stack_EOI(self) -> Tensor:
-        return self.weight.unflatten(0, (self.n_local, self.out_size))
-
-    def accumulate_grad(self, grad_MO: Tensor, x_MI: Tensor, groups: ExpertGroups) -> None:
-        """Add the gradient of the weight to its float32 `.grad`, unless it is frozen."""
-        if self.weight.requires_grad:
-            assert self.weight.grad is not None
-            add_grouped_matmul(self.weight.grad.view_as(self.stack_EOI), grad_MO, x_MI, groups.ends_E)
-
-
 class ExpertMLP(nn.Module):
     """The sum of down(silu(gate x) * up x) over a token's experts, weighted by the router, and of the shared expert.
 
@@ -232,9 +200,9 @@ class ExpertMLP(nn.Module):
         weights_Nk = self.tp.copy_in(self._routing_weights(logits_NE, chosen_Nk))
         groups = self._group_by_expert(chosen_Nk)
         rows_MD = self.tp.copy_in(x_ND).index_select(0, groups.tokens_M)
-        how = groups.ends_E, False, self.row_multiple
-        gate_MI, up_MI = reference.grouped_matmul(rows_MD, self.experts_gate_up.stack_EOI, *how).chunk(2, dim=-1)
-        y_MD = reference.grouped_matmul(F.silu(gate_MI) * up_MI, self.experts_down.stack_EOI, *how)
+        how = groups.ends_E, self.row_multiple
+        gate_MI, up_MI = self.experts_gate_up(rows_MD, *how).chunk(2, dim=-1)
+        y_MD = self.experts_down(F.silu(gate_MI) * up_MI, *how)
         out_ND = reference.combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E)
         if self.shared is not None:
             shared_ND = self.shared(x_ND, whole=False)
@@ -272,9 +240,9 @@ class ExpertMLP(nn.Module):
             weights_Nk = self._routing_weights(logits_NE, chosen_Nk)
         groups = self._group_by_expert(chosen_Nk)
         rows_MD = x_ND.index_select(0, groups.tokens_M)
-        gate_up_M2I = grouped_matmul(rows_MD, self.experts_gate_up.stack_EOI, groups.ends_E)
+        gate_up_M2I = self.experts_gate_up.matmul(rows_MD, groups.ends_E)
         del rows_MD
-        y_MD = grouped_matmul(swiglu(gate_up_M2I), self.experts_down.stack_EOI, groups.ends_E)
+        y_MD = self.experts_down.matmul(swiglu(gate_up_M2I), groups.ends_E)
         out_ND = combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E)
         del y_MD
         of_shared: tuple[Tensor, ...] = ()
@@ -299,9 +267,9 @@ class ExpertMLP(nn.Module):
         with torch.enable_grad():
             weights_Nk = self._routing_weights(logits_NE.requires_grad_(), chosen_Nk)
         rows_MD = x_ND.index_select(0, groups.tokens_M)
-        gate_up_M2I = kept[0] if kept else grouped_matmul(rows_MD, gate_up.stack_EOI, ends_E)
+        gate_up_M2I = kept[0] if kept else gate_up.matmul(rows_MD, ends_E)
         grad_MD = grad_ND.index_select(0, groups.tokens_M)
-        grad_MI = grouped_matmul(grad_MD, down.stack_EOI, ends_E, transposed=True)
+        grad_MI = down.input_gradient(grad_MD, ends_E)
         weights_M = weights_Nk.detach().flatten().index_select(0, groups.choices_M)
         grad_gate_up_M2I, act_MI, grad_weights_M = weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)
         del gate_up_M2I, grad_MI
@@ -309,7 +277,7 @@ class ExpertMLP(nn.Module):
         del grad_MD, act_MI
         gate_up.accumulate_grad(grad_gate_up_M2I, rows_MD, groups)
         del rows_MD
-        grad_x_MD = grouped_matmul(grad_gate_up_M2I, gate_up.stack_EOI, ends_E, transposed=True)
+        grad_x_MD = gate_up.input_gradient(grad_gate_up_M2I, ends_E)
         grad_x_ND = combine(grad_x_MD, groups.copies_Nk, None, ends_E)
         grad_weights_Nk = grad_weights_M.index_select(0, groups.copies_Nk.flatten()).view_as(weights_Nk)
         grad_gate_N1 = None

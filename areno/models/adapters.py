@@ -18,12 +18,14 @@ import torch
 from areno.errors import CheckpointError
 from areno.layers.adapter import Adapter
 from areno.layers.config import AdapterSpec
+from areno.layers.experts import ExpertAdapter, ExpertMatrices
 from areno.layers.linear import Linear
+from areno.layers.mlp import Router
 from areno.layers.parallel import ParallelGroup
 from areno.layers.rotary import head_order
-from areno.models.adapter_shapes import linear_shapes
+from areno.models.adapter_shapes import EXPERTS, linear_shapes, parameters_in_peft, target_groups
 from areno.models.config import TransformerConfig
-from areno.models.families import module_names, stored_modules, stored_names
+from areno.models.families import module_names, stored_names
 from areno.models.folder import (
     ADAPTER_CONFIG,
     TOKENIZER,
@@ -54,29 +56,34 @@ def add_adapters(model: Transformer, adapters: AdapterSpec) -> None:
     """Add adapters with uninitialised weights to a model, and freeze all other parameters."""
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
-        if isinstance(module, Linear):
-            stored = stored_modules(name.split(".", 2)[2], model.config)
-            if chosen := [group for each, group in stored.items() if each.rsplit(".", 1)[-1] in adapters.targets]:
+        if isinstance(module, ExpertMatrices):
+            if EXPERTS[name.split(".", 2)[2]] in adapters.targets:
+                module.add_adapter(adapters)
+        elif isinstance(module, Linear) and not isinstance(module, Router):
+            named = target_groups(name.split(".", 2)[2], model.config)
+            if chosen := [group for each, group in named.items() if each in adapters.targets]:
                 module.add_adapter(chosen, adapters)
 
 
 def init_adapters(model: Transformer, seed: int) -> None:
     """Initialise the adapters so that they do not change the results yet. The values depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
-    for _, _, adapter in _adapted_modules(model):
+    for _, adapter in _adapted_modules(model):
         adapter.init_weights(generator)
 
 
 def stack_adapters(model: Transformer) -> None:
     """Move the weight of each adapted layer into a larger tensor with room for a copy of A (`Adapter.stack`)."""
-    for _, module, adapter in _adapted_modules(model):
-        adapter.stack(module.weight, module.bias)
+    for module in model.modules():
+        if isinstance(module, Linear) and module.adapter is not None:
+            module.adapter.stack(module.weight, module.bias)
 
 
 def refresh_adapters(model: Transformer) -> None:
     """Copy each A below its layer's weight. Call this before sampling, because training changes A."""
-    for _, _, adapter in _adapted_modules(model):
-        adapter.refresh_stacked()
+    for module in model.modules():
+        if isinstance(module, Adapter):
+            module.refresh_stacked()
 
 
 def adapter_weights(model: Transformer) -> list[torch.Tensor]:
@@ -96,10 +103,17 @@ def adapter_table(model: Transformer) -> list[CheckpointEntry]:
 
     Projections that the checkpoint stores as one matrix share one A, which has the name of the first projection. Each
     projection has its own B in this list, although a peft folder stores the B matrices of such projections as one
-    tensor.
+    tensor. Each expert has its own A and B, too.
     """
     found = []
-    for name, _, adapter in _adapted_modules(model):
+    for name, adapter in _adapted_modules(model):
+        if isinstance(adapter, ExpertAdapter):
+            _, layer, inner = name.split(".", 2)
+            within = f"{PREFIX}model.layers.{layer}.mlp.{EXPERTS[inner]}"
+            for kind, parameter in (("A", adapter.a), ("B", adapter.b)):
+                for expert, part in enumerate(adapter.layout[kind.lower()]):
+                    found.append(CheckpointEntry(f"{within}.{expert}.lora_{kind}.weight", parameter, part))
+            continue
         names = [f"{PREFIX}{each}" for each in module_names(name, model.config)]
         of_a = [f"{names[first]}.lora_A.weight" for first, *_ in adapter.groups]
         of_b = [f"{names[index]}.lora_B.weight" for group in adapter.groups for index in group]
@@ -109,23 +123,36 @@ def adapter_table(model: Transformer) -> list[CheckpointEntry]:
 
 
 def stored_adapters(model: Transformer) -> dict[str, StoredTensor]:
-    """Return the tensors of a peft folder by name. Each lists the adapter tensors that are stacked in it."""
+    """Return the tensors of a peft folder by name. Each lists the adapter tensors that are stacked in it.
+
+    Of experts, peft stacks the A matrices by rows and puts the columns of the B matrices in turn. Its wrappers of a
+    layer's gate_up_proj and down_proj are nested, so that the former is the base_layer of the latter.
+    """
     config = model.config
+    of_experts = {name.split(".", 2)[2] for name, each in _adapted_modules(model) if isinstance(each, ExpertAdapter)}
     order, whole = head_order(config.rope, config.head_dim), stored_names(config)
     found: dict[str, StoredTensor] = {}
     for entry in adapter_table(model):
         module, kind = entry.name.rsplit(".lora_", 1)
-        inner = ".".join(module.split(".")[-2:])
-        stored = found.setdefault(entry.name.replace(inner, whole.get(inner, inner)), StoredTensor([], []))
+        if ".mlp.experts." in module:
+            wrapper, parameter, _ = module.rsplit(".", 2)
+            inside = ".base_layer" if parameter == "gate_up_proj" and len(of_experts) == 2 else ""
+            name, head_rows = f"{wrapper}{inside}.lora_{kind}", None
+        else:
+            inner = ".".join(module.split(".")[-2:])
+            name = entry.name.replace(inner, whole.get(inner, inner))
+            head_rows = module_head_order(inner, order, config) if kind == "B.weight" else None
+        by_column = ".mlp.experts." in module and kind == "B.weight"
+        stored = found.setdefault(name, StoredTensor([], [], by_column))
         stored.entries.append(entry)
-        stored.orders.append(module_head_order(inner, order, config) if kind == "B.weight" else None)
+        stored.orders.append(head_rows)
     return found
 
 
 @contextmanager
 def without_adapters(model: Transformer) -> Iterator[None]:
     """Disable all adapters inside the `with` block. CUDA graphs captured before the block still use them."""
-    adapters = [adapter for _, _, adapter in _adapted_modules(model)]
+    adapters = [adapter for _, adapter in _adapted_modules(model)]
     try:
         for adapter in adapters:
             adapter.on = False
@@ -136,14 +163,14 @@ def without_adapters(model: Transformer) -> Iterator[None]:
 
 
 def _matrices(model: Transformer) -> Iterator[torch.Tensor]:
-    for _, _, adapter in _adapted_modules(model):
+    for _, adapter in _adapted_modules(model):
         yield from (adapter.a, adapter.b)
 
 
-def _adapted_modules(model: Transformer) -> Iterator[tuple[str, Linear, Adapter]]:
+def _adapted_modules(model: Transformer) -> Iterator[tuple[str, Adapter | ExpertAdapter]]:
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and module.adapter is not None:
-            yield name, module, module.adapter
+        if isinstance(module, (Linear, ExpertMatrices)) and module.adapter is not None:
+            yield name, module.adapter
 
 
 WEIGHTS = "adapter_model.safetensors"
@@ -181,7 +208,6 @@ _UNSUPPORTED = [
     "layers_pattern",
     "layer_replication",
     "trainable_token_indices",
-    "target_parameters",
 ]
 _CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")  # initialisations that change the base model
 
@@ -234,37 +260,80 @@ def read_adapter_config(path: str | Path, model: TransformerConfig) -> PeftFolde
     for name in _UNSUPPORTED:
         if raw.values.get(name):
             raw.add_unsupported(name, "none, since adapters of one rank on whole linear layers are all that there is")
+    parameters = raw.get("target_parameters", list, [])
+    if parameters and raw.get("lora_dropout", float, 0.0):
+        raw.add_unsupported("lora_dropout", "0, since adapters of target_parameters have no dropout")
     raw.add_unknown_fields({*_HARMLESS, *_UNSUPPORTED})
     if raw.problems:
         raise raw.error()
-    targets = _target_modules(folder, model, raw.values.get("target_modules"))
+    targets = _target_modules(folder, model, raw.values.get("target_modules"), parameters)
     return PeftFolder(AdapterSpec(rank, alpha, targets, use_rslora), raw.values.get("base_model_name_or_path") or "")
 
 
-def _target_modules(folder: Path, model: TransformerConfig, given: object) -> tuple[str, ...]:
+def _target_modules(folder: Path, model: TransformerConfig, given: object, parameters: list[str]) -> tuple[str, ...]:
     """Find the adapted modules, such as q_proj, by the names of the tensors.
 
-    Raises CheckpointError unless the field target_modules (`given`), a list of names or a regex, matches all of them.
+    Raises CheckpointError unless the fields target_modules (`given`), a list of names or a regex, and
+    target_parameters match all of them.
     """
     with open_safetensors(_weights_file(folder)) as tensors:
         names = list(tensors.keys())
     known = linear_shapes(model)
     of_module = {name: name.removeprefix(PREFIX).removesuffix(_A).removesuffix(_B) for name in names}
+    targets = {module: _target_of(module, parameters) for module in of_module.values()}
     unknown = [
         name
         for name, module in of_module.items()
-        if not name.startswith(PREFIX) or not name.endswith((_A, _B)) or module.rsplit(".", 1)[-1] not in known
+        if not name.startswith(PREFIX)
+        or not name.endswith((_A, _B))
+        or (targets[module] not in known and not _is_of_experts(module, model))
     ]
     if unknown:
         raise CheckpointError(
             f"{folder}: the weights hold {join_first_names(unknown)}; expected adapters of {', '.join(known)} only"
         )
-    unnamed = [name for name, module in of_module.items() if not _is_target_module(module.removeprefix(PREFIX), given)]
+    unnamed = [
+        name
+        for name, module in of_module.items()
+        if (targets[module] not in known)
+        or not (
+            _is_of_experts(module, model)
+            or _is_target_parameter(f"{module}.weight", parameters)
+            or _is_target_module(module, given)
+        )
+    ]
     if unnamed:
-        text = "{}: the weights hold {}, which target_modules of {} does not name and peft would leave out"
+        field = (
+            "target_parameters" if any(_is_of_experts(of_module[name], model) for name in unnamed) else "target_modules"
+        )
+        text = "{}: the weights hold {}, which " + field + " of {} does not name and peft would leave out"
         raise CheckpointError(text, folder, join_first_names(unnamed), ADAPTER_CONFIG)
-    found = {module.rsplit(".", 1)[-1] for module in of_module.values()}
+    found = set(targets.values())
     return tuple(name for name in known if name in found)
+
+
+def _is_of_experts(module: str, model: TransformerConfig) -> bool:
+    return model.experts is not None and module.removesuffix(".base_layer").endswith(".mlp.experts")
+
+
+def _target_of(module: str, parameters: list[str]) -> str:
+    """Return the name of a target, given a module such as "model.layers.0.self_attn.q_proj" or "....mlp.experts".
+
+    `parameters` is target_parameters. Of two parameters of experts, peft's wrapper of gate_up_proj is the base_layer of
+    the other's.
+    """
+    experts = module.removesuffix(".base_layer")
+    if not experts.endswith(".mlp.experts"):
+        return module.rsplit(".", 1)[-1]
+    within = experts.removesuffix("experts")
+    named = [name for name in EXPERTS.values() if _is_target_parameter(within + name, parameters)]
+    if len(named) == 2:
+        return named[experts == module]
+    return named[0] if named and experts == module else module
+
+
+def _is_target_parameter(parameter: str, given: list[str]) -> bool:
+    return any(f".{parameter}".endswith(f".{name}") for name in given)
 
 
 def _is_target_module(module: str, given: object) -> bool:
@@ -329,11 +398,12 @@ def adapter_writers(
     table = stored_adapters(model)
     tensors = gather_tensors(table, model, 0, pin_memory)
     if model.tp.rank == 0:
-        yield partial(_write_other_files, folder, source, _peft_config(adapters, base))
+        yield partial(_write_other_files, folder, source, _peft_config(adapters, base, model.config))
         yield partial(write_tensors, tensors, table, folder / WEIGHTS, record_copies_event(model.device))
 
 
-def _peft_config(adapters: AdapterSpec, base: str) -> dict[str, Any]:
+def _peft_config(adapters: AdapterSpec, base: str, config: TransformerConfig) -> dict[str, Any]:
+    modules, parameters = parameters_in_peft(config, adapters.targets)
     alpha = int(adapters.alpha) if math.floor(adapters.alpha) == adapters.alpha else adapters.alpha
     return {
         "peft_type": "LORA",
@@ -341,7 +411,8 @@ def _peft_config(adapters: AdapterSpec, base: str) -> dict[str, Any]:
         "base_model_name_or_path": base,
         "r": adapters.rank,
         "lora_alpha": alpha,
-        "target_modules": list(adapters.targets),
+        "target_modules": modules,
+        **({"target_parameters": parameters} if parameters else {}),
         "use_rslora": adapters.use_rslora,
         "lora_dropout": 0.0,
         "bias": "none",

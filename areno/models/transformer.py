@@ -25,8 +25,8 @@ from areno.layers.adapter import Adapter
 from areno.layers.attention import Attend, FirstTokensAttend, PackedAttend
 from areno.layers.delta import GatedDelta
 from areno.layers.embedding import ValueHead, VocabParallelEmbedding
+from areno.layers.experts import ExpertAdapter, ExpertMatrices
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
-from areno.layers.mlp import ExpertMatrices
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
 from areno.layers.rotary import Rotary
 from areno.layers.routing import Routing
@@ -222,7 +222,7 @@ class Transformer(nn.Module):
         convolution and router.
         """
         module = self.get_submodule(parameter.rsplit(".", 1)[0])
-        is_map = isinstance(module, (ColumnParallelLinear, RowParallelLinear, ExpertMatrices, Adapter))
+        is_map = isinstance(module, (ColumnParallelLinear, RowParallelLinear, ExpertMatrices, Adapter, ExpertAdapter))
         return self.tensor_parts(parameter) if is_map and self.get_parameter(parameter).dim() == 2 else ()
 
     def is_sharded(self, parameter: str) -> bool:

@@ -24,6 +24,7 @@ from areno import heartbeat
 from areno.errors import CheckpointError, Key, Problem
 from areno.files.durable import sync, sync_tree
 from areno.layers.embedding import VocabParallelEmbedding
+from areno.layers.experts import ExpertMatrices
 from areno.layers.linear import Linear
 from areno.layers.parallel import ParallelGroup
 from areno.layers.rotary import head_order, permute_heads
@@ -73,15 +74,25 @@ def checkpoint_table(model: Transformer) -> list[CheckpointEntry]:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in the weight files. If these fuse modules, it stacks the rows of several `CheckpointEntry` tensors."""
+    """A tensor in the weight files. If these fuse modules, it stacks the rows of several `CheckpointEntry` tensors.
+
+    If `by_column`, it has the columns of n entries in turn: column i of entry e is column i n + e.
+    """
 
     entries: list[CheckpointEntry]
     orders: list[Tensor | None]  # for each entry, the result of `head_order`
+    by_column: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         shapes = [entry.part.full_shape for entry in self.entries]
+        if self.by_column:
+            return (shapes[0][0], sum(shape[1] for shape in shapes))
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def columns_in_turn(self, stacked: Tensor) -> Tensor:
+        """Return the tensor of the file, given the entries one after another."""
+        return stacked.view(len(self.entries), self.shape[0], -1).permute(1, 2, 0).reshape(self.shape)
 
 
 def stored_tensors(model: Transformer) -> dict[str, StoredTensor]:
@@ -306,7 +317,7 @@ def gather_tensors(
         # One buffer for the file, as pinned memory is allocated in powers of two.
         buffer = torch.empty(sum(counts), dtype=model.embed.weight.dtype, pin_memory=pin_memory)
         outs = [flat.view(shape) for flat, shape in zip(buffer.split(counts), shapes, strict=True)]
-    adapted = {id(module.weight): module for module in model.modules() if isinstance(module, Linear)}
+    adapted = {id(module.weight): module for module in model.modules() if isinstance(module, (Linear, ExpertMatrices))}
     before = whole = entries[0].parameter if entries else model.embed.weight
     for index, (entry, out) in enumerate(zip(entries, outs, strict=True)):
         if index == 0 or entry.parameter is not before:  # a parameter with several tensors is merged once
@@ -333,6 +344,9 @@ def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, StoredTensor],
     if copied is not None:
         copied.synchronize()
     for name, stored in named.items():
+        if stored.by_column:
+            tensors[name] = stored.columns_in_turn(tensors[name])
+            continue
         rows = tensors[name].split([entry.part.full_shape[0] for entry in stored.entries])
         for part, order in zip(rows, stored.orders, strict=True):
             if order is not None:
@@ -386,10 +400,14 @@ def load_shard(name: str, target: StoredTensor, source: Any, file: Path, shaped_
     """
     if wrong := _header_problem(name, target, source, shaped_by):
         raise CheckpointError(f"{file}: {wrong}")
-    shape, all_finite, row = target.shape, True, 0
-    for entry, order in zip(*target, strict=True):
+    shape, all_finite, row, n = target.shape, True, 0, len(target.entries)
+    whole = source[:] if target.by_column else None
+    for index, (entry, order) in enumerate(zip(target.entries, target.orders, strict=True)):
         n_rows = entry.part.full_shape[0]
-        piece = entry.part.shard_of(source if n_rows == shape[0] else source[row : row + n_rows])
+        if whole is not None:
+            piece = entry.part.shard_of(whole[:, index::n])
+        else:
+            piece = entry.part.shard_of(source if n_rows == shape[0] else source[row : row + n_rows])
         row += n_rows
         region = entry.part.region(entry.parameter)
         region.copy_(piece if order is None else permute_heads(piece, order))

@@ -12,7 +12,7 @@ from areno.config.models import ModelConfig
 from areno.errors import CheckpointError, ConfigError, Key, Problem, did_you_mean, keys_renamed
 from areno.files.paths import existing_path, name_model_setting_in_errors
 from areno.layers.config import AdapterSpec
-from areno.models.adapter_shapes import OF_EXPERTS, fused_names, linear_shapes
+from areno.models.adapter_shapes import EXPERTS, fused_names, linear_shapes
 from areno.models.config import TransformerConfig
 from areno.models.folder import HUB_ID, TOKENIZER, resolve_model_folder
 from areno.schema.values import format_value
@@ -23,6 +23,7 @@ _WITHIN = (
     "is true, but the folder is of {}, in which peft has other names for adapters; save its text model with "
     "Trainer.save_checkpoint, and name the new folder in {}"
 )
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")
 Actor = TypeVar("Actor", bound=ModelConfig)
 
 
@@ -81,8 +82,8 @@ def _target_problems(actor: LoraConfig, model: TransformerConfig) -> Iterator[Pr
             there = f"there are {', '.join(known)}, or {ALL_LINEAR} for all of them"
             guess = did_you_mean(name, known, otherwise="")
             what = f"is no linear layer of the model{guess}"
-            if model.experts is not None and name in OF_EXPERTS:
-                what = "belongs to the experts, and adapters on these are not supported"
+            if model.experts is not None and name in _OF_EXPERTS:
+                what = f"is no layer with an adapter of its own: experts have {' and '.join(EXPERTS.values())}"
             elif name in within:
                 what = f"is a part of {within[name]} in the model's files, and that has one adapter for all its parts"
             yield Problem("actor.target_modules", f"has {name}, which {what}; {there}")

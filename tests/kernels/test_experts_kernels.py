@@ -79,6 +79,13 @@ def compare_products(device: str = "cpu", dtype: torch.dtype = torch.float32, to
                 expected = reference.grouped_matmul(side.float(), matrices.float(), groups.ends_E, transposed, 1)[:end]
                 torch.testing.assert_close(got.float(), expected, atol=tolerance * 20, rtol=tolerance * 10)
 
+            for size, transposed in ((outputs, False), (inputs, True)):
+                y, h = (random(rows, each, device=device, dtype=dtype) for each in (size, 3))
+                b = random(*((n_local, 3, size) if transposed else (n_local, size, 3)), device=device, dtype=dtype)
+                expected = reference.add_expert_lora(y.float(), h.float(), b.float(), groups.ends_E, 0.7, transposed)
+                got = ops.add_expert_lora(y, h, b, groups.ends_E, 0.7, transposed)
+                torch.testing.assert_close(got.float()[:end], expected[:end], atol=tolerance * 20, rtol=tolerance * 10)
+
             a = random(rows, outputs, device=device, dtype=dtype)
             added, expected = (random(n_local, outputs, inputs, device=device) for _ in range(2))
             ops.add_grouped_matmul(added, a, x, groups.ends_E)

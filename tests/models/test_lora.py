@@ -263,7 +263,7 @@ def test_gradients_are_those_of_peft(case: str, tmp_path: Path) -> None:
     expected = {name: grad for name, grad in grads.items() if grad is not None}
     found = stored_adapters(ours)
     assert found.keys() == expected.keys()
-    for name, (entries, orders) in found.items():
+    for name, (entries, orders, _) in found.items():
         rows = expected[name].split([entry.part.full_shape[0] for entry in entries])
         for entry, order, wanted in zip(entries, orders, rows, strict=True):
             assert entry.parameter.grad is not None

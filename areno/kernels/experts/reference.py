@@ -36,6 +36,18 @@ def grouped_matmul(
     return F.pad(done, (0, 0, 0, len(x_MI) - len(done)))
 
 
+def add_expert_lora(
+    y_MO: Tensor,
+    h_Mr: Tensor,
+    weight: Tensor,
+    ends_E: Tensor,
+    scaling: float,
+    transposed: bool = False,
+    row_multiple: int = 1,
+) -> Tensor:
+    return torch.add(y_MO, grouped_matmul(h_Mr, weight, ends_E, transposed, row_multiple), alpha=scaling)
+
+
 def combine(y_MD: Tensor, copies_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
     is_here_Nk = copies_Nk < ends_E[-1]
     total: Tensor | None = None

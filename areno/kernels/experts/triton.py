@@ -87,6 +87,7 @@ _TILES = (
     (math.inf, (128, 128, 64, 8, 3)),
 )
 _LIBRARY_ROWS = 64  # mean number of rows of an expert from which on grouped_mm is used
+_LIBRARY_COLUMNS = 64  # fewest outputs of an expert's matrix, above those of an adapter
 
 
 def _tile_sizes(n_rows: int, n_experts: int) -> tuple[int, int, int, int, int]:
@@ -102,18 +103,44 @@ def grouped_matmul(
     x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool = False, row_multiple: int = 1
 ) -> Tensor:
     assert row_multiple == 1, "the kernel computes each row by itself"
-    x_MI, n_experts = x_MI.contiguous(), len(weight)
-    n_rows, n_inputs = x_MI.shape
-    if n_rows >= _LIBRARY_ROWS * n_experts:
+    x_MI = x_MI.contiguous()
+    n_columns = weight.shape[2] if transposed else weight.shape[1]
+    if len(x_MI) >= _LIBRARY_ROWS * len(weight) and n_columns >= _LIBRARY_COLUMNS:
         done = try_torch_grouped_mm(x_MI, weight if transposed else weight.transpose(1, 2), ends_E)
         if done is not None:
             return done
-    n_columns = weight.shape[2] if transposed else weight.shape[1]
-    out_MO = x_MI.new_empty((n_rows, n_columns))
+    out_MO = x_MI.new_empty((len(x_MI), n_columns))
+    _launch_grouped_matmul(out_MO, x_MI, weight, ends_E, transposed, None)
+    return out_MO
+
+
+def add_expert_lora(
+    y_MO: Tensor,
+    h_Mr: Tensor,
+    weight: Tensor,
+    ends_E: Tensor,
+    scaling: float,
+    transposed: bool = False,
+    row_multiple: int = 1,
+) -> Tensor:
+    assert row_multiple == 1, "the kernel computes each row by itself"
+    y_MO = y_MO.contiguous()
+    _launch_grouped_matmul(y_MO, h_Mr.contiguous(), weight, ends_E, transposed, scaling)
+    return y_MO
+
+
+def _launch_grouped_matmul(
+    out_MO: Tensor, x_MI: Tensor, weight: Tensor, ends_E: Tensor, transposed: bool, scaling: float | None
+) -> None:
+    """Write the products to `out_MO` or, with `scaling`, add them times `scaling`."""
+    n_experts, (n_rows, n_inputs), n_columns = len(weight), x_MI.shape, out_MO.shape[1]
     rows, columns, inputs, n_warps, n_stages = _tile_sizes(n_rows, n_experts)
     # The last tile of each group may not be full, so there may be one more tile per group.
     n_tiles = triton.cdiv(n_rows, rows) + min(n_experts, n_rows)
     by_output, by_input = (1, 2) if not transposed else (2, 1)
+    columns, inputs = (
+        max(16, min(most, triton.next_power_of_2(n))) for most, n in ((columns, n_columns), (inputs, n_inputs))
+    )
     if n_rows:
         # Programs that share a tile of a matrix run one after another, while the tile is in the L2 cache.
         _grouped_matmul_kernel[(n_tiles, triton.cdiv(n_columns, columns))](
@@ -127,17 +154,18 @@ def grouped_matmul(
             weight.stride(0),
             weight.stride(by_output),
             weight.stride(by_input),
+            1.0 if scaling is None else scaling,
             EXPERTS=triton.next_power_of_2(n_experts),
             ROWS=rows,
             COLUMNS=columns,
             INPUTS=inputs,
+            ADDS=scaling is not None,
             num_warps=n_warps,
             num_stages=_pipeline_stages(x_MI, n_stages),
         )
-    return out_MO
 
 
-@kernel
+@kernel(do_not_specialize=["scaling"])
 def _grouped_matmul_kernel(
     x_ptr,
     weight_ptr,
@@ -149,10 +177,12 @@ def _grouped_matmul_kernel(
     expert_stride,
     output_stride,
     input_stride,
+    scaling,
     EXPERTS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INPUTS: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
     tile = tl.program_id(0)
     each = tl.arange(0, EXPERTS)
@@ -184,7 +214,10 @@ def _grouped_matmul_kernel(
         )
         total = tl.dot(x, weight, acc=total, input_precision="ieee")
     place = out_ptr + row.to(tl.int64)[:, None] * n_columns + column[None, :]
-    tl.store(place, total, mask=real_row[:, None] & real_column[None, :])
+    written = real_row[:, None] & real_column[None, :]
+    if ADDS:
+        total = load_fp32(place, written) + scaling * total
+    tl.store(place, total, mask=written)
 
 
 def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
