@@ -41,10 +41,14 @@ from areno.types import GenerationRequest, SamplingParams, TrainSequence
 
 
 def adapters_of(settings: Settings, config: TransformerConfig) -> AdapterSpec | None:
-    """Return LoRA adapters on all linear layers. None without `--lora-rank`."""
+    """Return LoRA adapters on the chosen linear layers, by default all. None without `--lora-rank`."""
     if settings.lora_rank is None:
         return None
-    return AdapterSpec(settings.lora_rank, 2.0 * settings.lora_rank, tuple(linear_shapes(config)))
+    known = tuple(linear_shapes(config))
+    targets = known if settings.target_modules is None else tuple(settings.target_modules)
+    if unknown := [name for name in targets if name not in known]:
+        raise ConfigError([Problem("--target-modules", f"has {unknown[0]}; the model has {', '.join(known)}")])
+    return AdapterSpec(settings.lora_rank, 2.0 * settings.lora_rank, targets)
 
 
 def _fp8_of(settings: Settings) -> FP8Config | None:

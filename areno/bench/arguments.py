@@ -37,6 +37,7 @@ class Settings(argparse.Namespace):
     old_logprobs: Literal["recompute", "rollout"]
     teacher: str | None
     lora_rank: int | None
+    target_modules: list[str] | None
     fp8: str | None
     tokenizer: str | None
 
@@ -115,6 +116,7 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     add("--routing-replay", action="store_true", help="as actor.routing_replay")
     adapters = "train LoRA adapters of this rank on all linear layers, and decode with them"
     add("--lora-rank", type=positive_int, help=adapters)
+    add("--target-modules", nargs="+", metavar="NAME", help="as actor.target_modules, with --lora-rank")
     in_fp8 = "as actor.fp8_config. dgrad (default), wgrad or both: which gradients are in FP8, too; none: neither. "
     in_fp8 += "int8: mode=int8, with --lora-rank"
     add("--fp8", choices=["dgrad", "wgrad", "both", "none", "int8"], nargs="?", const="dgrad", help=in_fp8)
@@ -185,6 +187,7 @@ def _check_settings(settings: Settings) -> None:
             (settings.offload and not cuda, "--offload", f"is for a CUDA device, and --device is {device}"),
             (settings.teacher and not settings.trains, "--teacher", f"is for step and train, not for {kind}"),
             (settings.fp8 == "int8" and not settings.lora_rank, "--fp8", "is int8, which needs --lora-rank"),
+            (settings.target_modules and not settings.lora_rank, "--target-modules", "needs --lora-rank"),
             (PLAIN in settings.against and not differs, "--against", nothing),
             (low > high, "--uniform", f"is {low} {high}; the first must not be above the second"),
         ]

@@ -18,26 +18,24 @@ from torch.nn import functional as F
 from areno.config.layout import Layout
 from areno.config.models import OptimizerConfig
 from areno.engine.engine import Engine
-from areno.engine.train.zero_buffers import FlatParameters
 from areno.kernels.adapters import AdapterSlice, add_lora, column_tiles, reference
 from areno.kernels.attention import choose_backend
 from areno.layers.adapter import Adapter, use_stacked_adapters
 from areno.layers.attention import PackedAttend
-from areno.layers.config import AdapterSpec, MoEConfig
+from areno.layers.config import AdapterSpec
 from areno.layers.experts import ExpertAdapter
 from areno.layers.linear import Linear
 from areno.layers.parallel import ParallelGroup
-from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.adapter_shapes import linear_shapes, n_adapter_parameters
-from areno.models.adapters import add_adapters, init_adapters, refresh_adapters, stack_adapters, without_adapters
-from areno.models.config import TransformerConfig
+from areno.models.adapters import add_adapters, refresh_adapters, stack_adapters, without_adapters
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.specs.role import RoleSpec
 from areno.types import GenerationRequest
+from tests.helpers.adapted_layers import ALONE, LIKE_EXPERTS, adapted, passed
 from tests.helpers.family_cases import random_model
-from tests.helpers.fused_layers import DELTA, LENGTHS, LIKE_QWEN, SMALL
+from tests.helpers.fused_layers import DELTA, LIKE_QWEN
 from tests.helpers.interpreted import on_ranks, run_interpreted
 from tests.helpers.lora_models import ALL, REQUESTS, ROWS, SOME, apart, engine_of, lora
 from tests.helpers.processes import worker_of
@@ -55,9 +53,6 @@ from tests.helpers.tiny_engine import (
 
 T = TypeVar("T")
 GREEDY = [request(index, length=5 + index, greedy=True, ignore_eos=True) for index in range(3)]
-ALONE = ParallelGroup()
-EXPERTS = MoEConfig(n_experts=6, top_k=2, inner_size=20, normalised=True, dense_layers=frozenset({0}))
-LIKE_EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "experts": EXPERTS, "mlp_bias": False}
 LIKE_STATES: dict[str, Any] = {**LIKE_QWEN, "delta": replace(DELTA, n_value_heads=4)}
 
 
@@ -274,47 +269,6 @@ def add_lora_alone(n_rows: int) -> Tensor:
     slices = (AdapterSlice(0, 0, 40),)
     with torch.no_grad():
         return add_lora(y[:n_rows].clone(), h[:n_rows], b, slices, column_tiles(slices, 8, y.device), 0.7)
-
-
-def adapted(tp: ParallelGroup, targets: tuple[str, ...], **changes: Any) -> Transformer:
-    """With every adapter away from zero, and a buffer for the gradients. Without targets: on all."""
-    torch.manual_seed(0)
-    config = TransformerConfig(**{**SMALL, "num_heads": 4, "num_kv_heads": 2, **changes})
-    targets = targets or tuple(linear_shapes(config))
-    model = Transformer(config, WeightSpec(torch.float32, "cpu", tp))
-    model.init_weights(1)
-    add_adapters(model, AdapterSpec(rank=3, alpha=6.0, targets=targets))
-    init_adapters(model, 2)
-    for module in model.modules():
-        if isinstance(module, (Adapter, ExpertAdapter)):
-            generator = torch.Generator().manual_seed(4)
-            for part in module.layout["b"]:
-                part.region(module.b).copy_(part.shard_of(torch.randn(part.full_shape, generator=generator)))
-    FlatParameters(model, model.is_sharded)
-    return model
-
-
-def passed(model: Transformer, fused: bool, split: bool = False) -> tuple[Tensor, dict[str, Tensor]]:
-    """Hidden states, and the full gradients of the adapters."""
-    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()], dtype=torch.int32)
-    attend = PackedAttend(cu, max(LENGTHS), choose_backend("native", model.device, torch.float32))
-    tokens = torch.arange(sum(LENGTHS)) * 7 % model.config.vocab_size
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    with mock.patch.object(Transformer, "runs_fused", return_value=fused):
-        hidden = model(tokens, positions, attend, split=split)
-        weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(3))
-        (hidden * weights).sum().backward()
-    grads = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert parameter.grad is not None
-            for index, part in enumerate(model.tensor_parts(name)):
-                full = torch.empty(part.full_shape)
-                for owner in range(model.tp.size):
-                    part.gather(parameter.grad, model.tp, owner, full if model.tp.rank == owner else None)
-                grads[f"{name}.{index}"] = full
-    assert all("adapter" in name for name in grads)
-    return hidden.detach(), grads
 
 
 def compare_fused(tp: ParallelGroup = ALONE, targets: tuple[str, ...] = SOME, **changes: Any) -> None:

@@ -27,6 +27,7 @@ WORK = [
     *("train_dataset.max_length=256", "actor.gradient_checkpointing=true"),
     "actor.share_prefixes=off",  # as it was measured
 ]
+ON_ATTENTION = ["actor.use_lora=true", "actor.target_modules=[q_proj,k_proj,v_proj,o_proj]"]
 KL = ["ref=default", "actor.kl_ctl=0.1"]
 CRITIC = ["critic.gradient_checkpointing=true", "critic.ppo_n_minibatches=1"]
 
@@ -79,7 +80,7 @@ def predicted(recipe: str, *settings: str, device: str = "h100-80gb", n: int = 1
         ),
         (
             "grpo",
-            ["actor.path=Qwen/Qwen3-30B-A3B", "actor.use_lora=true", "actor.mb_spec.max_tokens_per_mb=8192"],
+            ["actor.path=Qwen/Qwen3-30B-A3B", *ON_ATTENTION, "actor.mb_spec.max_tokens_per_mb=8192"],
             "h200",
             94.5,
             {"rollout": 5.5, "train actor": 5.0},
