@@ -60,7 +60,8 @@ def of_peft(
     import peft
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    how = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # grouped products have no float64
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
     model = peft.PeftModel.from_pretrained(model, str(adapters)).eval().to(dtype)
     out = []
     for row in rows:
