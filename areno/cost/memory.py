@@ -14,6 +14,7 @@ from areno.models.config import TransformerConfig
 from areno.models.fp8_layers import n_quantized_parameters
 from areno.models.parameters import (
     n_body_parameters,
+    n_float32_parameters,
     n_kv_heads,
     n_layer_parameters,
     n_matrix_parameters,
@@ -88,7 +89,7 @@ def model_bytes(
         n = of_layers = n_adapter_parameters(config, adapters, layout)
         n_weights, layer = n_weights + n, n // config.num_layers
         n_weights += n_stacked_parameters(config, adapters, layout) if copies_a and fp8 is None else 0
-    weights = n_weights * itemsize
+    weights = n_weights * itemsize + (4 - itemsize) * n_float32_parameters(config, layout)
     if fp8 is not None:
         weights += (1 if adapters is None else 1 - itemsize) * n_quantized_parameters(config, fp8, layout)
     if optimizer is None:

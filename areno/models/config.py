@@ -67,6 +67,8 @@ class TransformerConfig:
         delta: The layers with a recurrent state in place of attention.
         within: The class of the image-text model, if transformers builds one from this folder. peft then uses its
             tensor names. Otherwise empty.
+        float32: Tensors of a layer that are float32 whatever the dtype of the model, such as "linear_attn.A_log". Those
+            of the family's `float32` that the weight files store so, or all of these without weight files.
         fp8_kv: Whether keys (after rotary embedding) and values are rounded to FP8, so that they can be cached in it.
         stored_vocab_size: Number of token ids in the checkpoint, if it differs from `vocab_size`, the actor's number.
             Rows of further ids are not loaded, and missing ids have no logits.
@@ -105,6 +107,7 @@ class TransformerConfig:
     within: str = ""
     head: HeadName = "lm"
     has_head: bool = True
+    float32: tuple[str, ...] = ()
     fp8_kv: bool = False
     stored_vocab_size: int | None = None
 
@@ -167,6 +170,7 @@ class Family:
         expert_names: As `names`, for the modules of a mixture of experts. `{}` stands for the index of an expert. If a
             checkpoint module holds several matrices of each expert, they are stacked, expert by expert.
         stacked: Fused module in the weight files -> the separate modules that it holds, in the order of their rows.
+        float32: Tensors of a layer that published checkpoints store in float32 among weights in another dtype.
         around: The image-text architecture whose `text_config` describes a model of this family; "" if there is none.
         assumed: Default values of fields that such a `text_config` may leave out.
         is_whole: Whether transformers builds the image-text model from an image-text folder even when asked for a
@@ -185,6 +189,7 @@ class Family:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    float32: tuple[str, ...] = ()
     around: str = ""
     assumed: Mapping[str, Any] = field(default_factory=dict)
     is_whole: bool = False

@@ -192,21 +192,9 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """Map the name of each tensor to the weight file that holds it. Raises an error that lists all bad files."""
-    if (folder / SINGLE).is_file():
-        files = [folder / SINGLE]
-    elif (folder / INDEX).is_file():
-        files = [folder / name for name in _indexed_files(folder / INDEX)]
-    elif any(folder.glob("pytorch_model*.bin")):
-        advice = "convert them to safetensors, for example by loading and saving the model once with transformers"
-        raise CheckpointError(f"{folder} has its weights in pytorch_model.bin only; {advice}")
-    else:
-        wrong = f"has no weights: looked for {SINGLE} and {INDEX}; download the model again "
-        advice = "(actor and critic can start from random weights in the shape of config.json: {}=true, {}=true)"
-        keys = (Key("actor.init_from_scratch"), Key("critic.init_from_scratch"))
-        raise CheckpointError("{} " + wrong + advice, folder, *keys)
     file_of: dict[str, Path] = {}
     problems: list[Problem] = []
-    for file in files:
+    for file in weight_files(folder):
         try:
             if not file.is_file():
                 raise CheckpointError(f"{file} is missing, though {INDEX} lists it; download the model again")
@@ -217,6 +205,21 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     if problems:
         raise CheckpointError(problems)
     return file_of
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the weight files of a folder. Of those that an index lists, some may be missing."""
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        return [folder / name for name in _indexed_files(folder / INDEX)]
+    if any(folder.glob("pytorch_model*.bin")):
+        advice = "convert them to safetensors, for example by loading and saving the model once with transformers"
+        raise CheckpointError(f"{folder} has its weights in pytorch_model.bin only; {advice}")
+    wrong = f"has no weights: looked for {SINGLE} and {INDEX}; download the model again "
+    advice = "(actor and critic can start from random weights in the shape of config.json: {}=true, {}=true)"
+    keys = (Key("actor.init_from_scratch"), Key("critic.init_from_scratch"))
+    raise CheckpointError("{} " + wrong + advice, folder, *keys)
 
 
 def has_same_weights(folder: Path, other: Path) -> bool:

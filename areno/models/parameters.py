@@ -19,6 +19,18 @@ def n_body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     return _n_body_parameters(config, layout, experts)
 
 
+def n_float32_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
+    """Return the number of parameters that are float32 whatever the dtype of the model."""
+    delta = config.delta
+    if delta is None:
+        return 0
+    sizes = {
+        "linear_attn.A_log": layout.share_rounded_down(delta.n_value_heads),
+        "linear_attn.norm.weight": delta.value_dim,
+    }
+    return len(delta.layers) * sum(sizes[name] for name in config.float32)
+
+
 def n_matrix_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Return the number of parameters of the projections of all layers, `Transformer.matrix_parts`."""
     size, experts, delta = config.hidden_size, config.experts, config.delta

@@ -17,6 +17,7 @@ from areno.models.config import N_LABELS, UNUSED, Family, TransformerConfig
 from areno.models.families import FAMILIES
 from areno.models.folder import MODEL, RawConfig, read_json, resolve_model_folder
 from areno.models.parameters import n_kv_heads, n_parameters
+from areno.models.stored import with_stored
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +73,7 @@ _HEAD_TEXTS: dict[HeadName, tuple[str, str, str, str]] = {
 
 
 def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = False) -> TransformerConfig:
-    """Read `config.json` of a model, and the end-of-sequence ids of `generation_config.json`.
+    """Read `config.json` of a model, the end-of-sequence ids of `generation_config.json`, and headers of weight files.
 
     `head` is the kind of head that the model must have. "lm": a ...ForCausalLM. "value": a critic or reward model, a
     ...ForSequenceClassification with one label. "step": a process reward model, a ...ForTokenClassification with two
@@ -87,7 +88,8 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
         raise CheckpointError("{} has no config.json; expected a Hugging Face model folder ({})", folder, MODEL)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    return parse_config(read_json(file), str(file), head, needs_head=needs_head, generation=generation)
+    config = parse_config(read_json(file), str(file), head, needs_head=needs_head, generation=generation)
+    return with_stored(config, folder)
 
 
 def parse_config(
@@ -119,7 +121,8 @@ def parse_config(
     has_head = head == own_head
     within = family.around if family.is_whole and raw is not outer else ""
     eos = tuple(sorted(eos_ids))
-    return dataclasses.replace(config, eos_token_ids=eos, within=within, head=head, has_head=has_head)
+    own = {"eos_token_ids": eos, "within": within, "head": head, "has_head": has_head}
+    return dataclasses.replace(config, **own, float32=family.float32)
 
 
 def head_of(folder: Path) -> HeadName:

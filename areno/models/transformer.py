@@ -33,6 +33,7 @@ from areno.layers.routing import Routing
 from areno.layers.shard import TensorPart, WeightSpec
 from areno.models.activation_offload import ActivationOffload
 from areno.models.config import TransformerConfig
+from areno.models.families import module_names
 from areno.models.layer import Layer
 
 
@@ -40,7 +41,8 @@ class Transformer(nn.Module):
     """The decoder-only transformer of all families.
 
     Parameters have a fixed order and may be replaced by views of a flat buffer (`parameter.data = view`). A tied
-    embedding is one parameter. Norm weights and biases have one dimension, matrices two.
+    embedding is one parameter. Norm weights and biases have one dimension, matrices two. All parameters have one dtype,
+    except those in `config.float32`.
 
     Attributes:
         row_multiple: the number of tokens of a pass is padded to a multiple of this, for `engine.exact`.
@@ -69,6 +71,11 @@ class Transformer(nn.Module):
             self.score = ValueHead(size, spec, config.n_labels)
         elif not config.tie_word_embeddings:
             self.head = VocabParallelEmbedding(vocab, size, spec, stored)
+        for name, parameter in self.named_parameters():
+            module, _, kind = name.rpartition(".")
+            names = [f"{each}.{kind}" for each in module_names(module, config)] if config.float32 else []
+            if any(each.split(".", 3)[-1] in config.float32 for each in names):
+                parameter.data = parameter.data.float()
 
     def forward(
         self,

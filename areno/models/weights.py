@@ -50,6 +50,7 @@ logger = logging.getLogger("areno")
 FLOATS = {"F64", "F32", "F16", "BF16"}  # safetensors' names of the dtypes that can be loaded
 DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 MAPPED_BYTES = 2**26  # the bytes read from a file before it is closed and opened again
+ALIGNMENT = 16  # bytes of each tensor in host memory
 FILES_OF_A_RANK = 2  # at least, if several ranks write, so that a rank holds half of its share at a time
 MIN_SHARD_BYTES = 2**24  # of a model that several ranks write. A smaller file is not worth the division
 MAX_SHARD_BYTES = 2**32  # the most of a file with several tensors; pinned memory is allocated in powers of two
@@ -90,9 +91,19 @@ class StoredTensor(NamedTuple):
             return (shapes[0][0], sum(shape[1] for shape in shapes))
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.entries[0].parameter.dtype
+
     def columns_in_turn(self, stacked: Tensor) -> Tensor:
         """Return the tensor of the file, given the entries one after another."""
         return stacked.view(len(self.entries), self.shape[0], -1).permute(1, 2, 0).reshape(self.shape)
+
+    def split(self, whole: Tensor) -> list[Tensor]:
+        """Return the entries that lie one after another in the memory of `whole`."""
+        shapes = [entry.part.full_shape for entry in self.entries]
+        parts = whole.view(-1).split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def stored_tensors(model: Transformer) -> dict[str, StoredTensor]:
@@ -240,9 +251,8 @@ def file_writers(
     they may be called later, in any thread. `ends`: token ids to add to eos_token_id in generation_config.json.
     """
     folder, dp = Path(folder), dp or ParallelGroup()
-    dtype = model.embed.weight.dtype
     table = stored_tensors(model)
-    sizes = {name: math.prod(stored.shape) * dtype.itemsize for name, stored in table.items()}
+    sizes = {name: math.prod(stored.shape) * stored.dtype.itemsize for name, stored in table.items()}
     n_ranks, total = dp.size * model.tp.size, sum(sizes.values())
     n_files = max(1, min(FILES_OF_A_RANK * n_ranks, total // MIN_SHARD_BYTES)) if n_ranks > 1 else 1
     plan = split_state_dict_into_shards_factory(
@@ -309,14 +319,11 @@ def gather_tensors(
     changes them to the file's order. Copies to pinned memory may still be in progress on return.
     """
     entries = [entry for stored in named.values() for entry in stored.entries]
-    shapes = [entry.part.full_shape for entry in entries]
     outs: Sequence[Tensor | None] = [None] * len(entries)
-    buffer = torch.empty(0)
+    tensors = {}
     if owner == model.tp.rank:
-        counts = [math.prod(shape) for shape in shapes]
-        # One buffer for the file, as pinned memory is allocated in powers of two.
-        buffer = torch.empty(sum(counts), dtype=model.embed.weight.dtype, pin_memory=pin_memory)
-        outs = [flat.view(shape) for flat, shape in zip(buffer.split(counts), shapes, strict=True)]
+        tensors = _empty_tensors(named, pin_memory)
+        outs = [part for name, stored in named.items() for part in stored.split(tensors[name])]
     adapted = {id(module.weight): module for module in model.modules() if isinstance(module, (Linear, ExpertMatrices))}
     before = whole = entries[0].parameter if entries else model.embed.weight
     for index, (entry, out) in enumerate(zip(entries, outs, strict=True)):
@@ -325,10 +332,18 @@ def gather_tensors(
             whole = entry.parameter if linear is None else linear.merged_weight()
         entry.part.gather(whole, model.tp, owner, out)
         heartbeat.beat()
-    if owner != model.tp.rank:
-        return {}
-    tensors = buffer.split([math.prod(stored.shape) for stored in named.values()])
-    return {name: flat.view(stored.shape) for (name, stored), flat in zip(named.items(), tensors, strict=True)}
+    return tensors
+
+
+def _empty_tensors(named: Mapping[str, StoredTensor], pin_memory: bool) -> dict[str, Tensor]:
+    """Allocate host memory for the tensors of a file: one buffer, as pinned memory is allocated in powers of two."""
+    sizes = [math.prod(stored.shape) * stored.dtype.itemsize for stored in named.values()]
+    padded = [size + -size % ALIGNMENT for size in sizes]
+    buffers = torch.empty(sum(padded), dtype=torch.uint8, pin_memory=pin_memory).split(padded)
+    return {
+        name: buffer[:size].view(stored.dtype).view(stored.shape)
+        for (name, stored), buffer, size in zip(named.items(), buffers, sizes, strict=True)
+    }
 
 
 def record_copies_event(device: torch.device) -> Any:

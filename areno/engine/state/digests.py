@@ -27,7 +27,8 @@ def digests_of_role(name: str, role: Role) -> dict[str, list[int]]:
     found = {key: _digest(buffer) for key, buffer in buffers.items() if isinstance(buffer, Tensor)}
     if flat.in_host:
         with role.on_device():
-            found[f"{name}.weights"] = _digest(flat.params)
+            found |= {f"{name}.weights": _digest(flat.params)}
+            found |= {} if flat.wide is None else {f"{name}.wide": _digest(flat.wide)}
     return {key: digest.tolist() for key, digest in found.items()}  # after all launches
 
 

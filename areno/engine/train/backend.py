@@ -96,7 +96,7 @@ class TrainBackend:
         if role.optimizer is None:
             model.requires_grad_(False)
             named = list(model.named_parameters())
-            self.params = [parameter.detach() for _, parameter in named] if role.lora else [flatten(named)]
+            self.params = [parameter.detach() for _, parameter in named] if role.lora else flatten(named)
             fill()
         else:
             stage, dp, kind = spec.engine.zero_stage, context.dp, OPTIMIZERS[role.optimizer.type]
@@ -114,7 +114,7 @@ class TrainBackend:
             )
             self._divides_grads = stage == 2 and dp.size > 1
             self._gradients = ReducedGradients(flat, model) if flat.is_divided else Gradients(flat, dp, model.tp)
-            self.params = [self.flat.params, *self.flat.frozen]
+            self.params = self.flat.buffers
             self.optimizer = Optimizer(self.flat, role.optimizer, model.tp)
 
     def as_teacher(

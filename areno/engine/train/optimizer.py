@@ -141,4 +141,4 @@ class Optimizer:
             if chunk.segment.sharded:
                 masters = window.state("masters", chunk.local)
                 masters.copy_(self.tp.gather_from_replicas(masters, n)[0])
-                flat.params[chunk.place].copy_(masters)
+                flat.weights(chunk.place).copy_(masters)

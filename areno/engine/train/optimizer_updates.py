@@ -46,7 +46,7 @@ class Sgd:
             params.copy_(masters)
 
     def _tensors(self, window: UpdateWindow, chunk: OwnedChunk) -> tuple[Tensor, Tensor, Tensor]:
-        return window.state("masters", chunk.local), self.flat.grads[chunk.grads], self.flat.params[chunk.place]
+        return window.state("masters", chunk.local), self.flat.grads[chunk.grads], self.flat.weights(chunk.place)
 
 
 class Adam(Sgd):

@@ -1,4 +1,7 @@
-"""Flat buffers: one for all trained parameters of a model, one for their gradients, one for fp32 master weights.
+"""Flat buffers: one for the trained parameters of a model, one for their gradients, one for fp32 master weights.
+
+Parameters that are float32 among parameters in another dtype have a buffer of their own, which comes first in the
+common range of elements.
 
 With one buffer, a single collective sums all gradients, and an update is a few large elementwise operations. The
 optimizer may be divided over data-parallel ranks (ZeRO, arXiv 1910.02054). The buffer is then cut into buckets, and
@@ -76,10 +79,14 @@ class OwnedChunk:
     segment: Segment
 
 
-def flatten(named: Named) -> torch.Tensor:
-    """Move parameters into one buffer of their dtype, so that they become views of it."""
-    _, places, end = _assign_ranges(named, None, ALIGN, 0)
-    return _move_parameters(named, places, end)
+def flatten(named: Named) -> list[torch.Tensor]:
+    """Move parameters into one buffer for each of their dtypes, so that they become views of it."""
+    buffers = []
+    for dtype in dict.fromkeys(parameter.dtype for _, parameter in named):
+        alike = [(name, parameter) for name, parameter in named if parameter.dtype == dtype]
+        _, places, end = _assign_ranges(alike, None, ALIGN, 0)
+        buffers.append(_move_parameters(alike, places, slice(0, end)))
+    return buffers
 
 
 class FlatParameters:
@@ -93,6 +100,9 @@ class FlatParameters:
 
     `matrix_parts` returns the matrices of a parameter that the optimizer updates as a whole. All elements of such
     parameters lie after all others, so a moment that only the others have needs `n_elementwise` elements.
+
+    `wide` holds the parameters that are float32 among others, and `params` all others. They share one range of
+    elements, which begins with `wide`. `weights` returns elements of both.
 
     `grads` is float32, and each `parameter.grad` is a view of it or of `workspace`. Clear it by `grads.zero_()`; never
     set a gradient to None. `masters` are the float32 values that the optimizer updates, for the owned elements. If
@@ -122,8 +132,10 @@ class FlatParameters:
         self.ranges: dict[str, slice] = {}
         ends = {name: stage(name) for name, _ in trained} if stage is not None else dict.fromkeys(self.shapes, 0)
         self.matrices = {name: parts for name, _ in trained if (parts := matrix_parts(name))}
-        end = n_grads = 0
-        for group in _parameters_by_bucket(trained, ends, self.matrices) if self.is_divided else [trained]:
+        wide, others = _split_wide(trained)
+        assert not any(name in self.matrices for name, _ in wide), "matrices are in the dtype of the model"
+        end = n_grads = n_wide = 0
+        for group in self._grouped(wide, others, ends):
             start = end
             segments, places, end = _assign_ranges(group, is_sharded, align, start, self.matrices)
             end += -(end - start) % (align * self.dp.size)
@@ -131,16 +143,15 @@ class FlatParameters:
             size = (end - start) // self.dp.size
             own = slice(start + self.dp.rank * size, start + (self.dp.rank + 1) * size)
             least = min(ends[name] for name, _ in group)
-            # Not the embedding and the head: their gradients come at the ends of the backward pass, or at both if tied.
-            # With matrices, the other parameters of many layers share a bucket, which the last of them completes.
-            is_whole = not (divide_grads and self.is_divided and 0 <= least < max(ends.values()))
-            is_whole |= bool(self.matrices) and group[0][0] not in self.matrices
+            is_whole = not divide_grads or group is wide or self._is_reduced_once(group, least, max(ends.values()))
+            n_wide = end if group is wide else n_wide
             grads = slice(n_grads, n_grads + (end - start if is_whole else size))
             n_grads = grads.stop
             local = slice(start // self.dp.size, end // self.dp.size)
             self.buckets.append(Bucket(slice(start, end), own, local, grads, least, tuple(segments)))
         self.buckets.sort(key=lambda bucket: bucket.stage)
-        self.params = _move_parameters(trained, self.ranges, end)
+        self.params = _move_parameters(others, self.ranges, slice(n_wide, end))
+        self.wide = _move_parameters(wide, self.ranges, slice(0, n_wide)) if wide else None
         fill()
         self.segments = [segment for bucket in self.buckets for segment in bucket.segments]
         self.n_local = end // self.dp.size
@@ -158,6 +169,37 @@ class FlatParameters:
             parameter.grad_dtype = torch.float32  # a bfloat16 parameter may then have, and accumulates in, fp32
             parameter.grad = self._gradient_buffer(self.ranges[name]).view(parameter.shape)
         self._make_masters()
+
+    def _grouped(self, wide: Named, others: Named, ends: dict[str, int]) -> Iterator[Named]:
+        """Yield the parameters of each bucket in the order of their elements."""
+        if wide:
+            yield wide
+        if self.is_divided:
+            yield from _parameters_by_bucket(others, ends, self.matrices)
+        else:
+            yield others
+
+    def _is_reduced_once(self, group: Named, stage: int, last: int) -> bool:
+        """Return whether the gradients of a bucket stay undivided until the last backward pass of a step.
+
+        Those of the embedding and the head come at the ends of the backward pass, or at both if tied. With matrices,
+        the other parameters of many layers share a bucket, which the last of them completes.
+        """
+        return (
+            not self.is_divided or not 0 <= stage < last or (bool(self.matrices) and group[0][0] not in self.matrices)
+        )
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of all parameters, also of frozen ones."""
+        return [self.params, *([] if self.wide is None else [self.wide]), *self.frozen]
+
+    def weights(self, place: slice) -> torch.Tensor:
+        """Return the elements of parameters in a range, which must not extend beyond a bucket."""
+        n_wide = 0 if self.wide is None else self.wide.numel()
+        if self.wide is not None and place.start < n_wide:
+            return self.wide[place]
+        return self.params[_shift_slice(place, -n_wide)]
 
     def _make_masters(self) -> None:
         self.masters: Buffer = self.params
@@ -177,7 +219,7 @@ class FlatParameters:
     def _owned_pairs(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (masters, parameters) of the owned elements of a bucket, in pieces."""
         masters = buffer_range_views(self.masters, bucket.local)
-        params = self.params[bucket.own].split([master.numel() for master in masters])
+        params = self.weights(bucket.own).split([master.numel() for master in masters])
         yield from zip(masters, params, strict=True)
 
     @property
@@ -238,7 +280,7 @@ class FlatParameters:
 
     def gather(self, bucket: Bucket) -> Any:
         """Start an all-gather that fills a bucket of `params`. `wait_for` takes the handle."""
-        return self.dp.all_gather(self.params[bucket.place])
+        return self.dp.all_gather(self.weights(bucket.place))
 
     @torch.no_grad()
     def update_from_masters(self) -> None:
@@ -309,12 +351,20 @@ def _assign_ranges(
     return segments, places, end
 
 
-def _move_parameters(named: Named, places: dict[str, slice], end: int) -> torch.Tensor:
-    """Move parameters into a new buffer of `end` elements, at their ranges in `places`."""
+def _split_wide(named: Named) -> tuple[Named, Named]:
+    """Return the parameters that are float32 among parameters in another dtype, and all others."""
+    if all(parameter.dtype == torch.float32 for _, parameter in named):
+        return [], named
+    wide = [(name, parameter) for name, parameter in named if parameter.dtype == torch.float32]
+    return wide, [(name, parameter) for name, parameter in named if parameter.dtype != torch.float32]
+
+
+def _move_parameters(named: Named, places: dict[str, slice], whole: slice) -> torch.Tensor:
+    """Move parameters into a new buffer for the elements of `whole`, at their ranges in `places`."""
     first = named[0][1]
-    buffer = torch.zeros(end, dtype=first.dtype, device=first.device)
+    buffer = torch.zeros(slice_length(whole), dtype=first.dtype, device=first.device)
     for name, parameter in named:
-        view = buffer[places[name]].view(parameter.shape)
+        view = buffer[_shift_slice(places[name], -whole.start)].view(parameter.shape)
         view.copy_(parameter.detach())
         parameter.data = view
     return buffer

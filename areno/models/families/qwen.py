@@ -134,6 +134,7 @@ QWEN3_5 = Family(
         "linear_attn.in_proj_qkv": ("linear_attn.in_q", "linear_attn.in_k", "linear_attn.in_v"),
         "linear_attn.conv1d": ("linear_attn.conv_q", "linear_attn.conv_k", "linear_attn.conv_v"),
     },
+    float32=("linear_attn.A_log", "linear_attn.norm.weight"),  # in Qwen3.5; in bf16 in Qwen3.6
     around="Qwen3_5ForConditionalGeneration",
     beginnings={"model.language_model.": "model."},
     unread=("mtp.", "model.visual."),

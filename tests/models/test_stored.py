@@ -1,0 +1,141 @@
+"""Weights are used and saved as the files of a folder store them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from areno.cost.memory import model_bytes
+from areno.engine.engine import Engine
+from areno.kernels.delta import DeltaWeights, RowChunks, delta_rows
+from areno.layers.parallel import ParallelGroup
+from areno.loss_fns.sft import sft_loss_fn
+from areno.models.parameters import n_parameters
+from areno.models.registry import build_model, load_config
+from areno.models.transformer import Transformer
+from areno.models.weights import load_weights
+from tests.helpers.family_cases import random_model
+from tests.helpers.family_engines import step
+from tests.helpers.in_float64 import InFloat64
+from tests.helpers.published import FLOAT32, assert_same_files, in_mixed_dtypes
+from tests.helpers.saving import save_weights
+from tests.helpers.tiny_engine import spec, train_on
+from tests.helpers.zero_ranks import ALONE, ONE_BY_ONE, backend, on_ranks, rows, three_steps
+
+
+def load_bf16(folder: Path) -> Transformer:
+    model = build_model(load_config(folder), dtype=torch.bfloat16, device="cpu")
+    load_weights(model, folder)
+    return model
+
+
+@pytest.mark.parametrize("wide", [FLOAT32, FLOAT32[:1], ()])
+def test_float32_among_bf16_is_loaded_and_saved_as_it_is_stored(wide: tuple[str, ...], tmp_path: Path) -> None:
+    """Without any, as Qwen3.6 is stored, all weights are bfloat16."""
+    random_model("qwen3.5-tied", tmp_path / "in")
+    stored = in_mixed_dtypes(tmp_path / "in", wide)
+    model = load_bf16(tmp_path / "in")
+    assert model.config.float32 == wide
+    assert {
+        name.rpartition(".delta.")[2] for name, each in model.named_parameters() if each.dtype == torch.float32
+    } == {name.removeprefix("linear_attn.") for name in wide}
+    a_log = model.layers[1].delta.A_log
+    assert torch.equal(a_log, stored["model.layers.1.linear_attn.A_log"])
+    save_weights(model, tmp_path / "out")
+    assert_same_files(tmp_path / "out", stored)
+
+
+def test_the_rule_is_that_of_float64(tmp_path: Path) -> None:
+    """With the rates and the norm of the files, which rounding to bfloat16 would move far beyond other rounding."""
+    random_model("qwen3.5-tied", tmp_path)
+    stored = in_mixed_dtypes(tmp_path)
+    delta = load_bf16(tmp_path).layers[1].delta
+    weights = delta.weights(delta.norm.weight.detach())
+    name = "model.layers.1.linear_attn."
+    a_log, norm = stored[f"{name}A_log"], stored[f"{name}norm.weight"]
+    given = torch.randn(1000, sum(weights.projection_sizes), generator=torch.Generator().manual_seed(2))
+    given[:, -delta.delta.n_value_heads :] -= 6  # states that last for hundreds of tokens
+    chunks = RowChunks.from_starts([0, 1000], torch.device("cpu"))
+
+    def output(like: torch.Tensor, a_log: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        used = weights._replace(A_log_H=a_log, norm_V=norm)
+        used = DeltaWeights(*(each.to(like) if isinstance(each, torch.Tensor) else each for each in used))
+        with InFloat64() if like.dtype == torch.float64 else nullcontext(), torch.no_grad():
+            return delta_rows(given.to(like), used, chunks)[0].double()
+
+    exact = output(torch.zeros(0, dtype=torch.float64), a_log, norm)
+    found = output(torch.zeros(0), delta.A_log, delta.norm.weight)
+    rounded = output(torch.zeros(0), a_log.bfloat16(), norm.bfloat16())
+    assert (found - exact).abs().max() < 0.01 * (rounded - exact).abs().max()
+
+
+def test_float32_tensors_have_a_buffer_of_their_own(tmp_path: Path) -> None:
+    """They are exactly their masters, and they take what a plan says."""
+    random_model("qwen3.5-tied", tmp_path)
+    in_mixed_dtypes(tmp_path)
+    trained = backend(tmp_path, 0, ALONE, torch.bfloat16)
+    flat = trained.flat
+    assert flat is not None
+    assert flat.wide is not None
+    before = flat.wide.clone()
+    train_on(trained, rows(5), sft_loss_fn, ONE_BY_ONE)
+    assert (flat.wide - before).abs().max() > 1e-3
+    assert torch.equal(flat.wide, flat.masters[: flat.wide.numel()])
+    assert not torch.equal(flat.wide, flat.wide.bfloat16().float())
+    config = trained.model.config
+    held = sum(each.nbytes for each in trained.model.parameters())
+    assert model_bytes(config, 2, None).weights == held > 2 * n_parameters(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adam", "adam_8bit", "muon"])
+def test_a_run_goes_on_and_saves_in_float32(kind: str, tmp_path: Path) -> None:
+    random_model("qwen3.5-tied", tmp_path / "in")
+    in_mixed_dtypes(tmp_path / "in")
+    settings = spec(tmp_path / "in", random_init=False, dtype="bfloat16")
+    assert settings.actor.optimizer is not None
+    actor = replace(settings.actor, optimizer=replace(settings.actor.optimizer, type=kind))
+    settings = replace(settings, actor=actor)
+    with Engine(settings, "inline") as engine:
+        step(engine)
+        engine.save(str(tmp_path / "out"))
+        engine.save_state(str(tmp_path / "state"))
+        expected = step(engine)[2]
+        assert engine.is_state_written(wait=True)
+    with Engine(settings, "inline") as engine:
+        engine.load_state(str(tmp_path / "state"))
+        engine.save(str(tmp_path / "again"))
+        assert step(engine)[2] == expected
+    saved = load_bf16(tmp_path / "out").state_dict()
+    for name, tensor in load_bf16(tmp_path / "again").state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
+    assert not torch.equal(saved["layers.1.delta.A_log"], saved["layers.1.delta.A_log"].bfloat16().float())
+
+
+def compare_ranks(folder: Path, dp: ParallelGroup) -> None:
+    """The float32 tensors of two ranks that divide the optimizer are those of one, to the bit on both."""
+    alone = backend(folder, 0, ALONE, torch.bfloat16)
+    three_steps(alone)
+    assert alone.flat is not None
+    assert alone.flat.wide is not None
+    for stage in (0, 1, 2):
+        divided = backend(folder, stage, dp, torch.bfloat16)
+        three_steps(divided)
+        assert divided.flat is not None
+        wide = divided.flat.wide
+        assert wide is not None
+        torch.testing.assert_close(wide[: alone.flat.wide.numel()], alone.flat.wide, atol=2e-2, rtol=0)
+        other = wide.clone()
+        torch.distributed.broadcast(other, 0)
+        assert torch.equal(other, wide)
+
+
+@pytest.mark.slow
+def test_ranks_that_divide_the_optimizer_have_the_same_float32_tensors(tmp_path: Path) -> None:
+    random_model("qwen3.5-tied", tmp_path)
+    in_mixed_dtypes(tmp_path)
+    on_ranks(2, compare_ranks, tmp_path)
