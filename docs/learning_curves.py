@@ -39,6 +39,14 @@ from areno.tracking.reader import list_runs
 
 GRPO = ["areno.recipes.grpo", "--config-name=countdown"]
 FOUR_STEPS = [*GRPO, "actor.ppo_n_minibatches=4"]
+LONG = [
+    *FOUR_STEPS,
+    "total_train_steps=40",
+    "gconfig.max_new_tokens=1024",
+    "rollout.max_kv_tokens=1200000",  # six caches fit a device
+    "valid_dataset.dataset_kwargs.count=500",
+]
+FP8 = ["actor.fp8_config.mode=e4m3", "rollout.kv_cache_dtype=fp8"]
 TEACHER = "RL"  # trains the teachers of distillation, one with each seed
 STUDENT = "actor.path={student}"
 EVALUATED = ["evaluator.eval_before_train=true", "evaluator.freq_steps=10"]
@@ -82,6 +90,12 @@ GROUPS: dict[str, dict[str, list[str]]] = {  # group -> name -> module and setti
             for name, age in [*((f"age {age}", age) for age in (1, 2, 4, 8)), *ALL_AHEAD.items()]
         },
         "tail batching": [*GRPO, "rollout.prompts_ahead=16"],
+    },
+    "fp8": {
+        "bf16, 1,024 tokens": LONG,
+        "FP8": [*LONG, *FP8],
+        "FP8, exact": [*LONG, *FP8, "engine.exact=true"],
+        "FP8 rollout": ["examples/algorithms/fp8_rollout.py", *LONG[1:], *FP8],
     },
     "distillation": {
         TEACHER: [*GRPO, *EVALUATED],

@@ -55,12 +55,12 @@ def main(folder, size="gpu"):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=512
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=2048
     ).save_pretrained(folder)
     Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
         vocab_size=len(TOKENS),
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         tie_word_embeddings=True,
         pad_token_id=0,
         bos_token_id=None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -180,3 +182,19 @@ def test_shuffled_advantages_are_those_of_grpo_in_another_order() -> None:
     assert np.array_equal(np.sort(first[0]), np.sort(first[1]))
     again = algorithm.advantage_fn(rows, groups, actor)
     assert all(np.array_equal(one, other) for one, other in zip(found, again, strict=True))
+
+
+@pytest.mark.slow
+def test_a_control_has_fp8_in_the_rollout_alone(tmp_path: Path) -> None:
+    fp8 = ["actor.fp8_config.mode=e4m3", "rollout.kv_cache_dtype=fp8"]
+    differences = []
+    for name, start in (("both", ["-m", "areno.recipes.grpo"]), ("rollout", ["examples/algorithms/fp8_rollout.py"])):
+        place = [f"cluster.fileroot={tmp_path}", f"trial_name={name}", "experiment_name=x", "valid_dataset=null"]
+        model = ["actor.path=examples/countdown/model_cpu", "actor.init_from_scratch=true"]
+        tiny = [each for each in TINY if not each.startswith(("--base", "valid"))]
+        command = [sys.executable, *start, "--config-name=countdown_cpu", *model, *fp8, *tiny, *place]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        steps = RunReader(tmp_path / "x" / name).steps()
+        differences.append([steps[step]["train/logp_abs_diff_mean"] for step in (1, 2)])
+    together, alone = differences
+    assert max(together) < 1e-3 < min(alone)
