@@ -86,6 +86,9 @@ def _list_steps(arguments: argparse.Namespace) -> int:
         few, most = steps[0] - base.step, steps[-1] - base.step
         table.add_row(ranges_text(steps), str(base), str(few) if few == most else f"{few} to {most}")
     print_tables(table)
+    newest = max(found)
+    if (error := recorded.error_of(newest)) is not None:
+        print(f"Step {newest} ended the run with {error}")
     print(f"To compute a step again: areno replay {arguments.run} --step N")
     return 0
 
@@ -100,7 +103,7 @@ def _replay_step(arguments: argparse.Namespace) -> int:
 
     with RunLog(own_process=True, console="quiet"):
         base, steps = replay_steps(RunReader(arguments.run), arguments.step, arguments.device)
-    differing = [step for step in steps if step.differences]
+    differing = [step for step in steps if not step.is_equal]
     if arguments.json:
         from areno.report.page import without_nan
 
@@ -111,11 +114,17 @@ def _replay_step(arguments: argparse.Namespace) -> int:
     print(f"step {last.step}, computed again from {base} ({n_steps}) on {_devices_text(last.devices)}")
     if last.devices != last.recorded_devices:
         print(f"The run computed it on {_devices_text(last.recorded_devices)}, where sums may have another order.")
+    if last.recorded_error is not None:
+        print(f"In the run, the step ended with {last.recorded_error}")
+        print("It did so here, too." if last.has_equal_end else f"Here, it ended with {last.error or 'no error'}")
     if not differing:
-        print(f"Every bit is equal: all {last.n_compared} results of the step, its weights and its moments.")
+        what = "its weights and its moments" if last.error is None else "up to its error"
+        print(f"Every bit is equal: all {last.n_compared} results of the step, {what}.")
         return 0
     if differing[0] is not last:
         print(f"The first step that differs is step {differing[0].step}: areno replay --step {differing[0].step}")
+    if not last.differences:
+        return 1
     table = Table("differs", *map(right_aligned, ("values", "of", "largest difference")))
     for each in last.differences:
         table.add_row(each.name, *map(cell_text, (each.n_different, each.n, each.largest)))

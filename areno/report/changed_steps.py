@@ -16,7 +16,7 @@ from torch import Tensor
 
 from areno.api.algorithms import algorithm_of
 from areno.config.experiments import ExperimentConfig
-from areno.errors import ConfigError, Problem
+from areno.errors import ArenoError, ConfigError, Problem
 from areno.launch.compose import mention_version
 from areno.report.replayed_steps import Difference, compare_records, values_of
 from areno.run.recorded_run import Base, RecordedRun, compute_steps, run_replay, saved_state, scratch_folder
@@ -79,6 +79,9 @@ def compare_change(
     recorded = RecordedRun(run.path)
     nearest = recorded.base_of(step)
     record = recorded.read(step)
+    if failed := recorded.error_of(step):
+        text = "step {} ended the run with an error ({}), so that there is nothing to compare; leave {} out"
+        raise ArenoError(text, step, failed, "--change")
     settings, changed = changed_by(algorithm_of(recorded.path).config, record["config"], changes, resamples)
     before = step - 1
     inputs = {key: known for key, known in record["inputs"].items() if key not in {each.key for each in changed}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,18 @@ class ReplayedStep:
     n_compared: int
     devices: list[str]  # of the replay
     recorded_devices: list[str]
+    error: str | None = None  # that ended the step in the replay
+    recorded_error: str | None = None  # that ended the step, and the run
+
+    @property
+    def has_equal_end(self) -> bool:
+        """Whether neither ended with an error, or both with one of the same kind. Texts may have folders and times."""
+        kinds = {text and text.partition(":")[0] for text in (self.error, self.recorded_error)}
+        return len(kinds) == 1
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.differences and self.has_equal_end
 
 
 def replay_steps(run: RunReader, step: int, device: str = "auto") -> tuple[Base, list[ReplayedStep]]:
@@ -51,7 +64,15 @@ def compare_records(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) ->
     before, now = dict(values_of(recorded)), dict(values_of(replayed))
     names = list(dict.fromkeys([*before, *now]))
     differences = [found for name in names if (found := _difference(name, before.get(name), now.get(name)))]
-    return ReplayedStep(recorded["step"], differences, len(names), replayed["devices"], recorded["devices"])
+    return ReplayedStep(
+        step=recorded["step"],
+        differences=differences,
+        n_compared=len(names),
+        devices=replayed["devices"],
+        recorded_devices=recorded["devices"],
+        error=replayed.get("error"),
+        recorded_error=recorded.get("error"),
+    )
 
 
 def values_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
@@ -63,7 +84,7 @@ def values_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
                 yield f"{role}: {name}", np.atleast_1d(np.asarray(values))
     for name, value in tree["metrics"].items():
         if not name.startswith(_MEASURED) and not name.endswith(_MEASURED_ENDS):
-            yield name, np.array([value], np.float64)
+            yield name, np.array([math.nan if math.isnan(value) else value])  # a record has one kind of NaN
     for name, parts in tree["digests"].items():
         yield f"digest of {name}", parts
 
@@ -77,6 +98,9 @@ def _difference(name: str, before: np.ndarray | None, now: np.ndarray | None) ->
     if not differs.any():
         return None
     is_number = before.dtype.kind == "f"
-    with np.errstate(invalid="ignore"):
-        largest = float(np.nanmax(np.abs(before[differs] - now[differs]))) if is_number else None
+    largest = None
+    if is_number:
+        with np.errstate(invalid="ignore"):
+            sizes = np.abs(before[differs] - now[differs])
+        largest = float(np.max(sizes[~np.isnan(sizes)], initial=0.0)) if not np.isnan(sizes).all() else math.nan
     return Difference(name, int(differs.sum()), len(before), largest)

@@ -61,6 +61,8 @@ def branched_run(
 def _state_after(recorded: RecordedRun, step: int, scratch: Path) -> Base:
     if (found := recorded.bases.get(step)) is not None:
         return found
+    if step in recorded.records.steps() and (failed := recorded.error_of(step)):
+        raise ConfigError(Problem("--from-step", "is {}, but this step ended the run with an error ({})", step, failed))
     try:
         base = recorded.base_of(step)
     except ArenoError as error:

@@ -1,13 +1,16 @@
 """The flight recorder: keeps what each step received and computed, so that `areno replay` can recompute the step.
 
 A record has the samples of the rollout with their rewards, the results of the step (advantages, log-probabilities,
-metrics), and a digest of all weights and optimizer moments after it. Records and pinned states together take at most
-recorder.max_gib: the oldest are dropped. areno/tracking/step_records.py describes the files.
+metrics), and a digest of all weights and optimizer moments after it. The record of a step that ended with an error has
+the error instead of the digests, and what the step had received and computed until then. Records and pinned states
+together take at most recorder.max_gib: the oldest are dropped. areno/tracking/step_records.py describes the files.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import shlex
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -85,6 +88,18 @@ def facts_at_end(progress: Mapping[str, Any], engine: RecordedEngine) -> dict[st
     return {"progress": dict(progress), "devices": engine.device_names, "digests": digests}
 
 
+def facts_at_error(
+    progress: Mapping[str, Any], engine: Callable[[], RecordedEngine], error: Exception
+) -> dict[str, Any]:
+    """Return what a record has of the end of a step that failed. The workers may be lost, so they are asked nothing."""
+    try:
+        devices = engine().device_names
+    except Exception:  # the models may not have been loaded
+        devices = []
+    text = f"{type(error).__name__}: {error}"
+    return {"progress": dict(progress), "devices": devices, "digests": {}, "error": text}
+
+
 def _trained_mask(row: TrainSequence) -> np.ndarray:
     if row.prompt_mask is None:
         return np.ones(0 if row.tokens is None else len(row.tokens), bool)
@@ -113,6 +128,7 @@ class StepKeeper:
 
     def __init__(self) -> None:
         self._step = KeptStep()
+        self._is_in_step = False
 
     def recorded_rollout(self, step: int) -> Mapping[str, Any] | None:
         """Return the record of a step that takes its rollout from there. None if it samples."""
@@ -132,10 +148,15 @@ class StepKeeper:
             self._step.metrics.update(scalars)
 
     def begin_step(self) -> None:
-        self._step = KeptStep()
+        self._step, self._is_in_step = KeptStep(), True
 
     def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]) -> None:
         """Take the results of a step. `progress` is the position in the data after it."""
+
+    def fail_step(
+        self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine], error: Exception
+    ) -> None:
+        """Take what a step has received and computed until the error that ended the run."""
 
     def begin_after(self, step: int) -> None:
         """Remove everything of steps after `step`, which the run repeats."""
@@ -161,7 +182,20 @@ class FlightRecorder(StepKeeper):
     def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]) -> None:
         if self.is_on:
             self._writer.start(self._write, step, self._step, {**self._facts, **facts_at_end(progress, engine())})
-            self._step = KeptStep()
+            self._step, self._is_in_step = KeptStep(), False
+
+    def fail_step(
+        self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine], error: Exception
+    ) -> None:
+        if not (self.is_on and self._is_in_step):
+            return
+        self._writer.wait()
+        self._write(step, self._step, {**self._facts, **facts_at_error(progress, engine, error)})
+        self._is_in_step = False
+        if self.is_on:
+            folder = shlex.quote(os.path.relpath(self.records.folder.parent))
+            text = "step %d is recorded up to its error. To compute it again: areno replay %s --step %d"
+            logger.info(text, step, folder, step)
 
     def _write(self, step: int, kept: KeptStep, facts: Mapping[str, Any]) -> None:
         try:
@@ -213,7 +247,7 @@ class FlightRecorder(StepKeeper):
     def begin_after(self, step: int) -> None:
         if self.is_on:
             self._writer.wait()
-            self.begin_step()
+            self._step, self._is_in_step = KeptStep(), False
             with self._lock:
                 self.records.remove_after(step)
                 for later in (each for each in self.states.steps() if each > step):

@@ -18,7 +18,7 @@ from typing import Any
 from areno.api.algorithms import Algorithm, algorithm_of
 from areno.config.experiments import ExperimentConfig
 from areno.errors import ArenoError, ConfigError
-from areno.run.replaying import Replay, replaying
+from areno.run.replaying import Replay, has_failed_before_training, replaying
 from areno.run.resume import STATE
 from areno.run.states import ENGINE, MANIFEST, RECORD, StateFolder, find_damage
 from areno.schema.build import build
@@ -49,6 +49,10 @@ class RecordedRun:
     def __init__(self, folder: Path):
         self.path, self.records = folder, RecordFolder(folder / FOLDER)
         self.read = functools.cache(self.records.read)
+
+    def error_of(self, step: int) -> str | None:
+        """Return the error with which a recorded step ended the run, if it did."""
+        return self.read(step).get("error")
 
     @property
     def bases(self) -> dict[int, Base]:
@@ -114,7 +118,7 @@ def compute_steps(
     """Compute the steps after `base` up to `until`. Return (step -> its record, the last state).
 
     The settings of each step are those of its record: a run may have been resumed with others. The last state is
-    written only if `keeps_state` is True.
+    written only if `keeps_state` is True. A step that ended the run with an error may do so again.
     """
     found: dict[int, dict[str, Any]] = {}
     while base.step < until:
@@ -122,8 +126,15 @@ def compute_steps(
         while last < until and recorded.read(last + 1)["config"] == settings:
             last += 1
         saves = frozenset([last] if keeps_state or last < until else [])
-        replay = Replay(until=last, record_of=recorded.read, inputs=recorded.read(last)["inputs"], saves=saves)
-        run_replay(recorded, base, replay, settings, scratch / f"steps-{last}", device)
+        record = recorded.read(last)
+        draws = has_failed_before_training(record)
+        replay = Replay(until=last, record_of=recorded.read, inputs=record["inputs"], resamples=draws, saves=saves)
+        try:
+            run_replay(recorded, base, replay, settings, scratch / f"steps-{last}", device)
+        except Exception:
+            # The step has failed in the run, too. What else ends a replay is an error of the replay.
+            if recorded.error_of(last) is None or last not in replay.found:
+                raise
         base = saved_state(scratch / f"steps-{last}", last)
         found |= replay.found
     return found, base

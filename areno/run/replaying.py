@@ -12,9 +12,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from areno import heartbeat
 from areno.api.metrics import step_scalars, step_time_metrics
 from areno.errors import ArenoError
-from areno.run.flight_recorder import RecordedEngine, StepKeeper, facts_at_end
+from areno.run.flight_recorder import RecordedEngine, StepKeeper, facts_at_end, facts_at_error
 from areno.run.progress import Name
 from areno.run.run import Run
 from areno.types import Batch, ScoredSample
@@ -53,6 +54,11 @@ def replaying(replay: Replay) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def has_failed_before_training(record: Mapping[str, Any]) -> bool:
+    """Whether a step ended with an error before it had all samples and rewards, so that a replay draws them again."""
+    return record.get("error") is not None and record["rollout"] is None
 
 
 def samples_nothing() -> bool:
@@ -113,6 +119,16 @@ class ReplayRun(Run):
         self.recovery.keep_run_state(self.state_dict())
         self.stop.raise_if_interrupted()
 
+    @contextmanager
+    def delay_interrupts(self) -> Iterator[None]:
+        with self.stop, heartbeat.working("the replay"):
+            try:
+                yield
+            except Exception as error:
+                self._has_ended = True
+                self.recorder.fail_step(self.step, self._position(), self._models.engine, error)
+                raise
+
     def finish(self, numbers: Mapping[Name, int]) -> None:
         self.during_steps.close()
         self._has_ended = True
@@ -132,9 +148,18 @@ class _ReplayKeeper(StepKeeper):
         if self._replay.resamples and step == self._replay.until:
             return None
         record = self._replay.record_of(step)
+        if record["rollout"] is None and has_failed_before_training(record):
+            return None
         if record["rollout"] is None:
             raise ArenoError("the record of step {} has no rollout, but the step needs one", step)
         return record
 
     def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]) -> None:
         self._replay.found[step] = self._step.to_tree(step, facts_at_end(progress, engine()))
+        self._is_in_step = False
+
+    def fail_step(
+        self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine], error: Exception
+    ) -> None:
+        if self._is_in_step:
+            self._replay.found[step] = self._step.to_tree(step, facts_at_error(progress, engine, error))

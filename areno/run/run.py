@@ -349,8 +349,10 @@ class Run:
         with self.stop, heartbeat.working("the run"):
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
                 self.give_warnings()
+                if isinstance(error, Exception):
+                    self.recorder.fail_step(self.step, self._position(), self._models.engine, error)
                 if not self._has_ended:
                     self.recovery.write_at_interrupt(self.step)
                 raise

@@ -71,6 +71,7 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
         """
         critic, run = self.setup.config.critic, self.run
         values, returns = (np.concatenate(trained(rows, name)) for name in ("values", "returns"))
+        run.recorder.keep_update("critic", rows)
         with run.clock.phase("train_critic"):
             log_stage("train_start", role="critic")
             stats = self.setup.trainer.train_values(
@@ -83,6 +84,5 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
                 seed=run.progress.seed,
             )
             log_stage("train_end", role="critic")
-        run.recorder.keep_update("critic", rows)
         numbers = {f"critic_{name}": value for name, value in stats.items()}
         return numbers | {"explained_variance": explained_variance(values, returns)}

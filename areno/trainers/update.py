@@ -21,6 +21,7 @@ from areno.engine.train.checked_rows import read_rows
 from areno.engine.train.gradients import average_steps
 from areno.engine.train.micro_batches import divide_steps
 from areno.engine.train.packing import StepBatches
+from areno.errors import EngineError
 from areno.loss_fns.data_pack import DataPack
 from areno.run.setup import PolicySetup, Setup
 from areno.specs.update import OldLogprobs, UpdateSpec
@@ -143,6 +144,7 @@ def update_actor(
     of the run. `updates` has the rows of each optimizer step, for a caller that divides the rows itself.
     """
     run, actor, version = setup.run, setup.config.actor, setup.trainer.engine.weights_version
+    run.recorder.keep_update("actor", rows)
     with run.clock.phase("train"):
         log_stage("train_start")
         train = partial(
@@ -162,9 +164,12 @@ def update_actor(
         else:
             stats = average_steps([train(of_update) for of_update in updates])
         log_stage("train_end")
-    run.recorder.keep_update("actor", rows)
     run.tracer.weights_version = setup.trainer.engine.weights_version
-    run.outputs.watch_update(stats, applied=run.tracer.weights_version > version)
+    try:
+        run.outputs.watch_update(stats, applied=run.tracer.weights_version > version)
+    except EngineError:  # which ends the run, whose last step has a record, too
+        run.recorder.keep_metrics({f"train/{name}": value for name, value in stats.items()})
+        raise
     n_tokens = sum(map(len, token_rows(rows)))
     measured = {"host_memory_gib": setup.trainer.engine.host_memory_gib()}
     return {**stats, **measured, "tokens_per_second": n_tokens / run.clock.seconds["train"]}
