@@ -44,8 +44,9 @@ from areno.errors import EngineError
 from areno.kernels.attention import choose_backend
 from areno.kernels.backend import check_dtype, check_fp8
 from areno.models.adapters import adapter_table, adapter_writers, refresh_adapters
+from areno.models.saving import file_writers, write_all
 from areno.models.transformer import Transformer
-from areno.models.weights import CheckpointEntry, checkpoint_table, file_writers, write_all
+from areno.models.weights import CheckpointEntry, checkpoint_table
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
 from areno.specs.rollout import RolloutSpec

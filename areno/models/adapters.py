@@ -37,16 +37,18 @@ from areno.models.folder import (
     resolve_model_folder,
     write_json,
 )
+from areno.models.saving import (
+    gather_tensors,
+    record_copies_event,
+    sync_written,
+    write_tensors,
+)
 from areno.models.transformer import Transformer
 from areno.models.weights import (
     CheckpointEntry,
     StoredTensor,
-    gather_tensors,
     load_shard,
     module_head_order,
-    record_copies_event,
-    sync_written,
-    write_tensors,
 )
 
 PREFIX = "base_model.model."  # the prefix of every tensor name in a peft folder
@@ -386,7 +388,7 @@ def adapter_writers(
     dp: ParallelGroup | None = None,
     pin_memory: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """Yield the functions that write this rank's files of a peft folder, for `weights.write_all`.
+    """Yield the functions that write this rank's files of a peft folder, for `saving.write_all`.
 
     Taking a function from the iterator is a collective call over the tensor-parallel ranks of a model replica. Only the
     first of the replicas in `dp` is written. `base` is recorded in adapter_config.json. The tokenizer files come from

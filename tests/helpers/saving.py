@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
-from areno.models import weights
+from areno.models import saving
 from areno.models.transformer import Transformer
 
 
@@ -15,8 +15,8 @@ def save_weights(
     folder: str | Path,
     *,
     source: str | Path | Sequence[str | Path] = (),
-    max_shard_bytes: int = weights.MAX_SHARD_BYTES,
+    max_shard_bytes: int = saving.MAX_SHARD_BYTES,
 ) -> None:
     sources = [source] if isinstance(source, str | Path) else source
-    with mock.patch.object(weights, "MAX_SHARD_BYTES", max_shard_bytes):
-        weights.write_all(folder, weights.file_writers(model, folder, source=sources))
+    with mock.patch.object(saving, "MAX_SHARD_BYTES", max_shard_bytes):
+        saving.write_all(folder, saving.file_writers(model, folder, source=sources))

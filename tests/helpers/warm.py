@@ -14,7 +14,7 @@ from multiprocessing import forkserver
 from types import SimpleNamespace
 from typing import Any
 
-from areno.models import weights
+from areno.models import saving
 
 PRELOADED = [
     "areno.engine.worker",
@@ -33,12 +33,12 @@ class _Process(contexts.ForkServerProcess):
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
-        self._environment, self._min_shard_bytes = dict(os.environ), weights.MIN_SHARD_BYTES
+        self._environment, self._min_shard_bytes = dict(os.environ), saving.MIN_SHARD_BYTES
 
     def run(self) -> None:
         os.environ.clear()
         os.environ.update(self._environment)
-        weights.MIN_SHARD_BYTES = self._min_shard_bytes
+        saving.MIN_SHARD_BYTES = self._min_shard_bytes
         super().run()
 
 

@@ -25,7 +25,7 @@ from areno.errors import CheckpointError
 from areno.layers import shard
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
-from areno.models import weights
+from areno.models import saving
 from areno.models.registry import build_model, load_config
 from areno.types import TrainSequence
 from tests.helpers import warm
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def four(folder: Path) -> Iterator[Engine]:
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(weights, "MIN_SHARD_BYTES", 1)  # as if the model were large
+            patch.setattr(saving, "MIN_SHARD_BYTES", 1)  # as if the model were large
             engine = stack.enter_context(Engine(spec(folder, devices=4, tp_size=2)))
         yield engine
 

@@ -22,8 +22,9 @@ from areno.layers.attention import PackedAttend
 from areno.models import folder as hub
 from areno.models.folder import add_eos_token_ids
 from areno.models.registry import build_model, load_config
+from areno.models.saving import write_tensors
 from areno.models.transformer import Transformer
-from areno.models.weights import load_weights, write_tensors
+from areno.models.weights import load_weights
 from tests.helpers import tiny_shape
 from tests.helpers.saving import save_weights
 

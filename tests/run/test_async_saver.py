@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-import areno.models.weights
+import areno.models.saving
 from areno.config.run import EvaluatorConfig, SaverConfig
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError
@@ -199,13 +199,13 @@ def test_a_resumed_run_saves_again_what_was_under_way(tmp_path: Path) -> None:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No weights reach the disk until it is set."""
-    opened, save_file = threading.Event(), areno.models.weights.save_file
+    opened, save_file = threading.Event(), areno.models.saving.save_file
 
     def wait_and_save(*args: Any, **how: Any) -> None:
         assert opened.wait(30)
         save_file(*args, **how)
 
-    monkeypatch.setattr(areno.models.weights, "save_file", wait_and_save)
+    monkeypatch.setattr(areno.models.saving, "save_file", wait_and_save)
     yield opened
     opened.set()
 
@@ -232,7 +232,7 @@ def test_a_full_disk_in_the_background_is_told_once(tmp_path: Path, monkeypatch:
 
     with Engine(spec(model_folder(tmp_path / "model")), "inline") as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(areno.models.weights, "save_file", full)
+            patch.setattr(areno.models.saving, "save_file", full)
             engine.save(str(tmp_path / "lost"), background=True)
             with pytest.raises(CheckpointError, match=r"cannot write the model to .*lost: .*No space.*saver\.path"):
                 wait_saved(engine)
