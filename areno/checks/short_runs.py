@@ -111,6 +111,7 @@ def _short_config(subject: Subject) -> Any:
     if isinstance(config, PolicyExperimentConfig):
         n_samples, n_tokens = min(_SAMPLES, config.gconfig.n_samples), min(_TOKENS, config.gconfig.max_new_tokens)
         changes |= {"gconfig.n_samples": n_samples, "gconfig.max_new_tokens": n_tokens}
+        changes["total_train_n_tokens"] = None
         n_batches = config.actor.ppo_n_minibatches
         if isinstance(config, CriticExperimentConfig):
             n_batches = math.lcm(n_batches, config.critic.ppo_n_minibatches)

@@ -88,6 +88,7 @@ def small_changes(config: Any) -> dict[str, Any]:
     }
     if not isinstance(config, PolicyExperimentConfig):
         return found | _given_rows("train_dataset")
+    found["total_train_n_tokens"] = None
     sources = config.train_dataset.sources or {}
     for key in map(source_key, sources) if sources else ["train_dataset"]:
         found |= _given_rows(key)

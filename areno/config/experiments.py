@@ -52,7 +52,7 @@ class ExperimentConfig(Section):
     total_train_epochs: int = setting(
         10,
         help="Number of passes over the training data. The run ends earlier if it reaches another limit "
-        "(total_train_steps or total_train_n_seqs) first",
+        "(total_train_steps, total_train_n_seqs or, in RL, total_train_n_tokens) first",
         gt=0,
         flag="--epochs",
         on_resume=RUN_LENGTH,

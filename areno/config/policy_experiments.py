@@ -10,7 +10,7 @@ from areno.config import models
 from areno.config.agent import COMPLETION, AgentConfig, TurnCredit
 from areno.config.environments import with_environment
 from areno.config.experiments import EVALUATION, ExperimentConfig, pass_at_k_values
-from areno.config.resuming import FROM_HERE, NEVER, NEW_RUNS
+from areno.config.resuming import FROM_HERE, NEVER, NEW_RUNS, RUN_LENGTH
 from areno.config.reward import RewardConfig
 from areno.config.rollout import GenerationConfig, RolloutConfig, TuneConfig
 from areno.config.sources import PromptDatasetConfig, source_key
@@ -63,6 +63,13 @@ class PolicyExperimentConfig(WithAgents, WithTeacher, ExperimentConfig):
         factory=TuneConfig,
         help="Settings of memory and speed that are chosen by a trial before the run",
         on_resume=NEW_RUNS,
+    )
+    total_train_n_tokens: int | None = setting(
+        None,
+        help="End the training after the step in which the run has sampled this many tokens of completions, those of "
+        "dropped prompts included. null: no maximum number of tokens",
+        gt=0,
+        on_resume=RUN_LENGTH,
     )
     dynamic_bs: bool = setting(
         False,

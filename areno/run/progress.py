@@ -93,6 +93,7 @@ class RunProgress:
         self._epoch: int | None = None  # None before the first batch
         self._rows_taken = 0
         self.batches_taken = 0
+        self._tokens_sampled = 0
         self._batches: Iterator[Batch[Any]] = iter(())
         self._upcoming: deque[tuple[Batch[Any], dict[str, Any]]] = deque()  # and the loader's position after each
         self._kept: list[tuple[Batch[Any], dict[str, Any]]] = []  # of a state: what `_upcoming` begins with
@@ -118,7 +119,12 @@ class RunProgress:
 
     @property
     def total_steps(self) -> int:
-        """The number of the run's last step. It may decrease when rows are skipped because they are too long."""
+        """The number of the run's last step. It may decrease when rows are skipped because they are too long.
+
+        It is too large until total_train_n_tokens ends the run, because later lengths are not known.
+        """
+        if self._has_all_tokens:
+            return self.step
         left = self.loader.n_batches(self.config.total_train_epochs) - self.batches_taken
         if self._rows_left is not None:
             left = min(left, -(-self._rows_left // (self.loader.batch_size * self._rows_per_item)))
@@ -132,7 +138,18 @@ class RunProgress:
         """The setting that limits the length of the run. Raise it to train for more steps."""
         if self.step == self.config.total_train_steps:
             return "total_train_steps"
+        if self._has_all_tokens:
+            return "total_train_n_tokens"
         return "total_train_epochs" if self._rows_left is None or self._rows_left > 0 else "total_train_n_seqs"
+
+    @property
+    def _has_all_tokens(self) -> bool:
+        limit = self.config.total_train_n_tokens if isinstance(self.config, PolicyExperimentConfig) else None
+        return limit is not None and self._tokens_sampled >= limit
+
+    def count_sampled_tokens(self, n: int) -> None:
+        """Count sampled tokens of completions for total_train_n_tokens."""
+        self._tokens_sampled += n
 
     @property
     def _rows_left(self) -> int | None:
@@ -165,7 +182,7 @@ class RunProgress:
         `GroupsInFlight.begin_dynamic_sampling`).
         """
         limit = self.config.total_train_steps
-        if limit is not None and self.step >= limit:
+        if self._has_all_tokens or (limit is not None and self.step >= limit):
             return None
         self.epoch_ended = False
         batch = self.next_batch()
@@ -270,6 +287,7 @@ class RunProgress:
             "epoch": self._epoch,
             "rows_taken": self._rows_taken,
             "batches_taken": self.batches_taken,
+            "tokens_sampled": self._tokens_sampled,
             "in_flight": self.in_flight.state_dict(),
             "history": {name: list(values) for name, values in self.history.items()},
             "counts_right": self.counts_right,
@@ -314,6 +332,7 @@ class RunProgress:
         if "in_flight" in state:
             self.in_flight.load_state_dict(state["in_flight"])
         self._rows_taken = state["rows_taken"]
+        self._tokens_sampled = state.get("tokens_sampled", 0)
         self.batches_taken = state["batches_taken"]
         self.history = {name: list(values) for name, values in state["history"].items()}
         self.counts_right = self.counts_right and state.get("counts_right", True)

@@ -68,6 +68,7 @@ def log_rollout(setup: PolicySetup, rollout: Rollout, rows: Sequence[TrainSequen
         metrics = without_accuracy_metrics(metrics)
     metrics |= reference_kl(setup.config.actor, rows) | draft_metrics(setup.trainer.engine.draft_counts())
     n_tokens = sum(sample.sequence.n_tokens for sample in samples)
+    run.progress.count_sampled_tokens(n_tokens)
     metrics["rollout/tokens_per_second"] = n_tokens / run.clock.seconds["rollout"]
     metrics |= group_metrics(samples) | source_metrics(samples, advantages_B)
     if isinstance(setup.loader, MixedLoader):

@@ -120,6 +120,7 @@ def test_changes_that_cannot_be_written_down(stopped_after, capsys):
             "sft", ["total_train_epochs=1", "total_train_steps=90"], "total_train_epochs=2", marks=pytest.mark.slow
         ),
         pytest.param("sft", ["total_train_n_seqs=16"], "total_train_n_seqs=32", marks=pytest.mark.slow),
+        pytest.param("gspo", ["total_train_n_tokens=200"], "total_train_n_tokens=400", marks=pytest.mark.slow),
         ("dpo", ["evaluator.patience=1", "evaluator.min_delta=5"], "evaluator.patience=2"),
     ],
 )
