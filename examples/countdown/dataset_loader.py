@@ -129,10 +129,11 @@ def make_rows(split, numbers, largest, targets, easy, sight, chunk, count):
     rows = []
     for _ in range(count):
         given, target = make_problem(draw, split, numbers, largest, targets, easy)
-        row = {"prompt": f"{','.join(map(str, given))}={target}\n", "solutions": str(target)}
-        if sight is not None:
-            row = {"prompt": row["prompt"], "response": make_trace(draw, given, target, limit, sight)}
-        rows.append(row)
+        prompt = f"{','.join(map(str, given))}={target}\n"
+        if sight is None:
+            rows.append({"prompt": prompt, "solutions": str(target), "split": split})
+        else:
+            rows.append({"prompt": prompt, "response": make_trace(draw, given, target, limit, sight)})
     return rows
 
 
@@ -153,8 +154,13 @@ def in_a_process(arguments):
 
 
 def load_dataset(split, count=20_000, numbers=4, largest=50, targets=(100, 999), easy=0.2):
-    """Return rows for reinforcement learning and evaluation: prompt, and the target as its solution."""
+    """Return rows for reinforcement learning and evaluation: prompt, the target as its solution, and the split."""
     return load_rows(split, count, numbers, largest, targets, easy, sight=None)
+
+
+def validation(split, count=500, numbers=4, largest=50, targets=(100, 999), easy=0.2):
+    """Return rows for the choice of settings: whatever the split, problems of "train" that load_dataset did not draw."""
+    return make_rows("train", numbers, largest, tuple(targets), easy, None, "validation", count)
 
 
 def demonstrations(split, count=400_000, numbers=4, largest=50, targets=(100, 999), easy=0.2, sight=0.2):

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -223,6 +224,19 @@ def test_the_random_reward_knows_nothing_of_the_answer() -> None:
         found = [reward(record) for record in records[start::2]]
         assert 0.2 < sum(found) / len(found) < 0.3
     assert [reward(record) for record in records] == [reward(record) for record in records]
+    tested = [replace(record, record={"split": "test"}) for record in records[:2]]
+    assert [reward(record) for record in tested] == [1.0, 0.0]
+
+
+def test_problems_of_validation_are_drawn_apart() -> None:
+    loader = module("countdown", "dataset_loader")
+    found, trained = (
+        {row["prompt"] for row in vars(loader)[name](split, **COUNTDOWN)}
+        for name, split in (("validation", "test"), ("load_dataset", "train"))
+    )
+    assert len(found) > 250
+    assert len(found & trained) < 10
+    assert {loader.split_of(map(int, prompt.partition("=")[0].split(","))) for prompt in found} == {"train"}
 
 
 @pytest.mark.parametrize(
