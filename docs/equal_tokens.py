@@ -9,7 +9,6 @@ evaluations. A difference is the mean over seeds of setting minus baseline, with
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 from pathlib import Path
 
@@ -17,10 +16,8 @@ import numpy as np
 from plots import read_series
 
 from areno.errors import ArenoError
+from areno.report.league_table import difference_text
 from areno.tracking.reader import RunReader, list_runs
-
-# Of 1, 2, ... degrees of freedom. For more than nine, the last one is a little too large.
-T_975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262]
 
 
 def by_setting(sweep: Path) -> dict[str, dict[int, RunReader]]:
@@ -47,14 +44,6 @@ def rate_at(run: RunReader, metric: str, tokens: float) -> float:
     return float(np.interp(tokens, [sampled[step] for step in rates], list(rates.values())))
 
 
-def difference(values: list[float]) -> str:
-    """Return the mean of paired differences, and half of its interval."""
-    if len(values) < 2:
-        return f"{values[0]:+.3f}"
-    half = T_975[min(len(values), 10) - 2] * statistics.stdev(values) / math.sqrt(len(values))
-    return f"{statistics.fmean(values):+.3f} ± {half:.3f}"
-
-
 def table(settings: dict[str, dict[int, RunReader]]) -> str:
     """Return a Markdown table: solve rates of the baseline, and the differences of the other settings from it."""
     (first, baseline), *others = settings.items()
@@ -68,7 +57,7 @@ def table(settings: dict[str, dict[int, RunReader]]) -> str:
     rates = {name: {seed: rate_at(baseline[seed], name, tokens) for seed in seeds} for name in metrics}
     lines.append(f"| {' | '.join([first, *(f'{statistics.fmean(each.values()):.3f}' for each in rates.values())])} |")
     for setting, runs in others:
-        cells = [difference([rate_at(runs[s], name, tokens) - rates[name][s] for s in seeds]) for name in metrics]
+        cells = [difference_text([rate_at(runs[s], name, tokens) - rates[name][s] for s in seeds]) for name in metrics]
         lines.append(f"| {' | '.join([setting, *cells])} |")
     return "\n".join(lines)
 

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areno.cli import league
 from areno.errors import ArenoError, ConfigError, Problem, did_you_mean
 
 SIZES = ("cpu", "gpu")
 ALGORITHMS = ("grpo", "gspo")
+LEAGUE = "league"
 SOLVED, REWARD = "eval/accuracy", "rollout/rewards_mean"
 
 
@@ -62,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "code is 1 if a result is outside of its band."
     )
     names = ", ".join(REPRODUCTIONS)
-    parser.add_argument("name", metavar="NAME", help=f"the task: {names}")
+    parser.add_argument(
+        "name", metavar="NAME", help=f"the task: {names}; or league, which compares many algorithms on both"
+    )
     parser.add_argument(
         "--size", default="auto", help="auto, cpu or gpu (default: gpu if there is a CUDA device, otherwise cpu)"
     )
@@ -84,9 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "settings", nargs="*", default=[], metavar="key=value", help="other settings of the reinforcement learning"
     )
+    league.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.name == LEAGUE:
+        problems: list[Problem] = []
+        if (arguments.algo, arguments.seed) != (ALGORITHMS[0], 1):
+            problems.append(Problem("--algo, --seed", "are not for the league; use --only and --seeds"))
+        size, output = _size_and_output(arguments, "league-{}", problems)
+        return league.run(arguments, size, output, problems)
     name, size, output = _check_arguments(arguments)
     suffix = "" if size == "gpu" else f"_{size}"
     common = [f"cluster.fileroot={_quoted(output.parent)}", f"experiment_name={_quoted(output.name)}"]
@@ -107,33 +118,42 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_arguments(arguments: argparse.Namespace) -> tuple[str, str, Path]:
     """Check the command line, and return (name, size, output folder)."""
-    import torch
-
-    problems = []
+    problems: list[Problem] = []
     for what, value, known in (
-        ("NAME", arguments.name, tuple(REPRODUCTIONS)),
-        ("--size", arguments.size, ("auto", *SIZES)),
+        ("NAME", arguments.name, (*REPRODUCTIONS, LEAGUE)),
         ("--algo", arguments.algo, ALGORITHMS),
     ):
         if value not in known:
             hint = did_you_mean(value, known, f"; there are {', '.join(known)}")
             problems.append(Problem(what, "there is no {!r}{}", value, hint))
+    size, output = _size_and_output(arguments, f"{arguments.name}-{{}}-s{arguments.seed}", problems)
+    if given := [option for option, value in league.given_options(arguments).items() if value]:
+        problems.append(Problem(given[0], "is an option of areno reproduce league alone; leave it out"))
+    if problems:
+        raise ConfigError(problems)
+    return arguments.name, size, output
+
+
+def _size_and_output(arguments: argparse.Namespace, name: str, problems: list[Problem]) -> tuple[str, Path]:
+    """Return the size and the output folder, whose default name has a place for the size. Append their problems."""
+    import torch
+
     size = arguments.size
-    if size == "auto":
-        size = "gpu" if torch.cuda.is_available() else "cpu"
-    elif size == "gpu" and not torch.cuda.is_available():
+    if size not in ("auto", *SIZES):
+        hint = did_you_mean(size, ("auto", *SIZES), f"; there are auto, {', '.join(SIZES)}")
+        problems.append(Problem("--size", "there is no {!r}{}", size, hint))
+    elif size == "gpu" and not torch.cuda.is_available() and not arguments.tables:
         problems.append(Problem("--size", "gpu needs a CUDA device, and there is none; use --size cpu"))
-    folder = arguments.output or f"outputs/reproduce/{arguments.name}-{size}-s{arguments.seed}"
-    output = Path(folder).expanduser().absolute()
-    if output.exists() and not arguments.resume:
+    if size not in SIZES:
+        size = "gpu" if torch.cuda.is_available() else "cpu"
+    output = Path(arguments.output or f"outputs/reproduce/{name.format(size)}").expanduser().absolute()
+    if output.exists() and not (arguments.resume or arguments.tables):
         text = "{} exists; name another folder, or continue its runs with --resume"
         problems.append(Problem("--output", text, output))
     elif arguments.resume and not output.is_dir():
         problems.append(Problem("--resume", "there is no folder {}; start without --resume", output))
     problems += _setting_problems([*arguments.base, *arguments.settings])
-    if problems:
-        raise ConfigError(problems)
-    return arguments.name, size, output
+    return size, output
 
 
 _FIXED = {

@@ -159,7 +159,7 @@ def load_dataset(split, count=20_000, numbers=4, largest=50, targets=(100, 999),
 
 
 def validation(split, count=500, numbers=4, largest=50, targets=(100, 999), easy=0.2):
-    """Return rows for the choice of settings: whatever the split, problems of "train" that load_dataset did not draw."""
+    """Return rows for the choice of settings: whatever the split, other problems of "train" than load_dataset."""
     return make_rows("train", numbers, largest, tuple(targets), easy, None, "validation", count)
 
 
