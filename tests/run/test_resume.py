@@ -26,6 +26,7 @@ from areno.tracking.reader import RunReader
 from tests import kill_runs
 from tests.helpers.resumed import folder_of, go, killed_after, killed_at, log, lost_in, states, stopped_sft, whole
 
+SLOW = pytest.mark.slow
 OFTEN = ["recover.freq_steps=1"]
 
 
@@ -116,11 +117,9 @@ def test_changes_that_cannot_be_written_down(stopped_after, capsys):
     ("recipe", "short", "longer"),
     [
         ("sft", ["total_train_steps=2"], "total_train_steps=4"),
-        pytest.param(
-            "sft", ["total_train_epochs=1", "total_train_steps=90"], "total_train_epochs=2", marks=pytest.mark.slow
-        ),
-        pytest.param("sft", ["total_train_n_seqs=16"], "total_train_n_seqs=32", marks=pytest.mark.slow),
-        pytest.param("gspo", ["total_train_n_tokens=200"], "total_train_n_tokens=400", marks=pytest.mark.slow),
+        pytest.param("sft", ["total_train_epochs=1", "total_train_steps=90"], "total_train_epochs=2", marks=SLOW),
+        pytest.param("sft", ["total_train_n_seqs=16"], "total_train_n_seqs=32", marks=SLOW),
+        pytest.param("gspo", ["total_train_n_tokens=200"], "total_train_n_tokens=400", marks=SLOW),
         ("dpo", ["evaluator.patience=1", "evaluator.min_delta=5"], "evaluator.patience=2"),
     ],
 )
