@@ -16,7 +16,7 @@ import numpy as np
 from plots import read_series
 
 from areno.errors import ArenoError
-from areno.report.league_table import difference_text
+from areno.league.results import difference_text
 from areno.tracking.reader import RunReader, list_runs
 
 

@@ -12,12 +12,12 @@ import pytest
 
 from areno.api import get_algorithm
 from areno.cli.__main__ import main
-from areno.cli.league import AGES, CHOOSING_SEED, League
-from areno.cli.league_runs import NOT_IN_IT, STAGES, contenders
 from areno.launch.compose import load
 from areno.launch.yaml_files import variant_files
-from areno.report import league_table
-from areno.report.league_table import LeagueRun, Result, places, read_results, resolution, t_975
+from areno.league import results
+from areno.league.results import LeagueRun, Result, places, read_results, resolution, t_975
+from areno.league.runs import NOT_IN_IT, STAGES, contenders
+from areno.league.schedule import AGES, CHOOSING_SEED, League
 
 ROOT = Path(__file__).parents[2]
 RATES = ("2e-4", "5e-4", "1e-3")
@@ -263,6 +263,6 @@ def test_the_page_has_the_tables_of_the_results() -> None:
         pytest.skip("there are no results yet")
     page = (ROOT / "docs/league.md").read_text(encoding="utf-8")
     made = read_results(rows)
-    told = league_table.tables(made.values(), 0.25)
+    told = results.tables(made.values(), 0.25)
     missing = [line for line in told.splitlines() if line.startswith("|") and line not in page]
     assert not missing

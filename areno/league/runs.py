@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areno.report.league_table import LeagueRun
+from areno.league.results import LeagueRun
 
 STAGES = ("rates", "countdown", "arithmetic", "staleness")
 UPDATES = 4  # of each batch: with one, ratios are 1, and many of the algorithms are the same
