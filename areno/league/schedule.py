@@ -118,6 +118,7 @@ class League:
         """Make the runs, several at a time. Return whether none failed. With `seconds`, end after this time."""
         from areno.launch.side_by_side import ParallelJobs
 
+        self.output.mkdir(parents=True, exist_ok=True)
         deadline = None if seconds is None else time.monotonic() + seconds
         last_lines: dict[int, deque[str]] = {}
         ended: queue.SimpleQueue[tuple[int, float | None, str]] = queue.SimpleQueue()

@@ -15,22 +15,8 @@ from pathlib import Path
 
 REPO = Path(__file__).parents[2]
 STAIRCASE = (  # a module imports from its own step or from those after it; names in one tuple never import each other
-    *("areno", "cli", "bench", "league", "report", "checks", "recipes"),
-    *("launch", "trainers", "run", "api", "agents", "server"),
-        "areno",
-        "cli",
-        "bench",
-        "league",
-        "report",
-        "checks",
-        "recipes",
-        "launch",
-        "trainers",
-        "run",
-        "api",
-        "agents",
-        "server",
-    ),
+    *("areno", "cli", "bench", "league", "report", "checks", "recipes", "launch", "trainers", "run", "api", "agents"),
+    "server",
     *(
         ("scoring", "plan"),
         "user_processes",
