@@ -79,7 +79,7 @@ def run(
     for name in settings.against:
         if name == PLAIN:
             off: dict[str, Any] = {"share_prefixes": "off", "kv_cache_dtype": "auto", "fp8": None}
-            plain = settings.replaced(exact=False, deterministic=False, teacher=None, **off)
+            plain = settings.replaced(exact=False, deterministic=False, teacher=None, record=False, **off)
             results[name] = run_areno(plain, model, cost_of(plain))
         elif run_other is not None:
             results[name] = run_other(name, settings, model)

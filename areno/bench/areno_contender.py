@@ -7,15 +7,18 @@ one kind of work.
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from areno.bench.arguments import Settings
 from areno.bench.device import memory_watched
+from areno.bench.recording import StepRecording
 from areno.bench.timing import PhaseTimes, log_progress, measure
 from areno.bench.work import Workload, rows_of_outputs
 from areno.config.fp8 import FP8Config
@@ -181,7 +184,13 @@ def run_areno(
         with ours.engine:
             figures: dict[str, Any] = ours.time_first_tokens() if settings.rolls_out else {"start_s": ours.start_s}
             ours.engine.peak_memory_gib()  # resets the peak
-            timed = measure(ours, settings.kind, settings.work, settings.repeats)
+            with tempfile.TemporaryDirectory() as folder:
+                recording = StepRecording(ours.engine, Path(folder)) if settings.record else None
+                timed = measure(ours, settings.kind, settings.work, settings.repeats, recording=recording)
+                if recording is not None:
+                    recording.close()
+                    figures |= {"record_written_s": statistics.median(recording.written_s)}
+                    figures |= {"record_mib": recording.record_bytes / 2**20}
             figures |= timed.phase_figures(settings.work)
             peak = max([ours.engine.peak_memory_gib(), *(stats["memory_gib"] for stats in timed.stats)])
             kv_gib = ours.cache_tokens * cost.kv_bytes / 2**30

@@ -16,7 +16,7 @@ from areno.specs.engine import SharePrefixes
 Kind = Literal["rollout", "train", "step", "logprob"]
 PLAIN = "plain"
 """Name of areno without the arguments `_OF_PLAIN`, for --against."""
-_OF_PLAIN = "--exact, --deterministic, --share-prefixes, --kv-cache-dtype, --fp8 and --teacher"
+_OF_PLAIN = "--exact, --deterministic, --share-prefixes, --kv-cache-dtype, --fp8, --teacher and --record"
 
 
 class Settings(argparse.Namespace):
@@ -39,6 +39,7 @@ class Settings(argparse.Namespace):
     lora_rank: int | None
     target_modules: list[str] | None
     fp8: str | None
+    record: bool
     tokenizer: str | None
 
     def replaced(self, **changes: Any) -> Settings:
@@ -124,7 +125,9 @@ def add_work_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=positive_int, default=3, help="number of timed repeats after a warm-up")
     add("--json", action="store_true", help="print one line of JSON")
     one_device: dict[str, Any] = {"world_size": 1, "tp_size": 1, "cp_size": 1, "zero_stage": 1}
-    parser.set_defaults(**one_device, updates=1, old_logprobs="recompute", teacher=None, tokenizer=None, against=None)
+    parser.set_defaults(
+        **one_device, updates=1, old_logprobs="recompute", teacher=None, tokenizer=None, against=None, record=False
+    )
 
 
 def add_phase_arguments(parser: argparse.ArgumentParser, others: Sequence[str]) -> None:
@@ -145,6 +148,7 @@ def add_phase_arguments(parser: argparse.ArgumentParser, others: Sequence[str]) 
     losses = [SAMPLED, *get_args(DivergenceKind)]
     distilled = "step, train: add the loss of distillation from a teacher of the same shape, as teacher.loss_type"
     add("--teacher", choices=losses, metavar="LOSS_TYPE", help=f"{distilled} ({', '.join(losses)})")
+    add("--record", action="store_true", help="step: record each step, as recorder.max_gib")
     against = f"also measure this. plain: areno without {_OF_PLAIN}"
     add("--against", choices=others, action="append", help=against)
 
@@ -176,7 +180,7 @@ def _check_settings(settings: Settings) -> None:
     n_available = len(devices) - devices.index(device) if cuda and device in devices else world
     low, high = settings.uniform or (0, 0)
     differs = settings.exact or settings.deterministic or settings.teacher or settings.fp8
-    differs = differs or settings.share_prefixes != "off" or settings.kv_cache_dtype != "auto"
+    differs = differs or settings.share_prefixes != "off" or settings.kv_cache_dtype != "auto" or settings.record
     nothing = f"plain is for {_OF_PLAIN}; without them there is nothing to compare"
     raise_problems(
         [
@@ -186,6 +190,7 @@ def _check_settings(settings: Settings) -> None:
             (settings.offload and not settings.trains, "--offload", f"is for train and step, not for {kind}"),
             (settings.offload and not cuda, "--offload", f"is for a CUDA device, and --device is {device}"),
             (settings.teacher and not settings.trains, "--teacher", f"is for step and train, not for {kind}"),
+            (settings.record and kind != "step", "--record", f"is for step, not for {kind}"),
             (settings.fp8 == "int8" and not settings.lora_rank, "--fp8", "is int8, which needs --lora-rank"),
             (settings.target_modules and not settings.lora_rank, "--target-modules", "needs --lora-rank"),
             (PLAIN in settings.against and not differs, "--against", nothing),

@@ -28,6 +28,7 @@ _SHOWN = [
     "eager_decode",
     "exact",
     "teacher",
+    "record",
     "deterministic",
     "repeats",
 ]
@@ -136,6 +137,10 @@ def _contender_lines(figures: dict[str, Any]) -> list[str]:
         if "peak_device_gib" in figures:
             memory += f"; of the whole device {figures['peak_device_gib']:.2f}"
         lines.append(_labelled_line("memory", memory))
+    if "record_s" in figures:
+        share, written = figures["record_s"] / figures["step_s"], figures["record_written_s"]
+        text = f"{figures['record_s']:.4f} s of the step ({100 * share:.2f} %); {figures['record_mib']:.2f} MiB, "
+        lines.append(_labelled_line("recorder", f"{text}written in {written:.3f} s during the next step"))
     if figures.get("tp_sums"):
         lines.append(_labelled_line("tensor parallel", f"decoding sums by {figures['tp_sums']}"))
     if "logp_abs_diff_mean" in figures:

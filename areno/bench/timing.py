@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from areno.bench.arguments import Kind
+from areno.bench.recording import StepRecording
 from areno.bench.work import Workload
 from areno.types import TrainSequence
 
@@ -41,7 +42,7 @@ class PhaseTimes:
     """The measured times of a contender."""
 
     warm_up_s: float = 0.0
-    # of each repeat of the phases rollout, prefill (one token a sample), train, logprob and step
+    # of each repeat of the phases rollout, prefill (one token a sample), train, logprob, record and step
     seconds: dict[str, list[float]] = field(default_factory=dict)
     stats: list[dict[str, float]] = field(default_factory=list)  # of training in each repeat
     rows: list[TrainSequence] = field(default_factory=list)  # of the last repeat
@@ -56,7 +57,7 @@ class PhaseTimes:
             median = statistics.median(seconds)
             out[f"{phase}_s"] = median
             out[f"{phase}_spread"] = (max(seconds) - min(seconds)) / median
-            if phase != "prefill":
+            if phase not in ("prefill", "record"):
                 tokens = work.n_new_tokens if phase == "rollout" else sum(work.row_lens)
                 out[f"{phase}_tok_s"] = tokens / median
         if "prefill" in self.seconds:
@@ -67,13 +68,21 @@ class PhaseTimes:
 
 
 def measure(
-    contender: Contender, kind: Kind, work: Workload, repeats: int, warm_up: Workload | None = None
+    contender: Contender,
+    kind: Kind,
+    work: Workload,
+    repeats: int,
+    warm_up: Workload | None = None,
+    recording: StepRecording | None = None,
 ) -> PhaseTimes:
-    """Run a warm-up, perhaps with a shorter batch, and then timed repeats of a batch of work."""
+    """Run a warm-up, perhaps with a shorter batch, and then timed repeats of a batch of work.
+
+    `recording` records each step, which is part of its time.
+    """
     timed = PhaseTimes()
     for repeat in range(-1, repeats):
         started = time.perf_counter()
-        seconds = _run_once(contender, kind, (warm_up or work) if repeat < 0 else work, repeat, timed)
+        seconds = _run_once(contender, kind, (warm_up or work) if repeat < 0 else work, repeat, timed, recording)
         if repeat < 0:
             timed.warm_up_s, timed.stats = time.perf_counter() - started, []
             gc.freeze()  # as runs do; otherwise a garbage collection scans all imported modules for 0.1 s
@@ -87,11 +96,20 @@ def measure(
     return timed
 
 
-def _run_once(contender: Contender, kind: Kind, work: Workload, repeat: int, timed: PhaseTimes) -> dict[str, float]:
+def _run_once(
+    contender: Contender,
+    kind: Kind,
+    work: Workload,
+    repeat: int,
+    timed: PhaseTimes,
+    recording: StepRecording | None = None,
+) -> dict[str, float]:
     seconds: dict[str, float] = {}
     if kind in ("rollout", "step"):
         prompts = work.random_prompts(contender.vocab_size, repeat)
         started = time.perf_counter()
+        if recording is not None:
+            recording.begin_step()
         timed.rows = contender.rollout(work, prompts)
         seconds["rollout"] = time.perf_counter() - started
     else:
@@ -101,6 +119,10 @@ def _run_once(contender: Contender, kind: Kind, work: Workload, repeat: int, tim
         train_started = time.perf_counter()
         timed.stats.append(contender.train(timed.rows))
         seconds["train"] = time.perf_counter() - train_started
+    if recording is not None:
+        record_started = time.perf_counter()
+        recording.end_step(timed.rows, timed.stats[-1])
+        seconds["record"] = time.perf_counter() - record_started
     if kind == "step":
         seconds["step"] = time.perf_counter() - started
     if kind == "logprob":

@@ -15,6 +15,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -181,8 +182,14 @@ class FlightRecorder(StepKeeper):
 
     def end_step(self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]) -> None:
         if self.is_on:
-            self._writer.start(self._write, step, self._step, {**self._facts, **facts_at_end(progress, engine())})
-            self._step, self._is_in_step = KeptStep(), False
+            self._writer.start(self.finished_step(step, progress, engine))
+
+    def finished_step(
+        self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine]
+    ) -> partial[None]:
+        """Take the results of a step, and return a function that writes its record. A thread may call it."""
+        kept, self._step, self._is_in_step = self._step, KeptStep(), False
+        return partial(self._write, step, kept, {**self._facts, **facts_at_end(progress, engine())})
 
     def fail_step(
         self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine], error: Exception

@@ -57,6 +57,25 @@ def test_a_step_with_a_teacher_is_compared_with_one_without(
     assert out["settings"]["teacher"] == loss_type
 
 
+def test_a_step_that_is_recorded_is_compared_with_one_that_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = f"step --shape {tiny_folder(tmp_path)} --record {TINY}"
+    out = found(f"{command} --against plain", capsys)
+    ours, plain = out["areno"], out["plain"]
+    assert len(ours["repeats_s"]["record"]) == 2
+    assert 0 < ours["record_s"] < ours["step_s"]
+    assert ours["record_written_s"] > 0
+    assert 0 < ours["record_mib"] < 0.1
+    assert not [name for name in plain if name.startswith("record")]
+    assert out["settings"]["record"] is True
+    assert set(out["ratio"]["plain"]) == {"rollout", "train", "step"}
+    assert bench.main(command.split()) == 0
+    assert "written in" in capsys.readouterr().out
+    assert bench.main(["train", "--record"]) == 2
+    assert "--record: is for step, not for train" in capsys.readouterr().err
+
+
 def test_the_page_names_every_figure_that_matters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tiny_folder(tmp_path)
     assert bench.main(f"step --shape {folder} --no-recompute --uniform 3 9 --prompts 4 --repeats 1".split()) == 0
@@ -96,7 +115,7 @@ def test_the_page_names_every_figure_that_matters(tmp_path: Path, capsys: pytest
         ("rollout --shape tiny --uniform 2000 3000", "--uniform: makes rows of "),
         (
             "rollout --against plain",
-            "--against: plain is for --exact, --deterministic, --share-prefixes, --kv-cache-dtype, --fp8 and --teacher",
+            "--against: plain is for --exact, --deterministic, --share-prefixes, --kv-cache-dtype, --fp8, --teacher",
         ),
         ("rollout --teacher jsd", "--teacher: is for step and train, not for rollout"),
         ("sleep", "work: invalid choice"),
