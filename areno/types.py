@@ -312,6 +312,7 @@ class TrainSequence:
         staleness: Number of optimizer steps since the policy that sampled the row. 0 is on-policy.
         turns: For an agent, the turn of each token: its index in `turn_rewards`.
         turn_rewards: For an agent, the reward of each turn of the sample, which add up to `reward`.
+        logit_gradients: For estimators of advantages that read it, a number for each token, see `TokenValue`.
         reward_parts: The parts of the reward of the sample by name, without weights, see `RewardOutcome`.
         routes: Experts that training uses for the first n tokens (routing replay): integers of shape (n, layers with
             experts, experts per token), as in RolloutSequence.routes. None lets the router choose.
@@ -339,6 +340,7 @@ class TrainSequence:
     turn_rewards: np.ndarray | None = None
     reward_parts: Mapping[str, float] | None = None
     kl_weights: list[float] | np.ndarray | None = None
+    logit_gradients: list[float] | np.ndarray | None = None
 
     def for_teacher(self) -> tuple[Any, int]:
         """Return the tokens that a teacher reads, and the index from which they are the tokens of this row.
@@ -355,6 +357,13 @@ class TrainSequence:
             first = mask.index(False) if False in mask else len(tokens)
         return [*self.teacher_prompt, *tokens[first:]], first
 
+
+TokenValue = Literal["logprob", "entropy", "logit_gradient"]
+"""What a model says of a token, given those before it.
+
+"logprob": its log-probability. "entropy": the entropy of its distribution q, in nats. "logit_gradient": the squared
+norm of the gradient of the log-probability with respect to the logits, 1 - 2 q(token) + sum_v q_v^2.
+"""
 
 Message = dict[str, Any]
 Item = TypeVar("Item")

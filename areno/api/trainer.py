@@ -50,6 +50,7 @@ from areno.types import (
     RolloutResult,
     RolloutSequence,
     SamplingParams,
+    TokenValue,
     TrainSequence,
 )
 
@@ -467,8 +468,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         if mb_spec is not None:
             return mb_spec
         budget = self.engine.spec.mb_spec.max_tokens_per_mb
-        if mini_bs is None and budget is None and accumulates:
-            mini_bs = ROWS_COUNTED
+        mini_bs = ROWS_COUNTED if mini_bs is None and budget is None and accumulates else mini_bs
         return MicroBatchSpec(mini_bs=mini_bs, max_tokens_per_mb=budget)
 
     def _run_training(
@@ -514,7 +514,7 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
         mb_spec: MicroBatchSpec | None = None,
         routes: Sequence[Any] | None = None,
         prompt_masks: Sequence[Any] | None = None,
-        entropies: bool = False,
+        value: TokenValue = "logprob",
     ) -> list[list[float]]:
         """Compute the log-probability of every token given the earlier tokens of its row.
 
@@ -529,13 +529,13 @@ class Trainer(contextlib.AbstractContextManager["Trainer"]):
                 replay. None lets the router choose the experts.
             prompt_masks: For each row, True for each token whose log-probability is not needed, as in
                 TrainSequence.prompt_mask. The logits of these tokens are not computed. None computes all.
-            entropies: Whether to return the entropy of the distribution of each token, in nats, instead.
+            value: What to return of each token, see `areno.types.TokenValue`.
 
         Returns:
-            For each row, one log-probability per token, 0.0 for the first token and for masked tokens.
+            For each row, one value per token, 0.0 for the first token and for masked tokens.
         """
         sampling = self._sampling_config(temperature, sampling)
-        score = partial(self.engine.logprobs, routes=routes, prompt_masks=prompt_masks, entropies=entropies)
+        score = partial(self.engine.logprobs, routes=routes, prompt_masks=prompt_masks, value=value)
         scored = self._run_scoring("score_logprobs", score, role, token_rows, sampling, mb_spec)
         return [row.tolist() for row in scored]
 

@@ -260,6 +260,11 @@ class PolicyConfig(ModelConfig):
         return None
 
     @property
+    def needs_logit_gradients(self) -> bool:
+        """Whether a forward pass computes `TrainSequence.logit_gradients`."""
+        return self.chosen_adv_estimator is not None and self.chosen_adv_estimator.needs_logit_gradients
+
+    @property
     def group_norm_keys(self) -> list[str]:
         """The settings that compare the samples of a prompt."""
         norms = {"adv_norm": self.adv_norm, "reward_norm": self.reward_norm}

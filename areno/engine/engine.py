@@ -40,7 +40,7 @@ from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
 from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
-from areno.types import GenerationOutput, GenerationRequest, TrainSequence
+from areno.types import GenerationOutput, GenerationRequest, TokenValue, TrainSequence
 
 logger = logging.getLogger("areno")
 
@@ -209,11 +209,11 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         mb_spec: MicroBatchSpec | None = None,
         routes: Sequence[Any] | None = None,
         prompt_masks: Sequence[Any] | None = None,
-        entropies: bool = False,
+        value: TokenValue = "logprob",
     ) -> list[np.ndarray]:
         """Return the log-probability of each token given the tokens before it, one float32 array per row.
 
-        With `entropies`, return the entropy of the distribution of each token instead, in nats.
+        With another `value`, return this instead.
 
         The first token of a row and tokens masked by `prompt_masks` get 0. Logits are divided by the temperature of
         `sampling`. The forward pass uses `routes`, the recorded experts of the actor's tokens, if they are given.
@@ -222,7 +222,7 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
             "routes": read_routes_to_score(routes, token_rows, self.info.routes, role),
             "prompt_masks": read_prompt_masks(prompt_masks, token_rows),
         }
-        more = {"sampling": sampling or SamplingConfig(), "entropies": entropies}
+        more = {"sampling": sampling or SamplingConfig(), "value": value}
         return self._score("logprobs", role, token_rows, mb_spec, of_rows, **more)
 
     def values(self, role: str, token_rows: TokenRows, mb_spec: MicroBatchSpec | None = None) -> list[np.ndarray]:

@@ -29,6 +29,9 @@ class AdvEstimator(Section):
     follows_policy: ClassVar[bool] = False
     """Whether each update needs advantages of its own, from `current_advantages`, with whole groups in each update."""
 
+    needs_logit_gradients: ClassVar[bool] = False
+    """Whether a forward pass computes the gradients of `token_advantages`, which gives each token its advantage."""
+
     def advantages(
         self, rewards_B: np.ndarray, groups: Sequence[int], parts: Sequence[Mapping[str, float]]
     ) -> np.ndarray:
@@ -41,6 +44,16 @@ class AdvEstimator(Section):
 
         Returns:
             (B,) advantages.
+        """
+        raise NotImplementedError
+
+    def token_advantages(
+        self, rewards_B: np.ndarray, groups: Sequence[int], logit_gradients: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Compute the advantages of the T_i trained tokens of each sample, (T_i,) each.
+
+        `logit_gradients` are squared norms, (T_i,) each: of the gradient of the log-probability of a token with respect
+        to the logits, under the policy before the update.
         """
         raise NotImplementedError
 

@@ -13,14 +13,14 @@ from areno.config.policy_experiments import CriticExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.run.setup import PolicySetup
 from areno.trainers.rows import policy_rows, prompt_masks, token_rows
-from areno.types import ScoredSample, TrainSequence
+from areno.types import ScoredSample, TokenValue, TrainSequence
 
-ScoreName = Literal["ref", "values", "proximal", "entropy"]
-_PHASES: dict[ScoreName, str] = {"ref": "ref", "values": "values", "proximal": "recompute", "entropy": "recompute"}
+ScoreName = Literal["ref", "values", "proximal", "entropy", "logit_gradient"]
+_PHASES: dict[ScoreName, str] = {"ref": "ref", "values": "values"}  # of others: recompute
 
 
 class StepScores:
-    """Scores the rows of a step: "ref" (reference), "values" (critic), and of the actor "proximal" and "entropy"."""
+    """Scores the rows of a step: "ref" (reference), "values" (critic), and values of tokens under the actor."""
 
     def __init__(self, setup: PolicySetup):
         self._setup = setup
@@ -36,6 +36,7 @@ class StepScores:
             "values": isinstance(config, CriticExperimentConfig),
             "proximal": isinstance(config.actor, RatioConfig) and config.actor.needs_proximal_logprobs,
             "entropy": selection is not None and selection.needs_entropy,
+            "logit_gradient": config.actor.needs_logit_gradients,
         }
         names: list[ScoreName] = [name for name in needed if needed[name]]
         if names:
@@ -57,19 +58,20 @@ class StepScores:
             "ref": lambda: logprobs_of(setup, "ref", rows),
             "values": lambda: setup.trainer.score_values("critic", token_rows(rows)),
             "proximal": lambda: logprobs_of(setup, "actor", rows),
-            "entropy": lambda: logprobs_of(setup, "actor", rows, entropies=True),
+            "entropy": lambda: logprobs_of(setup, "actor", rows, "entropy"),
+            "logit_gradient": lambda: logprobs_of(setup, "actor", rows, "logit_gradient"),
         }
-        with setup.run.clock.phase(_PHASES[name]):
+        with setup.run.clock.phase(_PHASES.get(name, "recompute")):
             return compute[name]()
 
 
 def logprobs_of(
-    setup: PolicySetup, role: str, rows: Sequence[TrainSequence], entropies: bool = False
+    setup: PolicySetup, role: str, rows: Sequence[TrainSequence], value: TokenValue = "logprob"
 ) -> list[list[float]]:
-    """Return the log-probability or entropy of every trained token under the actor or the reference, 0.0 elsewhere.
+    """Return a value of every trained token under the actor or the reference, 0.0 elsewhere.
 
     The temperature is that of the rollout. For the actor, rows with `routes` are scored with routing replay.
     """
     routes, masks = [row.routes for row in rows] if role == "actor" else None, prompt_masks(rows)
-    how = {"sampling": setup.config.gconfig, "routes": routes, "prompt_masks": masks, "entropies": entropies}
+    how = {"sampling": setup.config.gconfig, "routes": routes, "prompt_masks": masks, "value": value}
     return setup.trainer.score_logprobs(role, token_rows(rows), **how)

@@ -203,6 +203,8 @@ def outcome_advantages(rows: Sequence[TrainSequence], groups: Sequence[int], act
     norm = actor.adv_norm
     if (estimator := actor.chosen_adv_estimator) is not None:
         rewards_B, parts = np.array([row.reward for row in rows]), [row.reward_parts or {} for row in rows]
+        if estimator.needs_logit_gradients:
+            return estimator.token_advantages(rewards_B, groups, trained(rows, "logit_gradients"))
         return _expand_to_tokens(rows, estimator.advantages(rewards_B, groups, parts))
     if not actor.kl_reward_coef:
         rewards_B = np.array([row.reward for row in rows])
@@ -288,7 +290,16 @@ def join_rows(rows: Sequence[TrainSequence], sizes: Sequence[int]) -> list[Train
         if size == 1:
             found += of_sample
             continue
-        names = ("prompt_mask", "tokens", "logprobs", "values", "ref_logprobs", "advantages", "turns")
+        names = (
+            "prompt_mask",
+            "tokens",
+            "logprobs",
+            "values",
+            "ref_logprobs",
+            "advantages",
+            "turns",
+            "logit_gradients",
+        )
         whole = {name: [vars(row)[name] for row in of_sample] for name in names}
         fields = {name: np.concatenate(arrays) for name, arrays in whole.items() if arrays[0] is not None}
         found.append(replace(of_sample[0], **fields))

@@ -69,6 +69,9 @@ def make_training_rows(setup: PolicySetup, rollout: Rollout) -> list[TrainSequen
     if config.ref is not None:
         for row, logprobs in zip(rows, rollout.scores.scores_of_rows("ref", rows), strict=True):
             row.ref_logprobs = logprobs
+    if config.actor.needs_logit_gradients:
+        for row, values in zip(rows, rollout.scores.scores_of_rows("logit_gradient", rows), strict=True):
+            row.logit_gradients = values
     if config.teacher is not None and (config.teacher.prompt_key is not None or config.teacher.by is not None):
         samples = [
             sample

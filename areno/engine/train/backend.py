@@ -18,7 +18,6 @@ from areno.config.optimizers import OPTIMIZERS
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence
 from areno.cost.memory import LOGITS_KEPT
-from areno.cost.prefix_sharing import PrefixSharing
 from areno.cost.remedies import Option
 from areno.engine.device_memory import training_memory_hint
 from areno.engine.processes.process_groups import ParallelContext
@@ -32,21 +31,23 @@ from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, StepBatches, pack_group, predicted_mask
 from areno.engine.train.recomputation import RecomputationPolicy, free_bytes
 from areno.engine.train.rollout_mismatch import compare_with_rollout
-from areno.engine.train.shared_prefixes import order_to_share
+from areno.engine.train.shared_prefixes import order_to_share, prefix_sharing_rules
 from areno.engine.train.smaller_pieces import retry_with_smaller_micro_batches
 from areno.engine.train.teacher import TeacherPasses, Teachers, entropy_teacher, listed_teacher
 from areno.engine.train.zero_buffers import ALIGN, FlatParameters, flatten
 from areno.errors import EngineError, Key
 from areno.kernels.backend import to_device
 from areno.kernels.logprobs import KEEP_BYTES, Teacher, VocabSoftmax, selected_logprobs
+from areno.kernels.logprobs.collision import Collision, logit_gradient
 from areno.kernels.logprobs.divergence import CommonTokenIds
 from areno.layers.attention import PrefixKeys
 from areno.loss_fns.data_pack import DataPack, check_loss_result
 from areno.models.quantization import quantize_again
 from areno.models.transformer import Transformer
-from areno.specs.engine import EngineSpec, SharePrefixes
+from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
 from areno.specs.update import UpdateSpec
+from areno.types import TokenValue
 
 TokenRows = Sequence[np.ndarray]
 LossFn = Callable[[DataPack, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -80,7 +81,7 @@ class TrainBackend:
         self.model, self.role, self.context, self.attn_backend = model, role, context, attn_backend
         self.device, self.exact, self._beside = model.device, spec.engine.exact, beside
         on_cuda = self.device.type == "cuda"
-        self.score_sharing, self.train_sharing = _prefix_sharing_rules(model, role, spec.share_prefixes)
+        self.score_sharing, self.train_sharing = prefix_sharing_rules(model, role, spec.share_prefixes)
         self._split = spec.is_sequence_parallel
         self._multiple = model.tp.size if self._split else 1  # of the number of tokens of a pass
         self._prefix: PrefixPass | None = None  # begun by the last micro-batch
@@ -180,10 +181,12 @@ class TrainBackend:
         routes: TokenRows | None = None,
         prompt_masks: TokenRows | None = None,
         may_halve: bool = False,
-        entropies: bool = False,
+        value: TokenValue = "logprob",
     ) -> list[np.ndarray]:
-        chosen = int(entropies)
-        score = lambda packed: self._logprobs(packed, sampling)[chosen]  # noqa: E731
+        def score(packed: PackedTokens) -> Tensor:
+            found = self._logprobs(packed, sampling, value_teacher=Collision() if value == "logit_gradient" else None)
+            return logit_gradient(found[0], found[2]) if len(found) > 2 else found[int(value == "entropy")]
+
         return self._score(token_rows, mb_spec, may_halve, score, routes, prompt_masks)
 
     def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec, may_halve: bool = False) -> list[np.ndarray]:
@@ -313,16 +316,22 @@ class TrainBackend:
         return share.gather_values(indices_T, self.model.values(hidden_TD))
 
     def _logprobs(
-        self, packed: PackedTokens, sampling: SamplingConfig, pack: DataPack | None = None, update: Any = None
+        self,
+        packed: PackedTokens,
+        sampling: SamplingConfig,
+        pack: DataPack | None = None,
+        update: Any = None,
+        value_teacher: Teacher | None = None,
     ) -> tuple[Tensor, ...]:
         """Compute log-probability, entropy and a third value, (U,) each, 0 at unpredicted tokens.
 
-        The third value is the divergence from a teacher, if there is one, or the differentiable negative entropy.
+        The third value is the divergence from a teacher, if there is one, the differentiable negative entropy, or what
+        `value_teacher` computes.
         """
         tp, head = self.model.tp, self.model.lm_head
         divergence: Divergence | None = None if update is None else update.divergence
         # The teacher comes first: its activations are gone when those of this model are stored.
-        teacher: Teacher | None = entropy_teacher(update)
+        teacher: Teacher | None = entropy_teacher(update) or value_teacher
         lists = pack is not None and pack.teacher_top_tokens is not None
         if divergence is not None and self._teachers is not None and not lists:
             teacher = self._teachers.run(packed)
@@ -341,7 +350,8 @@ class TrainBackend:
             own_logits=self.model.local_logits,
             most_rows=len(head.weight),
         )
-        weight_VD, targets_T = head.weight[: head.n_valid], packed.tokens_N[indices_T]
+        head_VD = head.weight if torch.is_grad_enabled() else head.weight.detach()  # no gradients of logits are kept
+        weight_VD, targets_T = head_VD[: head.n_valid], packed.tokens_N[indices_T]
         found = selected_logprobs(hidden_TD, weight_VD, targets_T, softmax, teacher)
         return tuple(share.gather_values(indices_T, each_T) for each_T in found)
 
@@ -500,14 +510,5 @@ class TrainBackend:
 
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
         recomputes = self.role.gradient_checkpointing or not torch.is_grad_enabled()
-        on_cuda = self.device.type == "cuda"
-        fitting = self.kept_layers.fitting_micro_batch_text
-        return training_memory_hint(self.role, mb_spec, fitting, self._beside, recomputes=recomputes, on_cuda=on_cuda)
-
-
-def _prefix_sharing_rules(
-    model: Transformer, role: RoleSpec, when: SharePrefixes
-) -> tuple[PrefixSharing, PrefixSharing]:
-    on_cuda, itemsize = model.device.type == "cuda", model.embed.weight.element_size()
-    rule = partial(PrefixSharing.from_setting, when, model.config, itemsize, on_cuda=on_cuda, tp_size=model.tp.size)
-    return rule(trains=False), rule(trains=True, adapters=role.adapters)
+        how = {"recomputes": recomputes, "on_cuda": self.device.type == "cuda"}
+        return training_memory_hint(self.role, mb_spec, self.kept_layers.fitting_micro_batch_text, self._beside, **how)

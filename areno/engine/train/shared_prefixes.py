@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from areno.cost.prefix_sharing import FASTER, PrefixSharing
+from areno.specs.engine import SharePrefixes
+from areno.specs.role import RoleSpec
+
+if TYPE_CHECKING:
+    from areno.models.transformer import Transformer
 
 LEAST = 16  # tokens in which rows must agree to share them; fewer would save less than the copies of keys cost
 _LEAST_OF_SHORT = 4  # the same where all rows are short
@@ -403,3 +409,12 @@ def order_to_share(rows: Rows, sharing: PrefixSharing) -> list[tuple[int, int]] 
         return None
     order = list(sorted_rows(rows))
     return order if sharing.saves_enough(sum(common for _, common in order), n_tokens) else None
+
+
+def prefix_sharing_rules(
+    model: Transformer, role: RoleSpec, when: SharePrefixes
+) -> tuple[PrefixSharing, PrefixSharing]:
+    """Return the rules of scoring and of training."""
+    on_cuda, itemsize = model.device.type == "cuda", model.embed.weight.element_size()
+    rule = partial(PrefixSharing.from_setting, when, model.config, itemsize, on_cuda=on_cuda, tp_size=model.tp.size)
+    return rule(trains=False), rule(trains=True, adapters=role.adapters)
