@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from areno.checks.formulas import advantage_formulas as formulas
 from areno.checks.formulas.advantage_formulas import Norm
-from areno.checks.step_formula import field_of
+from areno.checks.step_formula import field_of, mask_of
 from areno.checks.watched_run import Update, WatchedRun, reward_of_tokens, reward_parts
 from areno.config.policy_experiments import CriticExperimentConfig
-from areno.loss_fns.adv_estimators import GDPO, REAL, MaxRL
+from areno.loss_fns.adv_estimators import GDPO, OTB, REAL, MaxRL
 from areno.recipes import grpo, gspo, ppo
 from areno.types import ScoredSample, TrainSequence
 
@@ -73,7 +74,7 @@ class StepRows:
     def has_advantages(self) -> bool:
         known = [each.advantages for each in (grpo.GRPOConfig, gspo.GSPOConfig, ppo.PPOConfig)]
         estimator = self.run.config.actor.chosen_adv_estimator
-        is_known = estimator is None or isinstance(estimator, MaxRL | GDPO | REAL)
+        is_known = estimator is None or isinstance(estimator, MaxRL | GDPO | REAL | OTB)
         return is_known and type(self.run.config).advantages in known and None not in self.samples
 
     def advantages(self, actor: Any = None, groups: list[int] | None = None) -> tuple[Arrays, Arrays | None]:
@@ -93,14 +94,27 @@ class StepRows:
                 values = [field_of(row, "values").numpy() for row in own]
                 found, targets = formulas.critic_advantages(*more, policy, reference, values, actor)
             elif actor.chosen_adv_estimator is not None:
-                of_rows = self._estimated(actor.chosen_adv_estimator, indices, *more)
-                found = [np.full(len(row), value) for row, value in zip(policy, of_rows, strict=True)]
+                if isinstance(actor.chosen_adv_estimator, OTB):
+                    found = formulas.otb(*more, *self._distributions(own))
+                else:
+                    of_rows = self._estimated(actor.chosen_adv_estimator, indices, *more)
+                    found = [np.full(len(row), value) for row, value in zip(policy, of_rows, strict=True)]
                 targets = [None] * len(own)
             else:
                 found, targets = formulas.outcome_advantages(*more, policy, reference, actor), [None] * len(own)
             for index, advantage, target in zip(indices, found, targets, strict=True):
                 advantages[index], returns[index] = advantage, target
         return advantages, returns if has_critic else None
+
+    def _distributions(self, rows: list[TrainSequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the distribution at each trained token of rows under the policy before the update, and the tokens."""
+        model, temperature, found = self.run.models[self.update.role], self.update.how.sampling.logprob_temperature, []
+        weights = {name: tensor.double() for name, tensor in self.update.before.items()}
+        for row in rows:
+            with torch.no_grad():
+                q = model.log_distributions(weights, np.asarray(row.tokens).tolist(), temperature).exp()
+            found.append(q[mask_of(row)[1:]].numpy())
+        return found, [np.asarray(row.tokens)[mask_of(row).numpy()] for row in rows]
 
     def _estimated(self, estimator: Any, indices: list[int], rewards: list[float], groups: list[int]) -> list[float]:
         if isinstance(estimator, MaxRL):

@@ -227,6 +227,45 @@ class REAL(AdvEstimator):
             yield Problem("actor.gradient_accumulation_steps", text, actor.gradient_accumulation_steps, _KEY, key)
 
 
+@ADV_ESTIMATORS.register(
+    "otb", help="a baseline of each token, weighted by how far each sample could move (OTB, arXiv 2602.07078)"
+)
+class OTB(AdvEstimator):
+    """Optimal token baseline (arXiv 2602.07078): A_t = R - B_t, B_t = sum of R W_t / sum of W_t over the group.
+
+    W_t = sum over j <= t of (1 - 2 pi_j + sum_v pi_v^2), over trained tokens: the squared norm of the gradient of the
+    log-probability with respect to the logits. Samples with fewer than t tokens do not count in B_t. So the last tokens
+    of a sample that is longer than all others have the advantage 0.
+    """
+
+    needs_group: ClassVar[bool] = True
+    needs_logit_gradients: ClassVar[bool] = True
+
+    def token_advantages(
+        self, rewards_B: np.ndarray, groups: Sequence[int], logit_gradients: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        import numpy as np
+
+        found, groups_B = [np.zeros(len(each)) for each in logit_gradients], np.asarray(groups)
+        for group in np.unique(groups_B):
+            members = np.flatnonzero((groups_B == group) & ~np.isnan(rewards_B))
+            longest = max((len(found[i]) for i in members), default=0)
+            if not longest:
+                continue
+            weights_ST = np.zeros((len(members), longest))
+            for place, i in enumerate(members):
+                # Where all tokens are certain, the baseline is the mean.
+                weights_ST[place, : len(found[i])] = np.cumsum(np.maximum(logit_gradients[i], 0.0)) + 1e-12
+            for i in members:
+                apart_S = rewards_B[i] - rewards_B[members]  # exactly 0 for equal rewards
+                found[i][:] = ((apart_S @ weights_ST) / weights_ST.sum(axis=0))[: len(found[i])]
+        return found
+
+    def problems(self, config: Any) -> Iterator[Problem]:
+        if not isinstance(config.actor, SurrogateConfig):
+            yield Problem("actor.adv_estimator", "is otb, with an advantage for each token; use the recipe grpo")
+
+
 _KEY = Key("actor.adv_estimator")
 
 

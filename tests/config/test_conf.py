@@ -109,6 +109,7 @@ VARIANTS = {
     "luspo": (["grpo", "ppo"], "LUSPO"),
     "m2po": (["grpo", "ppo"], "M2PO"),
     "maxrl": (["grpo", "gspo"], "MaxRL"),
+    "otb": (["grpo"], "OTB"),
     "prime_ipo": (["grpo", "ppo"], "IPO of prime-rl"),
     "real": (["grpo"], "REAL"),
     "reinforce_pp": (["grpo"], "REINFORCE++"),

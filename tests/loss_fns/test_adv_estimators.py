@@ -12,7 +12,7 @@ import torch
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.loss_fns import DataPack, grpo_loss_fn
-from areno.loss_fns.adv_estimators import GDPO, REAL, MaxRL
+from areno.loss_fns.adv_estimators import GDPO, OTB, REAL, MaxRL
 from areno.recipes.grpo import GRPOConfig
 from areno.recipes.gspo import GSPOConfig
 
@@ -141,6 +141,35 @@ def test_settings_that_an_estimator_honours():
     assert (
         load(GSPOConfig, "quickstart", ["variant=maxrl", "actor.overlong_tokens=null"]).actor.adv_estimator == "maxrl"
     )
+
+
+def test_otb():
+    for seed in range(20):
+        rng, (rewards, groups, _) = np.random.default_rng(seed), batch(seed)
+        terms = [rng.uniform(0, 1.5, rng.integers(0, 6)) for _ in rewards]
+        found = OTB().token_advantages(np.array(rewards), groups, terms)
+        for i, row in enumerate(found):
+            for t, advantage in enumerate(row):
+                pairs = [
+                    (sum(terms[j][: t + 1]), rewards[j])
+                    for j in range(len(rewards))
+                    if groups[j] == groups[i] and len(terms[j]) > t and rewards[j] == rewards[j]
+                ]
+                if rewards[i] == rewards[i]:
+                    baseline = sum(w * r for w, r in pairs) / sum(w for w, _ in pairs)
+                    assert advantage == pytest.approx(rewards[i] - baseline, abs=1e-9)
+                else:
+                    assert advantage == 0
+
+
+def test_otb_at_the_edges():
+    """Equal rewards have no advantage, and the baseline of certain tokens is the mean."""
+    equal = OTB().token_advantages(np.full(3, 0.1), [1, 1, 1], [np.array([0.3, 0.1])] * 2 + [np.array([0.7])])
+    assert not np.concatenate(equal).any()
+    certain = OTB().token_advantages(np.array([1.0, 0.0]), [1, 1], [np.zeros(2)] * 2)
+    np.testing.assert_allclose(certain, [[0.5, 0.5], [-0.5, -0.5]], atol=1e-12)
+    with pytest.raises(ConfigError, match=r"is otb, with an advantage for each token; use the recipe grpo"):
+        load(GSPOConfig, "quickstart", ["actor.adv_estimator=otb"])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from areno.api import get_algorithm
 from areno.launch.compose import load
@@ -92,6 +93,31 @@ def test_real(grpo: Variant) -> None:
             ]
             assert advantages(group) == close(expected)
     assert run.series("train/ratio_std")[0] > 1e-3
+
+
+def test_otb(grpo: Variant) -> None:
+    """Baselines of tokens, from the distributions of transformers."""
+    run = grpo("variant=otb", "total_train_steps=1", "actor.optimizer.lr=1e-30")
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64)
+    differ = 0
+    for group in groups(run.rows[0]):
+        weights = []
+        for row in group:
+            mask = ~torch.as_tensor(row.prompt_mask)
+            with torch.no_grad():
+                q = (model(torch.tensor([list(row.tokens)])).logits[0, :-1] / 2.0).softmax(-1)[mask[1:]]
+            chosen = torch.nn.functional.one_hot(torch.tensor(list(row.tokens))[mask], q.shape[1])
+            weights.append((chosen - q).square().sum(-1).cumsum(0).tolist())
+        r = rewards(group)
+        for i, row in enumerate(group):
+            alive = [[j for j in range(4) if len(weights[j]) > t] for t in range(len(weights[i]))]
+            expected = [
+                r[i] - sum(r[j] * weights[j][t] for j in own) / sum(weights[j][t] for j in own)
+                for t, own in enumerate(alive)
+            ]
+            assert trained(row, "advantages") == close(expected)
+            differ += len({round(value, 3) for value in expected}) > 1
+    assert differ > 2
 
 
 def test_gdpo(grpo: Variant, tmp_path: Path) -> None:

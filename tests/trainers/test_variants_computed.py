@@ -22,6 +22,7 @@ VARIANTS = {
     "entropy_bonus": ["actor.entropy_bonus.coef=3.0"],
     "fipo": [],
     "real": [],
+    "otb": [],
     "gmpo": ["actor.gmpo.log_clip=0.01"],
     "vespo": [],
     "dppo_tv": ["actor.dppo_tv.threshold=0.02"],

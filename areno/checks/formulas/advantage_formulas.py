@@ -145,6 +145,26 @@ def real(rewards: Sequence[float], groups: Sequence[int], tau: float) -> list[fl
     return found
 
 
+def otb(rewards: Sequence[float], groups: Sequence[int], distributions: Rows, tokens: Rows) -> list[np.ndarray]:
+    """OTB (2602.07078), from the distribution at each trained token, (T, V) for each row, and the tokens."""
+    weights = []
+    for q, chosen in zip(distributions, tokens, strict=True):
+        apart = [np.eye(len(of_token))[token] - of_token for of_token, token in zip(q, chosen, strict=True)]
+        weights.append([math.fsum(float(x @ x) for x in apart[: t + 1]) for t in range(len(chosen))])
+    found = []
+    for index, group in enumerate(groups):
+        own = [other for other, of in enumerate(groups) if of == group]
+        of_row = []
+        for t in range(len(weights[index])):
+            alive = [other for other in own if len(weights[other]) > t]
+            total = math.fsum(weights[other][t] for other in alive)
+            baseline = math.fsum(rewards[other] * weights[other][t] for other in alive) / total
+            is_equal = len({rewards[other] for other in alive}) == 1
+            of_row.append(0.0 if is_equal else rewards[index] - baseline)
+        found.append(np.array(of_row))
+    return found
+
+
 def gdpo(
     parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], groups: Sequence[int], eps: float
 ) -> list[float]:
