@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-SCALES = "_scale_inv"  # ends the name of the scales of a weight
-
 
 class BlockScaledSlice:
     """A weight in FP8 as a slice of safetensors that returns dequantized values in float32.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from areno.config.experiments import HeadName
 from areno.config.rollout import SamplingConfig
@@ -13,6 +14,7 @@ from areno.models.folder import RawConfig
 from areno.models.rope_config import read_rope
 from areno.schema.fields import settings
 
+SCALES = "_scale_inv"  # ends the name of the scales of a weight in FP8
 N_LABELS: dict[HeadName, int] = {"lm": 0, "value": 1, "step": 2}
 """Kind of head -> number of scores that it computes for each token."""
 MAX_LAYERS = 10_000  # a larger number is an error in the file
@@ -48,6 +50,33 @@ class LayerKind:
     window: int | None = None  # number of last tokens that a token attends to, itself included; None means all
 
 
+class KeptTensor(NamedTuple):
+    """A tensor that areno does not use, and writes again as it is. Weights in FP8 with scales are dequantized."""
+
+    shape: tuple[int, ...]
+    n_bytes: int
+    has_scales: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeights:
+    """What the weight files of a folder hold that saving writes again.
+
+    Attributes:
+        folder: The folder.
+        fused_experts: Whether the matrices of a layer's experts are stored in one tensor, see `Family.fused_experts`.
+        beginnings: Prefix of tensor names in a text model -> prefix in the files. Empty if they are equal.
+        around: config.json of the image-text model. Empty if the folder holds a text model.
+        kept: The tensors that areno does not use, by name.
+    """
+
+    folder: Path
+    fused_experts: bool = False
+    beginnings: Mapping[str, str] = field(default_factory=dict)
+    around: Mapping[str, Any] = field(default_factory=dict)
+    kept: Mapping[str, KeptTensor] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """The shape of a decoder-only transformer (transformer.py). Fields that are not listed mean what they are called.
@@ -69,6 +98,8 @@ class TransformerConfig:
             tensor names. Otherwise empty.
         float32: Tensors of a layer that are float32 whatever the dtype of the model, such as "linear_attn.A_log". Those
             of the family's `float32` that the weight files store so, or all of these without weight files.
+        stored: What the weight files of the folder hold. None without weight files, and for families of which it is
+            never read.
         fp8_kv: Whether keys (after rotary embedding) and values are rounded to FP8, so that they can be cached in it.
         stored_vocab_size: Number of token ids in the checkpoint, if it differs from `vocab_size`, the actor's number.
             Rows of further ids are not loaded, and missing ids have no logits.
@@ -108,6 +139,7 @@ class TransformerConfig:
     head: HeadName = "lm"
     has_head: bool = True
     float32: tuple[str, ...] = ()
+    stored: StoredWeights | None = None
     fp8_kv: bool = False
     stored_vocab_size: int | None = None
 
@@ -169,6 +201,8 @@ class Family:
         names: Module of areno's `Layer` -> its modules in the checkpoint. Only those that differ from LAYER_NAMES.
         expert_names: As `names`, for the modules of a mixture of experts. `{}` stands for the index of an expert. If a
             checkpoint module holds several matrices of each expert, they are stacked, expert by expert.
+        fused_experts: Tensor with three dimensions that holds all experts of a layer -> module of `Layer`. Its rows are
+            those of `expert_names`, expert by expert. Files may have these or a tensor for each expert.
         stacked: Fused module in the weight files -> the separate modules that it holds, in the order of their rows.
         float32: Tensors of a layer that published checkpoints store in float32 among weights in another dtype.
         around: The image-text architecture whose `text_config` describes a model of this family; "" if there is none.
@@ -176,7 +210,8 @@ class Family:
         is_whole: Whether transformers builds the image-text model from an image-text folder even when asked for a
             causal language model.
         beginnings: Prefix of tensor names in an image-text model -> prefix in a text model.
-        unread: Prefixes of the names of tensors that are ignored, such as those of the image encoder.
+        unread: Prefixes of the names of tensors that areno does not use, such as those of the image encoder. Unless
+            `is_whole`, they are written again when the model is saved.
     """
 
     name: str
@@ -188,6 +223,7 @@ class Family:
     unused: frozenset[str] = frozenset()
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fused_experts: Mapping[str, str] = field(default_factory=dict)
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     float32: tuple[str, ...] = ()
     around: str = ""

@@ -281,6 +281,7 @@ TOKENIZER = (
     "additional_chat_templates",
 )
 GENERATION = ("generation_config.json",)
+PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")  # of images
 ADAPTER_CONFIG = "adapter_config.json"
 
 

@@ -88,8 +88,9 @@ def load_config(path: str | Path, head: HeadName = "lm", *, needs_head: bool = F
         raise CheckpointError("{} has no config.json; expected a Hugging Face model folder ({})", folder, MODEL)
     generation_file = folder / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
-    config = parse_config(read_json(file), str(file), head, needs_head=needs_head, generation=generation)
-    return with_stored(config, folder)
+    values = read_json(file)
+    config = parse_config(values, str(file), head, needs_head=needs_head, generation=generation)
+    return with_stored(config, folder, values)
 
 
 def parse_config(

@@ -25,12 +25,20 @@ from areno.layers.linear import Linear
 from areno.layers.mlp import ExpertMatrices
 from areno.layers.parallel import ParallelGroup
 from areno.layers.rotary import permute_heads
+from areno.models.block_scales import BlockScaledSlice
+from areno.models.config import SCALES, fp8_block_size
 from areno.models.families import FAMILIES
 from areno.models.folder import (
+    GENERATION,
     INDEX,
+    PROCESSOR,
+    TOKENIZER,
     add_eos_token_ids,
     copy_tokenizer_files,
+    join_first_names,
+    open_safetensors,
     resolve_model_folder,
+    tensor_files,
     write_json,
 )
 from areno.models.transformer import Transformer
@@ -53,18 +61,20 @@ def file_writers(
 ) -> Iterator[Callable[[], None]]:
     """Yield functions for `write_all`. They write this rank's files of a folder that `transformers` can load.
 
-    Adapters are merged into the weights. The ranks of `dp` have replicas of the model and share the work. The folder is
-    incomplete until all ranks have written, so a caller that needs atomic replacement must write to a temporary folder
-    and rename it. Tokenizer, chat template and generation settings come from the first folder or hub id in `source`
-    that has any.
+    Tensors have the names, the dtypes and the layout of the folder that was read, whose tensors that areno does not use
+    are copied (`TransformerConfig.stored`). Adapters are merged into the weights. The ranks of `dp` have replicas of
+    the model and share the work. The folder is incomplete until all ranks have written, so a caller that needs atomic
+    replacement must write to a temporary folder and rename it. Tokenizer, chat template and generation settings come
+    from the first folder or hub id in `source` that has any.
 
     Taking a function from the iterator is a collective call, and copies the weights of one file to host memory. Calling
     the function writes the file and syncs it to disk. If all functions are taken before the next update of the weights,
     they may be called later, in any thread. `ends`: token ids to add to eos_token_id in generation_config.json.
     """
     folder, dp = Path(folder), dp or ParallelGroup()
-    table = stored_tensors(model)
+    table = {_saved_name(name, model): stored for name, stored in stored_tensors(model).items()}
     sizes = {name: math.prod(stored.shape) * stored.dtype.itemsize for name, stored in table.items()}
+    sizes |= kept_sizes(model)
     n_ranks, total = dp.size * model.tp.size, sum(sizes.values())
     n_files = max(1, min(FILES_OF_A_RANK * n_ranks, total // MIN_SHARD_BYTES)) if n_ranks > 1 else 1
     plan = split_state_dict_into_shards_factory(
@@ -83,10 +93,14 @@ def file_writers(
         write = None
         for owner, file in enumerate(files):
             if file is not None:
-                named = {name: table[name] for name in plan.filename_to_tensors[file]}
+                names = plan.filename_to_tensors[file]
+                named = {name: table[name] for name in names if name in table}
+                kept = [name for name in names if name not in table]
                 tensors = gather_tensors(named, model, owner, pin_memory)
                 if owner == model.tp.rank:
-                    write = partial(write_tensors, tensors, named, folder / file, record_copies_event(model.device))
+                    copied = record_copies_event(model.device)
+                    more = partial(read_kept, model, kept) if kept else None
+                    write = partial(write_tensors, tensors, named, folder / file, copied, more)
                 del tensors  # only `write` holds them, as long as the caller holds `write`
         if write is not None:
             yield write
@@ -103,7 +117,7 @@ def write_all(folder: str | Path, writes: Iterable[Callable[[], None]]) -> None:
         try:
             if failure is None:
                 write()
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, CheckpointError) as error:
             failure = error
         del write  # free its weights before the next file is gathered
     if failure is not None:
@@ -163,8 +177,14 @@ def record_copies_event(device: torch.device) -> Any:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, StoredTensor], file: Path, copied: Any) -> None:
-    """Write the tensors that `gather_tensors` returned to a safetensors file, and sync the file to disk.
+def write_tensors(
+    tensors: dict[str, Tensor],
+    named: Mapping[str, StoredTensor],
+    file: Path,
+    copied: Any,
+    more: Callable[[], dict[str, Tensor]] | None = None,
+) -> None:
+    """Write the tensors that `gather_tensors` and `more` return to a safetensors file, and sync the file to disk.
 
     First wait for the event `copied`, and permute the rows of heads in place into the file's order.
     """
@@ -174,12 +194,11 @@ def write_tensors(tensors: dict[str, Tensor], named: Mapping[str, StoredTensor],
         if stored.by_column:
             tensors[name] = stored.columns_in_turn(tensors[name])
             continue
-        rows = tensors[name].split([entry.part.full_shape[0] for entry in stored.entries])
-        for part, order in zip(rows, stored.orders, strict=True):
+        for part, order in zip(stored.split(tensors[name]), stored.orders, strict=True):
             if order is not None:
                 part.copy_(permute_heads(part, order.argsort()))
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(tensors if more is None else {**tensors, **more()}, file, metadata={"format": "pt"})
     file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
     sync(file)
     sync(file.parent)
@@ -193,7 +212,8 @@ def _write_other_files(
     `plan`: the division of tensors into weight files, from huggingface_hub.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = copy_tokenizer_files([resolve_model_folder(path) for path in source], folder)
+    sets = (TOKENIZER, GENERATION, PROCESSOR) if _kept_around(model) else (TOKENIZER, GENERATION)
+    written = copy_tokenizer_files([resolve_model_folder(path) for path in source], folder, sets)
     written.append(write_json(folder / "config.json", _saved_config(model)))
     if listing_ends := add_eos_token_ids(folder, model.config.eos_token_ids, ends):
         written.append(listing_ends)
@@ -213,8 +233,11 @@ def sync_written(folder: Path, written: Iterable[Path]) -> None:
 def _saved_config(model: Transformer) -> dict[str, Any]:
     """Return config.json as it was read, but with the dtype of the weights and the architecture of the model's head."""
     family, values = FAMILIES[model.config.family], dict(model.config.hf)
+    if around := _kept_around(model):
+        values = {**around, "text_config": _with_dtype(around["text_config"], model)}
+        return {name: value for name, value in _with_dtype(values, model).items() if name != "quantization_config"}
     values.pop("quantization_config", None)  # of weights that were dequantized
-    values["dtype" if "dtype" in values else "torch_dtype"] = DTYPE_NAMES[model.embed.weight.dtype]
+    values = _with_dtype(values, model)
     if model.score is None:
         values.setdefault("architectures", [family.architecture])
     elif not model.config.has_head:
@@ -224,3 +247,52 @@ def _saved_config(model: Transformer) -> dict[str, Any]:
         values["label2id"] = {name: number for number, name in enumerate(labels)}
     values.setdefault("model_type", family.name)
     return values
+
+
+def _with_dtype(values: Mapping[str, Any], model: Transformer) -> dict[str, Any]:
+    return {**values, "dtype" if "dtype" in values else "torch_dtype": DTYPE_NAMES[model.embed.weight.dtype]}
+
+
+def _kept_around(model: Transformer) -> Mapping[str, Any]:
+    """Return config.json of the image-text model if the model is saved as such, else an empty mapping."""
+    return {} if model.config.stored is None else model.config.stored.around
+
+
+def _saved_name(name: str, model: Transformer) -> str:
+    """Return the name of a tensor in the files, given its name in a text model."""
+    for own, within in ({} if model.config.stored is None else model.config.stored.beginnings).items():
+        if name.startswith(own):
+            return within + name.removeprefix(own)
+    return name
+
+
+def kept_sizes(model: Transformer) -> dict[str, int]:
+    """Return the bytes of each tensor that areno does not use."""
+    kept = {} if model.config.stored is None else model.config.stored.kept
+    itemsize = model.embed.weight.dtype.itemsize
+    return {
+        name: math.prod(tensor.shape) * itemsize if tensor.has_scales else tensor.n_bytes
+        for name, tensor in kept.items()
+    }
+
+
+def read_kept(model: Transformer, names: Sequence[str]) -> dict[str, Tensor]:
+    """Read tensors that areno does not use from the folder of the model. Weights in FP8 are dequantized."""
+    stored, blocks = model.config.stored, fp8_block_size(model.config.hf)
+    assert stored is not None
+    file_of = tensor_files(stored.folder)
+    if missing := [name for name in names if name not in file_of]:
+        text = f"{stored.folder} no longer holds {join_first_names(missing)}, which are copied from there"
+        raise CheckpointError(text)
+    found = {}
+    for name in names:
+        with open_safetensors(file_of[name]) as tensors:
+            if stored.kept[name].has_scales and blocks is not None:
+                scales = f"{name}{SCALES}"
+                with open_safetensors(file_of[scales]) as others:
+                    values = BlockScaledSlice(tensors.get_slice(name), others.get_tensor(scales), blocks)[:, :]
+                found[name] = values.to(model.embed.weight.dtype)
+            else:
+                found[name] = tensors.get_tensor(name)
+        heartbeat.beat()
+    return found

@@ -20,9 +20,9 @@ from areno.errors import CheckpointError, Problem
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.rotary import head_order, permute_heads
 from areno.layers.shard import TensorPart
-from areno.models.block_scales import SCALES, BlockScaledSlice
-from areno.models.config import Family, TransformerConfig, fp8_block_size
-from areno.models.families import FAMILIES, module_names, stored_names
+from areno.models.block_scales import BlockScaledSlice
+from areno.models.config import SCALES, Family, TransformerConfig, fp8_block_size
+from areno.models.families import FAMILIES, fused_expert_names, module_names, stored_names
 from areno.models.folder import (
     SHOWN,
     join_first_names,
@@ -66,13 +66,17 @@ class StoredTensor(NamedTuple):
     entries: list[CheckpointEntry]
     orders: list[Tensor | None]  # for each entry, the result of `head_order`
     by_column: bool = False
+    n_experts: int = 0  # if not 0, the first of three dimensions
 
     @property
     def shape(self) -> tuple[int, ...]:
         shapes = [entry.part.full_shape for entry in self.entries]
         if self.by_column:
             return (shapes[0][0], sum(shape[1] for shape in shapes))
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        n_rows = sum(shape[0] for shape in shapes)
+        if self.n_experts:
+            return (self.n_experts, n_rows // self.n_experts, *shapes[0][1:])
+        return (n_rows, *shapes[0][1:])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,13 +97,16 @@ def stored_tensors(model: Transformer) -> dict[str, StoredTensor]:
     """Return the tensors in the weight files by name, in the order of `checkpoint_table`."""
     config = model.config
     order = head_order(config.rope, config.head_dim)
-    stacked = stored_names(config)
+    stacked, fused = stored_names(config), fused_expert_names(config)
     found: dict[str, StoredTensor] = {}
     for entry in checkpoint_table(model):
         name, inner = entry.name, ".".join(entry.name.split(".")[3:-1])  # model.layers.3.<inner>.weight
         if inner in stacked:
             name = name.replace(inner, stacked[inner])
-        stored = found.setdefault(name, StoredTensor([], []))
+        n_experts = 0
+        if inner in fused and config.experts is not None:
+            name, n_experts = name.replace(inner, fused[inner]).removesuffix(".weight"), config.experts.n_experts
+        stored = found.setdefault(name, StoredTensor([], [], n_experts=n_experts))
         stored.entries.append(entry)
         stored.orders.append(module_head_order(inner, order, config))
     return found
@@ -230,20 +237,37 @@ def load_shard(name: str, target: StoredTensor, source: Any, file: Path, shaped_
     """
     if wrong := _header_problem(name, target, source, shaped_by):
         raise CheckpointError(f"{file}: {wrong}")
-    shape, all_finite, row, n = target.shape, True, 0, len(target.entries)
+    all_finite, row, n, n_total = True, 0, len(target.entries), target.shape[0]
+    if target.n_experts:
+        source, n_total = ExpertRows(source), -1
     whole = source[:] if target.by_column else None
     for index, (entry, order) in enumerate(zip(target.entries, target.orders, strict=True)):
         n_rows = entry.part.full_shape[0]
+        if target.n_experts and not entry.part.size:  # an expert of another rank
+            row += n_rows
+            continue
         if whole is not None:
             piece = entry.part.shard_of(whole[:, index::n])
         else:
-            piece = entry.part.shard_of(source if n_rows == shape[0] else source[row : row + n_rows])
+            piece = entry.part.shard_of(source if n_rows == n_total else source[row : row + n_rows])
         row += n_rows
         region = entry.part.region(entry.parameter)
         region.copy_(piece if order is None else permute_heads(piece, order))
         heartbeat.beat()
         all_finite &= is_finite(region)
     return all_finite
+
+
+class ExpertRows:
+    """A safetensors slice with three dimensions as a matrix of its rows, expert by expert."""
+
+    def __init__(self, source: Any):
+        self._source, (_, self._n_rows, _) = source, source.get_shape()
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Return rows of one expert."""
+        expert, first = divmod(rows.start, self._n_rows)
+        return self._source[expert : expert + 1, first : first + rows.stop - rows.start].squeeze(0)
 
 
 def _header_problem(name: str, target: StoredTensor, source: Any, shaped_by: str) -> str | None:

@@ -29,6 +29,62 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor], **fields: Any) -> di
     return tensors
 
 
+VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
+
+
+def with_experts_in_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stack the matrices of a layer's experts in two tensors with three dimensions, as Qwen3.5 is published."""
+    found, parts = {}, dict[str, dict[int, dict[str, torch.Tensor]]]()
+    for name, tensor in tensors.items():
+        layer, _, rest = name.partition(".mlp.experts.")
+        if rest:
+            expert, kind, _ = rest.split(".")
+            parts.setdefault(layer, {}).setdefault(int(expert), {})[kind] = tensor
+        else:
+            found[name] = tensor
+    for layer, experts in parts.items():
+        of = [experts[index] for index in sorted(experts)]
+        both = [torch.cat((each["gate_proj"], each["up_proj"])) for each in of]
+        found[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(both)
+        found[f"{layer}.mlp.experts.down_proj"] = torch.stack([each["down_proj"] for each in of])
+    return found
+
+
+def publish(kind: str, folder: Path, *, images: bool, fused: bool = False, mtp: bool = True) -> dict[str, torch.Tensor]:
+    """Write a random Qwen3.5 as it is published, and return its tensors. `kind`: "qwen3.5" or "qwen3.5-experts"."""
+    import transformers
+
+    from tests.helpers.family_cases import CASES, SHAPE, random_model
+
+    if images:
+        torch.manual_seed(0)
+        like = "Qwen3_5Moe" if kind.endswith("experts") else "Qwen3_5"
+        text = {**SHAPE, **CASES[kind][1]}
+        config = getattr(transformers, f"{like}Config")(text_config=text, vision_config=VISION)
+        model = getattr(transformers, f"{like}ForConditionalGeneration")(config)
+        model.save_pretrained(folder)
+    else:
+        random_model(kind, folder)
+    tensors = in_mixed_dtypes(folder)
+    if fused:
+        tensors = with_experts_in_one(tensors)
+    if mtp:
+        tensors["mtp.fc.weight"] = torch.rand(8, 4).bfloat16()
+        tensors["mtp.layers.0.mlp.experts.down_proj"] = torch.rand(2, 3, 4)
+    if images:
+        values = json.loads((folder / "config.json").read_text())
+        return rewrite(folder, tensors, text_config={**values["text_config"], "dtype": "bfloat16"})
+    return rewrite(folder, tensors)
+
+
 def assert_same_files(found: Path, expected: dict[str, torch.Tensor]) -> None:
     """The weights of a folder have the names, dtypes and bits that are expected."""
     tensors = load_file(found / "model.safetensors")

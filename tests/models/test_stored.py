@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from areno.cost.memory import model_bytes
 from areno.engine.engine import Engine
+from areno.errors import CheckpointError
 from areno.kernels.delta import DeltaWeights, RowChunks, delta_rows
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
@@ -21,9 +24,10 @@ from areno.models.weights import load_weights
 from tests.helpers.family_cases import random_model
 from tests.helpers.family_engines import step
 from tests.helpers.in_float64 import InFloat64
-from tests.helpers.published import FLOAT32, assert_same_files, in_mixed_dtypes
+from tests.helpers.published import FLOAT32, assert_same_files, in_mixed_dtypes, publish
 from tests.helpers.saving import save_weights
 from tests.helpers.tiny_engine import spec, train_on
+from tests.helpers.two_ranks import load
 from tests.helpers.zero_ranks import ALONE, ONE_BY_ONE, backend, on_ranks, rows, three_steps
 
 
@@ -89,6 +93,48 @@ def test_float32_tensors_have_a_buffer_of_their_own(tmp_path: Path) -> None:
     config = trained.model.config
     held = sum(each.nbytes for each in trained.model.parameters())
     assert model_bytes(config, 2, None).weights == held > 2 * n_parameters(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "images", "fused"),
+    [
+        ("qwen3.5-experts", True, True),
+        ("qwen3.5-experts", False, True),
+        ("qwen3.5-experts", False, False),
+        ("qwen3.5", True, False),
+    ],
+)
+def test_a_folder_is_saved_as_it_was_read(kind: str, images: bool, fused: bool, tmp_path: Path) -> None:
+    """Names, dtypes, bits and config.json, also of what areno does not use; transformers loads it."""
+    stored = publish(kind, tmp_path / "in", images=images, fused=fused)
+    save_weights(load_bf16(tmp_path / "in"), tmp_path / "out", max_shard_bytes=2**40)
+    assert_same_files(tmp_path / "out", stored)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("in", "out")]
+    assert configs[0] == configs[1]
+    auto = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
+    models = [auto.from_pretrained(tmp_path / name, output_loading_info=True) for name in ("in", "out")]
+    assert not models[1][1]["missing_keys"]
+    assert not models[1][1]["unexpected_keys"]
+    expected = models[0][0].state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in models[1][0].state_dict().items())
+
+
+def test_both_layouts_of_experts_are_the_same_model(tmp_path: Path) -> None:
+    """Ranks read only their own experts, of either."""
+    publish("qwen3.5-experts", tmp_path / "each", images=False)
+    publish("qwen3.5-experts", tmp_path / "fused", images=False, fused=True)
+    for tp in (None, ParallelGroup(1, 2)):
+        expected = load(tmp_path / "each", tp).state_dict()
+        for name, tensor in load(tmp_path / "fused", tp).state_dict().items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_what_is_copied_must_still_be_there(tmp_path: Path) -> None:
+    publish("qwen3.5", tmp_path / "in", images=True)
+    model = load_bf16(tmp_path / "in")
+    (tmp_path / "in/model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot write the model .* has no weights.*saver\.path"):
+        save_weights(model, tmp_path / "out")
 
 
 @pytest.mark.slow

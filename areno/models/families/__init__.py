@@ -61,6 +61,14 @@ def stored_names(config: TransformerConfig) -> dict[str, str]:
     return {part: whole for whole, parts in FAMILIES[config.family].stacked.items() for part in parts}
 
 
+def fused_expert_names(config: TransformerConfig) -> dict[str, str]:
+    """Map each module of an expert to the tensor that holds those of all experts. Empty if the files have no such."""
+    if config.stored is None or not config.stored.fused_experts:
+        return {}
+    fused = FAMILIES[config.family].fused_experts
+    return {part: whole for whole, module in fused.items() for part in layer_names(module, config)}
+
+
 def stored_modules(module: str, config: TransformerConfig) -> dict[str, list[int]]:
     """Return the modules in the weight files that make up a module of a layer, such as "attention.qkv".
 

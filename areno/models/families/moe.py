@@ -121,6 +121,10 @@ QWEN3_5_MOE = replace(
         "mlp.shared.down": ("mlp.shared_expert.down_proj",),
         "mlp.shared_gate": ("mlp.shared_expert_gate",),
     },
+    fused_experts={
+        "mlp.experts.gate_up_proj": "mlp.experts_gate_up",
+        "mlp.experts.down_proj": "mlp.experts_down",
+    },
     around="Qwen3_5MoeForConditionalGeneration",
 )
 MIXTRAL = Family(
