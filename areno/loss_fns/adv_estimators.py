@@ -248,7 +248,7 @@ class OTB(AdvEstimator):
 
         found, groups_B = [np.zeros(len(each)) for each in logit_gradients], np.asarray(groups)
         for group in np.unique(groups_B):
-            members = np.flatnonzero((groups_B == group) & ~np.isnan(rewards_B))
+            members = np.flatnonzero((groups_B == group) & ~np.isnan(rewards_B)).tolist()
             longest = max((len(found[i]) for i in members), default=0)
             if not longest:
                 continue
