@@ -8,14 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from areno.config.models import MicroBatchSpec
 from areno.config.optimizers import MuonConfig, OptimizerConfig
 from areno.cost import memory
+from areno.engine.engine import Engine
 from areno.engine.train.muon import orthogonalise
 from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.zero_buffers import FlatParameters
 from areno.layers.parallel import ParallelGroup
+from areno.loss_fns.sft import sft_loss_fn
 from areno.models.parameters import n_matrix_parameters
 from areno.models.registry import build_model, load_config
+from areno.specs.update import UpdateSpec
+from areno.types import TrainSequence
 from tests.helpers.family_cases import random_model
 from tests.helpers.moe_models import moe_folder
 from tests.helpers.muon_updates import (
@@ -30,7 +35,8 @@ from tests.helpers.muon_updates import (
     step,
     whole_tensors,
 )
-from tests.helpers.tiny_engine import model_folder
+from tests.helpers.muon_updates import optimizer as muon_optimizer
+from tests.helpers.tiny_engine import model_folder, saved_tensors, spec
 from tests.helpers.tp_ranks import Groups, on_ranks
 from tests.helpers.zero_ranks import assert_same_in_host, small_windows
 
@@ -162,6 +168,35 @@ def test_four_ranks_update_as_one(tmp_path: Path) -> None:
     dense = model_folder(tmp_path / "dense", num_hidden_layers=3)
     on_ranks(4, compare, dense, 2, (1, 2), [{}])
     on_ranks(4, compare, dense, 4, (0,), [{}, {"adapted": True}])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *({"devices": 2, "cp_size": 2, "zero_stage": stage} for stage in (0, 1, 2)),
+        {"devices": 4, "cp_size": 2, "zero_stage": 2},
+        {"devices": 4, "cp_size": 2, "tp_size": 2},
+    ],
+    ids=["zero 0", "zero 1", "zero 2", "two copies", "tp 2"],
+)
+def test_ranks_that_share_rows_train_as_one(tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Context parallelism, in whole training steps: to 1e-4 of the distance moved, as sums have another order."""
+    folder = model_folder(tmp_path / "model", num_attention_heads=8, num_key_value_heads=4)
+    tokens = [[(7 * n + 5 * place) % 60 + 2 for place in range(n)] for n in (11, 6, 25)]
+    rows = [TrainSequence([True] * 2 + [False] * (len(each) - 2), each) for each in tokens]
+    update, found = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=20)), []
+    for number, how in enumerate(({}, layout)):
+        with Engine(spec(folder, optimizer=muon_optimizer(), **how)) as engine:
+            engine.save(str(tmp_path / "start"))
+            stats = [engine.train(rows, sft_loss_fn, update) for _ in range(5)]
+            engine.save(str(tmp_path / f"end-{number}"))
+        found.append(([each["loss"] for each in stats], saved_tensors(tmp_path / f"end-{number}")))
+    start, (losses, expected), (several, weights) = saved_tensors(tmp_path / "start"), *found
+    assert losses[-1] < losses[0]
+    assert several == pytest.approx(losses, rel=1e-4)
+    for name, weight in expected.items():
+        assert (weights[name] - weight).norm() <= 1e-4 * (weight - start[name]).norm(), name
 
 
 @pytest.mark.parametrize("family", ["dense", "experts", "qwen3.5"])
