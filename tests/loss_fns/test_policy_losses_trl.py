@@ -15,35 +15,14 @@ import torch
 from torch import Tensor
 
 from areno.launch.compose import load
-from areno.loss_fns import DataPack, grpo_loss_fn, gspo_loss_fn
+from areno.loss_fns import grpo_loss_fn, gspo_loss_fn
 from areno.loss_fns.surrogates import GMPO, VESPO
 from areno.recipes.grpo import GRPOConfig
+from tests.helpers.padded_rows import LENGTHS, Batch, assert_same, batch, ours
 
 pytestmark = pytest.mark.slow
 
-LENGTHS, LONGEST, LIMIT = [5, 1, 7, 4, 6, 3], 7, 9
-Batch = dict[str, Tensor]
-
-
-def batch(dtype: torch.dtype, seed: int, by_token: bool = False) -> Batch:
-    """Rows of different lengths, in one of which tokens of a tool are not trained."""
-    rng = torch.Generator().manual_seed(seed)
-    shape = (len(LENGTHS), LONGEST)
-    mask = (torch.arange(LONGEST) < torch.tensor(LENGTHS)[:, None]).int()
-    tools = torch.ones_like(mask)
-    tools[2, 2:4] = 0
-    old = -torch.empty(shape, dtype=dtype).exponential_(generator=rng)
-    advantages = torch.randn(shape if by_token else (len(LENGTHS), 1), generator=rng, dtype=dtype)
-    more = {name: old + 0.5 * torch.randn(shape, generator=rng, dtype=dtype) for name in ("now", "ref")}
-    entropy = torch.rand(shape, generator=rng, dtype=dtype)
-    return {
-        "mask": mask,
-        "tools": tools,
-        "old": old,
-        "advantages": advantages.expand(shape),
-        "entropy": entropy,
-        **more,
-    }
+LIMIT = 9
 
 
 def theirs(trainer_class: Any, given: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
@@ -98,25 +77,6 @@ def theirs(trainer_class: Any, given: Batch, **settings: Any) -> tuple[Tensor, T
     return loss.detach(), torch.autograd.grad(loss, now)[0]
 
 
-def ours(loss_fn: Any, given: Batch, **settings: Any) -> tuple[Tensor, Tensor]:
-    now, inside = given["now"].clone().requires_grad_(), given["mask"].bool()
-    trained = (given["mask"] * given["tools"]).bool()
-    n_rows = len(LENGTHS)
-    pack = DataPack(
-        tokens=torch.zeros(int(inside.sum()), dtype=torch.int64),
-        row_of_token=torch.arange(n_rows)[:, None].expand(inside.shape)[inside],
-        loss_mask=trained[inside],
-        n_rows=n_rows,
-        step_tokens=int(trained.sum()),
-        step_rows=n_rows,
-        old_logprobs=given["old"][inside],
-        ref_logprobs=given["ref"][inside],
-        advantages=given["advantages"][inside],
-    )
-    loss = loss_fn(pack, now[inside], **settings)[0]
-    return loss.detach(), torch.autograd.grad(loss, now)[0]
-
-
 TOKEN, NORM = {"reduction": "token_mean"}, {"reduction": "seq_mean_token_sum_norm", "norm_length": LIMIT}
 CISPO = {"surrogate": "cispo", "clip_eps": 1.0, "clip_eps_higher": 0.28}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -146,13 +106,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def same(own: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], factor: float = 1.0) -> None:
-    bar = 1e-9 if own[0].dtype == torch.float64 else 1e-6
-    assert other[1].abs().max() > 1e-3
-    assert (factor * own[0] - other[0]).abs() < bar * max(1.0, other[0].abs().item())
-    assert (factor * own[1] - other[1]).abs().max() < bar
-
-
 @pytest.fixture(autouse=True)
 def default_dtype(request: pytest.FixtureRequest) -> Iterator[None]:
     """TRL makes tensors of its settings, such as the temperatures of SAPO, in the default dtype."""
@@ -174,7 +127,7 @@ def test_losses_of_grpos_trainer(trl: Any, dtype: torch.dtype) -> None:
         for seed in range(3):
             for by_token in (False, True):
                 given = batch(dtype, seed, by_token)
-                same(ours(grpo_loss_fn, given, **how), theirs(trl.GRPOTrainer, given, **their_settings))
+                assert_same(ours(grpo_loss_fn, given, **how), theirs(trl.GRPOTrainer, given, **their_settings))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -183,10 +136,10 @@ def test_ratios_of_rows(trl: Any, dtype: torch.dtype) -> None:
         given = batch(dtype, seed)
         of_rows = {"importance_sampling_level": "sequence"}
         expected = theirs(trl.GRPOTrainer, given, loss_type="grpo", **of_rows)
-        same(ours(gspo_loss_fn, given, clip_eps=0.2), expected)
-        same(ours(grpo_loss_fn, given, **of_rows), expected)
+        assert_same(ours(gspo_loss_fn, given, clip_eps=0.2), expected)
+        assert_same(ours(grpo_loss_fn, given, **of_rows), expected)
         luspo = theirs(trl.GRPOTrainer, given, loss_type="luspo", **of_rows)
-        same(ours(grpo_loss_fn, given, **of_rows, **NORM), luspo, LIMIT)
+        assert_same(ours(grpo_loss_fn, given, **of_rows, **NORM), luspo, LIMIT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -197,7 +150,7 @@ def test_gmpo(trl: Any, dtype: torch.dtype) -> None:
         for clip in (0.4, 0.1):
             given = batch(dtype, seed)
             expected = theirs(GMPOTrainer, given, epsilon_low=clip, epsilon_high=clip, loss_type="grpo")
-            same(ours(grpo_loss_fn, given, surrogate=GMPO(log_clip=clip)), expected)
+            assert_same(ours(grpo_loss_fn, given, surrogate=GMPO(log_clip=clip)), expected)
 
 
 def test_defaults(trl: Any) -> None:
