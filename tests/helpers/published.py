@@ -58,8 +58,13 @@ def with_experts_in_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     return found
 
 
-def publish(kind: str, folder: Path, *, images: bool, fused: bool = False, mtp: bool = True) -> dict[str, torch.Tensor]:
-    """Write a random Qwen3.5 as it is published, and return its tensors. `kind`: "qwen3.5" or "qwen3.5-experts"."""
+def publish(
+    kind: str, folder: Path, *, images: bool, fused: bool = False, mtp: bool = True, **more: Any
+) -> dict[str, torch.Tensor]:
+    """Write a random Qwen3.5 as it is published, and return its tensors.
+
+    `kind`: "qwen3.5" or "qwen3.5-experts". `more`: fields of config.json.
+    """
     import transformers
 
     from tests.helpers.family_cases import CASES, SHAPE, random_model
@@ -67,12 +72,12 @@ def publish(kind: str, folder: Path, *, images: bool, fused: bool = False, mtp: 
     if images:
         torch.manual_seed(0)
         like = "Qwen3_5Moe" if kind.endswith("experts") else "Qwen3_5"
-        text = {**SHAPE, **CASES[kind][1]}
+        text = {**SHAPE, **CASES[kind][1], **more}
         config = getattr(transformers, f"{like}Config")(text_config=text, vision_config=VISION)
         model = getattr(transformers, f"{like}ForConditionalGeneration")(config)
         model.save_pretrained(folder)
     else:
-        random_model(kind, folder)
+        random_model(kind, folder, **more)
     tensors = in_mixed_dtypes(folder)
     if fused:
         tensors = with_experts_in_one(tensors)

@@ -1,0 +1,108 @@
+"""Qwen3.5 with experts in an engine: rollout and training agree, also on two ranks, and across layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from areno.config.layout import Layout
+from areno.config.rollout import DecoderConfig
+from areno.engine.engine import Engine
+from areno.loss_fns.sft import sft_loss_fn
+from areno.models.registry import layout_problems, load_config
+from areno.specs.rollout import RolloutSpec
+from tests.helpers.critics import OPTIMIZER, critic_rows
+from tests.helpers.published import publish
+from tests.helpers.states import content, same, saved
+from tests.helpers.tiny_engine import Outputs, logprobs_of, request, saved_tensors, spec, tokens_of, train_rows
+
+REQUESTS = [request(0, n_samples=3), request(1, length=40), request(3, n_samples=4, max_new_tokens=70, ignore_eos=True)]
+ROOMY = RolloutSpec(max_running=16, max_len=96)
+TIGHT = RolloutSpec(max_running=8, max_len=96, decoder=DecoderConfig(max_kv_tokens=96, max_prefill_tokens=7))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With more experts than a byte can tell apart."""
+    folder = tmp_path_factory.mktemp("published")
+    more = {"num_experts": 260, "num_experts_per_tok": 3, "moe_intermediate_size": 4}
+    publish("qwen3.5-experts", folder, images=True, fused=True, **more)
+    return folder
+
+
+def sampled(engine: Engine, rollout: RolloutSpec) -> Outputs:
+    engine.begin_rollout(rollout)
+    outputs = engine.generate(list(REQUESTS))
+    assert (engine.rollout_stats()[0].preemptions > 0) == (rollout is TIGHT)
+    engine.end_rollout()
+    return outputs
+
+
+def apart(engine: Engine, outputs: Outputs, replays: bool) -> float:
+    """The largest difference between log-probabilities of the rollout and of a training forward pass."""
+    rows = train_rows(outputs, REQUESTS)
+    routes = [output.routes for item in REQUESTS for output in outputs[item.request_id]]
+    scored = engine.logprobs("actor", [list(row.tokens) for row in rows], routes=routes if replays else None)
+    pairs = zip(rows, scored, strict=True)
+    diffs = [np.abs(np.asarray(row.logprobs) - new)[~np.asarray(row.prompt_mask)] for row, new in pairs]
+    return float(np.concatenate(diffs).max())
+
+
+@pytest.mark.slow
+def test_rollout_and_training_agree_however_the_rollout_is_cut(folder: Path) -> None:
+    with Engine(spec(folder, random_init=False, routing_replay=True), "inline") as engine:
+        expected = sampled(engine, ROOMY)
+        outputs = sampled(engine, TIGHT)
+        assert tokens_of(outputs) == tokens_of(expected)
+        assert logprobs_of(outputs) == pytest.approx(logprobs_of(expected), abs=1e-4)
+        for request_id, samples in outputs.items():
+            for one, other in zip(samples, expected[request_id], strict=True):
+                assert one.routes is not None
+                assert one.routes.dtype == np.int16
+                assert one.routes.max() > 127  # more than a signed byte holds
+                assert np.array_equal(one.routes, other.routes)
+        for replays in (True, False):
+            assert apart(engine, outputs, replays) < 1e-4
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_as_one(tmp_path: Path) -> None:
+    """A step with sequence parallelism, its state read by one rank, and the published layout saved by both."""
+    stored = publish("qwen3.5-experts", tmp_path / "in", images=True, fused=True)
+    optimizer = dataclasses.replace(OPTIMIZER, type="adam")
+    settings = {"random_init": False, "optimizer": optimizer, "dtype": "bfloat16"}
+    rows = critic_rows()
+    with (
+        Engine(spec(tmp_path / "in", 2, tp_size=2, **settings)) as two,
+        Engine(spec(tmp_path / "in", **settings), "inline") as one,
+    ):
+        two.save(str(tmp_path / "before"))
+        found = saved_tensors(tmp_path / "before")
+        assert found.keys() == stored.keys()
+        assert all(found[name].dtype == each.dtype and found[name].equal(each) for name, each in stored.items())
+        norms = [engine.train(rows, sft_loss_fn)["grad_norm"] for engine in (two, one)]
+        assert norms[0] == pytest.approx(norms[1], rel=0.02)
+        state = saved(two, tmp_path / "state")
+        one.load_state(state)
+        assert same(content(saved(one, tmp_path / "again")), content(state))
+        for name, engine in (("two", two), ("one", one)):
+            engine.save(str(tmp_path / name))
+        after = saved_tensors(tmp_path / "two")
+        for name, tensor in saved_tensors(tmp_path / "one").items():
+            assert torch.equal(tensor, after[name]), name
+        assert not after["model.language_model.layers.0.mlp.experts.down_proj"].equal(
+            stored["model.language_model.layers.0.mlp.experts.down_proj"]
+        )
+        norms = [engine.train(rows, sft_loss_fn)["grad_norm"] for engine in (two, one)]
+        assert norms[0] == pytest.approx(norms[1], rel=0.02)
+
+
+def test_ranks_that_do_not_divide_the_shared_expert_name_its_field(tmp_path: Path) -> None:
+    publish("qwen3.5-experts", tmp_path, images=False, shared_expert_intermediate_size=27)
+    [problem] = layout_problems(load_config(tmp_path), Layout.single_replica(2))
+    assert "27 (inner size of the shared expert)" in str(problem)
+    assert "shared_expert_intermediate_size=27" in str(problem)

@@ -1,0 +1,142 @@
+"""Random shapes of families with experts against transformers: logits and gradients.
+
+`python -m tests.models.test_random_shapes FAMILY N` compares N shapes, and prints the largest differences.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+
+from tests.helpers import tiny_shape
+from tests.helpers.in_float64 import InFloat64
+from tests.helpers.saving import save_weights
+from tests.helpers.two_ranks import load, packed, random_rows
+
+TIE = 1e-5  # least difference of the last chosen expert's score and the next
+LENGTHS = (7, 40, 1, 23, 12)
+
+
+def qwen3_5_moe(rng: random.Random) -> Any:
+    head_dim, n_kv, n_key = rng.choice((8, 16, 24)), rng.choice((1, 2, 3)), rng.choice((1, 2, 3))
+    n_layers, n_experts = rng.randint(2, 4), rng.choice((3, 5, 6, 7, 11))  # of one expert, the weight is always 1
+    kinds = ["full_attention", *(rng.choice(("linear_attention", "full_attention")) for _ in range(n_layers - 1))]
+    rng.shuffle(kinds)
+    return transformers.Qwen3_5MoeTextConfig(
+        vocab_size=101,
+        hidden_size=rng.choice((24, 32, 40)),
+        num_hidden_layers=n_layers,
+        layer_types=kinds,
+        num_attention_heads=n_kv * rng.randint(1, 3),
+        num_key_value_heads=n_kv,
+        head_dim=head_dim,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": rng.choice((100.0, 1e4)),
+            "partial_rotary_factor": rng.choice((0.25, 0.5)),
+        },
+        attention_bias=rng.random() < 0.3,
+        linear_num_key_heads=n_key,
+        linear_num_value_heads=n_key * rng.randint(1, 3),
+        linear_key_head_dim=rng.choice((8, 12)),
+        linear_value_head_dim=rng.choice((8, 12, 20)),
+        linear_conv_kernel_dim=rng.randint(2, 5),
+        num_experts=n_experts,
+        num_experts_per_tok=rng.randint(2, min(4, n_experts - 1)),
+        moe_intermediate_size=rng.choice((12, 20, 28)),
+        shared_expert_intermediate_size=rng.choice((8, 18, 36)),
+        tie_word_embeddings=rng.random() < 0.5,
+        max_position_embeddings=256,
+        initializer_range=0.1,
+        eos_token_id=3,
+    )
+
+
+SHAPES = {"qwen3_5_moe": qwen3_5_moe}
+
+
+class Found(NamedTuple):
+    logits: float  # largest difference, as a share of what is allowed
+    gradient: float
+    n_left_out: int  # tokens of rows in which the choice of an expert is near a tie
+    n_tokens: int
+
+
+def compare(family: str, seed: int, folder: Path) -> Found:
+    """Compare logits and all gradients, of rows without near-ties.
+
+    Both are allowed 1e-4, of logits absolute, of gradients relative to the tensor's largest. Where rounding is
+    multiplied (test_delta_rounding.py), they are allowed twice the difference of transformers from its own float64, of
+    gradients that of the tensor in which it is largest.
+    """
+    config = SHAPES[family](random.Random(seed))
+    reference = tiny_shape.random_model(config, folder)
+    reference.set_experts_implementation("eager")
+    exact = deepcopy(reference).double()
+    rows, kept = random_rows(101, LENGTHS), []
+    with InFloat64(), torch.no_grad():
+        for row in rows:
+            scores = torch.stack(exact(row[None], output_router_logits=True).router_logits).softmax(-1)
+            best = scores.sort(-1, descending=True).values
+            gaps = best[..., config.num_experts_per_tok - 1] - best[..., config.num_experts_per_tok]
+            if gaps.min() >= TIE:
+                kept.append(row)
+    weights = torch.randn(sum(map(len, kept)), 101, generator=torch.Generator().manual_seed(2)) / 10
+    with InFloat64():
+        right = torch.cat([exact(row[None]).logits[0] for row in kept])
+        (right * weights).sum().backward()
+    theirs = torch.cat([reference(row[None]).logits[0] for row in kept])
+    (theirs * weights).sum().backward()
+    model = load(folder)
+    ours = model.logits(model(*packed(kept)))
+    (ours * weights).sum().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    save_weights(model, folder / "gradients")
+    found = transformers.AutoModelForCausalLM.from_pretrained(folder / "gradients", dtype=torch.float32)
+    of_logits = _apart(ours, right) / max(1e-4, 2 * _apart(theirs, right))
+    expected, rounded = dict(exact.named_parameters()), dict(reference.named_parameters())
+    of_ours, of_theirs = 0.0, 0.0
+    for name, parameter in found.named_parameters():
+        wanted = expected[name].grad
+        scale = wanted.abs().max().clamp_min(1e-3).item()
+        of_ours = max(of_ours, _apart(parameter.data, wanted) / scale)
+        of_theirs = max(of_theirs, _apart(rounded[name].grad, wanted) / scale)
+    of_gradient = of_ours / max(1e-4, 2 * of_theirs)
+    return Found(of_logits, of_gradient, sum(map(len, rows)) - sum(map(len, kept)), sum(map(len, rows)))
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one.double() - other.double()).abs().max().item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("family", SHAPES)
+def test_random_shapes_are_those_of_transformers(family: str, seed: int, tmp_path: Path) -> None:
+    found = compare(family, seed, tmp_path)
+    assert found.logits <= 1
+    assert found.gradient <= 1
+    assert found.n_left_out < found.n_tokens / 2
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results = []
+    for seed in range(int(sys.argv[2])):
+        with tempfile.TemporaryDirectory() as folder:
+            results.append(compare(sys.argv[1], seed, Path(folder)))
+        if max(results[-1][:2]) > 1:
+            print(seed, results[-1], flush=True)
+    print("logits", max(each.logits for each in results), "gradients", max(each.gradient for each in results))
+    left_out, total = (sum(each[index] for each in results) for index in (2, 3))
+    print(f"left out: {left_out} of {total} tokens")
