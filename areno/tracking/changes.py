@@ -50,6 +50,15 @@ def gain(values: Sequence[float]) -> float:
     return difference / noise(before) if noise(before) else math.copysign(math.inf, difference) if difference else 0.0
 
 
+def without_trend(values: Sequence[float]) -> list[float]:
+    """Return the latest values minus the line through those before the last LASTING ones (median of slopes)."""
+    latest = list(values[-BEFORE - LASTING :])
+    before = latest[:-LASTING]
+    slopes = [(b - a) / (j - i) for (i, a), (j, b) in itertools.combinations(enumerate(before), 2)]
+    slope = statistics.median(slopes) if slopes else 0.0
+    return [value - slope * index for index, value in enumerate(latest)]
+
+
 def lasting_change(values: Sequence[float], least_noise: float = 0.0, beyond: float = BEYOND) -> float:
     """Return by how much the last LASTING values differ from those before, as a difference of medians.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areno.tracking.changes import BEFORE, FAR, LASTING, gain, is_jump, lasting_change
+from areno.tracking.changes import BEFORE, FAR, LASTING, gain, is_jump, lasting_change, without_trend
 
 FIRST, LAST = 5, 5
 """The numbers of first and last steps over which a scalar is averaged, to compare the two means."""
@@ -179,11 +179,12 @@ def nonfinite_rewards_warning(n: float, n_samples: float, reward: str) -> str:
 def length_drift_warning(length: History, reward: History) -> str:
     """Warn if completions became lastingly longer or shorter, and the reward did not gain by it.
 
-    A moderate change counts if the reward fell lastingly in the same steps, a large one unless it rose.
+    A moderate change counts if the reward fell lastingly in the same steps. A large one counts unless the reward rose,
+    or the length only followed its trend.
     """
     logs = [math.log(max(value, 1.0)) for value in length.last]
     change, fell = lasting_change(logs, _LEAST_LENGTH_NOISE), lasting_change(reward.last) < 0
-    is_large = lasting_change(logs, _LEAST_LENGTH_NOISE, FAR) and gain(reward.last) < 1
+    is_large = lasting_change(without_trend(logs), _LEAST_LENGTH_NOISE, FAR) and gain(reward.last) < 1
     if not change or not (fell or is_large):
         return ""
     return (

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from areno.tracking.changes import FEWEST, LASTING, gain, is_jump, lasting_change, noise
+from areno.tracking.changes import FEWEST, LASTING, gain, is_jump, lasting_change, noise, without_trend
 
 
 def normal(n: int, seed: int, trend: float = 0.0, spread: float = 1.0) -> list[float]:
@@ -44,6 +44,14 @@ def test_a_lasting_change_has_a_size() -> None:
     assert lasting_change([*before[:FEWEST], *[9.0] * LASTING]) != 0
     assert lasting_change([*before[: FEWEST - 1], *[9.0] * LASTING]) == 0
     assert gain([*before, *[9.0] * LASTING]) == pytest.approx(9, rel=0.5)
+
+
+def test_a_trend_is_no_change() -> None:
+    steady = normal(25, seed=5, trend=2.0)
+    assert lasting_change(steady) != 0
+    assert lasting_change(without_trend(steady)) == 0
+    assert lasting_change(without_trend([*steady[:20], *[value + 9 for value in steady[20:]]])) > 5
+    assert without_trend([1.0, 2.0]) == [1.0, 2.0]
 
 
 def test_values_that_are_not_finite_are_no_change() -> None:
