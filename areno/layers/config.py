@@ -93,8 +93,13 @@ class MoEConfig:
     n_experts: int
     top_k: int
     inner_size: int
-    normalised: bool  # whether a token's weights, from the softmax over all experts, are divided by their sum
+    normalised: bool  # whether a token's weights, its scores of the chosen experts, are divided by their sum
+    sigmoid: bool = False  # scores are sigmoids, not a softmax over all experts, and the choice adds a bias to them
+    n_groups: int = 1  # neighbouring experts form groups of one size, of which a token uses `top_groups`
+    top_groups: int = 1  # the groups with the largest sums of their two largest scores for the choice
+    scale: float = 1.0  # of the weights
     shared_size: int = 0  # inner size of the shared expert, which every token uses; 0 if there is none
+    shared_field: str = "shared_expert_intermediate_size"  # of config.json, for error messages
     shared_gated: bool = False  # whether the output of the shared expert is multiplied by the sigmoid of a gate
     dense_layers: frozenset[int] = frozenset()  # indices of the layers that have a plain MLP instead
     field: str = "num_experts"  # of config.json, for error messages
@@ -103,11 +108,12 @@ class MoEConfig:
         return [index for index in range(num_layers) if index not in self.dense_layers]
 
     def n_parameters(self, hidden_size: int, n_experts: int) -> int:
-        """Return the number of parameters of the router, the gate and `n_experts` experts in one layer.
+        """Return the number of parameters of the router, the gate, the bias and `n_experts` experts in one layer.
 
         The shared expert is not counted, because tensor parallelism divides its inner size.
         """
-        return hidden_size * (self.n_experts + self.shared_gated + 3 * self.inner_size * n_experts)
+        of_inputs = self.n_experts + self.shared_gated + 3 * self.inner_size * n_experts
+        return hidden_size * of_inputs + self.n_experts * self.sigmoid
 
     def expected_distinct(self, n_tokens: float) -> float:
         """Return the expected number of experts that `n_tokens` tokens use together, if they choose at random."""

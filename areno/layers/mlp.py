@@ -45,7 +45,7 @@ from areno.layers.config import MoEConfig, mlp_piece_tokens
 from areno.layers.experts import ExpertMatrices
 from areno.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from areno.layers.parallel import wait_for
-from areno.layers.routing import Routing
+from areno.layers.routing import Routing, probabilities, routing_weights
 from areno.layers.shard import Layout, TensorPart, WeightSpec
 
 
@@ -167,6 +167,16 @@ class Router(Linear):
     def __init__(self, hidden_size: int, n_experts: int, spec: WeightSpec):
         super().__init__(n_experts, hidden_size, spec, bias=False)
         self.layout: Layout = {"weight": (TensorPart((n_experts, hidden_size)),)}
+        self.e_score_correction_bias: nn.Parameter | None = None
+
+    def add_correction_bias(self, spec: WeightSpec) -> None:
+        """Add the bias that only changes which experts are chosen. It is float32, and never trained.
+
+        It has memory of its own from the start, since buffers hold trained parameters only.
+        """
+        wide = WeightSpec(torch.float32, spec.device, spec.tp)
+        self.e_score_correction_bias = wide.empty(len(self.weight)).requires_grad_(False)
+        self.layout["e_score_correction_bias"] = (TensorPart((len(self.weight),)),)
 
     def forward(self, x_ND: Tensor) -> Tensor:
         if x_ND.is_cuda and not torch.is_grad_enabled():
@@ -187,6 +197,8 @@ class ExpertMLP(nn.Module):
         self.row_multiple = 1
         inner = experts.inner_size
         self.router = Router(hidden_size, experts.n_experts, spec)
+        if experts.sigmoid:
+            self.router.add_correction_bias(spec)
         self.experts_gate_up = ExpertMatrices(experts.n_experts, (inner, inner), hidden_size, spec)
         self.experts_down = ExpertMatrices(experts.n_experts, (hidden_size,), inner, spec)
         self.shared = GatedMLP(hidden_size, experts.shared_size, spec, bias=False) if experts.shared_size else None
@@ -196,7 +208,7 @@ class ExpertMLP(nn.Module):
         if split:  # the router's gradient is equal on all ranks, and `copy_in` sums that of the experts
             x_ND = self.tp.gather_rows_equal(x_ND)
         logits_NE = self.router(x_ND)
-        chosen_Nk = self.routing.choose_experts(self.layer, logits_NE)
+        chosen_Nk = self.routing.choose_experts(self.layer, logits_NE, self.router.e_score_correction_bias)
         weights_Nk = self.tp.copy_in(self._routing_weights(logits_NE, chosen_Nk))
         groups = self._group_by_expert(chosen_Nk)
         rows_MD = self.tp.copy_in(x_ND).index_select(0, groups.tokens_M)
@@ -216,13 +228,12 @@ class ExpertMLP(nn.Module):
         return group_by_expert(chosen_Nk, self.tp.rank * n_local, n_local)
 
     def _routing_weights(self, logits_NE: Tensor, chosen_Nk: Tensor) -> Tensor:
-        probs_NE = logits_NE.softmax(-1)
-        if self.routing.balance_E is not None and torch.is_grad_enabled():
-            routing = self.routing
-            balance = routing.balance_E, routing.n_tokens, routing.counts_N
-            probs_NE = _BalanceGradient.apply(probs_NE, *balance)  # type: ignore[assignment]
-        weights_Nk = probs_NE.gather(1, chosen_Nk)
-        return weights_Nk / weights_Nk.sum(-1, keepdim=True) if self.experts.normalised else weights_Nk
+        experts, routing = self.experts, self.routing
+        weights_Nk = routing_weights(experts, logits_NE, chosen_Nk)
+        if routing.balance_E is None or not torch.is_grad_enabled():
+            return weights_Nk
+        balance = routing.balance_E, routing.n_tokens, routing.counts_N
+        return _BalanceGradient.apply(weights_Nk, probabilities(experts, logits_NE), *balance)  # type: ignore[return-value]
 
     def fused_forward(
         self, x_ND: Tensor, split: bool, whole: bool, keep: bool
@@ -233,10 +244,16 @@ class ExpertMLP(nn.Module):
             x_ND = self.tp.all_gather_rows(x_ND)
         logits_NE, routing = self.router(x_ND), self.routing
         if routing.can_use_fused_routing:
-            chosen_Nk, weights_Nk = choose_experts(logits_NE, self.experts.top_k, self.experts.normalised)
+            chosen_Nk, weights_Nk = choose_experts(
+                logits_NE,
+                self.experts.top_k,
+                self.experts.normalised,
+                self.router.e_score_correction_bias,
+                self.experts.scale,
+            )
             routing.record_experts(self.layer, chosen_Nk)
         else:
-            chosen_Nk = routing.choose_experts(self.layer, logits_NE)
+            chosen_Nk = routing.choose_experts(self.layer, logits_NE, self.router.e_score_correction_bias)
             weights_Nk = self._routing_weights(logits_NE, chosen_Nk)
         groups = self._group_by_expert(chosen_Nk)
         rows_MD = x_ND.index_select(0, groups.tokens_M)
@@ -320,20 +337,27 @@ class ExpertMLP(nn.Module):
 
 
 class _BalanceGradient(torch.autograd.Function):
-    """Adds `balance_E` (times `counts_N`) to the gradient of each token's router probabilities.
+    """Returns the weights, and gives `balance_E` (times `counts_N`) as the gradient of each token's probabilities.
 
     This is the gradient of the load-balancing loss. Padding after `n_tokens` gets none.
     """
 
     @staticmethod
-    def forward(ctx: Any, probs_NE: Tensor, balance_E: Tensor, n_tokens: int | None, counts_N: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        weights_Nk: Tensor,
+        probs_NE: Tensor,
+        balance_E: Tensor,
+        n_tokens: int | None,
+        counts_N: Tensor | None,
+    ) -> Tensor:
         ctx.save_for_backward(balance_E)
-        ctx.n_tokens, ctx.counts_N = n_tokens, counts_N
-        return probs_NE.view_as(probs_NE)
+        ctx.n_tokens, ctx.counts_N, ctx.n_rows = n_tokens, counts_N, len(probs_NE)
+        return weights_Nk.view_as(weights_Nk)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         (balance_E,) = ctx.saved_tensors
-        grad_NE = grads[0].clone()
-        grad_NE[: ctx.n_tokens] += balance_E if ctx.counts_N is None else ctx.counts_N.unsqueeze(-1) * balance_E
-        return grad_NE, None, None, None
+        grad_NE = balance_E.new_zeros(ctx.n_rows, len(balance_E))
+        grad_NE[: ctx.n_tokens] = balance_E if ctx.counts_N is None else ctx.counts_N.unsqueeze(-1) * balance_E
+        return grads[0], grad_NE, None, None, None

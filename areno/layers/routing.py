@@ -1,7 +1,7 @@
 """Settings and results of routing tokens to experts, shared by all expert layers of a model.
 
 Shape letters: N tokens of a pass, L expert layers, E experts, k experts of a token. `layer` counts only the expert
-layers.
+layers; G groups of experts, g groups of a token, e experts of a group.
 """
 
 from __future__ import annotations
@@ -14,13 +14,44 @@ from torch import Tensor
 from areno.layers.config import MoEConfig
 
 
+def router_scores(experts: MoEConfig, logits_NE: Tensor) -> Tensor:
+    """Return the scores of which those of the chosen experts become a token's weights."""
+    return logits_NE.sigmoid() if experts.sigmoid else logits_NE.softmax(-1)
+
+
+def probabilities(experts: MoEConfig, logits_NE: Tensor) -> Tensor:
+    """Return the scores as shares of their sum, for statistics and the load-balancing loss."""
+    scores_NE = router_scores(experts, logits_NE)
+    return scores_NE / scores_NE.sum(-1, keepdim=True) if experts.sigmoid else scores_NE
+
+
+def routing_weights(experts: MoEConfig, logits_NE: Tensor, chosen_Nk: Tensor) -> Tensor:
+    weights_Nk = router_scores(experts, logits_NE).gather(1, chosen_Nk)
+    if experts.normalised:
+        weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)
+    return weights_Nk * experts.scale if experts.scale != 1.0 else weights_Nk
+
+
+def ranking(experts: MoEConfig, logits_NE: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Return numbers of which the largest `top_k` are the router's choice. `bias_E`: with `sigmoid`."""
+    if bias_E is None:
+        return logits_NE
+    ranked_NE = router_scores(experts, logits_NE) + bias_E
+    if experts.n_groups == 1:
+        return ranked_NE
+    ranked_NGe = ranked_NE.unflatten(-1, (experts.n_groups, -1))
+    best_Ng = ranked_NGe.topk(2, dim=-1).values.sum(-1).topk(experts.top_groups, dim=-1).indices
+    is_used_NG = torch.zeros_like(ranked_NGe[..., 0], dtype=torch.bool).scatter_(-1, best_Ng, True)
+    return ranked_NGe.masked_fill(~is_used_NG.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
 @dataclass
 class ExpertLoad:
     """How much the tokens of a pass used each expert of one layer, summed over the tokens. Tensors on the device."""
 
     chosen_E: Tensor  # int64, number of times that a token used the expert
-    probability_E: Tensor  # float32, of the router
-    entropy: Tensor  # float32, of the router's probabilities in nats
+    probability_E: Tensor  # float32, of `probabilities`
+    entropy: Tensor  # float32, of `probabilities` in nats
     changed: Tensor  # int64, number of used experts that the router would not have chosen
 
 
@@ -86,17 +117,17 @@ class Routing:
 
     @property
     def can_use_fused_routing(self) -> bool:
-        """Whether the router chooses all experts and no statistics are recorded. A faster kernel can then be used."""
-        return self.given_NLk is None and not self.observes
+        """Whether a faster kernel can be used: the router chooses, in one group, and no statistics are recorded."""
+        return self.given_NLk is None and not self.observes and self.experts.n_groups == 1
 
     def record_experts(self, layer: int, chosen_Nk: Tensor) -> None:
         if self.records:
             self.chosen[layer] = chosen_Nk
 
-    def choose_experts(self, layer: int, logits_NE: Tensor) -> Tensor:
-        """Return and record the experts of each token: those in `given_NLk`, else the most probable, best first."""
+    def choose_experts(self, layer: int, logits_NE: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        """Return and record the experts of each token: those in `given_NLk`, else the router's choice, best first."""
         with torch.no_grad():
-            own_Nk = logits_NE.topk(self.experts.top_k, dim=-1).indices
+            own_Nk = ranking(self.experts, logits_NE, bias_E).topk(self.experts.top_k, dim=-1).indices
             chosen_Nk = own_Nk
             if self.given_NLk is not None:
                 given_Nk = self.given_NLk[:, layer].long()
@@ -111,7 +142,7 @@ class Routing:
     def _measure_load(self, logits_NE: Tensor, own_Nk: Tensor, chosen_Nk: Tensor) -> ExpertLoad:
         """Compute statistics. `own_Nk`: experts that the router would choose. `chosen_Nk`: experts that were used."""
         n = len(logits_NE) if self.n_tokens is None else self.n_tokens
-        probs_NE, own_Nk, chosen_Nk = logits_NE[:n].softmax(-1), own_Nk[:n], chosen_Nk[:n]
+        probs_NE, own_Nk, chosen_Nk = probabilities(self.experts, logits_NE[:n]), own_Nk[:n], chosen_Nk[:n]
         is_own_Nk = (chosen_Nk.unsqueeze(-1) == own_Nk.unsqueeze(-2)).any(-1)
         entropy_N, changed_N = torch.special.entr(probs_NE).sum(-1), (~is_own_Nk).sum(-1)
         times_Nk = torch.ones_like(chosen_Nk)

@@ -100,6 +100,8 @@ class TransformerConfig:
             of the family's `float32` that the weight files store so, or all of these without weight files.
         stored: What the weight files of the folder hold. None without weight files, and for families of which it is
             never read.
+        unread_layers: Number of layers in the weight files, after all others, that are not used: they predict further
+            tokens.
         fp8_kv: Whether keys (after rotary embedding) and values are rounded to FP8, so that they can be cached in it.
         stored_vocab_size: Number of token ids in the checkpoint, if it differs from `vocab_size`, the actor's number.
             Rows of further ids are not loaded, and missing ids have no logits.
@@ -136,6 +138,7 @@ class TransformerConfig:
     experts: MoEConfig | None = None  # in the layers that have experts in place of the plain MLP
     delta: DeltaConfig | None = None
     within: str = ""
+    unread_layers: int = 0
     head: HeadName = "lm"
     has_head: bool = True
     float32: tuple[str, ...] = ()
@@ -160,7 +163,7 @@ class TransformerConfig:
         if self.experts is not None:
             sizes.append(("experts", self.experts.field, self.experts.n_experts))
             if self.experts.shared_size:
-                name = "shared_expert_intermediate_size"
+                name = self.experts.shared_field
                 sizes.append(("inner size of the shared expert", name, self.experts.shared_size))
         if self.delta is not None:
             sizes.append(("linear key heads", "linear_num_key_heads", self.delta.n_key_heads))

@@ -21,14 +21,14 @@ def n_body_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
 
 def n_float32_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Return the number of parameters that are float32 whatever the dtype of the model."""
-    delta = config.delta
-    if delta is None:
-        return 0
-    sizes = {
-        "linear_attn.A_log": layout.share_rounded_down(delta.n_value_heads),
-        "linear_attn.norm.weight": delta.value_dim,
-    }
-    return len(delta.layers) * sum(sizes[name] for name in config.float32)
+    delta, experts, sizes = config.delta, config.experts, dict[str, int]()
+    if delta is not None:
+        n = len(delta.layers)
+        sizes["linear_attn.A_log"] = n * layout.share_rounded_down(delta.n_value_heads)
+        sizes["linear_attn.norm.weight"] = n * delta.value_dim
+    if experts is not None:
+        sizes["mlp.gate.e_score_correction_bias"] = len(experts.layers(config.num_layers)) * experts.n_experts
+    return sum(sizes[name] for name in config.float32)
 
 
 def n_matrix_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:

@@ -37,7 +37,7 @@ MISSING: dict[str, str] = {
     "Gemma2ForCausalLM": "soft caps on attention scores and logits",
     "Gemma3nForConditionalGeneration": _TEXT_ONLY,
     "GemmaForCausalLM": "norms that multiply by 1 + weight in Llama's places; Gemma 3 runs",
-    "Glm4MoeForCausalLM": "a router of sigmoids with a bias, and shared experts",
+    "Glm4MoeLiteForCausalLM": _LATENT,
     "GlmForCausalLM": "GLM-4 of 2024 without norms behind attention and MLP; glm4 (0414) runs",
     "GPT2LMHeadModel": "LayerNorm, and positions that are learned",
     "GPTNeoXForCausalLM": "LayerNorm, and attention and MLP side by side",

@@ -10,7 +10,7 @@ from typing import Any
 
 from areno.errors import CheckpointError
 from areno.models.config import SCALES, Family, KeptTensor, StoredWeights, TransformerConfig, fp8_block_size
-from areno.models.families import FAMILIES
+from areno.models.families import FAMILIES, unread_prefixes
 from areno.models.folder import weight_files
 
 MAX_HEADER = 10**8  # bytes; the limit of safetensors
@@ -43,7 +43,8 @@ def _stored_weights(
     values: Mapping[str, Any],
     headers: Mapping[str, Mapping[str, Any]],
 ) -> StoredWeights:
-    used = [name for name in headers if not name.startswith(family.unread)]
+    unread = unread_prefixes(config)
+    used = [name for name in headers if not name.startswith(unread)]
     is_fused = any(name.endswith(f".{each}") for name in used for each in family.fused_experts)
     if family.is_whole or config.head != "lm":  # saved as a text model
         return StoredWeights(folder=folder, fused_experts=is_fused)
@@ -52,7 +53,7 @@ def _stored_weights(
     kept = {
         name: KeptTensor(tuple(header["shape"]), _n_bytes(header), blocks is not None and f"{name}{SCALES}" in headers)
         for name, header in headers.items()
-        if name.startswith(family.unread) and not (blocks is not None and name.endswith(SCALES))
+        if name.startswith(unread) and not (blocks is not None and name.endswith(SCALES))
     }
     return StoredWeights(
         folder=folder.absolute(),

@@ -271,7 +271,7 @@ class Transformer(nn.Module):
         device = self.device
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in self.named_parameters():
-            if name.endswith(".bias"):
+            if name.endswith((".bias", ".e_score_correction_bias")):
                 parameter.zero_()
             elif (is_decay := name.endswith(".A_log")) or (parameter.dim() >= 2 and name != "score.weight"):
                 for part in self.tensor_parts(name):

@@ -22,7 +22,7 @@ from areno.layers.rotary import head_order, permute_heads
 from areno.layers.shard import TensorPart
 from areno.models.block_scales import BlockScaledSlice
 from areno.models.config import SCALES, Family, TransformerConfig, fp8_block_size
-from areno.models.families import FAMILIES, fused_expert_names, module_names, stored_names
+from areno.models.families import FAMILIES, fused_expert_names, module_names, stored_names, unread_prefixes
 from areno.models.folder import (
     SHOWN,
     join_first_names,
@@ -151,7 +151,7 @@ def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
     found, family = tensor_files(folder), FAMILIES[model.config.family]
     stored_as = {_text_model_name(name, family): name for name in found}
     file_of = {name: found[stored] for name, stored in stored_as.items()}
-    if problem := _layers_problem(file_of, model.config.num_layers):
+    if problem := _layers_problem(file_of, model.config):
         raise CheckpointError(f"{folder}: {problem}")
     table = stored_tensors(model)
     if not model.config.has_head:
@@ -220,11 +220,12 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
         raise CheckpointError(wrong + "expected finite weights: download or save the model again")
 
 
-def _layers_problem(names: Iterable[str], num_layers: int) -> str | None:
+def _layers_problem(names: Iterable[str], config: TransformerConfig) -> str | None:
     """Return a message if the weight files and config.json have different numbers of layers, else None."""
     layers = [name.split(".", 3)[2] for name in names if name.startswith("model.layers.")]
     found = 1 + max((int(layer) for layer in layers if layer.isdecimal() and len(layer) < 10), default=-1)
-    if found in (0, num_layers):
+    num_layers = config.num_layers
+    if found in (0, num_layers, num_layers + config.unread_layers):
         return None
     wrong = f"config.json says num_hidden_layers={num_layers}, the weight files have {found} layers; "
     return wrong + "set num_hidden_layers to that, or download the model again"
@@ -292,9 +293,9 @@ def _is_harmless(name: str, model: Transformer) -> bool:
     """Return whether a tensor in the files may be ignored if the model has no parameter for it.
 
     This holds for scales of weights in FP8, tables of rotary positions, the copy of a tied head, the LM head of a model
-    that becomes a critic, and the tensors that the family lists as `unread`.
+    that becomes a critic, and tensors that areno does not use.
     """
-    is_unread = name.startswith(FAMILIES[model.config.family].unread)
+    is_unread = name.startswith(unread_prefixes(model.config))
     is_scale = name.endswith(f".weight{SCALES}") and fp8_block_size(model.config.hf) is not None
     is_copy = model.head is None and name == "lm_head.weight"
     return is_unread or is_scale or is_copy or name.endswith("rotary_emb.inv_freq")

@@ -10,7 +10,7 @@ import transformers
 
 from areno.models.transformer import Transformer
 from tests.helpers import tiny_shape
-from tests.helpers.moe_models import QWEN
+from tests.helpers.moe_models import GLM, QWEN
 from tests.helpers.saving import save_weights
 from tests.helpers.two_ranks import load, packed
 
@@ -166,6 +166,20 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral-experts": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}),
+    "glm4-experts": ("glm4_moe", {**GLM, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 2.5}),
+    "glm4-tied-experts": (
+        "glm4_moe",
+        {
+            **GLM,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "mixtral-tied-experts": (
         "mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 1, "tie_word_embeddings": True},

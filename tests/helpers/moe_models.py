@@ -12,6 +12,8 @@ from tests.helpers.tiny_engine import model_folder
 
 QWEN = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "norm_topk_prob": True}
 
+GLM = {"moe_intermediate_size": 20, "n_routed_experts": 12, "num_experts_per_tok": 2, "head_dim": 16}
+
 
 def quickstart_with_experts(folder: Path) -> Path:
     """The shape and the tokenizer of the quickstart's model, with experts: for actor.init_from_scratch."""

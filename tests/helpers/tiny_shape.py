@@ -28,5 +28,8 @@ def random_model(config: Any, folder: Path, kind: str = "CausalLM") -> Any:
         for parameter in reference.parameters():
             if parameter.dim() == 1:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
+        for name, buffer in reference.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.rand_like(buffer) - 0.5)
     reference.save_pretrained(folder)
     return reference

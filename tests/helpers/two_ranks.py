@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from areno.layers.attention import PackedAttend
 from areno.layers.parallel import ParallelGroup
+from areno.layers.rotary import permute_heads
 from areno.models.config import HeadName
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import checkpoint_table, load_weights
+from areno.models.weights import load_weights, stored_tensors
 from tests.helpers import warm
 from tests.helpers.saving import save_weights
 
@@ -60,16 +61,30 @@ def gradient_of(name: str, theirs: dict[str, torch.nn.Parameter]) -> torch.Tenso
     return theirs[f"{layer}.experts.gate_up_proj"].grad[int(expert)].chunk(2)[kind == "up_proj"]
 
 
+def gradients_apart(model: Transformer, reference: torch.nn.Module) -> dict[str, tuple[float, float]]:
+    """For each checkpoint tensor, the largest difference of its gradients, and the largest gradient of transformers."""
+    theirs, found = dict(reference.named_parameters()), {}
+    for name, stored in stored_tensors(model).items():
+        (entry,), (order,) = stored.entries, stored.orders  # these families fuse no tensors
+        if name.endswith("e_score_correction_bias"):  # never trained
+            assert entry.parameter.grad is None
+            continue
+        assert entry.parameter.grad is not None, name
+        expected = gradient_of(name, theirs)
+        assert expected is not None, name
+        ordered = expected if order is None else permute_heads(expected, order)
+        found[name] = tuple(
+            each.abs().max().item() for each in (entry.part.region(entry.parameter.grad) - ordered, ordered)
+        )
+    return found
+
+
 def assert_gradients(model: Transformer, reference: torch.nn.Module, absolute: float) -> list[str]:
     """Our gradients are those of transformers. Returns the names of the checkpoint tensors that were compared."""
-    theirs = dict(reference.named_parameters())
-    table = [*checkpoint_table(model)]
-    for name, parameter, part in table:
-        assert parameter.grad is not None
-        torch.testing.assert_close(
-            part.region(parameter.grad), gradient_of(name, theirs), atol=absolute, rtol=1e-4, msg=name
-        )
-    return [name for name, _, _ in table]
+    found = gradients_apart(model, reference)
+    for name, (difference, largest) in found.items():
+        assert difference <= absolute + 1e-4 * largest, name
+    return [*found]
 
 
 def on_two_ranks(check: Callable[[Path, ParallelGroup], None], *folders: Path) -> None:

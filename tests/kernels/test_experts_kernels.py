@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -29,7 +30,7 @@ EXPERTS: dict[str, Any] = {
 }
 SHARED = [  # an expert that every token uses, with a gate and without
     MoEConfig(n_experts=4, top_k=2, inner_size=20, normalised=True, shared_size=12, shared_gated=True),
-    MoEConfig(n_experts=4, top_k=2, inner_size=20, normalised=True, shared_size=12),
+    MoEConfig(n_experts=4, top_k=2, inner_size=20, normalised=True, shared_size=12, sigmoid=True, scale=1.5),
 ]
 
 
@@ -49,6 +50,11 @@ def compare_routing(device: str = "cpu") -> None:
             chosen, weights = ops.choose_experts(logits, top_k, normalised)
             expected = reference.choose_experts(logits, top_k, normalised)
             assert torch.equal(chosen, expected[0])
+            torch.testing.assert_close(weights, expected[1], atol=1e-6, rtol=1e-5)
+            by_sigmoid = top_k, normalised, random(n_experts, device=device) / 4, 2.5
+            others, weights = ops.choose_experts(logits, *by_sigmoid)
+            expected = reference.choose_experts(logits, *by_sigmoid)
+            assert torch.equal(others, expected[0])
             torch.testing.assert_close(weights, expected[1], atol=1e-6, rtol=1e-5)
         for first, n_local in ((0, n_experts), (n_experts // 2, n_experts - n_experts // 2)):
             groups = ops.group_by_expert(chosen, first, n_local)
@@ -132,18 +138,25 @@ def compare_layers() -> None:
     """Fused layers with experts: a plain layer and one with experts; then weights that do not add up to 1."""
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME, {"recompute": True}), **EXPERTS)
     loose = MoEConfig(n_experts=4, top_k=3, inner_size=8, normalised=False)
-    compare("cpu", torch.float32, 1e-5, "sdpa", ({},), **{**EXPERTS, "experts": loose})
+    grouped = MoEConfig(n_experts=6, top_k=2, inner_size=8, normalised=True, sigmoid=True, n_groups=3, top_groups=2)
+    for experts in (loose, grouped):
+        compare("cpu", torch.float32, 1e-5, "sdpa", ({},), **{**EXPERTS, "experts": experts})
     for shared in SHARED:
         compare("cpu", torch.float32, 1e-5, "sdpa", ({}, {"recompute": True}), **{**EXPERTS, "experts": shared})
 
 
 def compare_told_layers() -> None:
+    for sigmoid in (False, True):
+        compare_told({**EXPERTS, "experts": replace(EXPERTS["experts"], sigmoid=sigmoid)})
+
+
+def compare_told(changes: dict[str, Any]) -> None:
     """The same with experts that are given, an auxiliary loss, padding, and statistics."""
     given = torch.tensor([[5, 0], [255, 255], [2, 4], [1, 3]], dtype=torch.uint8)[:, None]
     balance, found = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, -0.5]), []
     for is_fused in (False, True):
         with contextlib.nullcontext() if is_fused else plain():
-            model = build(torch.float32, "cpu", **EXPERTS)
+            model = build(torch.float32, "cpu", **changes)
             assert model.routing is not None
             model.routing.configure(given, balance, 5, observes=True, records=True)
             how = {"recompute": True} if is_fused else {}

@@ -20,6 +20,7 @@ from tests.helpers.tiny_shape import SHAPE
 KINDS = {
     "gemma3_text": transformers.Gemma3TextConfig,
     "glm4": transformers.Glm4Config,
+    "glm4_moe": transformers.Glm4MoeConfig,
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
     "mixtral": transformers.MixtralConfig,

@@ -33,7 +33,8 @@ class ExpertGroups(NamedTuple):
 choose_experts = dispatch_by_device(reference.choose_experts)
 """Return the experts with the largest logits, the largest first, int64, and their float32 weights (N, k).
 
-The weights are those of the softmax over all experts, divided by their sum for each token if `normalised`.
+The weights are those of the softmax over all experts, divided by their sum for each token if `normalised`, times
+`scale`. With `bias_X`, the experts with the largest sums of bias and sigmoid are chosen, and weights are sigmoids.
 """
 
 

@@ -18,10 +18,15 @@ def _expert_row_ranges(ends_E: Tensor) -> list[tuple[int, int]]:
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
-    chosen_Nk = logits_NX.topk(top_k, dim=-1).indices
-    weights_Nk = logits_NX.softmax(-1).gather(1, chosen_Nk)
-    return chosen_Nk, weights_Nk / weights_Nk.sum(-1, keepdim=True) if normalised else weights_Nk
+def choose_experts(
+    logits_NX: Tensor, top_k: int, normalised: bool, bias_X: Tensor | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    scores_NX = logits_NX.softmax(-1) if bias_X is None else logits_NX.sigmoid()
+    chosen_Nk = (logits_NX if bias_X is None else scores_NX + bias_X).topk(top_k, dim=-1).indices
+    weights_Nk = scores_NX.gather(1, chosen_Nk)
+    if normalised:
+        weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)
+    return chosen_Nk, weights_Nk * scale
 
 
 def grouped_matmul(

@@ -17,7 +17,9 @@ MAX_COPIES = 8192  # every expert's program reads all copies, so for more of the
 _BLOCK = 1024
 
 
-def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits_NX: Tensor, top_k: int, normalised: bool, bias_X: Tensor | None = None, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Choose experts. Among equal logits, the expert with the lower index comes first."""
     n_tokens, n_experts = logits_NX.shape
     chosen_Nk = torch.empty((n_tokens, top_k), dtype=torch.int64, device=logits_NX.device)
@@ -25,49 +27,59 @@ def choose_experts(logits_NX: Tensor, top_k: int, normalised: bool) -> tuple[Ten
     if n_tokens:
         _choose_kernel[(n_tokens,)](
             logits_NX.contiguous(),
+            bias_X,
             chosen_Nk,
             weights_Nk,
             n_experts,
+            scale,
             EXPERTS=triton.next_power_of_2(n_experts),
             TOP_K=top_k,
             CHOICES=triton.next_power_of_2(top_k),
             NORMALISED=normalised,
+            HAS_BIAS=bias_X is not None,
             num_warps=1 if n_experts <= 128 else 4,
         )
     return chosen_Nk, weights_Nk
 
 
-@kernel
+@kernel(do_not_specialize=["scale"])
 def _choose_kernel(
     logits_ptr,
+    bias_ptr,
     chosen_ptr,
     weights_ptr,
     n_experts,
+    scale,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
     NORMALISED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     token = program_id_64(0)
     each = tl.arange(0, EXPERTS)
     left = tl.load(logits_ptr + token * n_experts + each, mask=each < n_experts, other=-float("inf"))
-    most = tl.max(left, 0)
-    total = tl.sum(tl.exp(left - most), 0)
+    if HAS_BIAS:
+        scores = tl.sigmoid(left)
+        left = scores + tl.load(bias_ptr + each, mask=each < n_experts, other=-float("inf"))
+    else:
+        scores = tl.exp(left - tl.max(left, 0))
+        scores = scores / tl.sum(scores, 0)
     choices = tl.arange(0, CHOICES)
     weights = tl.zeros([CHOICES], tl.float32)
     chosen = tl.zeros([CHOICES], tl.int64)
     for choice in range(TOP_K):
         best = tl.argmax(left, 0)
-        weight = tl.exp(tl.max(left, 0) - most) / total
+        weight = tl.sum(tl.where(each == best, scores, 0.0), 0)
         weights = tl.where(choices == choice, weight, weights)
         # If logits are NaN, any expert will do: the log-probabilities are then NaN, which the caller rejects.
         chosen = tl.where(choices == choice, tl.minimum(best, n_experts - 1).to(tl.int64), chosen)
         left = tl.where(each == best, -float("inf"), left)
     if NORMALISED:
-        weights = weights / tl.sum(weights, 0)
+        weights = weights / (tl.sum(weights, 0) + 1e-20)
     place = token * TOP_K + choices
     tl.store(chosen_ptr + place, chosen, mask=choices < TOP_K)
-    tl.store(weights_ptr + place, weights, mask=choices < TOP_K)
+    tl.store(weights_ptr + place, weights * scale, mask=choices < TOP_K)
 
 
 def sort_by_expert(chosen_Nk: Tensor, first: int, n_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -69,6 +69,12 @@ def fused_expert_names(config: TransformerConfig) -> dict[str, str]:
     return {part: whole for whole, module in fused.items() for part in layer_names(module, config)}
 
 
+def unread_prefixes(config: TransformerConfig) -> tuple[str, ...]:
+    """Return the prefixes of the names of tensors in the weight files that areno does not use."""
+    after = range(config.num_layers, config.num_layers + config.unread_layers)
+    return (*FAMILIES[config.family].unread, *(f"model.layers.{index}." for index in after))
+
+
 def stored_modules(module: str, config: TransformerConfig) -> dict[str, list[int]]:
     """Return the modules in the weight files that make up a module of a layer, such as "attention.qkv".
 

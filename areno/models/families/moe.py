@@ -1,9 +1,13 @@
-"""Qwen3-MoE, Qwen3.5-MoE and Mixtral: the MLP of a layer is a mixture of experts.
+"""Qwen3-MoE, Qwen3.5-MoE, Mixtral and GLM-4.5: the MLP of a layer is a mixture of experts.
 
 Qwen3-MoE has the attention of Qwen3. A separate field sets the inner size of its experts, and some layers may have a
 plain MLP. Mixtral has the attention of Llama without biases, and experts in every layer. In Mixtral, the weights of a
 token's chosen experts always add up to 1. Qwen3.5-MoE has the layers of Qwen3.5, and in every layer experts whose
 weights add up to 1, beside a gated shared expert.
+
+In GLM-4.5 to 4.7, the score of an expert is a sigmoid (Wang et al. 2024, arXiv 2408.15664). A bias, which pretraining
+has set to balance the experts, changes which of them are chosen, but not their weights. The first layers have a plain
+MLP, the others a shared expert without a gate.
 """
 
 from __future__ import annotations
@@ -74,6 +78,49 @@ def read_qwen3_5_moe(raw: RawConfig) -> TransformerConfig:
     return replace(config, experts=experts)
 
 
+def read_glm4_moe(raw: RawConfig) -> TransformerConfig:
+    """Read the shape of a GLM-4.5, 4.6 or 4.7 model. `attention_bias` sets the biases of q, k and v."""
+    raw.set_defaults(rms_norm_eps=1e-5, num_key_value_heads=8, n_routed_experts=128, num_experts_per_tok=8)
+    config = read_decoder(raw, "glm4_moe", partial_rotary=0.5)
+    n_dense = raw.get("first_k_dense_replace", int, 1, ge=0)
+    inner_size = raw.get("moe_intermediate_size", int, 1408, ge=1)
+    if n_dense >= config.num_layers:
+        raw.add_unsupported("first_k_dense_replace", f"fewer than num_hidden_layers={config.num_layers}")
+    experts = _read_experts(
+        raw,
+        ("n_routed_experts", "num_local_experts"),
+        inner_size=inner_size,
+        normalised=raw.get("norm_topk_prob", bool, True),
+        sigmoid=True,
+        n_groups=raw.get("n_group", int, 1, ge=1),
+        top_groups=raw.get("topk_group", int, 1, ge=1),
+        scale=raw.get("routed_scaling_factor", float, 1.0),
+        shared_size=inner_size * raw.get("n_shared_experts", int, 1, ge=1),
+        shared_field="moe_intermediate_size",
+        dense_layers=frozenset(range(min(n_dense, config.num_layers))),
+    )
+    _check_groups(raw, experts)
+    return replace(
+        config,
+        qkv_bias=raw.get("attention_bias", bool, False),
+        qk_norm=raw.get("use_qk_norm", bool, False),
+        experts=experts,
+        unread_layers=raw.get("num_nextn_predict_layers", int, raw.get("num_mtp_layers", int, 1, ge=0), ge=0),
+    )
+
+
+def _check_groups(raw: RawConfig, experts: MoEConfig) -> None:
+    """Add a problem unless each group has at least two experts, and those of a token's groups are enough for it."""
+    size, rest = divmod(experts.n_experts, experts.n_groups)
+    if rest or (size < 2 and experts.n_experts > 1):
+        raw.add_unsupported(
+            "n_group", f"a divisor of {experts.field}={experts.n_experts} that leaves at least two in each group"
+        )
+    elif experts.top_groups > experts.n_groups or experts.top_k > experts.top_groups * size:
+        text = f"at most n_group={experts.n_groups}, and enough groups of {size} experts for num_experts_per_tok"
+        raw.add_unsupported("topk_group", f"{text}={experts.top_k}")
+
+
 def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> MoEConfig:
     """Read the experts. `fields`: two possible names of the number of experts. `more`: other fields of `MoEConfig`."""
     given = [field for field in fields if raw.values.get(field) is not None] or [fields[0]]
@@ -137,4 +184,18 @@ MIXTRAL = Family(
         "mlp.experts_gate_up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
         "mlp.experts_down": ("block_sparse_moe.experts.{}.w2",),
     },
+)
+GLM4_MOE = Family(
+    name="glm4_moe",
+    architecture="Glm4MoeForCausalLM",
+    has_value_class=False,
+    has_step_class=False,
+    read=read_glm4_moe,
+    unused=frozenset(_ROUTER_LOSS),
+    expert_names={
+        **QWEN3_MOE.expert_names,
+        "mlp.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        "mlp.shared.down": ("mlp.shared_experts.down_proj",),
+    },
+    float32=("mlp.gate.e_score_correction_bias",),
 )
