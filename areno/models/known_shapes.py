@@ -43,6 +43,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "llama-3.2-3b": (28, 3072, 8192, 24, 8, 128, True),
     "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, False),
     "llama-3.1-70b": (80, 8192, 28672, 64, 8, 128, False),
+    "glm-4.5-air": (46, 4096, 10944, 96, 8, 128, False),
     "25m": (8, 384, 1536, 6, 2, 64, True),
     "tiny": (2, 64, 192, 4, 2, 16, True),
     "tiny-moe": (2, 64, 192, 4, 2, 16, True),
@@ -101,6 +102,20 @@ _LLAMA = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 128009,
 }
+_GLM4_MOE: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "eos_token_id": [151329, 151336, 151338],
+}
 # Prefix of a shape's name -> the rest of its configuration. The longest prefix that matches counts.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN3,
@@ -110,6 +125,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "qwen3-30b-a3b": _QWEN3_MOE,
     "qwen3.5": _QWEN3_5,
+    "glm": _GLM4_MOE,
     "tiny": {**_QWEN3, **_TINY},
     "tiny-qwen3.5": {
         **_QWEN3_5,
