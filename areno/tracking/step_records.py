@@ -26,7 +26,7 @@ from areno.types import RewardOutcome, RolloutSequence, TokenRow, Trajectory
 
 FOLDER = "recorder"
 """Name of the folder in the folder of a run."""
-FORMAT = 1
+FORMAT = 2
 _TREE = "record.json"
 _TYPES: dict[str, Any] = {cls.__name__: cls for cls in (RewardOutcome, RolloutSequence, TokenRow, Trajectory)}
 _FIELDS = {name: [field.name for field in fields(cls)] for name, cls in _TYPES.items()}

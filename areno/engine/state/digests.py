@@ -1,7 +1,8 @@
 """Digests of weights and optimizer moments: equal bits give equal digests, and other bits almost surely other ones.
 
-A buffer is cut into parts of PART elements. The bits of a part are read as integers in a matrix, whose row and column
-sums are weighted by their place. So two small changes cannot cancel out unless they are changes of one element.
+A buffer is cut into parts of PART words of 64 bits, as few as can be, since additions take as long as reading. The
+words of a part are a matrix, whose row and column sums are weighted by their place. So two small changes cannot cancel
+out unless they are changes of one word.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from torch import Tensor
 from areno.engine.roles import Role
 from areno.engine.state.tensor_shards import buffers_of, flat_and_optimizer
 
-PART = 2**20  # elements
+PART = 2**19
+_WORD = torch.int64
 _COLUMNS = 1024
 _ODD = 0x9E3779B1  # its multiples are spread over all bits of a sum
 
@@ -34,17 +36,21 @@ def digests_of_role(name: str, role: Role) -> dict[str, list[int]]:
 
 def _digest(buffer: Tensor) -> Tensor:
     """Return the digests of the parts of a flat buffer, int64."""
-    words = buffer.detach().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[buffer.itemsize])
-    n_whole = len(words) // PART * PART
-    parts = [_digest_matrices(words[:n_whole].view(-1, PART // _COLUMNS, _COLUMNS))] if n_whole else []
-    if len(rest := words[n_whole:]):
-        padded = torch.nn.functional.pad(rest, (0, -len(rest) % _COLUMNS))
+    data = buffer.detach()
+    per_word = _WORD.itemsize // data.itemsize
+    if data.storage_offset() % per_word:
+        data = data.clone()
+    n_whole = len(data) // (PART * per_word) * PART * per_word
+    whole, rest = data[:n_whole].view(_WORD), data[n_whole:]
+    parts = [_digest_matrices(whole.view(-1, PART // _COLUMNS, _COLUMNS))] if n_whole else []
+    if len(rest):
+        padded = torch.nn.functional.pad(rest, (0, -len(rest) % (_COLUMNS * per_word))).view(_WORD)
         parts.append(_digest_matrices(padded.view(1, -1, _COLUMNS)))
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 def _digest_matrices(words: Tensor) -> Tensor:
-    columns, rows = words.sum(1, dtype=torch.int64), words.sum(2, dtype=torch.int64)
+    columns, rows = words.sum(1), words.sum(2)
     return _weighted(columns, 1) * 31 + _weighted(rows, 7)
 
 
