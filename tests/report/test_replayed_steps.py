@@ -21,6 +21,7 @@ from areno.tracking.reader import RunReader
 from tests import kill_runs
 from tests.helpers.agent_model import model_folder
 from tests.helpers.agent_runs import AGENTS, REWARD
+from tests.helpers.moe_models import quickstart_with_experts
 from tests.helpers.policy_runs import MODEL, SMALL, other_actor
 from tests.helpers.recipe_runs import train
 from tests.helpers.resumed import folder_of, go, killed_after
@@ -115,6 +116,21 @@ def test_distillation(settings: list[str], folder: Path) -> None:
     more = ["--config-name=quickstart_distill", f"teacher.path={teacher}", "train_dataset.batch_size=8"]
     more += ["total_train_steps=4", "recover.freq_steps=2", "valid_dataset=null", "gconfig.temperature=1.5"]
     check_steps(RunReader(train("distill", folder / "outputs", *more, *settings)), 1, 2, 4)
+
+
+@slow
+@pytest.mark.parametrize("layout", [[], ["engine.world_size=2"], ["engine.world_size=2", "engine.tp_size=2"]])
+def test_experts_of_the_rollout_on_several_ranks(layout: list[str], folder: Path) -> None:
+    """Every rank trains with the recorded experts of its rows."""
+    model = quickstart_with_experts(folder / "model")
+    more = [*SMALL, "--config-name=quickstart", f"actor.path={model}", "actor.init_from_scratch=true"]
+    more += ["actor.routing_replay=true", "actor.recompute_logprob=true", "total_train_steps=4", "recover.freq_steps=2"]
+    run = RunReader(train("grpo", folder / "outputs", *more, *layout))
+    record = RecordedRun(run.path).read(3)
+    for sample in record["rollout"]["samples"]:
+        n_prompt = len(record["rollout"]["prompts"][sample["prompt"]]["tokens"])
+        assert len(sample["sequence"].routes) == n_prompt + sample["sequence"].n_tokens - 1
+    check_steps(run, 1, 3, 4)
 
 
 @slow
