@@ -1,8 +1,7 @@
 """Digests of weights and optimizer moments: equal bits give equal digests, and other bits almost surely other ones.
 
 A buffer is cut into parts of PART words of 64 bits, as few as can be, since additions take as long as reading. The
-words of a part are a matrix, whose row and column sums are weighted by their place. So two small changes cannot cancel
-out unless they are changes of one word.
+words of a part are a matrix, whose row and column sums are mixed with their place. So two changes cannot cancel out.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ from areno.engine.state.tensor_shards import buffers_of, flat_and_optimizer
 PART = 2**19
 _WORD = torch.int64
 _COLUMNS = 1024
-_ODD = 0x9E3779B1  # its multiples are spread over all bits of a sum
+# The constants of splitmix64, as signed numbers.
+_ODD = 0x9E3779B97F4A7C15 - 2**64
+_ROUNDS = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
 
 
 def digests_of_role(name: str, role: Role) -> dict[str, list[int]]:
@@ -51,9 +52,13 @@ def _digest(buffer: Tensor) -> Tensor:
 
 def _digest_matrices(words: Tensor) -> Tensor:
     columns, rows = words.sum(1), words.sum(2)
-    return _weighted(columns, 1) * 31 + _weighted(rows, 7)
+    return _mixed(columns, 1) + _mixed(rows, words.shape[2] + 1)
 
 
-def _weighted(sums: Tensor, first: int) -> Tensor:
+def _mixed(sums: Tensor, first: int) -> Tensor:
+    """Spread each bit of each sum over 64 bits, as splitmix64 does, so that sums of changed words do not cancel out."""
     places = torch.arange(first, first + sums.shape[1], device=sums.device)
-    return (sums * (places * _ODD + 1)).sum(1)
+    mixed = sums + places * _ODD
+    for shift, factor in _ROUNDS:
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return (mixed ^ (mixed >> 31)).sum(1)

@@ -27,3 +27,10 @@ def test_one_other_bit_gives_another_digest(
 def test_words_that_change_places_give_another_digest() -> None:
     buffer = torch.randn(4096)
     assert not torch.equal(digests._digest(buffer), digests._digest(buffer.roll(2)))
+
+
+def test_signs_that_change_together_give_another_digest() -> None:
+    buffer = torch.randn(4096)
+    other = buffer.clone()
+    other[torch.tensor([1, 3])] *= -1
+    assert not torch.equal(digests._digest(buffer), digests._digest(other))
