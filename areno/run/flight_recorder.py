@@ -23,6 +23,7 @@ import numpy as np
 
 from areno.config.run import RecorderConfig
 from areno.files.durable import BackgroundCall, atomic_remove
+from areno.run.resume import STATE
 from areno.run.states import StateFolder
 from areno.tracking.recorded_samples import samples_to_tree
 from areno.tracking.step_records import FOLDER, RecordFolder
@@ -148,6 +149,10 @@ class StepKeeper:
         if self.is_on:
             self._step.metrics.update(scalars)
 
+    def can_replay(self, step: int) -> bool:
+        """Return whether the current step can be computed again once it has ended."""
+        return False
+
     def begin_step(self) -> None:
         self._step, self._is_in_step = KeptStep(), True
 
@@ -190,6 +195,14 @@ class FlightRecorder(StepKeeper):
         """Take the results of a step, and return a function that writes its record. A thread may call it."""
         kept, self._step, self._is_in_step = self._step, KeptStep(), False
         return partial(self._write, step, kept, {**self._facts, **facts_at_end(progress, engine())})
+
+    def can_replay(self, step: int) -> bool:
+        recorded = {*self.records.steps(), step} if self.is_on else set()
+        of_run = StateFolder(self.records.folder.parent / STATE, keep=1)
+        bases = {0, *self.states.steps(), *of_run.steps()}
+        while step in recorded and step - 1 not in bases:
+            step -= 1
+        return step in recorded
 
     def fail_step(
         self, step: int, progress: Mapping[str, Any], engine: Callable[[], RecordedEngine], error: Exception

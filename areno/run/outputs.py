@@ -127,16 +127,17 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
     def warn_of_divergence(self) -> None:
         self._due += self._divergence.new_warnings(self._progress.step, self.scalars)
 
-    def give_warnings(self, is_recorded: bool) -> None:
+    def give_warnings(self, can_replay: Callable[[int], bool]) -> None:
         """Log the warnings of the step, each with the samples and commands that explain it.
 
-        `is_recorded` says whether the flight recorder keeps the step.
+        `can_replay` says whether a step can be computed again.
         """
         due, self._due = self._due, []
         for warning in due:
-            logger.warning("step %d: %s%s", self._progress.step, warning.text, self._explain(warning, is_recorded))
+            text = self._explain(warning, can_replay(self._progress.step))
+            logger.warning("step %d: %s%s", self._progress.step, warning.text, text)
 
-    def _explain(self, warning: TrainingWarning, is_recorded: bool) -> str:
+    def _explain(self, warning: TrainingWarning, can_replay: bool) -> str:
         step, run = self._progress.step, shlex.quote(os.path.relpath(self.folder))
         text = "" if warning.since is None else f". It began in step {warning.since}"
         chosen = telling_samples(warning.kind, self._samples, warning.parts) if self._samples else []
@@ -144,9 +145,9 @@ class RunOutputs(AbstractContextManager["RunOutputs"]):
             *others, last = map(str, numbers)
             text += f". Telling samples: {' and '.join(filter(None, (', '.join(others), last)))}"
             text += f" (areno replay {run} --step {step} --sample {numbers[0]})"
-        if is_recorded:
+        if can_replay:
             return f"{text}. The step again: areno replay {run} --step {step}"
-        return f"{text}. The step has no record, so it cannot be computed again (recorder.max_gib)"
+        return f"{text}. The step cannot be computed again: no record or no earlier state is left (recorder.max_gib)"
 
     def watch_ages(self, version: int, staleness: int) -> None:
         """Warn of a sample that is older than rollout.max_head_offpolicyness allows.

@@ -244,7 +244,7 @@ class Run:
         self.give_warnings()
 
     def give_warnings(self) -> None:
-        self.outputs.give_warnings(self.recorder.is_on)
+        self.outputs.give_warnings(self.recorder.can_replay)
 
     def _position(self) -> dict[str, Any]:
         return {**self.progress.position(), "evaluator": self.evaluator.state_dict()}

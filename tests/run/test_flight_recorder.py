@@ -176,6 +176,22 @@ def test_states_are_pinned_within_half_of_the_budget(tmp_path: Path) -> None:
     assert max(again.records.steps()) == 3
 
 
+def test_whether_a_step_can_be_computed_again(tmp_path: Path) -> None:
+    recorder = FlightRecorder(RecorderConfig(), tmp_path, {})
+    assert recorder.can_replay(1), "from the start of the run"
+    assert not recorder.can_replay(2)
+    record_steps(recorder, range(1, 6), noise=4)
+    assert recorder.can_replay(6)
+    recorder.records.remove(2)
+    assert not recorder.can_replay(6)
+    state_of(tmp_path, 3, 10)  # of the run
+    assert recorder.can_replay(6)
+    assert recorder.can_replay(4)
+    assert not recorder.can_replay(3)
+    recorder.is_on = False
+    assert not recorder.can_replay(6)
+
+
 def test_without_a_budget_nothing_is_kept(tmp_path: Path) -> None:
     def fail() -> Any:
         raise AssertionError("nothing is computed for a record")

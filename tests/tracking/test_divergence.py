@@ -229,7 +229,7 @@ def test_a_step_that_is_not_recorded_is_told_without_a_command(tmp_path, caplog)
     run.end_step({"loss": math.nan})
     run.close()
     [text] = [record.message for record in caplog.records if "the update was skipped" in record.message]
-    assert text.endswith(". The step has no record, so it cannot be computed again (recorder.max_gib)")
+    assert text.endswith("The step cannot be computed again: no record or no earlier state is left (recorder.max_gib)")
 
 
 def noisy(level, spread, seed, n=60):
@@ -307,7 +307,7 @@ def test_samples_that_are_older_than_the_setting_allows(most, late, tmp_path, ca
             progress.step = step
             steps_late = late if step == 17 else min(step - 1, most)
             outputs.watch_ages(4 * (step - 1), 4 * steps_late)  # four updates in each step
-            outputs.give_warnings(True)
+            outputs.give_warnings(lambda step: True)
     assert re.findall(r"step (\d+): a trained sample has tokens of weights that are (\d) steps old", caplog.text) == [
         ("17", str(late))
     ]
