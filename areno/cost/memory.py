@@ -144,7 +144,8 @@ def activation_bytes(
     ids = copies = scores = 0
     if experts is not None:
         ids, copies, scores = experts.top_k * experts.id_bytes, 3 * experts.top_k * size, experts.n_experts
-        of_experts = 2 * experts.inner_size * experts.top_k
+        of_experts = 2 * experts.inner_size * experts.top_k + layout.share_rounded_down(2 * experts.shared_size)
+        copies += size if experts.shared_gated else 0  # the shared expert's output, beside its gradient
         inner = max(inner, of_experts) if experts.dense_layers else of_experts
     after = 0 if config.norms == "before" else itemsize  # inputs of the norms after attention and MLP
     first, mixed, rule = qkv_size(config, layout), q_size(config, layout), 0

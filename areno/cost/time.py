@@ -159,7 +159,7 @@ def _saved_elements(config: TransformerConfig) -> int:
     """Return the number of outputs per token of a layer's qkv and gate-up products."""
     experts, inner = config.experts, 2 * config.intermediate_size
     if experts is not None:
-        inner = 2 * experts.inner_size * experts.top_k
+        inner = 2 * (experts.inner_size * experts.top_k + experts.shared_size)
     return (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + inner
 
 

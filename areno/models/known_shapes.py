@@ -32,6 +32,10 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "qwen3-30b-a3b": (48, 2048, 6144, 32, 4, 128, False),
     "qwen3-32b": (64, 5120, 25600, 64, 8, 128, False),
     "qwen3.5-4b": (32, 2560, 9216, 16, 4, 256, True),
+    "qwen3.5-27b": (64, 5120, 17408, 24, 4, 256, False),
+    "qwen3.5-35b-a3b": (40, 2048, 512, 16, 2, 256, False),
+    "qwen3.6-27b": (64, 5120, 17408, 24, 4, 256, False),
+    "qwen3.6-35b-a3b": (40, 2048, 512, 16, 2, 256, False),
     "qwen2.5-0.5b": (24, 896, 4864, 14, 2, 64, True),
     "qwen2.5-1.5b": (28, 1536, 8960, 12, 2, 128, True),
     "qwen2.5-3b": (36, 2048, 11008, 16, 2, 128, True),
@@ -48,6 +52,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "tiny": (2, 64, 192, 4, 2, 16, True),
     "tiny-moe": (2, 64, 192, 4, 2, 16, True),
     "tiny-qwen3.5": (4, 64, 192, 4, 2, 16, True),
+    "tiny-qwen3.5-moe": (4, 64, 48, 4, 2, 16, True),
 }
 # Last parts of the names of models that have the shape of the model without them.
 _VARIANTS = {"base", "instruct", "chat", "thinking", "2507"}
@@ -83,6 +88,15 @@ _QWEN3_5: dict[str, Any] = {  # the text part of the published models, which als
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
     "eos_token_id": 248044,
+}
+_QWEN3_5_MOE: dict[str, Any] = {
+    **_QWEN3_5,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
 }
 _TINY: dict[str, Any] = {"vocab_size": 512, "max_position_embeddings": 2048, "eos_token_id": 0}
 _QWEN2 = {**_QWEN3, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768}
@@ -134,6 +148,20 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
+    },
+    **{f"qwen3.{version}-27b": {**_QWEN3_5, "linear_num_value_heads": 48} for version in (5, 6)},
+    **{f"qwen3.{version}-35b-a3b": _QWEN3_5_MOE for version in (5, 6)},
+    "tiny-qwen3.5-moe": {
+        **_QWEN3_5_MOE,
+        **_TINY,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 48,
     },
     "tiny-moe": {**_QWEN3_MOE, **_TINY, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
 }

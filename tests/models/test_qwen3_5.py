@@ -22,7 +22,9 @@ from areno.cost.time import Rates
 from areno.engine.engine import Engine
 from areno.errors import EngineError
 from areno.kernels.delta import DeltaStates, DeltaWeights, RowChunks, delta_rows, delta_step
-from areno.models.registry import layout_problems, load_config
+from areno.models.known_shapes import resolve_model_config
+from areno.models.parameters import n_parameters
+from areno.models.registry import layout_problems, load_config, parse_config
 from areno.plan.plan import engine_problems
 from areno.types import GenerationRequest, SamplingParams
 from tests.helpers.delta_loop import random_tokens, random_weights
@@ -176,6 +178,51 @@ def test_what_states_do_not_allow_is_refused(folder: Path) -> None:
     assert str(problem).startswith("engine.exact: is true, but training and decoding compute the recurrent states")
     with pytest.raises(EngineError, match=r"engine\.exact is not supported for a model with recurrent states"):
         Engine(spec(folder, random_init=False, exact=True), "inline")
+
+
+def test_qwen3_6_is_the_same_family() -> None:
+    """The fields of its published config.json, which names the architecture of Qwen3.5."""
+    text = {
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "full_attention_interval": 4,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 16,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 262144,
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 4,
+        "output_gate_type": "swish",
+        "pad_token_id": None,
+        "partial_rotary_factor": 0.25,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+        "tie_word_embeddings": False,
+        "vocab_size": 248320,
+    }
+    values = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    config, known = parse_config(values, "config.json"), resolve_model_config("Qwen/Qwen3.6-27B", "actor.path")
+    assert replace(config, hf={}) == replace(known, hf={})
+    assert 26.8e9 < n_parameters(config) < 27e9
 
 
 def test_the_shape_of_the_4b_model(tmp_path: Path) -> None:

@@ -12,8 +12,11 @@ import torch
 from areno.config.layout import Layout
 from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
+from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
-from areno.models.registry import layout_problems, load_config
+from areno.models.parameters import n_matrix_parameters, n_parameters
+from areno.models.registry import build_model, layout_problems, load_config
+from areno.models.weights import load_weights
 from areno.specs.rollout import RolloutSpec
 from tests.helpers.critics import OPTIMIZER, critic_rows
 from tests.helpers.published import publish
@@ -106,3 +109,25 @@ def test_ranks_that_do_not_divide_the_shared_expert_name_its_field(tmp_path: Pat
     [problem] = layout_problems(load_config(tmp_path), Layout.single_replica(2))
     assert "27 (inner size of the shared expert)" in str(problem)
     assert "shared_expert_intermediate_size=27" in str(problem)
+
+
+def test_the_number_of_parameters_on_a_rank(tmp_path: Path) -> None:
+    publish("qwen3.5-experts", tmp_path, images=False)
+    config = load_config(tmp_path)
+    for n in (1, 2):
+        model = build_model(config, dtype=torch.float32, device="meta", tp=ParallelGroup(0, n))
+        found = sum(parameter.numel() for parameter in model.parameters())
+        assert n_parameters(config, Layout.single_replica(n)) == found
+        matrices = [name for name, _ in model.named_parameters() if model.matrix_parts(name)]
+        n_in_matrices = sum(model.get_parameter(name).numel() for name in matrices)
+        assert n_matrix_parameters(config, Layout.single_replica(n)) == n_in_matrices
+
+
+def test_routers_and_gates_sum_in_float32(tmp_path: Path) -> None:
+    publish("qwen3.5-experts", tmp_path, images=False)
+    model = build_model(load_config(tmp_path), dtype=torch.bfloat16, device="cpu")
+    load_weights(model, tmp_path)
+    x = torch.randn(50, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for router in (model.layers[0].mlp.router, model.layers[0].mlp.shared_gate):
+        exact = x.double() @ router.weight.double().T
+        torch.testing.assert_close(router(x).double(), exact, atol=1e-5, rtol=1e-5)
