@@ -48,12 +48,50 @@ def training_rows(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
                 wrong.append(red("training-rows", f"row {number} of step {step.update.step} is no sample of this step"))
                 break
             trained, wanted = mask_of(row).numpy(), step.wanted_mask(number)
+            if step.is_agents(number):
+                if fault := _agent_row_fault(step, number):
+                    wrong.append(red("training-rows", f"row {number} of step {step.update.step} {fault}"))
+                    break
+                if step.run.config.agent.train_tool_results:
+                    trained = trained & wanted  # what else is trained is the text of tools
             if trained.any() and not np.array_equal(trained, wanted):
                 wrong.append(red("loss-mask", _describe_mask(trained, wanted, f"row {number}")))
                 break
-    if not wrong:
+    if not wrong and found.run.episodes.turns:
+        yield from _turns_found(steps)
+    elif not wrong:
         yield green("training-rows", "each row is a prompt with its own completion")
     yield from wrong
+
+
+def _agent_row_fault(step: StepRows, number: int) -> str:
+    """Say why a row is not what the model read and wrote in the turns of an agent, or ""."""
+    n_tokens, turns = len(step.rows[number].tokens), step.turns_of(number)  # type: ignore[arg-type]
+    end = max((turn.span.stop for turn in turns), default=0)
+    if not turns:
+        return "does not begin with what the model read and wrote in a request of the agent"
+    return f"has {n_tokens - end} tokens after what the model wrote last" if end < n_tokens else ""
+
+
+def _turns_found(steps: Sequence[StepRows]) -> Iterator[Finding]:
+    """Say how many turns the rows of agents have. One turn does not show that the text between turns is not trained."""
+    counts = [len(step.turns_of(row)) for step in steps for row in range(len(step.rows)) if step.is_agents(row)]
+    n_episodes = sum(len(step.members) for step in steps)
+    lost = [sample for step in steps for sample in step.run.samples[step.update.step] if not sample.is_done]
+    text = (
+        f"the {sum(len(step.rows) for step in steps)} rows of {n_episodes} episodes hold what the model read and wrote"
+    )
+    details = [f"{len(lost)} agents failed, the first: {lost[0].outcome.message}"] if lost else []
+    yield green("training-rows", text, details)
+    if counts and max(counts) > 1:
+        many = sum(count > 1 for count in counts)
+        yield green(
+            "agent-turns",
+            f"{many} rows have several turns, at most {max(counts)}; only what the model wrote is trained",
+        )
+    elif counts:
+        why = "no row of an episode has several turns here: its agent sent one request, or a small model calls no tool"
+        yield not_checked("agent-turns", why)
 
 
 def loss_mask(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
@@ -123,7 +161,9 @@ def advantages(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     wrong = list[Finding]()
     steps = [step for step in sampled_steps(found.run) if step.has_advantages]
     if not steps:
-        if found.probes["actor"].policy_term is not None:
+        if (credit := getattr(found.run.config, "agent", None)) and credit.turn_credit != "outcome":
+            yield not_checked("advantages", f"agent.turn_credit={credit.turn_credit} has no formula here")
+        elif found.probes["actor"].policy_term is not None:
             yield not_checked("advantages", "the algorithm computes advantages of its own, with no formula here")
         return
     if subject.algorithm.advantage_fn is not None:

@@ -120,9 +120,14 @@ def rollout_logprobs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
         ]
 
     def sampled(index: int) -> list[Row]:
-        return [np.asarray(sample.sequence.resp_logprobs, np.float64) for sample in steps[index].samples if sample]
+        return [steps[index].sampled_logprobs(number) for number in range(len(steps[index].rows))]
 
-    table = _Logprobs(run, rows, updates[0].how.sampling.logprob_temperature)
+    temperature = updates[0].how.sampling.logprob_temperature
+    others = {turn.temperature for turns in run.episodes.turns.values() for turn in turns} - {temperature}
+    if others:
+        yield not_checked("rollout-logprobs", "the agents sample at temperatures of their own")
+        return
+    table = _Logprobs(run, rows, temperature)
     expected = table.of(lambda index: updates[index].before)
     yield from _compare(
         "rollout-logprobs",
@@ -140,6 +145,8 @@ def rollout_logprobs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
             ),
         },
     )
+    if run.episodes.turns and run.config.agent.train_tool_results:
+        return  # of which the rows have log-probabilities, too
     of_rows = [[field_of(row, "logprobs").numpy() for row in step.rows] for step in steps]
     for index, numbers in enumerate(of_rows):
         if largest_distance(numbers, sampled(index)) > LOGPROB_ERROR:

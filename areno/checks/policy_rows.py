@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from areno.checks.agent_episodes import Turn
 from areno.checks.formulas import advantage_formulas as formulas
 from areno.checks.formulas.advantage_formulas import Norm
 from areno.checks.step_formula import field_of, mask_of
@@ -24,57 +25,114 @@ Arrays = list[np.ndarray]
 
 @dataclass
 class StepRows:
-    """Rows of an update, each with its sample. None: a row is no sample of the step."""
+    """Rows of an update, each with its sample. None: a row is no sample of the step.
+
+    The sample of an agent may have several rows, which count as one sequence.
+    """
 
     run: WatchedRun
     update: Update
     rows: list[TrainSequence]
     samples: list[ScoredSample | None]
 
+    def turns_of(self, number: int) -> list[Turn]:
+        """Return the turns that a row of an agent is made of: what the model read and wrote in each begins the row."""
+        tokens = np.asarray(self.rows[number].tokens).tolist()
+        found = [turn for turn in self.run.episodes.turns.get(self.update.step, []) if turn.begins(tokens)]
+        if self.run.config.agent.export_style == "individual":
+            found = [turn for turn in found if turn.span.stop == len(tokens)]
+        return list({turn.span.start: turn for turn in found}.values())
+
+    def is_agents(self, number: int) -> bool:
+        sample = self.samples[number]
+        return sample is not None and sample.trajectory is not None
+
     def wanted_mask(self, number: int) -> np.ndarray:
-        """Return True at the completion of a row's sample."""
+        """Return True at the completion of a row's sample, or at what the model wrote in the turns of an agent."""
         sample, n_tokens = self.samples[number], len(self.rows[number].tokens)  # type: ignore[arg-type]
+        found = np.zeros(n_tokens, bool)
+        if self.is_agents(number):
+            for turn in self.turns_of(number):
+                found[turn.span] = not turn.is_forced
+        elif sample is not None:
+            start = len(sample.item.tokens)
+            found[start : start + len(sample.sequence.resp_tokens)] = True
+        return found
+
+    def sampled_logprobs(self, number: int) -> np.ndarray:
+        """Return the log-probabilities at which the tokens of `wanted_mask` were sampled."""
+        sample = self.samples[number]
         if sample is None:
-            return np.zeros(n_tokens, bool)
-        start, places = len(sample.item.tokens), np.arange(n_tokens)
-        return (places >= start) & (places < start + len(sample.sequence.resp_tokens))
+            return np.zeros(0)
+        if not self.is_agents(number):
+            return np.asarray(sample.sequence.resp_logprobs, np.float64)
+        found = np.zeros(len(self.rows[number].tokens))  # type: ignore[arg-type]
+        for turn in self.turns_of(number):
+            found[turn.span] = turn.logprobs
+        return found[self.wanted_mask(number)]
+
+    @property
+    def members(self) -> list[list[int]]:
+        """The numbers of the rows of each sample."""
+        found: dict[int, list[int]] = {}
+        for number, sample in enumerate(self.samples):
+            found.setdefault(-1 - number if sample is None else id(sample), []).append(number)
+        return list(found.values())
 
     def raw_rewards(self) -> list[float]:
-        return [
-            0.0 if sample is None else reward_of_tokens(sample.item.tokens, sample.sequence.resp_tokens)
-            for sample in self.samples
-        ]
+        return [0.0 if sample is None else self._raw_reward(sample) for sample in self.samples]
+
+    def _raw_reward(self, sample: ScoredSample) -> float:
+        """Return the reward of the stand-in, and that of the agent."""
+        found = reward_of_tokens(sample.item.tokens, sample.sequence.resp_tokens)
+        if sample.trajectory is None:
+            return found
+        of_group = [other for other in self.run.samples[self.update.step] if other.group == sample.group]
+        key = sample.group, next(place for place, other in enumerate(of_group) if other is sample)
+        own = self.run.episodes.rewards[self.update.step][key]
+        if own is None:
+            own = 0.0 if sample.trajectory.reward is None else sample.trajectory.reward[0]
+        return found + own
 
     def rewards(self) -> list[float]:
-        """Return the reward of each row, from its own completion, shaped as the settings say."""
-        actor, found = self.run.config.actor, [0.0] * len(self.rows)
-        for source, indices in self._sources().items():
-            raw = [self.raw_rewards()[index] for index in indices]
-            lengths = [len(self.samples[index].sequence.resp_tokens) for index in indices]  # type: ignore[union-attr]
+        """Return the reward of each row, from its own sample, shaped as the settings say."""
+        actor, found, every = self.run.config.actor, [0.0] * len(self.rows), self.raw_rewards()
+        for source, members in self._sources().items():
+            heads = [rows[0] for rows in members]
+            raw = [every[index] for index in heads]
+            lengths = [len(self.samples[index].sequence.resp_tokens) for index in heads]  # type: ignore[union-attr]
             limit = self.run.config.gconfig_of(source).max_new_tokens
             shaped = formulas.shaped_rewards(raw, lengths, actor, limit)
             if (norm := Norm.of(actor.reward_norm)) is not None:
-                shaped = norm.apply(shaped, [self.groups[index] for index in indices])
-            for index, value in zip(indices, shaped, strict=True):
-                found[index] = value
+                shaped = norm.apply(shaped, [self.groups[index] for index in heads])
+            for rows, value in zip(members, shaped, strict=True):
+                for index in rows:
+                    found[index] = value
         return found
 
     @property
     def groups(self) -> list[int]:
         return [-1 if sample is None else sample.group for sample in self.samples]
 
-    def _sources(self) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
-        for index, sample in enumerate(self.samples):
-            if sample is not None:
-                found.setdefault(sample.item.source, []).append(index)
+    def _sources(self) -> dict[str, list[list[int]]]:
+        """Return source -> the rows of each of its samples."""
+        found: dict[str, list[list[int]]] = {}
+        for rows in self.members:
+            if (sample := self.samples[rows[0]]) is not None:
+                found.setdefault(sample.item.source, []).append(rows)
         return found
+
+    def _joined(self, members: list[list[int]], name: str, dtype: type = float) -> Arrays:
+        """Return a field at the trained tokens of all rows of each sample."""
+        fields = [[field_of(self.rows[index], name).numpy() for index in rows] for rows in members]
+        return [np.concatenate(of_rows).astype(dtype) for of_rows in fields]
 
     @property
     def has_advantages(self) -> bool:
         known = [each.advantages for each in (grpo.GRPOConfig, gspo.GSPOConfig, ppo.PPOConfig)]
         estimator = self.run.config.actor.chosen_adv_estimator
         is_known = estimator is None or isinstance(estimator, MaxRL | GDPO | REAL | OTB)
+        is_known = is_known and self.run.config.agent.turn_credit == "outcome"
         return is_known and type(self.run.config).advantages in known and None not in self.samples
 
     def advantages(self, actor: Any = None, groups: list[int] | None = None) -> tuple[Arrays, Arrays | None]:
@@ -84,37 +142,44 @@ class StepRows:
         advantages: list[Any] = [None] * len(self.rows)
         returns: list[Any] = [None] * len(self.rows)
         has_critic = isinstance(self.run.config, CriticExperimentConfig)
-        for indices in self._sources().values():
-            own = [self.rows[index] for index in indices]
-            more = [rewards[index] for index in indices], [groups[index] for index in indices]
-            policy = [field_of(row, "logprobs").numpy() for row in own]
-            has_reference = own[0].ref_logprobs is not None
-            reference = [field_of(row, "ref_logprobs").numpy() for row in own] if has_reference else None
+        for members in self._sources().values():
+            heads = [rows[0] for rows in members]
+            more = [rewards[index] for index in heads], [groups[index] for index in heads]
+            policy = self._joined(members, "logprobs")
+            has_reference = self.rows[heads[0]].ref_logprobs is not None
+            reference = self._joined(members, "ref_logprobs") if has_reference else None
+            targets: list[Any] = [None] * len(members)
             if has_critic:
-                values = [field_of(row, "values").numpy() for row in own]
+                values = self._joined(members, "values")
                 found, targets = formulas.critic_advantages(*more, policy, reference, values, actor)
             elif actor.chosen_adv_estimator is not None:
                 if isinstance(actor.chosen_adv_estimator, OTB):
-                    found = formulas.otb(*more, *self._distributions(own))
+                    found = formulas.otb(*more, *self._distributions(members))
                 else:
-                    of_rows = self._estimated(actor.chosen_adv_estimator, indices, *more)
+                    of_rows = self._estimated(actor.chosen_adv_estimator, heads, *more)
                     found = [np.full(len(row), value) for row, value in zip(policy, of_rows, strict=True)]
-                targets = [None] * len(own)
             else:
-                found, targets = formulas.outcome_advantages(*more, policy, reference, actor), [None] * len(own)
-            for index, advantage, target in zip(indices, found, targets, strict=True):
-                advantages[index], returns[index] = advantage, target
+                found = formulas.outcome_advantages(*more, policy, reference, actor)
+            for rows, advantage, target in zip(members, found, targets, strict=True):
+                ends = np.cumsum([int(mask_of(self.rows[index]).sum()) for index in rows])[:-1]
+                for place, index in enumerate(rows):
+                    advantages[index] = np.split(advantage, ends)[place]
+                    returns[index] = None if target is None else np.split(target, ends)[place]
         return advantages, returns if has_critic else None
 
-    def _distributions(self, rows: list[TrainSequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the distribution at each trained token of rows under the policy before the update, and the tokens."""
+    def _distributions(self, members: list[list[int]]) -> tuple[Arrays, Arrays]:
+        """Return the distribution at each trained token of each sample, before the update, and the tokens."""
         model, temperature, found = self.run.models[self.update.role], self.update.how.sampling.logprob_temperature, []
         weights = {name: tensor.double() for name, tensor in self.update.before.items()}
-        for row in rows:
+
+        def distribution(row: TrainSequence) -> np.ndarray:
             with torch.no_grad():
                 q = model.log_distributions(weights, np.asarray(row.tokens).tolist(), temperature).exp()
-            found.append(q[mask_of(row)[1:]].numpy())
-        return found, [np.asarray(row.tokens)[mask_of(row).numpy()] for row in rows]
+            return q[mask_of(row)[1:]].numpy()
+
+        for rows in members:
+            found.append(np.concatenate([distribution(self.rows[index]) for index in rows]))
+        return found, self._joined(members, "tokens", int)
 
     def _estimated(self, estimator: Any, indices: list[int], rewards: list[float], groups: list[int]) -> list[float]:
         if isinstance(estimator, MaxRL):
@@ -168,19 +233,21 @@ def _changed(section: Any, **changes: Any) -> Any:
     return found
 
 
-def _tokens_of(sample: ScoredSample) -> list[int]:
-    return [*sample.item.tokens, *sample.sequence.resp_tokens]
+def _rows_of(sample: ScoredSample) -> list[list[int]]:
+    if sample.trajectory is not None:
+        return [list(row.tokens) for row in sample.trajectory.rows]
+    return [[*sample.item.tokens, *sample.sequence.resp_tokens]]
 
 
 def step_rows(run: WatchedRun, update: Update) -> StepRows:
     """Find the sample of each row by its tokens."""
-    left, found = list(run.samples[update.step]), list[ScoredSample | None]()
+    left = [(sample, tokens) for sample in run.samples[update.step] for tokens in _rows_of(sample)]
+    found = list[ScoredSample | None]()
     for row in update.given:
-        tokens = np.asarray(row.tokens).tolist()
-        same = [sample for sample in left if _tokens_of(sample) == tokens]
-        same = same or [sample for sample in left if tokens[: sample.n_tokens] == _tokens_of(sample)]  # padded
-        found.append(same[0] if same else None)
-        left = [sample for sample in left if not same or sample is not same[0]]
+        own = np.asarray(row.tokens).tolist()
+        same = [at for at, (_, tokens) in enumerate(left) if tokens == own]
+        same = same or [at for at, (_, tokens) in enumerate(left) if own[: len(tokens)] == tokens]  # padded
+        found.append(left.pop(same[0])[0] if same else None)
     return StepRows(run, update, update.given, found)
 
 

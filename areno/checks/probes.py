@@ -183,8 +183,13 @@ def _finite_difference(run: WatchedRun, probe: Probe, update: Update) -> FiniteD
 
 
 def _with_equal_rewards(run: WatchedRun, update: Update) -> Probe | None:
-    """Compute the gradient of rows whose rewards are all equal. None with a critic, whose values still differ."""
+    """Compute the gradient of rows whose rewards are all equal.
+
+    None with a critic, whose values still differ, and with rewards of turns.
+    """
     if isinstance(run.config, CriticExperimentConfig) or run.config.actor.kl_reward_coef:
+        return None
+    if run.config.agent.turn_credit != "outcome":
         return None
     rows = [replace(row, reward_parts=dict.fromkeys(row.reward_parts or {}, 1.0)) for row in _fresh(update)]
     for row in rows:

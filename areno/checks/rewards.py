@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from areno.checks.agent_rewards import rewards_of_episodes
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs.talks import without_think_tags
 from areno.checks.plans import rollout_seconds
@@ -62,6 +63,9 @@ class _Answers:
 
 def reward_functions(subject: Subject) -> Iterator[Finding]:
     """Score answers whose worth is known, in two processes."""
+    if getattr(subject.config, "agent", None) is not None and subject.config.agent.fn is not None:  # type: ignore[attr-defined]
+        yield from rewards_of_episodes(subject)
+        return
     config = _policy_config(subject)
     if subject.options.offline and _is_async(subject):
         raise NotChecked("an async function may ask a server (--offline)")
@@ -168,8 +172,6 @@ def _policy_config(subject: Subject) -> PolicyExperimentConfig:
     sources = (config.train_dataset.sources or {}).values()
     if config.reward.fn is None and not any(source.reward for source in sources):
         raise NotChecked("no function gives the reward (reward.fn is null)")
-    if config.agent.fn is not None:
-        raise NotChecked("agents give the samples: reward functions read what these did, which a text alone is not")
     return config
 
 

@@ -13,7 +13,11 @@ from areno.api.trainer import Trainer
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs import varied_reward
 from areno.checks.subject import Subject
-from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
+from areno.config.policy_experiments import (
+    CriticExperimentConfig,
+    PairedPolicyExperimentConfig,
+    PolicyExperimentConfig,
+)
 from areno.data.encode import decode_all
 from areno.errors import ConfigError
 from areno.run.resume import STATE
@@ -24,9 +28,9 @@ from areno.tracking.reader import RunReader
 from areno.types import SamplingParams
 
 _STEPS = 4
-_ROWS = 4  # prompts or rows of a step
-_SAMPLES = 8  # of a prompt
-_TOKENS = 16  # of a completion
+_ROWS = 2  # prompts or rows of a step
+_SAMPLES = 4  # of a prompt
+_TOKENS = 8  # of a completion
 _GROUPS = 32  # in which a signal is looked for
 _CLOCKS = ("time", "memory", "per_second")  # in names of metrics that differ from run to run
 
@@ -110,6 +114,8 @@ def _short_config(subject: Subject) -> Any:
     changes |= {"recover": {"mode": "auto", "freq_steps": _STEPS // 2, "freq_secs": None, "freq_epochs": None}}
     if isinstance(config, PolicyExperimentConfig):
         n_samples, n_tokens = min(_SAMPLES, config.gconfig.n_samples), min(_TOKENS, config.gconfig.max_new_tokens)
+        if isinstance(config, PairedPolicyExperimentConfig):
+            n_samples = max(n_samples, 2 * config.pairs_per_prompt)
         changes |= {"gconfig.n_samples": n_samples, "gconfig.max_new_tokens": n_tokens}
         changes["total_train_n_tokens"] = None
         n_batches = config.actor.ppo_n_minibatches

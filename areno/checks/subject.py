@@ -136,6 +136,7 @@ class Subject:
             data.pop(name, None)
         data |= {"engine": {"device": "cpu", "world_size": 1}, "stats_logger": {"console": "quiet"}}
         data |= {"cluster": {"fileroot": str(self.folder / "runs")}, "recover": {"mode": "off"}}
+        data["recorder"] = {"max_gib": 0.0}
         data["tokenizer_path"] = str(self.tokenizer_folder)
         if not evaluates:
             data |= {"valid_dataset": None, **({"eval_gconfig": None} if "eval_gconfig" in data else {})}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from areno.checks.findings import Finding, NotChecked
 from areno.checks.probes import Probes, make_probes
 from areno.checks.watched_run import WatchedRun, reward_parts, stand_in_reward, watched_run
+from areno.config.agent import ONLINE
 from areno.config.policy_experiments import (
     CriticExperimentConfig,
     PairedPolicyExperimentConfig,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _LR = 3e-3  # so that an update moves the log-probabilities by more than rounding does
 _N_PROMPTS, _N_PAIRS = 2, 4
 _MOST_NEW = 12
+_MOST_OF_TURN = 48  # of an agent, whose model can call tools
 _CANDIDATES = 400  # rows among which the shortest are taken
 
 
@@ -44,13 +46,14 @@ def of_two_steps(check: StepCheck) -> Callable[[Subject], Iterator[Finding]]:
 
     @wraps(check)
     def run(subject: Subject) -> Iterator[Finding]:
-        if (found := _two_steps(subject)) is not None:
+        if (found := two_steps(subject)) is not None:
             yield from check(subject, found)
 
     return run
 
 
-def _two_steps(subject: Subject) -> TwoSteps | None:
+def two_steps(subject: Subject) -> TwoSteps | None:
+    """Return the two steps of a subject, which are run once. None if they could not be run."""
     kept: list[TwoSteps | None] = vars(subject).setdefault("_two_steps", [])
     if not kept:
         kept.append(None)
@@ -61,22 +64,37 @@ def _two_steps(subject: Subject) -> TwoSteps | None:
 def _watch(subject: Subject) -> TwoSteps:
     config = subject.config
     is_policy = isinstance(config, PolicyExperimentConfig)
-    if is_policy and config.agent.fn is not None:
-        raise NotChecked("samples of agents have rows that only the agent's requests tell")
+    if is_policy and (reason := _why_no_agents(subject, config)):
+        raise NotChecked(reason)
     try:
-        small = subject.small_config(small_changes(config))
+        small = subject.small_config(small_changes(config, _MOST_OF_TURN if subject.has_own_model else _MOST_NEW))
     except ConfigError as error:
         raise NotChecked(f"the settings do not fit a run of two short steps: {error}") from error
     folder = subject.folder / "two_steps"
     rows = short_rows(subject)
     reward = partial(stand_in_reward, parts=tuple(reward_parts(small))) if is_policy else None
     with watched_run(subject.algorithm, small, folder, rows, reward) as run:
+        if not run.of():
+            lost = [sample.outcome.message for samples in run.samples.values() for sample in samples]
+            raise NotChecked(f"no sample has a reward, so the run trains nothing: {next(filter(None, lost), '')}")
         roles = dict.fromkeys(update.role for update in run.updates)
         return TwoSteps(run, {role: make_probes(run, role) for role in roles})
 
 
-def small_changes(config: Any) -> dict[str, Any]:
-    """Return dotted key -> value of the settings that make a run of two short steps, and no others."""
+def _why_no_agents(subject: Subject, config: PolicyExperimentConfig) -> str:
+    """Return why the agents of the run cannot run here, or "" if they can or there are none."""
+    if config.agent.fn == ONLINE:
+        return "agents outside of the run start its samples (agent.mode=online)"
+    if subject.options.offline and config.agent.fn is not None:
+        return "--offline: an agent may ask a server"
+    return ""
+
+
+def small_changes(config: Any, most_of_turn: int = _MOST_NEW) -> dict[str, Any]:
+    """Return dotted key -> value of the settings that make a run of two short steps, and no others.
+
+    `most_of_turn`: the largest number of tokens that an agent samples at once.
+    """
     found: dict[str, Any] = {
         "total_train_steps": 2,
         "total_train_n_seqs": None,
@@ -107,6 +125,12 @@ def small_changes(config: Any) -> dict[str, Any]:
         "tune": {},
         **({"ref.offload": False} if config.ref is not None else {}),
     }
+    if config.agent.fn is not None:
+        found |= {
+            "gconfig.max_new_tokens": min(config.gconfig.max_new_tokens, most_of_turn),
+            "rollout.max_head_offpolicyness": 0,
+            "rollout.prompts_ahead": None,
+        }
     if isinstance(config, CriticExperimentConfig):
         found |= {
             "critic.warmup_steps": 0,

@@ -10,7 +10,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areno.checks.agent_episodes import Episodes, recorded_episodes
 from areno.checks.transformers_model import TransformersModel
 from areno.config.models import MicroBatchSpec
 from areno.engine.train.checked_rows import read_training_rows
@@ -107,6 +108,7 @@ class WatchedRun:
     frozen: dict[str, Tensors] = field(default_factory=dict)  # weights of roles that are not trained
     updates: list[Update] = field(default_factory=list)
     samples: dict[int, list[ScoredSample]] = field(default_factory=dict)  # by step
+    episodes: Episodes = field(default_factory=Episodes)  # of agents
 
     def of(self, role: str = "actor") -> list[Update]:
         return [update for update in self.updates if update.role == role]
@@ -333,6 +335,10 @@ def watched_run(
         for role, spec in loop.setup.roles.items():
             if spec.optimizer is None and role in found._worker.roles:
                 found.frozen[role] = found.saved(role)
-        with found.watching():
+        agents = getattr(loop.setup, "agents", None)
+        watched = (
+            nullcontext(found.episodes) if agents is None else recorded_episodes(loop.setup, lambda: loop.run.step)
+        )
+        with found.watching(), watched as found.episodes:
             loop.fit()
         yield found

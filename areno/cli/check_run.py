@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -25,12 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="kind of device of the run, as in areno plan --device: h100-80gb, h200, ...",
     )
-    add("--offline", action="store_true", help="ask no judge and no async reward function")
+    add("--offline", action="store_true", help="ask no judge, no async reward function and no agent")
     add("--calls", type=int, metavar="N", help="ask a judge at most N times (default: 9)")
     add("--model", choices=["real"], help="run the model of the command in place of a small random one of its family")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    # A large vocabulary means tensors of many MB, whose pages the kernel makes twice as fast if they are large.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at its first allocation
+
     from areno.checks.all_checks import CHECKS
     from areno.checks.findings import run_checks
     from areno.checks.page import html_page, red_lines, summary_line, text_lines
