@@ -27,6 +27,7 @@ from areno.checks.step_formula import (
 )
 from areno.checks.two_steps import TwoSteps, of_two_steps
 from areno.checks.watched_run import Update
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -161,8 +162,9 @@ def advantages(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     wrong = list[Finding]()
     steps = [step for step in sampled_steps(found.run) if step.has_advantages]
     if not steps:
-        if (credit := getattr(found.run.config, "agent", None)) and credit.turn_credit != "outcome":
-            yield not_checked("advantages", f"agent.turn_credit={credit.turn_credit} has no formula here")
+        config = found.run.config
+        if isinstance(config, PolicyExperimentConfig) and config.agent.turn_credit != "outcome":
+            yield not_checked("advantages", f"agent.turn_credit={config.agent.turn_credit} has no formula here")
         elif found.probes["actor"].policy_term is not None:
             yield not_checked("advantages", "the algorithm computes advantages of its own, with no formula here")
         return

@@ -63,7 +63,7 @@ class _Answers:
 
 def reward_functions(subject: Subject) -> Iterator[Finding]:
     """Score answers whose worth is known, in two processes."""
-    if getattr(subject.config, "agent", None) is not None and subject.config.agent.fn is not None:  # type: ignore[attr-defined]
+    if isinstance(subject.config, PolicyExperimentConfig) and subject.config.agent.fn is not None:
         yield from rewards_of_episodes(subject)
         return
     config = _policy_config(subject)

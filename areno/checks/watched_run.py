@@ -22,6 +22,7 @@ from torch import Tensor
 from areno.checks.agent_episodes import Episodes, recorded_episodes
 from areno.checks.transformers_model import TransformersModel
 from areno.config.models import MicroBatchSpec
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.engine.train.checked_rows import read_training_rows
 from areno.engine.train.micro_batches import divide_steps
 from areno.loss_fns.adv_estimators import GDPO
