@@ -336,10 +336,9 @@ def watched_run(
         for role, spec in loop.setup.roles.items():
             if spec.optimizer is None and role in found._worker.roles:
                 found.frozen[role] = found.saved(role)
-        agents = getattr(loop.setup, "agents", None)
-        watched = (
-            nullcontext(found.episodes) if agents is None else recorded_episodes(loop.setup, lambda: loop.run.step)
-        )
+        watched: Any = nullcontext(found.episodes)
+        if isinstance(config, PolicyExperimentConfig) and config.agent.fn is not None:
+            watched = recorded_episodes(loop.setup, lambda: loop.run.step)
         with found.watching(), watched as found.episodes:
             loop.fit()
         yield found
