@@ -59,7 +59,7 @@ BEDS = {
         settings=("actor.mb_spec.max_tokens_per_mb=32768",),
     ),
     "cpu": Bed(
-        rates=("2e-4", "5e-4", "1e-3"),
+        rates=("1e-4", "2e-4", "5e-4"),
         tokens={"rates": 100_000, "countdown": 200_000, "arithmetic": 200_000, "staleness": 200_000},
         most_steps=60,
         batch=(32, 8),

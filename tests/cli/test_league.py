@@ -16,11 +16,11 @@ from areno.launch.compose import load
 from areno.launch.yaml_files import variant_files
 from areno.league import results
 from areno.league.results import LeagueRun, Result, places, read_results, resolution, t_975
-from areno.league.runs import NOT_IN_IT, STAGES, contenders
+from areno.league.runs import BEDS, NOT_IN_IT, STAGES, contenders
 from areno.league.schedule import AGES, CHOOSING_SEED, League
 
 ROOT = Path(__file__).parents[2]
-RATES = ("2e-4", "5e-4", "1e-3")
+RATES = BEDS["cpu"].rates
 TINY = [
     "--base=total_train_steps=1",
     "--base=train_dataset.dataset_kwargs.count=64",
@@ -129,7 +129,7 @@ def test_a_failed_run_holds_up_nothing(tmp_path: Path, capsys: pytest.CaptureFix
             made._end(run, None, "exit code 1", ["its last line"])
         else:
             made.results[run.file] = result("rates", "grpo", run.seed, 0.1, rate)
-    assert "its last line\nFAILED: rates/grpo-lr2e-4-s100: exit code 1" in capsys.readouterr().out
+    assert "its last line\nFAILED: rates/grpo-lr1e-4-s100: exit code 1" in capsys.readouterr().out
     assert made.next_run() == LeagueRun("countdown", "grpo", 1, RATES[1])
 
 
@@ -192,7 +192,7 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "15 runs of 3 algorithms on CPU, 2 at once; base model 0.140; differences below 0.002 are ties" in told
     lines = told.splitlines()
-    assert "| algorithm | 2e-4 | 5e-4 | 1e-3 |" in lines
+    assert "| algorithm | 1e-4 | 2e-4 | 5e-4 |" in lines
     assert "| `grpo` | 0.100 | 0.300 | 0.200 |" in lines
     # The mean reward of steps 2 to 6 is 0.2.
     reached = ["0.06, 0.06, 0.06, 0.06, 0.06", "6, 6, 6, 6, 6"]
