@@ -413,7 +413,12 @@ class CriticConfig(Section):
     value_loss_coef: float = setting(
         0.5, help="The value loss is multiplied by this number", gt=0, flag="--value-loss-coef"
     )
-    ppo_n_minibatches: int = setting(1, help="Number of optimizer steps of the critic per rollout batch", gt=0)
+    ppo_n_minibatches: int = setting(
+        1, help="Number of optimizer steps of the critic in each pass over the rollout batch", gt=0
+    )
+    epochs: int = setting(
+        1, help="Number of passes of the critic over the rollout batch. The targets and the value clip stay", gt=0
+    )
     gradient_checkpointing: bool = setting(
         True,
         help="Recompute the activations of the critic in the backward pass to save memory",

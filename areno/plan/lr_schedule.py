@@ -42,7 +42,7 @@ def n_updates_by_role(config: ExperimentConfig, n_steps: int) -> dict[str, int]:
         each = config.actor.ppo_n_minibatches
     if isinstance(config, CriticExperimentConfig):
         first = config.critic.warmup_steps
-        found["critic"] = n_steps * config.critic.ppo_n_minibatches
+        found["critic"] = n_steps * config.critic.ppo_n_minibatches * config.critic.epochs
     if actor.gradient_accumulation_steps is not None:
         size = actor.mb_spec.mini_bs or ROWS_COUNTED
         size = max(1, size // config.rows_per_item())  # the two rows of a pair stay together

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import numpy as np
 
 from areno.config.policy_experiments import CriticExperimentConfig
+from areno.engine.train.gradients import average_steps
 from areno.loss_fns.advantages import explained_variance
 from areno.run.progress import EVALUATED_REWARDS
 from areno.run.run import fault_tolerant
@@ -74,15 +76,16 @@ class PPOTrainer(RewardLoop[CriticExperimentConfig]):
         run.recorder.keep_update("critic", rows)
         with run.clock.phase("train_critic"):
             log_stage("train_start", role="critic")
-            stats = self.setup.trainer.train_values(
+            train = partial(
+                self.setup.trainer.train_values,
                 "critic",
                 rows,
                 cliprange_value=critic.eps_clip,
                 value_loss_coef=critic.value_loss_coef,
                 mb_spec=critic.mb_spec,
                 n_minibatches=critic.ppo_n_minibatches,
-                seed=run.progress.seed,
             )
+            stats = average_steps([train(seed=run.progress.seed + epoch) for epoch in range(critic.epochs)])
             log_stage("train_end", role="critic")
         numbers = {f"critic_{name}": value for name, value in stats.items()}
         return numbers | {"explained_variance": explained_variance(values, returns)}

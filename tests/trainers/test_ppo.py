@@ -108,6 +108,19 @@ def test_one_step_is_what_the_formulas_say(tmp_path: Path, models: dict[str, Pat
     assert scalars["train/critic_grad_norm"] > 0
 
 
+def test_the_critic_passes_over_the_batch_twice(tmp_path: Path, models: dict[str, Path]) -> None:
+    found = []
+    for epochs in (1, 2):
+        own = {"path": str(models["critic"]), "epochs": epochs, "optimizer": optimizer(1e-3)}
+        config = ppo_config(tmp_path, critic=own, **without_reference())
+        played = fitted(config, tmp_path / f"{epochs}", digits)
+        assert [len(rows) for rows in played.critic_rows] == epochs * [len(played.rows[0])]
+        for rows in played.critic_rows[1:]:
+            assert [trained(row, "values") for row in rows] == [trained(row, "values") for row in played.critic_rows[0]]
+        found.append(played.series("train/critic_value_loss")[0])
+    assert found[1] < found[0]  # the mean of both: the second loss is lower
+
+
 @pytest.mark.slow
 def test_several_updates_of_actor_and_critic(tmp_path: Path, models: dict[str, Path]) -> None:
     """Actor ratios and critic values both move away from where the rows were made, and are clipped against that."""
