@@ -381,7 +381,7 @@ class _StepForecast:
         # Inputs of layers leave the device in the forward pass and come back in the backward pass.
         seconds = max(seconds, 2 * n_tokens * memory.host_bytes_of_token / _COPY_BYTES_S)
         seconds += _DROPPED_S * memory.frees_cache
-        seconds *= self._extra_scoring_factor(phase, name) * (self._n_epochs(name) if phase == TRAIN else 1)
+        seconds *= self._repeated_passes(phase, name)
         if model.offload:
             found = self.footprint.model_bytes(model)
             moved = 0 if model.keeps_weights else found.weights * (2 if phase == TRAIN else 1)
@@ -444,15 +444,13 @@ class _StepForecast:
         return sharing if rule.saves_enough(saved, n_tokens) and rule.is_faster(shared, apart, n_rows) else 0
 
     def _n_updates(self, name: str) -> int:
-        section = vars(self.config)[name]
-        return int(vars(section).get("ppo_n_minibatches", 1)) * self._n_epochs(name)
+        section = vars(vars(self.config)[name])
+        return int(section.get("ppo_n_minibatches", 1)) * int(section.get("epochs", 1))
 
-    def _n_epochs(self, name: str) -> int:
-        is_critic = name == "critic" and isinstance(self.config, CriticExperimentConfig)
-        return self.config.critic.epochs if is_critic else 1
-
-    def _extra_scoring_factor(self, phase: str, name: str) -> float:
-        """Return the factor by which training takes longer if an extra scoring pass precedes several updates."""
+    def _repeated_passes(self, phase: str, name: str) -> float:
+        """Return the factor of passes over the rows: a scoring pass before several updates, and epochs of a critic."""
+        if phase == TRAIN and name == "critic" and isinstance(self.config, CriticExperimentConfig):
+            return self.config.critic.epochs
         again = phase == TRAIN and name == "actor" and isinstance(self.config, PolicyExperimentConfig)
         return 1.0 + (0.3 if again and self._n_updates(name) > 1 else 0.0)
 
