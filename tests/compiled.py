@@ -144,6 +144,7 @@ def launch_in_fp8(dtype: torch.dtype) -> None:
 def launch_alone(dtype: torch.dtype, capability: int) -> None:
     """Kernels that no command launches without GPUs."""
     from areno.kernels import jit
+    from areno.kernels.experts import choose_experts
     from areno.kernels.logprobs import triton as logprobs
     from areno.kernels.matmul import fixed_order_matmul, gluon_few_rows
     from areno.kernels.matmul import triton_few_rows as few_rows
@@ -203,6 +204,7 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
                 with mock.patch.object(jit, "pdl_options", return_value={"PDL": True, "launch_pdl": True}):
                     for reads_early, of_groups in product((False, True), (batch, alone)):
                         decode_attention(*qkv, blocks, replace(of_groups, pdl=True, reads_early=reads_early))
+    choose_experts(torch.zeros(16, 128), 8, True, torch.zeros(128), 2.5)
     if capability >= FP8_CAPABILITY:
         launch_in_fp8(dtype)
     numbers = torch.zeros(4, 16, dtype=torch.int32)

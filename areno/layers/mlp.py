@@ -175,7 +175,8 @@ class Router(Linear):
         It has memory of its own from the start, since buffers hold trained parameters only.
         """
         wide = WeightSpec(torch.float32, spec.device, spec.tp)
-        self.e_score_correction_bias = wide.empty(len(self.weight)).requires_grad_(False)
+        self.e_score_correction_bias = wide.empty(len(self.weight))
+        self.e_score_correction_bias.requires_grad = False
         self.layout["e_score_correction_bias"] = (TensorPart((len(self.weight),)),)
 
     def forward(self, x_ND: Tensor) -> Tensor:

@@ -98,6 +98,15 @@ def test_against_measurements(
     assert {phase.name: phase.seconds for phase in found.phases} == pytest.approx(seconds, rel=0.15)
 
 
+def test_adapters_on_experts_take_what_they_hold_and_cost_little_time() -> None:
+    settings = ["actor.path=Qwen/Qwen3-30B-A3B", "actor.mb_spec.max_tokens_per_mb=8192"]
+    on_attention = predicted("grpo", *settings, *ON_ATTENTION, device="h200")
+    on_all = predicted("grpo", *settings, "actor.use_lora=true", device="h200")
+    n_params = 48 * 128 * 32 * (2048 + 2 * 768 + 768 + 2048)  # layers, experts, rank, sizes
+    assert on_all.peak_memory_bytes - on_attention.peak_memory_bytes == pytest.approx(18 * n_params, rel=1e-3)
+    assert 1.05 < on_all.step_seconds / on_attention.step_seconds < 1.3
+
+
 @pytest.mark.parametrize(
     ("settings", "seconds"),
     [
