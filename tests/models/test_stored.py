@@ -17,6 +17,7 @@ from areno.errors import CheckpointError
 from areno.kernels.delta import DeltaWeights, RowChunks, delta_rows
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
+from areno.models.adapter_shapes import linear_shapes
 from areno.models.parameters import n_parameters
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
@@ -24,11 +25,13 @@ from areno.models.weights import load_weights
 from tests.helpers.family_cases import random_model
 from tests.helpers.family_engines import step
 from tests.helpers.in_float64 import InFloat64
-from tests.helpers.published import FLOAT32, assert_same_files, in_mixed_dtypes, publish
+from tests.helpers.lora_models import ROWS, apart, engine_of, lora, train
+from tests.helpers.published import FLOAT32, assert_same_files, in_mixed_dtypes, publish, rewrite
 from tests.helpers.saving import save_weights
-from tests.helpers.tiny_engine import spec, train_on
+from tests.helpers.tiny_engine import saved_tensors, scored, spec, train_on
 from tests.helpers.two_ranks import load
 from tests.helpers.zero_ranks import ALONE, ONE_BY_ONE, backend, on_ranks, rows, three_steps
+from tests.models.test_block_scales import in_blocks
 
 
 def load_bf16(folder: Path) -> Transformer:
@@ -127,6 +130,58 @@ def test_both_layouts_of_experts_are_the_same_model(tmp_path: Path) -> None:
         expected = load(tmp_path / "each", tp).state_dict()
         for name, tensor in load(tmp_path / "fused", tp).state_dict().items():
             assert torch.equal(tensor, expected[name]), name
+
+
+def test_merged_adapters_are_saved_in_the_layout_that_was_read(tmp_path: Path) -> None:
+    """On experts, the shared one included, and on attention and delta rule."""
+    stored = publish("qwen3.5-experts", tmp_path / "in", images=True, fused=True)
+    adapters = lora(tmp_path / "in", tuple(linear_shapes(load_config(tmp_path / "in"))), alpha=4.0)
+    with engine_of(tmp_path / "in", adapters) as engine:
+        before = scored(engine, "actor", ROWS)
+        train(engine)
+        engine.save(str(tmp_path / "merged"), merge=True)
+        found = scored(engine, "actor", ROWS)
+    assert apart(before, found) > 0.1
+    merged = saved_tensors(tmp_path / "merged")
+    assert merged.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert merged[name].shape == tensor.shape
+        if name.startswith(("mtp.", "model.visual.")):
+            assert merged[name].equal(tensor)
+    with engine_of(tmp_path / "merged", None) as again:
+        assert apart(scored(again, "actor", ROWS), found) < 5e-5
+
+
+def in_fp8(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    """Write tensors whose names end in "_proj.weight", or in "_proj", in blocks with scales. Returns their values."""
+    written, values = {}, {}
+    for name, tensor in tensors.items():
+        written[name] = values[name] = tensor
+        if name.endswith(("_proj.weight", "experts.down_proj")):
+            flat = tensor.float().flatten(0, -2)
+            written[name], scales, values[name] = in_blocks(flat)
+            written[name] = written[name].view(tensor.shape)
+            written[f"{name}_scale_inv"] = scales
+    size = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [20, 12]}
+    rewrite(folder, written, quantization_config=size)
+    return values
+
+
+def test_what_is_copied_in_fp8_is_saved_as_its_values(tmp_path: Path) -> None:
+    stored = publish("qwen3.5", tmp_path / "in", images=True, mtp=False)
+    stored |= {"mtp.layers.0.mlp.up_proj.weight": torch.randn(24, 30), "mtp.norm.weight": torch.ones(3).bfloat16()}
+    values = in_fp8(stored, tmp_path / "in")
+    save_weights(load_bf16(tmp_path / "in"), tmp_path / "out")
+    wide = {name: each for name, each in values.items() if name.endswith(FLOAT32)}
+    assert_same_files(tmp_path / "out", {name: each.bfloat16() for name, each in values.items()} | wide)
+    assert "quantization_config" not in (tmp_path / "out/config.json").read_text()
+
+
+def test_experts_of_one_tensor_in_fp8_are_refused_in_one_line(tmp_path: Path) -> None:
+    stored = publish("qwen3.5-experts", tmp_path, images=False, fused=True, mtp=False)
+    in_fp8(stored, tmp_path)
+    with pytest.raises(CheckpointError, match=r"down_proj_scale_inv.*which its config.json has no place for"):
+        load_bf16(tmp_path)
 
 
 def test_what_is_copied_must_still_be_there(tmp_path: Path) -> None:
