@@ -262,7 +262,7 @@ def footprint_of(
         budget=spec.mb_spec.max_tokens_per_mb,
         copies_a=uses_triton and not engine.exact,
         on_cuda=on_cuda,
-        may_adapt=may_suggest_lora(spec, models[0].config.within if models else ""),
+        may_adapt=may_suggest_lora(spec),
         share_prefixes=spec.share_prefixes != "off",
     )
 
@@ -271,7 +271,7 @@ def gib_text(n_bytes: float) -> str:
     return f"{n_bytes / GIB:.2f}" if n_bytes < 10 * GIB else f"{n_bytes / GIB:.1f}"
 
 
-def may_suggest_lora(spec: EngineSpec, within: str = "") -> bool:
-    """Return whether error messages may suggest LoRA for the actor. `within`: TransformerConfig.within."""
+def may_suggest_lora(spec: EngineSpec) -> bool:
+    """Return whether error messages may suggest LoRA for the actor."""
     actor = spec.actor
-    return actor.trains_weights and not actor.random_init and not within
+    return actor.trains_weights and not actor.random_init

@@ -25,7 +25,7 @@ from areno.layers.parallel import ParallelGroup
 from areno.layers.rotary import head_order
 from areno.models.adapter_shapes import EXPERTS, linear_shapes, parameters_in_peft, target_groups
 from areno.models.config import TransformerConfig
-from areno.models.families import module_names, stored_names
+from areno.models.families import FAMILIES, module_names, stored_names
 from areno.models.folder import (
     ADAPTER_CONFIG,
     TOKENIZER,
@@ -116,12 +116,20 @@ def adapter_table(model: Transformer) -> list[CheckpointEntry]:
                 for expert, part in enumerate(adapter.layout[kind.lower()]):
                     found.append(CheckpointEntry(f"{within}.{expert}.lora_{kind}.weight", parameter, part))
             continue
-        names = [f"{PREFIX}{each}" for each in module_names(name, model.config)]
+        names = [f"{PREFIX}{name_in_peft(each, model.config)}" for each in module_names(name, model.config)]
         of_a = [f"{names[first]}.lora_A.weight" for first, *_ in adapter.groups]
         of_b = [f"{names[index]}.lora_B.weight" for group in adapter.groups for index in group]
         found += map(CheckpointEntry, of_a, [adapter.a] * len(of_a), adapter.layout["a"])
         found += map(CheckpointEntry, of_b, [adapter.b] * len(of_b), adapter.layout["b"])
     return found
+
+
+def name_in_peft(name: str, config: TransformerConfig) -> str:
+    """Return the name of a module as peft has it, given its name in a text model."""
+    if not config.within:
+        return name
+    beginnings = FAMILIES[config.family].beginnings
+    return next(within for within, own in beginnings.items() if own == "model.") + name.removeprefix("model.")
 
 
 def stored_adapters(model: Transformer) -> dict[str, StoredTensor]:
@@ -406,6 +414,9 @@ def adapter_writers(
 
 def _peft_config(adapters: AdapterSpec, base: str, config: TransformerConfig) -> dict[str, Any]:
     modules, parameters = parameters_in_peft(config, adapters.targets)
+    if config.within:  # the image encoder has modules of the same names
+        text = name_in_peft("model.", config).removesuffix(".").replace(".", r"\.")
+        modules = rf"{text}\..*\.({'|'.join(modules)})"
     alpha = int(adapters.alpha) if math.floor(adapters.alpha) == adapters.alpha else adapters.alpha
     return {
         "peft_type": "LORA",

@@ -213,8 +213,8 @@ class Family:
         is_whole: Whether transformers builds the image-text model from an image-text folder even when asked for a
             causal language model.
         beginnings: Prefix of tensor names in an image-text model -> prefix in a text model.
-        unread: Prefixes of the names of tensors that areno does not use, such as those of the image encoder. Unless
-            `is_whole`, they are written again when the model is saved.
+        unread: Prefixes of the names of tensors that areno does not use, such as those of the image encoder. They are
+            written again when the model is saved.
     """
 
     name: str

@@ -46,7 +46,7 @@ def _stored_weights(
     unread = unread_prefixes(config)
     used = [name for name in headers if not name.startswith(unread)]
     is_fused = any(name.endswith(f".{each}") for name in used for each in family.fused_experts)
-    if family.is_whole or config.head != "lm":  # saved as a text model
+    if config.head != "lm":  # saved as a text model
         return StoredWeights(folder=folder, fused_experts=is_fused)
     is_within = family.around != "" and family.around in (values.get("architectures") or [])
     blocks = fp8_block_size(config.hf)

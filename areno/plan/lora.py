@@ -19,10 +19,6 @@ from areno.schema.values import format_value
 from areno.specs.role import LoraSpec
 
 KEY = "actor.init_lora_from"
-_WITHIN = (
-    "is true, but the folder is of {}, in which peft has other names for adapters; save its text model with "
-    "Trainer.save_checkpoint, and name the new folder in {}"
-)
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "w1", "w2", "w3")
 Actor = TypeVar("Actor", bound=ModelConfig)
 
@@ -34,8 +30,6 @@ def lora_spec(actor: ModelConfig, model: TransformerConfig) -> LoraSpec | None:
     """
     if not actor.use_lora:
         return None
-    if model.within:
-        raise ConfigError([Problem("actor.use_lora", _WITHIN, model.within, Key("actor.path"))])
     local = existing_path(actor.path)
     base = actor.path if local is None else str(local)
     if actor.init_lora_from is None:

@@ -120,6 +120,14 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         },
     ),
 }
+IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

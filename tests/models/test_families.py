@@ -17,6 +17,7 @@ from areno.models.registry import load_config
 from tests.helpers.family_cases import (
     CASES,
     EXPERTS,
+    IMAGES,
     SHAPE,
     config_of,
     logits_of,
@@ -195,19 +196,9 @@ def test_families_that_transformers_has_token_classifiers_for() -> None:
     }
 
 
-IMAGES = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_text_of_a_gemma_with_images(tied: bool, tmp_path: Path) -> None:
-    """Which those of 4B and more are. It is read, and saved as a text model; fields may be left out as published."""
+    """Which those of 4B and more are. It is read, and saved with its images; fields may be left out as published."""
     torch.manual_seed(0)
     text = {**SHAPE, **CASES["gemma3"][1], "num_attention_heads": 8, "tie_word_embeddings": tied}
     whole = transformers.Gemma3Config(text_config=text, vision_config=IMAGES, tie_word_embeddings=tied)
@@ -218,7 +209,7 @@ def test_the_text_of_a_gemma_with_images(tied: bool, tmp_path: Path) -> None:
     del values["text_config"]["num_attention_heads"]
     file.write_text(json.dumps({**values, "eos_token_id": [1, 7]}))
     rows = random_rows(101, (20, 33, 7))
-    model, expected, again = read_and_saved_as_text(reference, tmp_path / "in", rows, "Gemma3ForCausalLM")
+    model, expected, again = read_and_saved_as_text(reference, tmp_path / "in", rows, "Gemma3ForConditionalGeneration")
     assert model.config.within == "Gemma3ForConditionalGeneration"
     assert (model.head is None) == tied
     assert torch.equal(again, expected)

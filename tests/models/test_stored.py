@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from areno.cost.memory import model_bytes
 from areno.engine.engine import Engine
@@ -18,20 +19,22 @@ from areno.kernels.delta import DeltaWeights, RowChunks, delta_rows
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.adapter_shapes import linear_shapes
+from areno.models.adapters import read_adapter_config
 from areno.models.parameters import n_parameters
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import load_weights
-from tests.helpers.family_cases import random_model
+from tests.helpers.family_cases import CASES, IMAGES, SHAPE, random_model
 from tests.helpers.family_engines import step
+from tests.helpers.fp8_blocks import COLUMNS, in_blocks
+from tests.helpers.fp8_blocks import ROWS as BLOCK_ROWS
 from tests.helpers.in_float64 import InFloat64
-from tests.helpers.lora_models import ROWS, apart, engine_of, lora, train
+from tests.helpers.lora_models import ROWS, apart, engine_of, lora, of_peft, train
 from tests.helpers.published import FLOAT32, assert_same_files, in_mixed_dtypes, publish, rewrite
 from tests.helpers.saving import save_weights
 from tests.helpers.tiny_engine import saved_tensors, scored, spec, train_on
 from tests.helpers.two_ranks import load
 from tests.helpers.zero_ranks import ALONE, ONE_BY_ONE, backend, on_ranks, rows, three_steps
-from tests.models.test_block_scales import in_blocks
 
 
 def load_bf16(folder: Path) -> Transformer:
@@ -122,6 +125,40 @@ def test_a_folder_is_saved_as_it_was_read(kind: str, images: bool, fused: bool, 
     assert all(torch.equal(tensor, expected[name]) for name, tensor in models[1][0].state_dict().items())
 
 
+@pytest.mark.parametrize("old", [False, True])
+def test_a_gemma_with_images_is_saved_as_it_was_read(old: bool, tmp_path: Path) -> None:
+    """With the names of today and with those of the published files. Its adapters are those of peft."""
+    text = {**SHAPE, **CASES["gemma3"][1], "num_attention_heads": 8, "tie_word_embeddings": True}
+    torch.manual_seed(0)
+    whole = transformers.Gemma3Config(text_config=text, vision_config=IMAGES)
+    transformers.Gemma3ForConditionalGeneration(whole).save_pretrained(tmp_path / "in")
+    stored = load_file(tmp_path / "in/model.safetensors")
+    if old:
+        stored = {name.replace("model.language_model.", "language_model.model."): each for name, each in stored.items()}
+        stored = {
+            name.removeprefix("model.") if name.startswith(("model.vision", "model.multi")) else name: each
+            for name, each in stored.items()
+        }
+        rewrite(tmp_path / "in", stored)
+    save_weights(load(tmp_path / "in"), tmp_path / "out")
+    assert_same_files(tmp_path / "out", stored)
+    adapters = lora(tmp_path / "in", ("q_proj", "o_proj", "up_proj", "down_proj"))
+    with engine_of(tmp_path / "in", adapters) as engine:
+        before = scored(engine, "actor", ROWS)
+        train(engine)
+        engine.save(str(tmp_path / "a"))
+        engine.save(str(tmp_path / "merged"), merge=True)
+        found = scored(engine, "actor", ROWS)
+    assert apart(before, found) > 0.1
+    assert apart(found, of_peft(tmp_path / "in", tmp_path / "a")) < 1e-5
+    assert saved_tensors(tmp_path / "merged").keys() == stored.keys()
+    again = replace(adapters, init_from=str(tmp_path / "a"))
+    assert read_adapter_config(tmp_path / "a", load_config(tmp_path / "in")).adapters == adapters.adapters
+    for path, with_adapters in (("merged", None), ("in", again)):
+        with engine_of(tmp_path / path, with_adapters) as engine:
+            assert apart(scored(engine, "actor", ROWS), found) < 1e-5
+
+
 def test_both_layouts_of_experts_are_the_same_model(tmp_path: Path) -> None:
     """Ranks read only their own experts, of either."""
     publish("qwen3.5-experts", tmp_path / "each", images=False)
@@ -162,7 +199,7 @@ def in_fp8(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Te
             written[name], scales, values[name] = in_blocks(flat)
             written[name] = written[name].view(tensor.shape)
             written[f"{name}_scale_inv"] = scales
-    size = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [20, 12]}
+    size = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK_ROWS, COLUMNS]}
     rewrite(folder, written, quantization_config=size)
     return values
 
