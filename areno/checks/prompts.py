@@ -10,7 +10,7 @@ import numpy as np
 
 from areno.checks.findings import Finding, NotChecked, green, red
 from areno.checks.inputs.encoded_rows import EncodedRow
-from areno.checks.inputs.talks import answers_of, rendered, squeezed, without_think_tags
+from areno.checks.inputs.talks import answers_of, markers_of, rendered, squeezed, without_think_tags
 from areno.checks.subject import Dataset, Subject
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.messages import with_template_variables
@@ -113,6 +113,7 @@ def serving(subject: Subject) -> Iterator[Finding]:
 
 def _serving_faults(subject: Subject, dataset: Dataset, row: EncodedRow) -> Iterator[str]:
     tokenizer = with_template_variables(subject.tokenizer, template_variables(row.row))
+    marks = list(map(squeezed, markers_of(subject.tokenizer)))
     for messages, tools, tokens in _prompts(subject, row):
         found = list[list[int]]()
         for thinking in _thinking_modes(subject):
@@ -123,15 +124,22 @@ def _serving_faults(subject: Subject, dataset: Dataset, row: EncodedRow) -> Iter
                 yield f"the server refuses it: {error}"
                 return
         if tokens not in found:
+            if any(_begins_as(row, each) for each in found):
+                continue  # the row has the same tokens, but earlier ones are trained: see only-answers
             yield _difference(subject, tokens, found[0])
             continue
         text = rendered(tokenizer, messages, tools, True, **_variables(_thinking_modes(subject)[found.index(tokens)]))
         plain = squeezed(str(messages))
-        if text is None or any(token in plain for token in map(str, tokenizer.all_special_tokens)):
+        if text is None or any(token in plain for token in (*map(str, tokenizer.all_special_tokens), *marks)):
             continue  # control tokens in messages are encoded as text, which transformers does not do
         of_transformers = tokenizer.encode(text, add_special_tokens=False)
         if of_transformers != tokens:
             yield f"transformers: {_difference(subject, tokens, of_transformers)}"
+
+
+def _begins_as(row: EncodedRow, tokens: Sequence[int]) -> bool:
+    """Whether a sequence of a row begins with these tokens."""
+    return any(np.asarray(each.tokens)[: len(tokens)].tolist() == list(tokens) for each in row.sequences)
 
 
 def _prompts(subject: Subject, row: EncodedRow) -> Iterator[tuple[list[dict[str, Any]], Any, list[int]]]:

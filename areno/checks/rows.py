@@ -1,14 +1,17 @@
-"""Checks of the rows of the run: their forms, and which are left out."""
+"""Checks of the rows of the run: their forms, which are left out, and marks and numbers that mean something else."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
-from areno.checks.inputs.encoded_rows import form_of
+from areno.checks.inputs.encoded_rows import EncodedRow, form_of
+from areno.checks.inputs.talks import answers_of, markers_of, text_of
 from areno.checks.subject import Subject
 
 _LEAST_DIFFERENT = 0.5  # of the training rows; with less, a task has few rows in all
@@ -16,6 +19,17 @@ _MOST_DROPPED = 0.5  # of the rows: more than that are hardly meant
 _CONTENT = ("prompt", "messages", "response", "chosen", "rejected", "answers", "completions")
 _SCORES = ("score", "scores", "rating", "ratings", "reward", "rewards", "quality")
 _SHOWN = 60  # characters of a value
+_EXAMPLES = 3
+_MOST_MARKED = 0.05  # of the rows: a few may well write about templates
+_MOST = 0.95  # of the answers of one side that have a mark, while at most 1 - _MOST of the other side have it
+_LEAST_PAIRS = 20
+_BAR = "\uff5c"  # of DeepSeek's tokens
+_FOREIGN = ("im_start", "im_end", "system", "user", "assistant", "start_header_id", "end_header_id", "eot_id")
+_FOREIGN += ("begin_of_text", "endoftext", "end", "start", "message", "channel", "START_OF_TURN_TOKEN")
+_FOREIGN = (*(f"<|{name}|>" for name in _FOREIGN), *(f"<{_BAR}{name}{_BAR}>" for name in ("User", "Assistant")))
+_FOREIGN += ("[INST]", "[/INST]", "<<SYS>>", "<start_of_turn>", "<end_of_turn>")
+_SMALL_IS_GOOD = ("rank", "ranks", "ranking", "rankings", "place", "places", "position", "positions", "loss", "losses")
+_SMALL_IS_GOOD += ("nll", "perplexity", "ppl", "error", "errors", "cost", "costs", "distance", "distances")
 
 
 def forms_of_rows(subject: Subject) -> Iterator[Finding]:
@@ -110,6 +124,141 @@ def pair_scores(subject: Subject) -> Iterator[Finding]:
             yield not_checked("pair-scores", why)
 
 
+def template_markers(subject: Subject) -> Iterator[Finding]:
+    """Look for messages that a chat template has already rendered: this run's own, or another."""
+    if subject.tokenizer.chat_template is None:
+        raise NotChecked("the tokenizer has no chat template: texts are encoded as they are")
+    own, ends = markers_of(subject.tokenizer), set(_end_texts(subject))
+    for dataset in subject.datasets:
+        rows = [row for row in subject.sample_of(dataset) if row.item is not None]
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            texts = [_all_text(subject, row, is_asked) for is_asked in (True, False)]
+            of_texts = [{mark for mark in (*own, *_FOREIGN) if mark in text} for text in texts]
+            for mark in of_texts[0] | (of_texts[1] - ends):  # see end_tokens for those in answers
+                found.setdefault(mark, []).append(row.index)
+        whole = {mark: at for mark, at in found.items() if mark in own}
+        marked = whole or found
+        # The longest of the marks that most rows have says most.
+        mark = max(marked, key=lambda each: (len(marked[each]), len(each)), default="")
+        n = len(marked.get(mark, ()))
+        text = f"{dataset.key}: the messages of {n} of {len(rows)} rows contain {mark!r}"
+        if n > _MOST_MARKED * len(rows):
+            why = "they are already rendered, and the chat template would be around them twice"
+            if not whole:
+                why = "they are written for another chat template than that of the tokenizer"
+            first = [row for row in rows if row.index in marked[mark][:_EXAMPLES]]
+            shown = [f"row {row.index}: {_around(_all_text(subject, row), mark)}" for row in first]
+            yield red("template-markers", f"{text}: {why}", shown)
+        elif n:
+            yield green("template-markers", f"{text}, the first is row {marked[mark][0]}")
+        else:
+            yield green("template-markers", f"{dataset.key}: no message contains marks of a chat template")
+
+
+def end_tokens(subject: Subject) -> Iterator[Finding]:
+    """Look for answers that have a token at which the rollout stops before their end, or the text of one."""
+    if subject.kind in ("prompt", "prm"):
+        return
+    texts = _end_texts(subject)
+    for dataset in subject.datasets:
+        faults, n_answers, sides = list[str](), 0, Counter[int]()
+        for row in subject.sample_of(dataset):
+            if row.item is None:
+                continue
+            for number, turns in enumerate(answers_of(subject.kind, row.row)):
+                for answer in turns:
+                    n_answers += 1
+                    said = text_of(answer.message)
+                    if mark := next((text for text in texts if text in said), ""):
+                        sides[number] += 1
+                        faults.append(f"row {row.index}: {_around(said, mark)}")
+        names = ("chosen", "rejected")
+        where = f" (all of them {names[next(iter(sides))]})" if subject.kind == "dpo" and len(sides) == 1 else ""
+        text = f"{dataset.key}: {len(faults)} of {n_answers} answers{where} contain the text of a token that ends them"
+        if len(faults) > _MOST_MARKED * n_answers:
+            yield red("end-tokens", f"{text}, so it is there twice", faults[:_EXAMPLES])
+        else:
+            yield green("end-tokens", text, faults[:_EXAMPLES])
+
+
+def _end_texts(subject: Subject) -> list[str]:
+    found = [subject.tokenizer.decode([token], skip_special_tokens=False) for token in sorted(subject.end_ids)]
+    return [text for text in found if text.strip()]
+
+
+def pair_marks(subject: Subject) -> Iterator[Finding]:
+    """Look for a mark that tells chosen from rejected answers, whatever they say: both would be learned by it alone."""
+    if subject.kind != "dpo":
+        return
+    ends = _end_texts(subject)
+    for dataset in subject.training_rows:
+        sides: list[list[str]] = [[], []]
+        for row in subject.sample_of(dataset):
+            if row.item is not None:
+                for side, turns in zip(sides, answers_of(subject.kind, row.row), strict=True):
+                    said = text_of(turns[-1].message) if turns else ""
+                    for mark in ends:  # see end_tokens
+                        said = said.replace(mark, "")
+                    side.append(said)
+        if len(sides[0]) < _LEAST_PAIRS:
+            yield not_checked("pair-marks", f"{dataset.key}: it has fewer than {_LEAST_PAIRS} pairs")
+            continue
+        for name, has in _marks(subject, sides).items():
+            shares = [float(np.mean([has(text) for text in side])) for side in sides]
+            if max(shares) >= _MOST and min(shares) <= 1 - _MOST:
+                text = (
+                    f"{dataset.key}: {shares[0]:.0%} of the chosen answers {name}, and {shares[1]:.0%} of the rejected"
+                )
+                shown = [
+                    f"{word}: ...{side[0][-60:]!r}" for word, side in zip(("chosen", "rejected"), sides, strict=True)
+                ]
+                yield red("pair-marks", f"{text}: they can be told apart by this alone", shown)
+                break
+        else:
+            yield green("pair-marks", f"{dataset.key}: no mark at the end tells chosen from rejected answers")
+
+
+def _marks(subject: Subject, sides: Sequence[Sequence[str]]) -> Mapping[str, Callable[[str], bool]]:
+    found: dict[str, Callable[[str], bool]] = {
+        "are empty": lambda text: not text.strip(),
+        "end with white space": lambda text: text != text.rstrip(),
+        "begin with white space": lambda text: text != text.lstrip(),
+        "end a sentence": lambda text: text.rstrip()[-1:] in tuple(".!?\u3002\uff01\uff1f"),
+        "contain <think>": lambda text: "<think>" in text,
+    }
+    endings = Counter(text.split()[-1] for side in sides for text in side if len(text.split()) > 1)
+    for word, _ in endings.most_common(_EXAMPLES):
+        found[f"end with {word!r}"] = lambda text, word=word: text.split()[-1:] == [word]
+    for token in map(str, subject.tokenizer.all_special_tokens):
+        found[f"contain {token!r}"] = lambda text, token=token: token in text
+    return found
+
+
+def rating_order(subject: Subject) -> Iterator[Finding]:
+    """Look for ratings in which the smallest is the best, such as ranks."""
+    if subject.kind != "rw":
+        return
+    for dataset in subject.datasets:
+        rows = [row.row["ratings"] for row in subject.sample_of(dataset) if row.row.get("ratings") is not None]
+        if not rows:
+            continue
+        column = dataset.section.columns.renamed_columns().get("ratings", "ratings")
+        is_rank = bool(set(column.lower().replace("-", "_").replace(".", "_").split("_")) & set(_SMALL_IS_GOOD))
+        n_ranked = sum(_is_permutation(ratings) for ratings in rows)
+        are_ranks = n_ranked >= _MOST * len(rows)
+        text = f"{dataset.key}: the ratings of {n_ranked} of {len(rows)} rows are the numbers from 1 or 0 on, each once"
+        wanted = "the largest rating is the best, so 1 would be the worst"
+        if is_rank:
+            named = f"{dataset.key}: by its name, the column {column!r} has small numbers for good answers"
+            known = f"{text}, and the column is {column!r}" if are_ranks else named
+            yield red("rating-order", f"{known}: {wanted}", [f"ratings {ratings}" for ratings in rows[:_EXAMPLES]])
+        elif are_ranks and max(map(len, rows)) > 2:
+            yield not_checked("rating-order", f"{text}. If they are ranks, negate them: {wanted}")
+        else:
+            yield green("rating-order", f"{dataset.key}: the ratings of {len(rows)} rows are no ranks")
+
+
 def _content(row: Any) -> str:
     """Return what makes a row the same as another: all of its fields of text and messages, without white space."""
     fields = {name: row.get(name) for name in _CONTENT if row.get(name) is not None}
@@ -143,3 +292,25 @@ def _fields(row: Any) -> str:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+
+
+def _is_permutation(ratings: Sequence[float]) -> bool:
+    return len(ratings) > 1 and sorted(ratings) in ([*range(len(ratings))], [*range(1, len(ratings) + 1)])
+
+
+def _all_text(subject: Subject, row: EncodedRow, is_asked: bool | None = None) -> str:
+    """Return the text of all messages of a row. `is_asked`: only of those that are trained (False), or not (True)."""
+    given = row.row.get("prompt")
+    asked = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or ())
+    answered: list[Mapping[str, Any]] = []
+    if subject.kind not in ("prompt", "prm"):
+        turns = [turn for answer in answers_of(subject.kind, row.row) for turn in answer]
+        answered = [turn.message for turn in turns]
+        asked = [message for turn in turns[:1] for message in turn.talk if message not in answered] or asked
+    chosen = [*(asked if is_asked is not False else ()), *(answered if is_asked is not True else ())]
+    return "\n".join(map(text_of, chosen))
+
+
+def _around(text: str, mark: str) -> str:
+    at = text.find(mark)
+    return repr(text[max(0, at - 30) : at + len(mark) + 30])

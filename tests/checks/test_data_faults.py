@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,80 +12,11 @@ import numpy as np
 import pytest
 
 from areno.checks.prompts import other_prompt
-from areno.data import loader, row_rendering
+from areno.data import loader, row_rendering, trained_turns
 from areno.run import open_rows
-from tests.helpers import agent_model
 from tests.helpers.checked import data_file, failed, findings, red
+from tests.helpers.checked_rows import PAIRS, QUESTIONS, REASONED, TALKS, chat_model, dpo, gspo, sft
 from tests.helpers.tokenizers import load_tokenizer, trl_templates
-
-TALKS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"What is {n} plus {n}?"},
-            {
-                "role": "assistant",
-                "content": "<think>\nI add.\n</think>\n\n",
-                "tool_calls": [{"function": {"name": "add", "arguments": {"text": f"{n}+{n}"}}}],
-            },
-            {"role": "tool", "content": f"The tool says {2 * n}."},
-            {"role": "assistant", "content": f"<think>\nTwice {n} is it.\n</think>\n\nIt is {2 * n}."},
-        ]
-    }
-    for n in range(100, 140)
-]
-REASONED = [
-    {
-        "messages": [
-            {"role": "user", "content": f"What is {n} plus {n}?"},
-            {"role": "assistant", "content": f"<think>\nTwice {n} is it.\n</think>\n\nIt is {2 * n}."},
-            {"role": "user", "content": "Thank you very much."},
-            {"role": "assistant", "content": "You are welcome."},
-        ]
-    }
-    for n in range(100, 140)
-]
-QUESTIONS = [{"prompt": f"What is {n} plus {n}?", "solutions": str(2 * n)} for n in range(100, 140)]
-PAIRS = [
-    {
-        "prompt": f"What is {n} plus {n}?",
-        "chosen": f"It is {2 * n}.",
-        "rejected": f"It must be {3 * n}.",
-        "score_chosen": 8.5,
-        "score_rejected": 2,
-    }
-    for n in range(100, 140)
-]
-
-
-def chat_model(folder: Path, *changes: tuple[str, str]) -> Path:
-    """A copy of the small chat model whose template is changed: each (text, other text)."""
-    model = Path(shutil.copytree(agent_model.model_folder(), folder / "model"))
-    template = (model / "chat_template.jinja").read_text(encoding="utf-8")
-    for text, other in changes:
-        assert text in template
-        template = template.replace(text, other)
-    (model / "chat_template.jinja").write_text(template, encoding="utf-8")
-    return model
-
-
-def sft(folder: Path, *settings: str, rows: list[dict[str, Any]] = TALKS, model: Path | None = None) -> list[Any]:
-    folder.mkdir(exist_ok=True)
-    path = data_file(folder / "rows.jsonl", rows)
-    model = model or chat_model(folder)
-    return findings("sft chat", f"actor.path={model}", f"train_dataset.path={path}", *settings)
-
-
-def dpo(folder: Path, rows: list[dict[str, Any]], *settings: str) -> list[Any]:
-    folder.mkdir(exist_ok=True)
-    files = [f"actor.path={chat_model(folder)}", f"train_dataset.path={data_file(folder / 'rows.jsonl', rows)}"]
-    return findings("dpo preferences", *files, "valid_dataset=null", *settings)
-
-
-def gspo(folder: Path, *settings: str, model: Path | None = None, valid: str = "null") -> list[Any]:
-    folder.mkdir(exist_ok=True)
-    path = data_file(folder / "rows.jsonl", QUESTIONS)
-    files = [f"actor.path={model or chat_model(folder)}", f"train_dataset.path={path}"]
-    return findings("gspo prompts", *files, f"valid_dataset={valid}", "reward.fn=math", *settings)
 
 
 @pytest.mark.parametrize("run", [lambda folder: sft(folder), lambda folder: dpo(folder, PAIRS), gspo])
@@ -163,6 +93,15 @@ def test_a_wrong_mask_is_found(
 ) -> None:
     change_sequences(monkeypatch, change)
     assert name in red(sft(tmp_path))
+
+
+def test_turns_of_weight_0_that_are_trained_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = json.loads(json.dumps(REASONED))
+    for row in rows:
+        row["messages"][1] |= {"content": "I cannot help with that.", "weight": 0}
+    assert not red(sft(tmp_path / "twin", rows=rows))
+    monkeypatch.setattr(trained_turns, "is_trained", lambda message: message["role"] == "assistant")
+    assert red(sft(tmp_path / "faulty", rows=rows)) == {"only-answers"}
 
 
 def test_labels_beyond_the_context_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

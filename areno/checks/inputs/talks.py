@@ -16,6 +16,8 @@ Message = dict[str, Any]
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TAGS = ("<think>", "</think>")
 
+_SHORTEST_MARK = 4  # characters
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -113,6 +115,27 @@ def _applied(tokenizer: Any, messages: list[Message], how: Mapping[str, Any]) ->
         text = tokenizer.apply_chat_template(messages, **how)
         return text if isinstance(text, str) else None
     return None
+
+
+def markers_of(tokenizer: Any) -> list[str]:
+    """Return the texts with which a chat template begins and ends the turns of a conversation."""
+    words = ["first areno question", "first areno answer", "second areno question"]
+    roles = ("user", "assistant", "user")
+    talk = [{"role": role, "content": text} for role, text in zip(roles, words, strict=True)]
+    text = rendered(tokenizer, talk, None, True)
+    if text is None or any(word not in text for word in words):
+        return []
+    parts = [text.partition(words[0])[0].splitlines()[-1:]]
+    for one, other in zip(words, [*words[1:], None], strict=True):
+        after = text.partition(one)[2]
+        parts.append((after.partition(other)[0] if other else after).splitlines())
+    marks = [without_think_tags(line).strip() for part in parts for line in part]
+    tokens = [str(token) for token in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())]
+    marks += [token for token in tokens if token in text and without_think_tags(token)]
+    # A mark such as "Assistant:" may stand in any text.
+    return [
+        mark for mark in dict.fromkeys(marks) if len(mark) >= _SHORTEST_MARK and any(char in "<[|" for char in mark)
+    ]
 
 
 def expected_text(tokenizer: Any, answer: Answer, **variables: Any) -> str | None:
