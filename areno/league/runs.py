@@ -78,7 +78,7 @@ def contenders(size: str) -> dict[str, Contender]:
     from areno.launch.yaml_files import variant_files
 
     actor = f"actor.ppo_n_minibatches={UPDATES}"
-    critic = (actor, "critic.warmup_steps=5")
+    critic = (actor, f"critic.ppo_n_minibatches={UPDATES}", "critic.warmup_steps=5")
     found = {
         "grpo": Contender(settings=(actor,)),
         "grpo_again": Contender(settings=(actor,), seeds_from=1000),
@@ -86,7 +86,7 @@ def contenders(size: str) -> dict[str, Contender]:
             settings=(actor, "reward.fn=examples/countdown/reward.py:random_reward"), rate_of="grpo"
         ),
         "gspo": Contender("gspo", (actor,)),
-        "ppo": Contender("ppo", (*critic, f"critic.ppo_n_minibatches={UPDATES}")),
+        "ppo": Contender("ppo", critic),
     }
     for name, file in variant_files().items():
         sections = load_yaml(file)
@@ -94,9 +94,7 @@ def contenders(size: str) -> dict[str, Contender]:
             continue
         n_samples = sections.get("gconfig", {}).get("n_samples")
         if "critic" in sections:
-            n_critic = UPDATES * sections["critic"].get("ppo_n_minibatches", 1)
-            settings = (f"variant={name}", *critic, f"critic.ppo_n_minibatches={n_critic}")
-            found[name] = Contender("ppo", settings, n_samples=n_samples)
+            found[name] = Contender("ppo", (f"variant={name}", *critic), n_samples=n_samples)
         else:
             found[name] = Contender(settings=(f"variant={name}", actor), n_samples=n_samples)
     return {name: one for name, one in found.items() if size == "gpu" or one.recipe != "ppo"}
