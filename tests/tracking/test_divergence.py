@@ -9,11 +9,13 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import areno
 from areno.config.run import RecorderConfig
 from areno.launch.compose import load
+from areno.plan.plan import sampling_params
 from areno.recipes.gspo import GSPOConfig
 from areno.run.outputs import RunOutputs, RunTexts
 from areno.run.recorded_run import RecordedRun
@@ -325,6 +327,14 @@ def test_a_model_that_is_pleased_while_a_rule_is_not(model, seed):
     assert warnings_of(**names) == [("hacked", PLANTED + LASTING - 1, PLANTED)]
 
 
+def test_a_policy_that_exploits_a_reward_model() -> None:
+    """The quickstart of RLHF without its KL term: sums that are too large please the reward model."""
+    curves = json.loads((Path(__file__).parent / "pleased_model.json").read_text(encoding="utf-8"))
+    rule = curves["rollout/reward/reward"]
+    assert warnings_of(**curves) == [("hacked", 41, 37)]
+    assert max(rule[:36]) > 0.7 > min(rule[:36]) > rule[36] > rule[40]
+
+
 def test_two_rules_may_disagree():
     """Such as a penalty of length beside a reward of right answers."""
     rises, falls = [0.1] * 20 + [0.9] * 20, [0.9] * 20 + [0.1] * 20
@@ -346,3 +356,30 @@ def test_nothing_is_told_of_recorded_runs_that_learned(run):
         scalars = {name: values[step] for name, values in curves.items()}
         found += divergence.new_warnings(step + 1, {"rollout/num_sequences": 256.0, **scalars})
     assert found == []
+
+
+@pytest.mark.slow
+def test_a_rollout_at_another_temperature_in_one_step(tmp_path, caplog, monkeypatch):
+    calls = []
+
+    def hotter_once(gconfig):
+        calls.append(sampling_params(gconfig))
+        if len(calls) == 11:
+            calls[-1].temperature *= 2
+        return calls[-1]
+
+    monkeypatch.setattr("areno.trainers.rollout.sampling_params", hotter_once)
+    overrides = ["total_train_steps=12", "train_dataset.batch_size=4", "gconfig.n_samples=4", "valid_dataset=null"]
+    overrides += ["gconfig.max_new_tokens=4", "reward.workers=1", "engine.device=cpu", "rollout.dynamic_sampling=false"]
+    config = load(GSPOConfig, "quickstart", overrides)
+    with areno.PolicyOnlyTrainer(config, run_dir=tmp_path / "run") as trainer:
+        trainer.fit()
+    assert len(calls) == 12
+    found = re.findall(
+        r"step (\d+): the samples are not those of the policy .*Telling samples: (\d+), (\d+) and (\d+)", caplog.text
+    )
+    [(step, *numbers)] = found
+    assert step == "11"
+    samples = RunReader(tmp_path / "run").samples(11)
+    apart = [abs(np.array(each["logprobs"]) - np.array(each["train_logprobs"], dtype=float)).mean() for each in samples]
+    assert [apart[int(number)] for number in numbers] == sorted(apart, reverse=True)[:3]
