@@ -267,9 +267,9 @@ def test_gradients_are_those_of_peft(case: str, tmp_path: Path) -> None:
     expected = {name: grad for name, grad in grads.items() if grad is not None}
     found = stored_adapters(ours)
     assert found.keys() == expected.keys()
-    for name, (entries, orders, _) in found.items():
-        rows = expected[name].split([entry.part.full_shape[0] for entry in entries])
-        for entry, order, wanted in zip(entries, orders, rows, strict=True):
+    for name, stored in found.items():
+        rows = stored.split(expected[name])
+        for entry, order, wanted in zip(stored.entries, stored.orders, rows, strict=True):
             assert entry.parameter.grad is not None
             ordered = wanted if order is None else permute_heads(wanted, order)
             scale, grad = max(1.0, wanted.abs().max().item()), entry.part.region(entry.parameter.grad)
