@@ -136,6 +136,7 @@ def small_changes(config: Any, most_of_turn: int = _MOST_NEW) -> dict[str, Any]:
             "critic.warmup_steps": 0,
             "critic.ppo_n_minibatches": 1,
             "critic.epochs": 1,
+            "critic.freeze_attention": False,
             "critic.gradient_checkpointing": False,
             **_optimizer("critic"),
         }

@@ -419,6 +419,10 @@ class CriticConfig(Section):
     epochs: int = setting(
         1, help="Number of passes of the critic over the rollout batch. The targets and the value clip stay", gt=0
     )
+    freeze_attention: bool = setting(
+        False,
+        help="Do not train the attention layers of the critic, as in SAO (arXiv 2607.07508). They stay those of path",
+    )
     gradient_checkpointing: bool = setting(
         True,
         help="Recompute the activations of the critic in the backward pass to save memory",

@@ -332,6 +332,8 @@ class Roles:
                         spec.own_section,
                     )
                 self._add_adapters(model, spec)
+            if spec.freeze_attention:
+                model.freeze_attention()
             leaves = spec.offload and has_separate_memory(context.device)
             fill = partial(self._set_weights, model, spec)
             of_device = replace(spec, offload=leaves)

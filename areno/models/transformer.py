@@ -161,6 +161,15 @@ class Transformer(nn.Module):
             report = self.on_stage_backward
             x_ND.register_hook(lambda _: report(stage))
 
+    def freeze_attention(self) -> None:
+        """Stop training the attention of all layers. Its parameters get memory of their own, if they have none yet."""
+        for layer in self.layers:
+            module = layer.attention or layer.delta
+            assert isinstance(module, nn.Module)
+            for parameter in module.parameters():
+                parameter.requires_grad_(False)
+                parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+
     def backward_stage(self, parameter: str) -> int:
         """Return the stage of a parameter. The backward pass completes the gradients of the largest stage first.
 

@@ -29,7 +29,12 @@ _HEADS: dict[str, HeadName] = {
     "reward": "value",
     "critic": "value",
 }
-_COPIED = ("optimizer", "gradient_checkpointing", "router_aux_loss_coef")  # settings that sections and RoleSpec share
+_COPIED = (
+    "optimizer",
+    "gradient_checkpointing",
+    "freeze_attention",
+    "router_aux_loss_coef",
+)  # settings that sections and RoleSpec share
 
 
 def actor_role(config: ExperimentConfig, path: str, model: TransformerConfig) -> RoleSpec:

@@ -41,6 +41,7 @@ class RoleSpec:
     key: str = field(default="actor.path", compare=False)  # setting with the path, for messages
     optimizer: OptimizerConfig | None = None  # None: frozen
     gradient_checkpointing: bool = True
+    freeze_attention: bool = False  # of a role that trains its weights
     fp8_kv: bool = False  # TransformerConfig.fp8_kv
     offload: bool = False
     needs_head: bool = False  # the folder must hold a trained head that gives scores; a critic may train a new one

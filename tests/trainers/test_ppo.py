@@ -121,6 +121,18 @@ def test_the_critic_passes_over_the_batch_twice(tmp_path: Path, models: dict[str
     assert found[1] < found[0]  # the mean of both: the second loss is lower
 
 
+def test_a_critic_whose_attention_is_frozen(tmp_path: Path, models: dict[str, Path]) -> None:
+    own = {"path": str(models["critic"]), "freeze_attention": True, "optimizer": optimizer(1e-2)}
+    config = ppo_config(tmp_path, critic=own, total_train_steps=2, **without_reference())
+    config.critic.optimizer.weight_decay = 0.5
+    fitted(config, tmp_path / "run", digits)
+    before = load_file(models["critic"] / "model.safetensors")
+    after = load_file(tmp_path / "run/checkpoints/latest/critic/model.safetensors")
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if ".self_attn." in name}
+    assert len(same) > 4
+
+
 @pytest.mark.slow
 def test_several_updates_of_actor_and_critic(tmp_path: Path, models: dict[str, Path]) -> None:
     """Actor ratios and critic values both move away from where the rows were made, and are clipped against that."""

@@ -40,6 +40,11 @@ VALID_ROWS = {"rw": RATED, "prm": STEP_LABELLED}
             OF_SAMPLES,
             {"loss", "grad_norm", "kl_loss", "critic_loss", "critic_grad_norm", "explained_variance"},
         ),
+        (
+            "ppo",
+            [*OF_SAMPLES, "critic.freeze_attention=true", "critic.epochs=2", "engine.zero_stage=2"],
+            {"critic_loss", "critic_grad_norm"},
+        ),
         ("online_dpo", [], {"loss", "grad_norm"}),
         ("dpo", [], {"loss", "grad_norm", "margin"}),
         ("sft", [], {"loss", "grad_norm"}),
