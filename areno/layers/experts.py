@@ -69,21 +69,23 @@ class ExpertAdapter(nn.Module):
         h_Mr = grouped_matmul(x_MI, self.a_ErI, ends_E)
         return add_expert_lora(y_MO, h_Mr, self.b_EOr, ends_E, self.scaling)
 
-    def add_input_gradient(self, grad_x_MI: Tensor, grad_MO: Tensor, ends_E: Tensor) -> Tensor:
+    def inner_gradient(self, grad_MO: Tensor, ends_E: Tensor) -> Tensor:
+        """Return the gradient with respect to scaling * x A^T, (M, r)."""
+        return grouped_matmul(grad_MO, self.b_EOr, ends_E, transposed=True)
+
+    def add_input_gradient(self, grad_x_MI: Tensor, grad_h_Mr: Tensor, ends_E: Tensor) -> Tensor:
         """Return `grad_x_MI`, the gradient through the weight, plus that through the adapter. May change it."""
-        grad_h_Mr = grouped_matmul(grad_MO, self.b_EOr, ends_E, transposed=True)
         return add_expert_lora(grad_x_MI, grad_h_Mr, self.a_ErI, ends_E, self.scaling, transposed=True)
 
-    def accumulate_grad(self, grad_MO: Tensor, x_MI: Tensor, ends_E: Tensor) -> None:
+    def accumulate_grad(self, grad_MO: Tensor, x_MI: Tensor, grad_h_Mr: Tensor, ends_E: Tensor) -> None:
         """Add the gradients of A and B to their float32 `.grad`, unless they are frozen or the adapter is off."""
         if not (self.on and self.a.requires_grad):
             return
         assert self.a.grad is not None
         assert self.b.grad is not None
         h_Mr = grouped_matmul(x_MI, self.a_ErI, ends_E) * self.scaling
-        grad_h_Mr = grouped_matmul(grad_MO, self.b_EOr, ends_E, transposed=True) * self.scaling
         add_grouped_matmul(self.b.grad.view_as(self.b_EOr), grad_MO, h_Mr, ends_E)
-        add_grouped_matmul(self.a.grad.view_as(self.a_ErI), grad_h_Mr, x_MI, ends_E)
+        add_grouped_matmul(self.a.grad.view_as(self.a_ErI), grad_h_Mr * self.scaling, x_MI, ends_E)
 
     def init_weights(self, generator: torch.Generator) -> None:
         draw_adapter(self.layout["a"], self.a, self.b, generator)
@@ -137,19 +139,24 @@ class ExpertMatrices(nn.Module):
         y_MO = grouped_matmul(x_MI, self.stack_EOI, ends_E)
         return y_MO if self.active_adapter is None else self.active_adapter.add_output(y_MO, x_MI, ends_E)
 
-    def input_gradient(self, grad_MO: Tensor, ends_E: Tensor) -> Tensor:
-        grad_MI = grouped_matmul(grad_MO, self.stack_EOI, ends_E, transposed=True)
-        return (
-            grad_MI if self.active_adapter is None else self.active_adapter.add_input_gradient(grad_MI, grad_MO, ends_E)
-        )
+    def inner_gradient(self, grad_MO: Tensor, ends_E: Tensor) -> Tensor | None:
+        """Return `ExpertAdapter.inner_gradient` for the next two functions, None without an adapter."""
+        return None if self.active_adapter is None else self.active_adapter.inner_gradient(grad_MO, ends_E)
 
-    def accumulate_grad(self, grad_MO: Tensor, x_MI: Tensor, groups: ExpertGroups) -> None:
+    def input_gradient(self, grad_MO: Tensor, grad_h_Mr: Tensor | None, ends_E: Tensor) -> Tensor:
+        grad_MI = grouped_matmul(grad_MO, self.stack_EOI, ends_E, transposed=True)
+        adapter = self.active_adapter
+        if adapter is None or grad_h_Mr is None:
+            return grad_MI
+        return adapter.add_input_gradient(grad_MI, grad_h_Mr, ends_E)
+
+    def accumulate_grad(self, grad_MO: Tensor, x_MI: Tensor, grad_h_Mr: Tensor | None, groups: ExpertGroups) -> None:
         """Add the gradients of weight and adapter to their float32 `.grad`. Frozen parameters are skipped."""
         if self.weight.requires_grad:
             assert self.weight.grad is not None
             add_grouped_matmul(self.weight.grad.view_as(self.stack_EOI), grad_MO, x_MI, groups.ends_E)
-        if self.adapter is not None:
-            self.adapter.accumulate_grad(grad_MO, x_MI, groups.ends_E)
+        if self.adapter is not None and grad_h_Mr is not None:
+            self.adapter.accumulate_grad(grad_MO, x_MI, grad_h_Mr, groups.ends_E)
 
     def merged_weight(self) -> Tensor:
         """Return the weight, or a copy of it with the adapter merged in if one is on."""

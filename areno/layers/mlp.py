@@ -287,15 +287,17 @@ class ExpertMLP(nn.Module):
         rows_MD = x_ND.index_select(0, groups.tokens_M)
         gate_up_M2I = kept[0] if kept else gate_up.matmul(rows_MD, ends_E)
         grad_MD = grad_ND.index_select(0, groups.tokens_M)
-        grad_MI = down.input_gradient(grad_MD, ends_E)
+        grad_h_Mr = down.inner_gradient(grad_MD, ends_E)
+        grad_MI = down.input_gradient(grad_MD, grad_h_Mr, ends_E)
         weights_M = weights_Nk.detach().flatten().index_select(0, groups.choices_M)
         grad_gate_up_M2I, act_MI, grad_weights_M = weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)
         del gate_up_M2I, grad_MI
-        down.accumulate_grad(grad_MD, act_MI, groups)
+        down.accumulate_grad(grad_MD, act_MI, grad_h_Mr, groups)
         del grad_MD, act_MI
-        gate_up.accumulate_grad(grad_gate_up_M2I, rows_MD, groups)
+        grad_h_Mr = gate_up.inner_gradient(grad_gate_up_M2I, ends_E)
+        gate_up.accumulate_grad(grad_gate_up_M2I, rows_MD, grad_h_Mr, groups)
         del rows_MD
-        grad_x_MD = gate_up.input_gradient(grad_gate_up_M2I, ends_E)
+        grad_x_MD = gate_up.input_gradient(grad_gate_up_M2I, grad_h_Mr, ends_E)
         grad_x_ND = combine(grad_x_MD, groups.copies_Nk, None, ends_E)
         grad_weights_Nk = grad_weights_M.index_select(0, groups.copies_Nk.flatten()).view_as(weights_Nk)
         grad_gate_N1 = None
