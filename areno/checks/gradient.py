@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 CLOSE = 1e-4  # relative difference of a gradient in fp32 and in float64
 SAME = 1e-5  # relative difference of gradients in fp32 whose sums are in another order
+_NOTHING = 1e-6  # norm of a gradient that is made of rounding alone
 _ROUGH = 0.05  # relative error of a finite difference of a loss in fp32
 _ROUNDED = 0.01  # relative error of a change of weights in fp32
 
@@ -53,6 +54,9 @@ def loss_formula(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     """Whether loss and gradient of each update are those of the formula in float64, on a model of transformers."""
     apart, wrong = list[float](), list[Finding]()
     for update in found.run.updates:
+        if not update.stats["grad_norm"]:
+            yield not_checked("loss-formula", f"update {update.step} of the {update.role}: see gradient-nonzero")
+            return
         formula = formula_of(found.run.config, update)
         what = f"of update {update.step} of the {update.role}"
         result = update.stats["loss"], update.gradient
@@ -92,6 +96,8 @@ def _compare(
     def agrees(formula: StepFormula) -> tuple[bool, float, float]:
         loss, slopes = loss_and_gradient(formula, found.run, weights, rows, update)
         apart = relative_difference(result[1], slopes) if result[1] else math.inf
+        if result[1] and max(_norm(result[1]), _norm(slopes)) <= _NOTHING:
+            apart = 0.0
         return abs(result[0] - loss) <= CLOSE * max(1.0, abs(loss)) and apart <= CLOSE, loss, apart
 
     is_same, loss, apart = agrees(formula)
@@ -100,6 +106,11 @@ def _compare(
         return
     said = f"the loss {what} is {result[0]:.6g}, by the formula {loss:.6g}; the gradients differ by {apart:.2g}"
     reason = next((text for text, other in formula.variants() if agrees(other)[0]), "")
+    if not reason and result[1]:
+        slopes = loss_and_gradient(formula, found.run, weights, rows, update)[1]
+        factor = _norm(result[1]) / (_norm(slopes) or math.inf)
+        if factor and relative_difference(result[1], {key: factor * value for key, value in slopes.items()}) <= CLOSE:
+            reason = f"the gradient is {factor:.5g} times that of the formula"
     yield red(name, f"{said}: {reason}" if reason else said)
 
 

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from areno.checks.findings import Finding, green, not_checked, red
+from areno.checks.inputs.small_model import have_same_weights
 from areno.checks.policy_rows import sampled_steps
 from areno.checks.probes import seen_rows
 from areno.checks.step_formula import PairFormula, field_of, formula_of, mask_of
 from areno.checks.two_steps import TwoSteps, of_two_steps
 from areno.checks.watched_run import Tensors, Update, WatchedRun
 from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.files.paths import existing_path
+from areno.recipes import distill
 
 if TYPE_CHECKING:
     from areno.checks.subject import Subject
@@ -300,4 +303,29 @@ def critic_values(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     )
 
 
-CHECKS = [of_two_steps(check) for check in (rollout_logprobs, training_logprobs, reference_logprobs, critic_values)]
+def teacher_weights(subject: Subject) -> Iterator[Finding]:
+    """Whether the teacher is another model than the actor: else there is nothing to learn from it."""
+    config = subject.config
+    teacher = config.teacher if isinstance(config, PolicyExperimentConfig) else None
+    if teacher is None or teacher.follows_actor:
+        return
+    is_alone = isinstance(config, distill.DistillConfig) or not teacher.rl_loss_weight
+    for role, path in teacher.paths.items():
+        key, own = teacher.path_key(role), config.actor.path
+        folders = [existing_path(each) for each in (path or own, own)]
+        known = [folder for folder in folders if folder is not None]
+        same = (path or own) == own or (len(known) == 2 and have_same_weights(known[0], known[1]))
+        if not same:
+            yield green("teacher-weights", f"{key} has other weights than actor.path")
+        elif teacher.prompt_key is not None or not is_alone:
+            why = "its prompts are others" if teacher.prompt_key is not None else "it holds the policy at its start"
+            yield green("teacher-weights", f"{key} has the weights of actor.path, but {why}")
+        else:
+            text = f"{key} ({path}) has the weights of actor.path ({own})"
+            yield red("teacher-weights", f"{text}: teacher and student agree, and nothing is learned")
+
+
+CHECKS = [
+    teacher_weights,
+    *(of_two_steps(check) for check in (rollout_logprobs, training_logprobs, reference_logprobs, critic_values)),
+]

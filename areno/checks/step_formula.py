@@ -287,9 +287,12 @@ class DistillFormula(StepFormula):
 
     def variants(self) -> Iterator[tuple[str, StepFormula]]:
         yield "the loss of distillation has the wrong sign", replace(self, weight=-self.weight)
-        swapped = {"forward_kl": "reverse_kl", "reverse_kl": "forward_kl"}
-        if self.kind in swapped:
-            yield f"the divergence is {swapped[self.kind]} and not {self.kind}", replace(self, kind=swapped[self.kind])
+        if self.kind == "jsd" and self.jsd_beta != 0.5:
+            text = "teacher and student are exchanged: the weight of the teacher is 1 - teacher.jsd_beta"
+            yield f"{text}, {1 - self.jsd_beta:g}", replace(self, jsd_beta=1 - self.jsd_beta)
+        for kind in ("forward_kl", "reverse_kl", "jsd"):
+            if kind != self.kind:
+                yield f"the divergence is {kind} and not {self.kind}", replace(self, kind=kind)
         if self.policy is not None:
             for text, other in self.policy.variants():
                 yield text, replace(self, policy=other)

@@ -11,7 +11,13 @@ from typing import Any
 
 from areno.api.algorithms import Algorithm
 from areno.checks.inputs.encoded_rows import EncodedRow, form_of, read_rows
-from areno.checks.inputs.small_model import folder_without_weights, is_small, model_values, write_small_model
+from areno.checks.inputs.small_model import (
+    folder_without_weights,
+    have_same_weights,
+    is_small,
+    model_values,
+    write_small_model,
+)
 from areno.config.datasets import DatasetConfig
 from areno.config.experiments import ExperimentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
@@ -159,8 +165,10 @@ class Subject:
             section.pop(setting, None)
         if section.get("path"):
             section["path"] = str(self._model_of(section["path"], f"{name}.path"))
-        if isinstance(paths := section.get("paths"), dict):
-            section["paths"] = {of: str(self._model_of(path, f"{name}.paths.{of}")) for of, path in paths.items()}
+        if isinstance(models := section.get("models"), dict):
+            section["models"] = {
+                of: path and str(self._model_of(path, f"{name}.models.{of}")) for of, path in models.items()
+            }
         if isinstance(judge := section.get("judge"), dict) and judge.get("path"):
             judge["path"] = str(self._model_of(judge["path"], f"{name}.judge.path"))
 
@@ -173,8 +181,18 @@ class Subject:
                     self._models[path] = folder
                 else:
                     target = self.folder / "models" / str(len(self._models))
-                    self._models[path] = write_small_model(path, target, self.config.seed)
+                    seed = self.config.seed + self._number_of_weights(path)
+                    self._models[path] = write_small_model(path, target, seed)
         return self._models[path]
+
+    def _number_of_weights(self, path: str) -> int:
+        """Return the number of the first model that has the weights of a path, which may be that of a new model."""
+        folder = existing_path(path)
+        for number, other in enumerate(self._models):
+            of_other = existing_path(other)
+            if folder is not None and of_other is not None and have_same_weights(folder, of_other):
+                return number
+        return len(self._models)
 
     @cached_property
     def datasets(self) -> list[Dataset]:

@@ -1,0 +1,83 @@
+"""Faults of distillation and of discounts, each found by its name; nothing is red in the clean twin."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from areno.checks.inputs.small_model import have_same_weights
+from areno.config.teacher import Divergence, TeacherConfig
+from tests.helpers.checked import data_file, failed, findings, red
+
+STUDENT = Path("examples/quickstart/model")
+
+
+def other_model(folder: Path) -> Path:
+    """A copy of the small model with other weights."""
+    model = Path(shutil.copytree(STUDENT, folder / "teacher"))
+    for file in model.glob("*.safetensors"):
+        save_file({name: 1.1 * tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return model
+
+
+def distill(teacher: Path, *settings: str, only: str = "gradient,algorithm") -> list[Any]:
+    return findings("distill quickstart_distill", f"teacher.path={teacher}", *settings, only=only)
+
+
+def line_of(found: list[Any], name: str) -> str:
+    return next(each.line for each in found if each.name == name)
+
+
+JSD = ("teacher.loss_type=jsd", "teacher.jsd_beta=0.1")
+
+
+@pytest.mark.slow
+def test_distillation_with_exchanged_weights_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = other_model(tmp_path)
+    twin = distill(teacher, *JSD)
+    assert not red(twin)
+    assert not failed(twin)
+    exchanged = property(lambda self: Divergence(self.loss_type, 1 - self.jsd_beta, self.role))
+    monkeypatch.setattr(TeacherConfig, "divergence", exchanged)
+    found = distill(teacher, *JSD)
+    assert "loss-formula" in red(found)
+    assert "1 - teacher.jsd_beta" in line_of(found, "loss-formula")
+    twice = property(lambda self: Divergence("forward_kl", role=self.role))
+    monkeypatch.setattr(TeacherConfig, "divergence", twice)
+    assert "the divergence is forward_kl and not jsd" in line_of(distill(teacher, *JSD), "loss-formula")
+
+
+@pytest.mark.slow
+def test_a_teacher_that_is_the_student_is_found(tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(STUDENT, tmp_path / "copy"))
+    found = distill(copied)
+    assert red(found) == {"teacher-weights", "gradient-nonzero"}
+    assert "has the weights of actor.path" in line_of(found, "teacher-weights")
+
+
+def test_equal_weights_are_known(tmp_path: Path) -> None:
+    teacher = other_model(tmp_path)
+    assert have_same_weights(STUDENT, Path(shutil.copytree(STUDENT, tmp_path / "copy")))
+    assert not have_same_weights(STUDENT, teacher)
+    assert not have_same_weights(STUDENT, tmp_path)
+
+
+def test_a_discount_of_tokens_that_hides_the_reward_is_found(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+{n}=", "solutions": str(2 * n), "work": f"{n} and " * 40} for n in range(10, 60)]
+    path = data_file(tmp_path / "rows.jsonl", rows)
+
+    def checked(*settings: str) -> list[Any]:
+        more = (f"train_dataset.path={path}", "train_dataset.loader=null", "valid_dataset=null")
+        found = findings("ppo quickstart", *more, "gconfig.max_new_tokens=100", *settings, only="algorithm")
+        return [each for each in found if each.name == "reward-discount"]
+
+    [found] = checked("actor.discount=0.9")
+    assert found.verdict == "red"
+    assert "a token" in found.line
+    assert "actor.discount=0.9" in found.line
+    [found] = checked("actor.discount=0.9999")
+    assert found.verdict == "green"
