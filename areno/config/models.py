@@ -265,6 +265,17 @@ class PolicyConfig(ModelConfig):
         return self.chosen_adv_estimator is not None and self.chosen_adv_estimator.needs_logit_gradients
 
     @property
+    def is_scored_before_update(self) -> bool:
+        """Whether a forward pass of the actor precedes its first update, for advantages or chosen tokens."""
+        selection = self.chosen_token_selection
+        return self.needs_logit_gradients or (selection is not None and selection.needs_entropy)
+
+    @property
+    def passes_before_later_updates(self) -> int:
+        """Number of forward passes over the rows of an update after the first."""
+        return 2 if self.chosen_adv_estimator is not None and self.chosen_adv_estimator.follows_policy else 1
+
+    @property
     def group_norm_keys(self) -> list[str]:
         """The settings that compare the samples of a prompt."""
         norms = {"adv_norm": self.adv_norm, "reward_norm": self.reward_norm}

@@ -179,6 +179,11 @@ class RatioConfig(PolicyConfig):
         return self.use_decoupled_loss or not self.recompute_logprob or self.m2_threshold is not None
 
     @property
+    def is_scored_before_update(self) -> bool:
+        """Whether a forward pass of the actor precedes its first update."""
+        return super().is_scored_before_update or self.needs_proximal_logprobs
+
+    @property
     def needs_proximal_logprobs(self) -> bool:
         """Whether a forward pass must score the rows before the update, to weight or mask their tokens."""
         decoupled = self.use_decoupled_loss and self.prox_logp_method != "loglinear"

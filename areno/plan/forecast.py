@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 from areno.config.experiments import ExperimentConfig, ReferencedExperimentConfig
 from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
-from areno.config.ratio import RatioConfig
 from areno.cost.footprint import Footprint, LongestRow, ModelFootprint, footprint_of
 from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, max_verification_rows, may_verify_drafts
 from areno.cost.prefix_sharing import PrefixSharing
@@ -263,7 +262,7 @@ class _StepForecast:
             )
             if role.optimizer is not None:
                 found.append(self._pass_phase(name, TRAIN))
-        if isinstance(config.actor, RatioConfig) and config.actor.needs_proximal_logprobs:
+        if isinstance(config, PolicyExperimentConfig) and config.actor.is_scored_before_update:
             found.append(self._pass_phase("actor", SCORE))
         found.append(self._pass_phase("actor", TRAIN))
         self._phases = found
@@ -451,8 +450,9 @@ class _StepForecast:
         """Return the factor of passes over the rows: a scoring pass before several updates, and epochs of a critic."""
         if phase == TRAIN and name == "critic" and isinstance(self.config, CriticExperimentConfig):
             return self.config.critic.epochs
-        again = phase == TRAIN and name == "actor" and isinstance(self.config, PolicyExperimentConfig)
-        return 1.0 + (0.3 if again and self._n_updates(name) > 1 else 0.0)
+        if phase != TRAIN or name != "actor" or not isinstance(self.config, PolicyExperimentConfig):
+            return 1.0
+        return 1.0 + (0.3 * self.config.actor.passes_before_later_updates if self._n_updates(name) > 1 else 0.0)
 
     # -- problems --------------------------------------------------------------------------------------------------
 

@@ -428,3 +428,17 @@ def test_a_damaged_config_is_named(tmp_path: Any, capsys: pytest.CaptureFixture[
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     assert main(["plan", "--device", "h200", "--ckpt", str(tmp_path)]) == 1
     assert "hidden_size" in capsys.readouterr().err
+
+
+def test_passes_before_updates_and_epochs_of_a_critic_take_time() -> None:
+    def seconds(recipe: str, *settings: str) -> dict[str, float]:
+        path = "actor.path=Qwen/Qwen3-0.6B"
+        return {phase.name: phase.seconds for phase in predicted(recipe, path, *settings).phases}
+
+    plain = seconds("grpo")
+    assert seconds("grpo", "variant=otb").keys() - plain.keys() == {"score actor again"}
+    assert seconds("grpo", "variant=top_entropy").keys() - plain.keys() == {"score actor again"}
+    two = "actor.ppo_n_minibatches=2"
+    assert seconds("grpo", two, "variant=real")["train actor"] > seconds("grpo", two)["train actor"]
+    once, twice = (seconds("ppo", *KL, *CRITIC, f"critic.epochs={n}")["train critic"] for n in (1, 2))
+    assert 1.8 * once < twice < 2.1 * once
