@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areno.kernels import experts as ops
 from areno.kernels.experts import reference, triton
-from areno.layers.config import MoEConfig
+from areno.layers.config import DeltaConfig, MoEConfig
 from areno.layers.parallel import ParallelGroup
 from tests.helpers.fused_layers import BARE, SOME, build, compare, run
 from tests.helpers.interpreted import on_ranks, run_interpreted
@@ -171,6 +171,25 @@ def compare_told(changes: dict[str, Any]) -> None:
     assert torch.equal(found[1][3][[0, 2, 3]], given[[0, 2, 3]])
 
 
+def compare_mixed_dtypes(device: str = "cpu", dtype: torch.dtype = torch.float16) -> None:
+    """Float32 decay rates and norms of recurrent states among other weights, and experts behind them.
+
+    In float16, as the interpreter has no bfloat16.
+    """
+    sizes = DeltaConfig(layers=(0,), n_key_heads=2, n_value_heads=4, key_dim=8, value_dim=12, width=3)
+    changes: dict[str, Any] = {"experts": SHARED[0], "delta": sizes, "attention_gate": True, "norm_plus_one": True}
+    found = []
+    for is_fused in (False, True):
+        with contextlib.nullcontext() if is_fused else plain():
+            model = build(dtype, device if is_fused else "cpu", **{**BARE, **EXPERTS, **changes})
+            delta = model.layers[0].delta
+            for parameter in (delta.A_log, delta.norm.weight):  # type: ignore[union-attr]
+                parameter.data = parameter.data.float() + 1e-3  # type: ignore[union-attr, operator]
+            found.append([each.cpu().float() for each in run(model, "sdpa", is_fused)])
+    for got, expected in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(got, expected, atol=0.01 * expected.abs().max().item(), rtol=0)
+
+
 def compare_rank(rank: int, rendezvous: str) -> None:
     """One of two ranks, with shared tokens, too: hidden states and gradients are as of one alone.
 
@@ -233,7 +252,10 @@ def decode_with_experts(device: str = "cpu", use_graphs: bool = False) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["compare_layers", "compare_told_layers", "compare_two_ranks", "decode_with_experts"])
+@pytest.mark.parametrize(
+    "what",
+    ["compare_layers", "compare_mixed_dtypes", "compare_told_layers", "compare_two_ranks", "decode_with_experts"],
+)
 def test_interpreted_layers_with_experts_are_the_plain_ones(what: str) -> None:
     run_interpreted(f"from tests.kernels.test_experts_kernels import {what}; {what}()", timeout=200)
 
@@ -248,6 +270,7 @@ def test_kernels_on_the_gpu_are_the_references() -> None:
 @pytest.mark.gpu
 def test_layers_with_experts_on_the_gpu_are_the_plain_ones() -> None:
     compare("cuda", torch.float32, 1e-4, "sdpa", **EXPERTS)
+    compare_mixed_dtypes("cuda")
 
 
 @pytest.mark.gpu

@@ -130,14 +130,20 @@ def decode_with_kernels(folder: str, device: str, use_graphs: bool) -> None:
 
 
 @pytest.mark.slow
-def test_decoding_with_interpreted_kernels(folder: Path) -> None:
-    run_interpreted(f"from tests.models.test_qwen3_5 import decode_with_kernels as f; f({str(folder)!r}, 'cpu', False)")
+@pytest.mark.parametrize("case", ["qwen3.5", "qwen3.5-experts"])
+def test_decoding_with_interpreted_kernels(case: str, tmp_path: Path) -> None:
+    random_model(case, tmp_path)
+    run_interpreted(
+        f"from tests.models.test_qwen3_5 import decode_with_kernels as f; f({str(tmp_path)!r}, 'cpu', False)"
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("use_graphs", [False, True])
-def test_decoding_on_the_gpu(folder: Path, use_graphs: bool) -> None:
-    decode_with_kernels(str(folder), "cuda", use_graphs)
+@pytest.mark.parametrize("case", ["qwen3.5", "qwen3.5-experts"])
+def test_decoding_on_the_gpu(case: str, use_graphs: bool, tmp_path: Path) -> None:
+    random_model(case, tmp_path)
+    decode_with_kernels(str(tmp_path), "cuda", use_graphs)
 
 
 @pytest.mark.gpu
