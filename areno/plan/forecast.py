@@ -96,7 +96,7 @@ class Forecast:
     @property
     def record_bytes(self) -> int:
         """Bytes that the flight recorder writes for a step. 0 if it is off."""
-        return record_bytes(self.config, self.lengths, self.n_rows) if self.config.recorder.max_gib else 0
+        return record_bytes(self.config, self.footprint.models[0].config, self.lengths, self.n_rows)
 
     @property
     def step_seconds(self) -> float:
