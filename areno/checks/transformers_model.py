@@ -97,9 +97,20 @@ class TransformersModel:
         found = dict[str, Tensor]()
         for name, low in weights.items():
             module, is_a, _ = name.partition(".lora_A.weight")
-            if is_a:
-                change = weights[f"{module}.lora_B.weight"] @ low
-                found[f"{module}.weight"] = self._base[f"{module}.weight"] + self._scale * change
+            if not is_a:
+                continue
+            high, experts = weights[f"{module}.lora_B.weight"], module.removesuffix(".base_layer")
+            if not experts.endswith(".mlp.experts"):
+                found[f"{module}.weight"] = self._base[f"{module}.weight"] + self._scale * (high @ low)
+                continue
+            # peft nests the wrappers of a layer's parameters, the first of them inside.
+            places = [f"{experts}.{each}" for each in ("gate_up_proj", "down_proj")]
+            is_both = f"{experts}.base_layer.lora_A.weight" in weights
+            fits = [self._base[each].shape[1:] == (len(high), low.shape[1]) for each in places]
+            place = places[experts == module] if is_both else places[fits.index(True)]
+            n = len(self._base[place])
+            change = torch.einsum("ore,eri->eoi", high.unflatten(1, (-1, n)), low.unflatten(0, (n, -1)))
+            found[place] = self._base[place] + self._scale * change
         return found
 
 
@@ -114,7 +125,8 @@ def _load(folder: Path, head: HeadName) -> Any:
         "value": transformers.AutoModelForSequenceClassification,
         "step": transformers.AutoModelForTokenClassification,
     }
-    return kinds[head].from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}  # others have no float64
+    return kinds[head].from_pretrained(folder, dtype=torch.float32, **how)
 
 
 def _adapter_scale(folder: Path) -> float:

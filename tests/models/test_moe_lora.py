@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from areno.checks.transformers_model import TransformersModel
 from areno.config.layout import Layout
 from areno.config.models import ModelConfig
 from areno.cost.flops import TokenCost
@@ -86,6 +87,10 @@ def test_peft_loads_what_was_trained(folder: Path, tmp_path: Path) -> None:
     assert all(p.any() for p in trained.values())
     assert apart(found, base) > 0.01
     assert apart(found, of_peft(folder, tmp_path / "alone")) < 1e-5
+    checked = TransformersModel(folder, adapters=tmp_path / "alone")
+    weights = {name: tensor.double() for name, tensor in checked.read(tmp_path / "alone").items()}
+    with InFloat64():
+        assert apart(found, [checked.logprobs(weights, row) for row in ROWS]) < 1e-5
     before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "merged" / "model.safetensors")
     assert before.keys() == after.keys()
     assert any(".experts." in name and not torch.equal(tensor, before[name]) for name, tensor in after.items())
