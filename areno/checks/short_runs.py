@@ -13,6 +13,7 @@ from areno.api.trainer import Trainer
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs import varied_reward
 from areno.checks.subject import Subject
+from areno.checks.two_steps import given_rows, short_rows
 from areno.config.policy_experiments import (
     CriticExperimentConfig,
     PairedPolicyExperimentConfig,
@@ -102,7 +103,7 @@ def _train(subject: Subject, folder: Path) -> None:
     level = logger.level
     logger.setLevel(logging.ERROR)  # warnings about so short a run are not about the user's
     try:
-        with subject.algorithm.trainer(_short_config(subject), folder) as trainer:
+        with subject.algorithm.trainer(_short_config(subject), folder, train_dataset=short_rows(subject)) as trainer:
             trainer.fit()
     finally:
         logger.setLevel(level)
@@ -111,6 +112,7 @@ def _train(subject: Subject, folder: Path) -> None:
 def _short_config(subject: Subject) -> Any:
     config, n_rows = subject.config, min(_ROWS, subject.config.train_dataset.batch_size)
     changes: dict[str, Any] = {"total_train_steps": _STEPS, "total_train_n_seqs": None, "total_train_epochs": 1000}
+    changes |= given_rows("train_dataset")
     changes |= {"recover": {"mode": "auto", "freq_steps": _STEPS // 2, "freq_secs": None, "freq_epochs": None}}
     if isinstance(config, PolicyExperimentConfig):
         n_samples, n_tokens = min(_SAMPLES, config.gconfig.n_samples), min(_TOKENS, config.gconfig.max_new_tokens)

@@ -105,11 +105,11 @@ def small_changes(config: Any, most_of_turn: int = _MOST_NEW) -> dict[str, Any]:
         **_optimizer("actor"),
     }
     if not isinstance(config, PolicyExperimentConfig):
-        return found | _given_rows("train_dataset")
+        return found | given_rows("train_dataset")
     found["total_train_n_tokens"] = None
     sources = config.train_dataset.sources or {}
     for key in map(source_key, sources) if sources else ["train_dataset"]:
-        found |= _given_rows(key)
+        found |= given_rows(key)
     n_samples = min(config.gconfig.n_samples, 4)
     if isinstance(config, PairedPolicyExperimentConfig):
         del found["actor.gradient_accumulation_steps"]
@@ -143,7 +143,7 @@ def small_changes(config: Any, most_of_turn: int = _MOST_NEW) -> dict[str, Any]:
     return found
 
 
-def _given_rows(key: str) -> dict[str, Any]:
+def given_rows(key: str) -> dict[str, Any]:
     """Return the settings of a dataset that say how its file is read. The rows are given as they were read."""
     return {f"{key}.dataset_kwargs": None, f"{key}.columns": {}}
 
