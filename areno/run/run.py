@@ -19,7 +19,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -350,9 +350,10 @@ class Run:
             try:
                 yield
             except BaseException as error:
-                self.give_warnings()
-                if isinstance(error, Exception):
-                    self.recorder.fail_step(self.step, self._position(), self._models.engine, error)
+                with suppress(Exception):  # such as a full disk; the state is still to be written
+                    self.give_warnings()
+                    if isinstance(error, Exception):
+                        self.recorder.fail_step(self.step, self._position(), self._models.engine, error)
                 if not self._has_ended:
                     self.recovery.write_at_interrupt(self.step)
                 raise
