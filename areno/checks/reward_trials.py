@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areno.checks.findings import Finding, green, not_checked, red
+from areno.checks.inputs.answer_forms import shown_form
 from areno.config.rollout import GenerationConfig
 from areno.types import PromptItem, RewardOutcome
 
@@ -164,7 +165,7 @@ def _long_trial(known: KnownAnswers) -> Iterator[_Trial]:
             # A reward may not read every form. This one does, as it tells right from wrong.
             if wrong < found < known.floor:
                 text = f"{known.where}the right answer {name} gets {found:.3g}, "
-                text = text if name.startswith("after") else text.replace(name, f"as {name!r}")
+                text = text if name.startswith("after") else text.replace(name, f"as {shown_form(name)}")
                 yield red("reward-length", f"{text}an answer that is empty or noise {known.floor:.3g}")
                 return
         if n_fillers and means[-1] > max(reference, known.floor):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from areno.checks.agent_rewards import rewards_of_episodes
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.answer_forms import reference_forms, reference_text, reopened_forms, shown_form, templates_of
 from areno.checks.inputs.talks import without_think_tags
 from areno.checks.plans import rollout_seconds
 from areno.checks.reward_trials import NOISE, Asked, KnownAnswers, each_row, has_trait, try_answers
@@ -26,10 +27,7 @@ _N_PROMPTS = 16  # of each source
 _BLOCK = 4  # rows that follow each other, so that a reward of the next row is found
 _PROBES = 3  # requests with which a judge is opened
 _SHOWN = 3
-_FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "<answer>\\boxed{{{}}}</answer>")
-_FORMS += ("The answer is {}.", "Answer: {}", "<think>\nI add.\n</think>\n\n<answer>{}</answer>", "```python\n{}\n```")
-_WORKED = ("answer", "solution", "response", "output", "completion", "reasoning")  # fields with a whole answer
-_LEAST_WORK = 10  # characters of a worked solution beside its answer
+_AGAIN = "with a second <think>"
 _MOST_UNREACHED = 0.1  # of the reference answers
 _MARKS = ("\\boxed", "####", "<answer>")  # in a prompt, they ask for one of these forms
 _OTHER_MARKS = ("</", "JSON", "json", '":')  # and these for another
@@ -75,9 +73,13 @@ def reward_functions(subject: Subject) -> Iterator[Finding]:
         first, seconds = _score(subject, records)
         again = list(reversed(_score(subject, list(reversed(records)))[0]))
         yield _failures(where, records, first)
-        yield _repeated(where, records, first, again)
+        yield (repeated := _repeated(where, records, first, again))
         tried = _by_kind(answers, first)
-        yield _signal(where, tried, answers, subject.tokenizer.chat_template is not None)
+        if repeated.verdict == "red":
+            yield not_checked("reward-signal", f"{where}rewards are not repeatable: see {repeated.name}")
+        else:
+            yield _signal(where, tried, answers, subject.tokenizer.chat_template is not None)
+        yield from _continuation(where, tried)
         yield from _reference(where, tried, answers.forms)
         yield from _reach(subject, where, config, answers, tried)
         if answers.best:
@@ -103,7 +105,7 @@ def judge(subject: Subject) -> Iterator[Finding]:
     subject.announce(f"asks the judge {section.model} at {section.base_url} at most {2 * n_prompts + _PROBES} times")
     section = replace(section, retries=0)
     items = _items(subject, "", n_prompts)
-    texts = {"reference": [_reference_text(item) or NOISE for item in items], "noise": [NOISE] * len(items)}
+    texts = {"reference": [reference_text(item) or NOISE for item in items], "noise": [NOISE] * len(items)}
     answers = _Answers(items, texts)
     pairs = [(item, kind) for item in range(len(items)) for kind in texts]
     records = [_record(subject, items[number], texts[kind][number]) for number, kind in pairs]
@@ -136,11 +138,11 @@ def _known_answers(
     return KnownAnswers(
         where=where,
         items=answers.items,
-        references=[_reference_text(item) for item in answers.items],
-        forms=_reference_forms(answers.items),
+        references=[reference_text(item) for item in answers.items],
+        forms=reference_forms(answers.items),
         rewards={each.kind: each.values for each in answers.forms},
         best=answers.best,
-        templates=_FORMS,
+        templates=templates_of(answers.items),
         worthless=worthless,
         tokenizer=subject.tokenizer,
         settings=_policy_config(subject).gconfig_of(source),
@@ -153,15 +155,15 @@ def _score_texts(subject: Subject, asked: Sequence[Asked]) -> list[RewardOutcome
 
 def _each_row(subject: Subject, source: str, known: KnownAnswers, most: int) -> Iterator[Finding]:
     """Try the reference answers of many rows: half of them evenly chosen, half with odd answers."""
-    rows = [item for item in _all_items(subject, source) if _reference_text(item)]
-    odd = [item for item in rows if has_trait(_reference_text(item))]
+    rows = [item for item in _all_items(subject, source) if reference_text(item)]
+    odd = [item for item in rows if has_trait(reference_text(item))]
     chosen = {id(item): item for part in (rows, odd) for item in part[:: max(1, -(-2 * len(part) // max(1, most)))]}
     asked = list[Asked]()
     for item in chosen.values():
-        text = known.best.format(_reference_text(item)) if known.best in _FORMS else item.record.get(known.best)
+        text = known.best.format(reference_text(item)) if known.best in known.templates else item.record.get(known.best)
         asked += [(item, text)] if isinstance(text, str) else []
     items = [item for item, _ in asked]
-    references = [_reference_text(item) for item in items]
+    references = [reference_text(item) for item in items]
     yield from each_row(known.where, items, references, max(known.worthless), _score_texts(subject, asked))
 
 
@@ -212,13 +214,15 @@ def _texts(subject: Subject, items: Sequence[PromptItem]) -> tuple[dict[str, lis
     The reference is in the form that gets the largest rewards.
     """
     texts = {"empty": [""] * len(items), "noise": [NOISE] * len(items)}
-    forms = _reference_forms(items)
+    forms = reference_forms(items)
     if not forms:
         return texts, [], ""
-    tried = _Answers(list(items), forms)
-    records = [record for kind in forms for record in _records(subject, tried, kind)]
+    again = reopened_forms(items)
+    tried = _Answers(list(items), forms | again)
+    records = [record for kind in tried.texts for record in _records(subject, tried, kind)]
     rewards = _by_kind(tried, _score(subject, records)[0])
-    best = max(rewards, key=lambda each: -math.inf if math.isnan(each.mean) else each.mean)
+    rewards, of_again = rewards[: len(forms)], rewards[len(forms) :]
+    best = max(rewards, key=_mean)
     references = forms[best.kind]
     found = {
         "reference": references,
@@ -227,36 +231,12 @@ def _texts(subject: Subject, items: Sequence[PromptItem]) -> tuple[dict[str, lis
         "of the next row": [*references[1:], references[0]],
         "of the row before": [references[-1], *references[:-1]],
     }
+    found |= {_AGAIN: again[max(of_again, key=_mean).kind]} if of_again else {}
     return found | texts, rewards, best.kind
 
 
-def _reference_forms(items: Sequence[PromptItem]) -> dict[str, list[str]]:
-    """Return form -> the reference answer of each prompt in this form. Empty without reference answers."""
-    forms: dict[str, list[str]] = {}
-    references = [_reference_text(item) for item in items]
-    if all(references):
-        forms |= {form: [form.format(text) for text in references] for form in _FORMS}
-    for name in dict.fromkeys([*_WORKED, *items[0].record]):
-        worked = [text for item in items if isinstance(text := item.record.get(name), str) and text]
-        if len(worked) == len(items) and (name in _WORKED or _are_worked(items, worked)):
-            forms[name] = worked
-    return forms
-
-
-def _are_worked(items: Sequence[PromptItem], texts: Sequence[str]) -> bool:
-    """Whether texts are longer than the reference answers, contain them, and are no part of the prompts."""
-    references = [_reference_text(item) for item in items]
-    return all(
-        reference and reference in text and len(text) > len(reference) + _LEAST_WORK and text not in item.text
-        for item, reference, text in zip(items, references, texts, strict=True)
-    )
-
-
-def _reference_text(item: PromptItem) -> str:
-    given = item.solutions
-    if isinstance(given, list | tuple) and given:
-        given = given[0]
-    return str(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else ""
+def _mean(tried: Tried) -> float:
+    return -math.inf if math.isnan(tried.mean) else tried.mean
 
 
 def _records(subject: Subject, answers: _Answers, kind: str) -> list[RewardRecord]:
@@ -326,12 +306,13 @@ def _repeated(
         text = (
             f"{where}{len(faults)} of {len(records)} answers get another reward in a second process, in another order"
         )
+        of_prompts: dict[tuple[int, ...], set[tuple[float | None, float | None]]] = {}
+        for record, one, other in zip(records, first, again, strict=True):
+            of_prompts.setdefault(tuple(record.prompt_tokens), set()).add((one.value, other.value))
+        if len(of_prompts) < len(records) and all(len(pairs) == 1 for pairs in of_prompts.values()):
+            text += ". All answers to a prompt get the reward of the first that is scored: is it cached by prompt?"
         return red("reward-repeatable", text, faults[:_SHOWN])
     return green("reward-repeatable", f"{where}two processes give each of {len(records)} answers the same reward")
-
-
-def _shown_form(form: Tried) -> str:
-    return "bare" if form.kind == "{}" else repr(form.kind)
 
 
 def _knows_form(answers: _Answers, is_chat: bool) -> bool:
@@ -340,12 +321,12 @@ def _knows_form(answers: _Answers, is_chat: bool) -> bool:
     If the prompts of a chat model ask for no form, no other form is meant. But a reference that stands in its prompt,
     such as the target of a puzzle, is not the answer.
     """
-    if any(each.kind not in _FORMS for each in answers.forms):
+    if any(each.kind not in templates_of(answers.items) for each in answers.forms):
         return True
     texts = [without_think_tags(item.text) for item in answers.items]
     if any(mark in text for mark in _MARKS for text in texts):
         return True
-    is_given = any(_reference_text(item) in item.text for item in answers.items)
+    is_given = any(reference_text(item) in item.text for item in answers.items)
     return is_chat and not is_given and not any(mark in text for mark in _OTHER_MARKS for text in texts)
 
 
@@ -361,12 +342,26 @@ def _signal(where: str, tried: Sequence[Tried], answers: _Answers, is_chat: bool
     text = f"{where}every answer gets {value:g}: {', '.join(each.kind for each in tried)}"
     if not any(each.kind == "reference" for each in tried):
         return not_checked("reward-signal", f"{text}; the rows have no reference answers to try")
-    short = all(len(_reference_text(item)) <= _SHORT for item in answers.items)
+    short = all(len(reference_text(item)) <= _SHORT for item in answers.items)
     if not short or (value <= 0 and not _knows_form(answers, is_chat)):
         return not_checked("reward-signal", f"{text}; the reference may not be in the form of a right answer")
     if value <= 0:
-        text += f". So does the right answer in each form: {', '.join(map(_shown_form, answers.forms))}"
+        text += f". So does the right answer in each form: {', '.join(shown_form(each.kind) for each in answers.forms)}"
     return red("reward-signal", text)
+
+
+def _continuation(where: str, tried: Sequence[Tried]) -> Iterator[Finding]:
+    """Compare right answers that go on from an opened <think> with those that open it again."""
+    means = {each.kind: each.mean for each in tried}
+    if _AGAIN not in means:
+        return
+    floor, name = max(means["empty"], means["noise"]), "reward-continuation"
+    if means["reference"] <= floor < means[_AGAIN]:
+        text = f"{where}prompts end with <think>, and a right answer that goes on from there gets "
+        text += f"{means['reference']:.3g}; only one that opens <think> again gets {means[_AGAIN]:.3g}"
+        yield red(name, text, _shown_means(tried))
+    elif means["reference"] > floor:
+        yield green(name, f"{where}a right answer that goes on from the <think> of its prompt gets a reward")
 
 
 def _shown_means(tried: Sequence[Tried]) -> list[str]:
@@ -393,7 +388,7 @@ def _reference(where: str, tried: Sequence[Tried], forms: Sequence[Tried]) -> It
         yield green(name, text, shown)
     elif worst.mean < min(means["empty"], means["noise"]):
         told = f"gets {worst.mean:.3g}, noise {means['noise']:.3g}"
-        yield red(name, f"{where}the reference answer as {_shown_form(worst)} {told}", shown)
+        yield red(name, f"{where}the reference answer as {shown_form(worst.kind)} {told}", shown)
     elif reference < others[best]:
         text = f"{where}an answer that is {best} gets {others[best]:.3g}, the reference answer {reference:.3g}"
         yield red(name, text, shown)

@@ -9,6 +9,7 @@ import pytest
 
 from areno.checks.findings import Finding
 from tests.helpers.checked import failed, findings, red
+from tests.helpers.checked_rows import chat_model
 from tests.helpers.endpoints import endpoint
 
 RIGHT = "    return 1.0 if record.completion.strip() == record.solutions else 0.0\n"
@@ -135,7 +136,7 @@ LAST_WORD = "    said = record.completion.split()\n    right = record.solutions 
 
 
 def test_a_reward_for_words_is_found(tmp_path: Path) -> None:
-    row, room = "{'prompt': f'{n}+{n}=', 'solutions': str(2 * n)}", "gconfig.max_new_tokens=100"
+    row, room = "{'prompt': f'{n}+{n}=', 'solutions': str(2 * n)}", "gconfig.max_new_tokens=115"
     for words in ("- 0.1 * len(said)", "+ 0.1 * len(said)"):
         found = reward_of_rows(tmp_path, f"{LAST_WORD}    return right {words}\n", row, room)
         assert "reward-length" in red_rewards(found)
@@ -169,3 +170,25 @@ def test_rows_whose_answer_is_not_read_are_found(tmp_path: Path) -> None:
     assert red_rewards(found) == {"reward-each-row"}
     assert "have a comma" in next(each.line for each in found if each.name == "reward-each-row")
     assert not red_rewards(reward_of_rows(tmp_path, RIGHT, row))
+
+
+def test_a_reward_that_wants_the_reasoning_opened_twice_is_found(tmp_path: Path) -> None:
+    opened = ("{{- '<|im_start|>assistant\\n' -}}", "{{- '<|im_start|>assistant\\n<think>\\n' -}}")
+    model = (f"actor.path={chat_model(tmp_path, opened)}", "gconfig.max_new_tokens=100")
+    row = "{'prompt': f'What is {n} plus {n}? Answer in \\\\boxed{{}}.', 'solutions': str(2 * n)}"
+    body = "    text = record.completion\n    right = text.endswith('{' + record.solutions + '}')\n"
+    found = reward_of_rows(tmp_path, f"{body}    return float(right and text.startswith('<think>'))\n", row, *model)
+    assert red_rewards(found) == {"reward-continuation"}
+    assert "opens <think> again gets 1" in next(each.line for each in found if each.name == "reward-continuation")
+    found = reward_of_rows(tmp_path, f"{body}    return float(right and '</think>' in text)\n", row, *model)
+    assert not red_rewards(found)
+    closed = ("actor.path=examples/agentic/small_model/model", *model[1:])
+    body += "    return float(right and text.startswith('<think>') and '</think>' in text)\n"
+    assert not red_rewards(reward_of_rows(tmp_path, body, row, *closed))
+
+
+def test_a_reward_that_is_cached_by_prompt_is_found_once(tmp_path: Path) -> None:
+    body = "    key = tuple(record.prompt_tokens)\n    right = record.completion == record.solutions\n"
+    found = found_with(tmp_path, f"{body}    return cached.setdefault(key, float(right))\n\n\ncached = {{}}\n")
+    assert red_rewards(found) == {"reward-repeatable"}
+    assert "cached by prompt" in next(each.line for each in found if each.name == "reward-repeatable")

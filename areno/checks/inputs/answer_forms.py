@@ -1,0 +1,74 @@
+"""The forms in which a right answer is tried: with a mark, after reasoning, or as a worked solution of the row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areno.types import PromptItem
+
+_PLAIN = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "<answer>\\boxed{{{}}}</answer>")
+_PLAIN += ("The answer is {}.", "Answer: {}")
+_OPEN, _REASONED = "<think>\n", "I add.\n</think>\n\n"
+_WORKED = ("answer", "solution", "response", "output", "completion", "reasoning")  # fields with a whole answer
+_LEAST_WORK = 10  # characters of a worked solution beside its answer
+
+
+def templates_of(items: Sequence[PromptItem]) -> tuple[str, ...]:
+    """Return the forms that have a place for the answer. A completion goes on from its prompt.
+
+    If the prompt has opened the reasoning, the completion does not open it again.
+    """
+    reasoned = [f"{_REASONED}{form}" for form in _PLAIN]
+    if _opens_reasoning(items):
+        return (*reasoned, *_PLAIN)
+    return (*_PLAIN, *(f"{_OPEN}{form}" for form in reasoned), "```python\n{}\n```")
+
+
+def shown_form(form: str) -> str:
+    """Return a form as a message shows it."""
+    text = form.format("...") if "{}" in form else form
+    return "bare" if form == "{}" else f"'{text}'".replace("\n", "\\n")
+
+
+def reference_text(item: PromptItem) -> str:
+    given = item.solutions
+    if isinstance(given, list | tuple) and given:
+        given = given[0]
+    return str(given) if isinstance(given, str | int | float) and not isinstance(given, bool) else ""
+
+
+def reference_forms(items: Sequence[PromptItem]) -> dict[str, list[str]]:
+    """Return form -> the reference answer of each prompt in this form. Empty without reference answers."""
+    forms: dict[str, list[str]] = {}
+    references = [reference_text(item) for item in items]
+    if all(references):
+        forms |= {form: [form.format(text) for text in references] for form in templates_of(items)}
+    for name in dict.fromkeys([*_WORKED, *items[0].record]):
+        worked = [text for item in items if isinstance(text := item.record.get(name), str) and text]
+        if len(worked) == len(items) and (name in _WORKED or _are_worked(items, worked)):
+            forms[name] = worked
+    return forms
+
+
+def reopened_forms(items: Sequence[PromptItem]) -> dict[str, list[str]]:
+    """Return right answers that open the reasoning a second time. Empty if the prompts have not opened it."""
+    references = [reference_text(item) for item in items]
+    if not _opens_reasoning(items) or not all(references):
+        return {}
+    return {
+        f"{_OPEN}{_REASONED}{form}": [f"{_OPEN}{_REASONED}{form}".format(text) for text in references]
+        for form in _PLAIN
+    }
+
+
+def _opens_reasoning(items: Sequence[PromptItem]) -> bool:
+    return bool(items) and all(item.text.rstrip().endswith(_OPEN.strip()) for item in items)
+
+
+def _are_worked(items: Sequence[PromptItem], texts: Sequence[str]) -> bool:
+    """Whether texts are longer than the reference answers, contain them, and are no part of the prompts."""
+    references = [reference_text(item) for item in items]
+    return all(
+        reference and reference in text and len(text) > len(reference) + _LEAST_WORK and text not in item.text
+        for item, reference, text in zip(items, references, texts, strict=True)
+    )
