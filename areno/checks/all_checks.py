@@ -11,6 +11,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
     "data": (
         rows.forms_of_rows,
         rows.dropped_rows,
+        rows.cut_texts,
         answers.shown_rows,
         answers.trained_text,
         answers.repeated_prompts,

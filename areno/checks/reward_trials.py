@@ -21,6 +21,7 @@ NOISE = "areno areno areno"
 _FILLER = "First we read the question again, and then we work it out step by step. "
 _MOST_FILLERS = 6
 _MOST_LOST = 0.1  # of the answers
+_MOST_TOLD = 0.5  # of the prompts that may end with their answer, more than end with that of another row
 _MOST_OF_TRAIT = 0.8  # of the rows that fail, or that have a trait
 _SHOWN = 3
 _TRAITS: Mapping[str, Callable[[str], bool]] = {
@@ -246,6 +247,7 @@ def each_row(
     [(top, count)] = Counter(known).most_common(1)
     if top <= floor or count < n / 2:
         return  # rewards are graded, or right answers have another form
+    yield from _told_answers(where, items, references)
     failing = [at for at, value in enumerate(values) if value is None or value <= floor]
     if not failing:
         yield green(name, f"{where}the reference answers of {n} rows are right")
@@ -264,6 +266,24 @@ def each_row(
             yield red(name, f"{text}. {both} of the {len(own)} answers that {trait} are among them")
             return
     yield green(name, text)
+
+
+def _told_answers(where: str, items: Sequence[PromptItem], references: Sequence[str]) -> Iterator[Finding]:
+    """Look for prompts that end with their own right answer. The same end of all prompts is left out."""
+    texts = [item.text for item in items]
+    n_same = 0
+    while len(texts) > 1 and len({text[-1 - n_same :][:1] for text in texts}) == 1 and n_same < min(map(len, texts)):
+        n_same += 1
+    ends = [text[: len(text) - n_same].rstrip(" \n.") for text in texts]
+    pairs = list(zip(ends, references, strict=True))
+    own = statistics.fmean(end.endswith(answer) for end, answer in pairs)
+    others = statistics.fmean(ends[at].endswith(references[at - 1]) for at in range(len(ends)))
+    text = f"{where}{own:.0%} of the prompts end with their own answer, {others:.0%} with that of another row"
+    if own - others > _MOST_TOLD:
+        shown = [f"row {item.index}: {end[-40:]!r}" for item, (end, _) in zip(items[:_SHOWN], pairs, strict=False)]
+        yield red("told-answers", text, shown)
+    else:
+        yield green("told-answers", text)
 
 
 def _short(text: str) -> str:

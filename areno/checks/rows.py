@@ -18,6 +18,9 @@ _LEAST_DIFFERENT = 0.5  # of the training rows; with less, a task has few rows i
 _MOST_DROPPED = 0.5  # of the rows: more than that are hardly meant
 _CONTENT = ("prompt", "messages", "response", "chosen", "rejected", "answers", "completions")
 _SCORES = ("score", "scores", "rating", "ratings", "reward", "rewards", "quality")
+_SHORTEST_CUT = 64  # characters: shorter texts often have the same length by their nature
+_CUT = 0.02  # of the texts of a column that have its largest length
+_PILED = 8  # times as many as have each of the lengths below it
 _SHOWN = 60  # characters of a value
 _EXAMPLES = 3
 _MOST_MARKED = 0.05  # of the rows: a few may well write about templates
@@ -68,6 +71,26 @@ def dropped_rows(subject: Subject) -> Iterator[Finding]:
         share = len(dropped) / len(rows)
         verdict = red if share > _MOST_DROPPED else green
         yield verdict("dropped-rows", f"{dataset.key}: {share:.1%} of the rows are left out", details)
+
+
+def cut_texts(subject: Subject) -> Iterator[Finding]:
+    """Look for columns whose texts were cut at a number of characters: many of them have the largest length."""
+    for dataset in subject.datasets:
+        columns: dict[str, set[str]] = {}
+        for row in subject.rows_of(dataset):
+            for name, text in _texts_of(row.given):
+                columns.setdefault(name, set()).add(text)
+        faults = list[str]()
+        for name, texts in columns.items():
+            lengths = Counter(map(len, texts))
+            longest = max(lengths)
+            n, below = lengths[longest], [lengths[each] for each in range(longest - longest // 5, longest)]
+            is_pile = n > max(_CUT * len(texts), _PILED * max(1.0, float(np.mean(below or [0]))))
+            if longest >= _SHORTEST_CUT and len(lengths) > 1 and is_pile:
+                end = next(text for text in texts if len(text) == longest)[-_SHOWN:]
+                faults.append(f"{n} of {len(texts)} texts of {name!r} have exactly {longest} characters: ...{end!r}")
+        text = f"{dataset.key}: texts seem to be cut: far more of them have the largest length than any other"
+        yield red("cut-texts", text, faults) if faults else green("cut-texts", f"{dataset.key}: no column is cut")
 
 
 def validation_rows(subject: Subject) -> Iterator[Finding]:
@@ -263,6 +286,18 @@ def _content(row: Any) -> str:
     """Return what makes a row the same as another: all of its fields of text and messages, without white space."""
     fields = {name: row.get(name) for name in _CONTENT if row.get(name) is not None}
     return "".join(json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str).lower().split())
+
+
+def _texts_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (column, text) of each text in a row. Texts of messages belong to the column of the messages."""
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _texts_of(each, name or str(key))
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from _texts_of(each, name)
 
 
 def _pair(row: Any, better: str, worse: str) -> str:

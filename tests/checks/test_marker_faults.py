@@ -94,3 +94,19 @@ def test_ranks_that_are_read_as_ratings_are_found(tmp_path: Path) -> None:
     assert red(rated(tmp_path / "losses", [0.3, 0.7, 1.4], "mean_loss")) == {"rating-order"}
     found = rated(tmp_path / "unclear", [3, 2, 1], "score")
     assert [each.verdict for each in found if each.name == "rating-order"] == ["not checked"]
+
+
+def test_columns_that_an_export_cut_are_found(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {n}?", "response": f"It is {n}, and more. " * (1 + n % 23) + "."} for n in range(400)]
+    assert not red(sft(tmp_path / "twin", rows=rows))
+    found = sft(tmp_path / "cut", rows=[{**row, "response": row["response"][:200]} for row in rows])
+    assert red(found) == {"cut-texts"}
+    detail = next(each for each in found if each.name == "cut-texts").details[0]
+    assert "of 'response' have exactly 200 characters" in detail
+
+
+def test_prompts_that_end_with_their_answer_are_found(tmp_path: Path) -> None:
+    told = [{**row, "prompt": f"{row['prompt']} It is {row['solutions']}.\n\nAnswer briefly."} for row in QUESTIONS]
+    path = data_file(tmp_path / "told.jsonl", told)
+    assert "told-answers" not in red(gspo(tmp_path / "twin"))
+    assert "told-answers" in red(gspo(tmp_path / "told", f"train_dataset.path={path}"))
