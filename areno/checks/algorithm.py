@@ -274,6 +274,8 @@ def small_step(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
         for key, slope in zip(leaves, slopes, strict=True)
         if slope is not None
     )
+    if not rises and run.has_equal_samples(update.step):
+        raise NotChecked("the model here draws the same sample for a prompt each time, which trains nothing")
     verb = "rises" if rises > 0 else "falls" if rises < 0 else "does not change"
     yield (green if rises > 0 else red)(name, f"after a small step against the gradient, {what} {verb}")
 

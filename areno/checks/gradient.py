@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 CLOSE = 1e-4  # relative difference of a gradient in fp32 and in float64
 SAME = 1e-5  # relative difference of gradients in fp32 whose sums are in another order
 _NOTHING = 1e-6  # norm of a gradient that is made of rounding alone
+_EQUAL_SAMPLES = "the model here draws the same sample for a prompt each time, which trains nothing"
 _ROUGH = 0.05  # relative error of a finite difference of a loss in fp32
 _ROUNDED = 0.01  # relative error of a change of weights in fp32
 
@@ -42,12 +43,15 @@ def gradient_nonzero(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     norms = []
     for update in found.run.updates:
         norm = update.stats["grad_norm"]
+        if not norm and found.run.has_equal_samples(update.step):
+            yield not_checked("gradient-nonzero", f"in step {update.step}, {_EQUAL_SAMPLES}")
+            continue
         if not update.n_steps:
             yield red("gradient-nonzero", f"update {update.step} of the {update.role} was skipped")
         elif not math.isfinite(norm) or not norm:
             yield red("gradient-nonzero", f"the gradient of update {update.step} of the {update.role} is {norm:g}")
         norms.append(norm)
-    if all(math.isfinite(norm) and norm for norm in norms):
+    if norms and all(math.isfinite(norm) and norm for norm in norms):
         yield green("gradient-nonzero", f"the gradients of the first updates have norms of {_range(norms)}")
 
 

@@ -114,6 +114,14 @@ class WatchedRun:
     def of(self, role: str = "actor") -> list[Update]:
         return [update for update in self.updates if update.role == role]
 
+    def has_equal_samples(self, step: int) -> bool:
+        """Whether all samples of each prompt are equal, as a sure model may draw them, so that they train nothing."""
+        groups: dict[int, set[tuple[int, ...]]] = {}
+        samples = self.samples.get(step, [])
+        for sample in samples:
+            groups.setdefault(sample.group, set()).add(tuple(sample.sequence.resp_tokens))
+        return len(samples) > len(groups) and all(len(distinct) == 1 for distinct in groups.values())
+
     @property
     def engine(self) -> Any:
         return self.loop.setup.trainer.engine
