@@ -35,7 +35,7 @@ SAME = 1e-5  # relative difference of gradients in fp32 whose sums are in anothe
 _NOTHING = 1e-6  # norm of a gradient that is made of rounding alone
 _EQUAL_SAMPLES = "the model here draws the same sample for a prompt each time, which trains nothing"
 _ROUGH = 0.05  # relative error of a finite difference of a loss in fp32
-_ROUNDED = 0.01  # relative error of a change of weights in fp32
+_ROUNDED = 0.01  # relative error of a change of weights in fp32; with moments in bf16 it is 0.002
 
 
 def gradient_nonzero(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
@@ -267,9 +267,6 @@ def optimizer_updates(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
         optimizer = run.config.trained_models()[role].optimizer
         if optimizer.type == "adam_8bit":
             yield not_checked("optimizer-update", f"the moments of the {role} are rounded to 8 bits")
-            continue
-        if optimizer.type == "adam_bf16":
-            yield not_checked("optimizer-update", f"the moments of the {role} are rounded to bf16")
             continue
         if optimizer.type == "muon":
             yield not_checked("optimizer-update", f"the {role} is trained by muon, whose products may be in bf16")

@@ -31,6 +31,7 @@ GROUPS = {name: CHECKS[name] for name in ("gradient", "algorithm")}
 GSPO = ["gspo", "gconfig.temperature=1.5"]
 GRPO = ["grpo", "gconfig.temperature=1.5", "actor.kl_ctl=0.05", "ref=default"]
 LORA = [*GSPO, "actor.use_lora=true", "actor.lora_rank=4"]
+BF16 = [*GSPO, "actor.optimizer.type=adam_bf16"]
 PPO = ["ppo", "gconfig.temperature=1.5", "actor.gae_lambda=0.9"]
 DPO, KTO, RW, PRM = ["dpo"], ["kto"], ["rw"], ["prm"]
 # transformers gives the padding token's embedding no gradient; a random model samples this token.
@@ -310,6 +311,10 @@ def weights_do_not_move(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(optimizer_updates.Adam, "apply", lambda *given: None)
 
 
+def bf16_does_not_move(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(optimizer_updates.AdamBf16, "apply", lambda *given: None)
+
+
 def gradient_not_clipped(patch: pytest.MonkeyPatch) -> None:
     right = optimizer.Optimizer.step
     patch.setattr(optimizer.Optimizer, "step", lambda self, norm: right(self, 0.0))
@@ -394,6 +399,7 @@ FAULTS: list[tuple[str, list[str], Patch, str, str]] = [
         "optimizer-update",
         "gradient_clipping is left out",
     ),
+    ("weights do not move in bf16", BF16, bf16_does_not_move, "optimizer-update", "of the actor by 0"),
     ("critic one step late", PPO, critic_one_step_late, "critic-values", "one step before"),
     ("values off by one", PPO, values_off_by_one, "critic-values", "one token later (off by one)"),
     ("value loss off by one", PPO, value_loss_off_by_one, "loss-formula", "token after"),
@@ -408,7 +414,7 @@ FAULTS: list[tuple[str, list[str], Patch, str, str]] = [
 ]
 
 
-CLEAN = [GSPO, GRPO, LORA, PPO, DPO, KTO, RW, PRM, ["sft"], ["online_dpo"], SAMPLES_PADDING]
+CLEAN = [BF16, GSPO, GRPO, LORA, PPO, DPO, KTO, RW, PRM, ["sft"], ["online_dpo"], SAMPLES_PADDING]
 
 
 @pytest.mark.parametrize("command", CLEAN, ids=" ".join)
