@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,14 @@ from areno.config.policy_experiments import (
 )
 from areno.config.sources import source_key
 from areno.errors import ConfigError
+from areno.types import SamplingParams
 
 if TYPE_CHECKING:
     from areno.checks.subject import Subject
 
 _LR = 3e-3  # so that an update moves the log-probabilities by more than rounding does
 _N_PROMPTS, _N_PAIRS = 2, 4
+_N_DRAWN = 128  # completions whose tokens are compared with their distributions
 _MOST_NEW = 12
 _MOST_OF_TURN = 48  # of an agent, whose model can call tools
 _CANDIDATES = 400  # rows among which the shortest are taken
@@ -33,6 +35,7 @@ _CANDIDATES = 400  # rows among which the shortest are taken
 class TwoSteps:
     run: WatchedRun
     probes: dict[str, Probes] = field(default_factory=dict)  # by role
+    drawn: list[tuple[list[int], int]] = field(default_factory=list)  # (tokens, where the completion begins)
 
 
 StepCheck = Callable[["Subject", TwoSteps], Iterator[Finding]]
@@ -78,7 +81,24 @@ def _watch(subject: Subject) -> TwoSteps:
             lost = [sample.outcome.message for samples in run.samples.values() for sample in samples]
             raise NotChecked(f"no sample has a reward, so the run trains nothing: {next(filter(None, lost), '')}")
         roles = dict.fromkeys(update.role for update in run.updates)
-        return TwoSteps(run, {role: make_probes(run, role) for role in roles})
+        drawn = _draw(run) if is_policy and config.agent.fn is None else []
+        return TwoSteps(run, {role: make_probes(run, role) for role in roles}, drawn)
+
+
+def _draw(run: WatchedRun) -> list[tuple[list[int], int]]:
+    """Sample many completions with the weights after the last update of the actor, if nothing edits the draws."""
+    params = SamplingParams.of(run.config.gconfig)
+    if params.is_greedy or params.edits_logits or params.top_k > 0 or params.top_p < 1:
+        return []
+    params = replace(params, ignore_eos=True, stop=None, stop_token_ids=None)
+    samples = [sample for of_step in run.samples.values() for sample in of_step]
+    prompts = list(dict.fromkeys(tuple(sample.item.tokens) for sample in samples))[:_N_PROMPTS]
+    trainer, found = run.loop.setup.trainer, list[tuple[list[int], int]]()
+    with trainer.rollout_session(sampling_params=params, proxy=False):
+        results = trainer.rollout_token_batch(prompts, _N_DRAWN // len(prompts), params, seed=run.config.seed)
+    for prompt, result in zip(prompts, results, strict=True):
+        found += [([*prompt, *map(int, each.resp_tokens)], len(prompt)) for each in result.sequences]
+    return found
 
 
 def _why_no_agents(subject: Subject, config: PolicyExperimentConfig) -> str:
