@@ -20,7 +20,7 @@ _CONTENT = ("prompt", "messages", "response", "chosen", "rejected", "answers", "
 _SCORES = ("score", "scores", "rating", "ratings", "reward", "rewards", "quality")
 _SHORTEST_CUT = 64  # characters: shorter texts often have the same length by their nature
 _CUT = 0.02  # of the texts of a column that have its largest length
-_PILED = 8  # times as many as have each of the lengths below it
+_PILED = 8  # times as many as have one of the other lengths on average
 _SHOWN = 60  # characters of a value
 _EXAMPLES = 3
 _MOST_MARKED = 0.05  # of the rows: a few may well write about templates
@@ -84,9 +84,9 @@ def cut_texts(subject: Subject) -> Iterator[Finding]:
         for name, texts in columns.items():
             lengths = Counter(map(len, texts))
             longest = max(lengths)
-            n, below = lengths[longest], [lengths[each] for each in range(longest - longest // 5, longest)]
-            is_pile = n > max(_CUT * len(texts), _PILED * max(1.0, float(np.mean(below or [0]))))
-            if longest >= _SHORTEST_CUT and len(lengths) > 1 and is_pile:
+            n = lengths.pop(longest)
+            is_pile = n > max(_CUT * len(texts), _PILED * float(np.mean([*lengths.values()] or [n])))
+            if longest >= _SHORTEST_CUT and is_pile:
                 end = next(text for text in texts if len(text) == longest)[-_SHOWN:]
                 faults.append(f"{n} of {len(texts)} texts of {name!r} have exactly {longest} characters: ...{end!r}")
         text = f"{dataset.key}: texts seem to be cut: far more of them have the largest length than any other"

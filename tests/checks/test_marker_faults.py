@@ -103,10 +103,3 @@ def test_columns_that_an_export_cut_are_found(tmp_path: Path) -> None:
     assert red(found) == {"cut-texts"}
     detail = next(each for each in found if each.name == "cut-texts").details[0]
     assert "of 'response' have exactly 200 characters" in detail
-
-
-def test_prompts_that_end_with_their_answer_are_found(tmp_path: Path) -> None:
-    told = [{**row, "prompt": f"{row['prompt']} It is {row['solutions']}.\n\nAnswer briefly."} for row in QUESTIONS]
-    path = data_file(tmp_path / "told.jsonl", told)
-    assert "told-answers" not in red(gspo(tmp_path / "twin"))
-    assert "told-answers" in red(gspo(tmp_path / "told", f"train_dataset.path={path}"))

@@ -66,6 +66,16 @@ def test_the_reward_of_another_row_is_found(tmp_path: Path) -> None:
     assert not red(found_with(tmp_path, RIGHT, *settings))
 
 
+def test_prompts_that_end_with_their_answer_are_found(tmp_path: Path) -> None:
+    loader = tmp_path / "loader.py"
+    loader.write_text(
+        "def load_dataset(split):\n"
+        "    return [{'prompt': f'{n}+{n}={2 * n}=', 'solutions': str(2 * n)} for n in range(10, 49)]\n"
+    )
+    settings = (f"train_dataset.loader={loader}", "valid_dataset=null")
+    assert "told-answers" in red(found_with(tmp_path, RIGHT, *settings))
+
+
 def test_answers_out_of_reach_are_found(tmp_path: Path) -> None:
     assert "reward-reach" in red(found_with(tmp_path, RIGHT, "gconfig.max_new_tokens=2"))
 
