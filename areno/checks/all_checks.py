@@ -20,6 +20,8 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         rows.end_tokens,
         rows.pair_marks,
         rows.rating_order,
+        rows.given_answers,
+        rows.same_answers,
         prompts.prompt_end,
         prompts.serving,
         rows.validation_rows,

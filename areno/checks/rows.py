@@ -11,7 +11,7 @@ import numpy as np
 
 from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs.encoded_rows import EncodedRow, form_of
-from areno.checks.inputs.talks import answers_of, markers_of, text_of
+from areno.checks.inputs.talks import answers_of, markers_of, text_of, words_of
 from areno.checks.subject import Subject
 
 _LEAST_DIFFERENT = 0.5  # of the training rows; with less, a task has few rows in all
@@ -26,6 +26,9 @@ _EXAMPLES = 3
 _MOST_MARKED = 0.05  # of the rows: a few may well write about templates
 _MOST = 0.95  # of the answers of one side that have a mark, while at most 1 - _MOST of the other side have it
 _LEAST_PAIRS = 20
+_ALL = 0.98  # of the answers
+_ANSWERS = ("answer", "solution", "solutions", "response", "output", "completion", "reasoning")
+_LEAST_ANSWER = 20  # characters: a shorter text may stand in a prompt by chance
 _BAR = "\uff5c"  # of DeepSeek's tokens
 _FOREIGN = ("im_start", "im_end", "system", "user", "assistant", "start_header_id", "end_header_id", "eot_id")
 _FOREIGN += ("begin_of_text", "endoftext", "end", "start", "message", "channel", "START_OF_TURN_TOKEN")
@@ -126,7 +129,8 @@ def pair_scores(subject: Subject) -> Iterator[Finding]:
     for dataset in subject.datasets:
         faults, n_scored = list[str](), 0
         preferred: dict[str, int] = {}
-        pairs = [row for row in subject.rows_of(dataset) if "chosen" in row.row]
+        rows = [row for row in subject.rows_of(dataset) if "chosen" in row.row]
+        pairs = [row for row in rows if row.row["chosen"] != row.row["rejected"]]  # else the run leaves it out
         columns = dataset.section.columns.renamed_columns()
         for row in pairs:
             preferred.setdefault(_pair(row.row, "chosen", "rejected"), row.index)
@@ -256,6 +260,54 @@ def _marks(subject: Subject, sides: Sequence[Sequence[str]]) -> Mapping[str, Cal
     for token in map(str, subject.tokenizer.all_special_tokens):
         found[f"contain {token!r}"] = lambda text, token=token: token in text
     return found
+
+
+def given_answers(subject: Subject) -> Iterator[Finding]:
+    """Look for prompts that already hold their answer, such as a question joined with its solution."""
+    if subject.kind != "prompt":
+        return
+    for dataset in subject.training_rows:
+        faults, n_known = list[str](), 0
+        for row in subject.sample_of(dataset):
+            if row.item is None:
+                continue
+            given = [row.item.record.get(name) for name in _ANSWERS]
+            worked = [text.strip() for text in given if isinstance(text, str) and len(text.strip()) >= _LEAST_ANSWER]
+            n_known += bool(worked)
+            if any(text in row.item.text for text in worked):
+                faults.append(f"row {row.index}: ...{row.item.text[-80:]!r}")
+        text = f"{dataset.key}: {len(faults)} of {n_known} prompts contain the answer of their row"
+        if not n_known:
+            yield not_checked("given-answers", f"{dataset.key}: no row has a text of an answer that could stand there")
+        elif len(faults) > _MOST_MARKED * n_known:
+            yield red("given-answers", f"{text}: the model would learn to copy it", faults[:_EXAMPLES])
+        else:
+            yield green("given-answers", text, faults[:_EXAMPLES])
+
+
+def same_answers(subject: Subject) -> Iterator[Finding]:
+    """Look for answers that are all the same."""
+    if subject.kind not in ("sft", "dpo", "kto"):
+        return
+    for dataset in subject.training_rows:
+        said, asked = list[str](), set[str]()
+        rows = [row for row in subject.sample_of(dataset) if row.item is not None]
+        for row in rows:
+            of_row = [[_said(turn.message) for turn in turns] for turns in answers_of(subject.kind, row.row)]
+            said += ["".join(texts) for texts in of_row[:1]]
+            asked.add(_all_text(subject, row, is_asked=True))
+        if not said:
+            continue
+        [(answer, count)] = Counter(said).most_common(1)
+        name, text = "same-answers", f"{dataset.key}: {count} of {len(said)} rows have the same answer"
+        if count >= _ALL * len(said) and len(asked) >= _LEAST_PAIRS:
+            yield red(name, f"{text} to {len(asked)} different prompts: {answer[:_SHOWN]!r}")
+        else:
+            yield green(name, text)
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    return "\n".join(words_of(message))
 
 
 def rating_order(subject: Subject) -> Iterator[Finding]:

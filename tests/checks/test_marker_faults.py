@@ -103,3 +103,21 @@ def test_columns_that_an_export_cut_are_found(tmp_path: Path) -> None:
     assert red(found) == {"cut-texts"}
     detail = next(each for each in found if each.name == "cut-texts").details[0]
     assert "of 'response' have exactly 200 characters" in detail
+
+
+def test_prompts_that_hold_their_answer_are_found(tmp_path: Path) -> None:
+    solved = [{**row, "answer": f"We add {n} twice, and so it is {2 * n}."} for n, row in enumerate(QUESTIONS, 100)]
+    joined = [{**row, "prompt": f"{row['prompt']} {row['answer']}"} for row in solved]
+    paths = [data_file(tmp_path / f"{name}.jsonl", rows) for name, rows in (("twin", solved), ("joined", joined))]
+    assert not red(gspo(tmp_path / "twin", f"train_dataset.path={paths[0]}"))
+    found = gspo(tmp_path / "faulty", f"train_dataset.path={paths[1]}")
+    assert red(found) == {"given-answers"}
+    assert "40 of 40 prompts contain the answer" in line_of(found, "given-answers")
+
+
+def test_answers_that_are_all_the_same_are_found(tmp_path: Path) -> None:
+    assert red(sft(tmp_path / "sft", rows=[{**row, "response": "I do not know."} for row in ANSWERED])) == {
+        "same-answers"
+    }
+    equal = [{**row, "rejected": row["chosen"]} if n < 4 else row for n, row in enumerate(PAIRS)]
+    assert not red(dpo(tmp_path / "dpo", equal))  # pairs of equal answers are left out
