@@ -433,6 +433,7 @@ class CriticConfig(Section):
     freeze_attention: bool = setting(
         False,
         help="Do not train the attention layers of the critic, as in SAO (arXiv 2607.07508). They stay those of path",
+        on_resume=NEVER,
     )
     gradient_checkpointing: bool = setting(
         True,

@@ -176,7 +176,8 @@ class REAL(AdvEstimator):
     s is the mean log-ratio of a sample to the policy before the first update of the batch. Samples with rewards above
     the mean of their group are in the first sum, others in the second. The gradient with respect to the weights is the
     sum over samples of dL/ds times that of s. So the advantage of a sample is -dL/ds times the size of its group, and
-    the mean over rows of -A mean(log pi) has the gradient of the mean of L. Groups with equal rewards have no gradient.
+    the mean over rows of -A mean(log pi) has the gradient of the mean of L. Groups with equal rewards have no gradient,
+    nor have groups whose rewards differ by rounding.
     """
 
     needs_group: ClassVar[bool] = True
@@ -195,7 +196,7 @@ class REAL(AdvEstimator):
         for group in np.unique(groups_B):
             members = np.flatnonzero((groups_B == group) & ~np.isnan(rewards_B))
             rewards = rewards_B[members]
-            if not len(members) or np.all(rewards == rewards[0]):
+            if not len(members) or np.allclose(rewards, rewards[0], rtol=1e-9, atol=1e-12):
                 continue
             signs = np.where(rewards > rewards.mean(), 1.0, -1.0)
             logits = -signs * log_ratios_B[members] / self.tau

@@ -268,6 +268,12 @@ def test_the_switch_of_a_surrogate_is_another_name_of_its_choice(name):
     assert own.surrogate_settings() == {"surrogate": "sapo", "sapo_tau_pos": 2.0, "sapo_tau_neg": 1.05}
 
 
+def test_the_attention_of_a_critic_is_frozen_for_the_whole_run():
+    now = smallest(critic={"freeze_attention": True})
+    [change] = changed_settings(PPOConfig, smallest(), now)
+    assert (change.key, change.on_resume.kind) == ("critic.freeze_attention", "never")
+
+
 @pytest.mark.parametrize(("name", "other"), [("cispo", "sapo"), ("sapo", "cispo")])
 def test_the_switch_of_a_surrogate_can_be_turned_off_and_assigned(name, other):
     switch = f"use_{name}_loss"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from areno.checks.formulas.advantage_formulas import real as real_formula
 from areno.errors import ConfigError
 from areno.launch.compose import load
 from areno.loss_fns import DataPack, grpo_loss_fn
@@ -227,3 +228,12 @@ def test_real_has_the_gradient_of_the_papers_loss():
         [gradient] = torch.autograd.grad(grpo_loss_fn(pack, new_T, surrogate="reinforce")[0], new_T)
         assert (gradient - expected).abs().max() < 1e-12
     assert not REAL().advantages(np.array([NAN, 1.0, NAN]), [0, 0, 0], []).any()
+
+
+@pytest.mark.parametrize("rewards", [[0.1 + 0.2, 0.3], [0.1 + 0.2, 0.3, 0.3], [5e-17, 0.0]])
+def test_rewards_that_differ_by_rounding_have_no_gradient_in_real(rewards):
+    groups = [0] * len(rewards)
+    assert not REAL().advantages(np.array(rewards), groups, []).any()
+    assert real_formula(rewards, groups, 0.5) == [0.0] * len(rewards)
+    apart = [1.0, 1.0 - 1e-6]
+    assert REAL().advantages(np.array(apart), [0, 0], []) == pytest.approx(real_formula(apart, [0, 0], 0.5))

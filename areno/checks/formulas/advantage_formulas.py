@@ -136,8 +136,8 @@ def real(rewards: Sequence[float], groups: Sequence[int], tau: float) -> list[fl
         own = [other for other, of in zip(rewards, groups, strict=True) if of == group]
         mean = math.fsum(own) / len(own)
         n_better = sum(other > mean for other in own)
-        if len(set(own)) == 1:
-            found.append(0.0)
+        if math.isclose(min(own), max(own), rel_tol=1e-9, abs_tol=1e-12):
+            found.append(0.0)  # equal but for rounding
         elif reward > mean:
             found.append(len(own) / tau / (1 + n_better))
         else:
