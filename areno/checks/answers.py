@@ -116,7 +116,8 @@ def shown_rows(subject: Subject) -> Iterator[Finding]:
     """Show ten rows with what is trained."""
     for dataset in subject.training_rows:
         rows = [row for row in subject.sample_of(dataset, 2 * _SHOWN_ROWS) if row.item is not None]
-        details = [text for row in rows for text in _marked_texts(subject, row)][:_SHOWN_ROWS]
+        details = [text for row in rows for text in _marked_texts(subject, row)]
+        details = details[:: max(1, len(details) // _SHOWN_ROWS)][:_SHOWN_ROWS]
         about = "the model writes what follows" if subject.kind == "prompt" else "what is trained is marked"
         yield green("shown-rows", f"{dataset.key}: {len(details)} of them; {about}", details)
 
@@ -124,7 +125,7 @@ def shown_rows(subject: Subject) -> Iterator[Finding]:
 def _marked_texts(subject: Subject, row: EncodedRow) -> Iterator[MarkedText]:
     if not row.sequences:
         tokens = list(row.item.tokens)
-        answer = "" if row.item.solutions is None else f"; its answer: {str(row.item.solutions)[:80]}"
+        answer = "" if row.item.solutions is None else f"; its answer: {_short(str(row.item.solutions))}"
         text = _clipped(subject.tokenizer.decode(tokens, skip_special_tokens=False))
         yield MarkedText(f"row {row.index}, {len(tokens)} tokens{answer}", [(text, False)])
     names = ("chosen", "rejected") if subject.kind == "dpo" else ()

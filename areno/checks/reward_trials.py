@@ -278,10 +278,10 @@ def _told_answers(where: str, items: Sequence[PromptItem], references: Sequence[
     pairs = list(zip(ends, references, strict=True))
     own = statistics.fmean(end.endswith(answer) for end, answer in pairs)
     others = statistics.fmean(ends[at].endswith(references[at - 1]) for at in range(len(ends)))
-    text = f"{where}{own:.0%} of the prompts end with their own answer, {others:.0%} with that of another row"
+    text = f"{where}{own:.0%} of {len(ends)} prompts end with their own right answer (by chance: {others:.0%})"
     if own - others > _MOST_TOLD:
         shown = [f"row {item.index}: {end[-40:]!r}" for item, (end, _) in zip(items[:_SHOWN], pairs, strict=False)]
-        yield red("told-answers", text, shown)
+        yield red("told-answers", f"{text}: the model would only copy it", shown)
     else:
         yield green("told-answers", text)
 

@@ -79,21 +79,25 @@ def dropped_rows(subject: Subject) -> Iterator[Finding]:
 def cut_texts(subject: Subject) -> Iterator[Finding]:
     """Look for columns whose texts were cut at a number of characters: many of them have the largest length."""
     for dataset in subject.datasets:
-        columns: dict[str, set[str]] = {}
-        for row in subject.rows_of(dataset):
+        rows = subject.rows_of(dataset)
+        columns: dict[str, dict[str, int]] = {}  # column -> text -> row
+        for row in rows:
             for name, text in _texts_of(row.given):
-                columns.setdefault(name, set()).add(text)
-        faults = list[str]()
+                columns.setdefault(name, {}).setdefault(text, row.index)
         for name, texts in columns.items():
             lengths = Counter(map(len, texts))
             longest = max(lengths)
             n = lengths.pop(longest)
             is_pile = n > max(_CUT * len(texts), _PILED * float(np.mean([*lengths.values()] or [n])))
             if longest >= _SHORTEST_CUT and is_pile:
-                end = next(text for text in texts if len(text) == longest)[-_SHOWN:]
-                faults.append(f"{n} of {len(texts)} texts of {name!r} have exactly {longest} characters: ...{end!r}")
-        text = f"{dataset.key}: texts seem to be cut: far more of them have the largest length than any other"
-        yield red("cut-texts", text, faults) if faults else green("cut-texts", f"{dataset.key}: no column is cut")
+                text = f"{dataset.key}: {n} texts of {name!r} have exactly {longest} characters, and none has more"
+                ends = [f"row {row}: ...{each[-_SHOWN:]!r}" for each, row in texts.items() if len(each) == longest]
+                yield red(
+                    "cut-texts", f"{text}: they seem to be cut there, so that their ends are lost", ends[:_EXAMPLES]
+                )
+                break
+        else:
+            yield green("cut-texts", f"{dataset.key}: no column is cut")
 
 
 def validation_rows(subject: Subject) -> Iterator[Finding]:

@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
             print(*text_lines(finding, color), sep="\n", flush=True)
         records = [finding.record() for finding in findings]
         command = shlex.join(arguments.command)
-        write_result(subject.config, key_of(subject.config, subject.fingerprints()), command, records)
+        path = write_result(subject.config, key_of(subject.config, subject.fingerprints()), command, records)
     summary = summary_line(findings, time.monotonic() - started)
-    print(*["", *red_lines(findings), summary], sep="\n")
+    print(*["", f"result: {os.path.relpath(path)}", *red_lines(findings), summary], sep="\n")
     if arguments.json:
         record = {"command": command, "findings": records}
         Path(arguments.json).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

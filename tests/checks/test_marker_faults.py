@@ -101,8 +101,7 @@ def test_columns_that_an_export_cut_are_found(tmp_path: Path) -> None:
     assert not red(sft(tmp_path / "twin", rows=rows))
     found = sft(tmp_path / "cut", rows=[{**row, "response": row["response"][:200]} for row in rows])
     assert red(found) == {"cut-texts"}
-    detail = next(each for each in found if each.name == "cut-texts").details[0]
-    assert "of 'response' have exactly 200 characters" in detail
+    assert "of 'response' have exactly 200 characters" in line_of(found, "cut-texts")
 
 
 def test_prompts_that_hold_their_answer_are_found(tmp_path: Path) -> None:
