@@ -15,7 +15,7 @@ from areno.checks.transformers_model import TransformersModel
 from areno.config.layout import Layout
 from areno.config.models import ModelConfig
 from areno.cost.flops import TokenCost
-from areno.errors import CheckpointError, ConfigError
+from areno.errors import CheckpointError, ConfigError, EngineError
 from areno.layers.config import AdapterSpec
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -211,6 +211,19 @@ def test_two_ranks_are_as_one(folder: Path, tmp_path: Path, layout: dict[str, in
     with engine_of(folder, adapters) as engine:
         engine.load_state(tmp_path / "two-state")
         assert apart(scored(engine, "actor", ROWS), logprobs_2) < 1e-4
+
+
+def test_a_state_with_adapters_on_fewer_layers_is_named(folder: Path, tmp_path: Path) -> None:
+    """A run that began before all-linear included experts. Its checkpoint keeps the layers."""
+    with engine_of(folder, lora(folder, ATTENTION)) as engine:
+        train(engine, 1)
+        engine.save(str(tmp_path / "checkpoint"))
+        engine.save_state(tmp_path / "state")
+        assert engine.is_state_written(wait=True)
+    expected = r"actor\.target_modules names other layers .* is absent in the state and .*actor\.init_lora_from"
+    with engine_of(folder, all_linear(folder)) as engine, pytest.raises(EngineError, match=expected):
+        engine.load_state(tmp_path / "state")
+    assert read_adapter_config(tmp_path / "checkpoint", load_config(folder)).adapters.targets == ATTENTION
 
 
 @pytest.mark.parametrize(

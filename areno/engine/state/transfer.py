@@ -179,6 +179,12 @@ def _check_shapes(reader: StateFileReader, name: str, role: Role, folder: Path) 
     if differing := [tensor for tensor in {**ours, **theirs} if ours.get(tensor) != theirs.get(tensor)]:
         first = differing[0]
         stored, own = theirs.get(first, "absent"), ours.get(first, "absent")
+        if role.spec.lora is not None and all((name in ours) != (name in theirs) for name in differing):
+            text = "{}: {} names other layers than those that have adapters in the state: {} is {} in the state and {} "
+            text += "in the model ({} parameters differ). all-linear now includes experts, and plain MLPs beside them; "
+            text += "start a new run (trial_name) with {} at the last checkpoint, which keeps the layers"
+            keys = Key("actor.target_modules"), Key("actor.init_lora_from")
+            raise EngineError(text, folder, keys[0], first, stored, own, len(differing), keys[1])
         text = "{}: the state is of another model than {} ({}): {} is {} in the state and {} in the model "
         text += "({} parameters differ)"
         raise EngineError(text, folder, Key(role.spec.key), role.spec.path, first, stored, own, len(differing))
