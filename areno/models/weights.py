@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,12 +220,14 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
         raise CheckpointError(wrong + "expected finite weights: download or save the model again")
 
 
-def _layers_problem(names: Iterable[str], config: TransformerConfig) -> str | None:
+def _layers_problem(names: Collection[str], config: TransformerConfig) -> str | None:
     """Return a message if the weight files and config.json have different numbers of layers, else None."""
     layers = [name.split(".", 3)[2] for name in names if name.startswith("model.layers.")]
     found = 1 + max((int(layer) for layer in layers if layer.isdecimal() and len(layer) < 10), default=-1)
     num_layers = config.num_layers
-    if found in (0, num_layers, num_layers + config.unread_layers):
+    unread = range(num_layers, num_layers + config.unread_layers)
+    are_there = all(f"model.layers.{layer}.eh_proj.weight" in names for layer in unread)  # else they are plain layers
+    if found in (0, num_layers) or (found == unread.stop and are_there):
         return None
     wrong = f"config.json says num_hidden_layers={num_layers}, the weight files have {found} layers; "
     return wrong + "set num_hidden_layers to that, or download the model again"

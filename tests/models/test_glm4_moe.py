@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areno.engine.engine import Engine
+from areno.errors import CheckpointError
 from areno.layers.parallel import ParallelGroup
 from areno.layers.routing import probabilities, ranking
 from areno.loss_fns.grpo import grpo_loss_fn
@@ -58,6 +59,13 @@ def test_a_published_folder_is_read_and_written_bit_for_bit(tmp_path: Path) -> N
     held = sum(parameter.numel() for parameter in model.parameters())
     assert held == n_parameters(config)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_plain_layer_is_not_taken_for_one_that_predicts_further_tokens(tmp_path: Path) -> None:
+    random_model("glm4-experts", tmp_path)
+    rewrite(tmp_path, load_file(tmp_path / "model.safetensors"), num_hidden_layers=2, num_nextn_predict_layers=1)
+    with pytest.raises(CheckpointError, match="says num_hidden_layers=2, the weight files have 3 layers"):
+        load(tmp_path)
 
 
 def test_rollout_training_and_states_leave_the_bias_as_it_is(tmp_path: Path) -> None:
