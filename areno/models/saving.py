@@ -234,9 +234,7 @@ def _saved_config(model: Transformer) -> dict[str, Any]:
     """Return config.json as it was read, but with the dtype of the weights and the architecture of the model's head."""
     family, values = FAMILIES[model.config.family], dict(model.config.hf)
     if around := _kept_around(model):
-        values = {**around, "text_config": _with_dtype(around["text_config"], model)}
-        return {name: value for name, value in _with_dtype(values, model).items() if name != "quantization_config"}
-    values.pop("quantization_config", None)  # of weights that were dequantized
+        return {**_with_dtype(around, model), "text_config": _with_dtype(around["text_config"], model)}
     values = _with_dtype(values, model)
     if model.score is None:
         values.setdefault("architectures", [family.architecture])
@@ -250,7 +248,9 @@ def _saved_config(model: Transformer) -> dict[str, Any]:
 
 
 def _with_dtype(values: Mapping[str, Any], model: Transformer) -> dict[str, Any]:
-    return {**values, "dtype" if "dtype" in values else "torch_dtype": DTYPE_NAMES[model.embed.weight.dtype]}
+    """Return a section of config.json with the dtype of the run, to which weights in FP8 were dequantized."""
+    kept = {name: value for name, value in values.items() if name != "quantization_config"}
+    return {**kept, "dtype" if "dtype" in values else "torch_dtype": DTYPE_NAMES[model.embed.weight.dtype]}
 
 
 def _kept_around(model: Transformer) -> Mapping[str, Any]:

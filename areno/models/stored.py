@@ -11,7 +11,7 @@ from typing import Any
 from areno.errors import CheckpointError
 from areno.models.config import SCALES, Family, KeptTensor, StoredWeights, TransformerConfig, fp8_block_size
 from areno.models.families import FAMILIES, unread_prefixes
-from areno.models.folder import weight_files
+from areno.models.folder import join_first_names, weight_files
 
 MAX_HEADER = 10**8  # bytes; the limit of safetensors
 
@@ -19,14 +19,15 @@ MAX_HEADER = 10**8  # bytes; the limit of safetensors
 def with_stored(config: TransformerConfig, folder: Path, values: Mapping[str, Any]) -> TransformerConfig:
     """Return the shape of a model with what its weight files say. `values`: the content of config.json.
 
-    It is unchanged if the folder has no weight files, or damaged ones, which loading reports.
+    It is unchanged if the folder has no weight files, or damaged ones, which loading reports. Raises CheckpointError if
+    it has tensors in FP8 that areno would copy, and whose values cannot be found.
     """
     family = FAMILIES[config.family]
     if not (family.float32 or family.fused_experts or family.unread):
         return config
     try:
         headers = read_headers(folder)
-    except (CheckpointError, OSError, ValueError):
+    except (CheckpointError, OSError, ValueError, RecursionError):
         return config
     float32 = tuple(
         each
@@ -50,6 +51,8 @@ def _stored_weights(
         return StoredWeights(folder=folder, fused_experts=is_fused)
     is_within = family.around != "" and family.around in (values.get("architectures") or [])
     blocks = fp8_block_size(config.hf)
+    if blocks is not None:
+        _refuse_unscaled(folder, {name: each for name, each in headers.items() if name.startswith(unread)}, blocks)
     kept = {
         name: KeptTensor(tuple(header["shape"]), _n_bytes(header), blocks is not None and f"{name}{SCALES}" in headers)
         for name, header in headers.items()
@@ -68,6 +71,20 @@ def _stored_weights(
     )
 
 
+def _refuse_unscaled(folder: Path, copied: Mapping[str, Mapping[str, Any]], blocks: tuple[int, int]) -> None:
+    """Raise CheckpointError if tensors that are copied are in FP8, but are no matrices with a scale for each block."""
+    wrong = []
+    for name, header in copied.items():
+        scales, shape = copied.get(f"{name}{SCALES}", {"shape": None})["shape"], header["shape"]
+        expected = [-(-size // block) for size, block in zip(shape, blocks, strict=False)]
+        if header["dtype"].startswith("F8") and not name.endswith(SCALES) and (len(shape) != 2 or scales != expected):
+            wrong.append(name)
+    if wrong:
+        text = f"{folder}: {join_first_names(wrong)}: FP8 that areno would copy; expected matrices, each with a tensor "
+        text += f"*{SCALES} of one number for each block of {blocks[0]} x {blocks[1]}; convert them to bfloat16"
+        raise CheckpointError(text)
+
+
 def _n_bytes(header: Mapping[str, Any]) -> int:
     start, stop = header["data_offsets"]
     return stop - start
@@ -82,5 +99,19 @@ def read_headers(folder: Path) -> dict[str, dict[str, Any]]:
             if n_bytes > MAX_HEADER:
                 raise ValueError(f"{path} is not a safetensors file")
             header = json.loads(file.read(n_bytes))
-        found |= {name: about for name, about in header.items() if name != "__metadata__"}
+        tensors = {**header} if isinstance(header, dict) else {"": header}
+        tensors.pop("__metadata__", None)
+        if not all(map(_is_description, tensors.values())):
+            raise ValueError(f"{path} is not a safetensors file")
+        found |= tensors
     return found
+
+
+def _is_description(about: Any) -> bool:
+    """Return whether a header describes a tensor with this value."""
+    if not isinstance(about, dict) or not isinstance(about.get("dtype"), str):
+        return False
+    sizes, place = about.get("shape"), about.get("data_offsets")
+    if not isinstance(sizes, list) or not isinstance(place, list) or len(place) != 2:
+        return False
+    return all(type(number) is int for number in (*sizes, *place))

@@ -23,7 +23,7 @@ from areno.models.adapters import read_adapter_config
 from areno.models.parameters import n_parameters
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
-from areno.models.weights import load_weights
+from areno.models.weights import check_weights, load_weights
 from tests.helpers.family_cases import CASES, IMAGES, SHAPE, random_model
 from tests.helpers.family_engines import step
 from tests.helpers.fp8_blocks import COLUMNS, in_blocks
@@ -212,6 +212,42 @@ def test_what_is_copied_in_fp8_is_saved_as_its_values(tmp_path: Path) -> None:
     wide = {name: each for name, each in values.items() if name.endswith(FLOAT32)}
     assert_same_files(tmp_path / "out", {name: each.bfloat16() for name, each in values.items()} | wide)
     assert "quantization_config" not in (tmp_path / "out/config.json").read_text()
+
+
+def test_no_section_of_a_saved_config_speaks_of_fp8(tmp_path: Path) -> None:
+    stored = publish("qwen3.5", tmp_path / "in", images=True)
+    values = json.loads((tmp_path / "in/config.json").read_text())
+    size = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK_ROWS, COLUMNS]}
+    rewrite(tmp_path / "in", stored, text_config={**values["text_config"], "quantization_config": size})
+    save_weights(load_bf16(tmp_path / "in"), tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text()) == values
+
+
+@pytest.mark.parametrize("wrong", ["of three dimensions", "without scales", "scales of other blocks"])
+def test_what_is_copied_in_fp8_has_values(wrong: str, tmp_path: Path) -> None:
+    stored = publish("qwen3.5", tmp_path, images=True, mtp=False)
+    in_fp8({**stored, "mtp.up_proj.weight": torch.randn(24, 30)}, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    codes, scales = written["mtp.up_proj.weight"], written["mtp.up_proj.weight_scale_inv"]
+    if wrong == "of three dimensions":
+        written["mtp.up_proj.weight"], written["mtp.up_proj.weight_scale_inv"] = codes[None], scales[None]
+    elif wrong == "without scales":
+        del written["mtp.up_proj.weight_scale_inv"]
+    else:
+        written["mtp.up_proj.weight_scale_inv"] = scales[:1, :1]
+    rewrite(tmp_path, written)
+    with pytest.raises(CheckpointError, match=r"mtp\.up_proj\.weight: FP8 that areno would copy; expected matrices"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("header", [b"[]", b"3", b'{"a": 3}', b'{"a": {}}', b"\xff{", b"[" * 10**5])
+def test_a_damaged_header_is_an_error_of_one_line(header: bytes, tmp_path: Path) -> None:
+    publish("qwen3.5-experts", tmp_path, images=False, fused=True)
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    model = build_model(load_config(tmp_path), dtype=torch.bfloat16, device="meta")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*") as raised:
+        check_weights(model, tmp_path)
+    assert "\n" not in str(raised.value)
 
 
 def test_experts_of_one_tensor_in_fp8_are_refused_in_one_line(tmp_path: Path) -> None:
