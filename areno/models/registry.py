@@ -26,25 +26,32 @@ if TYPE_CHECKING:
     from areno.models.transformer import Transformer
 
 _TEXT_ONLY = "images beside text; only text models run"
-_SHARED = "a shared expert beside those that a router chooses"
-_LATENT = "multi-head latent attention, and experts with its routing"
+_LATENT = "multi-head latent attention"
+_SPARSE = "multi-head latent attention, and sparse attention to tokens that an indexer chooses"
 
 MISSING: dict[str, str] = {
     "CohereForCausalLM": "LayerNorm, and attention and MLP side by side",
     "Cohere2ForCausalLM": "LayerNorm, and attention and MLP side by side",
     "DeepseekV2ForCausalLM": _LATENT,
     "DeepseekV3ForCausalLM": _LATENT,
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "FalconH1ForCausalLM": "Mamba layers beside attention",
     "Gemma2ForCausalLM": "soft caps on attention scores and logits",
     "Gemma3nForConditionalGeneration": _TEXT_ONLY,
     "GemmaForCausalLM": "norms that multiply by 1 + weight in Llama's places; Gemma 3 runs",
     "Glm4MoeLiteForCausalLM": _LATENT,
+    "Glm4vMoeForConditionalGeneration": _TEXT_ONLY,
     "GlmForCausalLM": "GLM-4 of 2024 without norms behind attention and MLP; glm4 (0414) runs",
+    "GlmMoeDsaForCausalLM": _SPARSE,
     "GPT2LMHeadModel": "LayerNorm, and positions that are learned",
     "GPTNeoXForCausalLM": "LayerNorm, and attention and MLP side by side",
     "GptOssForCausalLM": "attention sinks, and experts with biases",
     "GraniteForCausalLM": "multipliers of embeddings, attention, residuals and logits",
+    "GraniteMoeHybridForCausalLM": "Mamba layers",
+    "KimiLinearForCausalLM": "multi-head latent attention, and a delta rule with a decay for each channel",
     "Lfm2ForCausalLM": "short convolutions in the place of attention",
     "Llama4ForConditionalGeneration": _TEXT_ONLY,
+    "MambaForCausalLM": "Mamba layers in the place of attention",
     "MinistralForCausalLM": "layers with and without a window beside Mistral's names",
     "Mistral3ForConditionalGeneration": _TEXT_ONLY,
     "NemotronHForCausalLM": "Mamba layers",
@@ -53,10 +60,11 @@ MISSING: dict[str, str] = {
     "Phi4MultimodalForCausalLM": _TEXT_ONLY,
     "PhiForCausalLM": "LayerNorm, and attention and MLP side by side",
     "PhimoeForCausalLM": "LayerNorm, and a router that masks with noise",
-    "Qwen2MoeForCausalLM": _SHARED,
+    "Qwen2MoeForCausalLM": "biases on q, k and v, beside a shared expert with a gate",
     "Qwen2VLForConditionalGeneration": _TEXT_ONLY,
     "Qwen2_5_VLForConditionalGeneration": _TEXT_ONLY,
     "Qwen3NextForCausalLM": "projections of the gated delta rule that are interleaved by key head; Qwen3.5 runs",
+    "Qwen3OmniMoeForConditionalGeneration": "images and audio beside text; only text models run",
     "Qwen3VLForConditionalGeneration": _TEXT_ONLY,
     "Qwen3VLMoeForConditionalGeneration": _TEXT_ONLY,
     "Starcoder2ForCausalLM": "LayerNorm, and an MLP without a gate",

@@ -5,7 +5,7 @@
 - Qwen3.5: three of four layers have the gated delta rule in place of attention (arXiv 2412.06464). The others have the
   attention of Qwen3 with a gate at its output, and a quarter of each head is rotated. Norms multiply by 1 + weight.
   For text, multimodal rotary positions (mrope) equal ordinary ones. areno reads the text model of an image-text model,
-  and saves it without the image encoder.
+  and copies the image encoder when it saves.
 """
 
 from __future__ import annotations
