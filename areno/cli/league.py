@@ -13,8 +13,18 @@ from typing import Any
 
 from areno.errors import ConfigError, Problem, did_you_mean
 from areno.league.results import picture, read_results, tables
-from areno.league.runs import STAGES, contenders
+from areno.league.runs import STAGES, UPDATES, LeagueRuns, contenders
 from areno.league.schedule import League
+
+_OF_UPDATES = f": each batch has {UPDATES} updates, because with one, many of the algorithms are the same"
+FIXED = {
+    "seed": "; use --seeds",
+    "actor.optimizer.lr": ": the stage rates chooses it for each algorithm",
+    "variant": ": each run has its own; use --only",
+    "actor.ppo_n_minibatches": _OF_UPDATES,
+    "critic.ppo_n_minibatches": _OF_UPDATES,
+}
+"""Settings that the user of the league cannot set -> why, or what to do instead."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,15 +71,13 @@ def _check_arguments(arguments: argparse.Namespace, size: str, output: Path, pro
     import torch
 
     stages = _names("--stage", arguments.stage, STAGES, problems)
-    names = _names("--only", arguments.only, list(contenders(size)), problems)
-    seed_words = _words(arguments.seeds or "1,2,3")
+    names = _names("--only", arguments.only, list(contenders(size)), problems, list(contenders("gpu")))
+    seed_words = _words("1,2,3" if arguments.seeds is None else arguments.seeds)
     seeds = [int(word) for word in seed_words if word.isdecimal() and int(word)]
-    if len(seeds) != len(seed_words):
+    if not seeds or len(seeds) != len(seed_words):
         problems.append(Problem("--seeds", "is {!r}; numbers from 1 with commas are expected", arguments.seeds))
-    parallel = arguments.parallel
-    if parallel is None:
-        parallel = 6 * torch.cuda.device_count() if size == "gpu" else 1
-    for option, value in (("--parallel", parallel), ("--for", arguments.seconds)):
+    problems += _repeated("--seeds", seeds)
+    for option, value in (("--parallel", arguments.parallel), ("--for", arguments.seconds)):
         if value is not None and value <= 0 and not arguments.tables:
             problems.append(Problem(option, "is {}; a number above 0 is expected", value))
     rows = Path(arguments.rows).expanduser().absolute() if arguments.rows else output / "results"
@@ -78,18 +86,37 @@ def _check_arguments(arguments: argparse.Namespace, size: str, output: Path, pro
     if problems:
         raise ConfigError(problems)
     if arguments.tables:
-        size = next((one.size for one in read_results(rows).values()), size)
-    return League(size, output, rows, stages, names, seeds, parallel, arguments.base, arguments.settings)
+        found = read_results(rows).values()
+        size = next((one.size for one in found), size)
+        # A mixture of settings is no table, though nobody need repeat the settings to see one.
+        settings = arguments.settings or LeagueRuns(size, output).given_settings(found)
+    else:
+        settings = arguments.settings
+    parallel = arguments.parallel or (6 * torch.cuda.device_count() if size == "gpu" else 1)
+    return League(size, output, rows, stages, names, seeds, parallel, arguments.base, settings)
 
 
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _names(option: str, text: str | None, known: Sequence[str], problems: list[Problem]) -> list[str]:
+def _repeated(option: str, values: Sequence[object]) -> list[Problem]:
+    """Return a problem if a value is there more than once."""
+    twice = [value for value in dict.fromkeys(values) if values.count(value) > 1]
+    return [Problem(option, "names {} more than once", ", ".join(map(str, twice)))] if twice else []
+
+
+def _names(
+    option: str, text: str | None, known: Sequence[str], problems: list[Problem], of_gpu: Sequence[str] = ()
+) -> list[str]:
     words = list(known) if text is None else _words(text)
-    for word in words:
-        if word not in known:
+    if not words:
+        problems.append(Problem(option, "is {!r}; names with commas are expected, such as {}", text, known[0]))
+    problems += _repeated(option, words)
+    for word in dict.fromkeys(words):
+        if word in of_gpu and word not in known:
+            problems.append(Problem(option, "{} needs --size gpu, because the task of a CPU has no critic", word))
+        elif word not in known:
             hint = did_you_mean(word, known, f"; there are {', '.join(known)}")
             problems.append(Problem(option, "there is no {!r}{}", word, hint))
     return words

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.name == LEAGUE:
         problems: list[Problem] = []
-        if (arguments.algo, arguments.seed) != (ALGORITHMS[0], 1):
-            problems.append(Problem("--algo, --seed", "are not for the league; use --only and --seeds"))
+        for option, is_given, instead in (
+            ("--algo", arguments.algo != ALGORITHMS[0], "--only"),
+            ("--seed", arguments.seed != 1, "--seeds"),
+        ):
+            if is_given:
+                problems.append(Problem(option, "is not for the league; use {}", instead))
         size, output = _size_and_output(arguments, "league-{}", problems)
         return league.run(arguments, size, output, problems)
     name, size, output = _check_arguments(arguments)
@@ -147,12 +151,15 @@ def _size_and_output(arguments: argparse.Namespace, name: str, problems: list[Pr
     if size not in SIZES:
         size = "gpu" if torch.cuda.is_available() else "cpu"
     output = Path(arguments.output or f"outputs/reproduce/{name.format(size)}").expanduser().absolute()
-    if output.exists() and not (arguments.resume or arguments.tables):
+    is_known = bool(arguments.output) or arguments.size in ("auto", *SIZES)  # the default has the size in its name
+    if is_known and output.exists() and not (arguments.resume or arguments.tables):
         text = "{} exists; name another folder, or continue its runs with --resume"
         problems.append(Problem("--output", text, output))
-    elif arguments.resume and not output.is_dir():
+    elif is_known and arguments.resume and not output.is_dir():
         problems.append(Problem("--resume", "there is no folder {}; start without --resume", output))
-    problems += _setting_problems([*arguments.base, *arguments.settings])
+    is_league = arguments.name == LEAGUE
+    problems += _setting_problems(arguments.base, _FIXED | ({"seed": ""} if is_league else {}))
+    problems += _setting_problems(arguments.settings, _FIXED | (league.FIXED if is_league else {}))
     return size, output
 
 
@@ -167,14 +174,14 @@ _FIXED = {
 """Settings that the user cannot set -> what to do instead."""
 
 
-def _setting_problems(settings: Sequence[str]) -> Iterator[Problem]:
+def _setting_problems(settings: Sequence[str], fixed: Mapping[str, str]) -> Iterator[Problem]:
     """Yield a problem for each setting that is no key=value, or is set by the command."""
     for setting in settings:
         key, equals, _ = setting.lstrip("+").partition("=")
         if not equals:
             yield Problem("", "{!r} is not a setting; expected key=value", setting)
-        elif key in _FIXED:
-            yield Problem(key, "is set by areno reproduce{}", _FIXED[key])
+        elif key in fixed:
+            yield Problem(key, "is set by areno reproduce{}", fixed[key])
 
 
 def _run_recipe(recipe: str, config_name: str, settings: Sequence[str]) -> None:

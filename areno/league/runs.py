@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areno.league.results import LeagueRun
+from areno.league.results import LeagueRun, Result
 
 STAGES = ("rates", "countdown", "arithmetic", "staleness")
 UPDATES = 4  # of each batch: with one, ratios are 1, and many of the algorithms are the same
@@ -161,6 +161,32 @@ class LeagueRuns:
             *_stale_settings(run.age, prompts, n_samples),
         ]
 
+    def given_settings(self, results: Iterable[Result]) -> list[str]:
+        """Return the settings that a league was given besides its own, by its results."""
+        found: dict[str, str] = {}
+        for one in results:
+            own = as_values(self._known_settings(one))
+            for key, value in as_values(one.settings).items():
+                if own.get(key) != value:
+                    found.setdefault(key, value)
+        return [f"{key}={value}" for key, value in found.items()]
+
+    def other_setting(self, results: Iterable[Result], given: Sequence[str]) -> tuple[str, str, str] | None:
+        """Return (file, its setting, the same setting here) of the first result that has not the settings `given`."""
+        for one in results:
+            there = as_values(one.settings)
+            here = as_values([*self._known_settings(one), *given])
+            for key in sorted({*there, *here}):
+                if there.get(key) != here.get(key):
+                    texts = [f"{key}={of[key]}" if key in of else f"{key} as in the task" for of in (there, here)]
+                    return one.run.file, texts[0], texts[1]
+        return None
+
+    def _known_settings(self, result: Result) -> list[str]:
+        """Return the league's own settings of a run. Those of a removed variant are what its result says."""
+        is_known = result.run.name in self.contenders and result.run.stage in STAGES
+        return self.own_settings(result.run) if is_known else result.settings
+
     def _valid_settings(self, stage: str) -> list[str]:
         n = self.bed.problems
         if stage == "arithmetic":
@@ -170,6 +196,11 @@ class LeagueRuns:
             loader = "examples/countdown/dataset_loader.py:validation"
             found += [f"valid_dataset.loader={loader}", "eval_gconfig.n_samples=4"]
         return found
+
+
+def as_values(settings: Iterable[str]) -> dict[str, str]:
+    """Return key -> value of settings. The last one of a key holds."""
+    return {key.lstrip("+"): value for key, _, value in (setting.partition("=") for setting in settings)}
 
 
 def _stale_settings(age: int, prompts: int, n_samples: int) -> list[str]:

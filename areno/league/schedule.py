@@ -45,6 +45,9 @@ class League:
         if others := {one.size for one in self.results.values()} - {self.size}:
             text = "{} holds results of the size {}; use another folder, or --size {}"
             raise ConfigError(Problem("--rows", text, self.rows, *(2 * [others.pop()])))
+        if other := self.runs.other_setting(self.results.values(), self.settings):
+            text = "{} holds results with other settings: {} has {}, and not {}; use another folder, or equal settings"
+            raise ConfigError(Problem("--rows", text, self.rows, *other))
         self.begun, self.failed = set[str](), set[str]()
         self._n_begun, self._digests = 0, dict[str, str]()
         self._device = _device_name(self.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import statistics
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from areno.api import get_algorithm
 from areno.cli.__main__ import main
@@ -16,7 +18,7 @@ from areno.launch.compose import load
 from areno.launch.yaml_files import variant_files
 from areno.league import results
 from areno.league.results import LeagueRun, Result, places, read_results, resolution, t_975
-from areno.league.runs import BEDS, NOT_IN_IT, STAGES, contenders
+from areno.league.runs import BEDS, NOT_IN_IT, STAGES, LeagueRuns, contenders
 from areno.league.schedule import AGES, CHOOSING_SEED, League
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +37,9 @@ TINY = [
 
 
 def result(stage: str, name: str, seed: int, rate: float, lr: str = "5e-4", age: int = 0, **more: object) -> Result:
+    run = LeagueRun(stage, name, seed, lr, age)
     made = {
-        "run": LeagueRun(stage, name, seed, lr, age),
+        "run": run,
         "size": "cpu",
         "evaluation": {"accuracy": rate, "pass@1": rate, "pass@4": 2 * rate},
         "before": {},
@@ -49,7 +52,7 @@ def result(stage: str, name: str, seed: int, rate: float, lr: str = "5e-4", age:
         "device": "CPU",
         "at_once": 2,
         "wall_seconds": 5.0,
-        "settings": [],
+        "settings": LeagueRuns("cpu", Path()).own_settings(run) if name in contenders("cpu") else [],
     }
     return Result(**{**made, **more})  # type: ignore[arg-type]
 
@@ -153,6 +156,31 @@ def test_results_of_another_size_or_base_model(tmp_path: Path, capsys: pytest.Ca
         made.play(None)
 
 
+def test_results_with_other_settings_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings that the league makes for a run, such as its seed, differ anyway. Tables need no settings."""
+    rows, more = tmp_path / "results", ["total_train_n_tokens=100", "total_train_n_tokens=500"]
+    for run in (LeagueRun("rates", "grpo", 100, "1e-4"), LeagueRun("countdown", "cispo", 1, "5e-4")):
+        made = result(run.stage, run.name, run.seed, 0.1, run.rate)
+        dataclasses.replace(made, settings=[*made.settings, *more]).write(rows)
+    tables, words = ["reproduce", "league", f"--rows={rows}", "--tables"], ["reproduce", "league", "--size=cpu"]
+    words += [f"--rows={rows}", "-o", str(tmp_path / "out")]
+    assert main(tables) == 0
+    League("cpu", tmp_path, rows, STAGES, ["grpo"], [1], 2, [], more)
+    capsys.readouterr()
+    for given, text in (
+        (["total_train_n_tokens=200"], "total_train_n_tokens=500, and not total_train_n_tokens=200"),
+        ([*more, "gconfig.top_p=0.9"], "gconfig.top_p as in the task, and not gconfig.top_p=0.9"),
+        ([], "total_train_n_tokens=500, and not total_train_n_tokens=200000"),
+    ):
+        assert main([*words, *given]) == 2
+        told = capsys.readouterr().err
+        assert f"--rows: {rows} holds results with other settings: countdown/cispo-s1.json has {text}; use" in told
+    result("countdown", "grpo", 2, 0.2).write(rows)
+    assert main(tables) == 2
+    assert "countdown/grpo-s2.json has total_train_n_tokens=200000, and not total_train" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     made = result("staleness", "cispo", 2, 0.25, age=8)
     made.write(tmp_path)
@@ -214,8 +242,18 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["league", "--seeds=1,x"], "--seeds: is '1,x'; numbers from 1 with commas are expected"),
         (["league", "--parallel=0"], "--parallel: is 0; a number above 0 is expected"),
         (["league", "--tables", "--rows=none"], "--tables: there is no folder .*/none; name it with --rows"),
-        (["league", "--algo=gspo"], "--algo, --seed: are not for the league; use --only and --seeds"),
-        (["league", "seed=3"], "seed: is set by areno reproduce"),
+        (["league", "--seeds=,"], "--seeds: is ','; numbers from 1 with commas are expected"),
+        (["league", "--seeds=1,2,1"], "--seeds: names 1 more than once"),
+        (["league", "--stage=,"], "--stage: is ','; names with commas are expected, such as rates"),
+        (["league", "--only=,"], "--only: is ','; names with commas are expected, such as grpo"),
+        (["league", "--only=grpo,grpo"], "--only: names grpo more than once"),
+        (["league", "--only=ppo"], "--only: ppo needs --size gpu, because the task of a CPU has no critic"),
+        (["league", "--algo=gspo"], "--algo: is not for the league; use --only"),
+        (["league", "--seed=3"], "--seed: is not for the league; use --seeds"),
+        (["league", "seed=3"], "seed: is set by areno reproduce; use --seeds"),
+        (["league", "actor.optimizer.lr=1"], "actor.optimizer.lr: is set by .*: the stage rates chooses it for each"),
+        (["league", "variant=cispo"], "variant: is set by areno reproduce: each run has its own; use --only"),
+        (["league", "actor.ppo_n_minibatches=1"], "actor.ppo_n_minibatches: is set by .*: each batch has 4 updates"),
         (["countdown", "--seeds=1"], "--seeds: is an option of areno reproduce league alone"),
     ],
 )
@@ -224,8 +262,23 @@ def test_mistakes_are_found_at_the_door(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", *words, "--size=cpu"]) == 2
-    assert re.search(message, capsys.readouterr().err)
+    told = capsys.readouterr().err
+    assert re.search(f"^error: {message}", told)
+    assert len(told.splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("words", [["--size=gpu"], ["--size=tpu"], ["--size=tpu", "--resume"]])
+def test_a_size_that_cannot_be_is_told_alone(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "outputs/reproduce/league-cpu").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "league", *words]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: --size: ")
+    assert len(told.splitlines()) == 1
 
 
 @pytest.mark.slow
