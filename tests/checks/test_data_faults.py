@@ -97,8 +97,9 @@ def test_a_wrong_mask_is_found(
 
 def test_turns_of_weight_0_that_are_trained_are_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = json.loads(json.dumps(REASONED))
-    for row in rows:
+    for number, row in enumerate(rows):
         row["messages"][1] |= {"content": "I cannot help with that.", "weight": 0}
+        row["messages"][3]["content"] = f"You are welcome, number {number}."
     assert not red(sft(tmp_path / "twin", rows=rows))
     monkeypatch.setattr(trained_turns, "is_trained", lambda message: message["role"] == "assistant")
     assert red(sft(tmp_path / "faulty", rows=rows)) == {"only-answers"}

@@ -24,7 +24,6 @@ from areno.plan.plan import plan_of_experiment
 from areno.plan.roles import experiment_roles, script_roles
 from areno.tracking.reader import RunReader
 from tests import kill_runs
-from tests.helpers import tiny_shape
 from tests.helpers.resumed import folder_of, go, killed_after, whole
 from tests.helpers.served import Served
 
@@ -195,14 +194,6 @@ def test_modules_that_the_model_has_not() -> None:
     [found] = map(str, caught.value.problems)
     assert "has k_proj, which is a part of qkv_proj in the model's files, and that has one adapter" in found
     assert "there are qkv_proj, o_proj, gate_up_proj, down_proj, or all-linear" in found
-
-
-def test_the_text_of_a_model_with_images_that_peft_has_by_other_names(tmp_path: Path) -> None:
-    text = {**tiny_shape.SHAPE, "model_type": "gemma3_text", "sliding_window": 8}
-    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="use_lora: is true, but the folder is of Gemma3ForConditionalGeneration"):
-        lora_spec(ModelConfig(path=str(tmp_path), use_lora=True), load_config(tmp_path))
 
 
 def test_adapters_in_the_place_of_a_model(of_gspo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

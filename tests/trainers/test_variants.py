@@ -333,6 +333,7 @@ def test_commands_of_the_page_run(section: str, command: str, tmp_path: Path) ->
         (tmp_path / "parts.py").write_text(parts)
         settings.append(f"reward.fn={tmp_path / 'parts.py'}")
     warmup = ["critic.warmup_steps=0"] if recipe == "ppo" else []
+    warmup += ["critic.ppo_n_minibatches=1"] if "gconfig.n_samples=1" in words and recipe == "ppo" else []
     if recipe == "distill":
         settings.append(f"teacher.path={shutil.copytree(MODEL, tmp_path / 'teacher')}")
     run = play(recipe, tmp_path / "run", "reward.workers=1", *settings, *n_tokens, *warmup, task=task)
