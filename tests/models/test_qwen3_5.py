@@ -33,6 +33,7 @@ from tests.helpers.family_engines import step
 from tests.helpers.family_rollouts import decode, trained_logprobs
 from tests.helpers.interpreted import run_interpreted
 from tests.helpers.lora_models import apart
+from tests.helpers.published import VISION
 from tests.helpers.tiny_engine import request, rollout, scored, spec
 from tests.helpers.two_ranks import load, random_rows
 
@@ -94,17 +95,8 @@ def test_a_later_turn_is_computed_from_its_first_token(folder: Path) -> None:
 def test_the_text_of_a_model_with_images(tied: bool, tmp_path: Path) -> None:
     """It is read, and saved as a text model. Layers that predict more tokens at once are left alone."""
     torch.manual_seed(0)
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": 32,
-        "patch_size": 4,
-        "num_position_embeddings": 16,
-    }
     text = {**SHAPE, **TEXT, "tie_word_embeddings": tied}
-    whole = transformers.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    whole = transformers.Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=tied)
     reference = transformers.Qwen3_5ForConditionalGeneration(whole).eval()
     reference.save_pretrained(tmp_path / "in")
     file = tmp_path / "in" / "config.json"
