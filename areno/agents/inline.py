@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -32,6 +33,7 @@ class InlineAgents(RunnerWithThreads):
         self._loop = asyncio.new_event_loop()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="agent")
         self._running: set[Future[Any]] = set()
+        self._cancelled: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
 
     def __enter__(self) -> InlineAgents:
         self._agents = {source: load_agent(*each) for source, each in loadable_agents(self._given).items()}
@@ -59,9 +61,14 @@ class InlineAgents(RunnerWithThreads):
         """Cancel what runs, and wait until it has cleaned up."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
-            task.cancel()
+            self._cancel(task)
         if tasks:
             await asyncio.wait(tasks, timeout=_END_S)
+
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        if task not in self._cancelled:  # a second time would interrupt its cleaning up
+            self._cancelled.add(task)
+            task.cancel()
 
     def look_at_limits(self) -> None:
         if not self._thread.is_alive():
@@ -98,7 +105,7 @@ class InlineAgents(RunnerWithThreads):
                 raise
             answers = answer_of_exception(error, agent.path)
         finally:
-            task.cancel()
+            self._cancel(task)
         span = begun_at, trace.now()
         for index in range(len(items)):
             done(first + index, AgentOutcome(*(answers[index] if isinstance(answers, list) else answers), span=span))

@@ -84,14 +84,21 @@ def test_an_agent_that_is_cancelled_fails_alone(tmp_path: Path) -> None:
     assert (found.status, found.message.startswith("CancelledError")) == ("error", True)
 
 
-def test_the_end_of_a_run_waits_for_agents_to_clean_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped_before", [False, True])
+def test_the_end_of_a_run_waits_for_agents_to_clean_up(tmp_path: Path, stopped_before: bool) -> None:
     file = tmp_path / "agent.py"
-    text = "import asyncio\nfrom pathlib import Path\n\n\nasync def run_agent(ctx, batch):\n    Path({0!r}).touch()\n"
-    text += "    try:\n        await asyncio.sleep(60)\n    finally:\n        await asyncio.sleep(0.1)\n"
-    file.write_text((text + "        Path({1!r}).touch()\n").format(f"{tmp_path}/begun", f"{tmp_path}/ended"))
+    file.write_text(
+        f"import asyncio\nfrom pathlib import Path\n\nFOLDER = Path({str(tmp_path)!r})\n\n\n"
+        "async def run_agent(ctx, batch):\n    (FOLDER / 'begun').touch()\n    try:\n        await asyncio.sleep(60)\n"
+        "    finally:\n        (FOLDER / 'cleaning').touch()\n        await asyncio.sleep(0.1)\n"
+        "        (FOLDER / 'ended').touch()\n"
+    )
     with InlineAgents({"": AgentConfig(fn=str(file), mode="inline")}) as agents:
         agents.submit(items_of("a"), context, lambda index, outcome: None)
         until((tmp_path / "begun").exists)
+        if stopped_before:  # what cleans up already is not cancelled once more
+            agents.restart_busy_workers()
+            until((tmp_path / "cleaning").exists)
     assert (tmp_path / "ended").exists()
 
 
