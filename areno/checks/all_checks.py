@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from areno.checks import algorithm, answers, gradient, model_numbers, plans, prompts, rewards, rows, short_runs
+from areno.checks import algorithm, gradient, model_numbers, plans, rewards, short_runs
+from areno.checks.data import answers, prompts, rows
 from areno.checks.findings import Check
 
 CHECKS: Mapping[str, Sequence[Check]] = {

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areno.checks.prompts import other_prompt
+from areno.checks.data.prompts import other_prompt
 from areno.data import loader, row_rendering, trained_turns
 from areno.run import open_rows
 from tests.helpers.checked import data_file, failed, findings, red
