@@ -9,9 +9,9 @@ from typing import Any
 
 from areno.agents.trajectories import AgentItem
 from areno.agents.turns_to_rows import reward_record
-from areno.checks.findings import Finding, NotChecked, green, not_checked, red
-from areno.checks.subject import Subject
-from areno.checks.two_steps import two_steps
+from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.subject import Subject
+from areno.checks.steps.two_steps import two_steps
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.scoring.pool import RewardPool
 from areno.types import RewardOutcome, RewardRecord, ScoredSample

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from areno.checks import algorithm, gradient, model_numbers, plans, rewards, short_runs
+from areno.checks import plans, rewards, short_runs
 from areno.checks.data import answers, prompts, rows
-from areno.checks.findings import Check
+from areno.checks.inputs.findings import Check
+from areno.checks.steps import algorithm, gradient, model_numbers
 
 CHECKS: Mapping[str, Sequence[Check]] = {
     "data": (

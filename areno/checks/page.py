@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Iterator, Sequence
 
-from areno.checks.findings import Detail, Finding, MarkedText
+from areno.checks.inputs.findings import Detail, Finding, MarkedText
 
 _COLORS = {"green": "32", "red": "31", "not checked": "33"}
 _TRAINED = "\x1b[30;42m"

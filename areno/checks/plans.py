@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areno.checks.findings import Finding, green, red
-from areno.checks.subject import Subject
+from areno.checks.inputs.findings import Finding, green, red
+from areno.checks.inputs.subject import Subject
 from areno.errors import ArenoError
 from areno.plan import hardware
 from areno.plan.forecast import Forecast, forecast

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areno.checks.findings import Finding, green, not_checked, red
 from areno.checks.inputs.answer_forms import shown_form
+from areno.checks.inputs.findings import Finding, green, not_checked, red
 from areno.config.rollout import GenerationConfig
 from areno.types import PromptItem, RewardOutcome
 

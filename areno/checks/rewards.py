@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from areno.checks.agent_rewards import rewards_of_episodes
-from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs.answer_forms import reference_forms, reference_text, reopened_forms, shown_form, templates_of
+from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.subject import Subject
 from areno.checks.inputs.talks import without_think_tags
 from areno.checks.plans import rollout_seconds
 from areno.checks.reward_trials import NOISE, Asked, KnownAnswers, each_row, has_trait, try_answers
-from areno.checks.subject import Subject
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.scoring.judge import JudgeTask, Judging
 from areno.scoring.judge_readers import EndpointJudge

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from areno.api.trainer import Trainer
-from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs import varied_reward
-from areno.checks.subject import Subject
-from areno.checks.two_steps import given_rows, short_rows
+from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.subject import Subject
+from areno.checks.steps.two_steps import given_rows, short_rows
 from areno.config.policy_experiments import (
     CriticExperimentConfig,
     PairedPolicyExperimentConfig,

@@ -36,9 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it at its first allocation
 
     from areno.checks.all_checks import CHECKS
-    from areno.checks.findings import run_checks
+    from areno.checks.inputs.findings import run_checks
+    from areno.checks.inputs.subject import Options, Subject
     from areno.checks.page import html_page, red_lines, summary_line, text_lines
-    from areno.checks.subject import Options, Subject
     from areno.tracking.check_result import key_of, write_result
     from areno.tracking.run_log import RunLog
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areno.checks import all_checks
-from areno.checks.findings import Finding, NotChecked, green, red, run_checks
+from areno.checks.inputs.findings import Finding, NotChecked, green, red, run_checks
 from areno.cli.__main__ import main
 
 QUICKSTART = ["check", "--only", "data", "--", "python", "-m", "areno.recipes.gspo", "--config-name=quickstart"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areno.checks.findings import Finding
+from areno.checks.inputs.findings import Finding
 from tests.helpers.checked import failed, findings, red
 from tests.helpers.checked_rows import chat_model
 from tests.helpers.endpoints import endpoint

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from areno.checks.findings import Finding
+from areno.checks.inputs.findings import Finding
 from areno.kernels.sampling import reference
 from tests.helpers.checked import failed, findings, red
 

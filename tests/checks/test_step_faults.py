@@ -15,8 +15,8 @@ import torch
 
 from areno.api.trainer import Trainer
 from areno.checks.all_checks import CHECKS
-from areno.checks.findings import Finding, run_checks
-from areno.checks.subject import Options, Subject
+from areno.checks.inputs.findings import Finding, run_checks
+from areno.checks.inputs.subject import Options, Subject
 from areno.cli.given_command import split_command
 from areno.engine.train import backend, optimizer, optimizer_updates
 from areno.engine.worker import Worker
@@ -348,7 +348,7 @@ def steps_swapped(patch: pytest.MonkeyPatch) -> None:
 
 
 def ranks_divide_by_their_own_rows(patch: pytest.MonkeyPatch) -> None:
-    from areno.checks import watched_run
+    from areno.checks.steps import watched_run
 
     right = watched_run.divide_steps
 

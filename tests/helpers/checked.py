@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from areno.checks.all_checks import CHECKS
-from areno.checks.findings import Finding, run_checks
-from areno.checks.subject import Options, Subject
+from areno.checks.inputs.findings import Finding, run_checks
+from areno.checks.inputs.subject import Options, Subject
 from areno.cli.given_command import split_command
 
 

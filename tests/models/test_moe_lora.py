@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areno.checks.transformers_model import TransformersModel
+from areno.checks.steps.transformers_model import TransformersModel
 from areno.config.layout import Layout
 from areno.config.models import ModelConfig
 from areno.cost.flops import TokenCost

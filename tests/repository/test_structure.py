@@ -47,7 +47,6 @@ SMALL_FOLDERS: dict[str, str] = {}
 MUTUAL_FOLDERS = {
     ("areno", "areno.config"): "errors.py is below the configuration, and types.py above it",
     ("areno", "areno.schema"): "errors.py is below the schema, and types.py above it",
-    ("areno.checks", "areno.checks.data"): "all_checks.py lists the checks of data, which read the run of subject.py",
     ("areno.engine", "areno.engine.decoder"): "worker.py runs the decoder, which reads the records of reports.py",
     ("areno.engine", "areno.engine.processes"): "engine.py starts processes, and these run worker.py",
     ("areno.engine", "areno.engine.state"): "worker.py saves states, which hold the models of roles.py",

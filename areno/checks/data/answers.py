@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from areno.checks.findings import Finding, MarkedText, NotChecked, green, not_checked, red
 from areno.checks.inputs.encoded_rows import EncodedRow
+from areno.checks.inputs.findings import Finding, MarkedText, NotChecked, green, not_checked, red
+from areno.checks.inputs.subject import Dataset, Subject
 from areno.checks.inputs.talks import (
     Answer,
     answers_of,
@@ -20,7 +21,6 @@ from areno.checks.inputs.talks import (
     without_think_tags,
     words_of,
 )
-from areno.checks.subject import Dataset, Subject
 from areno.data.row_schema import template_variables
 from areno.types import TrainSequence
 

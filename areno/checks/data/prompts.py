@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from areno.checks.findings import Finding, NotChecked, green, red
 from areno.checks.inputs.encoded_rows import EncodedRow
+from areno.checks.inputs.findings import Finding, NotChecked, green, red
+from areno.checks.inputs.subject import Dataset, Subject
 from areno.checks.inputs.talks import answers_of, markers_of, rendered, squeezed, without_think_tags
-from areno.checks.subject import Dataset, Subject
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.data.messages import with_template_variables
 from areno.data.row_schema import template_variables

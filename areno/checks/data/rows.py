@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs.encoded_rows import EncodedRow, form_of
+from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.subject import Subject
 from areno.checks.inputs.talks import answers_of, markers_of, text_of, words_of
-from areno.checks.subject import Subject
 
 _LEAST_DIFFERENT = 0.5  # of the training rows; with less, a task has few rows in all
 _MOST_DROPPED = 0.5  # of the rows: more than that are hardly meant

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
-from areno.checks.findings import Finding, NotChecked
-from areno.checks.probes import Probes, make_probes
-from areno.checks.watched_run import WatchedRun, reward_parts, stand_in_reward, watched_run
+from areno.checks.inputs.findings import Finding, NotChecked
+from areno.checks.steps.probes import Probes, make_probes
+from areno.checks.steps.watched_run import WatchedRun, reward_parts, stand_in_reward, watched_run
 from areno.config.agent import ONLINE
 from areno.config.policy_experiments import (
     CriticExperimentConfig,
@@ -21,7 +21,7 @@ from areno.errors import ConfigError
 from areno.types import SamplingParams
 
 if TYPE_CHECKING:
-    from areno.checks.subject import Subject
+    from areno.checks.inputs.subject import Subject
 
 _LR = 3e-3  # so that an update moves the log-probabilities by more than rounding does
 _N_PROMPTS, _N_PAIRS = 2, 4

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from areno.checks.findings import NotChecked
-from areno.checks.step_formula import PolicyFormula, formula_of, mask_of
-from areno.checks.watched_run import LossRow, Probe, Tensors, Update, WatchedRun
+from areno.checks.inputs.findings import NotChecked
+from areno.checks.steps.step_formula import PolicyFormula, formula_of, mask_of
+from areno.checks.steps.watched_run import LossRow, Probe, Tensors, Update, WatchedRun
 from areno.config.policy_experiments import CriticExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.trainers.rows import set_trained

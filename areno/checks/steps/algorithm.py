@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.formulas.advantage_formulas import Norm
-from areno.checks.model_numbers import LOGPROB_ERROR, largest_distance, sampling_temperature, shifted_rows
-from areno.checks.policy_rows import StepRows, sampled_steps
-from areno.checks.probes import match_rows, seen_rows
-from areno.checks.step_formula import (
+from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.steps.model_numbers import LOGPROB_ERROR, largest_distance, sampling_temperature, shifted_rows
+from areno.checks.steps.policy_rows import StepRows, sampled_steps
+from areno.checks.steps.probes import match_rows, seen_rows
+from areno.checks.steps.step_formula import (
     DistillFormula,
     KTOFormula,
     LikelihoodFormula,
@@ -26,14 +26,14 @@ from areno.checks.step_formula import (
     formula_of,
     mask_of,
 )
-from areno.checks.two_steps import TwoSteps, of_two_steps
-from areno.checks.watched_run import Update
+from areno.checks.steps.two_steps import TwoSteps, of_two_steps
+from areno.checks.steps.watched_run import Update
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.recipes import ppo
 from areno.types import TrainSequence
 
 if TYPE_CHECKING:
-    from areno.checks.subject import Subject
+    from areno.checks.inputs.subject import Subject
 
 _REWARD_ERROR = 1e-5
 _LEAST_SEEN = 0.01  # of the reward, by the first tokens of an answer

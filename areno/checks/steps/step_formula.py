@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.checks.findings import NotChecked
 from areno.checks.formulas import loss_formulas as formulas
 from areno.checks.formulas.loss_formulas import PairObjective, PolicyObjective
-from areno.checks.transformers_model import TransformersModel, Weights
-from areno.checks.watched_run import Update, WatchedRun
+from areno.checks.inputs.findings import NotChecked
+from areno.checks.steps.transformers_model import TransformersModel, Weights
+from areno.checks.steps.watched_run import Update, WatchedRun
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.recipes import distill, dpo, grpo, gspo, kto, online_dpo, ppo, prm, rw, sft
 from areno.types import TrainSequence

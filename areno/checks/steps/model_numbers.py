@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.checks.findings import Finding, green, not_checked, red
+from areno.checks.inputs.findings import Finding, green, not_checked, red
 from areno.checks.inputs.small_model import have_same_weights
-from areno.checks.policy_rows import sampled_steps
-from areno.checks.probes import seen_rows
-from areno.checks.step_formula import PairFormula, field_of, formula_of, mask_of
-from areno.checks.two_steps import TwoSteps, of_two_steps
-from areno.checks.watched_run import Tensors, Update, WatchedRun
+from areno.checks.steps.policy_rows import sampled_steps
+from areno.checks.steps.probes import seen_rows
+from areno.checks.steps.step_formula import PairFormula, field_of, formula_of, mask_of
+from areno.checks.steps.two_steps import TwoSteps, of_two_steps
+from areno.checks.steps.watched_run import Tensors, Update, WatchedRun
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.files.paths import existing_path
 from areno.recipes import distill
 
 if TYPE_CHECKING:
-    from areno.checks.subject import Subject
+    from areno.checks.inputs.subject import Subject
 
 _MOST_DEVIATIONS = 6.0
 LOGPROB_ERROR = 1e-4  # of log-probabilities and values in fp32, which are right to 1e-5

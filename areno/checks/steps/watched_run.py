@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areno.checks.agent_episodes import Episodes, recorded_episodes
-from areno.checks.transformers_model import TransformersModel
+from areno.checks.steps.agent_episodes import Episodes, recorded_episodes
+from areno.checks.steps.transformers_model import TransformersModel
 from areno.config.models import MicroBatchSpec
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.engine.train.checked_rows import read_training_rows

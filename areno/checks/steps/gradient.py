@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areno.checks.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.formulas.optimizer_formulas import Moments, learning_rate, optimizer_step
-from areno.checks.probes import match_rows
-from areno.checks.step_formula import (
+from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.steps.probes import match_rows
+from areno.checks.steps.step_formula import (
     DistillFormula,
     PolicyFormula,
     StepFormula,
@@ -23,12 +23,12 @@ from areno.checks.step_formula import (
     loss_and_gradient,
     relative_difference,
 )
-from areno.checks.two_steps import TwoSteps, of_two_steps
-from areno.checks.watched_run import Probe, Tensors, Update
+from areno.checks.steps.two_steps import TwoSteps, of_two_steps
+from areno.checks.steps.watched_run import Probe, Tensors, Update
 from areno.models.registry import load_config
 
 if TYPE_CHECKING:
-    from areno.checks.subject import Subject
+    from areno.checks.inputs.subject import Subject
 
 CLOSE = 1e-4  # relative difference of a gradient in fp32 and in float64
 SAME = 1e-5  # relative difference of gradients in fp32 whose sums are in another order

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from areno.errors import ArenoError, Problem
 
 if TYPE_CHECKING:
-    from areno.checks.subject import Subject
+    from areno.checks.inputs.subject import Subject
 
 Verdict = Literal["green", "red", "not checked"]
 

@@ -1,0 +1,1 @@
+"""Two watched steps of the run that is checked, and the checks that compare them with formulas."""
