@@ -29,7 +29,7 @@ SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 FP8_CAPABILITY = 89
 SIZES = "--prompts 2 --samples 4 --prompt-len 200 --new-tokens 6 --repeats 1"
 COMMANDS = [
-    f"step --shape tiny --dtype bfloat16 {SIZES}",
+    f"step --shape tiny --dtype bfloat16 {SIZES} --record",
     f"step --shape tiny --dtype bfloat16 {SIZES} --lora-rank 8",
     f"rollout --shape tiny --dtype bfloat16 {SIZES} --exact",
     f"train --shape tiny --dtype bfloat16 {SIZES} --exact",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,11 +36,12 @@ class StepRecording:
         self._step += 1
 
     def end_step(self, rows: Sequence[TrainSequence], stats: Mapping[str, float]) -> None:
-        samples = [_sample_of(row) for row in rows]
-        self._recorder.keep_rollout(KeptRollout(samples, np.ones(len(rows), bool), 0, 0, {}))
+        rollout = KeptRollout([], np.ones(len(rows), bool), 0, 0, {})
+        self._recorder.keep_rollout(rollout)
         self._recorder.keep_update("actor", rows)
         self._recorder.keep_metrics(stats)
-        self._due = self._recorder.finished_step(self._step, {}, lambda: self._engine)
+        write = self._recorder.finished_step(self._step, {}, lambda: self._engine)
+        self._due = partial(_write_record, rollout, rows, write)
 
     def _start_writing(self) -> None:
         if self._due is not None:
@@ -61,6 +62,12 @@ class StepRecording:
         self._start_writing()
         self._writer.close()
         self._recorder.close()
+
+
+def _write_record(rollout: KeptRollout, rows: Sequence[TrainSequence], write: Callable[[], None]) -> None:
+    """Write a record. The samples are made here, in the writer's thread, because a run has them already."""
+    rollout.samples.extend(map(_sample_of, rows))
+    write()
 
 
 def _sample_of(row: TrainSequence) -> ScoredSample:

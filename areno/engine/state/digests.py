@@ -1,8 +1,4 @@
-"""Digests of weights and optimizer moments: equal bits give equal digests, and other bits almost surely other ones.
-
-A buffer is cut into parts of PART words of 64 bits, as few as can be, since additions take as long as reading. The
-words of a part are a matrix, whose row and column sums are mixed with their place. So two changes cannot cancel out.
-"""
+"""Digests of weights and optimizer moments, by which a replay proves that they have the recorded bits."""
 
 from __future__ import annotations
 
@@ -11,13 +7,11 @@ from torch import Tensor
 
 from areno.engine.roles import Role
 from areno.engine.state.tensor_shards import buffers_of, flat_and_optimizer
+from areno.kernels.digests import matrix_digests
 
-PART = 2**19
+PART = 2**19  # words of 64 bits that have a digest of their own
 _WORD = torch.int64
 _COLUMNS = 1024
-# The constants of splitmix64, as signed numbers.
-_ODD = 0x9E3779B97F4A7C15 - 2**64
-_ROUNDS = (30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)
 
 
 def digests_of_role(name: str, role: Role) -> dict[str, list[int]]:
@@ -43,22 +37,8 @@ def _digest(buffer: Tensor) -> Tensor:
         data = data.clone()
     n_whole = len(data) // (PART * per_word) * PART * per_word
     whole, rest = data[:n_whole].view(_WORD), data[n_whole:]
-    parts = [_digest_matrices(whole.view(-1, PART // _COLUMNS, _COLUMNS))] if n_whole else []
+    parts = [matrix_digests(whole.view(-1, PART // _COLUMNS, _COLUMNS))] if n_whole else []
     if len(rest):
         padded = torch.nn.functional.pad(rest, (0, -len(rest) % (_COLUMNS * per_word))).view(_WORD)
-        parts.append(_digest_matrices(padded.view(1, -1, _COLUMNS)))
+        parts.append(matrix_digests(padded.view(1, -1, _COLUMNS)))
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
-
-
-def _digest_matrices(words: Tensor) -> Tensor:
-    columns, rows = words.sum(1), words.sum(2)
-    return _mixed(columns, 1) + _mixed(rows, words.shape[2] + 1)
-
-
-def _mixed(sums: Tensor, first: int) -> Tensor:
-    """Spread each bit of each sum over 64 bits, as splitmix64 does, so that sums of changed words do not cancel out."""
-    places = torch.arange(first, first + sums.shape[1], device=sums.device)
-    mixed = sums + places * _ODD
-    for shift, factor in _ROUNDS:
-        mixed = (mixed ^ (mixed >> shift)) * factor
-    return (mixed ^ (mixed >> 31)).sum(1)
