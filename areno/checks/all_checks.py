@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from areno.checks import plans, rewards, short_runs
 from areno.checks.data import answers, prompts, rows
 from areno.checks.inputs.findings import Check
+from areno.checks.settings import run_length, sampling, strengths
 from areno.checks.steps import algorithm, gradient, model_numbers
 
 CHECKS: Mapping[str, Sequence[Check]] = {
@@ -30,6 +31,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         rows.pair_scores,
     ),
     "reward": (rewards.reward_functions, rewards.judge, short_runs.groups_with_signal),
+    "settings": (*run_length.CHECKS, *strengths.CHECKS, *sampling.CHECKS),
     "gradient": gradient.CHECKS,
     "algorithm": (*algorithm.CHECKS, *model_numbers.CHECKS),
     "plan": (plans.fits,),

@@ -139,7 +139,7 @@ def test_nothing_is_red_in_a_task_that_comes_with_areno(task, tmp_path, monkeypa
     found = findings(
         f"{recipe_of(task)} {task}",
         *given,
-        only="data,reward,gradient,algorithm,plan,resume",
+        only="data,reward,settings,gradient,algorithm,plan,resume",
         device="h200",
         most_rows=2000,
     )
