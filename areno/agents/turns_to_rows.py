@@ -32,7 +32,6 @@ from areno.schema.values import format_value
 from areno.server.detokenize import TextStream
 from areno.server.errors import ApiError
 from areno.server.messages import conversation_keys, read_messages
-from areno.server.parsers import ToolCallParser
 from areno.server.prompt_builder import PromptBuilder
 from areno.server.returned_responses import TurnTokens, changed_parts
 from areno.server.token_sources import TokenSource, expand_runs
@@ -196,7 +195,7 @@ class RowBuilder:
         for token in tokens:
             text += stream.feed([token])
             ends.append(len(text))
-        start = first_tool_call_index(self._prompts.parser, text + stream.finish())
+        start = self._prompts.parser.first_call_index(text + stream.finish())
         return next((index for index, end in enumerate(ends) if end > start), len(tokens))
 
 
@@ -321,16 +320,6 @@ def warn_of_temperatures(rows: Iterable[TokenRow], sampling: SamplingConfig, wai
         text = "agents sampled at temperatures %s, and training is at gconfig.temperature=%g: ratios are approximate"
         text += "" if waits else ", and updates since the tokens were sampled do not count in them"
         logger.warning(text, ", ".join("several" if each is None else f"{each:g}" for each in others), own)
-
-
-def first_tool_call_index(parser: ToolCallParser, text: str) -> int:
-    """Return the index of the character at which the first tool call begins, or len(text) if there is none."""
-    for index in range(len(text)):
-        if not text.startswith(parser.tags, index):
-            continue
-        if parser.parse(text[index:]).tool_calls and not parser.parse(text[:index]).tool_calls:
-            return index
-    return 0 if parser.parse(text).tool_calls else len(text)
 
 
 def reward_record(item: AgentItem, trajectory: Trajectory, tokenizer: Any, solutions: Any = None) -> RewardRecord:

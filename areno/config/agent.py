@@ -29,9 +29,14 @@ _TOOL_CALL_PARSERS = {
     "qwen3_xml": "qwen3_coder",
     "llama3": "llama3_json",
     "lfm2": "pythonic",
+    **dict.fromkeys(("openai", "gpt-oss"), "harmony"),
 }
 _REASONING_PARSERS: dict[str, str] = dict.fromkeys(
-    ("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1", "deepseek-v3", "deepseek_v3", "glm45"), "think"
+    (
+        *("qwen3", "qwen3-thinking", "deepseek_r1", "deepseek-r1", "deepseek-v3", "deepseek_v3", "glm45"),
+        *("gpt-oss", "openai_gptoss"),
+    ),
+    "think",
 )
 
 
@@ -177,19 +182,19 @@ class AgentConfig(Section):
     train_tool_results: bool = setting(
         False, help="Also train on the tokens of tool results", only_with=_AGENT, flag="--train-tool-results"
     )
-    tool_call_parser: Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "text"] | None = setting(
+    tool_call_parser: Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "harmony", "text"] | None = setting(
         None,
-        help="Format of tool calls in the answers of the policy. Names of vLLM, SGLang and AReaL for these formats are "
-        "read, too, such as qwen for hermes. text: calls are ordinary text. null: the format that the chat template "
-        "describes",
+        help="Format of tool calls in the answers of the policy. harmony is that of gpt-oss. Names of vLLM, SGLang and "
+        "AReaL for these formats are read, too, such as qwen for hermes. text: calls are ordinary text. null: the "
+        "format that the chat template describes",
         aliases=_TOOL_CALL_PARSERS,
         only_with=_AGENT,
     )
     reasoning_parser: Literal["think", "none"] = setting(
         "think",
-        help="Reasoning in the answers of the policy. think: the text between <think> and </think> at the start is the "
-        "field reasoning_content of a message. Other names of this format are read, too, such as qwen3. none: it is a "
-        "part of the content",
+        help="Reasoning in the answers of the policy. think: the text between <think> and </think> at the start, and "
+        "with harmony the channel analysis, is the field reasoning_content of a message. Other names are read, too, "
+        "such as qwen3 and gpt-oss. none: it is a part of the content",
         aliases=_REASONING_PARSERS,
         only_with=_AGENT,
     )

@@ -51,8 +51,9 @@ def template_messages(tokenizer: Any, messages: Sequence[Any]) -> list[Message]:
 
     A list of text parts becomes one text, joined as the template joins parts. If the template takes no parts, they are
     joined by line breaks. The arguments of tool calls become objects, or JSON text if the template takes no objects.
-    Reasoning gets the key that the template reads. Roles that the template does not render are replaced: developer by
-    system, and function by tool.
+    Reasoning gets the key that the template reads. Content beside tool calls is appended to the reasoning if the
+    template refuses both (gpt-oss). Roles that the template does not render are replaced: developer by system, and
+    function by tool.
     """
     form = template_traits(tokenizer)
     return [_template_message(tokenizer, form, message) for message in messages]
@@ -69,7 +70,33 @@ def _template_message(tokenizer: Any, form: _TemplateTraits, given: Mapping[str,
         message[form.reasoning] = reasoning
     if calls := given.get("tool_calls") or ([given["function_call"]] if given.get("function_call") else []):
         message["tool_calls"] = [_template_call(call, form.calls_are_text) for call in calls]
+        if reasoning and form.takes_one_text_beside_calls and message["content"].strip():
+            message[form.reasoning], message["content"] = f"{reasoning}\n\n{message['content']}", ""
     return message
+
+
+def separate_calls(tokenizer: Any, messages: Sequence[Message]) -> list[Message]:
+    """Divide messages with several tool calls, if the template writes only the first call of a message (gpt-oss).
+
+    Each call becomes a message, followed by its result. The messages must be in the template's form.
+    """
+    rest, found = list(messages), list[Message]()
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2 or not template_traits(tokenizer).drops_later_calls:
+            found.append(message)
+            continue
+        n_results = next((n for n, each in enumerate(rest) if each["role"] != "tool"), len(rest))
+        results, rest = rest[:n_results], rest[n_results:]
+        for number, call in enumerate(calls):
+            texts = {} if number == 0 else {"content": "", **dict.fromkeys(message.keys() & set(REASONING), "")}
+            found.append({**message, **texts, "tool_calls": [call]})
+            is_last = number + 1 == len(calls)
+            own = [each for each in results if is_last or each.get("tool_call_id") == call.get("id")]
+            results = [each for each in results if each not in own]
+            found += own
+    return found
 
 
 def _template_call(given: Any, as_text: bool) -> Any:
@@ -117,6 +144,7 @@ class _TemplateTraits:
         self._roles: dict[str, str] = {}
         self._separators: dict[str, tuple[str, bool]] = {}
         self.reasoning, self.calls_are_text, self.takes_later_system = REASONING[0], False, True
+        self.takes_one_text_beside_calls = self.drops_later_calls = False
         if self.template is not None:
             self._probe(tokenizer)
 
@@ -128,17 +156,37 @@ class _TemplateTraits:
                 self.reasoning = name
                 break
         self.calls_are_text = not self._renders_calls(tokenizer, False) and self._renders_calls(tokenizer, True)
+        both = {"content": "b", self.reasoning: "b"}
+        self.takes_one_text_beside_calls = not self._renders_calls(tokenizer, self.calls_are_text, **both) and (
+            self._renders_calls(tokenizer, self.calls_are_text, **{self.reasoning: "b"})
+        )
+        self.drops_later_calls = self._drops_later_calls(tokenizer)
         later = [question, {"role": "assistant", "content": "b"}, question, {"role": "system", "content": _MARK}]
         self.takes_later_system = _MARK in (rendered_or_none(tokenizer, later) or "")
 
-    def _renders_calls(self, tokenizer: Any, as_text: bool) -> bool:
-        """Return whether the template renders tool calls whose arguments are objects or, if `as_text`, JSON text."""
+    def _renders_calls(self, tokenizer: Any, as_text: bool, **texts: str) -> bool:
+        """Return whether the template renders tool calls whose arguments are objects or, if `as_text`, JSON text.
+
+        `texts` are fields of the message with the calls.
+        """
         arguments: Any = {"c": _MARK}
         function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
         call = {"type": "function", "id": "call00000", "function": function}
-        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+        calls = {"role": "assistant", "content": "", "tool_calls": [call], **texts}
         text = rendered_or_none(tokenizer, [{"role": "user", "content": "a"}, calls]) or ""
         return _MARK in text and f'\\"{_MARK}' not in text  # a text that is encoded once more has its quotes escaped
+
+    def _drops_later_calls(self, tokenizer: Any) -> bool:
+        """Return whether the template writes one of two tool calls of a message, without an error."""
+        names = [f"f{_MARK}{number}" for number in (1, 2)]
+        arguments: Any = json.dumps({"c": 1}) if self.calls_are_text else {"c": 1}
+        calls = [
+            {"type": "function", "id": f"call0000{name[-1]}", "function": {"name": name, "arguments": arguments}}
+            for name in names
+        ]
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        text = rendered_or_none(tokenizer, [{"role": "user", "content": "a"}, answer]) or ""
+        return names[0] in text and names[1] not in text
 
     def rendered_role(self, tokenizer: Any, role: str) -> str:
         """Return `role`, or the role that replaces it if the template does not render it."""

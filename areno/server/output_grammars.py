@@ -66,23 +66,17 @@ class Constraint:
             return None
         has_calls = self.requires_call or (self.tools and self.parser.tags)
         functions = self._functions() if has_calls else {}
-        answers = []
+        content = calls = None
         if document is not None and not self.requires_call:
-            answers.append(JsonRules(lark, document, JsonStyle(is_free=True)).root())
+            content = JsonRules(lark, document, JsonStyle(is_free=True)).root()
         if has_calls:
-            answers.append(self.parser.calls_rule(lark, functions, many=self.parallel_tool_calls))
-        answer = answers[0] if len(answers) == 1 else f"({' | '.join(answers)})"
+            calls = self.parser.calls_rule(lark, functions, many=self.parallel_tool_calls)
         for where, each in (("response_format", document), *functions.items()):
             if each is not None and each.relaxed:
                 _warn_of_relaxed_schema(
                     where, tuple(each.relaxed), json.dumps(each.root[0], sort_keys=True, default=str)
                 )
-        if self.reasoning != "none":
-            thought = f"{lark.until(END_THINK)} /\\n{{0,2}}/"
-            answer = (
-                f"{thought} {answer}" if self.reasoning == "open" else f"({lark.literal(THINK)} {thought})? {answer}"
-            )
-        return answer
+        return self.parser.answer_rule(lark, content, calls, self.reasoning)
 
     def _schema(self) -> SchemaDocument | None:
         if self.response_format is None:

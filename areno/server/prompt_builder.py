@@ -9,7 +9,6 @@ without their reasoning, the whole prompt is encoded from its text.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import threading
 from collections import OrderedDict
@@ -21,14 +20,14 @@ from typing import Any
 
 from areno.data.chat_template import opens_reasoning, render
 from areno.data.control_tokens import BREAK, control_tokens, warn_of_unknown_tokens
-from areno.data.messages import template_messages
+from areno.data.messages import separate_calls, template_messages
 from areno.data.row_schema import json_value_problem
 from areno.data.template_omissions import check_rendered
 from areno.data.turn_ends import turn_ends
 from areno.errors import DataError
 from areno.server.errors import PromptTooLong, check_prompt_length, exceeds_size
 from areno.server.messages import conversation_keys, extended_key, template_inputs_key
-from areno.server.parsers import ParsedMessage, ToolCallParser
+from areno.server.parsers import ToolCallParser
 from areno.server.parsers.message import END_THINK, THINK
 from areno.server.threads import ThreadPool
 from areno.server.token_sources import SOURCE_OF_ROLE, Runs, TokenSource, source_runs, token_digest
@@ -267,7 +266,7 @@ class PromptBuilder:
         if self.tokenizer.chat_template is None:
             raise DataError("the model's tokenizer has no chat template, so messages cannot be rendered")
         thinking, variables = self._variables(template)
-        messages = template_messages(self.tokenizer, messages)
+        messages = separate_calls(self.tokenizer, template_messages(self.tokenizer, messages))
         text = render(self.tokenizer, messages, tools or None, thinking, True, **variables)
         if problem := json_value_problem(text):
             raise DataError(f"the text that the chat template renders {problem}")
@@ -282,7 +281,8 @@ class PromptBuilder:
         self, messages: Sequence[Message], tools: Any, template: Any, inputs_key: str, keys: list[str]
     ) -> _DraftPrompt:
         """Render the messages, and find the cached turn that they continue. Raises PromptTooLong."""
-        control, in_form = control_tokens(self.tokenizer), template_messages(self.tokenizer, messages)
+        control = control_tokens(self.tokenizer)
+        in_form = separate_calls(self.tokenizer, template_messages(self.tokenizer, messages))
         escaped = control.escape_messages(in_form), control.escape(tools), control.escape(template)
         text = self.render_text(*escaped)
         thinking, variables = self._variables(template)
@@ -354,7 +354,9 @@ class PromptBuilder:
         if any((tag in body) != (tag in turn.body) for tag in (THINK, END_THINK)):
             return False  # the template has dropped the reasoning, which may be empty
         opened = turn.prompt.opens_reasoning
-        written, sampled = (_meaning_of_turn(self.parser.parse(one, in_reasoning=opened)) for one in (body, turn.body))
+        written, sampled = (
+            self.parser.meaning(self.parser.parse(one, in_reasoning=opened)) for one in (body, turn.body)
+        )
         return written == sampled
 
     def _encode_new_text(self, draft: _DraftPrompt) -> tuple[list[int], Runs]:
@@ -434,9 +436,3 @@ def _mark_content(content: str, opening: str, closing: str) -> str:
         return content
     before, _, after = content.partition(words)
     return f"{before}{opening}{words}{closing}{after}"
-
-
-def _meaning_of_turn(message: ParsedMessage) -> tuple[Any, ...]:
-    """Return the parts of a message that two renderings of the same turn must have in common."""
-    calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
-    return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls

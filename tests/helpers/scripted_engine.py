@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from areno.agents.proxy import SampleServer
+from areno.data.turn_ends import stop_token_ids
 from areno.engine.requests import RequestLimits
 from areno.server.app import build_server
 from areno.server.sampling import EngineClient, ServerLimits
@@ -23,7 +24,8 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer: Any, say: Say):
         self.tokenizer, self.say = tokenizer, say
-        self.spec = SimpleNamespace(eos_token_ids=[tokenizer.eos_token_id])
+        self._ends = stop_token_ids(tokenizer)
+        self.spec = SimpleNamespace(eos_token_ids=sorted(self._ends))
         self.batcher = SimpleNamespace(expecting=nullcontext, announce=lambda n: None)
         self.prompts: list[str] = []
         self.requests: list[GenerationRequest] = []
@@ -40,9 +42,9 @@ class ScriptedEngine:
             if (wait := self.before_tokens()) is not None:
                 await wait
             for sample in range(request.n_samples):
-                tokens = self._up_to_stop(
-                    [*self.tokenizer.encode(self.say(prompt)), self.tokenizer.eos_token_id], request
-                )
+                said = self.tokenizer.encode(self.say(prompt))
+                ended = said and said[-1] in self._ends
+                tokens = self._up_to_stop(said if ended else [*said, self.tokenizer.eos_token_id], request)
                 most = request.params.max_new_tokens
                 is_cut, tokens = len(tokens) > most, tokens[:most]
                 for start in range(0, len(tokens), 16) if request.stream else ():
@@ -83,14 +85,14 @@ def _output(request: GenerationRequest, sample: int, tokens: list[int], reason: 
 def scripted_server(
     say: Say,
     *,
-    tokenizer: str = "qwen3",
+    tokenizer: Any = "qwen3",  # or a tokenizer
     params: SamplingParams | None = None,
     context: int = 40_960,
     session: str | None = "session",
     **limits: Any,
 ) -> Iterator[tuple[SampleServer, ScriptedEngine]]:
     """Serve a policy that says `say(text of the prompt)`. With `session` None, it is the server of `areno serve`."""
-    loaded = shared_tokenizer(tokenizer)
+    loaded = shared_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     engine: Any = ScriptedEngine(loaded, say)
     bounds = RequestLimits(vocab_size=len(loaded), context_len=context, kv_tokens=context)
     client = EngineClient(engine, bounds, params or SamplingParams(max_new_tokens=4096), ServerLimits(**limits), seed=1)

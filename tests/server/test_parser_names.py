@@ -15,12 +15,14 @@ CALLS = {
     "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=at>\n1\n</parameter>\n</function>\n</tool_call>",
     "llama3_json": '{"name": "look", "parameters": {"at": 1}}',
     "pythonic": "<|tool_call_start|>[look(at=1)]<|tool_call_end|>",
+    "harmony": '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": 1}',
 }
 NAMES = {
     "hermes": ["hermes", "qwen", "qwen25"],
     "qwen3_coder": ["qwen3_coder", "qwen3_xml"],
     "llama3_json": ["llama3_json", "llama3"],
     "pythonic": ["pythonic", "lfm2"],
+    "harmony": ["harmony", "openai", "gpt-oss"],
     "text": ["text"],
 }
 LOOK = {"type": "object", "properties": {"at": {"type": "integer"}}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+from areno.server.parsers.harmony import HarmonyParser
 from areno.server.parsers.hermes import HermesParser, LlamaJsonParser
 from areno.server.parsers.message import (
     MessageDelta,
@@ -30,13 +31,22 @@ __all__ = [
 
 PARSERS = {
     parser.name: parser
-    for parser in (HermesParser(), Qwen3CoderParser(), LlamaJsonParser(), PythonicParser(), ToolCallParser())
+    for parser in (
+        HermesParser(),
+        Qwen3CoderParser(),
+        LlamaJsonParser(),
+        PythonicParser(),
+        HarmonyParser(),
+        ToolCallParser(),
+    )
 }
 
 
 def parser_for_template(chat_template: str | None) -> ToolCallParser:
     """Return the parser for the format that a chat template describes, else "text", which finds no calls."""
     template = chat_template or ""
+    if "<|channel|>" in template and "<|message|>" in template:
+        return PARSERS["harmony"]
     if "<function=" in template and "<parameter=" in template:
         return PARSERS["qwen3_coder"]
     if "<tool_call>" in template and "<arg_key>" not in template:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +76,24 @@ class ToolCallParser:
         self, tools: Sequence[Any] | None = None, *, in_reasoning: bool = False, message_id: str | None = None
     ) -> MessageStream:
         """Return an incremental parser, whose deltas add up to the result of `parse`."""
-        return MessageStream(self, schemas_by_name(tools), in_reasoning, message_id or uuid.uuid4().hex)
+        return self.make_stream(schemas_by_name(tools), in_reasoning, message_id or uuid.uuid4().hex)
+
+    def make_stream(self, tools: Tools | None, in_reasoning: bool, message_id: str) -> MessageStream:
+        return MessageStream(self, tools, in_reasoning, message_id)
+
+    def first_call_index(self, text: str) -> int:
+        """Return the index of the character at which the first tool call begins, or len(text) if there is none."""
+        for index in range(len(text)):
+            if not text.startswith(self.tags, index):
+                continue
+            if self.parse(text[index:]).tool_calls and not self.parse(text[:index]).tool_calls:
+                return index
+        return 0 if self.parse(text).tool_calls else len(text)
+
+    def meaning(self, message: ParsedMessage) -> tuple[str, str, list[Any]]:
+        """Return the parts of a message that two renderings of the same turn must have in common."""
+        calls = [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+        return (message.content or "").strip(), (message.reasoning_content or "").strip(), calls
 
     def find_opening(self, text: str, at: int, at_boundary: bool, after_call: bool) -> tuple[int, int | None]:
         """Search from `at`, and return (index of the next opening tag, index after this tag).
@@ -104,6 +122,18 @@ class ToolCallParser:
         if the format cannot express a call.
         """
         raise GrammarError("models of this family have no format for tool calls, so none can be required")
+
+    def answer_rule(self, lark: LarkBuilder, content: str | None, calls: str | None, reasoning: str) -> str:
+        """Return the expression of a whole answer: of the rules `content` and `calls`, at least one is not None.
+
+        `reasoning` before the answer is "none", the rest of what the prompt opened ("open"), or "optional".
+        """
+        answers = [each for each in (content, calls) if each is not None]
+        answer = answers[0] if len(answers) == 1 else f"({' | '.join(answers)})"
+        if reasoning == "none":
+            return answer
+        thought = f"{lark.until(END_THINK)} /\\n{{0,2}}/"
+        return f"{thought} {answer}" if reasoning == "open" else f"({lark.literal(THINK)} {thought})? {answer}"
 
 
 class MessageStream:
@@ -199,11 +229,14 @@ class MessageStream:
             return False
         self._space += source.text[:start]
         for name, arguments in calls:
-            call = ToolCall(f"call_{self._message_id}_{self._n_calls}", name, arguments)
-            self._deltas.append(MessageDelta(tool_call=call))
-            self._n_calls += 1
+            self._add_call(name, arguments)
         source.drop_read_text()
         return True
+
+    def _add_call(self, name: str, arguments: str) -> None:
+        call = ToolCall(f"call_{self._message_id}_{self._n_calls}", name, arguments)
+        self._deltas.append(MessageDelta(tool_call=call))
+        self._n_calls += 1
 
     def _emit_until(self, end: int, reasoning: bool = False) -> None:
         """Append the text from the cursor to index `end` as a delta, and remove it from the cursor's text."""
