@@ -26,10 +26,11 @@ from areno.kernels.delta import DeltaGradients, DeltaWeights, RowChunks, delta_r
 from areno.kernels.padding import CuSeqlens
 from areno.layers.parallel import ParallelGroup
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, "int | None"], Tensor]
-"""(layer index, q_NHD, k_NKD, v_NKD, window) -> out_NHD, for this rank's heads, after rotary embedding.
+Attend = Callable[[int, Tensor, Tensor, Tensor, "int | None", "Tensor | None"], Tensor]
+"""(layer index, q_NHD, k_NKD, v_NKD, window, sinks_H) -> out_NHD, for this rank's heads, after rotary embedding.
 
 window: the number of last tokens that a token attends to, itself included. None: all.
+sinks_H: the sinks of `areno.kernels.sinks`. None: there are none.
 """
 
 
@@ -155,7 +156,20 @@ class PackedAttend:
             k_NKD, v_NKD = self.prefix.prepend_prefixes(layer, k_NKD, v_NKD)
         return (k_NKD, v_NKD) if self.keys is None else (self.keys.gather(k_NKD), self.keys.gather(v_NKD))
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
+    def _own_sinks(self, sinks_H: Tensor | None) -> Tensor | None:
+        """Return the sinks of the heads that `rows_to_columns` gives to this rank, from those of all heads."""
+        with torch.enable_grad():  # also outside autograd, it stays known whether sinks are trained
+            return sinks_H if sinks_H is None or self.context.size == 1 else self.context.own_rows(sinks_H)
+
+    def __call__(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         k_MKD, v_MKD = k_NKD, v_NKD
         if self.stores is not None:
@@ -166,7 +180,8 @@ class PackedAttend:
             k_MKD, v_MKD = _WithPrefix.apply(k_MKD, v_MKD, *how)  # type: ignore[misc]
         if self.keys is not None:
             k_MKD, v_MKD = self.keys.gather(k_MKD), self.keys.gather(v_MKD)
-        out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, self._cu_seqlens, self.backend, window)
+        sinks_H = self._own_sinks(sinks_H)
+        out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, self._cu_seqlens, self.backend, window, sinks_H)
         return self.context.columns_to_rows(out_NHD)
 
     @cached_property
@@ -187,14 +202,21 @@ class PackedAttend:
         return delta_rows_backward(grad_NI, proj_NP, weights, self.chunks, of_weights)
 
     def forward(
-        self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute attention outside autograd. Return the output and the tensors to pass to `backward` as `saved`."""
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         if self.stores is not None:
             self.stores.store(layer, k_NKD, v_NKD)
         k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
-        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, self._cu_seqlens, self.backend, window)
+        sinks_H = self._own_sinks(sinks_H)
+        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, self._cu_seqlens, self.backend, window, sinks_H)
         return self.context.columns_to_rows(out_NHD), saved
 
     def backward(
@@ -207,13 +229,18 @@ class PackedAttend:
         out_NHD: Tensor,
         saved: Sequence[Tensor],
         window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, keys and values, and add that of the sinks to their `.grad`."""
         inputs = grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD
         grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.rows_to_columns, inputs)
         k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
-        grad_q, grad_k, grad_v = varlen_backward(
-            grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, self._cu_seqlens, self.backend, window
-        )
+        how = self._cu_seqlens, self.backend, window, self._own_sinks(sinks_H)
+        grad_q, grad_k, grad_v, *grad_sinks = varlen_backward(grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, *how)
+        if grad_sinks:
+            assert sinks_H is not None
+            assert sinks_H.grad is not None
+            self.context.own_rows(sinks_H.grad).add_(grad_sinks[0])
         if self.keys is not None:
             grad_k, grad_v = self.keys.sum_gradients(grad_k), self.keys.sum_gradients(grad_v)
         if self.prefix is not None:
@@ -234,8 +261,16 @@ class CachedAttend:
     attend: Attend
     states: Callable[[int, Tensor, DeltaWeights], Tensor]
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
-        return self.attend(layer, q_NHD, k_NKD, v_NKD, window)
+    def __call__(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        return self.attend(layer, q_NHD, k_NKD, v_NKD, window, sinks_H)
 
     def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
         return self.states(layer, proj_NP, weights)
@@ -251,6 +286,14 @@ class FirstTokensAttend:
     attend: Attend
     n: int
 
-    def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, window: int | None = None) -> Tensor:
-        out_NHD = self.attend(layer, q_NHD[: self.n], k_NKD[: self.n], v_NKD[: self.n], window)
+    def __call__(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        out_NHD = self.attend(layer, q_NHD[: self.n], k_NKD[: self.n], v_NKD[: self.n], window, sinks_H)
         return F.pad(out_NHD, (0, 0, 0, 0, 0, len(q_NHD) - self.n))

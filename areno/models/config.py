@@ -89,6 +89,7 @@ class TransformerConfig:
         qk_norm_whole: Whether all query heads of a token share one norm, and all key heads share another one.
         attention_gate: Whether the output of attention is multiplied by the sigmoid of a gate. The qkv projection
             computes the gate.
+        attention_sinks: Whether each query head has a sink, a learned score in its softmax (areno/kernels/sinks.py).
         norms: Where the norms are: before attention and MLP, after them, or both.
         norm_plus_one: Whether norms multiply by 1 + weight.
         kinds: The properties of each layer. Empty if all layers have `rope` and no window. Unused for recurrent layers.
@@ -127,6 +128,7 @@ class TransformerConfig:
     qk_norm: bool = False
     qk_norm_whole: bool = False
     attention_gate: bool = False
+    attention_sinks: bool = False
     norms: Literal["before", "after", "both"] = "before"
     norm_plus_one: bool = False
     activation: Literal["silu", "gelu_tanh"] = "silu"

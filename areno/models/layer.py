@@ -21,7 +21,7 @@ from areno.layers.mlp import ExpertMLP, GatedMLP
 from areno.layers.norm import RMSNorm, ShardedRMSNorm
 from areno.layers.rotary import rotate
 from areno.layers.routing import Routing
-from areno.layers.shard import WeightSpec
+from areno.layers.shard import Layout, TensorPart, WeightSpec
 from areno.models.config import TransformerConfig
 
 
@@ -37,6 +37,7 @@ class Attention(nn.Module):
         sizes: the widths of all queries, all keys and all values of one token on this rank, without gates.
         q_norm: the norm of queries: an RMSNorm of each head, a ShardedRMSNorm of all heads together, or None.
         k_norm: the norm of keys, of the same type as `q_norm`.
+        sinks: the sinks of this rank's query heads, see `areno.kernels.sinks`, or None.
     """
 
     def __init__(self, config: TransformerConfig, index: int, spec: WeightSpec):
@@ -51,6 +52,11 @@ class Attention(nn.Module):
         )
         kv_local = self.qkv.local_sizes[1]
         self.sizes = (self.qkv.local_sizes[0] // (1 + self.gated), kv_local, kv_local)
+        self.sinks, self.layout = None, Layout()
+        if config.attention_sinks:
+            local = self.sizes[0] // config.head_dim
+            self.sinks = spec.empty(local)
+            self.layout["sinks"] = (TensorPart((config.num_heads,), dim=0, start=spec.tp.rank * local, size=local),)
         self.q_norm = self.k_norm = None
         if config.qk_norm_whole:
             self.q_norm = ShardedRMSNorm(q_size, config.rms_norm_eps, spec)
@@ -77,7 +83,7 @@ class Attention(nn.Module):
             q_NHC, k_NKC = rotate(qk_NJC, cos, sin).split((n_q, n_kv), dim=1)
         if self.fp8_kv:
             k_NKC, v_NKC = round_rows_straight_through(k_NKC), round_rows_straight_through(v_NKC)
-        out_NHC = attend(self.index, q_NHC, k_NKC, v_NKC, self.window)
+        out_NHC = attend(self.index, q_NHC, k_NKC, v_NKC, self.window, self.sinks)
         return self.out(self.gate(out_NHC.flatten(-2), gate_NQ), split)
 
     def split_gate(self, qkv_NX: Tensor) -> tuple[Tensor, Tensor | None]:

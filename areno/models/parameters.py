@@ -92,6 +92,7 @@ def _n_attention_parameters(config: TransformerConfig, layout: Layout) -> int:
     found = config.hidden_size * (qkv + heads) + qkv * config.qkv_bias + config.hidden_size * config.o_bias
     if config.qk_norm_whole:
         found += heads + n_kv_heads(config, layout) * config.head_dim
+    found += layout.share_rounded_down(config.num_heads) * config.attention_sinks
     return found + 2 * config.head_dim * config.qk_norm
 
 

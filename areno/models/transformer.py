@@ -262,9 +262,9 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Initialise the weights at random.
 
-        Matrices are normal with the standard deviation `initializer_range` of the config. Norms multiply by 1. Biases
-        and the weights of a value head are 0. Decay rates of recurrent states are uniform from 0.01 to 16. The full
-        tensors depend only on the seed and the device type, not on the number of ranks.
+        Matrices and sinks are normal with the standard deviation `initializer_range` of the config. Norms multiply by
+        1. Biases and the weights of a value head are 0. Decay rates of recurrent states are uniform from 0.01 to 16.
+        The full tensors depend only on the seed and the device type, not on the number of ranks.
         """
         for module in self.modules():
             if isinstance(module, RMSNorm):
@@ -282,7 +282,11 @@ class Transformer(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith((".bias", ".e_score_correction_bias")):
                 parameter.zero_()
-            elif (is_decay := name.endswith(".A_log")) or (parameter.dim() >= 2 and name != "score.weight"):
+            elif (
+                (is_decay := name.endswith(".A_log"))
+                or name.endswith(".sinks")
+                or (parameter.dim() >= 2 and name != "score.weight")
+            ):
                 for part in self.tensor_parts(name):
                     full = torch.empty(part.full_shape, dtype=torch.float32, device=device)
                     if is_decay:

@@ -83,6 +83,7 @@ def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torc
         SPARSE,
         {"norms": "both"},
         {"norms": "after", "qk_norm": False, "qk_norm_whole": True},
+        {"attention_sinks": True},
         RECURRENT,
     ],
 )

@@ -284,6 +284,7 @@ def decoded(
     shared: int = 0,
     n_shared: int = SPAN,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The last token of each row by paged attention, with blocks of 16 in random order.
 
@@ -310,7 +311,7 @@ def decoded(
         fixed_order=True,
         prefix_groups_GR=torch.tensor([[*range(shared)] + [-1] * (8 - shared), [-1] * 8]) if shared else None,
     )
-    return decode_attention(q[last], k[last], v[last], blocks, batch, window)
+    return decode_attention(q[last], k[last], v[last], blocks, batch, window, None, sinks)
 
 
 def test_attention_is_that_of_torch() -> None:
@@ -325,19 +326,22 @@ def test_attention_is_that_of_torch() -> None:
         torch.testing.assert_close(plain, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -9.0, 3.0, 30.0])], ids=["", "sinks"])
 @pytest.mark.parametrize(("threads", "window"), [(1, None), (2, None), (1, 9), (1, SPAN + 5)])
-def test_a_query_has_the_same_bits_wherever_it_is_computed(threads: int, window: int | None) -> None:
+def test_a_query_has_the_same_bits_wherever_it_is_computed(
+    threads: int, window: int | None, sinks: torch.Tensor | None
+) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         q, k, v, starts = packed(ROWS)
-        attend = partial(varlen_attention, backend="fixed_order", window=window)
+        attend = partial(varlen_attention, backend="fixed_order", window=window, sinks_H=sinks)
         whole = attend(q, k, v, CuSeqlens(starts, starts, max(ROWS), max(ROWS)))
         tails = [1, 2, 40, SPAN + 7, 66, 7]
         places = torch.cat([torch.arange(end - n, end) for n, end in zip(tails, starts[1:].tolist(), strict=True)])
         starts_q = torch.tensor([0, *np.cumsum(tails)], dtype=torch.int32)
         assert torch.equal(attend(q[places], k, v, CuSeqlens(starts_q, starts, max(tails), max(ROWS))), whole[places])
-        assert torch.equal(decoded(q, k, v, starts, window=window), whole[starts[1:].long() - 1])
+        assert torch.equal(decoded(q, k, v, starts, window=window, sinks=sinks), whole[starts[1:].long() - 1])
         for row, (start, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
             alone = torch.tensor([0, ROWS[row]], dtype=torch.int32)
             one = attend(q[start:end], k[start:end], v[start:end], CuSeqlens(alone, alone, ROWS[row], ROWS[row]))
@@ -364,6 +368,14 @@ def compare_interpreted() -> None:
         out, _ = triton.packed_attention(q, k, v, CuSeqlens(starts, starts, 2 * SPAN + 1, 2 * SPAN + 1), window)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
         got = decoded(q, k, v, starts, window=window)
+        torch.testing.assert_close(got, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
+        sinks, rows = torch.tensor([3.0, -2.0]), CuSeqlens(starts, starts, 2 * SPAN + 1, 2 * SPAN + 1)
+        expected, _ = reference.packed_attention(q, k, v, rows, window, sinks)
+        out, log_sum = triton.packed_attention(q, k, v, rows, window, sinks)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+        without = triton.packed_attention(q, k, v, rows, window)[1]
+        torch.testing.assert_close(log_sum, without.logaddexp(sinks.unsqueeze(1)), rtol=1e-5, atol=1e-5)
+        got = decoded(q, k, v, starts, window=window, sinks=sinks)
         torch.testing.assert_close(got, expected[starts[1:].long() - 1], rtol=1e-5, atol=1e-5)
     for n_shared in (64, SPAN, 2 * SPAN):  # less than the first split of a group, as much, and more
         n_tokens = n_shared + 70

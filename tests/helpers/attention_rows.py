@@ -21,9 +21,18 @@ ROWS = {
 
 
 def loop(
-    q: Tensor, k: Tensor, v: Tensor, lengths_q: list[int], lengths_k: list[int], window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths_q: list[int],
+    lengths_k: list[int],
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """The definition, one query at a time: softmax over its row's keys up to its own position, counted from the end."""
+    """The definition, one query at a time: softmax over its row's keys up to its own position, counted from the end.
+
+    The sink of a head is one more score, without a value.
+    """
     out = torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
     start_q = start_k = 0
@@ -33,7 +42,9 @@ def loop(
             seen = slice(start_k if window is None else max(start_k, end - window), end)
             for head in range(q.shape[1]):
                 scores = k[seen, head // group] @ q[start_q + i, head] / math.sqrt(q.shape[2])
-                out[start_q + i, head] = scores.softmax(0) @ v[seen, head // group]
+                n_seen = len(scores)
+                scores = scores if sinks is None else torch.cat((scores, sinks[head : head + 1]))
+                out[start_q + i, head] = scores.softmax(0)[:n_seen] @ v[seen, head // group]
         start_q, start_k = start_q + n_q, start_k + n_k
     return out
 
@@ -56,14 +67,18 @@ def run_and_compare(
     dtype: torch.dtype,
     device: str,
     window: int | None = None,
+    sinks: list[float] | None = None,
 ) -> None:
     """Output and gradients of `varlen_attention` next to those of the loop, both from inputs rounded to `dtype`."""
     lengths_q, lengths_k = ROWS[case]
-    exact = [x.to(dtype).double().requires_grad_() for x in random_qkv(lengths_q, lengths_k, *heads, dim)]
+    given = random_qkv(lengths_q, lengths_k, *heads, dim)
+    if sinks is not None:
+        given.append(torch.tensor(sinks, dtype=torch.float64))
+    exact = [x.to(dtype).double().requires_grad_() for x in given]
     tested = [x.detach().to(device=device, dtype=dtype).requires_grad_() for x in exact]
-    expected = loop(*exact, lengths_q, lengths_k, window)
+    expected = loop(*exact[:3], lengths_q, lengths_k, window, *exact[3:])
     rows = CuSeqlens(borders(lengths_q, device), borders(lengths_k, device), max(lengths_q), max(lengths_k))
-    out = varlen_attention(*tested, rows, backend, window)
+    out = varlen_attention(*tested[:3], rows, backend, window, *tested[3:])
     tolerance = {"atol": 2e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-2, "rtol": 2e-2}
     torch.testing.assert_close(out.double().cpu(), expected, **tolerance)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from areno.errors import ConfigError
 from areno.kernels import padding
@@ -25,6 +27,78 @@ def test_sdpa_is_the_definition(case: str, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("case", ROWS)
 def test_a_window_is_the_definition(case: str, window: int, backend: str) -> None:
     run_and_compare(case, (4, 2), 8, backend, torch.float32, "cpu", window)
+
+
+# One sink is far below all scores, one far above: its head gives almost nothing.
+SINKS = [0.7, -1.5, -30.0, 20.0]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "fixed_order"])
+@pytest.mark.parametrize("window", [None, 4, 80])
+@pytest.mark.parametrize("case", ROWS)
+def test_sinks_are_the_definition(case: str, window: int | None, backend: str) -> None:
+    run_and_compare(case, (4, 2), 8, backend, torch.float32, "cpu", window, SINKS)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("backend", ["varlen", "flash", "fixed_order"])
+@pytest.mark.parametrize("window", [None, 4, 80])
+@pytest.mark.parametrize("case", ROWS)
+def test_sinks_of_the_cuda_kernels_are_the_definition(case: str, window: int | None, backend: str) -> None:
+    if backend == "flash":
+        pytest.importorskip("flash_attn")
+    run_and_compare(case, (4, 2), 64, backend, torch.bfloat16, "cuda", window, SINKS)
+
+
+class FlashInFloat64:
+    """torch's flash kernels as formulas: forward, and backward from a given output and log-sum-exp. One row."""
+
+    def __init__(self, window: int | None):
+        self.window = window
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        n, group = len(q), q.shape[1] // k.shape[1]
+        ahead = torch.arange(n)[:, None] - torch.arange(n)
+        hidden = (ahead < 0) if self.window is None else (ahead < 0) | (ahead >= self.window)
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) / q.shape[2] ** 0.5
+        return scores.masked_fill(hidden, -torch.inf)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        scores, values = self._scores(q, k), v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+        return out, scores.logsumexp(-1), torch.empty(0), torch.empty(0)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, ...]:
+        group, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
+        keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        weights = torch.exp(self._scores(q, k) - log_sum.unsqueeze(-1))
+        of_weights = torch.einsum("qhd,khd->hqk", grad, values)
+        of_scores = scale * weights * (of_weights - (grad * out).sum(-1).t().unsqueeze(-1))
+        of_k, of_v = torch.einsum("hqk,qhd->khd", of_scores, q), torch.einsum("hqk,qhd->khd", weights, grad)
+        summed = [x.unflatten(1, (-1, group)).sum(2) for x in (of_k, of_v)]
+        return torch.einsum("hqk,khd->qhd", of_scores, keys), *summed
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_flash_backward_is_exact_with_sinks(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64: output and gradients, with the unchanged formulas of the kernels, are those of autograd."""
+    flash = FlashInFloat64(window)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash.forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash.backward)
+    exact = [*random_qkv([11], [11], 4, 2, 8), torch.tensor(SINKS, dtype=torch.float64)]
+    tested = [x.clone().requires_grad_() for x in exact]
+    exact = [x.requires_grad_() for x in exact]
+    expected = loop(*exact[:3], [11], [11], window, exact[3])
+    out = varlen_attention(*tested[:3], CuSeqlens(*[borders([11])] * 2, 11, 11), "varlen", window, tested[3])
+    torch.testing.assert_close(out, expected, atol=1e-14, rtol=1e-12)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    (expected * weights).sum().backward()
+    (out * weights).sum().backward()
+    for ours, theirs in zip(tested, exact, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-13, rtol=1e-10)
 
 
 @pytest.mark.gpu

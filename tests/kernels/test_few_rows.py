@@ -46,7 +46,9 @@ def layers_of(model: Transformer) -> list[Layer]:
     return cast("list[Layer]", list(model.layers))
 
 
-def attend_to_all(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def attend_to_all(
+    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """Causal attention of one sequence."""
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
     return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1).contiguous()  # type: ignore[arg-type]

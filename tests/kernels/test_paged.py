@@ -20,8 +20,19 @@ def without_teams(batch: PagedBatch) -> PagedBatch:
     return replace(batch, shared_lens_B=torch.zeros_like(batch.shared_lens_B), prefix_groups_GR=None)
 
 
-def row_by_row(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: PagedBatch, window: int | None = None) -> Tensor:
-    """softmax(q k / sqrt(C)) v in float64, one row and one head at a time, over what the pages hold before the call."""
+def row_by_row(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pages: Tensor,
+    batch: PagedBatch,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k / sqrt(C)) v in float64, one row and one head at a time, over what the pages hold before the call.
+
+    The sink of a head is one more score, without a value.
+    """
     out = torch.empty(q.shape, dtype=torch.float64)
     page_size, group = pages.shape[2], q.shape[1] // pages.shape[3]
     for row, length in enumerate(batch.lengths_B.tolist()):
@@ -32,7 +43,8 @@ def row_by_row(q: Tensor, k: Tensor, v: Tensor, pages: Tensor, batch: PagedBatch
         keys, values = (torch.cat((old, new[row][None])).double() for old, new in zip(past, (k, v), strict=True))
         for head in range(q.shape[1]):
             scores = keys[:, head // group] @ q[row, head].double() / q.shape[2] ** 0.5
-            out[row, head] = scores.softmax(0) @ values[:, head // group]
+            found = scores if sinks is None else torch.cat((scores, sinks[head : head + 1].double()))
+            out[row, head] = found.softmax(0)[: len(scores)] @ values[:, head // group]
     return out
 
 
@@ -99,6 +111,53 @@ def compare_triton(device: str) -> None:
                 assert got.dtype == dtype
                 torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
                 assert torch.equal(written.float(), expected_pages)
+
+
+def sinks_of(q: Tensor) -> Tensor:
+    """One of each head, the first far below all scores and the last above them."""
+    return torch.linspace(-20, 6, q.shape[1], device=q.device)
+
+
+@pytest.mark.parametrize("fixed_order", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sinks_take_part_in_the_softmax(
+    shape: tuple[int, int, int, int], window: int | None, fixed_order: bool
+) -> None:
+    q, k, v, pages, batch = make_case(*shape)
+    expected = row_by_row(q, k, v, pages, batch, window, sinks_of(q))
+    got = decode_attention(q, k, v, pages, replace(batch, fixed_order=fixed_order), window, None, sinks_of(q))
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def compare_sinks(device: str) -> None:
+    """One part, several, and groups, with windows and FP8 caches; each kernel joins the sinks once."""
+    from areno.kernels.paged import triton
+
+    paged_rows.GROUPS = [((1, 2, 4), 1), ((6, 7, 9), 2)]
+    cases = [((3, 1, 16, 64), None, False), ((2, 2, 32, 64), 20, True)]
+    if device == "cuda":
+        cases = [(shape, window, is_fp8) for shape in SHAPES for window in (None, 20) for is_fp8 in (False, True)]
+    for shape, window, is_fp8 in cases:
+        q, k, v, pages, teamed = make_case(*shape, device=device)
+        k, v, pages = round_rows(k), round_rows(v), round_rows(pages)
+        sinks, alone = sinks_of(q), without_teams(teamed)
+        expected = reference.decode_attention(q, k, v, pages.clone(), teamed, window, None, sinks)
+        in_order = replace(cut_into(teamed if shape[3] == 64 else alone, SPAN, SPAN), fixed_order=True)
+        for batch in (alone, cut_into(teamed, 64, 32), in_order):
+            cache, exponents = in_fp8(pages) if is_fp8 else (pages.clone(), None)
+            got = triton.decode_attention(q, k, v, cache, batch, window, exponents, sinks)
+            torch.testing.assert_close(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_sinks_of_the_triton_kernels_in_the_interpreter_are_the_references() -> None:
+    run_interpreted("from tests.kernels.test_paged import compare_sinks; compare_sinks('cpu')")
+
+
+@pytest.mark.gpu
+def test_sinks_of_the_triton_kernels_on_the_gpu_are_the_references() -> None:
+    compare_sinks("cuda")
 
 
 def compare_windows(device: str) -> None:

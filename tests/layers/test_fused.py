@@ -89,6 +89,11 @@ LIKE_GEMMA: dict[str, Any] = {
     "num_layers": 3,
     "kinds": (LayerKind(SMALL["rope"], 2), LayerKind(RopeConfig(10.0, partial=0.5)), LayerKind(NOPE, 2)),
 }
+LIKE_GPT_OSS: dict[str, Any] = {
+    "attention_sinks": True,
+    "qk_norm": False,
+    "kinds": (LayerKind(SMALL["rope"], 2), LayerKind(SMALL["rope"])),
+}
 LIKE_OLMO: dict[str, Any] = {"norms": "after", "qk_norm": False, "qk_norm_whole": True}
 
 
@@ -96,6 +101,8 @@ def compare_families() -> None:
     """The same for what only some families have."""
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_GEMMA)
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_OLMO)
+    for shares in (False, True):
+        compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), shares=shares, **LIKE_GPT_OSS)
 
 
 def compare_states() -> None:
@@ -108,7 +115,8 @@ def compare_rank(rank: int, rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     delta = replace(DELTA, n_value_heads=4)
     like_qwen = {**LIKE_QWEN, "num_kv_heads": 2, "num_layers": 2, "delta": delta}
-    for like in ({"num_kv_heads": 1}, {**LIKE_OLMO, "num_kv_heads": 2}, like_qwen):
+    like_gpt_oss = {**LIKE_GPT_OSS, "num_kv_heads": 1, "kinds": LIKE_GPT_OSS["kinds"][:1]}
+    for like in ({"num_kv_heads": 1}, like_gpt_oss, {**LIKE_OLMO, "num_kv_heads": 2}, like_qwen):
         compare_share(rank, **like)
     dist.destroy_process_group()
 

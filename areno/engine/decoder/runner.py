@@ -289,13 +289,15 @@ class Runner:
     def _prefill_attention(self, given: PrefillTensors) -> Attend:
         """Return a function that stores a layer's keys and values in the cache, and computes the layer's attention."""
 
-        def attend(layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None) -> Tensor:
+        def attend(
+            layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None, sinks_H: Tensor | None
+        ) -> Tensor:
             blocks, table = self.cache.layer_blocks(layer), self.cache.table_index(layer)
             # All rows write before any reads: a row may use blocks that another one fills in this very pass.
             store_rows(k_NKC, v_NKC, *blocks, given.stored[table])
             if (keys_M := given.keys[table]) is not None:  # some chunks also attend to tokens of earlier steps
                 k_NKC, v_NKC = load_rows(*blocks, keys_M, q_NHC.dtype)
-            return varlen_attention(q_NHC, k_NKC, v_NKC, given.borders[table], self.attn_backend, window)
+            return varlen_attention(q_NHC, k_NKC, v_NKC, given.borders[table], self.attn_backend, window, sinks_H)
 
         return attend
 
@@ -443,11 +445,13 @@ class Runner:
             [] if of_rows is None else [self.cache.token_indices(t, slots_B, positions_B) for t in self.cache.tables]
         )
 
-        def attend(layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None) -> Tensor:
+        def attend(
+            layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None, sinks_H: Tensor | None
+        ) -> Tensor:
             (blocks, exponents), table = self.cache.layer_blocks(layer), self.cache.table_index(layer)
             if stored:  # a row attends to rows before it, whose keys the kernel would write at the same time
                 store_rows(k_BKC, v_BKC, blocks, exponents, stored[table])
-            return decode_attention(q_BHC, k_BKC, v_BKC, blocks, batches[table], window, exponents)
+            return decode_attention(q_BHC, k_BKC, v_BKC, blocks, batches[table], window, exponents, sinks_H)
 
         mix: Attend = attend
         if (states := self.states) is not None:

@@ -6,7 +6,8 @@ and GPUs without flash attention.
 
 Rows are packed as in flash-attn: `cu_seqlens_*` are int32 cumulative lengths, one more than there are rows. If a row
 has more keys than queries, its queries are its last tokens; no row may have fewer. With a sliding window, a query
-attends to its own and the `window` - 1 previous positions.
+attends to its own and the `window` - 1 previous positions. `sinks_H` are those of `areno.kernels.sinks`, if there are
+any.
 
 Shape letters: N query tokens, M key tokens, R rows, H query heads, K key heads (H is a multiple of K), D head
 dimension; B rows of a padded batch of length L.
@@ -29,6 +30,7 @@ from areno.errors import ConfigError, Problem
 from areno.kernels.backend import is_before_ampere
 from areno.kernels.fixed_order import packed_attention
 from areno.kernels.padding import CuSeqlens, attend_padded
+from areno.kernels.sinks import add_sinks, sdpa_with_sinks, sinks_gradient
 
 
 def sdpa_attention(
@@ -37,16 +39,24 @@ def sdpa_attention(
     v_MKD: Tensor,
     borders: CuSeqlens,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    return attend_padded(q_NHD, k_MKD, v_MKD, borders, partial(_sdpa, window=window))
+    return attend_padded(q_NHD, k_MKD, v_MKD, borders, partial(_sdpa, window=window, sinks_H=sinks_H))
 
 
-def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, firsts_B: Tensor | None, window: int | None) -> Tensor:
+def _sdpa(
+    q_BHLD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLD: Tensor,
+    firsts_B: Tensor | None,
+    window: int | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
     n_q, n_k = q_BHLD.shape[2], k_BKLD.shape[2]
     mask = None
     if window is not None and window >= n_k:
         window = None
-    if window is not None or firsts_B is not None:
+    if window is not None or firsts_B is not None or sinks_H is not None:
         device = q_BHLD.device
         firsts_B = torch.zeros(1, dtype=torch.int64, device=device) if firsts_B is None else firsts_B
         # Padding after the last query of a row attends to the last keys, since a query without keys would give NaN.
@@ -61,6 +71,8 @@ def _sdpa(q_BHLD: Tensor, k_BKLD: Tensor, v_BKLD: Tensor, firsts_B: Tensor | Non
         n_shared = q_BHLD.shape[1] // k_BKLD.shape[1]
         k_BKLD, v_BKLD = (x.repeat_interleave(n_shared, dim=1) for x in (k_BKLD, v_BKLD))
         enable_gqa = False
+    if sinks_H is not None and mask is not None:
+        return sdpa_with_sinks(q_BHLD, k_BKLD, v_BKLD, mask, sinks_H.unsqueeze(1), enable_gqa=enable_gqa)
     return F.scaled_dot_product_attention(
         q_BHLD, k_BKLD, v_BKLD, attn_mask=mask, is_causal=mask is None and n_q == n_k, enable_gqa=enable_gqa
     )
@@ -107,11 +119,12 @@ def varlen_attention(
     borders: CuSeqlens,
     backend: str,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute attention with gradients. `backend` is a key of BACKENDS."""
     if backend == "sdpa":
-        return sdpa_attention(q_NHD, k_MKD, v_MKD, borders, window)
-    if backend == "flash":
+        return sdpa_attention(q_NHD, k_MKD, v_MKD, borders, window, sinks_H)
+    if backend == "flash" and sinks_H is None:
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
         how = {
@@ -119,10 +132,10 @@ def varlen_attention(
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
         return flash_attn_varlen_func(q_NHD, k_MKD, v_MKD, *borders, causal=True, **how)
-    if backend == "varlen" and window is None:
+    if backend == "varlen" and window is None and sinks_H is None:
         attn, causal = _varlen_kernel()
         return attn(q_NHD, k_MKD, v_MKD, *borders, **causal)
-    return _Attention.apply(q_NHD, k_MKD, v_MKD, borders, backend, window)  # type: ignore[return-value]
+    return _Attention.apply(q_NHD, k_MKD, v_MKD, sinks_H, borders, backend, window)  # type: ignore[return-value]
 
 
 def varlen_forward(
@@ -132,8 +145,13 @@ def varlen_forward(
     borders: CuSeqlens,
     backend: str,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the output (N, H, D), and the tensors that `varlen_backward` takes as `saved`."""
+    if backend in ("varlen", "flash") and sinks_H is not None:
+        out_NHD, (log_sum, *states) = varlen_forward(q_NHD, k_MKD, v_MKD, borders, backend, window)
+        out_NHD, log_sum = add_sinks(out_NHD, log_sum, sinks_H)
+        return out_NHD, (log_sum, *states)
     if backend == "varlen":
         out_NHD, *saved = torch.ops.aten._flash_attention_forward(
             q_NHD, k_MKD, v_MKD, *borders, 0.0, True, False, **_window_args(window)
@@ -151,10 +169,10 @@ def varlen_forward(
         out_NHD, log_sum, _, state = _flash_attn_varlen_forward(q_NHD, k_MKD, v_MKD, *borders, causal=True, **how)
         return out_NHD, (log_sum, state)
     if backend == "fixed_order":
-        out_NHD, log_sum = packed_attention(q_NHD, k_MKD, v_MKD, borders, window)
+        out_NHD, log_sum = packed_attention(q_NHD, k_MKD, v_MKD, borders, window, sinks_H)
         return out_NHD, () if log_sum is None else (log_sum,)
     with torch.no_grad():
-        return varlen_attention(q_NHD, k_MKD, v_MKD, borders, backend, window), ()
+        return varlen_attention(q_NHD, k_MKD, v_MKD, borders, backend, window, sinks_H), ()
 
 
 def varlen_backward(
@@ -167,11 +185,17 @@ def varlen_backward(
     borders: CuSeqlens,
     backend: str,
     window: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if backend == "varlen" or (backend == "fixed_order" and has_flash_backward(q_NHD)):
+    sinks_H: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys and values and, if there are sinks that require a gradient, of these."""
+    of_sinks = ()
+    has_log_sum = backend in ("varlen", "flash") or (backend == "fixed_order" and has_flash_backward(q_NHD))
+    if has_log_sum and sinks_H is not None and sinks_H.requires_grad:
+        of_sinks = (sinks_gradient(grad_NHD, out_NHD, saved[0], sinks_H),)
+    if has_log_sum and backend != "flash":
         log_sum, *states = saved
         states = states or _dropout_rng_state(q_NHD.device)
-        return torch.ops.aten._flash_attention_backward(
+        grads = torch.ops.aten._flash_attention_backward(
             grad_NHD.contiguous(),
             q_NHD,
             k_MKD,
@@ -184,6 +208,7 @@ def varlen_backward(
             *states,
             **_window_args(window),
         )
+        return *grads, *of_sinks
     if backend == "flash":
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward  # type: ignore[import-not-found]
 
@@ -201,8 +226,8 @@ def varlen_backward(
             "rng_state": state,
         }
         _flash_attn_varlen_backward(grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, log_sum, *grads, *borders, **how)
-        return grads
-    return _sdpa_backward(grad_NHD, q_NHD, k_MKD, v_MKD, borders, window)
+        return *grads, *of_sinks
+    return _sdpa_backward(grad_NHD, q_NHD, k_MKD, v_MKD, borders, window, sinks_H)
 
 
 def has_flash_backward(q_NHD: Tensor) -> bool:
@@ -226,12 +251,15 @@ def _sdpa_backward(
     v_MKD: Tensor,
     borders: CuSeqlens,
     window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks_H: Tensor | None,
+) -> tuple[Tensor, ...]:
     """Compute the gradients by a second forward pass under autograd, as torch has no function for the backward pass."""
     with torch.enable_grad():
-        q_NHD, k_MKD, v_MKD = (x.detach().requires_grad_() for x in (q_NHD, k_MKD, v_MKD))
-        out_NHD = sdpa_attention(q_NHD, k_MKD, v_MKD, borders, window)
-        return torch.autograd.grad(out_NHD, (q_NHD, k_MKD, v_MKD), grad_NHD)  # type: ignore[return-value]
+        inputs = [x.detach().requires_grad_() for x in (q_NHD, k_MKD, v_MKD)]
+        out_NHD = sdpa_attention(*inputs, borders, window, sinks_H)
+        if sinks_H is not None and sinks_H.requires_grad:
+            inputs.append(sinks_H)
+        return torch.autograd.grad(out_NHD, inputs, grad_NHD)
 
 
 @functools.cache
@@ -241,28 +269,37 @@ def _dropout_rng_state(device: torch.device) -> list[Tensor]:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention under autograd, in a fixed order or by torch's kernels with sliding windows.
+    """Attention under autograd: in a fixed order, by torch's kernels with sliding windows, or with sinks.
 
     The gradient of fixed-order attention is that of `sdpa_attention`, which has the same values up to rounding.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q_NHD: Tensor, k_MKD: Tensor, v_MKD: Tensor, borders: CuSeqlens, backend: str, window: int | None
+        ctx: Any,
+        q_NHD: Tensor,
+        k_MKD: Tensor,
+        v_MKD: Tensor,
+        sinks_H: Tensor | None,
+        borders: CuSeqlens,
+        backend: str,
+        window: int | None,
     ) -> Tensor:
-        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, borders, backend, window)
-        ctx.save_for_backward(q_NHD, k_MKD, v_MKD, *((out_NHD, *saved) if backend == "varlen" else ()))
+        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, borders, backend, window, sinks_H)
+        ctx.save_for_backward(q_NHD, k_MKD, v_MKD, sinks_H, *(() if backend == "fixed_order" else (out_NHD, *saved)))
         ctx.borders, ctx.backend, ctx.window = borders, backend, window
         return out_NHD
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_NHD, k_MKD, v_MKD, *found = ctx.saved_tensors
+        q_NHD, k_MKD, v_MKD, sinks_H, *found = ctx.saved_tensors
         given = grads[0], q_NHD, k_MKD, v_MKD
         if found:
-            rest = ctx.borders, ctx.backend, ctx.window
-            return *varlen_backward(*given, found[0], found[1:], *rest), None, None, None
-        return *_sdpa_backward(*given, ctx.borders, ctx.window), None, None, None
+            rest = ctx.borders, ctx.backend, ctx.window, sinks_H
+            *of_qkv, of_sinks = (*varlen_backward(*given, found[0], found[1:], *rest), None)[:4]
+        else:
+            *of_qkv, of_sinks = (*_sdpa_backward(*given, ctx.borders, ctx.window, sinks_H), None)[:4]
+        return *of_qkv, of_sinks, None, None, None
 
 
 @functools.cache

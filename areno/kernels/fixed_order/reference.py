@@ -46,22 +46,34 @@ def packed_attention(
     v_MKC: Tensor,
     borders: CuSeqlens,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    return attend_padded(q_NHC, k_MKC, v_MKC, borders, partial(causal_attention, window=window)), None
+    attend = partial(causal_attention, window=window, sinks_H=sinks_H)
+    return attend_padded(q_NHC, k_MKC, v_MKC, borders, attend), None
 
 
 def causal_attention(
-    q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, firsts_B: Tensor | None, window: int | None
+    q_BHLC: Tensor,
+    k_BKMC: Tensor,
+    v_BKMC: Tensor,
+    firsts_B: Tensor | None,
+    window: int | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Compute attention of padded rows. `firsts_B` is the position of each row's first query, None for 0."""
     positions_BL = torch.arange(q_BHLC.shape[2]).expand(len(q_BHLC), -1)
     if firsts_B is not None:
         positions_BL = positions_BL + firsts_B.unsqueeze(1)
-    return padded_attention(q_BHLC, k_BKMC, v_BKMC, positions_BL, window)
+    return padded_attention(q_BHLC, k_BKMC, v_BKMC, positions_BL, window, sinks_H)
 
 
 def padded_attention(
-    q_BHLC: Tensor, k_BKMC: Tensor, v_BKMC: Tensor, positions_BL: Tensor, window: int | None
+    q_BHLC: Tensor,
+    k_BKMC: Tensor,
+    v_BKMC: Tensor,
+    positions_BL: Tensor,
+    window: int | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     """Compute attention of the queries at `positions_BL` of padded rows.
 
@@ -94,4 +106,7 @@ def padded_attention(
         acc = acc * decay + torch.bmm(weights, v_XMC[:, span])
         total = total * decay + weights.sum(-1, keepdim=True)
         best = new_best
+    if sinks_H is not None:
+        sinks_XP = F.pad(sinks_H.to(acc.dtype).view(n_kv_heads, -1).repeat_interleave(n_q, 1), (0, more_q))
+        total = total + (sinks_XP.repeat(n_rows, 1).unsqueeze(-1) - best).exp_()
     return (acc / total)[:, : shared * n_q].reshape(n_rows, n_heads, n_q, dim)

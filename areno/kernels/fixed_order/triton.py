@@ -26,6 +26,7 @@ from areno.kernels.jit import kernel, load_masked
 from areno.kernels.padding import CuSeqlens
 
 LOG2_E = 1.4426950408889634
+_LOG2_E = tl.constexpr(LOG2_E)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _SPAN = tl.constexpr(SPAN)
 TILE = tl.constexpr(64)  # keys loaded together, a power of two that divides all spans
@@ -39,6 +40,7 @@ def packed_attention(
     v_MKC: Tensor,
     borders: CuSeqlens,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     q_NHC, k_MKC, v_MKC = (with_contiguous_heads(x) for x in (q_NHC, k_MKC, v_MKC))
     n_tokens, n_heads, dim = q_NHC.shape
@@ -50,6 +52,7 @@ def packed_attention(
             k_MKC,
             v_MKC,
             *borders[:2],
+            sinks_H,
             out_NHC,
             log_sum_HN,
             dim**-0.5 * LOG2_E,
@@ -130,6 +133,16 @@ def join_spans(best, total, span_best, span_total, rate):
     return new_best, tl.fma(total, decay, span_total * weight), decay, weight
 
 
+@triton.jit
+def total_with_sink(sinks_ptr, head, real, best, total, rate):
+    """Return the sum of weights with the sinks of the heads. Without sinks, it is `total`."""
+    if sinks_ptr is None:
+        return total
+    else:
+        sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32)
+        return total + tl.exp2(tl.fma(best, 0.0 - rate, sink * _LOG2_E))
+
+
 @kernel
 def _packed_kernel(
     q_ptr,
@@ -137,6 +150,7 @@ def _packed_kernel(
     v_ptr,
     starts_q_ptr,
     starts_k_ptr,
+    sinks_ptr,
     out_ptr,
     log_sum_ptr,
     rate,
@@ -189,6 +203,7 @@ def _packed_kernel(
                 span_best, span_total, span_acc = add_tile(q, k, v, visible, span_best, span_total, span_acc, rate)
             best, total, decay, weight = join_spans(best, total, span_best, tl.max(span_total, axis=1), rate)
             acc = tl.fma(acc, decay[:, None], span_acc * weight[:, None])
+        total = total_with_sink(sinks_ptr, head + 0 * query, query < n_q, best, total, rate)
         place = out_ptr + (token * tl.num_programs(1) + head)[:, None] * DIM + dim[None, :]
         tl.store(place, tl.div_rn(acc, total[:, None]), mask=real)
         log_sum = tl.fma(best, rate, tl.log2(total)) * _LN_2

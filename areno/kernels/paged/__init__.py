@@ -5,7 +5,7 @@ including the new token; earlier positions may hold any finite values.
 
 With `exponents` (2, P, K, S) uint8, the blocks are an FP8 cache: codes, and a scale for the key and the value of each
 position and head (`kernels/fp8`). New keys and values must be rounded to FP8 already, so writing and reading the cache
-loses nothing.
+loses nothing. `sinks_H` are those of `areno.kernels.sinks`. They join the softmax once, when splits are combined.
 
 Shape letters: B rows, H query heads, K key heads (H is a multiple of K), C head dimension; P blocks of S positions.
 """

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from areno.kernels.fixed_order import padded_attention
 from areno.kernels.paged.rows import as_bytes, dequantize_bytes, store_rows
+from areno.kernels.sinks import sdpa_with_sinks
 
 GROUP_SIZE = 8  # largest number of rows in a prefix group
 _VECTOR = 16  # positions; the torch reference reads a multiple of them
@@ -83,6 +84,7 @@ def decode_attention(
     batch: PagedBatch,
     window: int | None = None,
     exponents: Tensor | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute one masked attention over all rows, whose keys and values are gathered from the cache."""
     n_rows, n_heads, head_dim = q_BHC.shape
@@ -105,13 +107,15 @@ def decode_attention(
         v_BKLC = dequantize_bytes(v_BKLC, v_scales.flatten(2), q_BHC.dtype)
     if batch.fixed_order:
         last_B1 = (batch.lengths_B - 1).unsqueeze(1)
-        return padded_attention(q_BHC.unsqueeze(2), k_BKLC, v_BKLC, last_B1, window).squeeze(2)
+        return padded_attention(q_BHC.unsqueeze(2), k_BKLC, v_BKLC, last_B1, window, sinks_H).squeeze(2)
     # Query heads that share a key head become query positions, so keys and values are not repeated.
     q_BKGC = q_BHC.reshape(n_rows, n_kv_heads, n_heads // n_kv_heads, head_dim)
     mask_B11L = mask_BL[:, None, None]
-    return F.scaled_dot_product_attention(q_BKGC, k_BKLC, v_BKLC, attn_mask=mask_B11L).reshape(
-        n_rows, n_heads, head_dim
-    )
+    if sinks_H is None:
+        out_BKGC = F.scaled_dot_product_attention(q_BKGC, k_BKLC, v_BKLC, attn_mask=mask_B11L)
+    else:
+        out_BKGC = sdpa_with_sinks(q_BKGC, k_BKLC, v_BKLC, mask_B11L, sinks_H.view(n_kv_heads, -1))
+    return out_BKGC.reshape(n_rows, n_heads, head_dim)
 
 
 def _cache_positions(

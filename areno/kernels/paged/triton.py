@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels import jit
-from areno.kernels.fixed_order.triton import empty_softmax, with_contiguous_heads
+from areno.kernels.fixed_order.triton import empty_softmax, total_with_sink, with_contiguous_heads
 from areno.kernels.jit import kernel, load_masked, program_id_64
 from areno.kernels.paged.gluon_splits import ROW_POINTERS, SPECIALISATION, compute_splits
 from areno.kernels.paged.reference import PagedBatch
@@ -37,9 +37,10 @@ def decode_attention(
     batch: PagedBatch,
     window: int | None = None,
     exponents: Tensor | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     if batch.fixed_order:
-        return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window, exponents)
+        return paged_attention(q_BHC, k_BKC, v_BKC, kv_blocks, batch, window, exponents, sinks_H)
     n_rows, n_heads, head_dim = q_BHC.shape
     n_kv_heads, block_size = kv_blocks.shape[3], kv_blocks.shape[2]
     q_BHC, k_BKC, v_BKC = (with_contiguous_heads(x) for x in (q_BHC, k_BKC, v_BKC))
@@ -54,8 +55,9 @@ def decode_attention(
         n_stages = _FP8_STAGES
     n_groups, group_size, own_splits, shared_splits = batch.group_and_split_counts()
     n_parts = own_splits + shared_splits
+    combines = n_parts > 1 or sinks_H is not None
     out = q_BHC.new_empty((n_rows, n_heads, head_dim))
-    partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32) if n_parts > 1 else out
+    partial = q_BHC.new_empty((n_rows, n_heads, n_parts, head_dim), dtype=torch.float32) if combines else out
     log_sum = q_BHC.new_empty((n_rows, n_heads, n_parts), dtype=torch.float32)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     options = jit.pdl_options(q_BHC.device) if batch.pdl else {}
@@ -88,7 +90,7 @@ def decode_attention(
         "HEADS_PER_KEY": n_shared_heads,
         "GROUP_SIZE": group_size,
         "BLOCK_SIZE": block_size,
-        "ONE_PART": n_parts == 1,
+        "ONE_PART": not combines,
         **options,
     }
     if window is not None or not compute_splits(
@@ -108,7 +110,7 @@ def decode_attention(
             num_warps=n_warps,
             num_stages=n_stages,
         )
-    if n_parts > 1:
+    if combines:
         join_heads = 4 if n_rows <= 64 else 8  # that a program combines, a power of two; the fastest on an H200
         _combine_splits_kernel[(n_rows, triton.cdiv(n_heads, join_heads))](
             partial,
@@ -116,6 +118,7 @@ def decode_attention(
             batch.lengths_B,
             batch.shared_lens_B,
             batch.split_lens,
+            sinks_H,
             out,
             n_heads,
             n_parts,
@@ -318,6 +321,7 @@ def _combine_splits_kernel(
     lengths_ptr,
     shared_ptr,
     split_lens_ptr,
+    sinks_ptr,
     out_ptr,
     n_heads,
     n_parts,
@@ -359,6 +363,7 @@ def _combine_splits_kernel(
         acc = acc * decay[:, None] + weight[:, None] * partial
         total = total * decay + weight
         best = new_best
+    total = total_with_sink(sinks_ptr, head - row * n_heads, real, best, total, 1.0)
     place = out_ptr + head[:, None] * HEAD_DIM + dim[None, :]
     mask = real[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(place, acc / total[:, None], mask=mask)

@@ -23,6 +23,7 @@ from areno.kernels.fixed_order.triton import (
     n_spans,
     rescale_factors,
     span_start,
+    total_with_sink,
     with_contiguous_heads,
 )
 from areno.kernels.fp8.triton import decode, load_exponents, scales
@@ -44,6 +45,7 @@ def paged_attention(
     batch: PagedBatch,
     window: int | None,
     exponents: Tensor | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
     q_BHC, k_BKC, v_BKC = (with_contiguous_heads(x) for x in (q_BHC, k_BKC, v_BKC))
     n_rows, n_heads, dim = q_BHC.shape
@@ -97,6 +99,7 @@ def paged_attention(
         batch.lengths_B,
         batch.shared_lens_B,
         batch.split_lens,
+        sinks_H,
         out_BHC,
         rate,
         n_rows * n_heads * n_parts,
@@ -401,6 +404,7 @@ def _combine_splits_kernel(
     lengths_ptr,
     shared_ptr,
     split_lens_ptr,
+    sinks_ptr,
     out_ptr,
     rate,
     n_cells,
@@ -430,5 +434,6 @@ def _combine_splits_kernel(
         part_total = tl.load(stats_ptr + n_cells + cell, mask=real, other=1.0)
         best, total, decay, weight = join_spans(best, total, part_best, part_total, rate)
         acc = tl.fma(acc, decay[:, None], part_acc * weight[:, None])
+    total = total_with_sink(sinks_ptr, head - row * n_heads, real, best, total, rate)
     place = out_ptr + head[:, None] * DIM + dim[None, :]
     tl.store(place, tl.div_rn(acc, total[:, None]), mask=mask)

@@ -24,6 +24,7 @@ NAMES = {"embed": ("model.embed_tokens",), "final_norm": ("model.norm",), "head"
 LAYER_NAMES = {
     "input_norm": ("input_layernorm",),
     "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention": ("self_attn",),
     "attention.q_norm": ("self_attn.q_norm",),
     "attention.k_norm": ("self_attn.k_norm",),
     "attention.out": ("self_attn.o_proj",),
