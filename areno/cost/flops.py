@@ -15,7 +15,7 @@ from areno.layers.config import AdapterSpec, MoEConfig
 from areno.models.adapter_shapes import n_adapter_parameters, n_expert_adapter_parameters
 from areno.models.config import TransformerConfig
 from areno.models.fp8_layers import n_quantized_parameters
-from areno.models.parameters import n_active_body_parameters, n_parameters, q_size
+from areno.models.parameters import n_active_body_parameters, n_attention_parameters, n_parameters, q_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,8 @@ class TokenCost:
     rule_flops: float = 0.0  # forward, of a token's recurrent updates
     experts: MoEConfig | None = None
     expert_params: int = 0  # of one expert, summed over the layers with experts
-    adapter_params: int = 0  # 0: all parameters are trained
+    adapter_params: int = 0  # 0: all parameters but `frozen_params` are trained
+    frozen_params: int = 0  # of attention that is not trained
     expert_adapter_params: int = 0  # those of one expert, summed over the layers with experts
     fp8_params: int = 0  # those of `body_params` whose products are on FP8 units
     int8_params: int = 0  # those that a product dequantizes first
@@ -42,7 +43,11 @@ class TokenCost:
 
     @staticmethod
     def from_config(
-        config: TransformerConfig, itemsize: int, adapters: AdapterSpec | None = None, fp8: FP8Config | None = None
+        config: TransformerConfig,
+        itemsize: int,
+        adapters: AdapterSpec | None = None,
+        fp8: FP8Config | None = None,
+        freeze_attention: bool = False,
     ) -> TokenCost:
         """Return the cost of a model. `fp8`: of its linear layers, None if the device emulates FP8."""
         experts, of_experts = config.experts, 0
@@ -54,6 +59,7 @@ class TokenCost:
             experts=experts,
             expert_params=of_experts,
             adapter_params=0 if adapters is None else n_adapter_parameters(config, adapters),
+            frozen_params=n_attention_parameters(config) if freeze_attention else 0,
             expert_adapter_params=0 if adapters is None else n_expert_adapter_parameters(config, adapters),
             n_params=n_parameters(config),
             body_params=n_active_body_parameters(config),
@@ -105,7 +111,8 @@ def train_flops(cost: TokenCost, row_lens: Sequence[int], head_tokens: int | Non
     A backward pass takes twice the FLOPs of the forward pass. For products with frozen weights, it takes only the same
     FLOPs, because the weights' gradient is not computed.
     """
-    frozen = _weight_flops(cost, sum(row_lens), head_tokens) if cost.adapter_params else 0.0
+    n_tokens = sum(row_lens)
+    frozen = _weight_flops(cost, n_tokens, head_tokens) if cost.adapter_params else 2.0 * cost.frozen_params * n_tokens
     return 3.0 * forward_flops(cost, row_lens, head_tokens) - frozen
 
 

@@ -78,11 +78,13 @@ class Footprint:
             adapters=model.adapters,
             copies_a=self.copies_a,
             fp8=model.fp8,
+            freeze_attention=model.freeze_attention,
         )
 
     def token_cost(self, model: ModelFootprint, adapters: AdapterSpec | None) -> TokenCost:
         has_units = self.on_cuda and self.itemsize == 2  # other products in FP8 are emulated
-        return TokenCost.from_config(model.config, self.itemsize, adapters, model.fp8 if has_units else None)
+        fp8 = model.fp8 if has_units else None
+        return TokenCost.from_config(model.config, self.itemsize, adapters, fp8, model.freeze_attention)
 
     def resident_bytes(self, model: ModelFootprint) -> int:
         """Return the bytes of a model on each device while it is not used."""

@@ -13,6 +13,7 @@ from areno.models.adapter_shapes import n_adapter_parameters, n_stacked_paramete
 from areno.models.config import TransformerConfig
 from areno.models.fp8_layers import n_quantized_parameters
 from areno.models.parameters import (
+    n_attention_parameters,
     n_body_parameters,
     n_float32_parameters,
     n_kv_heads,
@@ -77,6 +78,7 @@ def model_bytes(
     adapters: AdapterSpec | None = None,
     copies_a: bool = False,
     fp8: FP8Config | None = None,
+    freeze_attention: bool = False,
 ) -> ModelBytes:
     """Return the bytes of a model on each device, without padding between parameters.
 
@@ -94,13 +96,18 @@ def model_bytes(
         weights += (1 if adapters is None else 1 - itemsize) * n_quantized_parameters(config, fp8, layout)
     if optimizer is None:
         return ModelBytes(weights=weights)
+    if freeze_attention:
+        frozen = n_attention_parameters(config, layout)
+        n, of_layers, layer = n - frozen, of_layers - frozen, layer - frozen // config.num_layers
     divided = layout.dp_size if zero_stage else 1
     n_grads = n
     if zero_stage == 2 and layout.dp_size > 1:
         at_once = min(-(-BUCKET // layer), config.num_layers) * layer
         n_grads = n - of_layers + of_layers // layout.dp_size + 2 * min(at_once, of_layers)  # see ReducedGradients
     is_master = itemsize == 4 and divided == 1
-    n_in_matrices = n if adapters is not None else n_matrix_parameters(config, layout)
+    n_in_matrices = n
+    if adapters is None:
+        n_in_matrices = n_matrix_parameters(config, layout, attention=not freeze_attention)
     masters, moments = (
         0 if is_master else 4 * n // divided,
         OPTIMIZERS[optimizer].state_bytes(n, n_in_matrices) // divided,

@@ -88,6 +88,7 @@ def device_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, r
         of_experts = 2.0 * cost.expert_params * cost.experts.top_k * n * passes
     flops = 2.0 * passes * (cost.body_params * n + cost.head_params * work.n_predicted) - of_experts
     flops += 2.0 * size * _saved_elements(config) * work.n_recomputed * n
+    flops -= 2.0 * cost.frozen_params * n if work.trains else 0.0
     flops -= (1 - 1 / _FP8) * _fp8_flops(config, cost, work)
     flops += (3 if work.trains else 1) * 2.0 * cost.active_adapter_params * n
     pairs = mean_attention_pairs(cost, work.row_lens) - (
@@ -168,9 +169,10 @@ def update_seconds(
     config: TransformerConfig, cost: TokenCost, optimizer: OptimizerType, rates: Rates, tp_size: int, n_parts: int
 ) -> float:
     """Return the seconds of an update. `n_parts`: the data-parallel ranks that divide the optimizer."""
-    kind, n_trained = OPTIMIZERS[optimizer], cost.adapter_params or cost.n_params
+    kind, n_trained = OPTIMIZERS[optimizer], cost.adapter_params or cost.n_params - cost.frozen_params
     # Every tensor-parallel rank computes with whole matrices. Those of adapters have one short side, and cost little.
-    n_in_matrices = 0 if cost.adapter_params else n_matrix_parameters(config) / n_parts
+    attention = not cost.frozen_params
+    n_in_matrices = 0 if cost.adapter_params else n_matrix_parameters(config, attention=attention) / n_parts
     flops = kind.matrix_flops * config.hidden_size * n_in_matrices
     moved = kind.update_bytes * n_trained / (tp_size * n_parts)
     return _UPDATE_S + moved / rates.copy_bytes_s + flops / (_LARGE_PRODUCTS * rates.matmul_flops_s)

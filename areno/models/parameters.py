@@ -31,7 +31,14 @@ def n_float32_parameters(config: TransformerConfig, layout: Layout = ALONE) -> i
     return sum(sizes[name] for name in config.float32)
 
 
-def n_matrix_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
+def n_attention_parameters(config: TransformerConfig, layout: Layout = ALONE) -> int:
+    """Return the number of parameters that `Transformer.freeze_attention` freezes."""
+    n_delta = 0 if config.delta is None else len(config.delta.layers)
+    of_delta = _n_delta_parameters(config, layout) if n_delta else 0
+    return n_delta * of_delta + (config.num_layers - n_delta) * _n_attention_parameters(config, layout)
+
+
+def n_matrix_parameters(config: TransformerConfig, layout: Layout = ALONE, *, attention: bool = True) -> int:
     """Return the number of parameters of the projections of all layers, `Transformer.matrix_parts`."""
     size, experts, delta = config.hidden_size, config.experts, config.delta
     n_delta, n_sparse = (0 if delta is None else len(delta.layers)), 0
@@ -40,11 +47,12 @@ def n_matrix_parameters(config: TransformerConfig, layout: Layout = ALONE) -> in
         n_sparse = len(experts.layers(config.num_layers))
         found += n_sparse * 3 * size * experts.inner_size * layout.share_rounded_down(experts.n_experts)
         found += n_sparse * _n_shared_parameters(config, layout)
-    if delta is not None:
-        found += n_delta * layout.share_rounded_down(size * (sum(delta.projection_sizes) + delta.inner_size))
-    attention = size * (qkv_size(config, layout) + q_size(config, layout))
+    if attention:
+        if delta is not None:
+            found += n_delta * layout.share_rounded_down(size * (sum(delta.projection_sizes) + delta.inner_size))
+        found += (config.num_layers - n_delta) * size * (qkv_size(config, layout) + q_size(config, layout))
     mlp = 3 * size * layout.share_rounded_down(config.intermediate_size)
-    return found + (config.num_layers - n_delta) * attention + (config.num_layers - n_sparse) * mlp
+    return found + (config.num_layers - n_sparse) * mlp
 
 
 def n_active_body_parameters(config: TransformerConfig) -> int:

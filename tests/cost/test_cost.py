@@ -149,16 +149,37 @@ def test_bytes_of_the_optimizer_buffers(kind: Any, dtype: torch.dtype) -> None:
 def test_bytes_of_a_divided_optimizer(
     zero_stage: int, kind: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_divided_optimizer(zero_stage, kind, changes, monkeypatch)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+@pytest.mark.parametrize("changes", [{}, RECURRENT])
+def test_frozen_attention_has_neither_gradients_nor_moments(
+    zero_stage: int, kind: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_divided_optimizer(zero_stage, kind, {"head": "value", **changes}, monkeypatch, frozen=True)
+
+
+def check_divided_optimizer(
+    zero_stage: int, kind: Any, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, frozen: bool = False
+) -> None:
     """Of three data-parallel ranks, with a bucket for each layer. Padding is small beside parameters of this size."""
     monkeypatch.setattr(memory, "BUCKET", 1)
     monkeypatch.setattr("areno.engine.train.zero_buffers.BUCKET", 1)
     config = replace(CONFIG, hidden_size=256, intermediate_size=1024, vocab_size=1024, **changes)
     model = build(config, dtype=torch.bfloat16)
-    stage = model.backward_stage if zero_stage else None
-    flat = FlatParameters(model, None, BLOCK, stage=stage, dp=ParallelGroup(0, 3), divide_grads=zero_stage == 2)
+    if frozen:
+        model.freeze_attention()
+        of_attention = [each for layer in model.layers for each in (layer.attention or layer.delta).parameters()]
+        assert parameters.n_attention_parameters(config) == sum(each.numel() for each in of_attention)
+    how: dict[str, Any] = {"stage": model.backward_stage if zero_stage else None, "divide_grads": zero_stage == 2}
+    if kind == "muon":
+        how["matrix_parts"] = model.matrix_parts
+    flat = FlatParameters(model, None, BLOCK, dp=ParallelGroup(0, 3), **how)
     optimizer = Optimizer(flat, OptimizerConfig(type=kind), ParallelGroup())
-    found = memory.model_bytes(config, 2, kind, layout=Layout(3), zero_stage=zero_stage)
-    assert found.weights == pytest.approx(flat.params.nbytes, rel=0.01)
+    found = memory.model_bytes(config, 2, kind, layout=Layout(3), zero_stage=zero_stage, freeze_attention=frozen)
+    assert found.weights == pytest.approx(sum(buffer.nbytes for buffer in flat.buffers), rel=0.01)
     assert found.gradients == pytest.approx(flat.grads.nbytes + flat.workspace.nbytes, rel=0.01)
     assert found.masters == pytest.approx(flat.masters.nbytes, rel=0.01)
     assert found.moments == pytest.approx(sum(buffer.nbytes for buffer in optimizer.moments.values()), rel=0.01)

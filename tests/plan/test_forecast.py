@@ -442,3 +442,14 @@ def test_passes_before_updates_and_epochs_of_a_critic_take_time() -> None:
     assert seconds("grpo", two, "variant=real")["train actor"] > seconds("grpo", two)["train actor"]
     once, twice = (seconds("ppo", *KL, *CRITIC, f"critic.epochs={n}")["train critic"] for n in (1, 2))
     assert 1.8 * once < twice < 2.1 * once
+
+
+def test_frozen_attention_of_a_critic_takes_less_memory_and_time() -> None:
+    path = "actor.path=Qwen/Qwen3-0.6B"
+    full, frozen = (
+        predicted("ppo", path, *KL, *CRITIC, f"critic.freeze_attention={value}") for value in ("false", "true")
+    )
+    n_layers, of_attention = 28, 1024 * (4096 + 2048) + 256
+    saved = {phase.name: phase.seconds - other.seconds for phase, other in zip(full.phases, frozen.phases, strict=True)}
+    assert {name for name, seconds in saved.items() if seconds} == {"train critic"}
+    assert full.peak_memory_bytes - frozen.peak_memory_bytes == n_layers * of_attention * (4 + 4 + 8)
