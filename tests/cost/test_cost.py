@@ -171,8 +171,8 @@ def check_divided_optimizer(
     model = build(config, dtype=torch.bfloat16)
     if frozen:
         model.freeze_attention()
-        of_attention = [each for layer in model.layers for each in (layer.attention or layer.delta).parameters()]
-        assert parameters.n_attention_parameters(config) == sum(each.numel() for each in of_attention)
+        n_frozen = sum(each.numel() for each in model.parameters() if not each.requires_grad)
+        assert parameters.n_attention_parameters(config) == n_frozen
     how: dict[str, Any] = {"stage": model.backward_stage if zero_stage else None, "divide_grads": zero_stage == 2}
     if kind == "muon":
         how["matrix_parts"] = model.matrix_parts

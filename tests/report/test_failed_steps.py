@@ -19,12 +19,6 @@ from tests.helpers.resumed import folder_of, go
 ONCE = "actor.max_skipped_steps=1"
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def failed_run(recipe: str, *settings: str) -> RecordedRun:
     kill_runs.write_rows(recipe, Path())
     assert go(recipe, *settings) == 1

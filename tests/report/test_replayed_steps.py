@@ -30,12 +30,6 @@ slow = pytest.mark.slow
 OFTEN = "recover.freq_steps=3"
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def recorded_run(recipe: str, *settings: str) -> RunReader:
     kill_runs.write_rows(recipe, Path())
     assert go(recipe, *settings) == 0
