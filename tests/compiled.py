@@ -144,7 +144,13 @@ def launch_in_fp8(dtype: torch.dtype) -> None:
 def launch_alone(dtype: torch.dtype, capability: int) -> None:
     """Kernels that no command launches without GPUs."""
     from areno.kernels import jit
-    from areno.kernels.experts import choose_experts
+    from areno.kernels.experts import (
+        choose_experts,
+        clamped_glu,
+        combine,
+        group_by_expert,
+        weighted_clamped_glu_backward,
+    )
     from areno.kernels.logprobs import triton as logprobs
     from areno.kernels.matmul import fixed_order_matmul, gluon_few_rows
     from areno.kernels.matmul import triton_few_rows as few_rows
@@ -205,6 +211,12 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
                     for reads_early, of_groups in product((False, True), (batch, alone)):
                         decode_attention(*qkv, blocks, replace(of_groups, pdl=True, reads_early=reads_early))
     choose_experts(torch.zeros(16, 128), 8, True, torch.zeros(128), 2.5)
+    chosen, weights = choose_experts(torch.zeros(16, 32), 4, True)
+    groups, biases = group_by_expert(chosen, 0, 32), (torch.zeros(32, 128, dtype=dtype), chosen)
+    copies, of_glu = some.repeat(4, 1), (torch.zeros(32, 128, dtype=dtype), groups.ends_E, 1.7, 7.0)
+    combine(copies, groups.copies_Nk, weights, groups.ends_E, *biases)
+    clamped_glu(copies, *of_glu)
+    weighted_clamped_glu_backward(copies[:, :64], copies, weights.flatten(), *of_glu)
     if capability >= FP8_CAPABILITY:
         launch_in_fp8(dtype)
     numbers = torch.zeros(4, 16, dtype=torch.int32)

@@ -86,6 +86,14 @@ class DeltaConfig:
         return 6.0 * len(self.layers) * self.n_value_heads * self.key_dim * self.value_dim
 
 
+@dataclass(frozen=True)
+class ClampedGLU:
+    """The activation (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within +-`limit`."""
+
+    alpha: float
+    limit: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """The layers whose MLP is a mixture of experts: a router chooses `top_k` experts for each token."""
@@ -102,18 +110,21 @@ class MoEConfig:
     shared_field: str = "shared_expert_intermediate_size"  # of config.json, for error messages
     shared_gated: bool = False  # whether the output of the shared expert is multiplied by the sigmoid of a gate
     dense_layers: frozenset[int] = frozenset()  # indices of the layers that have a plain MLP instead
+    biased: bool = False  # router and experts have biases
+    clamped: ClampedGLU | None = None  # the experts' activation; the rows of gate and up then alternate. None: SwiGLU
     field: str = "num_experts"  # of config.json, for error messages
 
     def layers(self, num_layers: int) -> list[int]:
         return [index for index in range(num_layers) if index not in self.dense_layers]
 
     def n_parameters(self, hidden_size: int, n_experts: int) -> int:
-        """Return the number of parameters of the router, the gate, the bias and `n_experts` experts in one layer.
+        """Return the number of parameters of the router, the gate, biases and `n_experts` experts in one layer.
 
         The shared expert is not counted, because tensor parallelism divides its inner size.
         """
         of_inputs = self.n_experts + self.shared_gated + 3 * self.inner_size * n_experts
-        return hidden_size * of_inputs + self.n_experts * self.sigmoid
+        of_biases = self.n_experts + n_experts * (2 * self.inner_size + hidden_size) if self.biased else 0
+        return hidden_size * of_inputs + self.n_experts * self.sigmoid + of_biases
 
     def expected_distinct(self, n_tokens: float) -> float:
         """Return the expected number of experts that `n_tokens` tokens use together, if they choose at random."""

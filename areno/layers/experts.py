@@ -17,8 +17,8 @@ from areno.layers.config import AdapterSpec
 from areno.layers.shard import Layout, TensorPart, WeightSpec
 
 
-def _parts(n_experts: int, n_local: int, rank: int, shapes: Sequence[tuple[int, int]]) -> tuple[TensorPart, ...]:
-    """Return the parts of a parameter that stacks matrices of `shapes` for each of the experts `rank` has."""
+def _parts(n_experts: int, n_local: int, rank: int, shapes: Sequence[tuple[int, ...]]) -> tuple[TensorPart, ...]:
+    """Return the parts of a parameter that stacks tensors of `shapes` for each of the experts `rank` has."""
     parts, offset = [], 0
     for expert in range(n_experts):
         holder = expert // n_local
@@ -103,9 +103,10 @@ class ExpertMatrices(nn.Module):
     """One weight matrix of each expert of this rank, stacked by rows: `weight` is (E * O, I).
 
     Each expert's matrix may itself stack several checkpoint tensors, such as gate and up. `sizes`: their output sizes.
+    Products leave `bias` (E * O,) out. The caller adds it in the next step.
     """
 
-    def __init__(self, n_experts: int, sizes: tuple[int, ...], in_size: int, spec: WeightSpec):
+    def __init__(self, n_experts: int, sizes: tuple[int, ...], in_size: int, spec: WeightSpec, bias: bool = False):
         super().__init__()
         self.tp = spec.tp
         self.n_local = spec.tp.shard_size(n_experts, "experts")
@@ -113,6 +114,9 @@ class ExpertMatrices(nn.Module):
         self.weight = spec.empty(self.n_local * self.out_size, in_size)
         shapes = [(size, in_size) for size in sizes]
         self.layout: Layout = {"weight": _parts(n_experts, self.n_local, spec.tp.rank, shapes)}
+        self.bias = spec.empty(self.n_local * self.out_size) if bias else None
+        if bias:
+            self.layout["bias"] = _parts(n_experts, self.n_local, spec.tp.rank, [(size,) for size in sizes])
         self.adapter: ExpertAdapter | None = None
 
     def add_adapter(self, adapters: AdapterSpec) -> ExpertAdapter:
@@ -123,6 +127,10 @@ class ExpertMatrices(nn.Module):
     @property
     def stack_EOI(self) -> Tensor:
         return self.weight.unflatten(0, (self.n_local, self.out_size))
+
+    @property
+    def bias_EO(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.view(self.n_local, self.out_size)
 
     @property
     def active_adapter(self) -> ExpertAdapter | None:
@@ -150,8 +158,22 @@ class ExpertMatrices(nn.Module):
             return grad_MI
         return adapter.add_input_gradient(grad_MI, grad_h_Mr, ends_E)
 
-    def accumulate_grad(self, grad_MO: Tensor, x_MI: Tensor, grad_h_Mr: Tensor | None, groups: ExpertGroups) -> None:
-        """Add the gradients of weight and adapter to their float32 `.grad`. Frozen parameters are skipped."""
+    def accumulate_grad(
+        self,
+        grad_MO: Tensor,
+        x_MI: Tensor,
+        grad_h_Mr: Tensor | None,
+        groups: ExpertGroups,
+        weights_M: Tensor | None = None,
+    ) -> None:
+        """Add the gradients of weight, bias and adapter to their float32 `.grad`. Frozen parameters are skipped.
+
+        `weights_M`, the weights of the rows (None: 1), are those of the bias. `x_MI` is multiplied by them already.
+        """
+        if self.bias is not None and self.bias.requires_grad:
+            assert self.bias.grad is not None
+            of_rows_M1 = (grad_MO.new_ones(len(grad_MO)) if weights_M is None else weights_M.to(grad_MO)).unsqueeze(1)
+            add_grouped_matmul(self.bias.grad.view(self.n_local, -1, 1), grad_MO, of_rows_M1, groups.ends_E)
         if self.weight.requires_grad:
             assert self.weight.grad is not None
             add_grouped_matmul(self.weight.grad.view_as(self.stack_EOI), grad_MO, x_MI, groups.ends_E)

@@ -34,9 +34,11 @@ from torch.nn import functional as F
 from areno.kernels.experts import (
     ExpertGroups,
     choose_experts,
+    clamped_glu,
     combine,
     group_by_expert,
     reference,
+    weighted_clamped_glu_backward,
     weighted_swiglu_backward,
 )
 from areno.kernels.fp8.matmul import QuantizedMatrix
@@ -164,9 +166,9 @@ class Router(Linear):
     the shared expert.
     """
 
-    def __init__(self, hidden_size: int, n_experts: int, spec: WeightSpec):
-        super().__init__(n_experts, hidden_size, spec, bias=False)
-        self.layout: Layout = {"weight": (TensorPart((n_experts, hidden_size)),)}
+    def __init__(self, hidden_size: int, n_experts: int, spec: WeightSpec, bias: bool = False):
+        super().__init__(n_experts, hidden_size, spec, bias=bias)
+        self.layout: Layout = {"weight": (TensorPart((n_experts, hidden_size)),), "bias": (TensorPart((n_experts,)),)}
         self.e_score_correction_bias: nn.Parameter | None = None
 
     def add_correction_bias(self, spec: WeightSpec) -> None:
@@ -181,12 +183,16 @@ class Router(Linear):
 
     def forward(self, x_ND: Tensor) -> Tensor:
         if x_ND.is_cuda and not torch.is_grad_enabled():
-            return float32_matmul(x_ND, self.weight)
-        return F.linear(x_ND.float(), self.weight.float())
+            y_NO = float32_matmul(x_ND, self.weight)
+        else:
+            y_NO = F.linear(x_ND.float(), self.weight.float())
+        return y_NO if self.bias is None else y_NO + self.bias.float()
 
 
 class ExpertMLP(nn.Module):
     """The sum of down(silu(gate x) * up x) over a token's experts, weighted by the router, and of the shared expert.
+
+    With `experts.clamped`, another activation replaces silu(gate) * up.
 
     `layer` counts only the layers with experts. With `engine.exact`, `forward` pads each expert's rows to a multiple of
     `row_multiple`.
@@ -197,11 +203,12 @@ class ExpertMLP(nn.Module):
         self.tp, self.experts, self.layer, self.routing = spec.tp, experts, layer, routing
         self.row_multiple = 1
         inner = experts.inner_size
-        self.router = Router(hidden_size, experts.n_experts, spec)
+        self.router = Router(hidden_size, experts.n_experts, spec, experts.biased)
         if experts.sigmoid:
             self.router.add_correction_bias(spec)
-        self.experts_gate_up = ExpertMatrices(experts.n_experts, (inner, inner), hidden_size, spec)
-        self.experts_down = ExpertMatrices(experts.n_experts, (hidden_size,), inner, spec)
+        sizes = (inner, inner) if experts.clamped is None else (2 * inner,)
+        self.experts_gate_up = ExpertMatrices(experts.n_experts, sizes, hidden_size, spec, experts.biased)
+        self.experts_down = ExpertMatrices(experts.n_experts, (hidden_size,), inner, spec, experts.biased)
         self.shared = GatedMLP(hidden_size, experts.shared_size, spec, bias=False) if experts.shared_size else None
         self.shared_gate = Router(hidden_size, 1, spec) if experts.shared_gated else None
 
@@ -214,15 +221,32 @@ class ExpertMLP(nn.Module):
         groups = self._group_by_expert(chosen_Nk)
         rows_MD = self.tp.copy_in(x_ND).index_select(0, groups.tokens_M)
         how = groups.ends_E, self.row_multiple
-        gate_MI, up_MI = self.experts_gate_up(rows_MD, *how).chunk(2, dim=-1)
-        y_MD = self.experts_down(F.silu(gate_MI) * up_MI, *how)
-        out_ND = reference.combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E)
+        gate_up_M2I = self.experts_gate_up(rows_MD, *how)
+        if self.clamped_with is None:
+            gate_MI, up_MI = gate_up_M2I.chunk(2, dim=-1)
+            act_MI = F.silu(gate_MI) * up_MI
+        else:
+            bias_EO, *numbers = self.clamped_with
+            act_MI = reference.clamped_glu(gate_up_M2I, bias_EO, groups.ends_E, *numbers)
+        y_MD = self.experts_down(act_MI, *how)
+        out_ND = reference.combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E, *self._output_bias(chosen_Nk))
         if self.shared is not None:
             shared_ND = self.shared(x_ND, whole=False)
             if self.shared_gate is not None:
                 shared_ND = shared_ND * self.tp.copy_in(self.shared_gate(x_ND)).sigmoid().to(shared_ND.dtype)
             out_ND = out_ND + shared_ND
         return self.tp.scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
+
+    @property
+    def clamped_with(self) -> tuple[Tensor, float, float] | None:
+        """The biases of gate and up and the numbers of the clamped activation. None: the activation is SwiGLU."""
+        clamped, bias_EO = self.experts.clamped, self.experts_gate_up.bias_EO
+        return None if clamped is None or bias_EO is None else (bias_EO, clamped.alpha, clamped.limit)
+
+    def _output_bias(self, chosen_Nk: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return the biases of `down` and the chosen experts as indices of this rank's, or None without biases."""
+        bias_ED = self.experts_down.bias_EO
+        return (None, None) if bias_ED is None else (bias_ED, chosen_Nk - self.tp.rank * self.experts_down.n_local)
 
     def _group_by_expert(self, chosen_Nk: Tensor) -> ExpertGroups:
         n_local = self.experts_gate_up.n_local
@@ -260,8 +284,14 @@ class ExpertMLP(nn.Module):
         rows_MD = x_ND.index_select(0, groups.tokens_M)
         gate_up_M2I = self.experts_gate_up.matmul(rows_MD, groups.ends_E)
         del rows_MD
-        y_MD = self.experts_down.matmul(swiglu(gate_up_M2I), groups.ends_E)
-        out_ND = combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E)
+        if self.clamped_with is None:
+            act_MI = swiglu(gate_up_M2I)
+        else:
+            bias_EO, *numbers = self.clamped_with
+            act_MI = clamped_glu(gate_up_M2I, bias_EO, groups.ends_E, *numbers)
+        y_MD = self.experts_down.matmul(act_MI, groups.ends_E)
+        del act_MI
+        out_ND = combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E, *self._output_bias(chosen_Nk))
         del y_MD
         of_shared: tuple[Tensor, ...] = ()
         if self.shared is not None:
@@ -290,9 +320,16 @@ class ExpertMLP(nn.Module):
         grad_h_Mr = down.inner_gradient(grad_MD, ends_E)
         grad_MI = down.input_gradient(grad_MD, grad_h_Mr, ends_E)
         weights_M = weights_Nk.detach().flatten().index_select(0, groups.choices_M)
-        grad_gate_up_M2I, act_MI, grad_weights_M = weighted_swiglu_backward(grad_MI, gate_up_M2I, weights_M, ends_E)
-        del gate_up_M2I, grad_MI
-        down.accumulate_grad(grad_MD, act_MI, grad_h_Mr, groups)
+        given = grad_MI, gate_up_M2I, weights_M
+        if self.clamped_with is None:
+            grad_gate_up_M2I, act_MI, grad_weights_M = weighted_swiglu_backward(*given, ends_E)
+        else:
+            bias_EO, *numbers = self.clamped_with
+            found = weighted_clamped_glu_backward(*given, bias_EO, ends_E, *numbers)
+            grad_gate_up_M2I, act_MI, grad_weights_M = found
+            del found
+        del gate_up_M2I, grad_MI, given
+        down.accumulate_grad(grad_MD, act_MI, grad_h_Mr, groups, weights_M)
         del grad_MD, act_MI
         grad_h_Mr = gate_up.inner_gradient(grad_gate_up_M2I, ends_E)
         gate_up.accumulate_grad(grad_gate_up_M2I, rows_MD, grad_h_Mr, groups)
@@ -300,6 +337,9 @@ class ExpertMLP(nn.Module):
         grad_x_MD = gate_up.input_gradient(grad_gate_up_M2I, grad_h_Mr, ends_E)
         grad_x_ND = combine(grad_x_MD, groups.copies_Nk, None, ends_E)
         grad_weights_Nk = grad_weights_M.index_select(0, groups.copies_Nk.flatten()).view_as(weights_Nk)
+        bias_ED, experts_Nk = self._output_bias(chosen_Nk)
+        if bias_ED is not None and experts_Nk is not None:
+            grad_weights_Nk = grad_weights_Nk + _products_with_chosen(grad_ND, bias_ED, experts_Nk)
         grad_gate_N1 = None
         if self.shared is not None:
             grad_shared_ND, grad_gate_N1 = self._shared_backward(grad_ND, x_ND, kept[1:])
@@ -337,6 +377,13 @@ class ExpertMLP(nn.Module):
         del shared_ND
         grad_ND = grad_ND * gate_N1.to(grad_ND.dtype)
         return self.shared.fused_backward(grad_ND, x_ND, kept, (), False, whole=False), grad_gate_N1
+
+
+def _products_with_chosen(x_ND: Tensor, bias_ED: Tensor, experts_Nk: Tensor) -> Tensor:
+    """Return the product of each token with the biases of its experts, 0 for those of other ranks, (N, k)."""
+    is_here_Nk = (experts_Nk >= 0) & (experts_Nk < len(bias_ED))
+    products_Nk = float32_matmul(x_ND, bias_ED).gather(1, experts_Nk.clamp(0, len(bias_ED) - 1))
+    return products_Nk.masked_fill(~is_here_Nk, 0)
 
 
 class _BalanceGradient(torch.autograd.Function):

@@ -1,10 +1,20 @@
-"""Weights of checkpoints that are in FP8, with a scale for each block, often of 128 x 128. Loading dequantizes them."""
+"""Weights of checkpoints that are in FP8 or MXFP4, with a scale for each block. Loading dequantizes them.
+
+A block of FP8 is often 128 x 128. One of MXFP4 (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf)
+has 32 numbers of 4 bits and one power of two.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from areno.errors import CheckpointError
+
+_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of codes 0 to 7. Codes from 8 on are negative
+_MXFP4_BIAS = 127  # of the exponents
 
 
 class BlockScaledSlice:
@@ -26,3 +36,40 @@ class BlockScaledSlice:
         (n_rows, n_columns), (rows, columns) = self.get_shape(), self._size
         scales = self._scales.repeat_interleave(rows, 0)[:n_rows].repeat_interleave(columns, 1)[:, :n_columns]
         return self._codes[index].float() * scales[index]
+
+
+class MXFP4Slice:
+    """Matrices of experts in MXFP4 as a slice of safetensors that returns bfloat16 values (experts, inputs, outputs).
+
+    The codes are (experts, outputs, blocks, 16), two numbers in each byte, the first one in the lower half. The scales
+    are (experts, outputs, blocks).
+    """
+
+    def __init__(self, codes: Any, scales: Tensor):
+        self._codes, self._scales = codes, scales
+
+    @staticmethod
+    def checked(name: str, codes: Any, scales: Tensor) -> MXFP4Slice:
+        """Return the slice, or raise CheckpointError if codes and scales of the weight `name` do not fit together."""
+        shape, expected = codes.get_shape(), [*scales.shape, 16]
+        if len(shape) != 4 or shape != expected or codes.get_dtype() != "U8" or scales.dtype != torch.uint8:
+            text = f"{name} in MXFP4 has blocks {codes.get_dtype()} {tuple(shape)} and scales {tuple(scales.shape)}; "
+            raise CheckpointError(text + "expected U8 blocks of 16 bytes (experts, outputs, blocks, 16) with one scale")
+        return MXFP4Slice(codes, scales)
+
+    def get_shape(self) -> list[int]:
+        n_experts, n_outputs, n_blocks, n_bytes = self._codes.get_shape()
+        return [n_experts, 2 * n_blocks * n_bytes, n_outputs]
+
+    def get_dtype(self) -> str:
+        return "BF16"
+
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
+        experts, inputs, outputs = index
+        codes, scales = self._codes[experts, outputs], self._scales[experts, outputs]
+        values = torch.tensor([*_MXFP4, *(-value for value in _MXFP4)], dtype=torch.bfloat16)
+        bytes_ = torch.arange(256)
+        pairs = torch.stack((values[bytes_ & 15], values[bytes_ >> 4]), dim=-1).view(torch.int32).flatten()
+        numbers = pairs[codes.int()].view(torch.bfloat16)
+        powers = torch.ldexp(torch.ones(scales.shape), scales.int() - _MXFP4_BIAS).bfloat16()
+        return numbers.mul_(powers.unsqueeze(-1)).flatten(-2).transpose(1, 2)[:, inputs]

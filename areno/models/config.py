@@ -15,6 +15,7 @@ from areno.models.rope_config import read_rope
 from areno.schema.fields import settings
 
 SCALES = "_scale_inv"  # ends the name of the scales of a weight in FP8
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"  # end the names of the two tensors of a weight in MXFP4
 N_LABELS: dict[HeadName, int] = {"lm": 0, "value": 1, "step": 2}
 """Kind of head -> number of scores that it computes for each token."""
 MAX_LAYERS = 10_000  # a larger number is an error in the file
@@ -208,6 +209,8 @@ class Family:
             checkpoint module holds several matrices of each expert, they are stacked, expert by expert.
         fused_experts: Tensor with three dimensions that holds all experts of a layer -> module of `Layer`. Its rows are
             those of `expert_names`, expert by expert. Files may have these or a tensor for each expert.
+        transposed_experts: Whether files always have the tensors of `fused_experts`, as (experts, inputs, outputs).
+            Biases have the same names and `_bias`. In MXFP4, the weights are (experts, outputs, inputs).
         stacked: Fused module in the weight files -> the separate modules that it holds, in the order of their rows.
         float32: Tensors of a layer that published checkpoints store in float32 among weights in another dtype.
         around: The image-text architecture whose `text_config` describes a model of this family; "" if there is none.
@@ -229,6 +232,7 @@ class Family:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     fused_experts: Mapping[str, str] = field(default_factory=dict)
+    transposed_experts: bool = False
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     float32: tuple[str, ...] = ()
     around: str = ""
@@ -259,6 +263,7 @@ def read_decoder(
     may_slide: bool = False,
     may_recur: bool = False,
     may_bias: bool = False,
+    may_mxfp4: bool = False,
     rope: RopeConfig | None = None,
     activation: tuple[str, str] = ("hidden_act", "silu"),
 ) -> TransformerConfig:
@@ -275,6 +280,7 @@ def read_decoder(
         may_slide: Whether the family supports layers with a sliding window, see `with_sliding_windows`.
         may_recur: Whether the family supports layers with a recurrent state.
         may_bias: Whether `attention_bias` sets the biases of q, k, v and o.
+        may_mxfp4: Whether the experts may be in MXFP4.
         rope: The rotary positions. None: they are read here.
         activation: The field that names the activation function, and its only supported value.
     """
@@ -282,7 +288,7 @@ def read_decoder(
     field, only = activation
     if raw.get(field, str, only) != only:
         raw.add_unsupported(field, repr(only))
-    _refuse_unsupported(raw, num_layers, may_slide, may_recur)
+    _refuse_unsupported(raw, num_layers, may_slide, may_recur, may_mxfp4)
     hidden_size, num_heads = raw.get("hidden_size", int, ge=1), raw.get("num_attention_heads", int, ge=1)
     num_kv_heads = raw.get("num_key_value_heads", int, num_heads, ge=1)
     max_positions = raw.get("max_position_embeddings", int, ge=1)
@@ -337,7 +343,7 @@ def _refuse_misfits(raw: RawConfig, config: TransformerConfig, is_derived: bool)
         )
 
 
-def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_recur: bool) -> None:
+def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_recur: bool, may_mxfp4: bool) -> None:
     """Add problems for fields that ask for a computation that is not implemented."""
     if raw.get("attention_dropout", float, 0.0):
         raw.add_unsupported("attention_dropout", "0, since there is no dropout")
@@ -347,10 +353,10 @@ def _refuse_unsupported(raw: RawConfig, num_layers: int, may_slide: bool, may_re
         if name.startswith("AutoModel") and not known:
             raw.add_problem(f"auto_map.{name} names code that comes with the model, which is not run; expected none")
     quantization = raw.get("quantization_config", dict, {})
-    if quantization and fp8_block_size(raw.values) is None:
+    if quantization and fp8_block_size(raw.values) is None and not (may_mxfp4 and is_mxfp4(raw.values)):
         method = quantization.get("quant_method", quantization)
         expected = "a checkpoint in bfloat16, float16 or float32, or in fp8 with a weight_block_size"
-        raw.add_unsupported("quantization_config", expected, method)
+        raw.add_unsupported("quantization_config", expected + ", or in mxfp4" * may_mxfp4, method)
     layer_types = raw.get("layer_types", list, [])
     known = ("full_attention",) + ("sliding_attention",) * may_slide + ("linear_attention",) * may_recur
     if any(kind not in known for kind in layer_types):
@@ -373,6 +379,11 @@ def fp8_block_size(values: Mapping[str, Any]) -> tuple[int, int] | None:
     if not is_fp8 or not isinstance(size, list) or len(size) != 2:
         return None
     return (size[0], size[1]) if all(isinstance(each, int) and each > 0 for each in size) else None
+
+
+def is_mxfp4(values: Mapping[str, Any]) -> bool:
+    """Return whether a config.json (`values`) says that experts are in MXFP4."""
+    return (values.get("quantization_config") or {}).get("quant_method") == "mxfp4"
 
 
 def with_sliding_windows(

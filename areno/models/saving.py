@@ -191,8 +191,8 @@ def write_tensors(
     if copied is not None:
         copied.synchronize()
     for name, stored in named.items():
+        tensors[name] = stored.in_file_order(tensors[name])
         if stored.by_column:
-            tensors[name] = stored.columns_in_turn(tensors[name])
             continue
         for part, order in zip(stored.split(tensors[name]), stored.orders, strict=True):
             if order is not None:

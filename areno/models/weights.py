@@ -20,8 +20,16 @@ from areno.errors import CheckpointError, Problem
 from areno.layers.embedding import VocabParallelEmbedding
 from areno.layers.rotary import head_order, permute_heads
 from areno.layers.shard import TensorPart
-from areno.models.block_scales import BlockScaledSlice
-from areno.models.config import SCALES, Family, TransformerConfig, fp8_block_size
+from areno.models.block_scales import BlockScaledSlice, MXFP4Slice
+from areno.models.config import (
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    SCALES,
+    Family,
+    TransformerConfig,
+    fp8_block_size,
+    is_mxfp4,
+)
 from areno.models.families import FAMILIES, fused_expert_names, module_names, stored_names, unread_prefixes
 from areno.models.folder import (
     SHOWN,
@@ -60,13 +68,15 @@ def checkpoint_table(model: Transformer) -> list[CheckpointEntry]:
 class StoredTensor(NamedTuple):
     """A tensor in the weight files. If these fuse modules, it stacks the rows of several `CheckpointEntry` tensors.
 
-    If `by_column`, it has the columns of n entries in turn: column i of entry e is column i n + e.
+    If `by_column`, it has the columns of n entries in turn: column i of entry e is column i n + e. If `transposed`, the
+    rows of an expert's entries are the columns of its matrix.
     """
 
     entries: list[CheckpointEntry]
     orders: list[Tensor | None]  # for each entry, the result of `head_order`
     by_column: bool = False
-    n_experts: int = 0  # if not 0, the first of three dimensions
+    n_experts: int = 0  # if not 0, the size of the first dimension, which counts experts
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,6 +84,8 @@ class StoredTensor(NamedTuple):
         if self.by_column:
             return (shapes[0][0], sum(shape[1] for shape in shapes))
         n_rows = sum(shape[0] for shape in shapes)
+        if self.transposed:
+            return (self.n_experts, *shapes[0][1:], n_rows // self.n_experts)
         if self.n_experts:
             return (self.n_experts, n_rows // self.n_experts, *shapes[0][1:])
         return (n_rows, *shapes[0][1:])
@@ -82,8 +94,12 @@ class StoredTensor(NamedTuple):
     def dtype(self) -> torch.dtype:
         return self.entries[0].parameter.dtype
 
-    def columns_in_turn(self, stacked: Tensor) -> Tensor:
+    def in_file_order(self, stacked: Tensor) -> Tensor:
         """Return the tensor of the file, given the entries one after another."""
+        if self.transposed:
+            return stacked.view(self.n_experts, self.shape[2], self.shape[1]).transpose(1, 2).contiguous()
+        if not self.by_column:
+            return stacked
         return stacked.view(len(self.entries), self.shape[0], -1).permute(1, 2, 0).reshape(self.shape)
 
     def split(self, whole: Tensor) -> list[Tensor]:
@@ -98,6 +114,7 @@ def stored_tensors(model: Transformer) -> dict[str, StoredTensor]:
     config = model.config
     order = head_order(config.rope, config.head_dim)
     stacked, fused = stored_names(config), fused_expert_names(config)
+    transposed = FAMILIES[config.family].transposed_experts
     found: dict[str, StoredTensor] = {}
     for entry in checkpoint_table(model):
         name, inner = entry.name, ".".join(entry.name.split(".")[3:-1])  # model.layers.3.<inner>.weight
@@ -105,8 +122,10 @@ def stored_tensors(model: Transformer) -> dict[str, StoredTensor]:
             name = name.replace(inner, stacked[inner])
         n_experts = 0
         if inner in fused and config.experts is not None:
-            name, n_experts = name.replace(inner, fused[inner]).removesuffix(".weight"), config.experts.n_experts
-        stored = found.setdefault(name, StoredTensor([], [], n_experts=n_experts))
+            kind, n_experts = entry.name.rpartition(".")[2], config.experts.n_experts
+            name = name.removesuffix(f".{kind}").replace(inner, fused[inner]) + "_bias" * (kind == "bias")
+        is_matrix = n_experts > 0 and len(entry.part.full_shape) == 2
+        stored = found.setdefault(name, StoredTensor([], [], n_experts=n_experts, transposed=transposed and is_matrix))
         stored.entries.append(entry)
         stored.orders.append(module_head_order(inner, order, config))
     return found
@@ -140,6 +159,10 @@ class _MatchedTensors(NamedTuple):
     def stored_slice(self, name: str, tensors: Any) -> Any:
         """Return the slice of a tensor in its open file `tensors`. Of weights in FP8, a slice with their values."""
         stored = tensors.get_slice(self.stored_as[name])
+        if self.stored_as[name] == f"{name}{MXFP4_BLOCKS}":
+            scales = f"{name}{MXFP4_SCALES}"
+            with open_safetensors(self.file_of[scales]) as others:
+                return MXFP4Slice.checked(name, stored, others.get_tensor(scales))
         scales = f"{name}{SCALES}"
         if self.fp8_blocks is None or scales not in self.file_of:
             return stored
@@ -150,6 +173,8 @@ class _MatchedTensors(NamedTuple):
 def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
     found, family = tensor_files(folder), FAMILIES[model.config.family]
     stored_as = {_text_model_name(name, family): name for name in found}
+    if is_mxfp4(model.config.hf):
+        stored_as = {name.removesuffix(MXFP4_BLOCKS): stored for name, stored in stored_as.items()}
     file_of = {name: found[stored] for name, stored in stored_as.items()}
     if problem := _layers_problem(file_of, model.config):
         raise CheckpointError(f"{folder}: {problem}")
@@ -157,7 +182,8 @@ def _match_tensors(model: Transformer, folder: Path) -> _MatchedTensors:
     if not model.config.has_head:
         table = {name: stored for name, stored in table.items() if not name.startswith("score.")}
     problems = []
-    if missing := [name for name in table if name not in file_of]:
+    wanted = [*table, *(f"{name}{MXFP4_SCALES}" for name in table if stored_as.get(name) == f"{name}{MXFP4_BLOCKS}")]
+    if missing := [name for name in wanted if name not in file_of]:
         problems.append(f"the weights lack {join_first_names(missing)}, which its config.json asks for")
     if extra := [name for name in file_of if name not in table and not _is_harmless(name, model)]:
         problems.append(f"the weights hold {join_first_names(extra)}, which its config.json has no place for")
@@ -242,7 +268,7 @@ def load_shard(name: str, target: StoredTensor, source: Any, file: Path, shaped_
         raise CheckpointError(f"{file}: {wrong}")
     all_finite, row, n, n_total = True, 0, len(target.entries), target.shape[0]
     if target.n_experts:
-        source, n_total = ExpertRows(source), -1
+        source, n_total = ExpertRows(source, target.transposed), -1
     whole = source[:] if target.by_column else None
     for index, (entry, order) in enumerate(zip(target.entries, target.orders, strict=True)):
         n_rows = entry.part.full_shape[0]
@@ -262,15 +288,22 @@ def load_shard(name: str, target: StoredTensor, source: Any, file: Path, shaped_
 
 
 class ExpertRows:
-    """A safetensors slice with three dimensions as a matrix of its rows, expert by expert."""
+    """A safetensors slice whose first dimension counts experts, as a tensor of its rows, expert by expert.
 
-    def __init__(self, source: Any):
-        self._source, (_, self._n_rows, _) = source, source.get_shape()
+    If `transposed`, the rows of an expert are the columns of its matrix.
+    """
+
+    def __init__(self, source: Any, transposed: bool = False):
+        self._source, self._transposed = source, transposed
+        self._n_rows = source.get_shape()[2 if transposed else 1]
 
     def __getitem__(self, rows: slice) -> Tensor:
         """Return rows of one expert."""
         expert, first = divmod(rows.start, self._n_rows)
-        return self._source[expert : expert + 1, first : first + rows.stop - rows.start].squeeze(0)
+        own, of_expert = slice(expert, expert + 1), slice(first, first + rows.stop - rows.start)
+        if self._transposed:
+            return self._source[own, :, of_expert].squeeze(0).t()
+        return self._source[own, of_expert].squeeze(0)
 
 
 def _header_problem(name: str, target: StoredTensor, source: Any, shaped_by: str) -> str | None:
@@ -299,5 +332,6 @@ def _is_harmless(name: str, model: Transformer) -> bool:
     """
     is_unread = name.startswith(unread_prefixes(model.config))
     is_scale = name.endswith(f".weight{SCALES}") and fp8_block_size(model.config.hf) is not None
+    is_scale |= name.endswith(MXFP4_SCALES) and is_mxfp4(model.config.hf)
     is_copy = model.head is None and name == "lm_head.weight"
     return is_unread or is_scale or is_copy or name.endswith("rotary_emb.inv_freq")

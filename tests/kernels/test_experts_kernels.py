@@ -15,7 +15,7 @@ from torch import Tensor
 
 from areno.kernels import experts as ops
 from areno.kernels.experts import reference, triton
-from areno.layers.config import DeltaConfig, MoEConfig
+from areno.layers.config import ClampedGLU, DeltaConfig, MoEConfig
 from areno.layers.parallel import ParallelGroup
 from tests.helpers.fused_layers import BARE, SOME, build, compare, run
 from tests.helpers.interpreted import on_ranks, run_interpreted
@@ -32,6 +32,9 @@ SHARED = [  # an expert that every token uses, with a gate and without
     MoEConfig(n_experts=4, top_k=2, inner_size=20, normalised=True, shared_size=12, shared_gated=True),
     MoEConfig(n_experts=4, top_k=2, inner_size=20, normalised=True, shared_size=12, sigmoid=True, scale=1.5),
 ]
+CLAMPED = MoEConfig(  # with biases, and limits that many numbers are beyond
+    n_experts=4, top_k=2, inner_size=20, normalised=True, biased=True, clamped=ClampedGLU(1.7, 0.4)
+)
 
 
 def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
@@ -100,9 +103,10 @@ def compare_products(device: str = "cpu", dtype: torch.dtype = torch.float32, to
 
             x[end:] = torch.nan  # nothing may read what is not computed
             for given in (weights, None):
-                got = ops.combine(x, groups.copies_Nk, given, groups.ends_E)
-                expected = reference.combine(x.nan_to_num(), groups.copies_Nk, given, groups.ends_E)
-                torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+                for bias in ((), (random(n_local, inputs, device=device, dtype=dtype), chosen - first)):
+                    got = ops.combine(x, groups.copies_Nk, given, groups.ends_E, *bias)
+                    expected = reference.combine(x.nan_to_num(), groups.copies_Nk, given, groups.ends_E, *bias)
+                    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
             gate_up, copies = random(rows, 2 * outputs, device=device, dtype=dtype), weights.flatten()[groups.choices_M]
             gate_up[end:] = torch.nan
@@ -110,6 +114,13 @@ def compare_products(device: str = "cpu", dtype: torch.dtype = torch.float32, to
             expected = reference.weighted_swiglu_backward(a, gate_up, copies, groups.ends_E)
             assert not got[2][end:].any()
             for one, other in zip(got, expected, strict=True):
+                torch.testing.assert_close(one[:end], other[:end], atol=tolerance, rtol=tolerance)
+
+            how = random(n_local, 2 * outputs, device=device, dtype=dtype), groups.ends_E, 1.7, 0.8
+            got = (ops.clamped_glu(gate_up, *how), *ops.weighted_clamped_glu_backward(a, gate_up, copies, *how))
+            expected = reference.weighted_clamped_glu_backward(a, gate_up, copies, *how)
+            assert not got[3][end:].any()
+            for one, other in zip(got, (reference.clamped_glu(gate_up, *how), *expected), strict=True):
                 torch.testing.assert_close(one[:end], other[:end], atol=tolerance, rtol=tolerance)
 
 
@@ -123,6 +134,21 @@ def test_the_activation_s_backward_pass_is_that_of_autograd() -> None:
     got = reference.weighted_swiglu_backward(grad, gate_up.detach().float(), weight.detach().float(), ends)
     for one, other in zip((got[0], got[2], got[1]), (*expected, act.detach()), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
+
+
+def test_the_clamped_activation_s_backward_pass_is_that_of_autograd() -> None:
+    gate_up, weight = random(9, 10).double().requires_grad_(), random(9).double().requires_grad_()
+    bias, ends, grad = random(2, 10), torch.tensor([4, 9], dtype=torch.int32), random(9, 5)
+    gate, up = (gate_up + bias.double().repeat_interleave(torch.tensor([4, 5]), 0)).unflatten(1, (5, 2)).unbind(-1)
+    gate, up = gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
+    assert 10 < (gate == 0.7).sum() + (up.abs() == 0.7).sum() < 60
+    act = (up + 1) * gate * torch.sigmoid(1.5 * gate)
+    expected = torch.autograd.grad(act * weight[:, None], (gate_up, weight), grad.double())
+    given = gate_up.detach().float(), weight.detach().float()
+    got = reference.weighted_clamped_glu_backward(grad, *given, bias, ends, 1.5, 0.7)
+    for one, other in zip((got[0], got[2], got[1]), (*expected, act * weight[:, None]), strict=True):
+        torch.testing.assert_close(one.double(), other.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(reference.clamped_glu(given[0], bias, ends, 1.5, 0.7), act.detach().float())
 
 
 @pytest.mark.slow
@@ -141,7 +167,7 @@ def compare_layers() -> None:
     grouped = MoEConfig(n_experts=6, top_k=2, inner_size=8, normalised=True, sigmoid=True, n_groups=3, top_groups=2)
     for experts in (loose, grouped):
         compare("cpu", torch.float32, 1e-5, "sdpa", ({},), **{**EXPERTS, "experts": experts})
-    for shared in SHARED:
+    for shared in (*SHARED, CLAMPED):
         compare("cpu", torch.float32, 1e-5, "sdpa", ({}, {"recompute": True}), **{**EXPERTS, "experts": shared})
 
 
@@ -191,12 +217,18 @@ def compare_mixed_dtypes(device: str = "cpu", dtype: torch.dtype = torch.float16
 
 
 def compare_rank(rank: int, rendezvous: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    for experts in (SHARED[0], CLAMPED):
+        compare_divided(rank, experts)
+    dist.destroy_process_group()
+
+
+def compare_divided(rank: int, experts: MoEConfig) -> None:
     """One of two ranks, with shared tokens, too: hidden states and gradients are as of one alone.
 
     Compared are gradients of routers, gates and the rank's experts.
     """
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    changes: dict[str, Any] = {**BARE, **EXPERTS, "experts": SHARED[0], "num_heads": 4, "num_kv_heads": 2}
+    changes: dict[str, Any] = {**BARE, **EXPERTS, "experts": experts, "num_heads": 4, "num_kv_heads": 2}
     with plain():
         alone = build(torch.float32, "cpu", **changes)
         expected = run(alone, "sdpa", is_fused=False)
@@ -206,17 +238,16 @@ def compare_rank(rank: int, rendezvous: str) -> None:
         got = run(divided, "sdpa", is_fused=True, **how)
         torch.testing.assert_close(got[:2], expected[:2], atol=1e-4, rtol=1e-4)
         ours, whole = divided.layers[1].mlp, alone.layers[1].mlp
-        for name in ("router.weight", "shared_gate.weight"):
+        for name, parameter in ours.named_parameters():
             gradient = whole.get_parameter(name).grad
-            torch.testing.assert_close(ours.get_parameter(name).grad, gradient, atol=1e-4, rtol=1e-4)
-        of_shared = whole.shared.down.weight.grad.chunk(2, dim=1)[rank]
-        torch.testing.assert_close(ours.shared.down.weight.grad, of_shared, atol=1e-4, rtol=1e-4)
-        for name in ("experts_gate_up", "experts_down"):
-            gradient = getattr(whole, name).weight.grad.chunk(2)[rank]
-            torch.testing.assert_close(getattr(ours, name).weight.grad, gradient, atol=1e-4, rtol=1e-4)
+            if name.startswith("experts_"):
+                gradient = gradient.chunk(2)[rank]
+            elif name == "shared.down.weight":
+                gradient = gradient.chunk(2, dim=1)[rank]
+            if name != "shared.gate_up.weight":
+                torch.testing.assert_close(parameter.grad, gradient, atol=1e-4, rtol=1e-4, msg=name)
         below = alone.get_parameter(attention).grad.chunk(2, dim=1)[rank]  # type: ignore[union-attr]
         torch.testing.assert_close(divided.get_parameter(attention).grad, below, atol=1e-4, rtol=1e-4)
-    dist.destroy_process_group()
 
 
 def compare_two_ranks() -> None:

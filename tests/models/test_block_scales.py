@@ -1,4 +1,4 @@
-"""Checkpoints in FP8 with a scale for each block of a weight."""
+"""Checkpoints in FP8 and MXFP4 with a scale for each block of a weight."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError
 from areno.layers.parallel import ParallelGroup
+from areno.models.block_scales import MXFP4Slice
+from areno.models.folder import open_safetensors
 from areno.models.registry import build_model, load_config
 from areno.models.transformer import Transformer
 from areno.models.weights import check_weights, load_weights
@@ -78,3 +80,21 @@ def test_other_quantized_weights_are_refused(wrong: dict[str, object], tmp_path:
     write_config(tmp_path, **{"quant_method": "fp8", "weight_block_size": [ROWS, COLUMNS], **wrong})
     with pytest.raises(CheckpointError, match=r"quantization_config.*or in fp8 with a weight_block_size"):
         load_config(tmp_path)
+
+
+def test_values_in_mxfp4_are_those_of_transformers(tmp_path: Path) -> None:
+    """All codes, and all scales but the largest, of which 6 times is no finite number."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    codes = torch.randint(256, (3, 85, 2, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    scales = torch.arange(3 * 85 * 2).remainder(254).view(3, 85, 2).to(torch.uint8)
+    codes[0, 0].flatten()[:16] = torch.arange(16, dtype=torch.uint8) * 17
+    save_file({"codes": codes, "scales": scales}, tmp_path / "in.safetensors")
+    expected = convert_moe_packed_tensors(codes, scales)
+    with open_safetensors(tmp_path / "in.safetensors") as tensors:
+        stored = MXFP4Slice.checked("w", tensors.get_slice("codes"), tensors.get_tensor("scales"))
+        assert tuple(stored.get_shape()) == expected.shape == (3, 64, 85)
+        found = stored[0:3, :, 0:85]
+        assert torch.equal(stored[1:2, :, 5:9], expected[1:2, :, 5:9])
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(found.view(torch.int16), expected.contiguous().view(torch.int16))

@@ -152,7 +152,7 @@ def test_gradients_are_those_of_peft(folder: Path, tmp_path: Path, parameters: t
     for name, stored in found.items():
         gradients = [entry.part.region(entry.parameter.grad) for entry in stored.entries]  # type: ignore[arg-type]
         whole = torch.cat(gradients)
-        ordered = stored.columns_in_turn(whole) if stored.by_column else whole
+        ordered = stored.in_file_order(whole)
         scale = max(1.0, expected[name].abs().max().item())
         torch.testing.assert_close(ordered.double(), expected[name], atol=1e-6 * scale, rtol=0, msg=name)
 

@@ -75,8 +75,18 @@ Triton changes `y_MO` in place. The torch reference copies it.
 combine = dispatch_by_device(reference.combine)
 """Return the weighted sum (N, D) of each token's expert outputs, in the order of its choices, in at least fp32.
 
-If the weights are None, they are 1. Choices of experts on other ranks count as 0.
+If the weights are None, they are 1. Choices of experts on other ranks count as 0. If given, `bias_ED` is added to the
+outputs first. `experts_Nk` are then the choices, as indices of this rank's experts.
 """
+
+clamped_glu = dispatch_by_device(reference.clamped_glu)
+"""Return (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within +-`limit`.
+
+Gate and up alternate in the columns of `gate_up_M2I`. Their biases `bias_EO` are added first.
+"""
+
+weighted_clamped_glu_backward = dispatch_by_device(reference.weighted_clamped_glu_backward)
+"""Do what `weighted_swiglu_backward` does for `clamped_glu`."""
 
 weighted_swiglu_backward = dispatch_by_device(reference.weighted_swiglu_backward)
 """Compute y = w * silu(gate) * up again, with the router weight w of each row, and its gradients.

@@ -53,11 +53,20 @@ def add_expert_lora(
     return torch.add(y_MO, grouped_matmul(h_Mr, weight, ends_E, transposed, row_multiple), alpha=scaling)
 
 
-def combine(y_MD: Tensor, copies_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
+def combine(
+    y_MD: Tensor,
+    copies_Nk: Tensor,
+    weights_Nk: Tensor | None,
+    ends_E: Tensor,
+    bias_ED: Tensor | None = None,
+    experts_Nk: Tensor | None = None,
+) -> Tensor:
     is_here_Nk = copies_Nk < ends_E[-1]
     total: Tensor | None = None
     for choice, places_N in enumerate(copies_Nk.unbind(1)):
         rows_ND = y_MD[places_N].to(torch.promote_types(y_MD.dtype, torch.float32))
+        if bias_ED is not None and experts_Nk is not None:
+            rows_ND = rows_ND + bias_ED.index_select(0, experts_Nk[:, choice].clamp(0, len(bias_ED) - 1))
         rows_ND = rows_ND.masked_fill(~is_here_Nk[:, choice, None], 0)
         if weights_Nk is not None:
             rows_ND = rows_ND * weights_Nk[:, choice, None]
@@ -69,6 +78,45 @@ def combine(y_MD: Tensor, copies_Nk: Tensor, weights_Nk: Tensor | None, ends_E: 
 def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tensor) -> None:
     for (start, end), out_OI in zip(_expert_row_ranges(ends_E), out_EOI, strict=True):
         add_matmul(out_OI, a_MO[start:end].t(), b_MI[start:end])
+
+
+def clamped_glu(gate_up_M2I: Tensor, bias_EO: Tensor, ends_E: Tensor, alpha: float, limit: float) -> Tensor:
+    gate, up = _clamped(gate_up_M2I, bias_EO, ends_E, limit)[1]
+    return ((up + 1) * (gate * (alpha * gate).sigmoid())).to(gate_up_M2I.dtype)
+
+
+def _clamped(
+    gate_up_M2I: Tensor, bias_EO: Tensor, ends_E: Tensor, limit: float
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return gate and up with biases, (M, I) each, before and after clamping. Sums are rounded to the dtype."""
+    places_M = torch.arange(len(gate_up_M2I), dtype=ends_E.dtype, device=ends_E.device)
+    experts_M = torch.searchsorted(ends_E, places_M, right=True).clamp_max(len(bias_EO) - 1)
+    biased = gate_up_M2I + bias_EO.index_select(0, experts_M)
+    biased = biased.to(torch.promote_types(biased.dtype, torch.float32))
+    gate, up = biased[:, ::2], biased[:, 1::2]
+    return (gate, up), (gate.clamp(max=limit), up.clamp(-limit, limit))
+
+
+def weighted_clamped_glu_backward(
+    grad_MI: Tensor,
+    gate_up_M2I: Tensor,
+    weights_M: Tensor,
+    bias_EO: Tensor,
+    ends_E: Tensor,
+    alpha: float,
+    limit: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (raw_gate, raw_up), (gate, up) = _clamped(gate_up_M2I, bias_EO, ends_E, limit)
+    grad, weight = grad_MI.float(), weights_M.float().unsqueeze(-1)
+    sigmoid = (alpha * gate).sigmoid()
+    act = (up + 1) * gate * sigmoid
+    grad_gate = grad * weight * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
+    grad_gate = grad_gate.masked_fill(raw_gate > limit, 0)
+    grad_up = (grad * weight * gate * sigmoid).masked_fill(raw_up.abs() > limit, 0)
+    grad_gate_up = torch.stack((grad_gate, grad_up), dim=-1).flatten(1).to(grad_MI.dtype)
+    is_here_M = torch.arange(len(grad_MI), device=grad_MI.device) < ends_E[-1]
+    grad_weight = (grad * act).sum(-1).masked_fill(~is_here_M, 0)
+    return grad_gate_up, (act * weight).to(grad_MI.dtype), grad_weight
 
 
 def weighted_swiglu_backward(

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.kernels.backend import is_hopper
+from areno.kernels.experts.triton_activation import clamped_glu as clamped_glu
+from areno.kernels.experts.triton_activation import weighted_clamped_glu_backward as weighted_clamped_glu_backward
 from areno.kernels.experts.triton_routing import choose_experts as choose_experts
 from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, round_to_dtype
 
@@ -279,7 +281,14 @@ def _add_grouped_kernel(
     tl.store(place, load_masked(place, inside) + total, mask=inside)
 
 
-def combine(y_MD: Tensor, copies_Nk: Tensor, weights_Nk: Tensor | None, ends_E: Tensor) -> Tensor:
+def combine(
+    y_MD: Tensor,
+    copies_Nk: Tensor,
+    weights_Nk: Tensor | None,
+    ends_E: Tensor,
+    bias_ED: Tensor | None = None,
+    experts_Nk: Tensor | None = None,
+) -> Tensor:
     n_tokens, top_k = copies_Nk.shape
     size = y_MD.shape[1]
     out_ND = y_MD.new_empty((n_tokens, size))
@@ -289,10 +298,13 @@ def combine(y_MD: Tensor, copies_Nk: Tensor, weights_Nk: Tensor | None, ends_E: 
             copies_Nk.contiguous(),
             weights_Nk if weights_Nk is None else weights_Nk.float().contiguous(),
             ends_E[-1:],
+            bias_ED if bias_ED is None else bias_ED.contiguous(),
+            experts_Nk if experts_Nk is None else experts_Nk.contiguous(),
             out_ND,
             size,
             CHOICES=top_k,
             HAS_WEIGHTS=weights_Nk is not None,
+            HAS_BIAS=bias_ED is not None,
             BLOCK=1024,
         )
     return out_ND
@@ -304,10 +316,13 @@ def _combine_kernel(
     places_ptr,
     weights_ptr,
     end_ptr,
+    bias_ptr,
+    experts_ptr,
     out_ptr,
     size,
     CHOICES: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = program_id_64(0)
@@ -319,6 +334,9 @@ def _combine_kernel(
         place = tl.load(places_ptr + token * CHOICES + choice)
         n_columns = tl.where(place < end, size, 0)
         row = load_fp32(y_ptr + place * size + column, column < n_columns)
+        if HAS_BIAS:
+            expert = tl.load(experts_ptr + token * CHOICES + choice)
+            row += load_fp32(bias_ptr + expert * size + column, column < n_columns)
         if HAS_WEIGHTS:
             row *= tl.load(weights_ptr + token * CHOICES + choice)
         total += row

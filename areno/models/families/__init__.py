@@ -64,10 +64,10 @@ def stored_names(config: TransformerConfig) -> dict[str, str]:
 
 def fused_expert_names(config: TransformerConfig) -> dict[str, str]:
     """Map each module of an expert to the tensor that holds those of all experts. Empty if the files have no such."""
-    if config.stored is None or not config.stored.fused_experts:
+    family = FAMILIES[config.family]
+    if not family.transposed_experts and (config.stored is None or not config.stored.fused_experts):
         return {}
-    fused = FAMILIES[config.family].fused_experts
-    return {part: whole for whole, module in fused.items() for part in layer_names(module, config)}
+    return {part: whole for whole, module in family.fused_experts.items() for part in layer_names(module, config)}
 
 
 def unread_prefixes(config: TransformerConfig) -> tuple[str, ...]:

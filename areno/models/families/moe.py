@@ -34,7 +34,7 @@ def read_qwen3_moe(raw: RawConfig) -> TransformerConfig:
     plain |= {index for index in range(config.num_layers) if (index + 1) % step}
     if len(plain) == config.num_layers:
         raw.add_problem("mlp_only_layers and decoder_sparse_step leave no layer with experts; expected at least one")
-    experts = _read_experts(
+    experts = read_experts(
         raw,
         ("num_experts", "num_local_experts"),  # transformers 5 writes the second
         inner_size=raw.get("moe_intermediate_size", int, ge=1),
@@ -56,7 +56,7 @@ def read_mixtral(raw: RawConfig) -> TransformerConfig:
         raw.add_problem(
             "rope_theta is missing, expected the base of the rotary frequencies (Mixtral's own is 1000000.0)"
         )
-    experts = _read_experts(
+    experts = read_experts(
         raw, ("num_local_experts", "num_experts"), inner_size=config.intermediate_size, normalised=True
     )
     return replace(config, experts=experts)
@@ -67,7 +67,7 @@ def read_qwen3_5_moe(raw: RawConfig) -> TransformerConfig:
     inner_size = raw.get("moe_intermediate_size", int, 512, ge=1)
     raw.set_defaults(intermediate_size=inner_size, num_experts=256, num_experts_per_tok=8)
     config = qwen.read_qwen3_5(raw, "qwen3_5_moe_text")
-    experts = _read_experts(
+    experts = read_experts(
         raw,
         ("num_experts", "num_local_experts"),
         inner_size=inner_size,
@@ -86,7 +86,7 @@ def read_glm4_moe(raw: RawConfig) -> TransformerConfig:
     inner_size = raw.get("moe_intermediate_size", int, 1408, ge=1)
     if n_dense >= config.num_layers:
         raw.add_unsupported("first_k_dense_replace", f"fewer than num_hidden_layers={config.num_layers}")
-    experts = _read_experts(
+    experts = read_experts(
         raw,
         ("n_routed_experts", "num_local_experts"),
         inner_size=inner_size,
@@ -121,7 +121,7 @@ def _check_groups(raw: RawConfig, experts: MoEConfig) -> None:
         raw.add_unsupported("topk_group", f"{text}={experts.top_k}")
 
 
-def _read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> MoEConfig:
+def read_experts(raw: RawConfig, fields: tuple[str, str], **more: Any) -> MoEConfig:
     """Read the experts. `fields`: two possible names of the number of experts. `more`: other fields of `MoEConfig`."""
     given = [field for field in fields if raw.values.get(field) is not None] or [fields[0]]
     n_experts = raw.get(given[0], int, ge=1, le=2**15 - 1)
@@ -142,13 +142,13 @@ def _layer_indices(raw: RawConfig, field: str, num_layers: int) -> set[int]:
     return set(listed)
 
 
-_ROUTER_LOSS = {"router_aux_loss_coef", "output_router_logits"}  # a run has a setting of its own
+ROUTER_LOSS = {"router_aux_loss_coef", "output_router_logits"}  # a run has a setting of its own
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     read=read_qwen3_moe,
-    unused=UNUSED_WINDOW | _ROUTER_LOSS,
+    unused=UNUSED_WINDOW | ROUTER_LOSS,
     expert_names={
         "mlp.router": ("mlp.gate",),
         "mlp.experts_gate_up": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
@@ -161,7 +161,7 @@ QWEN3_5_MOE = replace(
     architecture="Qwen3_5MoeForCausalLM",
     has_value_class=False,
     read=read_qwen3_5_moe,
-    unused=qwen.UNUSED_QWEN3_5 | _ROUTER_LOSS | {"norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"},
+    unused=qwen.UNUSED_QWEN3_5 | ROUTER_LOSS | {"norm_topk_prob", "decoder_sparse_step", "mlp_only_layers"},
     expert_names={
         **QWEN3_MOE.expert_names,
         "mlp.shared.gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
@@ -178,7 +178,7 @@ MIXTRAL = Family(
     name="mixtral",
     architecture="MixtralForCausalLM",
     read=read_mixtral,
-    unused=frozenset(_ROUTER_LOSS),
+    unused=frozenset(ROUTER_LOSS),
     expert_names={
         "mlp.router": ("block_sparse_moe.gate",),
         "mlp.experts_gate_up": ("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
@@ -191,7 +191,7 @@ GLM4_MOE = Family(
     has_value_class=False,
     has_step_class=False,
     read=read_glm4_moe,
-    unused=frozenset(_ROUTER_LOSS),
+    unused=frozenset(ROUTER_LOSS),
     expert_names={
         **QWEN3_MOE.expert_names,
         "mlp.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
