@@ -1,4 +1,4 @@
-"""docs/plots.py, docs/algorithm_curves.py, docs/learning_curves.py and docs/equal_tokens.py show what runs wrote."""
+"""docs/plots.py, docs/learning_curves.py and docs/equal_tokens.py show what runs wrote."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ from tests.helpers import warm_python
 from tests.helpers.pages import ROOT, blocks
 
 DOCS = ROOT / "docs"
-SCRIPT, CURVES, LEARNING, TOKENS = (
-    DOCS / name for name in ("plots.py", "algorithm_curves.py", "learning_curves.py", "equal_tokens.py")
-)
+SCRIPT, LEARNING, TOKENS = (DOCS / name for name in ("plots.py", "learning_curves.py", "equal_tokens.py"))
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 
@@ -81,11 +79,6 @@ def test_scalar_that_is_not_there(tmp_path):
     ("script", "words", "message"),
     [
         (SCRIPT, ("{}/x.png", "None", "reward={}/nothing"), "there is no run"),
-        (
-            CURVES,
-            ("draw", "{}", "{}/x.png"),
-            "there are no runs in {}; make them with: algorithm_curves.py run",
-        ),
         (LEARNING, ("table", "{}"), "make them with: learning_curves.py run BASE"),
         (LEARNING, ("table", "{}", "GRPOO"), "there is no run 'GRPOO'"),
         (
@@ -99,50 +92,6 @@ def test_what_is_not_there_is_told(tmp_path, script, words, message):
     done = call(script, *(word.format(tmp_path) for word in words))
     assert done.returncode == 2
     assert message.format(tmp_path) in done.stderr
-
-
-# Curves of the algorithms --------------------------------------------------------------------------------------------
-
-
-def curves(*arguments: object) -> Done:
-    return call(CURVES, *arguments)
-
-
-def algorithm_runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, list[str]]]:
-    monkeypatch.syspath_prepend(str(DOCS))
-    return importlib.import_module("algorithm_curves").RUNS
-
-
-def test_curves_of_two_algorithms(tmp_path):
-    for name, factor in (("GRPO", 1.0), ("Truncated-IS", 0.5)):
-        run_dir = tmp_path / "algorithms" / name
-        with MetricsRecorder(None, run_dir / "logs/metrics.jsonl") as recorder:
-            for step in range(1, 9):
-                recorder.record(step, {"rollout/rewards_mean": factor * step / 8, "time/step": 0.5})
-            recorder.record(8, {"eval/accuracy": 0.75})
-        (run_dir / "logs/run.log").write_text("12:00:00 done: 8 steps in 4 s\n")
-    (tmp_path / "algorithms/PPO").mkdir()  # still on its way
-    image = tmp_path / "images/algorithms.png"
-    done = curves("draw", tmp_path, image)
-    assert done.returncode == 0, done.stderr
-    assert image.read_bytes().startswith(b"\x89PNG")
-    assert 2_000 < image.stat().st_size < 60_000
-    assert done.stdout.splitlines()[2:] == [
-        "| GRPO | 0.12 -> 0.75 | 0.750 | 4 |",
-        "| Truncated IS | 0.06 -> 0.38 | 0.750 | 4 |",
-    ]
-
-
-@pytest.mark.slow
-def test_settings_of_the_curves_compose(monkeypatch):
-    for recipe, settings in algorithm_runs(monkeypatch).values():
-        algorithm = get_algorithm(recipe)
-        assert load(algorithm.config, algorithm.default, settings).total_train_steps == 60
-
-
-def test_the_page_has_a_row_for_every_curve(monkeypatch):
-    section = (DOCS / "learning.md").read_text(encoding="utf-8").split("\n## On the quickstart\n")[1]
-    assert re.findall(r"^\| ([^|]+?) \| 0\.\d+ -> ", section, re.M) == list(algorithm_runs(monkeypatch))
 
 
 # Curves of countdown -------------------------------------------------------------------------------------------------

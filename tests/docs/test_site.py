@@ -90,7 +90,7 @@ def test_links_out_of_the_documentation_lead_to_pages_of_the_files(site: Path) -
     folder = site / "repository"
     assert (folder / "examples/algorithms/dro.py.html").exists()
     assert "grpo.py.html" in " ".join(Addresses(folder / "areno/loss_fns.html").links)
-    assert "../../algorithms.html#on-the-quickstart" in Addresses(folder / "recipes/index.html").links
+    assert "../../league.html#what-is-compared" in Addresses(folder / "recipes/index.html").links
 
 
 @pytest.mark.slow
