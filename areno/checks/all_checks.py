@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from areno.checks import plans, rewards, short_runs
-from areno.checks.data import answers, prompts, rows
+from areno.checks.data import answers, belonging, columns, prompts, rows, texts, turns
 from areno.checks.inputs.findings import Check
 from areno.checks.settings import run_length, sampling, strengths
 from areno.checks.steps import algorithm, gradient, model_numbers
@@ -14,14 +14,21 @@ CHECKS: Mapping[str, Sequence[Check]] = {
     "data": (
         rows.forms_of_rows,
         rows.dropped_rows,
-        rows.cut_texts,
+        columns.unused_columns,
+        columns.row_flags,
+        columns.swapped_columns,
+        turns.turn_order,
+        belonging.own_answers,
+        texts.cut_texts,
+        texts.encoded_texts,
+        texts.filled_texts,
         answers.shown_rows,
         answers.trained_text,
         answers.repeated_prompts,
         answers.step_labels,
-        rows.template_markers,
-        rows.end_tokens,
-        rows.pair_marks,
+        texts.template_markers,
+        texts.end_tokens,
+        texts.pair_marks,
         rows.rating_order,
         rows.given_answers,
         rows.same_answers,

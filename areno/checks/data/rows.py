@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from areno.checks.inputs.encoded_rows import EncodedRow, form_of
+from areno.checks.inputs.encoded_rows import form_of
 from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.inputs.subject import Subject
-from areno.checks.inputs.talks import answers_of, markers_of, text_of, words_of
+from areno.checks.inputs.talks import answers_of, text_of_row, words_of
 
 _LEAST_DIFFERENT = 0.5  # of the training rows; with less, a task has few rows in all
 _MOST_DROPPED = 0.5  # of the rows: more than that are hardly meant
 _CONTENT = ("prompt", "messages", "response", "chosen", "rejected", "answers", "completions")
 _SCORES = ("score", "scores", "rating", "ratings", "reward", "rewards", "quality")
-_SHORTEST_CUT = 64  # characters: shorter texts often have the same length by their nature
-_CUT = 0.02  # of the texts of a column that have its largest length
-_PILED = 8  # times as many as have one of the other lengths on average
 _SHOWN = 60  # characters of a value
 _EXAMPLES = 3
 _MOST_MARKED = 0.05  # of the rows: a few may well write about templates
@@ -29,11 +24,6 @@ _LEAST_PAIRS = 20
 _ALL = 0.98  # of the answers
 _ANSWERS = ("answer", "solution", "solutions", "response", "output", "completion", "reasoning")
 _LEAST_ANSWER = 20  # characters: a shorter text may stand in a prompt by chance
-_BAR = "\uff5c"  # of DeepSeek's tokens
-_FOREIGN = ("im_start", "im_end", "system", "user", "assistant", "start_header_id", "end_header_id", "eot_id")
-_FOREIGN += ("begin_of_text", "endoftext", "end", "start", "message", "channel", "START_OF_TURN_TOKEN")
-_FOREIGN = (*(f"<|{name}|>" for name in _FOREIGN), *(f"<{_BAR}{name}{_BAR}>" for name in ("User", "Assistant")))
-_FOREIGN += ("[INST]", "[/INST]", "<<SYS>>", "<start_of_turn>", "<end_of_turn>")
 _SMALL_IS_GOOD = ("rank", "ranks", "ranking", "rankings", "place", "places", "position", "positions", "loss", "losses")
 _SMALL_IS_GOOD += ("nll", "perplexity", "ppl", "error", "errors", "cost", "costs", "distance", "distances")
 
@@ -74,30 +64,6 @@ def dropped_rows(subject: Subject) -> Iterator[Finding]:
         share = len(dropped) / len(rows)
         verdict = red if share > _MOST_DROPPED else green
         yield verdict("dropped-rows", f"{dataset.key}: {share:.1%} of the rows are left out", details)
-
-
-def cut_texts(subject: Subject) -> Iterator[Finding]:
-    """Look for columns whose texts were cut at a number of characters: many of them have the largest length."""
-    for dataset in subject.datasets:
-        rows = subject.rows_of(dataset)
-        columns: dict[str, dict[str, int]] = {}  # column -> text -> row
-        for row in rows:
-            for name, text in _texts_of(row.given):
-                columns.setdefault(name, {}).setdefault(text, row.index)
-        for name, texts in columns.items():
-            lengths = Counter(map(len, texts))
-            longest = max(lengths)
-            n = lengths.pop(longest)
-            is_pile = n > max(_CUT * len(texts), _PILED * float(np.mean([*lengths.values()] or [n])))
-            if longest >= _SHORTEST_CUT and is_pile:
-                text = f"{dataset.key}: {n} texts of {name!r} have exactly {longest} characters, and none has more"
-                ends = [f"row {row}: ...{each[-_SHOWN:]!r}" for each, row in texts.items() if len(each) == longest]
-                yield red(
-                    "cut-texts", f"{text}: they seem to be cut there, so that their ends are lost", ends[:_EXAMPLES]
-                )
-                break
-        else:
-            yield green("cut-texts", f"{dataset.key}: no column is cut")
 
 
 def validation_rows(subject: Subject) -> Iterator[Finding]:
@@ -155,117 +121,6 @@ def pair_scores(subject: Subject) -> Iterator[Finding]:
             yield not_checked("pair-scores", why)
 
 
-def template_markers(subject: Subject) -> Iterator[Finding]:
-    """Look for messages that a chat template has already rendered: this run's own, or another."""
-    if subject.tokenizer.chat_template is None:
-        raise NotChecked("the tokenizer has no chat template: texts are encoded as they are")
-    own, ends = markers_of(subject.tokenizer), set(_end_texts(subject))
-    for dataset in subject.datasets:
-        rows = [row for row in subject.sample_of(dataset) if row.item is not None]
-        found: dict[str, list[int]] = {}
-        for row in rows:
-            texts = [_all_text(subject, row, is_asked) for is_asked in (True, False)]
-            of_texts = [{mark for mark in (*own, *_FOREIGN) if mark in text} for text in texts]
-            for mark in of_texts[0] | (of_texts[1] - ends):  # see end_tokens for those in answers
-                found.setdefault(mark, []).append(row.index)
-        whole = {mark: at for mark, at in found.items() if mark in own}
-        marked = whole or found
-        # The longest of the marks that most rows have says most.
-        mark = max(marked, key=lambda each: (len(marked[each]), len(each)), default="")
-        n = len(marked.get(mark, ()))
-        text = f"{dataset.key}: the messages of {n} of {len(rows)} rows contain {mark!r}"
-        if n > _MOST_MARKED * len(rows):
-            why = "they are already rendered, and the chat template would be around them twice"
-            if not whole:
-                why = "they are written for another chat template than that of the tokenizer"
-            first = [row for row in rows if row.index in marked[mark][:_EXAMPLES]]
-            shown = [f"row {row.index}: {_around(_all_text(subject, row), mark)}" for row in first]
-            yield red("template-markers", f"{text}: {why}", shown)
-        elif n:
-            yield green("template-markers", f"{text}, the first is row {marked[mark][0]}")
-        else:
-            yield green("template-markers", f"{dataset.key}: no message contains marks of a chat template")
-
-
-def end_tokens(subject: Subject) -> Iterator[Finding]:
-    """Look for answers that have a token at which the rollout stops before their end, or the text of one."""
-    if subject.kind in ("prompt", "prm"):
-        return
-    texts = _end_texts(subject)
-    for dataset in subject.datasets:
-        faults, n_answers, sides = list[str](), 0, Counter[int]()
-        for row in subject.sample_of(dataset):
-            if row.item is None:
-                continue
-            for number, turns in enumerate(answers_of(subject.kind, row.row)):
-                for answer in turns:
-                    n_answers += 1
-                    said = text_of(answer.message)
-                    if mark := next((text for text in texts if text in said), ""):
-                        sides[number] += 1
-                        faults.append(f"row {row.index}: {_around(said, mark)}")
-        names = ("chosen", "rejected")
-        where = f" (all of them {names[next(iter(sides))]})" if subject.kind == "dpo" and len(sides) == 1 else ""
-        text = f"{dataset.key}: {len(faults)} of {n_answers} answers{where} contain the text of a token that ends them"
-        if len(faults) > _MOST_MARKED * n_answers:
-            yield red("end-tokens", f"{text}, so it is there twice", faults[:_EXAMPLES])
-        else:
-            yield green("end-tokens", text, faults[:_EXAMPLES])
-
-
-def _end_texts(subject: Subject) -> list[str]:
-    found = [subject.tokenizer.decode([token], skip_special_tokens=False) for token in sorted(subject.end_ids)]
-    return [text for text in found if text.strip()]
-
-
-def pair_marks(subject: Subject) -> Iterator[Finding]:
-    """Look for a mark that tells chosen from rejected answers, whatever they say: both would be learned by it alone."""
-    if subject.kind != "dpo":
-        return
-    ends = _end_texts(subject)
-    for dataset in subject.training_rows:
-        sides: list[list[str]] = [[], []]
-        for row in subject.sample_of(dataset):
-            if row.item is not None:
-                for side, turns in zip(sides, answers_of(subject.kind, row.row), strict=True):
-                    said = text_of(turns[-1].message) if turns else ""
-                    for mark in ends:  # see end_tokens
-                        said = said.replace(mark, "")
-                    side.append(said)
-        if len(sides[0]) < _LEAST_PAIRS:
-            yield not_checked("pair-marks", f"{dataset.key}: it has fewer than {_LEAST_PAIRS} pairs")
-            continue
-        for name, has in _marks(subject, sides).items():
-            shares = [float(np.mean([has(text) for text in side])) for side in sides]
-            if max(shares) >= _MOST and min(shares) <= 1 - _MOST:
-                text = (
-                    f"{dataset.key}: {shares[0]:.0%} of the chosen answers {name}, and {shares[1]:.0%} of the rejected"
-                )
-                shown = [
-                    f"{word}: ...{side[0][-60:]!r}" for word, side in zip(("chosen", "rejected"), sides, strict=True)
-                ]
-                yield red("pair-marks", f"{text}: they can be told apart by this alone", shown)
-                break
-        else:
-            yield green("pair-marks", f"{dataset.key}: no mark at the end tells chosen from rejected answers")
-
-
-def _marks(subject: Subject, sides: Sequence[Sequence[str]]) -> Mapping[str, Callable[[str], bool]]:
-    found: dict[str, Callable[[str], bool]] = {
-        "are empty": lambda text: not text.strip(),
-        "end with white space": lambda text: text != text.rstrip(),
-        "begin with white space": lambda text: text != text.lstrip(),
-        "end a sentence": lambda text: text.rstrip()[-1:] in tuple(".!?\u3002\uff01\uff1f"),
-        "contain <think>": lambda text: "<think>" in text,
-    }
-    endings = Counter(text.split()[-1] for side in sides for text in side if len(text.split()) > 1)
-    for word, _ in endings.most_common(_EXAMPLES):
-        found[f"end with {word!r}"] = lambda text, word=word: text.split()[-1:] == [word]
-    for token in map(str, subject.tokenizer.all_special_tokens):
-        found[f"contain {token!r}"] = lambda text, token=token: token in text
-    return found
-
-
 def given_answers(subject: Subject) -> Iterator[Finding]:
     """Look for prompts that already hold their answer, such as a question joined with its solution."""
     if subject.kind != "prompt":
@@ -299,7 +154,7 @@ def same_answers(subject: Subject) -> Iterator[Finding]:
         for row in rows:
             of_row = [[_said(turn.message) for turn in turns] for turns in answers_of(subject.kind, row.row)]
             said += ["".join(texts) for texts in of_row[:1]]
-            asked.add(_all_text(subject, row, is_asked=True))
+            asked.add(text_of_row(subject.kind, row.row, is_asked=True))
         if not said:
             continue
         [(answer, count)] = Counter(said).most_common(1)
@@ -344,18 +199,6 @@ def _content(row: Any) -> str:
     return "".join(json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str).lower().split())
 
 
-def _texts_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (column, text) of each text in a row. Texts of messages belong to the column of the messages."""
-    if isinstance(value, str):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _texts_of(each, name or str(key))
-    elif isinstance(value, Sequence):
-        for each in value:
-            yield from _texts_of(each, name)
-
-
 def _pair(row: Any, better: str, worse: str) -> str:
     return json.dumps([row.get("prompt"), row[better], row[worse]], sort_keys=True, default=str)
 
@@ -387,21 +230,3 @@ def _shown(value: Any) -> str:
 
 def _is_permutation(ratings: Sequence[float]) -> bool:
     return len(ratings) > 1 and sorted(ratings) in ([*range(len(ratings))], [*range(1, len(ratings) + 1)])
-
-
-def _all_text(subject: Subject, row: EncodedRow, is_asked: bool | None = None) -> str:
-    """Return the text of all messages of a row. `is_asked`: only of those that are trained (False), or not (True)."""
-    given = row.row.get("prompt")
-    asked = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or ())
-    answered: list[Mapping[str, Any]] = []
-    if subject.kind not in ("prompt", "prm"):
-        turns = [turn for answer in answers_of(subject.kind, row.row) for turn in answer]
-        answered = [turn.message for turn in turns]
-        asked = [message for turn in turns[:1] for message in turn.talk if message not in answered] or asked
-    chosen = [*(asked if is_asked is not False else ()), *(answered if is_asked is not True else ())]
-    return "\n".join(map(text_of, chosen))
-
-
-def _around(text: str, mark: str) -> str:
-    at = text.find(mark)
-    return repr(text[max(0, at - 30) : at + len(mark) + 30])

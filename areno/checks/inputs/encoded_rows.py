@@ -64,10 +64,10 @@ def _encoded(loader: BatchLoader[Any], key: str, indices: Sequence[int]) -> Iter
 
 
 def form_of(row: Any) -> tuple[Any, ...]:
-    """Return what rows of one form share: the names and types of their fields."""
+    """Return what rows of one form share: the names and types of their fields that hold something."""
     if not isinstance(row, Mapping):
         return (type(row).__name__,)
-    return tuple(sorted((str(name), _kind(value)) for name, value in row.items() if value is not None))
+    return tuple(sorted((str(name), _kind(value)) for name, value in row.items() if value not in (None, "", [])))
 
 
 def _kind(value: Any) -> str:

@@ -60,6 +60,19 @@ def answers_of(kind: str, row: Mapping[str, Any]) -> list[list[Answer]]:
     return [_turns(prompt, each, tools) for each in pair]
 
 
+def text_of_row(kind: str, row: Mapping[str, Any], is_asked: bool | None = None) -> str:
+    """Return the text of all messages of a row. `is_asked`: only of those that are trained (False), or not (True)."""
+    given = row.get("prompt")
+    asked = [{"role": "user", "content": given}] if isinstance(given, str) else list(given or ())
+    answered: list[Mapping[str, Any]] = []
+    if kind not in ("prompt", "prm"):
+        turns = [turn for answer in answers_of(kind, row) for turn in answer]
+        answered = [turn.message for turn in turns]
+        asked = [message for turn in turns[:1] for message in turn.talk if message not in answered] or asked
+    chosen = [*(asked if is_asked is not False else ()), *(answered if is_asked is not True else ())]
+    return "\n".join(map(text_of, chosen))
+
+
 def text_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, str) or content is None:
@@ -75,7 +88,7 @@ def words_of(message: Mapping[str, Any]) -> list[str]:
     found = [*content.split("\n\n\n"), _own_reasoning(message)]
     for call in message.get("tool_calls") or ():
         function = call.get("function") or call
-        found += [str(function.get("name") or ""), *_leaves(_parsed(function.get("arguments")))]
+        found += [str(function.get("name") or ""), *leaves(_parsed(function.get("arguments")))]
     return [text.strip() for text in found if text.strip()]
 
 
@@ -171,13 +184,13 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def leaves(value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield str(key)
-            yield from _leaves(each)
+            yield from leaves(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _leaves(each)
+            yield from leaves(each)
     elif isinstance(value, str):
         yield value

@@ -1,0 +1,167 @@
+"""Checks of columns that the run does not read: texts that belong into the prompt, and marks that leave a row out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from areno.checks.inputs.encoded_rows import EncodedRow
+from areno.checks.inputs.findings import Finding, green, not_checked, red
+from areno.checks.inputs.subject import Dataset, Subject
+from areno.checks.inputs.talks import contains, leaves, squeezed, text_of_row
+from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.data.row_schema import FIELDS, SHARED_FIELDS, VARIABLES
+
+_ASKED = ("input", "context", "contexts", "system", "system_prompt", "passage", "document", "documents", "article")
+_ASKED += ("history", "background", "choices", "options", "premise", "hypothesis", "paragraph", "table", "question")
+_ASKED += ("problem", "query", "instruction", "instructions", "functions")
+_REASONED = ("reasoning", "reasoning_content", "rationale", "thinking", "thought", "thoughts", "chain_of_thought")
+_REASONED += ("cot", "explanation", "explanations")
+_FILLED = 0.02  # of the rows
+_LEAST_ROWS = 3
+_EXAMPLES = 3
+_SHOWN = 60  # characters of a value
+
+_GOOD = ("correct", "is_correct", "correctness", "valid", "is_valid", "passed", "success", "successful", "solved")
+_GOOD += ("accepted", "verified", "keep", "resolved", "approved", "train", "trainable", "include")
+_BAD = ("exclude", "excluded", "skip", "drop", "removed", "deleted", "ignore", "is_bad", "flagged", "is_test")
+_SPLITS = ("split", "fold", "partition", "subset")
+_HELD_OUT = ("test", "valid", "validation", "val", "dev", "eval")
+_NO = ("false", "no", "0", "incorrect", "wrong", "bad", "failed", "fail", "rejected")
+_YES = ("true", "yes", "1")
+_OF_MESSAGES = ("train", "trainable", "loss", "is_trained", "learn", "loss_weight")
+_OF_MASKED = ("mask", "masked", "no_loss", "ignore", "skip")
+_MARKED = 0.005  # of the rows
+
+
+def unused_columns(subject: Subject) -> Iterator[Finding]:
+    """Look for columns with texts that are in no message of their row."""
+    if subject.kind == "prm":
+        return
+    trains_text = subject.kind == "sft"
+    for dataset in subject.datasets:
+        rows = [row for row in subject.sample_of(dataset) if row.item is not None]
+        lost: dict[str, list[EncodedRow]] = {}
+        for row in rows:
+            for name in _lost_columns(subject, dataset, row):
+                lost.setdefault(name, []).append(row)
+        least = max(_LEAST_ROWS, _FILLED * len(rows))
+        meant = {name: own for name, own in lost.items() if len(own) >= least and _is_meant(name, trains_text)}
+        others = [f"{name!r} ({len(own)} rows)" for name, own in lost.items() if name not in meant]
+        for name, own in meant.items():
+            n, known = len(own), name.lower() in _REASONED
+            text = f"{dataset.key}: the column {name!r} is filled in {n} of {len(rows)} rows"
+            text += " and is not trained" if known else " and is in none of their prompts"
+            if not known and isinstance(subject.config, PolicyExperimentConfig) and subject.config.agent.fn:
+                yield not_checked("unused-columns", f"{text}; the agent may read it")
+                continue
+            wanted = "join it with the answer" if known else "join it with the prompt"
+            shown = [f"row {row.index}: {name}: {_short(row.given[name])}" for row in own[:_EXAMPLES]]
+            yield red("unused-columns", f"{text}: {wanted} ({dataset.key}.loader), or leave out the column", shown)
+        if not meant:
+            text = f"{dataset.key}: no column with a text for the prompt is left unread"
+            yield green("unused-columns", text, [f"columns of no message: {', '.join(others)}"] * bool(others))
+
+
+def _lost_columns(subject: Subject, dataset: Dataset, row: EncodedRow) -> Iterator[str]:
+    if not isinstance(row.given, Mapping):
+        return
+    renamed = set(dataset.section.columns.renamed_columns().values())
+    known = {*FIELDS[subject.kind], *SHARED_FIELDS, VARIABLES, *renamed}
+    text = ""
+    for name, value in row.given.items():
+        texts = [each for each in leaves(value) if each.strip()] if name not in known else []
+        if not texts:
+            continue
+        text = text or squeezed("\n".join([text_of_row(subject.kind, row.row), str(row.row.get("tools") or "")]))
+        if not all(contains(text, each) for each in texts):
+            yield str(name)
+
+
+def _is_meant(name: str, trains_text: bool) -> bool:
+    return name.lower() in _ASKED or (trains_text and name.lower() in _REASONED)
+
+
+def row_flags(subject: Subject) -> Iterator[Finding]:
+    """Look for marks of rows and messages which say that they are not to be trained, and which nothing reads."""
+    for dataset in subject.training_rows:
+        rows = [row for row in subject.rows_of(dataset) if row.item is not None and isinstance(row.given, Mapping)]
+        renamed = set(dataset.section.columns.renamed_columns().values())
+        found: dict[tuple[str, str], list[int]] = {}  # (what is marked, how) -> rows
+        for row in rows:
+            for mark in {*_marks_of_row(subject, row, renamed), *_marks_of_messages(row.given.get("messages"))}:
+                found.setdefault(mark, []).append(row.index)
+        marked = {mark: at for mark, at in found.items() if len(at) > _MARKED * len(rows)}
+        for (what, how), at in marked.items():
+            text = f"{dataset.key}: {len(at)} of {len(rows)} training rows have {what} with {how}"
+            yield red("row-flags", f"{text}, and they are trained like the others", [f"rows {at[:10]}"])
+        if not marked:
+            yield green("row-flags", f"{dataset.key}: no row is marked as wrong, left out or held out")
+
+
+def _marks_of_row(subject: Subject, row: EncodedRow, renamed: set[str]) -> Iterator[tuple[str, str]]:
+    for name, value in row.given.items():
+        key = str(name).lower()
+        if name in renamed or isinstance(value, list | Mapping):
+            continue
+        is_marked = (
+            (subject.kind == "sft" and key in _GOOD and _is(value, _NO))
+            or (subject.kind == "sft" and key == "label" and value is False)
+            or (key in _BAD and _is(value, _YES))
+            or (key in _SPLITS and str(value).strip().lower() in _HELD_OUT)
+        )
+        if is_marked:
+            yield f"the column {name!r}", repr(value)
+
+
+def _marks_of_messages(messages: Any) -> Iterator[tuple[str, str]]:
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, Mapping) and message.get("role") == "assistant":
+            for name, value in message.items():
+                if (name in _OF_MESSAGES and _is(value, _NO)) or (name in _OF_MASKED and _is(value, _YES)):
+                    yield f"an assistant message with the field {name!r}", f"{value!r} (areno reads weight: 0)"
+
+
+def _is(value: Any, words: tuple[str, ...]) -> bool:
+    if isinstance(value, float):
+        value = int(value) if value == int(value) else value
+    return str(int(value) if isinstance(value, bool) else value).strip().lower() in words
+
+
+def swapped_columns(subject: Subject) -> Iterator[Finding]:
+    """Look for rows whose answers ask and whose prompts answer."""
+    if subject.kind not in ("sft", "dpo", "kto", "rw"):
+        return
+    for dataset in subject.training_rows:
+        rows = [row.row for row in subject.sample_of(dataset) if row.item is not None]
+        texts = [
+            (text_of_row(subject.kind, row, is_asked=True), text_of_row(subject.kind, row, is_asked=False))
+            for row in rows
+        ]
+        n_asked, n_answered = (sum(_asks(pair[side]) for pair in texts) for side in (0, 1))
+        text = f"{dataset.key}: {n_asked} of {len(rows)} prompts read like questions or tasks, {n_answered} answers do"
+        if n_answered > max(len(rows) / 4, 2 * n_asked):
+            shown = [f"prompt {_short(asked)}, answer {_short(said)}" for asked, said in texts[:_EXAMPLES]]
+            yield red("swapped-columns", f"{text}: they seem to be swapped", shown)
+        else:
+            yield green("swapped-columns", text)
+
+
+_TASKS = (
+    "what how why who when where which write describe explain give generate create list name find compute calculate"
+)
+_TASKS += (
+    " calculate identify classify rewrite summarize summarise translate provide suggest tell compose construct design"
+)
+_TASKS += " develop discuss compare evaluate edit convert determine can could would please is are do does solve make"
+_ASK: Callable[[str], bool] = frozenset(_TASKS.split()).__contains__
+
+
+def _asks(text: str) -> bool:
+    words = text.split(maxsplit=1)
+    return text.rstrip().endswith("?") or (bool(words) and _ASK(words[0].strip(",.:").lower()))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -1,0 +1,101 @@
+"""Checks of the turns of conversations: who speaks after whom, and what the assistant cannot have said."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from areno.checks.inputs.findings import Finding, green, red
+from areno.checks.inputs.subject import Subject
+from areno.checks.inputs.talks import answers_of, text_of
+
+_MOST = 0.05  # of the conversations
+_LEAST = 3
+_EXAMPLES = 3
+_SHOWN = 70  # characters
+_RESULTS = ("<tool_response>", "[TOOL_RESULTS]", "<function_results>", "<|observation|>", "FUNCTION RESPONSE:")
+_RESULTS += ("<tool_result>", "<function_response>", "\nObservation:", "<|start_header_id|>ipython", "[/TOOL_RESULTS]")
+_CALL_KEYS = ({"name", "arguments"}, {"name", "parameters"}, {"function"}, {"tool_calls"}, {"action", "action_input"})
+_CALL_TEXTS = ("<tool_call>", "[TOOL_CALLS]", "<functioncall>", "<function=", "\nAction:", "<|python_tag|>")
+_WRONG = {
+    "tool": "a result of a tool is trained as the assistant's own words, so that the model learns to make it up",
+    "again": "a message of the assistant follows directly on a message of the assistant",
+    "swapped": "the assistant begins the conversation and the user ends it: the roles seem to be swapped",
+    "asked": "no message of a user is before the first answer",
+}
+
+
+def turn_order(subject: Subject) -> Iterator[Finding]:
+    """Look for conversations in which the assistant speaks for a tool or a user, or twice in a row."""
+    for dataset in subject.datasets:
+        faults: dict[str, dict[int, str]] = {}
+        rows = [row for row in subject.sample_of(dataset) if row.item is not None]
+        talks = [(row.index, *talk) for row in rows for talk in _talks(subject.kind, row.row)]
+        for index, talk, trained in talks:
+            for name, message in _faults(talk, trained):
+                faults.setdefault(name, {}).setdefault(index, f"row {index}: {_short(message)}")
+        least = max(_LEAST, _MOST * len(rows))
+        wrong = [name for name in _WRONG if len(faults.get(name, ())) > least]
+        for name in wrong:
+            text = f"{dataset.key}: in {len(faults[name])} of {len(rows)} rows, {_WRONG[name]}"
+            yield red("turn-order", text, list(faults[name].values())[:_EXAMPLES])
+        if not wrong and talks:
+            forms = Counter(" ".join(str(message.get("role")) for message in talk)[:_SHOWN] for _, talk, _ in talks)
+            shown = [f"{count}: {roles}" for roles, count in forms.most_common(2 * _EXAMPLES)]
+            yield green("turn-order", f"{dataset.key}: users, tools and the assistant speak in turn", shown)
+
+
+def _talks(kind: str, row: Mapping[str, Any]) -> Iterator[tuple[Sequence[Any], list[Any]]]:
+    """Yield (messages, those that are trained) of each conversation of a row."""
+    if kind in ("prompt", "prm"):
+        prompt = row.get("prompt")
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+            yield list(prompt), []
+        return
+    for turns in answers_of(kind, row):
+        if turns:
+            yield turns[0].talk, [turn.message for turn in turns]
+
+
+def _faults(talk: Sequence[Mapping[str, Any]], trained: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    roles = [message.get("role") for message in talk if message.get("role") not in ("system", "developer")]
+    if trained and "user" in roles and roles[0] == "assistant" and roles[-1] == "user":
+        yield "swapped", text_of(next(message for message in talk if message.get("role") == "assistant"))
+    before: Mapping[str, Any] = {}
+    for message in talk:
+        if message.get("role") == "assistant":
+            said = text_of(message)
+            if message in trained and (any(mark in said for mark in _RESULTS) or _is_result(before, said)):
+                yield "tool", said
+            if before.get("role") == "assistant" and not (before.get("tool_calls") and message.get("tool_calls")):
+                yield "again", f"{text_of(before)[: _SHOWN // 2]} | {said}"
+        before = message
+    if trained and "user" not in roles and len(roles) > 1:
+        yield "asked", text_of(talk[0])
+
+
+def _is_result(before: Mapping[str, Any], said: str) -> bool:
+    """Whether the assistant answers its own call of a tool with bare JSON."""
+    if before.get("role") != "assistant" or not (before.get("tool_calls") or _is_call(text_of(before))):
+        return False
+    return isinstance(_json(said), dict | list) and not _is_call(said)
+
+
+def _is_call(text: str) -> bool:
+    found = _json(text)
+    first = found[0] if isinstance(found, list) and found else found
+    is_json = isinstance(first, dict) and any(keys <= first.keys() for keys in _CALL_KEYS)
+    return is_json or any(mark in text for mark in _CALL_TEXTS)
+
+
+def _json(text: str) -> Any:
+    with suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return None
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")
