@@ -151,9 +151,11 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
         group_by_expert,
         weighted_clamped_glu_backward,
     )
+    from areno.kernels.fixed_order import packed_attention
     from areno.kernels.logprobs import triton as logprobs
     from areno.kernels.matmul import fixed_order_matmul, gluon_few_rows
     from areno.kernels.matmul import triton_few_rows as few_rows
+    from areno.kernels.padding import CuSeqlens
     from areno.kernels.paged import decode_attention
     from areno.kernels.sampling import (
         CONTEXT,
@@ -177,6 +179,11 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     for heads, kv_heads, dim, block_size in SHAPES:
         *qkv, blocks, batch = make_case(heads, kv_heads, dim, block_size, dtype)
         decode_attention(*qkv, blocks, batch, window=16)
+        for fixed_order in (False, True):
+            alone = replace(batch, prefix_groups_GR=None, fixed_order=fixed_order)
+            decode_attention(*qkv, blocks, alone, sinks_H=torch.zeros(heads, dtype=dtype))
+    rows = torch.tensor([0, len(qkv[0])], dtype=torch.int32)
+    packed_attention(*qkv, CuSeqlens(rows, rows, len(qkv[0]), len(qkv[0])), None, torch.zeros(heads, dtype=dtype))
     some = torch.zeros(16, 128, dtype=dtype)
     fixed_order_matmul(some, some, dtype)
     edited = SamplingParams(min_new_tokens=4, frequency_penalty=0.5)

@@ -93,6 +93,7 @@ def compare_bits(
 
 LIKE_GEMMA: dict[str, Any] = {"norms": "both", "norm_plus_one": True, "activation": "gelu_tanh"}
 LIKE_OLMO: dict[str, Any] = {"norms": "after", "qk_norm": False, "qk_norm_whole": True}
+LIKE_GPT_OSS: dict[str, Any] = {"qk_norm": False, "attention_sinks": True}
 
 
 def check_frozen_layers() -> None:
@@ -113,7 +114,7 @@ def compare_interpreted() -> None:
     check_frozen_layers()
     how = "cpu", torch.float32, "sdpa"
     compare_bits(*how, (1, 2, 3))
-    for like in (LIKE_GEMMA, LIKE_OLMO, LIKE_QWEN, {**BARE, "experts": EXPERTS}):
+    for like in (LIKE_GEMMA, LIKE_OLMO, LIKE_GPT_OSS, LIKE_QWEN, {**BARE, "experts": EXPERTS}):
         compare_bits(*how, (3,), **like)
 
 
@@ -129,7 +130,11 @@ def test_offloading_does_not_change_a_bit() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("like", [{}, LIKE_GEMMA, LIKE_OLMO, LIKE_QWEN], ids=["llama", "gemma", "olmo", "qwen 3.5"])
+@pytest.mark.parametrize(
+    "like",
+    [{}, LIKE_GEMMA, LIKE_OLMO, LIKE_GPT_OSS, LIKE_QWEN],
+    ids=["llama", "gemma", "olmo", "gpt-oss", "qwen 3.5"],
+)
 def test_offloading_does_not_change_a_bit_on_the_gpu(like: dict[str, Any]) -> None:
     half = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 320, "initializer_range": 0.1, **like}
     backend = choose_backend("native", "cuda", torch.bfloat16)

@@ -255,11 +255,10 @@ def _sdpa_backward(
 ) -> tuple[Tensor, ...]:
     """Compute the gradients by a second forward pass under autograd, as torch has no function for the backward pass."""
     with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q_NHD, k_MKD, v_MKD)]
-        out_NHD = sdpa_attention(*inputs, borders, window, sinks_H)
-        if sinks_H is not None and sinks_H.requires_grad:
-            inputs.append(sinks_H)
-        return torch.autograd.grad(out_NHD, inputs, grad_NHD)
+        q_NHD, k_MKD, v_MKD = (x.detach().requires_grad_() for x in (q_NHD, k_MKD, v_MKD))
+        out_NHD = sdpa_attention(q_NHD, k_MKD, v_MKD, borders, window, sinks_H)
+        of_sinks = (sinks_H,) if sinks_H is not None and sinks_H.requires_grad else ()
+        return torch.autograd.grad(out_NHD, (q_NHD, k_MKD, v_MKD, *of_sinks), grad_NHD)
 
 
 @functools.cache
