@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from areno.checks import plans, rewards, short_runs
-from areno.checks.data import answers, belonging, columns, prompts, rows, texts, turns
+from areno.checks.data import answers, belonging, columns, prompts, rows, texts, tokenizers, turns
 from areno.checks.inputs.findings import Check
 from areno.checks.settings import run_length, sampling, strengths
 from areno.checks.steps import algorithm, gradient, model_numbers
 
 CHECKS: Mapping[str, Sequence[Check]] = {
     "data": (
+        *tokenizers.CHECKS,
         rows.forms_of_rows,
         rows.dropped_rows,
         columns.unused_columns,
