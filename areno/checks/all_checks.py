@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from areno.checks import plans, rewards, short_runs
-from areno.checks.data import answers, belonging, columns, prompts, rows, texts, tokenizers, turns
+from areno.checks.data import answers, belonging, columns, prompts, row_order, rows, texts, tokenizers, turns
 from areno.checks.inputs.findings import Check
 from areno.checks.settings import run_length, sampling, strengths
 from areno.checks.steps import algorithm, gradient, model_numbers
@@ -37,6 +37,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         prompts.serving,
         rows.validation_rows,
         rows.pair_scores,
+        *row_order.CHECKS,
     ),
     "reward": (rewards.reward_functions, rewards.judge, short_runs.groups_with_signal),
     "settings": (*run_length.CHECKS, *strengths.CHECKS, *sampling.CHECKS),
