@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def until(
-    what: Callable[[], object], seconds: float = 60.0, *, pause_s: float = 0.005, found: Callable[[], object] = str
+    what: Callable[[], object], seconds: float = 200.0, *, pause_s: float = 0.005, found: Callable[[], object] = str
 ) -> None:
     """Return as soon as something holds. Fails where it does not after so long, with what is `found` instead.
 

@@ -48,8 +48,13 @@ def fails(how: str) -> tuple[float | None, str]:
 def holds(folder: Path, name: str) -> tuple[float | None, str]:
     """Goes on until a signal comes; the second one counts."""
     got = []
+
+    def hear(number: int, _: object) -> None:
+        got.append(number)
+        (folder / f"{name} got {len(got)}").touch()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: got.append(number))
+        signal.signal(number, hear)
     (folder / f"{name} begun").write_text(str(os.getpid()))
     until(lambda: len(got) == (2 if name == "deaf" else 1))
     (folder / name).write_text(" ".join(signal.Signals(number).name for number in got))
@@ -99,7 +104,7 @@ def test_what_goes_wrong_with_telling_of_a_run_is_raised_when_it_has_ended(tmp_p
         futures = begin(0, "a", "b", lambda *found: ended.append(found)), begin(1, "b", "a", full)
         for future, message in zip(futures, ("the terminal is gone", "no space left"), strict=True):
             with pytest.raises(OSError, match=message):
-                future.result(60)
+                future.result(400)
     assert ended == [(1.0, "")]
 
 
@@ -114,7 +119,7 @@ def test_an_interrupt_ends_all(name: str, signals: str, tmp_path: Path) -> None:
         signal.raise_signal(signal.SIGINT)
 
     def once_more() -> None:
-        until((tmp_path / "hears").exists)
+        until(lambda: (tmp_path / "hears").exists() and (tmp_path / "deaf got 1").exists())  # two at once are one
         os.kill(os.getpid(), signal.SIGINT)
 
     def go() -> None:
@@ -240,16 +245,16 @@ def test_a_sweep_side_by_side_that_is_interrupted_and_goes_on(tmp_path: Path) ->
     sweep = tmp_path / "two/quickstart_base/s"
     until(lambda: all(list(sweep.glob(f"{number}/state/step-*")) for number in (0, 2)))
     began.send_signal(signal.SIGINT)
-    said, _ = began.communicate(timeout=60)
+    said, _ = began.communicate(timeout=300)
     assert began.returncode == 130, said
     assert said.count("to resume it: the same command with trial_name=s") == 1
-    done = subprocess.run(command("two", 2), stdout=subprocess.PIPE, timeout=200, **given)
+    done = subprocess.run(command("two", 2), stdout=subprocess.PIPE, timeout=400, **given)
     assert done.returncode == 1, done.stdout
     n_gone_on = done.stdout.count("going on after step")
     assert n_gone_on > 0
     assert n_gone_on + done.stdout.count("is finished: its 16 steps are done") == 2
     assert done.stdout.count("actor.optimizer.lr: is nan; a finite number is expected") == 4
-    one = subprocess.run(command("one", 1), stdout=subprocess.PIPE, timeout=200, **given)
+    one = subprocess.run(command("one", 1), stdout=subprocess.PIPE, timeout=400, **given)
     assert (
         done.stdout[done.stdout.index(" run  ") :].replace("two/", "one/") == one.stdout[one.stdout.index(" run  ") :]
     )

@@ -36,7 +36,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch, tmp_path_factory):
-    """None of the packages reports to anybody how it is used."""
+    """None of the packages reports to anybody how it is used, and each may take its time on a busy machine."""
+    monkeypatch.setattr(services_tracker, "_END_S", 500.0)
     for name in ("DO_NOT_TRACK", "MLFLOW_DISABLE_TELEMETRY"):
         monkeypatch.setenv(name, "true")
     for name in ("WANDB_ERROR_REPORTING", "TRACKIO_AUTO_LOG_CPU"):
