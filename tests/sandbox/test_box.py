@@ -443,10 +443,8 @@ def test_a_start_takes_little(command, limit, inside):
     run(command, inside)
     bare = boxed = float("inf")
     for _ in range(500):
-        bare, boxed = (
-            min(bare, seconds(lambda: subprocess.run(command))),
-            min(boxed, seconds(lambda: run(command, inside))),
-        )
+        bare = min(bare, seconds(lambda: subprocess.run(command)))
+        boxed = min(boxed, seconds(lambda: run(command, inside)))
         if boxed < limit * bare:
             return
     pytest.fail(f"{boxed:.4f} s in a box, {bare:.4f} s without")

@@ -12,9 +12,10 @@ import torch
 
 from areno.checks.formulas import advantage_formulas as formulas
 from areno.checks.formulas.advantage_formulas import Norm
+from areno.checks.inputs.varied_reward import reward_of_tokens
 from areno.checks.steps.agent_episodes import Turn
 from areno.checks.steps.step_formula import field_of, mask_of
-from areno.checks.steps.watched_run import Update, WatchedRun, reward_of_tokens, reward_parts
+from areno.checks.steps.watched_run import Update, WatchedRun, reward_parts
 from areno.config.policy_experiments import CriticExperimentConfig
 from areno.loss_fns.adv_estimators import GDPO, OTB, REAL, MaxRL
 from areno.recipes import grpo, gspo, ppo

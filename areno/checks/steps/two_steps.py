@@ -8,8 +8,9 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 from areno.checks.inputs.findings import Finding, NotChecked
+from areno.checks.inputs.varied_reward import stand_in_reward
 from areno.checks.steps.probes import Probes, make_probes
-from areno.checks.steps.watched_run import WatchedRun, reward_parts, stand_in_reward, watched_run
+from areno.checks.steps.watched_run import WatchedRun, reward_parts, watched_run
 from areno.config.agent import ONLINE
 from areno.config.policy_experiments import (
     CriticExperimentConfig,

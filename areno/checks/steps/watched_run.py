@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areno.checks.inputs.varied_reward import stand_in_reward
 from areno.checks.steps.agent_episodes import Episodes, recorded_episodes
 from areno.checks.steps.transformers_model import TransformersModel
 from areno.config.models import MicroBatchSpec
@@ -29,29 +29,17 @@ from areno.loss_fns.adv_estimators import GDPO
 from areno.loss_fns.data_pack import DataPack
 from areno.specs.update import UpdateSpec
 from areno.tracking.tracker import Tracker
-from areno.types import RewardRecord, ScoredSample, TrainSequence
+from areno.types import ScoredSample, TrainSequence
 
 Tensors = dict[str, Tensor]
 
 _IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # weights of a step are written and read at once
 
 
-def stand_in_reward(record: RewardRecord, parts: Sequence[str] = ()) -> float | dict[str, float]:
-    """Return a reward, with parts that do not add up to it, that differs between any two completions."""
-    names = ("reward", *parts)
-    found = {name: reward_of_tokens(record.prompt_tokens, record.tokens, name) for name in names}
-    return found if parts else found["reward"]
-
-
 def reward_parts(config: Any) -> dict[str, float]:
     """Return the parts of the stand-in reward and their weights. Only an estimator that reads parts has any."""
     estimator = config.actor.chosen_adv_estimator
     return dict(estimator.weights or {"first": 1.0, "second": 1.0}) if isinstance(estimator, GDPO) else {}
-
-
-def reward_of_tokens(prompt: Sequence[int], completion: Sequence[int], part: str = "reward") -> float:
-    text = f"{list(map(int, prompt))} {list(map(int, completion))} {part}"
-    return zlib.crc32(text.encode()) % 1009 / 1009
 
 
 @dataclass
