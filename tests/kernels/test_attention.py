@@ -42,7 +42,7 @@ def test_sinks_are_the_definition(case: str, window: int | None, backend: str) -
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backend", ["varlen", "flash", "fixed_order"])
+@pytest.mark.parametrize("backend", ["varlen", "flash", "fixed_order", "sdpa"])
 @pytest.mark.parametrize("window", [None, 4, 80])
 @pytest.mark.parametrize("case", ROWS)
 def test_sinks_of_the_cuda_kernels_are_the_definition(case: str, window: int | None, backend: str) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
 
 from areno.engine.exact import make_exact
 from areno.kernels.logprobs import VocabSoftmax, selected_logprobs
@@ -19,6 +21,8 @@ from areno.layers.attention import PackedAttend
 from areno.layers.config import RopeConfig
 from areno.layers.parallel import ParallelGroup
 from areno.models.config import LayerKind
+from areno.models.folder import RawConfig
+from areno.models.rope_config import read_rope
 from areno.models.transformer import Transformer
 from tests.helpers.drafters import KnownDrafter
 from tests.helpers.family_rollouts import REQUESTS, Outputs, trained_logprobs
@@ -68,6 +72,54 @@ def test_packed_rows_have_the_sinks_of_rows_alone() -> None:
             layer.attention.sinks.fill_(-1e9)  # as if there were none
     without = model.logits(model(*packed(rows)))
     assert (without - torch.cat(logits)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("layer", [0, 1], ids=["window", "whole"])
+def test_attention_is_that_of_transformers(layer: int) -> None:
+    """With the rotary positions that GptOssConfig has by itself. Output, and gradients of all weights."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    given = GptOssConfig(**sizes, sliding_window=5, attn_implementation="eager")
+    theirs, rotary = GptOssAttention(given, layer), GptOssRotaryEmbedding(given)
+    raw = RawConfig({"rope_parameters": given.rope_parameters, "rope_theta": given.default_theta}, "here", [])
+    rope = read_rope(raw, given.max_position_embeddings)
+    assert (raw.problems, rope.truncate, rope.theta) == ([], False, 150000.0)
+    model = model_with_sinks(rope=rope, head_dim=64, hidden_size=48, kinds=(LayerKind(rope, 5), LayerKind(rope)))
+    ours = model.layers[layer].attention
+    projections = [theirs.q_proj, theirs.k_proj, theirs.v_proj]
+    for parameter in theirs.parameters():
+        parameter.data.normal_(0, 0.3)
+    with torch.no_grad():
+        ours.qkv.weight.copy_(torch.cat([each.weight for each in projections]))
+        ours.qkv.bias.copy_(torch.cat([each.bias for each in projections]))
+        ours.out.weight.copy_(theirs.o_proj.weight)
+        ours.out.bias.copy_(theirs.o_proj.bias)
+        ours.sinks.copy_(theirs.sinks)
+    x, positions = torch.randn(19, 48), torch.arange(3000, 3019)
+    angles = rotary(x[None], positions[None])
+    for mine, other in zip(model.rotaries[0](positions), angles, strict=True):
+        torch.testing.assert_close(mine.squeeze(1), other.squeeze(0), atol=1e-3, rtol=0)
+        assert mine.max() > 1.2  # cosines and sines are scaled
+    ahead = positions[:, None] - positions
+    hidden = (ahead < 0) | (ahead >= 5 if layer == 0 else ahead < 0)
+    expected = theirs(x[None], angles, torch.zeros(19, 19).masked_fill(hidden, -torch.inf)[None, None])[0][0]
+    of_us = [angle.squeeze(0).unsqueeze(1) for angle in angles]
+    out = ours(x, *of_us, PackedAttend(torch.tensor([0, 19], dtype=torch.int32), 19, "sdpa"))
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-5)
+    weights = torch.randn(out.shape)
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert theirs.sinks.grad.abs().min() > 1e-3
+    found = {
+        ours.qkv.weight: torch.cat([each.weight.grad for each in projections]),
+        ours.qkv.bias: torch.cat([each.bias.grad for each in projections]),
+        ours.out.weight: theirs.o_proj.weight.grad,
+        ours.out.bias: theirs.o_proj.bias.grad,
+        ours.sinks: theirs.sinks.grad,
+    }
+    for parameter, of_theirs in found.items():
+        assert parameter.grad is not None
+        assert (parameter.grad - of_theirs).abs().max() < 1e-4 * max(1, of_theirs.abs().max())
 
 
 def decode(model: Transformer, drafter: KnownDrafter | None = None, **settings: Any) -> Outputs:
