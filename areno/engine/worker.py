@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +18,14 @@ from areno import heartbeat
 from areno.config.teacher import Divergence
 from areno.cost import remedies
 from areno.cost.flops import TokenCost
-from areno.cost.kv_cache import FIXED_ORDER_KV_BLOCK, KV_BLOCK, WantedCache, max_verification_rows, may_verify_drafts
 from areno.cost.prefix_sharing import PrefixSharing
 from areno.engine import device_memory as memory
 from areno.engine import profiling
 from areno.engine.chosen_token_budgets import TokenBudgets
-from areno.engine.decoder.caches import n_kv_cache_blocks
 from areno.engine.decoder.decoder import Decoder
-from areno.engine.decoder.draft_length import step_costs
-from areno.engine.decoder.ngram_drafts import NgramDrafter
+from areno.engine.decoder_maker import DecoderMaker, n_table_elements
 from areno.engine.deterministic import CpuThreads, explain_nondeterminism_errors, without_deterministic_mode
+from areno.engine.model_saver import ModelSaver
 from areno.engine.processes.process_groups import ParallelContext
 from areno.engine.reports import EngineInfo, RolloutStats
 from areno.engine.requests import RequestLimits
@@ -37,16 +33,14 @@ from areno.engine.roles import Roles
 from areno.engine.state.checkpointer import StateCheckpointer
 from areno.engine.state.digests import digests_of_role
 from areno.engine.train.backend import LossFn
-from areno.engine.train.checked_rows import TOP, RouteShape
+from areno.engine.train.checked_rows import TOP
 from areno.engine.train.micro_batches import StepMicroBatches, TrainResult
 from areno.engine.train.teacher import TeacherPasses, Teachers
 from areno.errors import EngineError
 from areno.kernels.attention import choose_backend
 from areno.kernels.backend import check_dtype, check_fp8
-from areno.models.adapters import adapter_table, adapter_writers, refresh_adapters
-from areno.models.saving import file_writers, write_all
-from areno.models.transformer import Transformer
-from areno.models.weights import CheckpointEntry, checkpoint_table
+from areno.models.adapters import adapter_table, refresh_adapters
+from areno.models.weights import checkpoint_table
 from areno.specs.engine import EngineSpec
 from areno.specs.role import RoleSpec
 from areno.specs.rollout import RolloutSpec
@@ -70,8 +64,8 @@ class Worker:
         self._peaks = {"step": 0.0, "phase": 0.0}  # GiB, since the last call of memory_gib and of phase_memory_gib
         self._profiler = profiling.Profiler(spec.profiling, context.rank, context.device)
         self.attn_backend = choose_backend(spec.engine.attn_backend, context.device, self.dtype, spec.engine.exact)
-        self._block_size = FIXED_ORDER_KV_BLOCK if self.attn_backend == "fixed_order" else KV_BLOCK
         self.roles = Roles(spec, context, self.attn_backend, self._kv_cache_advice, self._free_idle_cache)
+        self.decoders = DecoderMaker(self.roles, spec, context, self.attn_backend)
         self.actor = self.roles.actor
         n_ranks = spec.n_ranks_on_machine(context.rank)
         self._threads = CpuThreads(
@@ -83,14 +77,13 @@ class Worker:
         self._is_held = False
         self._garbage = memory.RolloutGarbageCollector()
         self.states = StateCheckpointer(self.roles)
-        self._writer = ThreadPoolExecutor(1, "areno-writer")
-        self._saving: list[Future[None]] = []
+        self.saver = ModelSaver(self.roles, spec, context)
 
     def info(self) -> EngineInfo:
         config = self.actor.config
         return EngineInfo(
-            n_params=_n_table_elements(checkpoint_table(self.actor)),
-            n_adapter_params=_n_table_elements(adapter_table(self.actor)),
+            n_params=n_table_elements(checkpoint_table(self.actor)),
+            n_adapter_params=n_table_elements(adapter_table(self.actor)),
             context_len=config.max_position_embeddings,
             vocab_size=config.vocab_size,
             device=str(self.context.device),
@@ -100,17 +93,10 @@ class Worker:
             memory_gib=self.memory_gib(),
             device_bytes=self.roles.total_bytes,
             cost=TokenCost.from_config(config, self.dtype.itemsize),
-            routes=self._route_shape,
+            routes=self.decoders.route_shape,
             tp_sums=self.context.tp.sum_backend,
             sharing=self.roles["actor"].backend.train_sharing,
         )
-
-    @property
-    def _route_shape(self) -> RouteShape | None:
-        routing = self.actor.routing
-        if routing is None:
-            return None
-        return RouteShape(routing.n_layers, routing.experts.top_k, routing.experts.n_experts)
 
     def memory_table(self) -> tuple[str, str]:
         """Return the estimated memory of the models on a device: one line, and a table."""
@@ -133,10 +119,10 @@ class Worker:
             self.decoder.reset_stats()
         else:
             self.end_rollout(drop=True)
-            self.decoder = self._new_decoder(spec)
+            self.decoder = self.decoders.new_decoder(spec)
         self._decoder_spec = spec
-        self.decoder.limit_running(self._max_running(spec))
-        self.decoder.use_drafter(self._start_drafter(spec, self.decoder))
+        self.decoder.limit_running(self.decoders.max_running(spec))
+        self.decoder.use_drafter(self.decoders.start_drafter(spec, self.decoder))
         self._prepare_decoder(self.decoder)
         profiling.set_anchor()
         self._garbage.begin()
@@ -147,81 +133,9 @@ class Worker:
         decoder.weights_version = self.weights_version()
         refresh_adapters(self.actor)
 
-    def _sampled_model(self, spec: RolloutSpec) -> Transformer:
-        return self.roles[spec.role].backend.model
-
-    def _new_decoder(self, spec: RolloutSpec) -> Decoder:
-        options = [*remedies.smaller_cache_options(spec.decoder), remedies.FEWER_AT_ONCE]
-        wanted, model, vocabulary = (
-            self._wanted_cache(spec),
-            self._sampled_model(spec),
-            self.roles.vocabulary(spec.role),
-        )
-        reserved = self.roles.footprint.max_extra_bytes_in_use if spec.keeps_cache else 0
-        with memory.out_of_memory_hint("making the KV cache", lambda: options):
-            n_blocks = n_kv_cache_blocks(
-                model, self.spec, wanted, self.free_bytes, reserved, beside_actor=self.decoder is not None
-            )
-            return Decoder(
-                model,
-                vocabulary,
-                self.spec,
-                spec,
-                n_blocks=n_blocks,
-                block_size=self._block_size,
-                attn_backend=self.attn_backend,
-                runs_ahead=self.context.device.type != "cpu",
-            )
-
-    def _start_drafter(self, spec: RolloutSpec, decoder: Decoder) -> NgramDrafter | None:
-        on_cuda = self.context.device.type == "cuda"
-        if not may_verify_drafts(spec.decoder, on_cuda=on_cuda):
-            return None
-        costs = step_costs(
-            _n_table_elements(checkpoint_table(self.actor)),
-            max_verification_rows(self._max_running(spec)),
-            on_cuda=on_cuda,
-            use_graphs=bool(decoder.runner.all_graphs),
-        )
-        self._drafter.begin_rollout(costs)
-        return self._drafter
-
-    @cached_property
-    def _drafter(self) -> NgramDrafter:
-        """The drafter of all rollouts. It also drafts from earlier rollouts, unless this may change a resumed run.
-
-        A resumed run lacks these samples. With engine.exact, drafts change no bit. On GPUs without
-        engine.deterministic, runs are not reproducible anyway.
-        """
-        on_cuda, config = self.context.device.type == "cuda", self.spec.engine
-        remembers = config.exact or (on_cuda and not config.deterministic)
-        return NgramDrafter(self.context.device, remembers=remembers)
-
-    def _max_running(self, spec: RolloutSpec) -> int:
-        """Return the largest number of samples that decode at the same time on this data-parallel rank."""
-        return self.spec.layout.samples_per_replica(spec.max_running)
-
-    def _wanted_cache(self, spec: RolloutSpec) -> WantedCache:
-        routes = self._route_shape if self.spec.records_routes(spec.role) else None
-        return WantedCache.for_rollout(
-            self._sampled_model(spec).config,
-            self.dtype.itemsize,
-            self.spec,
-            spec,
-            block_size=self._block_size,
-            route_bytes=0 if routes is None else routes.bytes_per_token,
-        )
-
     def token_budgets(self) -> TokenBudgets:
-        wanted = None if self._decoder_spec is None else self._wanted_cache(self._decoder_spec)
+        wanted = None if self._decoder_spec is None else self.decoders.wanted_cache(self._decoder_spec)
         return self.roles.token_budgets(wanted)
-
-    def free_bytes(self) -> int:
-        """Return the free memory of the device or, on a CPU, this worker's share of the available memory."""
-        if self.context.device.type == "cuda":
-            torch.cuda.empty_cache()
-            return torch.cuda.mem_get_info(self.context.device)[0]
-        return memory.host_bytes_free() // self.spec.n_ranks_on_machine(self.context.rank)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
         """Queue requests. Raises EngineError outside a rollout phase, or if a request cannot be served."""
@@ -397,7 +311,7 @@ class Worker:
             refresh_adapters(backend.model)
             decoder: Decoder | None = None
             try:
-                decoder = self._new_decoder(spec)
+                decoder = self.decoders.new_decoder(spec, beside_actor=self.decoder is not None)
                 for request in requests:
                     decoder.submit(request)
                 while decoder.has_work:
@@ -412,38 +326,10 @@ class Worker:
         return outputs
 
     def save(self, folder: str, role: str, background: bool = False, merge: bool = False) -> None:
-        """Write this rank's part of a role's model as a Hugging Face folder. All ranks must call this.
-
-        With `background`, a thread writes the files after the weights were copied to host memory. Without `merge`,
-        adapters are saved alone, as a folder of peft.
-        """
-        lora = self.roles[role].spec.lora
-        paths = (self.spec.tokenizer_path, self.roles[role].spec.path, self.spec.actor.path)
-        how: dict[str, Any] = {"source": [path for path in paths if path], "dp": self.context.dp}
-        how["pin_memory"] = background and self.context.device.type == "cuda"
-        with self.roles[role].on_device() as backend:
-            if lora is None or merge:
-                writes = file_writers(backend.model, folder, ends=self.spec.turn_end_ids_of(role), **how)
-            else:
-                writes = adapter_writers(backend.model, folder, adapters=lora.adapters, base=lora.base, **how)
-            if background:
-                self._saving.append(self._writer.submit(write_all, folder, list(writes)))
-            else:
-                write_all(folder, writes)
+        self.saver.save(folder, role, background, merge)
 
     def is_saved(self) -> bool:
-        """Return whether every rank has written the files of `save`. All ranks must call this.
-
-        If this rank could not write its files, raises CheckpointError once, after all ranks have stopped writing.
-        """
-        unfinished = any(not future.done() for future in self._saving)
-        n_unfinished = torch.tensor(float(unfinished), device=self.context.device)
-        if self.context.dp.all_reduce(self.context.tp.all_reduce(n_unfinished)).item():
-            return False
-        futures, self._saving = self._saving, []
-        for future in futures:
-            future.result()
-        return True
+        return self.saver.is_saved()
 
     def save_state(self, folder: str, with_moments: bool = True) -> None:
         self.states.save(Path(folder), with_moments)
@@ -467,7 +353,7 @@ class Worker:
         """
         self._profiler.close()
         self.states.close()
-        self._writer.shutdown(cancel_futures=True)
+        self.saver.close()
 
     def memory_gib(self) -> float:
         """Return the peak memory in GiB since the last call: of the device or, on a CPU, of the process."""
@@ -499,7 +385,3 @@ class Worker:
 def _spec_of_shared_decoder(spec: RolloutSpec) -> RolloutSpec:
     """Return `spec` without the settings (max_running, speculation) that may change between phases with one decoder."""
     return replace(spec, max_running=spec.n_slots, decoder=replace(spec.decoder, speculation="off"))
-
-
-def _n_table_elements(table: Sequence[CheckpointEntry]) -> int:
-    return sum(math.prod(entry.part.full_shape) for entry in table)

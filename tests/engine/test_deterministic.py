@@ -20,6 +20,7 @@ from areno.bench import __main__
 from areno.bench.work import model_folder as shape_folder
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig
+from areno.engine.decoder_maker import DecoderMaker
 from areno.engine.deterministic import begin_deterministic, end_deterministic
 from areno.engine.dispatcher import Dispatcher
 from areno.engine.engine import Engine
@@ -27,7 +28,6 @@ from areno.engine.processes.spawned import SpawnedGroup
 from areno.engine.processes.workers import InlineGroup
 from areno.engine.reports import RolloutStats
 from areno.engine.train.recomputation import RecomputationPolicy
-from areno.engine.worker import Worker
 from areno.errors import ConfigError, EngineError
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.specs.update import UpdateSpec
@@ -132,7 +132,7 @@ def test_all_requests_are_submitted_at_once(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_kv_cache_may_not_follow_from_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Worker, "free_bytes", lambda self: 2**19)
+    monkeypatch.setattr(DecoderMaker, "free_bytes", lambda self: 2**19)
     folder = model_folder(tmp_path)
     small = replace(ROLLOUT, decoder=DecoderConfig(max_kv_tokens=512))
     with Engine(spec(folder, deterministic=True), "inline") as engine:
@@ -147,7 +147,7 @@ def test_the_named_size_of_the_kv_cache_holds_the_longest_sequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block_bytes = 2 * 2 * 32 * 2 * 16 * 4  # k and v, layers, tokens, heads, head size, fp32
-    monkeypatch.setattr(Worker, "free_bytes", lambda self: 32 * block_bytes)
+    monkeypatch.setattr(DecoderMaker, "free_bytes", lambda self: 32 * block_bytes)
     long = replace(ROLLOUT, max_len=512, decoder=DecoderConfig(mem_fraction=0.5))
     with Engine(spec(model_folder(tmp_path), deterministic=True), "inline") as engine:
         with pytest.raises(EngineError, match=r"room for 512 of \d+ tokens.*max_kv_tokens=512"):

@@ -14,6 +14,7 @@ import transformers
 
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import DecoderConfig
+from areno.engine.decoder_maker import DecoderMaker
 from areno.engine.engine import Engine
 from areno.engine.reports import RolloutStats
 from areno.engine.worker import Worker
@@ -318,7 +319,7 @@ def test_size_of_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             rollout(engine, [request(i, n_samples=3, max_new_tokens=40, ignore_eos=True) for i in range(3)])
         )
         block_bytes = 2 * 2 * 32 * 2 * 16 * 4  # k and v, layers, tokens, heads, head size, fp32
-        monkeypatch.setattr(Worker, "free_bytes", lambda _: 10 * block_bytes)
+        monkeypatch.setattr(DecoderMaker, "free_bytes", lambda _: 10 * block_bytes)
         assert room(mem_fraction=0.5) == 5 * 32
         assert room(mem_fraction=0.2) == 64
         with pytest.raises(EngineError, match=r"room for 32 tokens.*64: lower gconfig.max_new_tokens.*mem_fraction"):

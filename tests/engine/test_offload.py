@@ -112,12 +112,12 @@ def test_a_cache_that_stays_leaves_room_for_gradients(folder: Path) -> None:
         extra = worker.roles.footprint.max_extra_bytes_in_use
         assert extra > 4 * engine.info.n_params
         rollout_spec = RolloutSpec(max_running=4, max_len=64)
-        worker.free_bytes = lambda: extra + 1000
+        worker.decoders.free_bytes = lambda: extra + 1000
         with pytest.raises(EngineError, match=r"or set rollout\.drop_rollout_state=true"):
             engine.begin_rollout(rollout_spec)
-        worker.free_bytes = lambda: extra + 2**24
+        worker.decoders.free_bytes = lambda: extra + 2**24
         kept = engine.begin_rollout(rollout_spec).cache_tokens
-        worker.free_bytes = lambda: 2**24
+        worker.decoders.free_bytes = lambda: 2**24
         dropped = engine.begin_rollout(dataclasses.replace(rollout_spec, keeps_cache=False)).cache_tokens
         assert kept == dropped > 0
         engine.end_rollout(drop=True)

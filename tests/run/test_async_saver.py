@@ -246,7 +246,7 @@ def test_a_closed_engine_writes_no_more(tmp_path: Path, gate: threading.Event) -
     with Engine(spec(model_folder(tmp_path / "model")), "inline") as engine:
         for name in ("first", "second"):
             engine.save(str(tmp_path / name), background=True)
-        worker_of(engine)._saving[1].add_done_callback(lambda _: gate.set())  # cancelled
+        worker_of(engine).saver.unfinished[1].add_done_callback(lambda _: gate.set())  # cancelled
     assert (tmp_path / "first/model.safetensors").exists()
     assert not (tmp_path / "second").exists()
 
