@@ -13,8 +13,8 @@ import pytest
 from areno.config.models import MicroBatchSpec
 from areno.config.rollout import SamplingConfig
 from areno.engine.engine import Engine
-from areno.engine.train import backend as backend_module
-from areno.engine.train.backend import TrainBackend
+from areno.engine.train import passes
+from areno.engine.train.passes import ForwardPasses
 from areno.loss_fns.dpo import dpo_loss_fn
 from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.ppo import value_loss_fn
@@ -132,14 +132,14 @@ def test_the_default_shares_what_saves_a_tenth(tmp_path: Path) -> None:
 def test_a_role_that_cannot_share_gets_rows_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its micro-batches then hold as many tokens as it computes."""
     seen: list[int] = []
-    run = TrainBackend._run_layers
+    run = ForwardPasses.run_layers
 
-    def record(self: TrainBackend, packed: Any, *more: Any) -> Any:
+    def record(self: ForwardPasses, packed: Any, *more: Any) -> Any:
         if self.model.config.delta is not None:
             seen.append(len(packed.tokens_N))
         return run(self, packed, *more)
 
-    monkeypatch.setattr(TrainBackend, "_run_layers", record)
+    monkeypatch.setattr(ForwardPasses, "run_layers", record)
     for family in ("qwen3-window", "qwen3.5"):
         random_model(family, tmp_path / family)
     with Engine(spec(tmp_path / "qwen3-window", share_prefixes="on"), "inline") as engine:
@@ -155,9 +155,9 @@ def test_a_role_that_cannot_share_gets_rows_apart(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("share", ["on", "off"])
 def test_the_head_computes_no_logits_of_masked_tokens(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
-    compute = backend_module.selected_logprobs
+    compute = passes.selected_logprobs
     count = lambda hidden, *args, **more: (computed.append(len(hidden)), compute(hidden, *args, **more))[1]  # noqa: E731
-    monkeypatch.setattr(backend_module, "selected_logprobs", count)
+    monkeypatch.setattr(passes, "selected_logprobs", count)
     rows = [*group(30, [9, 5, 3], 16, 1), *tree(3, 16, turn=12), *group(4, [1], 16, 2)]
     masks = [np.random.default_rng(index).random(len(row)) < 0.6 for index, row in enumerate(rows)]
     masks[-1][:] = True

@@ -12,7 +12,7 @@ from areno.config.models import MicroBatchSpec
 from areno.engine import deterministic
 from areno.engine.deterministic import CpuThreads
 from areno.engine.engine import Engine
-from areno.engine.train.backend import TrainBackend
+from areno.engine.train.passes import ForwardPasses
 from tests.helpers.tiny_engine import engine_spec
 
 CPU = torch.device("cpu")
@@ -57,10 +57,10 @@ def test_a_device_does_not_change_threads() -> None:
 
 def test_scores_of_an_engine_count_the_tokens_of_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    hidden = TrainBackend._hidden_states
+    hidden = ForwardPasses.hidden_states
     monkeypatch.setattr(
-        TrainBackend,
-        "_hidden_states",
+        ForwardPasses,
+        "hidden_states",
         lambda self, packed: (seen.append(torch.get_num_threads()), hidden(self, packed))[1],
     )
     with Engine(engine_spec("examples/quickstart/model")) as engine:

@@ -137,7 +137,7 @@ def test_folders_that_cannot_be_made(capsys, key, code, where):
             "areno.engine.decoder.runner.Runner.launch",
             ["rollout.max_prefill_tokens", "rollout.max_concurrent_rollouts"],
         ),
-        ("areno.engine.train.backend.selected_logprobs", ["actor.mb_spec"]),  # training has freed the KV cache
+        ("areno.engine.train.passes.selected_logprobs", ["actor.mb_spec"]),  # training has freed the KV cache
     ],
     ids=["load", "optimizer", "KV cache", "decode", "train"],
 )

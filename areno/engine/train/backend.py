@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from areno.config.models import MicroBatchSpec
 from areno.config.optimizers import OPTIMIZERS
 from areno.config.rollout import SamplingConfig
 from areno.config.teacher import Divergence
-from areno.cost.memory import LOGITS_KEPT
 from areno.cost.remedies import Option
 from areno.engine.device_memory import training_memory_hint
 from areno.engine.processes.process_groups import ParallelContext
@@ -26,21 +25,19 @@ from areno.engine.train import old_logprobs
 from areno.engine.train.checked_rows import without_padding
 from areno.engine.train.gradients import Gradients, ReducedGradients, StepStats, average_steps
 from areno.engine.train.micro_batches import NO_SHARING, StepMicroBatches, TrainResult, row_micro_batches
-from areno.engine.train.moe_routing import StepRouting
 from areno.engine.train.optimizer import Optimizer
-from areno.engine.train.packing import LocalTokens, PackedTokens, PrefixPass, StepBatches, pack_group, predicted_mask
+from areno.engine.train.packing import PackedTokens, PrefixPass, StepBatches, pack_group, predicted_mask
+from areno.engine.train.passes import ForwardPasses
 from areno.engine.train.recomputation import RecomputationPolicy, free_bytes
 from areno.engine.train.rollout_mismatch import compare_with_rollout
 from areno.engine.train.shared_prefixes import order_to_share, prefix_sharing_rules
 from areno.engine.train.smaller_pieces import retry_with_smaller_micro_batches
-from areno.engine.train.teacher import TeacherPasses, Teachers, entropy_teacher, listed_teacher
+from areno.engine.train.teacher import TeacherPasses, Teachers
 from areno.engine.train.zero_buffers import ALIGN, FlatParameters, flatten
 from areno.errors import EngineError, Key
 from areno.kernels.backend import to_device
-from areno.kernels.logprobs import KEEP_BYTES, Teacher, VocabSoftmax, selected_logprobs
 from areno.kernels.logprobs.collision import Collision, logit_gradient
 from areno.kernels.logprobs.divergence import CommonTokenIds
-from areno.layers.attention import PrefixKeys
 from areno.loss_fns.data_pack import DataPack, check_loss_result
 from areno.models.quantization import quantize_again
 from areno.models.transformer import Transformer
@@ -82,16 +79,13 @@ class TrainBackend:
         self.device, self.exact, self._beside = model.device, spec.engine.exact, beside
         on_cuda = self.device.type == "cuda"
         self.score_sharing, self.train_sharing = prefix_sharing_rules(model, role, spec.share_prefixes)
-        self._split = spec.is_sequence_parallel
-        self._multiple = model.tp.size if self._split else 1  # of the number of tokens of a pass
-        self._prefix: PrefixPass | None = None  # begun by the last micro-batch
-        self._teachers: Teachers | None = None  # of the last call of `train`
+        split = spec.is_sequence_parallel
         self.n_halvings = 0  # of micro-batches in the last call of `train` or a scoring method
         self._is_alone = model.tp.size == context.cp.size == 1
         free = partial(free_bytes, self.device) if on_cuda else None
         more = spec.n_ranks_on_machine(context.rank), free_cache
-        self.kept_layers = RecomputationPolicy(model, free, self._is_alone, self._split, *more)
-        self._routing = StepRouting(model.routing, role.router_aux_loss_coef, context.dp)
+        self.kept_layers = RecomputationPolicy(model, free, self._is_alone, split, *more)
+        self.passes = ForwardPasses(model, role, context, attn_backend, self.kept_layers, split=split)
         self.flat: FlatParameters | None = None
         self.optimizer: Optimizer | None = None
         if role.optimizer is None:
@@ -105,7 +99,7 @@ class TrainBackend:
                 model,
                 model.is_sharded,
                 max(ALIGN, kind.block),
-                in_parts=partial(model.partial_gradient_slices, split=self._split),
+                in_parts=partial(model.partial_gradient_slices, split=split),
                 stage=model.backward_stage if stage else None,
                 dp=dp,
                 divide_grads=stage == 2,
@@ -126,7 +120,7 @@ class TrainBackend:
     ) -> TeacherPasses:
         head = self.model.lm_head
         common = CommonTokenIds.from_ranges(common_ids, head.first, head.n_valid, self.device) if common_ids else None
-        return TeacherPasses(self._run_layers, self.model.local_logits, divergence, switch, common)
+        return TeacherPasses(self.passes.run_layers, self.model.local_logits, divergence, switch, common)
 
     def train(
         self,
@@ -145,13 +139,13 @@ class TrainBackend:
         Raises EngineError if memory runs out or the loss function returns something invalid. With `exact`, also if the
         model disagrees with a rollout log-probability of a row with staleness 0.
         """
-        self._teachers = self.kept_layers.teacher = teachers
+        self.passes.teachers = self.kept_layers.teacher = teachers
         with self._out_of_memory_hint(update.mb_spec):
             batches = [StepBatches(step, update.rows_per_unit, self.device) for step in steps]
             is_policy = self.model.config.head == "lm"
             if is_policy:
                 score = partial(self.no_grad_logprobs, sampling=update.sampling)
-                with self._prefix_passes():
+                with self.passes.prefix_passes():
                     old_logprobs.set_old_logprobs(batches, update.old_logprobs, self.exact, score)
             stats, old, keeps_old = [], [], is_policy and update.old_logprobs == "recompute"
             self.n_halvings = 0
@@ -168,8 +162,8 @@ class TrainBackend:
     def no_grad_logprobs(self, packed: PackedTokens, sampling: SamplingConfig) -> Tensor:
         """Compute log-probabilities (U,) without gradient, by the same forward pass as in an update."""
         with torch.no_grad(), phase("old logprobs", tokens=packed.n_computed):
-            logprobs_N = self._logprobs(packed, sampling)[0]
-        self._routing.free_tensors()
+            logprobs_N = self.passes.logprobs(packed, sampling)[0]
+        self.passes.routing.free_tensors()
         heartbeat.beat()
         return logprobs_N
 
@@ -184,13 +178,14 @@ class TrainBackend:
         value: TokenValue = "logprob",
     ) -> list[np.ndarray]:
         def score(packed: PackedTokens) -> Tensor:
-            found = self._logprobs(packed, sampling, value_teacher=Collision() if value == "logit_gradient" else None)
+            teacher = Collision() if value == "logit_gradient" else None
+            found = self.passes.logprobs(packed, sampling, value_teacher=teacher)
             return logit_gradient(found[0], found[2]) if len(found) > 2 else found[int(value == "entropy")]
 
         return self._score(token_rows, mb_spec, may_halve, score, routes, prompt_masks)
 
     def values(self, token_rows: TokenRows, mb_spec: MicroBatchSpec, may_halve: bool = False) -> list[np.ndarray]:
-        return self._score(token_rows, mb_spec, may_halve, self._values)
+        return self._score(token_rows, mb_spec, may_halve, self.passes.values)
 
     def rewards(self, token_rows: TokenRows, mb_spec: MicroBatchSpec, may_halve: bool = False) -> list[float]:
         """Return the score of each row: the output of the value head at the row's last token.
@@ -202,7 +197,7 @@ class TrainBackend:
         token_rows = [without_padding(row, pad) for row in token_rows]
 
         def rewards_of(packed: PackedTokens) -> Tensor:
-            hidden_nD, share = self._hidden_states(packed)
+            hidden_nD, share = self.passes.hidden_states(packed)
             every_N = torch.arange(share.n_tokens, device=self.device)
             indices_n, hidden_nD = share.select(hidden_nD, every_N, every_N)
             return share.gather_values(indices_n, self.model.values(hidden_nD))
@@ -250,7 +245,7 @@ class TrainBackend:
         order = order_to_share(rows, self.score_sharing)
         rule = NO_SHARING if order is None else self.score_sharing
         groups, share = row_micro_batches([[row] for row in rows], mb_spec, self.context.cp.size, rule, order)
-        with torch.no_grad(), self._out_of_memory_hint(mb_spec), self._prefix_passes():
+        with torch.no_grad(), self._out_of_memory_hint(mb_spec), self.passes.prefix_passes():
             scored = []
             for group in groups:
                 given = None if routes is None else [[routes[i] for i in batch] for batch in group]
@@ -261,112 +256,23 @@ class TrainBackend:
                         scored.append(score(packed))
                     heartbeat.beat()
             numbers = torch.cat(scored).cpu().numpy()
-        self._routing.free_tensors()
+        self.passes.routing.free_tensors()
         order = [i for group in groups for batch in group for i in batch]
         pieces = np.split(numbers, np.cumsum([len(rows[i]) for i in order])[:-1])
         return [piece for _, piece in sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])]
-
-    @contextmanager
-    def _prefix_passes(self) -> Iterator[None]:
-        """Free the last prefix pass when a `with` block ends. Passes over micro-batches run in such a block."""
-        try:
-            yield
-        finally:
-            self._finish_shared_prefix()
-            if self._teachers is not None:
-                self._teachers.end()
-
-    def _finish_shared_prefix(self) -> None:
-        if self._prefix is not None:
-            self._prefix.end()
-        self._prefix = None
-
-    def _hidden_states(self, packed: PackedTokens) -> tuple[Tensor, LocalTokens]:
-        """Run the layers on this rank's n of the N tokens of a micro-batch. Returns (n, D) and the n tokens.
-
-        Prefixes that several micro-batches share are computed once, when the first of these micro-batches is passed.
-        """
-        if packed.prefix is not None and packed.prefix is not self._prefix:
-            self._finish_shared_prefix()
-            self._prefix = packed.prefix
-            with phase("prefixes", tokens=packed.n_prefix_tokens):
-                self._prefix.begin(lambda packed, stores: self._run_layers(packed, stores)[0])
-            self._routing.count_experts()
-        return self._run_layers(packed)
-
-    def _run_layers(self, packed: PackedTokens, stores: PrefixKeys | None = None) -> tuple[Tensor, LocalTokens]:
-        """Run the layers on packed tokens. `stores` receives the keys and values of these tokens for later passes."""
-        share = LocalTokens.for_rank(packed, self.context.cp, self.attn_backend, self._multiple, stores)
-        self._routing.begin_pass(packed, share)
-        recompute = self.role.gradient_checkpointing
-        waits = stores is not None  # for the passes that read the keys
-        n_kept = self.kept_layers.n_kept_layers(len(share.tokens_n), waits) if recompute else 0
-        how = {"recompute": recompute, "n_kept": n_kept, "split": self._split}
-        if recompute and not waits:
-            how["offload"] = self.kept_layers.begin_offload(len(share.tokens_n))
-        return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
-
-    def _values(self, packed: PackedTokens) -> Tensor:
-        """Compute the value of the state before each predicted token, (U,), with gradient.
-
-        The value of the state before token t comes from the hidden state of token t - 1.
-        """
-        hidden_nD, share = self._hidden_states(packed)
-        indices_T, hidden_TD = share.select_predecessors(hidden_nD, packed.indices_to_predict())
-        return share.gather_values(indices_T, self.model.values(hidden_TD))
-
-    def _logprobs(
-        self,
-        packed: PackedTokens,
-        sampling: SamplingConfig,
-        pack: DataPack | None = None,
-        update: Any = None,
-        value_teacher: Teacher | None = None,
-    ) -> tuple[Tensor, ...]:
-        """Compute log-probability, entropy and a third value, (U,) each, 0 at unpredicted tokens.
-
-        The third value is the divergence from a teacher, if there is one, the differentiable negative entropy, or what
-        `value_teacher` computes.
-        """
-        tp, head = self.model.tp, self.model.lm_head
-        divergence: Divergence | None = None if update is None else update.divergence
-        # The teacher comes first: its activations are gone when those of this model are stored.
-        teacher: Teacher | None = entropy_teacher(update) or value_teacher
-        lists = pack is not None and pack.teacher_top_tokens is not None
-        if divergence is not None and self._teachers is not None and not lists:
-            teacher = self._teachers.run(packed)
-        hidden_nD, share = self._hidden_states(packed)
-        indices_T, hidden_TD = share.select_predecessors(hidden_nD, packed.indices_to_predict())
-        if divergence is not None and pack is not None and lists:
-            teacher = listed_teacher(packed, pack, indices_T, divergence)
-        # None if the head is frozen or the model only scores. While a model scores, its gradients may have no memory.
-        grad_VD = head.weight.grad if torch.is_grad_enabled() else None
-        softmax = VocabSoftmax(
-            temperature=sampling.logprob_temperature,
-            first=head.first,
-            all_reduce=tp.all_reduce if tp.size > 1 else None,
-            weight_grad=None if grad_VD is None else grad_VD[: head.n_valid],
-            keep_bytes=LOGITS_KEPT if self.device.type == "cuda" else KEEP_BYTES,
-            own_logits=self.model.local_logits,
-            most_rows=len(head.weight),
-        )
-        head_VD = head.weight if torch.is_grad_enabled() else head.weight.detach()  # no gradients of logits are kept
-        weight_VD, targets_T = head_VD[: head.n_valid], packed.tokens_N[indices_T]
-        found = selected_logprobs(hidden_TD, weight_VD, targets_T, softmax, teacher)
-        return tuple(share.gather_values(indices_T, each_T) for each_T in found)
 
     def _optimizer_step(
         self, step: StepMicroBatches, batches: StepBatches, loss_fn: LossFn, update: UpdateSpec, is_first: bool
     ) -> dict[str, float]:
         if self.flat is None or self.optimizer is None:
             raise EngineError("this model was built without an optimizer and cannot be trained")
-        with self._prefix_passes():
-            self._routing.begin_step((packed for packed, _ in batches), self._hidden_states)
+        with self.passes.prefix_passes():
+            self.passes.routing.begin_step((packed for packed, _ in batches), self.passes.hidden_states)
         stats = self._accumulate(step, batches, loss_fn, update, is_first)
 
         numbers = stats.finish(self.context.data)  # the ranks of `context.cp` have the same statistics
-        self._routing.free_tensors()
-        self._routing.add_statistics(numbers)
+        self.passes.routing.free_tensors()
+        self.passes.routing.add_statistics(numbers)
         apart = numbers.pop("on_policy_logp_abs_diff_max", 0.0)
         if self.exact and is_first and apart:
             raise EngineError(
@@ -410,7 +316,7 @@ class TrainBackend:
         given: list[Tensor | None] = []
 
         def attempt() -> StepStats:
-            with self._prefix_passes():
+            with self.passes.prefix_passes():
                 stats = self._accumulate_all(batches, given, loss_fn, update, is_first)
             with phase("sum gradients"):
                 self._gradients.finish()
@@ -448,7 +354,7 @@ class TrainBackend:
         repeated attempt starts from them again.
         """
         stats = StepStats(self.device)
-        self._routing.restart()
+        self.passes.routing.restart()
         n_computed = 0
         for number, (packed, pack) in enumerate(batches):
             if number == len(given):
@@ -456,7 +362,7 @@ class TrainBackend:
             pack.old_logprobs = given[number]
             with phase("forward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
                 loss, loss_stats = self._micro_batch_loss(packed, pack, loss_fn, update, is_first, stats)
-            self._routing.count_experts()
+            self.passes.routing.count_experts()
             with phase("backward", tokens=packed.n_computed), self.pass_threads(packed.n_computed):
                 self._gradients.backward(loss)
             n_computed += packed.n_computed
@@ -476,10 +382,10 @@ class TrainBackend:
         """Run the backward pass of prefixes, after the backward passes of all micro-batches that share them."""
         with phase("backward", tokens=len(prefix.packed.tokens_N)):
             if self.model.routing is not None:  # the settings of the forward pass, for recomputation
-                share = LocalTokens.for_rank(prefix.packed, self.context.cp, self.attn_backend, self._multiple)
-                self._routing.begin_pass(prefix.packed, share)
+                share = self.passes.share_of(prefix.packed)
+                self.passes.routing.begin_pass(prefix.packed, share)
             self._gradients.backward(*prefix.output_and_gradient())
-        self._finish_shared_prefix()
+        self.passes.finish_shared_prefix()
 
     def _micro_batch_loss(
         self,
@@ -495,8 +401,8 @@ class TrainBackend:
         Sets `pack.entropy` and the missing `pack.old_logprobs`, and adds the comparison with the rollout to `stats`.
         """
         if self.model.config.head != "lm":
-            return check_loss_result(loss_fn(pack, self._values(packed)))
-        logprobs_N, pack.entropy, *more = self._logprobs(packed, update.sampling, pack, update)
+            return check_loss_result(loss_fn(pack, self.passes.values(packed)))
+        logprobs_N, pack.entropy, *more = self.passes.logprobs(packed, update.sampling, pack, update)
         pack.take_divergence(more[0] if more else None, is_negentropy=update.differentiates_entropy)
         own_N = logprobs_N.detach()
         if is_first and (pack.rollout_logprobs is not None or pack.old_logprobs is not None):

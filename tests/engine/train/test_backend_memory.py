@@ -200,7 +200,7 @@ def test_out_of_memory_names_the_keys(monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(backend, "_logprobs", full)
+    monkeypatch.setattr(backend.passes, "logprobs", full)
     for call in (
         lambda: train_on(backend, make_rows(), sft_loss_fn, WHOLE),
         lambda: backend.logprobs([[1, 2]], SamplingConfig(), WHOLE),

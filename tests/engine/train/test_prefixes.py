@@ -340,7 +340,7 @@ def test_linked_micro_batches_score_as_rows_apart(name: str) -> None:
     backend.score_sharing = ON
     for shared, apart in zip(backend.logprobs(rows, SamplingConfig(), LINKED[name]), expected, strict=True):
         np.testing.assert_allclose(shared, apart, atol=2e-5)
-    assert backend._prefix is None
+    assert backend.passes.prefix is None
 
 
 def test_old_logprobs_of_linked_micro_batches() -> None:
@@ -391,7 +391,7 @@ def test_a_step_of_linked_micro_batches_that_runs_out_of_memory_is_halved(
     found = step(one, rows, LOSSES["grpo"], "on", LINKED["groups"], may_halve=True)
     assert found.n_halvings == 1
     assert_same_step(one, other, found, step(other, rows, LOSSES["grpo"], "off", LINKED["groups"]))
-    assert one._prefix is None
+    assert one.passes.prefix is None
 
 
 def test_prefixes_that_do_not_fit_end_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
