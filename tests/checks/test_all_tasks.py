@@ -117,7 +117,6 @@ INPUTS: dict[str, Inputs] = {
         is_random=True,
     ),
     "stories": lambda folder: [f"actor.path={random_model_like(CHAT, folder / 'model')}"],
-    "agents_base": settings(FEWER),
     "mixture_base": lambda folder: [mixture_model(folder), FEWER],
     "mixture": lambda folder: [mixture_model(folder)],
     "tasks_base": lambda folder: [tasks_model(folder)],
