@@ -101,8 +101,8 @@ def compare_families() -> None:
     """The same for what only some families have."""
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_GEMMA)
     compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **LIKE_OLMO)
-    for shares in (False, True):
-        compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), shares=shares, **LIKE_GPT_OSS)
+    for shared in ({}, {"shares": True}, {"shares": True, "linked": True}):
+        compare("cpu", torch.float32, 1e-5, "sdpa", (SOME,), **shared, **LIKE_GPT_OSS)
 
 
 def compare_states() -> None:

@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOss
 
 from areno.engine.exact import make_exact
 from areno.kernels.logprobs import VocabSoftmax, selected_logprobs
-from areno.layers.attention import PackedAttend
+from areno.layers.attention import PackedAttend, SharedKeys
 from areno.layers.config import RopeConfig
 from areno.layers.parallel import ParallelGroup
 from areno.models.config import LayerKind
@@ -72,6 +72,30 @@ def test_packed_rows_have_the_sinks_of_rows_alone() -> None:
             layer.attention.sinks.fill_(-1e9)  # as if there were none
     without = model.logits(model(*packed(rows)))
     assert (without - torch.cat(logits)).abs().max() > 0.1
+
+
+def test_shared_prefixes_change_nothing() -> None:
+    """Two rows continue a first one, whose tokens are computed once: logits and gradients are those of three rows."""
+    model, row = model_with_sinks(), random_rows(101, (9,))[0]
+    rows = [row[:6], torch.cat((row[:6], row[6:7])), torch.cat((row[:6], row[7:]))]
+    of_own = [slice(0, 6), slice(12, 13), slice(19, 21)]
+    upstream = torch.randn(9, 101, generator=torch.Generator().manual_seed(1))
+    found = []
+    for is_shared in (False, True):
+        model.zero_grad()
+        tokens, positions, attend = packed(rows)
+        if is_shared:
+            tokens_M = torch.tensor([*range(6), *range(7), *range(6), 7, 8])
+            keys = SharedKeys(tokens_M, attend.cu_seqlens, attend.max_len, 9)
+            starts = torch.tensor([0, 6, 7, 9], dtype=torch.int32)
+            tokens, positions = row, torch.tensor([*range(6), 6, 6, 7])
+            attend = PackedAttend(starts, 6, "sdpa", keys=keys)
+        logits = model.logits(model(tokens, positions, attend))
+        logits = logits if is_shared else torch.cat([logits[own] for own in of_own])
+        (logits * upstream).sum().backward()
+        found.append((logits, *(parameter.grad for parameter in model.parameters())))
+    for separate, shared in zip(*found, strict=True):
+        torch.testing.assert_close(shared, separate, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("layer", [0, 1], ids=["window", "whole"])
@@ -183,6 +207,30 @@ def compare_context(_: Path, context: ParallelGroup) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(context.all_reduce(parameter.grad), expected_grads[name], atol=1e-4, rtol=1e-4)
+
+    compare_passes(attend)
+
+
+def compare_passes(attend: PackedAttend) -> None:
+    """The passes outside autograd, which fused layers take: each rank adds to the sinks of its own heads."""
+    n_tokens, context = int(attend.cu_seqlens[-1]), attend.context
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(n_tokens, heads, 8, generator=generator) for heads in (4, 2, 2, 4)]
+    q, k, v, upstream = (context.own_rows(x) for x in whole)
+    sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = attend(0, *inputs, 4, sinks)
+    expected.backward(upstream)
+    of_sinks, sinks.grad = sinks.grad, torch.zeros(4)
+    with torch.no_grad():
+        out, saved = attend.forward(0, q, k, v, 4, sinks)
+        found = attend.backward(0, upstream, q, k, v, out, saved, 4, sinks)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(sinks.grad, of_sinks)
+    assert of_sinks is not None
+    assert of_sinks.count_nonzero() == 4 // context.size
+    for grad, x in zip(found, inputs, strict=True):
+        torch.testing.assert_close(grad, x.grad)
 
 
 @pytest.mark.slow
