@@ -179,11 +179,11 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     for heads, kv_heads, dim, block_size in SHAPES:
         *qkv, blocks, batch = make_case(heads, kv_heads, dim, block_size, dtype)
         decode_attention(*qkv, blocks, batch, window=16)
-        for fixed_order in (False, True):
+        sinks, rows = torch.zeros(heads, dtype=dtype), torch.tensor([0, len(qkv[0])], dtype=torch.int32)
+        for fixed_order in (False, True) if dim == 64 else ():  # with 128, a T4 lacks shared memory for float32
             alone = replace(batch, prefix_groups_GR=None, fixed_order=fixed_order)
-            decode_attention(*qkv, blocks, alone, sinks_H=torch.zeros(heads, dtype=dtype))
-    rows = torch.tensor([0, len(qkv[0])], dtype=torch.int32)
-    packed_attention(*qkv, CuSeqlens(rows, rows, len(qkv[0]), len(qkv[0])), None, torch.zeros(heads, dtype=dtype))
+            decode_attention(*qkv, blocks, alone, sinks_H=sinks)
+            packed_attention(*qkv, CuSeqlens(rows, rows, len(qkv[0]), len(qkv[0])), None, sinks)
     some = torch.zeros(16, 128, dtype=dtype)
     fixed_order_matmul(some, some, dtype)
     edited = SamplingParams(min_new_tokens=4, frequency_penalty=0.5)
