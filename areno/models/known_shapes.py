@@ -48,6 +48,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "llama-3.1-8b": (32, 4096, 14336, 32, 8, 128, False),
     "llama-3.1-70b": (80, 8192, 28672, 64, 8, 128, False),
     "glm-4.5-air": (46, 4096, 10944, 96, 8, 128, False),
+    "gpt-oss-20b": (24, 2880, 2880, 64, 8, 64, False),
+    "gpt-oss-120b": (36, 2880, 2880, 64, 8, 64, False),
     "25m": (8, 384, 1536, 6, 2, 64, True),
     "tiny": (2, 64, 192, 4, 2, 16, True),
     "tiny-moe": (2, 64, 192, 4, 2, 16, True),
@@ -130,6 +132,28 @@ _GLM4_MOE: dict[str, Any] = {
     "num_nextn_predict_layers": 1,
     "eos_token_id": [151329, 151336, 151338],
 }
+_GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "eos_token_id": 200002,
+}
 # Prefix of a shape's name -> the rest of its configuration. The longest prefix that matches counts.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN3,
@@ -140,6 +164,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3_MOE,
     "qwen3.5": _QWEN3_5,
     "glm": _GLM4_MOE,
+    "gpt-oss": _GPT_OSS,
+    "gpt-oss-120b": {**_GPT_OSS, "num_local_experts": 128},
     "tiny": {**_QWEN3, **_TINY},
     "tiny-qwen3.5": {
         **_QWEN3_5,

@@ -45,7 +45,6 @@ MISSING: dict[str, str] = {
     "GlmMoeDsaForCausalLM": _SPARSE,
     "GPT2LMHeadModel": "LayerNorm, and positions that are learned",
     "GPTNeoXForCausalLM": "LayerNorm, and attention and MLP side by side",
-    "GptOssForCausalLM": "attention sinks, and experts with biases",
     "GraniteForCausalLM": "multipliers of embeddings, attention, residuals and logits",
     "GraniteMoeHybridForCausalLM": "Mamba layers",
     "KimiLinearForCausalLM": "multi-head latent attention, and a delta rule with a decay for each channel",

@@ -220,6 +220,8 @@ def load_weights(model: Transformer, folder: str | Path) -> None:
     if fp8_blocks is not None:
         dtype = DTYPE_NAMES[model.embed.weight.dtype]
         logger.info("%s: weights in FP8 with blocks of %d x %d are loaded as %s", folder, *fp8_blocks, dtype)
+    if is_mxfp4(model.config.hf):
+        logger.info("%s: experts in MXFP4 are loaded as %s", folder, DTYPE_NAMES[model.embed.weight.dtype])
     if not model.config.has_head:  # a critic that starts from a language model
         assert model.score is not None
         for parameter in model.score.parameters():

@@ -10,7 +10,7 @@ import transformers
 
 from areno.models.transformer import Transformer
 from tests.helpers import tiny_shape
-from tests.helpers.moe_models import GLM, QWEN
+from tests.helpers.moe_models import GLM, OSS, QWEN
 from tests.helpers.saving import save_weights
 from tests.helpers.two_ranks import load, packed
 
@@ -185,6 +185,18 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
             "first_k_dense_replace": 2,
             "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt-oss-experts": ("gpt_oss", OSS),
+    "gpt-oss-tied-experts": (
+        "gpt_oss",
+        {
+            **OSS,
+            "num_experts_per_tok": 3,
+            "head_dim": 12,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "swiglu_alpha": 1.2,
             "tie_word_embeddings": True,
         },
     ),

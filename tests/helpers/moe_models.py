@@ -12,6 +12,25 @@ from tests.helpers.tiny_engine import model_folder
 
 QWEN = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16, "norm_topk_prob": True}
 
+OSS = {
+    "head_dim": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 9,
+    "swiglu_limit": 1.5,  # so that many numbers are beyond it
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+    "pad_token_id": None,
+    "eos_token_id": 3,
+}
+
 GLM = {"moe_intermediate_size": 20, "n_routed_experts": 12, "num_experts_per_tok": 2, "head_dim": 16}
 
 

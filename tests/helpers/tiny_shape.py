@@ -28,6 +28,9 @@ def random_model(config: Any, folder: Path, kind: str = "CausalLM") -> Any:
         for parameter in reference.parameters():
             if parameter.dim() == 1:
                 parameter.copy_(torch.rand_like(parameter) + 0.5)
+        for name, parameter in reference.named_parameters():
+            if name.endswith("sinks") or (parameter.dim() == 2 and name.endswith("_bias")):  # of experts
+                parameter.copy_(torch.randn_like(parameter) / 2)
         for name, buffer in reference.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.rand_like(buffer) - 0.5)

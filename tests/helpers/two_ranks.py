@@ -50,7 +50,7 @@ def values_of(model: Transformer, rows: list[torch.Tensor]) -> tuple[torch.Tenso
 
 def gradient_of(name: str, theirs: dict[str, torch.nn.Parameter]) -> torch.Tensor | None:
     """Of a checkpoint tensor; transformers stacks the experts of a layer in one parameter."""
-    if ".experts." not in name:
+    if ".experts." not in name or name in theirs:
         return theirs[name.replace("block_sparse_moe", "mlp")].grad
     for ours, name_of_both in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
         name = name.replace("block_sparse_moe", "mlp").replace(ours, name_of_both)
@@ -65,7 +65,8 @@ def gradients_apart(model: Transformer, reference: torch.nn.Module) -> dict[str,
     """For each checkpoint tensor, the largest difference of its gradients, and the largest gradient of transformers."""
     theirs, found = dict(reference.named_parameters()), {}
     for name, stored in stored_tensors(model).items():
-        (entry,), (order,) = stored.entries, stored.orders  # these families fuse no tensors
+        entry, (order, *_) = stored.entries[0], stored.orders
+        assert len(stored.entries) == 1 or stored.n_experts  # these families fuse no other tensors
         if name.endswith("e_score_correction_bias"):  # never trained
             assert entry.parameter.grad is None
             continue
@@ -73,9 +74,9 @@ def gradients_apart(model: Transformer, reference: torch.nn.Module) -> dict[str,
         expected = gradient_of(name, theirs)
         assert expected is not None, name
         ordered = expected if order is None else permute_heads(expected, order)
-        found[name] = tuple(
-            each.abs().max().item() for each in (entry.part.region(entry.parameter.grad) - ordered, ordered)
-        )
+        gradients = torch.cat([each.part.region(each.parameter.grad) for each in stored.entries])  # type: ignore[arg-type]
+        ours = stored.in_file_order(gradients).view(ordered.shape)
+        found[name] = tuple(each.abs().max().item() for each in (ours - ordered, ordered))
     return found
 
 

@@ -171,7 +171,19 @@ def test_older_files_are_read_as_transformers_reads_them(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "case",
-    ["mistral", "phi3", "smollm3", "olmo2", "olmo3", "glm4", "gemma3", "qwen3.5", "qwen3-experts", "mixtral-experts"],
+    [
+        "mistral",
+        "phi3",
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "glm4",
+        "gemma3",
+        "qwen3.5",
+        "qwen3-experts",
+        "mixtral-experts",
+        "gpt-oss-experts",
+    ],
 )
 def test_scores_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -270,6 +282,11 @@ WRONG = [
     ("glm4-experts", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3.*fewer than num_hidden_layers=3"),
     ("glm4-experts", {"n_shared_experts": 0}, "n_shared_experts is 0, expected int, at least 1"),
     ("glm4-experts", {"kv_lora_rank": 16}, "kv_lora_rank is 16, a field that areno"),
+    ("gpt-oss-experts", {"swiglu_limit": 0.0}, "swiglu_limit is 0.0, expected float, more than 0"),
+    ("gpt-oss-experts", {"layer_types": ["chunked_attention"] * 3}, "'full_attention' or 'sliding_attention'"),
+    ("gpt-oss-experts", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config is 'gptq'.*mxfp4"),
+    ("gpt-oss-experts", {"num_experts_per_tok": 7}, "num_experts_per_tok is 7, .* at most num_local_experts=6"),
+    ("qwen3-experts", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is 'mxfp4'"),
     ("mixtral-experts", {"sliding_window": 64}, "sliding_window is 64, which is not supported"),
     ("mixtral-experts", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, which is not supported"),
     ("mixtral-experts", {"rope_parameters": None}, "rope_theta is missing"),

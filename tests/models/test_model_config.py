@@ -21,6 +21,7 @@ KINDS = {
     "gemma3_text": transformers.Gemma3TextConfig,
     "glm4": transformers.Glm4Config,
     "glm4_moe": transformers.Glm4MoeConfig,
+    "gpt_oss": transformers.GptOssConfig,
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
     "mixtral": transformers.MixtralConfig,

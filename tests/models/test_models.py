@@ -59,7 +59,7 @@ def test_real_weights_give_the_recorded_logits() -> None:
         *((case, False, 2e-4) for case in ("qwen3-tied", "llama-linear", "qwen3-yarn")),
         *(
             (f"{case}-experts", recompute, 5e-4)
-            for case in ("qwen3", "qwen3-tied", "mixtral", "glm4", "glm4-tied")
+            for case in ("qwen3", "qwen3-tied", "mixtral", "glm4", "glm4-tied", "gpt-oss", "gpt-oss-tied")
             for recompute in (False, True)
         ),
     ],

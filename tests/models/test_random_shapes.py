@@ -60,7 +60,42 @@ def qwen3_5_moe(rng: random.Random) -> Any:
     )
 
 
-SHAPES = {"qwen3_5_moe": qwen3_5_moe}
+def gpt_oss(rng: random.Random) -> Any:
+    n_kv, n_layers, n_experts = rng.choice((1, 2, 3)), rng.randint(1, 4), rng.choice((3, 5, 6, 7, 11))
+    kinds = [rng.choice(("sliding_attention", "full_attention")) for _ in range(n_layers)]
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": rng.choice((100.0, 1.5e5)),
+        "factor": rng.choice((2.0, 32.0)),
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": rng.random() < 0.2,
+        "original_max_position_embeddings": rng.choice((16, 64)),
+    }
+    return transformers.GptOssConfig(
+        vocab_size=101,
+        hidden_size=rng.choice((24, 32, 40)),
+        intermediate_size=rng.choice((12, 20, 28)),
+        num_hidden_layers=n_layers,
+        layer_types=kinds if rng.random() < 0.7 else None,
+        num_attention_heads=n_kv * rng.randint(1, 3),
+        num_key_value_heads=n_kv,
+        head_dim=rng.choice((8, 16, 24)),
+        sliding_window=rng.choice((3, 9, 128)),
+        rope_parameters=yarn if rng.random() < 0.8 else {"rope_type": "default", "rope_theta": 1000.0},
+        attention_bias=rng.random() < 0.8,
+        num_local_experts=n_experts,
+        num_experts_per_tok=rng.randint(2, min(4, n_experts - 1)),
+        swiglu_limit=rng.choice((0.5, 1.5, 7.0)),
+        swiglu_alpha=rng.choice((1.702, 1.0)),
+        tie_word_embeddings=rng.random() < 0.5,
+        max_position_embeddings=256,
+        initializer_range=rng.choice((0.1, 0.2)),
+        eos_token_id=3,
+    )
+
+
+SHAPES = {"gpt_oss": gpt_oss, "qwen3_5_moe": qwen3_5_moe}
 
 
 class Found(NamedTuple):

@@ -106,10 +106,13 @@ class TransformersModel:
             # peft nests the wrappers of a layer's parameters, the first of them inside.
             places = [f"{experts}.{each}" for each in ("gate_up_proj", "down_proj")]
             is_both = f"{experts}.base_layer.lora_A.weight" in weights
-            fits = [self._base[each].shape[1:] == (len(high), low.shape[1]) for each in places]
+            is_transposed = getattr(self._model.get_submodule(experts), "is_transposed", False)
+            shape = (low.shape[1], len(high)) if is_transposed else (len(high), low.shape[1])
+            fits = [self._base[each].shape[1:] == shape for each in places]
             place = places[experts == module] if is_both else places[fits.index(True)]
             n = len(self._base[place])
-            change = torch.einsum("ore,eri->eoi", high.unflatten(1, (-1, n)), low.unflatten(0, (n, -1)))
+            product = "ore,eri->eio" if is_transposed else "ore,eri->eoi"
+            change = torch.einsum(product, high.unflatten(1, (-1, n)), low.unflatten(0, (n, -1)))
             found[place] = self._base[place] + self._scale * change
         return found
 
