@@ -1,0 +1,227 @@
+"""gpt-oss: experts with biases that the files store transposed, in bfloat16 or MXFP4, and attention with sinks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from areno.engine.engine import Engine
+from areno.errors import CheckpointError
+from areno.layers.parallel import ParallelGroup
+from areno.loss_fns.grpo import grpo_loss_fn
+from areno.models.known_shapes import published_config
+from areno.models.parameters import n_active_body_parameters, n_parameters
+from areno.models.registry import build_model, load_config, parse_config
+from areno.models.weights import check_weights, load_weights
+from tests.helpers.family_cases import logits_of, random_model
+from tests.helpers.lora_models import REQUESTS, ROWS, apart, engine_of
+from tests.helpers.published import assert_same_files, in_mixed_dtypes, rewrite
+from tests.helpers.saving import save_weights
+from tests.helpers.tiny_engine import rollout, saved_tensors, scored, train_rows
+from tests.helpers.two_ranks import load, packed, random_rows
+
+QUANTIZED = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+
+
+def in_mxfp4(folder: Path) -> dict[str, Tensor]:
+    """Write a random model whose experts are in MXFP4, with fields of the published files. Returns its values."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    random_model("gpt-oss-experts", folder, intermediate_size=64)
+    written, values = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in in_mixed_dtypes(folder, ()).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            written[name] = values[name] = tensor
+            continue
+        n_experts, n_in, n_out = tensor.shape
+        shape = (n_experts, n_out, n_in // 32)
+        codes = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
+        written[f"{name}_blocks"], written[f"{name}_scales"] = codes, scales
+        values[name] = convert_moe_packed_tensors(codes, scales).contiguous()
+    more = {"experts_per_token": 2, "initial_context_length": 32, "router_aux_loss_coef": 0.9}
+    rewrite(folder, written, quantization_config=QUANTIZED, **more)
+    return values
+
+
+def load_bf16(folder: Path, tp: ParallelGroup | None = None) -> Any:
+    model = build_model(load_config(folder), dtype=torch.bfloat16, device="cpu", tp=tp)
+    load_weights(model, folder)
+    return model
+
+
+def test_a_published_folder_is_read_and_written_bit_for_bit(tmp_path: Path) -> None:
+    random_model("gpt-oss-experts", tmp_path / "in")
+    stored = in_mixed_dtypes(tmp_path / "in", ())
+    assert stored["model.layers.1.mlp.experts.gate_up_proj"].shape == (6, 32, 96)
+    assert stored["model.layers.1.mlp.experts.gate_up_proj_bias"].shape == (6, 96)
+    config = load_config(tmp_path / "in")
+    assert "tensors in 1 file" in check_weights(
+        build_model(config, dtype=torch.bfloat16, device="meta"), tmp_path / "in"
+    )
+    model = load_bf16(tmp_path / "in")
+    save_weights(model, tmp_path / "out")
+    assert_same_files(tmp_path / "out", stored)
+    assert sum(parameter.numel() for parameter in model.parameters()) == n_parameters(config)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_mxfp4_is_read_as_transformers_reads_it_and_saved_in_bf16(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = in_mxfp4(tmp_path / "in")
+    config = load_config(tmp_path / "in")
+    assert "tensors in 1 file" in check_weights(
+        build_model(config, dtype=torch.bfloat16, device="meta"), tmp_path / "in"
+    )
+    with caplog.at_level("INFO"):
+        save_weights(load_bf16(tmp_path / "in"), tmp_path / "out")
+    assert "experts in MXFP4 are loaded as bfloat16" in caplog.text
+    assert_same_files(tmp_path / "out", values)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    rows, found = random_rows(101), []
+    for name in ("in", "out"):
+        reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        with torch.no_grad():
+            found.append(logits_of(reference, rows))
+    assert torch.equal(*found)
+    model = load(tmp_path / "in")
+    with torch.no_grad():
+        torch.testing.assert_close(model.logits(model(*packed(rows))), found[0], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_rank_reads_its_own_experts(is_packed: bool, tmp_path: Path) -> None:
+    if is_packed:
+        in_mxfp4(tmp_path)
+    else:
+        random_model("gpt-oss-experts", tmp_path)
+    whole, half = load(tmp_path).layers[2], load(tmp_path, ParallelGroup(1, 2)).layers[2]
+    for name in ("experts_gate_up.weight", "experts_gate_up.bias", "experts_down.weight", "experts_down.bias"):
+        assert torch.equal(half.mlp.get_parameter(name), whole.mlp.get_parameter(name).chunk(2)[1]), name
+    assert torch.equal(half.mlp.router.bias, whole.mlp.router.bias)
+    assert torch.equal(half.attention.sinks, whole.attention.sinks[2:])  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda stored: stored.pop("model.layers.0.mlp.experts.down_proj_scales"), "lack .*down_proj_scales"),
+        (
+            lambda stored: stored.update(
+                {"model.layers.0.mlp.experts.down_proj_scales": torch.zeros(6, 32, 1, dtype=torch.uint8)}
+            ),
+            r"down_proj in MXFP4 has blocks U8 \(6, 32, 2, 16\) and scales \(6, 32, 1\); expected",
+        ),
+        (
+            lambda stored: stored.update(
+                {
+                    "model.layers.0.mlp.experts.down_proj_blocks": torch.zeros(6, 32, 3, 16, dtype=torch.uint8),
+                    "model.layers.0.mlp.experts.down_proj_scales": torch.zeros(6, 32, 3, dtype=torch.uint8),
+                }
+            ),
+            r"down_proj has shape \(6, 96, 32\), expected \(6, 64, 32\)",
+        ),
+        (
+            lambda stored: stored["model.layers.0.mlp.experts.down_proj_scales"].fill_(255),
+            r"down_proj: numbers that are nan, infinite",
+        ),
+    ],
+)
+def test_damaged_mxfp4_is_named(change: Any, named: str, tmp_path: Path) -> None:
+    in_mxfp4(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    change(stored)
+    rewrite(tmp_path, stored)
+    with pytest.raises(CheckpointError, match=named) as caught:
+        load_bf16(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def rows_with_routes(engine: Engine) -> list[Any]:
+    outputs = rollout(engine, REQUESTS)
+    rows = train_rows(outputs, REQUESTS)
+    samples = [sample for item in REQUESTS for sample in outputs[item.request_id]]
+    return [replace(row, routes=sample.routes) for row, sample in zip(rows, samples, strict=True)]
+
+
+def test_training_changes_all_tensors_and_goes_on_from_a_state(tmp_path: Path) -> None:
+    """Biases and sinks, too. With and without the experts of the rollout, it agrees with the rollout."""
+    random_model("gpt-oss-experts", tmp_path)
+    before = load_file(tmp_path / "model.safetensors")
+    with engine_of(tmp_path, None, routing_replay=True) as engine:
+        for _ in range(2):
+            stats = engine.train(rows_with_routes(engine), grpo_loss_fn)
+            assert stats["logp_abs_diff_max"] < 1e-4
+            assert stats["router_changed"] == 0.0
+            assert 0.3 < stats["router_entropy"] < 1.0
+        assert engine.train(train_rows(rollout(engine, REQUESTS), REQUESTS), grpo_loss_fn)["logp_abs_diff_max"] < 1e-4
+        expected = scored(engine, "actor", ROWS)
+        engine.save(str(tmp_path / "saved"))
+        engine.save_state(tmp_path / "state")
+        assert engine.is_state_written(wait=True)
+    after = saved_tensors(tmp_path / "saved")
+    assert after.keys() == before.keys()
+    for name, tensor in after.items():
+        assert not torch.equal(tensor, before[name]), name
+    with engine_of(tmp_path, None) as other:
+        other.load_state(tmp_path / "state")
+        assert scored(other, "actor", ROWS) == expected
+
+
+@pytest.mark.parametrize("case", ["gpt-oss-experts", "gpt-oss-tied-experts"])
+def test_exact(case: str, tmp_path: Path) -> None:
+    random_model(case, tmp_path)
+    with engine_of(tmp_path, None, exact=True) as engine:
+        for _ in range(2):
+            rows = train_rows(rollout(engine, REQUESTS), REQUESTS)
+            assert engine.train(rows, grpo_loss_fn)["logp_abs_diff_max"] == 0.0
+
+
+@pytest.mark.slow
+def test_a_state_of_two_ranks_goes_on_with_one(tmp_path: Path) -> None:
+    random_model("gpt-oss-experts", tmp_path)
+    found = []
+    with engine_of(tmp_path, None) as one:
+        rows = train_rows(rollout(one, REQUESTS), REQUESTS)
+    for settings in ({"devices": 2, "tp_size": 2}, {}):
+        with engine_of(tmp_path, None, **settings) as engine:
+            engine.train(rows, grpo_loss_fn)
+            if settings:
+                engine.save_state(tmp_path / "state")
+                assert engine.is_state_written(wait=True)
+            found.append(scored(engine, "actor", ROWS))
+    assert apart(*found) < 1e-3
+    with engine_of(tmp_path, None) as again:
+        again.load_state(tmp_path / "state")
+        assert apart(scored(again, "actor", ROWS), found[0]) < 1e-4
+
+
+@pytest.mark.parametrize(("size", "n_all", "n_active"), [("20b", 20.9e9, 3.6e9), ("120b", 116.8e9, 5.1e9)])
+def test_the_published_models_have_their_sizes(size: str, n_all: float, n_active: float) -> None:
+    """Their authors do not count the embedding among the active parameters."""
+    values = published_config(f"openai/gpt-oss-{size}")
+    assert values is not None
+    config = parse_config(values, "config.json")
+    assert n_parameters(config) == pytest.approx(n_all, rel=0.003)
+    head = config.vocab_size * config.hidden_size
+    assert n_active_body_parameters(config) + head == pytest.approx(n_active, rel=0.02)
+    assert [config.layer_kind(index).window for index in range(3)] == [128, None, 128]
+    assert not config.rope.truncate
