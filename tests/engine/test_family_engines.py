@@ -35,6 +35,9 @@ def compare(folder: Path, **layout: Any) -> None:
         ("qwen3.5", {"tp_size": 2}),
         ("qwen3.5-tied", {"zero_stage": 2}),
         ("gemma3", {"cp_size": 2}),
+        ("gpt-oss-experts", {"tp_size": 2}),
+        ("gpt-oss-experts", {"cp_size": 2}),
+        ("gpt-oss-tied-experts", {"zero_stage": 2}),
     ],
 )
 def test_two_ranks_are_one(case: str, layout: dict[str, Any], tmp_path: Path) -> None:

@@ -328,12 +328,17 @@ def random_requests(rng: random.Random) -> list[GenerationRequest]:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 9))])
 @pytest.mark.parametrize(
-    "case", ["gemma3-tied", "mistral-window", pytest.param("qwen3-experts", marks=pytest.mark.slow)]
+    "case",
+    [
+        "gemma3-tied",
+        "mistral-window",
+        *(pytest.param(f"{name}-experts", marks=pytest.mark.slow) for name in ("qwen3", "gpt-oss")),
+    ],
 )
 def test_random_rollouts(case: str, seed: int, tmp_path: Path) -> None:
     """In a small cache, with aborts, new weights and parked samples on the way. Routes are those without drafts."""
     random_model(case, tmp_path)
-    of, rng, keeps_routes = load(tmp_path), random.Random(seed), case == "qwen3-experts"
+    of, rng, keeps_routes = load(tmp_path), random.Random(seed), case.endswith("-experts")
     requests = random_requests(rng)
     expected = sampled(of, requests, n_blocks=400, max_prefill_tokens=512, keeps_routes=keeps_routes)
     completions = {key: output.tokens for key, output in expected.items()}

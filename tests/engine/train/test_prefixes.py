@@ -34,7 +34,7 @@ from areno.loss_fns.gspo import gspo_loss_fn
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.registry import build_model
 from areno.specs.update import UpdateSpec
-from tests.helpers.family_cases import CASES, random_model
+from tests.helpers.family_cases import CASES, EXPERTS, random_model
 from tests.helpers.in_float64 import InFloat64
 from tests.helpers.shared_rows import Rows, cases, group, hidden_of_rows, n_nodes, packed, train_rows, tree
 from tests.helpers.tiny_backend import VOCAB, WHOLE, make, model_config
@@ -44,7 +44,7 @@ from tests.helpers.two_ranks import load
 
 ON = PrefixSharing("on")
 
-FAMILIES = "mistral mistral-window qwen3-window phi3-partial-tied smollm3-window olmo3 gemma3 glm4"
+FAMILIES = "mistral mistral-window qwen3-window phi3-partial-tied smollm3-window olmo3 gemma3 glm4 gpt-oss-experts"
 
 
 @pytest.fixture(autouse=True)
@@ -127,9 +127,9 @@ def test_hidden_states_and_all_gradients_are_those_of_rows_apart(name: str, monk
 
 @pytest.mark.parametrize("family", FAMILIES.split())
 def test_families_share(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sliding windows, norms of several kinds, layers without positions."""
+    """Sliding windows, norms of several kinds, layers without positions, sinks and experts."""
     monkeypatch.setattr(rotary, "_rotate_heads", in_float64)
-    assert family in CASES
+    assert family in CASES or family in EXPERTS
     random_model(family, tmp_path)
     model = load(tmp_path).double()
     rows = [*group(14, [3, 12, 0], 101), *tree(3, 101)]
