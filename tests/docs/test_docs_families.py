@@ -36,7 +36,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         elif kind == "text":
             assert text == said
             n_shown += 1
-    assert n_shown == 5
+    assert n_shown == 6
 
 
 def test_the_diff_is_what_the_files_have() -> None:

@@ -58,8 +58,8 @@ GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     read=read_gpt_oss,
-    # The first two repeat other fields.
-    unused=ROUTER_LOSS | {"experts_per_token", "initial_context_length"},
+    # The last two repeat other fields.
+    unused=frozenset({*ROUTER_LOSS, "experts_per_token", "initial_context_length"}),
     expert_names={
         "mlp.router": ("mlp.router",),
         "mlp.experts_gate_up": ("mlp.experts.{}.gate_up_proj",),

@@ -326,15 +326,11 @@ def random_requests(rng: random.Random) -> list[GenerationRequest]:
     return requests
 
 
+SLOW = [pytest.param(f"{name}-experts", marks=pytest.mark.slow) for name in ("qwen3", "gpt-oss")]
+
+
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 9))])
-@pytest.mark.parametrize(
-    "case",
-    [
-        "gemma3-tied",
-        "mistral-window",
-        *(pytest.param(f"{name}-experts", marks=pytest.mark.slow) for name in ("qwen3", "gpt-oss")),
-    ],
-)
+@pytest.mark.parametrize("case", ["gemma3-tied", "mistral-window", *SLOW])
 def test_random_rollouts(case: str, seed: int, tmp_path: Path) -> None:
     """In a small cache, with aborts, new weights and parked samples on the way. Routes are those without drafts."""
     random_model(case, tmp_path)
