@@ -25,6 +25,7 @@ from tests.helpers.family_cases import random_model
 from tests.helpers.tiny_decoder import EOS, VOCAB, Outputs, assert_all_blocks_are_free, make_decoder, model, request
 from tests.helpers.two_ranks import load
 
+SLOW = [pytest.param(f"{name}-experts", marks=pytest.mark.slow) for name in ("qwen3", "gpt-oss")]
 WRONG = [0.0, 1.0, 0.4]
 
 
@@ -324,9 +325,6 @@ def random_requests(rng: random.Random) -> list[GenerationRequest]:
         item = request(number, 1, n_samples=rng.randrange(1, 5), max_new_tokens=rng.randrange(1, 30))
         requests.append(dataclasses.replace(item, prompt=prompt))
     return requests
-
-
-SLOW = [pytest.param(f"{name}-experts", marks=pytest.mark.slow) for name in ("qwen3", "gpt-oss")]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 9))])
