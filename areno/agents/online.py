@@ -180,7 +180,6 @@ class OnlineAgents(RunnerWithThreads):
         return web.json_response({"message": "success", "interaction_count": sample.n_answers})
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        """Pass a request on to the session of its sample, and the answer back."""
         key, path = sent_key(request), request.rel_url.raw_path
         if key == self._admin_key:
             raise ApiError(401, "the admin key starts sessions; use the key of a session", code="invalid_api_key")

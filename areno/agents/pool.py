@@ -162,7 +162,6 @@ class _PendingCalls:
         return worker, fresh
 
     def _was_in_lost_process(self, numbers: Iterable[int]) -> bool:
-        """Return whether one of the calls was in a process that died or hung."""
         return any(self._calls[number].n_losses for number in numbers)
 
     def payloads(self, numbers: Sequence[int]) -> list[tuple[int, bytes]]:

@@ -165,7 +165,6 @@ class RowBuilder:
         return tokens
 
     def _describe_difference(self, messages: list[Any], turn: PlainTurn, prompt: list[int]) -> str:
-        """Describe for an error how the rendered messages differ from the prompt that the model read."""
         read = self._prompts.tokenizer.decode(prompt, skip_special_tokens=False)
         start = f"its messages are not those of the request ({len(messages)} messages): "
         try:
@@ -179,7 +178,6 @@ class RowBuilder:
         return start + f"at character {same} they say {text[around]!r}, and the model read {read[around]!r}"
 
     def _trained_mask(self, turn: PlainTurn, tokens: list[int], is_last: bool) -> np.ndarray:
-        """Return whether each sampled token of a turn is trained, bool [len(tokens)]."""
         policy = self._policy
         if turn.get("forced"):
             return np.zeros(len(tokens), dtype=bool)

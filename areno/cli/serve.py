@@ -199,7 +199,6 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _bounded_number_type(kind: type, least: float, most: float = float("inf")) -> Any:
-    """Return an argparse type that reads a number and checks that it is in [least, most]."""
 
     def read(text: str) -> Any:
         value = kind(text)

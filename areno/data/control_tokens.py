@@ -210,7 +210,6 @@ class ControlTokens:
         return tokens, offsets
 
     def _encode_with_slow_tokenizer(self, text: str) -> list[int]:
-        """Encode a text that contains breaks with a slow tokenizer, which is written in Python."""
         ids = {str(token): number for number, token in added_tokens(self._tokenizer).items()}
         tokens, words = list[int](), ""
         for piece, _ in self._split_escaped(text):

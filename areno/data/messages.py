@@ -206,7 +206,6 @@ class _TemplateTraits:
 
 
 def _example_conversation(role: str, content: Any) -> list[Message]:
-    """Return a short conversation that contains a message of this role."""
     message, question = {"role": role, "content": content}, {"role": "user", "content": "a"}
     if role in ("system", "developer"):
         return [message, question]

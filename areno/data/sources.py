@@ -238,7 +238,6 @@ def _rows_from_loader(config: DatasetConfig, loader: str, key: str) -> Rows:
 
 
 def _takes_path(loader: Any) -> bool:
-    """Return whether the first argument of a loader is a path, and not `split`."""
     try:
         return next(iter(inspect.signature(loader).parameters), None) != "split"
     except ValueError:  # some callables have no signature to inspect
@@ -261,7 +260,6 @@ def _rows_from_result(found: Any, split: str) -> Any:
 
 
 def _is_saved_dataset(folder: Path) -> bool:
-    """Return whether a folder was written by `save_to_disk` of the datasets library."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 

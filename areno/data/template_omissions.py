@@ -183,7 +183,6 @@ class _Marks:
 
 
 def _split_at_think_tags(content: str) -> list[str]:
-    """Split a content into text, think tag, text, and so on."""
     for tag in (THINK, END_THINK):
         content = content.replace(tag, f"{_MARK}{tag}{_MARK}")
     return content.split(_MARK)
@@ -235,7 +234,6 @@ def _template_spellings(leaf: Any) -> list[str]:
 
 
 def _json_leaves(value: Any) -> Iterator[str | float]:
-    """Yield the keys, texts, numbers and truth values in a JSON value."""
     values = [value]
     while values:
         value = values.pop()

@@ -94,7 +94,6 @@ def _names() -> list[str]:
 
 
 def _settings_of(name: str) -> list[str]:
-    """Return the names of the settings of a game, which are arguments of its class."""
     game, package = _make(name, {}), import_module("textarena")
     while isinstance(game, package.Wrapper):
         game = game.env

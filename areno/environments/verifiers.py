@@ -103,7 +103,6 @@ class Verifiers(EnvironmentPackage):
         return run_agent
 
     def _load(self, settings: Mapping[str, Any]) -> Any:
-        """Return the environment of verifiers that its configuration describes."""
         self.check_installed()
         try:
             return _environment(self.name, json.dumps(settings))

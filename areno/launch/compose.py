@@ -390,7 +390,6 @@ class HydraSession(AbstractContextManager["HydraSession"]):
         return line
 
     def _look_up_defaults(self) -> None:
-        """Look up the config groups in the defaults lists of the YAML files, for `_is_in_defaults`."""
         self._check_config_name()
         try:
             defaults = self._hydra.config_loader.compute_defaults_list(self.config_name, [], RunMode.RUN)

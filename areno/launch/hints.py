@@ -32,7 +32,6 @@ _TIMEOUT = "see engine.stall_timeout_s"
 
 
 def _texts_by_key(sections: tuple[str, ...], texts: dict[str, str]) -> dict[str, str]:
-    """Return {"section.name": text} for each section and each name in `texts`."""
     return {f"{section}.{name}": text for section in sections for name, text in texts.items()}
 
 

@@ -251,7 +251,6 @@ class Setup(Generic[Config]):
         all_of(*checks, partial(check_packages, named))
 
     def _open_train_loader(self, plan: TrainerPlan, given: Any) -> Any:
-        """Return a BatchLoader, or a MixedLoader for several sources."""
         section = self.config.train_dataset
         if not isinstance(section, PromptDatasetConfig) or section.sources is None:
             return self._open_loader(plan, section, given, "train_dataset")

@@ -138,7 +138,6 @@ class RunTracer(AbstractContextManager["RunTracer"]):
 
 
 def _with_sample_numbers(samples: Sequence[ScoredSample]) -> Iterator[tuple[ScoredSample, int]]:
-    """Yield each sample with its number among the samples of its prompt."""
     seen: Counter[int] = Counter()
     for sample in samples:
         yield sample, seen[sample.group]

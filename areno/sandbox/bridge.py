@@ -106,7 +106,6 @@ class Bridge:
         self._look_for(side.other)
 
     def _look_for(self, side: _Side) -> None:
-        """Let the selector look for what the side waits for."""
         reads = not side.other.waiting and not side.other.no_more
         events = EVENT_READ * reads | EVENT_WRITE * bool(side.waiting)
         if events == side.events:

@@ -120,7 +120,6 @@ class _Supervisor:
         return [kernel.open_path_rule(*each) for each in paths]
 
     def _own_rules(self) -> list[tuple[int, int]]:
-        """Return the rules of Landlock for the paths of a command."""
         write, read = [*self._request["write"], self._request["folder"]], self._request["read"]
         if self._root is not None:
             write, read = [*write, "/tmp", "/dev/shm"], []

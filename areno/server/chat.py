@@ -173,7 +173,6 @@ def task_hash(messages: Sequence[Message], prompt: EncodedPrompt) -> int:
 
 
 def _with_conversation_size(error: ApiError, request: ChatRequest, tokens: Sequence[int] | None = None) -> ApiError:
-    """Return a copy of an error, with the size of the conversation at the end of the message."""
     roles = Counter(message["role"] for message in request.messages)
     counts = "" if tokens is None else f"tokens={len(tokens)} "
     counts += f"messages={len(request.messages)} assistant_turns={roles['assistant']} tool_results={roles['tool']}"
@@ -284,7 +283,6 @@ class OpenChat:
         return {"areno": response_bodies.token_field(self._prompt_field(), outputs, digests)}
 
     def _prompt_field(self) -> Json:
-        """Return the part of the field `areno` that is about the prompt."""
         return {
             "session": self.endpoint._session,
             "conversation": self.conversation,

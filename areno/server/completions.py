@@ -248,7 +248,6 @@ class _StreamedChoice:
 
 
 async def _gather_or_cancel(waiting: list[Any]) -> list[Any]:
-    """Await all coroutines. On an exception or cancellation, cancel the unfinished ones."""
     tasks = [asyncio.ensure_future(one) for one in waiting]
     try:
         return list(await asyncio.gather(*tasks))

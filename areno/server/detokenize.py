@@ -220,7 +220,6 @@ class TokenTextStream:
         return taken
 
     def _split_waiting(self, text: str) -> None:
-        """Split `text`, the decoded text of all waiting tokens, into the text of each."""
         if self._waiting:
             found = self._split_by_bytes(self._waiting)
             self._known += found if _join_texts(found) == text else self._split_into_groups()

@@ -90,7 +90,6 @@ def _logprobs(choice: Mapping[str, Any], n: int) -> list[float]:
 
 
 def _checked_runs(runs: Any, n: int) -> Runs:
-    """Check that the runs cover exactly `n` tokens."""
     known = {int(source) for source in TokenSource}
     pairs = runs if isinstance(runs, list) else []
     good = all(

@@ -67,7 +67,6 @@ class _ScalarFile(Tracker):
 
     @contextmanager
     def _name_setting_in_errors(self) -> Iterator[None]:
-        """Convert an OSError to an ArenoError that names the setting."""
         try:
             yield
         except OSError as error:

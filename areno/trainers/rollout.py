@@ -355,7 +355,6 @@ def _sample_sources(
     report: Callable[[list[GenerationOutput], list[RolloutStats]], None],
     progress: RolloutProgress,
 ) -> None:
-    """Sample prompts, each with the settings of its source."""
     requests = prompt_requests(setup.config, items, seed)
     n_open = sum(request.n_samples for request in requests)
 

@@ -126,7 +126,6 @@ class ReducedGradients(Gradients):
         self._round += 1
 
     def _on_stage_backward(self, stage: int) -> None:
-        """Reduce the buckets that are complete after `stage` of the backward pass."""
         while self._next is not None and self._next.stage >= stage:
             self._reduce(self._next)
 

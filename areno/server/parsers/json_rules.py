@@ -266,12 +266,10 @@ class JsonRules:
         ]
 
     def _property_name_term(self, name: str) -> str:
-        """Return the expression of a property's name and the colon after it."""
         [term] = self._literal_spellings(name)
         return self._lark.terminal(f"{term} {lark_literal(self._colon)}")
 
     def _text_spellings(self, text: str) -> str:
-        """Return the regex of all ways to write a text inside quotes."""
         return "".join(_character_spellings(char, self._style.is_python) for char in text)
 
     # Arrays and objects ----------------------------------------------------------------------------------------------

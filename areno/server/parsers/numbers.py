@@ -121,7 +121,6 @@ def _any_digits(n: int) -> str:
 
 
 def _natural_range(low: int, high: int | None) -> str:
-    """Return the regex of the integers from `low`, which is at least 0, to `high`."""
     end = 10**MAX_DIGITS - 1 if high is None else min(high, 10**MAX_DIGITS - 1)
     parts = list[str]()
     if low == 0:
