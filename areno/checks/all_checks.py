@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from areno.checks import plans, rewards, short_runs
+from areno.checks import agent_messages, plans, rewards, short_runs
 from areno.checks.data import answers, belonging, columns, prompts, row_order, rows, texts, tokenizers, turns
 from areno.checks.inputs.findings import Check
 from areno.checks.settings import run_length, sampling, strengths
@@ -39,7 +39,12 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         rows.pair_scores,
         *row_order.CHECKS,
     ),
-    "reward": (rewards.reward_functions, rewards.judge, short_runs.groups_with_signal),
+    "reward": (
+        rewards.reward_functions,
+        rewards.judge,
+        agent_messages.agent_messages,
+        short_runs.groups_with_signal,
+    ),
     "settings": (*run_length.CHECKS, *strengths.CHECKS, *sampling.CHECKS),
     "gradient": gradient.CHECKS,
     "algorithm": (*algorithm.CHECKS, *model_numbers.CHECKS),

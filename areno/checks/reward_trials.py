@@ -5,19 +5,16 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from areno.checks.inputs.answer_forms import shown_form
-from areno.checks.inputs.findings import Finding, green, not_checked, red
+from areno.checks.inputs.findings import Finding, green, red
+from areno.checks.inputs.known_answers import NOISE, Asked, KnownAnswers, Trial, Values, mean_of, number_of
+from areno.checks.wrong_answers import TRIALS as WRONG
 from areno.config.rollout import GenerationConfig
 from areno.types import PromptItem, RewardOutcome
 
-Asked = tuple[PromptItem, str]
 Score = Callable[[Sequence[Asked]], Sequence[RewardOutcome]]
-Values = list[float | None]
-
-NOISE = "areno areno areno"
 _FILLER = "First we read the question again, and then we work it out step by step. "
 _MOST_FILLERS = 6
 _MOST_LOST = 0.1  # of the answers
@@ -27,7 +24,7 @@ _SHOWN = 3
 _TRAITS: Mapping[str, Callable[[str], bool]] = {
     "have a comma": lambda text: "," in text,
     "are negative": lambda text: text.startswith("-"),
-    "have a decimal point": lambda text: "." in text and _number(text) is not None,
+    "have a decimal point": lambda text: "." in text and number_of(text) is not None,
     "have a percent sign": lambda text: "%" in text,
     "have a currency": lambda text: any(sign in text for sign in "$€£"),
     "have a slash": lambda text: "/" in text,
@@ -37,53 +34,18 @@ _TRAITS: Mapping[str, Callable[[str], bool]] = {
 }
 
 
-@dataclass(frozen=True)
-class KnownAnswers:
-    """The reference answers of prompts in each form, with their rewards, and the rewards of answers without worth."""
-
-    where: str  # the source, as a line begins
-    items: Sequence[PromptItem]
-    references: Sequence[str]
-    forms: Mapping[str, list[str]]
-    rewards: Mapping[str, Values]  # of the forms
-    best: str  # the form with the largest rewards
-    templates: Sequence[str]  # those of the forms that have a place for the answer
-    worthless: Sequence[float]  # for each prompt, the larger reward of an empty answer and of noise
-    tokenizer: Any
-    settings: GenerationConfig
-
-    def is_right(self, form: str, number: int) -> bool:
-        value = self.rewards[form][number]
-        return value is not None and value > self.worthless[number]
-
-    @property
-    def floor(self) -> float:
-        return statistics.fmean(self.worthless)
-
-
-@dataclass(frozen=True)
-class _Trial:
-    answers: list[Asked]
-    judge: Callable[[Values], Iterator[Finding]]
-
-
 def try_answers(known: KnownAnswers, score: Score) -> Iterator[Finding]:
     """Score the answers of all trials at once."""
-    trials = [trial for make in (_stop_trial, _long_trial, _wrong_trial) for trial in make(known)]
+    trials = [trial for make in (_stop_trial, _long_trial, *WRONG) for trial in make(known)]
     outcomes = iter(score([answer for trial in trials for answer in trial.answers]))
     for trial in trials:
         yield from trial.judge([next(outcomes).value for _ in trial.answers])
 
 
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else float("nan")
-
-
 # -- stop strings -----
 
 
-def _stop_trial(known: KnownAnswers) -> Iterator[_Trial]:
+def _stop_trial(known: KnownAnswers) -> Iterator[Trial]:
     """Cut reference answers as sampling cuts them."""
     if not known.settings.stop and not known.settings.stop_token_ids:
         return
@@ -115,7 +77,7 @@ def _stop_trial(known: KnownAnswers) -> Iterator[_Trial]:
         else:
             yield green("reward-stop", f"{known.where}reference answers are right up to the stop strings of gconfig")
 
-    yield _Trial([(known.items[number], text) for (_, number), (text, _) in cut.items()], judge)
+    yield Trial([(known.items[number], text) for (_, number), (text, _) in cut.items()], judge)
 
 
 def _cuts_marker(form: str, by: str, templates: Sequence[str]) -> bool:
@@ -142,7 +104,7 @@ def sampled_part(tokenizer: Any, settings: GenerationConfig, text: str) -> tuple
 # -- long answers -----
 
 
-def _long_trial(known: KnownAnswers) -> Iterator[_Trial]:
+def _long_trial(known: KnownAnswers) -> Iterator[Trial]:
     """Compare right answers after many words with answers that have no worth, and with wrong ones as long."""
     n_items, right = len(known.items), known.forms[known.best]
     rooms = [known.settings.max_new_tokens - len(known.tokenizer.encode(text)) for text in right]
@@ -157,9 +119,9 @@ def _long_trial(known: KnownAnswers) -> Iterator[_Trial]:
             answers += [(item, n_fillers * _FILLER + text) for item, text in zip(known.items, texts, strict=True)]
 
     def judge(values: Values) -> Iterator[Finding]:
-        means = [_mean(values[start : start + n_items]) for start in range(0, len(values), n_items)]
-        pairs = [(_mean(known.rewards[form]), mean, form) for form, mean in zip(worked, means, strict=False)]
-        reference, n_words = _mean(known.rewards[known.best]), n_fillers * len(_FILLER.split())
+        means = [mean_of(values[start : start + n_items]) for start in range(0, len(values), n_items)]
+        pairs = [(mean_of(known.rewards[form]), mean, form) for form, mean in zip(worked, means, strict=False)]
+        reference, n_words = mean_of(known.rewards[known.best]), n_fillers * len(_FILLER.split())
         if n_fillers:
             pairs.append((means[-2], means[-1], f"after {n_words} more words"))
         for found, wrong, name in pairs:
@@ -175,57 +137,7 @@ def _long_trial(known: KnownAnswers) -> Iterator[_Trial]:
         elif pairs:
             yield green("reward-length", f"{known.where}long right answers get no less than an empty one or noise")
 
-    yield _Trial(answers, judge)
-
-
-# -- wrong answers -----
-
-
-def _wrong_trial(known: KnownAnswers) -> Iterator[_Trial]:
-    """Try wrong answers in which the right one stands."""
-    form = max(known.templates, key=lambda each: _mean(known.rewards[each]) if each in known.forms else float("-inf"))
-    tried = [
-        (number, kind, text)
-        for number, reference in enumerate(known.references)
-        if form in known.forms and _number(reference) is not None and known.is_right(form, number)
-        for kind, text in _wrong_numbers(reference, form)
-    ]
-
-    def judge(values: Values) -> Iterator[Finding]:
-        if not tried:
-            yield not_checked("reward-wrong", f"{known.where}no answer is a number that gets a reward")
-            return
-        counts = Counter(kind for _, kind, _ in tried)
-        full: dict[str, list[str]] = {}
-        for (number, kind, text), value in zip(tried, values, strict=True):
-            if value is not None and value >= (known.rewards[form][number] or 0.0):
-                said = f"row {known.items[number].index}: {text!r} gets {value:g}, right is {known.references[number]}"
-                full.setdefault(kind, []).append(said)
-        for kind, details in full.items():
-            if len(details) > _MOST_LOST * counts[kind]:
-                text = f"{known.where}{len(details)} of {counts[kind]} wrong answers get the reward of the right one: "
-                yield red("reward-wrong", f"{text}{kind}", details[:_SHOWN])
-                return
-        yield green("reward-wrong", f"{known.where}wrong numbers with the right one inside do not get its reward")
-
-    yield _Trial([(known.items[number], text) for number, _, text in tried], judge)
-
-
-def _number(text: str) -> float | None:
-    if set(text) - set("-.,0123456789"):
-        return None
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return None
-
-
-def _wrong_numbers(reference: str, form: str) -> Iterator[tuple[str, str]]:
-    longer = f"{reference}1" if reference.startswith("-") else f"1{reference}"
-    yield "another number that has its digits", form.format(longer)
-    whole = int(_number(reference) or 0)
-    several = [str(whole - 2), str(whole - 1), reference, str(whole + 1), str(whole + 2)]
-    yield "a list of numbers", form.format(", ".join(several))
+    yield Trial(answers, judge)
 
 
 # -- single rows -----

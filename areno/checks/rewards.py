@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from areno.checks.agent_rewards import rewards_of_episodes
 from areno.checks.inputs.answer_forms import reference_forms, reference_text, reopened_forms, shown_form, templates_of
 from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
+from areno.checks.inputs.known_answers import NOISE, Asked, KnownAnswers
 from areno.checks.inputs.subject import Subject
 from areno.checks.inputs.talks import without_think_tags
 from areno.checks.plans import rollout_seconds
-from areno.checks.reward_trials import NOISE, Asked, KnownAnswers, each_row, has_trait, try_answers
+from areno.checks.reward_trials import each_row, has_trait, try_answers
 from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.scoring.judge import JudgeTask, Judging
 from areno.scoring.judge_readers import EndpointJudge
@@ -33,6 +34,7 @@ _MARKS = ("\\boxed", "####", "<answer>")  # in a prompt, they ask for one of the
 _OTHER_MARKS = ("</", "JSON", "json", '":')  # and these for another
 _MOST_ROWS = 200  # whose reference answer is tried in its best form
 _ROWS_SECONDS = 5.0
+_SLOW_S = 0.05  # for an answer: answers of agents may be scored by programs
 _SHORT = 40  # characters of a reference answer that one of the forms makes right
 
 
@@ -63,6 +65,7 @@ def reward_functions(subject: Subject) -> Iterator[Finding]:
     """Score answers whose worth is known, in two processes."""
     if isinstance(subject.config, PolicyExperimentConfig) and subject.config.agent.fn is not None:
         yield from rewards_of_episodes(subject)
+        yield from _of_short_episodes(subject)
         return
     config = _policy_config(subject)
     if subject.options.offline and _is_async(subject):
@@ -89,6 +92,24 @@ def reward_functions(subject: Subject) -> Iterator[Finding]:
                 subject, source, known, min(_MOST_ROWS, int(_ROWS_SECONDS * len(records) / max(seconds, 1e-9)))
             )
         yield _speed(subject, where, seconds / len(records))
+
+
+def _of_short_episodes(subject: Subject) -> Iterator[Finding]:
+    """Score answers of agents without a call of a tool. A reward that reads only those gives a right one nothing."""
+    if _is_async(subject):
+        return
+    for source, answers in _answers_by_source(subject).items():
+        where = f"source {source}: " if source else ""
+        records = [record for kind in answers.texts for record in _records(subject, answers, kind)]
+        first, seconds = _score(subject, records)
+        tried = _by_kind(answers, first)
+        means = {each.kind: each.mean for each in tried}
+        if means.get("reference", math.nan) > max(means["empty"], means["noise"]):
+            known = _known_answers(subject, source, where, answers, tried)
+            if seconds / len(records) > _SLOW_S:
+                continue
+            yield from _reference(where, tried, answers.forms)
+            yield from try_answers(known, lambda asked: _score_texts(subject, asked))
 
 
 def judge(subject: Subject) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ class Turn:
     logprobs: list[float]
     temperature: float
     is_forced: bool  # a grammar allowed one call alone, so its tokens are not trained
+    is_greedy: bool
 
     def begins(self, tokens: Sequence[int]) -> bool:
         whole = [*self.prompt, *self.tokens]
@@ -85,6 +86,7 @@ def _turn(request: GenerationRequest, output: GenerationOutput) -> Turn:
         np.asarray(output.logprobs).tolist(),
         request.params.logprob_temperature,
         request.grammar is not None,
+        request.params.is_greedy,
     )
 
 

@@ -1,0 +1,203 @@
+"""Checks of a reward by answers that are wrong although they look like the right one, and right ones among numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from areno.checks.inputs.findings import Finding, green, not_checked, red
+from areno.checks.inputs.known_answers import KnownAnswers, Trial, Values, mean_of, number_of
+
+_MOST = 0.1  # of the wrong answers of a kind
+_SHOWN = 3
+_SHORT = 40  # characters of a reference answer
+_SENTENCE = "The answer is {}."
+_PLAIN = ("{}", _SENTENCE, "Answer: {}")  # forms in which the rest of the text may have other numbers
+_PROSE = (
+    "We look at each choice. Both could be right, but the words do not decide between them, and no reason is known."
+)
+_OTHERS = 4  # other answers in a list
+_NEAR = 0.03  # of a number
+_TOLERATED = ("the number plus or minus 1", "the number plus or minus 3 %")
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    number: int  # of the prompt
+    kind: str
+    form: str  # whose reward for the right answer is compared
+    text: str
+
+
+def _wrong_trial(known: KnownAnswers) -> Iterator[Trial]:
+    """Try wrong answers in the forms in which the right one has its largest reward, and in a sentence."""
+    forms: dict[str, None] = dict.fromkeys([_best_form(known), _SENTENCE])
+    tried = [
+        _Wrong(number, kind, form, text)
+        for form in forms
+        if form in known.forms
+        for number in range(len(known.references))
+        if known.is_right(form, number)
+        for kind, text in dict(_wrong_texts(known, number, form)).items()
+    ]
+
+    def judge(values: Values) -> Iterator[Finding]:
+        if not tried:
+            yield not_checked("reward-wrong", f"{known.where}no short answer gets a reward")
+            return
+        yield from _findings(known, tried, values)
+
+    yield Trial([(known.items[each.number], each.text) for each in tried], judge)
+
+
+def _best_form(known: KnownAnswers) -> str:
+    return max(known.templates, key=lambda each: mean_of(known.rewards[each]) if each in known.forms else float("-inf"))
+
+
+def _findings(known: KnownAnswers, tried: Sequence[_Wrong], values: Values) -> Iterator[Finding]:
+    counts = Counter(each.kind for each in tried)
+    full: dict[str, list[str]] = {}
+    for each, value in zip(tried, values, strict=True):
+        if value is not None and value >= (known.rewards[each.form][each.number] or 0.0):
+            said = f"row {known.items[each.number].index}: {each.text!r} gets {value:g}"
+            full.setdefault(each.kind, []).append(f"{said}, right is {known.references[each.number]}")
+    wrong = {kind: details for kind, details in full.items() if len(details) > _MOST * counts[kind]}
+    numbers = [reference for reference in known.references if number_of(reference) is not None]
+    is_measured = bool(numbers) and sum("." in number for number in numbers) > len(numbers) / 2
+    doubts = [kind for kind in wrong if kind in _TOLERATED and is_measured]
+    faults = [kind for kind in wrong if kind not in doubts]
+    if faults:
+        most = max(faults, key=lambda kind: len(wrong[kind]) / counts[kind])
+        text = (
+            f"{known.where}{len(wrong[most])} of {counts[most]} wrong answers get the reward of the right one: {most}"
+        )
+        text += f"; so do others: {', '.join(kind for kind in faults if kind != most)}" * (len(faults) > 1)
+        yield red("reward-wrong", text, [line for kind in faults for line in wrong[kind][:_SHOWN]])
+    elif doubts:
+        text = f"{known.where}{doubts[0]} gets the reward of the right answer. Is this tolerance meant?"
+        yield not_checked("reward-wrong", text, wrong[doubts[0]][:_SHOWN])
+    else:
+        text = f"{known.where}{len(tried)} wrong answers that look like the right one do not get its reward"
+        yield green("reward-wrong", text, [f"{count}: {kind}" for kind, count in counts.items()])
+
+
+def _wrong_texts(known: KnownAnswers, number: int, form: str) -> Iterator[tuple[str, str]]:
+    """Yield (kind, text) of wrong answers to a prompt."""
+    reference = known.references[number]
+    others = _other_answers(known, number)
+    if others:
+        yield "the answer of another row", form.format(others[0])
+    value = number_of(reference)
+    if value is not None:
+        for kind, text in _wrong_numbers(reference, value):
+            yield kind, form.format(text)
+        if form in _PLAIN:
+            later = form.format(_plus(reference, 2))
+            yield "another number after the right one", f"{reference} is not the answer. {later}"
+    elif others and len(reference) <= _SHORT and _is_plain(reference):
+        if not _words(reference) & _words(_PROSE):
+            yield "words without an answer", _PROSE
+        if len(others) > 1:
+            listed = [others[0], reference, *filter(_is_plain, others[1:_OTHERS])]
+            yield "a list of answers", form.format(", ".join(listed))
+        if form in _PLAIN:
+            yield "another answer after the right one", f"{reference} is not the answer. {form.format(others[0])}"
+
+
+def _other_answers(known: KnownAnswers, number: int) -> list[str]:
+    """Return the different answers of other rows, of which no word is in the row's own: the next row's first."""
+    own, n = known.references[number], len(known.references)
+    value, found = number_of(own), dict[str, None]()
+    for other in (known.references[(number + step) % n] for step in range(1, n)):
+        is_other = number_of(other) != value if value is not None else not _words(own) & _words(other)
+        if is_other and len(other) <= max(_SHORT, len(own)):
+            found[other] = None
+    return list(found)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether a text has only words, so that no formula of several numbers can be meant."""
+    return all(char.isalnum() or char in " -'." for char in text)
+
+
+def _words(text: str) -> set[str]:
+    return set("".join(char if char.isalnum() else " " for char in text.lower()).split())
+
+
+def _wrong_numbers(reference: str, value: float) -> Iterator[tuple[str, str]]:
+    longer = f"{reference}1" if reference.startswith("-") else f"1{reference}"
+    yield "another number that has its digits", longer
+    whole = int(value)
+    yield "a list of numbers", ", ".join([str(whole - 2), str(whole - 1), reference, str(whole + 1), str(whole + 2)])
+    if value:
+        yield "the number with the other sign", reference[1:] if reference.startswith("-") else f"-{reference}"
+        yield "ten times the number", _times(reference, 10)
+        yield "a hundred times the number", _times(reference, 100)
+    yield _TOLERATED[0], _plus(reference, 1 if whole % 2 else -1)
+    near = _times(reference, 1 + (_NEAR if whole % 2 else -_NEAR))
+    if abs((number_of(near) or 0.0) - value) > (1 if "." not in reference else 0):
+        yield _TOLERATED[1], near
+    if len(digits := reference.lstrip("-")) > 1 and digits.isdigit():
+        yield "the number without its last digit", reference[:-1]
+
+
+def _n_decimals(reference: str) -> int:
+    return len(reference.partition(".")[2])
+
+
+def _plus(reference: str, step: int) -> str:
+    return f"{(number_of(reference) or 0.0) + step:.{_n_decimals(reference)}f}"
+
+
+def _times(reference: str, factor: float) -> str:
+    return f"{(number_of(reference) or 0.0) * factor:.{_n_decimals(reference)}f}"
+
+
+def _right_trial(known: KnownAnswers) -> Iterator[Trial]:
+    """Try right answers after sentences with other numbers, if the reward reads answers out of a text at all."""
+    form = _best_form(known)
+    form = form if form != "{}" and form in known.forms else _SENTENCE
+    numbers = [
+        number
+        for number in range(len(known.references))
+        if form in known.forms and known.is_right(form, number) and number_of(known.references[number]) is not None
+    ]
+    texts = [f"There are 3 of one kind and 5 of another.\n\n{known.forms[form][number]}" for number in numbers]
+
+    def judge(values: Values) -> Iterator[Finding]:
+        lost = [
+            (number, text)
+            for number, text, value in zip(numbers, texts, values, strict=True)
+            if value is not None and value <= known.worthless[number]
+        ]
+        if len(lost) > len(numbers) / 2:
+            text = f"{known.where}{len(lost)} of {len(numbers)} right answers get no reward after a sentence with other"
+            shown = [f"row {known.items[number].index}: {text!r}" for number, text in lost[:_SHOWN]]
+            yield red("reward-steps", f"{text} numbers, so that a worked solution would not", shown)
+        elif numbers:
+            yield green("reward-steps", f"{known.where}right answers are read after sentences with other numbers")
+
+    yield Trial([(known.items[number], text) for number, text in zip(numbers, texts, strict=True)], judge)
+
+
+def _noise_trial(known: KnownAnswers) -> Iterator[Trial]:
+    """Look for prompts whose worthless answers get the largest reward of a right one."""
+
+    def judge(values: Values) -> Iterator[Finding]:
+        best = known.rewards.get(known.best, [])
+        top = max((value for value in best if value is not None), default=0.0)
+        if not best or top <= min(known.worthless):
+            return
+        full = [number for number, value in enumerate(known.worthless) if value >= top]
+        text = f"{known.where}{len(full)} of {len(best)} prompts give noise or an empty answer a full reward"
+        if len(full) > _MOST * len(best):
+            shown = [f"row {known.items[n].index}: right is {known.references[n]!r}" for n in full[:_SHOWN]]
+            yield red("reward-noise", text, shown)
+        else:
+            yield green("reward-noise", text)
+
+    yield Trial([], judge)
+
+
+TRIALS = (_wrong_trial, _right_trial, _noise_trial)
