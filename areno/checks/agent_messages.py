@@ -1,4 +1,4 @@
-"""Checks of what agents send: messages that tell the answer, the prompt of another row, and other sampling settings."""
+"""Checks of what agents send: messages that tell the answer, lost answers of the model, and other temperatures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ def agent_messages(subject: Subject) -> Iterator[Finding]:
     if not episodes:
         raise NotChecked("no agent has ended with an episode")
     yield from _told_answers(episodes)
-    yield from _own_prompts(episodes)
     yield from _history(episodes)
     yield from _sampling(steps.run, config)
 
@@ -92,20 +91,6 @@ def _answers_of(item: PromptItem) -> list[str]:
 def _spaced(text: str) -> str:
     plain = "".join(char if char.isalnum() or char in "-." else " " for char in text.lower())
     return f" {' '.join(word.strip('.') for word in plain.split())} "
-
-
-def _own_prompts(episodes: Sequence[_Episode]) -> Iterator[Finding]:
-    prompts = {each.item.index: _spaced(each.item.prompt) for each in episodes}
-    wrong = list[str]()
-    for episode in episodes:
-        first = _spaced("\n".join(map(text_of, episode.turns[0]["messages"])))
-        has = {index for index, prompt in prompts.items() if prompt.strip() and prompt.strip() in first}
-        if has and episode.item.index not in has:
-            wrong.append(f"row {episode.item.index}: its episode begins with the prompt of row {min(has)}")
-    if wrong:
-        yield red("agent-prompts", f"{len(wrong)} of {len(episodes)} episodes are those of other rows", wrong[:_SHOWN])
-    else:
-        yield green("agent-prompts", f"no episode of {len(episodes)} begins with the prompt of another row")
 
 
 def _history(episodes: Sequence[_Episode]) -> Iterator[Finding]:

@@ -1,0 +1,105 @@
+"""Faults of rewards that take a wrong answer for the right one: each is found by its name, and nothing in its twin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areno.checks.inputs.findings import Finding
+from tests.helpers.checked import findings, red
+
+NUMBERS = "{'prompt': f'What is {n} minus 470?', 'solutions': str(n - 470)}"
+LETTERS = "{'prompt': f'What is {n} plus {n}? (A) {n} (B) {2 * n} (C) {n + 1} (D) 0', 'solutions': 'ABCD'[n % 4]}"
+MEASURES = "{'prompt': f'What is seven times {n}?', 'solutions': f'{7 * n + 0.25:.2f}'}"
+START = "import re\n\n\ndef last(pattern, text):\n    return (re.findall(pattern, text) or [''])[-1]\n\n\n"
+
+
+def found_with(folder: Path, body: str, row: str, *settings: str) -> list[Finding]:
+    file, loader = folder / "reward.py", folder / "loader.py"
+    file.write_text(f"{START}def reward_fn(record):\n    text, right = record.completion, record.solutions\n{body}")
+    loader.write_text(f"def load_dataset(split):\n    return [{row} for n in range(480, 530)]\n")
+    more = ("actor.path=examples/agentic/small_model/model", f"train_dataset.loader={loader}", "valid_dataset=null")
+    return findings(
+        "gspo quickstart", f"reward.fn={file}", *more, "gconfig.max_new_tokens=100", *settings, only="reward"
+    )
+
+
+def red_rewards(found: list[Finding]) -> set[str]:
+    """What is red, but for group-signal: the small model does not know these tasks."""
+    return red(found) - {"group-signal"}
+
+
+LAST = r"    return float(last(r'-?\d+', text) == right)" + "\n"
+LETTER = r"    return float(last(r'\b[A-D]\b', text) == right)" + "\n"
+
+
+@pytest.mark.parametrize(("body", "row"), [(LAST, NUMBERS), (LETTER, LETTERS)])
+def test_a_right_reward_is_green(body: str, row: str, tmp_path: Path) -> None:
+    assert not red_rewards(found_with(tmp_path, body, row))
+
+
+@pytest.mark.parametrize(
+    ("body", "row", "name", "said"),
+    [
+        (r"    return float(last(r'\d+', text) == right.strip('-'))" + "\n", NUMBERS, "reward-wrong", "other sign"),
+        (
+            r"    found = last(r'-?\d+', text)"
+            + "\n    return float(found != '' and abs(int(found) - int(right)) < 2)\n",
+            NUMBERS,
+            "reward-wrong",
+            "plus or minus 1",
+        ),
+        (
+            r"    found = float(last(r'-?\d+', text) or 'nan')"
+            + "\n    return float(abs(found - float(right)) <= 0.05 * abs(float(right)))\n",
+            NUMBERS.replace("470", "20"),
+            "reward-wrong",
+            "plus or minus 3 %",
+        ),
+        (
+            r"    return float(last(r'-?\d+', text).rstrip('0') == right.rstrip('0') != '')" + "\n",
+            NUMBERS.replace("470", "20"),
+            "reward-wrong",
+            "ten times",
+        ),
+        (
+            r"    return float((re.findall(r'-?\d+', text) or [''])[0] == right)" + "\n",
+            NUMBERS,
+            "reward-wrong",
+            "after",
+        ),
+        (r"    return float('answer is' in text.lower())" + "\n", NUMBERS, "reward-wrong", "of another row"),
+        ("    return float(right in text.upper())\n", LETTERS, "reward-wrong", "words without an answer"),
+        (
+            "    return float(right in text.split())\n",
+            LETTERS.replace("ABCD", "WXYZ"),
+            "reward-wrong",
+            "after the right",
+        ),
+        ("    return float(right in text.upper() + 'AREA')\n", LETTERS, "reward-noise", "4 of 16"),
+    ],
+)
+def test_a_wrong_answer_with_the_reward_of_the_right_one_is_found(
+    body: str, row: str, name: str, said: str, tmp_path: Path
+) -> None:
+    found = found_with(tmp_path, body, row)
+    assert name in red_rewards(found), found
+    assert said in next(each.line for each in found if each.name == name)
+
+
+def test_the_first_number_of_a_text_is_no_answer(tmp_path: Path) -> None:
+    found = found_with(tmp_path, r"    return float((re.findall(r'-?\d+', text) or [''])[0] == right)" + "\n", NUMBERS)
+    assert "reward-steps" in red_rewards(found)
+
+
+def test_a_tolerance_for_measured_numbers_is_asked_about(tmp_path: Path) -> None:
+    body = (
+        r"    found = float(last(r'-?[\d.]*\d', text) or 'nan')"
+        + "\n    return float(abs(found - float(right)) < 1.5)\n"
+    )
+    found = found_with(tmp_path, body, MEASURES)
+    assert not red_rewards(found), found
+    doubt = next(each for each in found if each.name == "reward-wrong")
+    assert doubt.verdict == "not checked"
+    assert "Is this tolerance meant?" in doubt.line
