@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from areno.checks.inputs.answer_forms import REASONING
 from areno.checks.inputs.findings import Finding, green, not_checked, red
 from areno.checks.inputs.known_answers import KnownAnswers, Trial, Values, mean_of, number_of
 
@@ -163,7 +164,8 @@ def _right_trial(known: KnownAnswers) -> Iterator[Trial]:
         for number in range(len(known.references))
         if form in known.forms and known.is_right(form, number) and number_of(known.references[number]) is not None
     ]
-    texts = [f"There are 3 of one kind and 5 of another.\n\n{known.forms[form][number]}" for number in numbers]
+    numbers = [] if form.startswith("<answer>") else numbers  # nothing may stand before it
+    texts = [_with_numbers(form, known.forms[form][number]) for number in numbers]
 
     def judge(values: Values) -> Iterator[Finding]:
         lost = [
@@ -179,6 +181,12 @@ def _right_trial(known: KnownAnswers) -> Iterator[Trial]:
             yield green("reward-steps", f"{known.where}right answers are read after sentences with other numbers")
 
     yield Trial([(known.items[number], text) for number, text in zip(numbers, texts, strict=True)], judge)
+
+
+def _with_numbers(form: str, text: str) -> str:
+    """Return a text with a sentence before the answer: in its reasoning, if the form has one."""
+    said = "There are 3 of one kind and 5 of another."
+    return text.replace(REASONING, said) if REASONING in form else f"{said}\n\n{text}"
 
 
 def _noise_trial(known: KnownAnswers) -> Iterator[Trial]:

@@ -8,7 +8,8 @@ from areno.types import PromptItem
 
 _PLAIN = ("{}", "\\boxed{{{}}}", "#### {}", "<answer>{}</answer>", "<answer>\\boxed{{{}}}</answer>")
 _PLAIN += ("The answer is {}.", "Answer: {}")
-_OPEN, _REASONED = "<think>\n", "I add.\n</think>\n\n"
+REASONING = "I add."
+_OPEN, _REASONED = "<think>\n", f"{REASONING}\n</think>\n\n"
 _WORKED = ("answer", "solution", "response", "output", "completion", "reasoning")  # fields with a whole answer
 _LEAST_WORK = 10  # characters of a worked solution beside its answer
 
