@@ -70,6 +70,6 @@ class MXFP4Slice:
         values = torch.tensor([*_MXFP4, *(-value for value in _MXFP4)], dtype=torch.bfloat16)
         bytes_ = torch.arange(256)
         pairs = torch.stack((values[bytes_ & 15], values[bytes_ >> 4]), dim=-1).view(torch.int32).flatten()
-        numbers = pairs[codes.int()].view(torch.bfloat16)
+        numbers = pairs.index_select(0, codes.int().flatten()).view(torch.bfloat16)
         powers = torch.ldexp(torch.ones(scales.shape), scales.int() - _MXFP4_BIAS).bfloat16()
-        return numbers.mul_(powers.unsqueeze(-1)).flatten(-2).transpose(1, 2)[:, inputs]
+        return numbers.view(*scales.shape, -1).mul_(powers.unsqueeze(-1)).flatten(-2).transpose(1, 2)[:, inputs]

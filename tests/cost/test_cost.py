@@ -20,7 +20,7 @@ from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.zero_buffers import FlatParameters
 from areno.kernels.adam import BLOCK
 from areno.layers.attention import PackedAttend
-from areno.layers.config import AdapterSpec, DeltaConfig, MoEConfig, RopeConfig
+from areno.layers.config import AdapterSpec, ClampedGLU, DeltaConfig, MoEConfig, RopeConfig
 from areno.layers.parallel import ParallelGroup
 from areno.layers.shard import WeightSpec
 from areno.models import parameters
@@ -84,6 +84,7 @@ def build(config: TransformerConfig, tp_size: int = 1, dtype: torch.dtype = torc
         {"norms": "both"},
         {"norms": "after", "qk_norm": False, "qk_norm_whole": True},
         {"attention_sinks": True},
+        {**SPARSE, "experts": replace(SPARSE["experts"], biased=True, clamped=ClampedGLU(1.7, 7.0))},
         RECURRENT,
     ],
 )

@@ -300,7 +300,8 @@ def test_kernels_on_the_gpu_are_the_references() -> None:
 
 @pytest.mark.gpu
 def test_layers_with_experts_on_the_gpu_are_the_plain_ones() -> None:
-    compare("cuda", torch.float32, 1e-4, "sdpa", **EXPERTS)
+    for experts in (EXPERTS["experts"], CLAMPED):
+        compare("cuda", torch.float32, 1e-4, "sdpa", **{**EXPERTS, "experts": experts})
     compare_mixed_dtypes("cuda")
 
 

@@ -26,6 +26,7 @@ from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
 from tests.helpers import tiny_shape
 from tests.helpers.family_cases import CASES, SHAPE, TWO_ROPES
+from tests.helpers.moe_models import OSS
 from tests.helpers.tiny_engine import Outputs, request, spec, train_rows
 
 # Prompts that share blocks, within a window and beyond it, and completions that leave it.
@@ -50,6 +51,20 @@ REAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3": (transformers.Qwen3Config, {"head_dim": 128}),
     "mistral": (transformers.MistralConfig, {"head_dim": 128, "sliding_window": 64}),
     "mixtral": (transformers.MixtralConfig, {"num_local_experts": 8, "intermediate_size": 2048}),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {
+            **OSS,
+            "hidden_size": 1440,  # narrower than the heads, and no power of two
+            "intermediate_size": 1440,
+            "num_attention_heads": 32,
+            "head_dim": 64,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 4,
+            "sliding_window": 64,
+            "swiglu_limit": 7.0,
+        },
+    ),
     "phi3 mini": (
         transformers.Phi3Config,
         {"hidden_size": 1536, "num_key_value_heads": 16, "sliding_window": 127},  # heads of 96
@@ -121,6 +136,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(folder, "cpu" if tiny else "cuda:0", TINY if tiny else REQUESTS)
 
 
+def has_experts(model: Model) -> bool:
+    return "num_experts_per_tok" in (model.folder / "config.json").read_text()
+
+
 def completions(lines: Iterator[Any], outputs: Outputs, requests: list[Any]) -> np.ndarray:
     """Of lines with a number for each token, those of the completions."""
     news = [len(output.tokens) for item in requests for output in outputs[item.request_id]]
@@ -176,7 +195,7 @@ def test_a_family_agrees_with_transformers(model: Model, dtype: str) -> None:
 
 def test_rounding_makes_no_ratio(model: Model) -> None:
     """In bf16 and with unchanged weights, the ratio of every update of a batch is 1 to the bit."""
-    if "Mixtral" in (model.folder / "config.json").read_text():
+    if has_experts(model):
         pytest.skip("a router may choose other experts where two are nearly equal")
     frozen = OptimizerConfig(lr=1e-30, lr_scheduler_type="constant", warmup_steps_proportion=0.0)
     with Engine(model.spec("bfloat16", optimizer=frozen), "inline") as engine:
@@ -189,7 +208,7 @@ def test_rounding_makes_no_ratio(model: Model) -> None:
 
 
 def test_an_exact_engine_of_a_family(model: Model) -> None:
-    if model.device != "cpu" and "Mixtral" in (model.folder / "config.json").read_text():
+    if model.device != "cpu" and has_experts(model):
         pytest.skip("engine.exact has no experts on a GPU")
     dtype = "float32" if model.device == "cpu" else "bfloat16"
     with Engine(model.spec(dtype, exact=True, optimizer=None), "inline") as engine:
