@@ -17,12 +17,13 @@ from areno.engine.engine import Engine
 from areno.errors import CheckpointError
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.grpo import grpo_loss_fn
+from areno.models.adapter_shapes import linear_shapes
 from areno.models.known_shapes import published_config
 from areno.models.parameters import n_active_body_parameters, n_parameters
 from areno.models.registry import build_model, load_config, parse_config
 from areno.models.weights import check_weights, load_weights
 from tests.helpers.family_cases import logits_of, random_model
-from tests.helpers.lora_models import REQUESTS, ROWS, apart, engine_of
+from tests.helpers.lora_models import REQUESTS, ROWS, apart, engine_of, lora, of_peft, train
 from tests.helpers.published import assert_same_files, in_mixed_dtypes, rewrite
 from tests.helpers.saving import save_weights
 from tests.helpers.tiny_engine import rollout, saved_tensors, scored, train_rows
@@ -153,6 +154,21 @@ def test_damaged_mxfp4_is_named(change: Any, named: str, tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=named) as caught:
         load_bf16(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_adapters_on_experts_in_mxfp4(tmp_path: Path) -> None:
+    in_mxfp4(tmp_path / "in")
+    adapters = lora(tmp_path / "in", tuple(linear_shapes(load_config(tmp_path / "in"))), alpha=4.0)
+    with engine_of(tmp_path / "in", adapters) as engine:
+        before = scored(engine, "actor", ROWS)
+        train(engine)
+        engine.save(str(tmp_path / "alone"))
+        engine.save(str(tmp_path / "merged"), merge=True)
+        found = scored(engine, "actor", ROWS)
+    assert apart(before, found) > 0.1
+    assert apart(found, of_peft(tmp_path / "in", tmp_path / "alone")) < 1e-5
+    with engine_of(tmp_path / "merged", None) as merged:
+        assert apart(scored(merged, "actor", ROWS), found) < 1e-5
 
 
 def rows_with_routes(engine: Engine) -> list[Any]:
