@@ -8,7 +8,7 @@ from areno.checks import agent_messages, plans, rewards, short_runs
 from areno.checks.data import answers, belonging, columns, prompts, row_order, rows, texts, tokenizers, turns
 from areno.checks.inputs.findings import Check
 from areno.checks.settings import run_length, sampling, strengths
-from areno.checks.steps import algorithm, gradient, model_numbers
+from areno.checks.steps import algorithm, gradient, model_numbers, scalars, updates
 
 CHECKS: Mapping[str, Sequence[Check]] = {
     "data": (
@@ -46,8 +46,8 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         short_runs.groups_with_signal,
     ),
     "settings": (*run_length.CHECKS, *strengths.CHECKS, *sampling.CHECKS),
-    "gradient": gradient.CHECKS,
-    "algorithm": (*algorithm.CHECKS, *model_numbers.CHECKS),
+    "gradient": (*gradient.CHECKS, *updates.CHECKS),
+    "algorithm": (*algorithm.CHECKS, *model_numbers.CHECKS, *scalars.CHECKS),
     "plan": (plans.fits,),
     "resume": (short_runs.resume,),
 }

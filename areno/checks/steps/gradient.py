@@ -5,14 +5,12 @@ Each check yields red findings for what is wrong, or one green finding.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from areno.checks.formulas.optimizer_formulas import Moments, learning_rate, optimizer_step
 from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
 from areno.checks.steps.probes import match_rows
 from areno.checks.steps.step_formula import (
@@ -35,7 +33,6 @@ SAME = 1e-5  # relative difference of gradients in fp32 whose sums are in anothe
 _NOTHING = 1e-6  # norm of a gradient that is made of rounding alone
 _EQUAL_SAMPLES = "the model here draws the same sample for a prompt each time, which trains nothing"
 _ROUGH = 0.05  # relative error of a finite difference of a loss in fp32
-_ROUNDED = 0.01  # relative error of a change of weights in fp32; with moments in bf16 it is 0.002
 
 
 def gradient_nonzero(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
@@ -101,7 +98,7 @@ def _compare(
     def agrees(formula: StepFormula) -> tuple[bool, float, float]:
         loss, slopes = loss_and_gradient(formula, found.run, weights, rows, update)
         apart = relative_difference(result[1], slopes) if result[1] else math.inf
-        if result[1] and max(_norm(result[1]), _norm(slopes)) <= _NOTHING:
+        if result[1] and max(norm_of(result[1]), norm_of(slopes)) <= _NOTHING:
             apart = 0.0
         return abs(result[0] - loss) <= CLOSE * max(1.0, abs(loss)) and apart <= CLOSE, loss, apart
 
@@ -113,7 +110,7 @@ def _compare(
     reason = next((text for text, other in formula.variants() if agrees(other)[0]), "")
     if not reason and result[1]:
         slopes = loss_and_gradient(formula, found.run, weights, rows, update)[1]
-        factor = _norm(result[1]) / (_norm(slopes) or math.inf)
+        factor = norm_of(result[1]) / (norm_of(slopes) or math.inf)
         if factor and relative_difference(result[1], {key: factor * value for key, value in slopes.items()}) <= CLOSE:
             reason = f"the gradient is {factor:.5g} times that of the formula"
     yield red(name, f"{said}: {reason}" if reason else said)
@@ -235,74 +232,8 @@ def old_logprobs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
         yield green("old-logprobs", f"the ratios of a second mini-batch compare with {policy}")
 
 
-def learning_rates(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
-    """Whether the learning rates are those of the schedule and none is 0, here and in the user's own run."""
-    wrong = list[Finding]()
-    run = found.run
-    for role, section in subject.config.trained_models().items():
-        own, steps = section.optimizer, subject.config.total_train_steps
-        length = own.lr_decay_steps or steps
-        if not own.lr:
-            wrong.append(red("learning-rate", f"{role}.optimizer.lr is 0, so no weight changes"))
-        elif length is not None:
-            rates = [learning_rate(own, step, length) for step in range(steps or length)]
-            if zeros := [number for number, rate in enumerate(rates, 1) if rate <= 0]:
-                text = f"by its schedule, the learning rate of the {role} is 0 in {len(zeros)} of {len(rates)} updates"
-                wrong.append(red("learning-rate", f"{text}, first in update {zeros[0]}: see {role}.optimizer"))
-    seen = []
-    for update in run.updates:
-        optimizer = run.config.trained_models()[update.role].optimizer
-        wanted = learning_rate(optimizer, update.step - 1, run.config.total_train_steps)
-        seen.append(update.stats["lr"])
-        if abs(seen[-1] - wanted) > 1e-6 * wanted:
-            text = f"update {update.step} of the {update.role} has the learning rate {seen[-1]:g}, expected {wanted:g}"
-            wrong.append(red("learning-rate", text))
-    yield from wrong or [green("learning-rate", "learning rates are those of the schedule, and none is 0")]
-
-
-def optimizer_updates(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
-    """Whether weights move as the optimizer's formula says, from the gradient and the learning rate."""
-    run, apart, wrong = found.run, list[float](), list[Finding]()
-    for role in dict.fromkeys(update.role for update in run.updates):
-        optimizer = run.config.trained_models()[role].optimizer
-        if optimizer.type == "adam_8bit":
-            yield not_checked("optimizer-update", f"the moments of the {role} are rounded to 8 bits")
-            continue
-        if optimizer.type == "muon":
-            yield not_checked("optimizer-update", f"the {role} is trained by muon, whose products may be in bf16")
-            continue
-        moments = Moments()
-        for number, update in enumerate(run.of(role)):
-            if not update.n_steps:
-                continue
-            change = {name: update.after[name].double() - value for name, value in update.before.items()}
-            rate = learning_rate(optimizer, number, run.config.total_train_steps)
-            earlier = copy.deepcopy(moments)
-            wanted = optimizer_step(optimizer, rate, update.before, update.gradient, moments)
-            apart.append(relative_difference(change, wanted))
-            if apart[-1] > _ROUNDED:
-                text = (
-                    f"update {update.step} moves the weights of the {role} by {_norm(change):.3g}, by the formula of "
-                )
-                text += (
-                    f"{optimizer.type} by {_norm(wanted):.3g}, in a direction of cosine {_cosine(change, wanted):.3f}"
-                )
-                unclipped = optimizer_step(optimizer, rate, update.before, update.gradient, earlier, clips=False)
-                if relative_difference(change, unclipped) <= _ROUNDED:
-                    text += ": gradient_clipping is left out"
-                wrong.append(red("optimizer-update", text))
-    if apart and not wrong:
-        wrong = [green("optimizer-update", f"weights move as the optimizer's formula says, to {max(apart):.1g}")]
-    yield from wrong
-
-
-def _norm(tensors: Tensors) -> float:
+def norm_of(tensors: Tensors) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
-
-
-def _cosine(one: Tensors, other: Tensors) -> float:
-    product = sum(float((one[name].double() * other[name].double()).sum()) for name in one)
-    return product / (_norm(one) * _norm(other) or 1.0)
 
 
 def _range(numbers: list[float]) -> str:
@@ -322,7 +253,5 @@ CHECKS = [
         data_parallel_ranks,
         first_ratio,
         old_logprobs,
-        learning_rates,
-        optimizer_updates,
     )
 ]

@@ -21,6 +21,7 @@ from areno.types import TrainSequence
 _RATIOS = (0.3, -0.3, 3.0, -3.0)  # in units of the clip range
 _BEYOND_DUAL_CLIP = 1.6  # log ratio
 _NARROW = 0.02  # clip range
+_POINT_MOVE = 3e-3  # of each weight, on average
 _LONGEST_MOVE = 0.01  # of the weights, so that the loss is straight
 
 
@@ -75,6 +76,34 @@ def make_probes(run: WatchedRun, role: str = "actor") -> Probes:
         found.equal_rewards = _with_equal_rewards(run, update)
         if len(rows) > 1:
             found.two_minibatches = run.probe(update, _fresh(update), n_minibatches=2, keeps_gradient=False)
+    return found
+
+
+@dataclass
+class MovedPoint:
+    """The reference point of KTO, of the rows of the last step, with weights that were moved from those of the run."""
+
+    rows: list[TrainSequence]
+    weights: Tensors
+    point: float
+
+
+def moved_points(run: WatchedRun) -> list[MovedPoint]:
+    """Compute the reference point as the run does, with weights on both sides of the last ones.
+
+    A point is 0 where its mean is negative, which says nothing, so that one side alone may not do.
+    """
+    if not run.points:
+        return []
+    items, *more = run.points[-1]
+    update, found = run.of()[-1], list[MovedPoint]()
+    direction = run.probe(update, _fresh(update), keeps_gradient=False).own_gradient
+    norm = sum(float(tensor.double().square().sum()) for tensor in direction) ** 0.5
+    size = sum(tensor.numel() for tensor in direction) ** 0.5 * _POINT_MOVE
+    for side in (size, -size):
+        with run.moved(update.role, direction, side / (norm or 1.0)):
+            rows = [item.rows[0] for item in items]
+            found.append(MovedPoint(rows, run.saved(update.role), run.loop.reference_point(items, *more)))
     return found
 
 

@@ -312,8 +312,11 @@ def formula_of(config: Any, update: Update) -> StepFormula:
     if teacher is None:
         assert own is not None
         return own
-    if teacher.prompt_key is not None or teacher.by is not None or teacher.follows_actor:
-        raise NotChecked("teacher.prompt_key, teacher.by and teacher.follows_actor have no formula here")
+    has_own = teacher.prompt_key is not None or teacher.by is not None or teacher.follows_actor
+    if has_own and teacher.divergence is not None:
+        raise NotChecked(
+            "a divergence with teacher.prompt_key, teacher.by or teacher.follows_actor has no formula here"
+        )
     if teacher.prefix_weight:
         raise NotChecked("teacher.prefix_weight has no formula here")
     return DistillFormula(
@@ -351,7 +354,9 @@ def _own_formula(config: Any, update: Update) -> StepFormula | None:
             raise NotChecked(f"the settings {', '.join(unknown)} of the loss have no formula here")
         settings = _policy_settings(actor) | _surrogate_settings(actor.surrogate, actor.chosen_surrogate)
         settings |= {"surrogate": actor.surrogate, "reduction": actor.reduction}
-        settings["entropy_coef"] = keywords.get("entropy_coef") or 0.0
+        bonus = actor.entropy_bonus
+        adapts = bonus is not None and bonus.target is not None
+        settings["entropy_coef"] = (keywords.get("entropy_coef") if adapts else bonus and bonus.coef) or 0.0
         if (mask := actor.mask_settings()["mask"]) is not None:
             settings["keep"] = formulas.keep_function(actor.mask, mask)
         ratio = "sequence_token" if actor.importance_sampling_level == "sequence" else "token"

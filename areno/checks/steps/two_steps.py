@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from areno.checks.inputs.findings import Finding, NotChecked
 from areno.checks.inputs.varied_reward import stand_in_reward
-from areno.checks.steps.probes import Probes, make_probes
-from areno.checks.steps.watched_run import WatchedRun, reward_parts, watched_run
+from areno.checks.steps.probes import MovedPoint, Probes, make_probes, moved_points
+from areno.checks.steps.watched_run import Tensors, WatchedRun, reward_parts, watched_run
 from areno.config.agent import ONLINE
 from areno.config.policy_experiments import (
     CriticExperimentConfig,
@@ -37,6 +38,9 @@ class TwoSteps:
     run: WatchedRun
     probes: dict[str, Probes] = field(default_factory=dict)  # by role
     drawn: list[tuple[list[int], int]] = field(default_factory=list)  # (tokens, where the completion begins)
+    frozen: dict[str, Tensors] = field(default_factory=dict)  # after the steps, the weights of roles that do not train
+    points: list[MovedPoint] = field(default_factory=list)  # of KTO
+    folder: Path = Path()
 
 
 StepCheck = Callable[["Subject", TwoSteps], Iterator[Finding]]
@@ -83,7 +87,10 @@ def _watch(subject: Subject) -> TwoSteps:
             raise NotChecked(f"no sample has a reward, so the run trains nothing: {next(filter(None, lost), '')}")
         roles = dict.fromkeys(update.role for update in run.updates)
         drawn = _draw(run) if is_policy and config.agent.fn is None else []
-        return TwoSteps(run, {role: make_probes(run, role) for role in roles}, drawn)
+        points = moved_points(run)
+        probes = {role: make_probes(run, role) for role in roles}
+        frozen = {role: run.saved(role) for role in run.frozen if run.holds(role)}
+        return TwoSteps(run, probes, drawn, frozen, points, folder)
 
 
 def _draw(run: WatchedRun) -> list[tuple[list[int], int]]:

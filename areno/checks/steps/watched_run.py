@@ -29,6 +29,7 @@ from areno.loss_fns.adv_estimators import GDPO
 from areno.loss_fns.data_pack import DataPack
 from areno.specs.update import UpdateSpec
 from areno.tracking.tracker import Tracker
+from areno.trainers.kto import KTOTrainer
 from areno.types import ScoredSample, TrainSequence
 
 Tensors = dict[str, Tensor]
@@ -98,6 +99,7 @@ class WatchedRun:
     updates: list[Update] = field(default_factory=list)
     samples: dict[int, list[ScoredSample]] = field(default_factory=dict)  # by step
     episodes: Episodes = field(default_factory=Episodes)  # of agents
+    points: list[tuple[Any, ...]] = field(default_factory=list)  # of KTO: what each reference point was made of
 
     def of(self, role: str = "actor") -> list[Update]:
         return [update for update in self.updates if update.role == role]
@@ -117,6 +119,9 @@ class WatchedRun:
     @property
     def _worker(self) -> Any:
         return self.engine.workers.worker
+
+    def holds(self, role: str) -> bool:
+        return role in self._worker.roles
 
     def start(self, role: str = "actor") -> Tensors:
         return self.of(role)[0].before
@@ -316,6 +321,16 @@ def _loss_rows(number: int, pack: DataPack, outputs: Tensor, slopes: Tensor | No
         yield LossRow(number, tokens[own], trained[own], values[own], derivatives[own], before)
 
 
+def _watch_points(loop: KTOTrainer, kept: list[tuple[Any, ...]]) -> None:
+    right = loop.reference_point
+
+    def watched(*given: Any) -> float:
+        kept.append(given)
+        return right(*given)
+
+    loop.reference_point = watched  # type: ignore[method-assign]
+
+
 @contextmanager
 def watched_run(
     algorithm: Any, config: Any, folder: Path, rows: Any = None, reward: Callable[..., Any] | None = stand_in_reward
@@ -330,11 +345,13 @@ def watched_run(
     with algorithm.trainer(config, folder, **given) as loop:
         found = WatchedRun(loop, config, samples=samples)
         for role, spec in loop.setup.roles.items():
-            if spec.optimizer is None and role in found._worker.roles:
+            if spec.optimizer is None and found.holds(role):
                 found.frozen[role] = found.saved(role)
         watched: Any = nullcontext(found.episodes)
         if isinstance(config, PolicyExperimentConfig) and config.agent.fn is not None:
             watched = recorded_episodes(loop.setup, lambda: loop.run.step)
+        if isinstance(loop, KTOTrainer):
+            _watch_points(loop, found.points)
         with found.watching(), watched as found.episodes:
             loop.fit()
         yield found
