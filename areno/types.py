@@ -44,11 +44,14 @@ class SamplingParams(SamplingConfig):
         **more: `min_new_tokens` (no stop token is sampled before this many tokens), `frequency_penalty` (in [-2, 2],
             subtracted from a token's logit once for each earlier occurrence in the completion), `presence_penalty` (in
             [-2, 2], subtracted from a token's logit once if the completion contains the token) and `min_p` (in [0, 1],
-            keeps the tokens with at least `min_p` times the probability of the most likely token, arXiv 2407.01082).
+            keeps the tokens with at least `min_p` times the probability of the most likely token, arXiv 2407.01082),
+            and `top_logprobs` (number of most likely tokens to record for each sampled token, in
+            RolloutSequence.top_tokens; a smaller vocabulary is recorded as a whole; decoding is slower).
     """
 
     max_context_len: int | None = setting(None, help="maximum number of tokens of prompt and completion together", gt=0)
     max_prompt_len: int | None = setting(None, help="maximum number of tokens of a prompt", gt=0)
+    top_logprobs: int = setting(0, help="number of most likely tokens to record for each sampled token", ge=0)
 
     def __init__(
         self,
@@ -131,11 +134,13 @@ class BegunCompletion:
         tokens: Token ids, at least one.
         logprobs: Log-probability of each token.
         versions: For each token, version of the weights that sampled the token.
+        top_logprobs: For each token, the most likely tokens, if the request wants them. Otherwise empty.
     """
 
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
+    top_logprobs: list[TokenScores] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,6 +164,7 @@ class GenerationRequest:
         logit_bias: Token id -> value to add to the logit of the token. Log-probabilities do not include it. It makes
             decoding slower.
         top_logprobs: Number of most likely tokens to return for each sampled token. More than 0 makes decoding slower.
+            0 takes the number of `params`.
         prompt_logprobs: Whether to return log-probabilities of the prompt tokens too. The whole prompt is then
             computed, without the prefix cache, which is slower.
         raw_logprobs: Whether to return log-probabilities under softmax(logits), without the temperature, too.
@@ -191,6 +197,9 @@ class GenerationRequest:
     expected_tokens: float | None = None
     begun: BegunCompletion | None = None
     draft_scope: int | None = None
+
+    def __post_init__(self) -> None:
+        self.top_logprobs = self.top_logprobs or self.params.top_logprobs
 
     @property
     def edits_logits(self) -> bool:
@@ -302,9 +311,9 @@ class TrainSequence:
         response_start: Index of the first token after the prompt that `teacher_prompt` replaces. None stands for the
             first trained token.
         teacher_top: (token ids, log-probabilities) of the J most likely tokens under a teacher that does not run in
-            areno, each of shape (tokens of the row, J). As in `logprobs`, index t has the distribution of `tokens[t]`
-            given `tokens[:t]`. Log-probabilities are at the temperature of training. Only indices of trained tokens
-            are read.
+            areno, or under the policy that sampled, each of shape (tokens of the row, J). As in `logprobs`, index t has
+            the distribution of `tokens[t]` given `tokens[:t]`. An id of -1 stands for no token, where a list is
+            shorter. Log-probabilities are at the temperature of training. Only indices of trained tokens are read.
         reward: Reward of the whole row.
         eos_token_id: For scripts that pad rows themselves. areno packs rows and does not read it.
         weights: Factor on the policy loss of each token, such as the importance weight of a stale sample. None is 1.
@@ -566,6 +575,9 @@ class RolloutSequence:
         resp_versions: For each token, version of the weights that sampled it.
         routes: With actor.routing_replay, the experts chosen for each token of prompt and completion except the last:
             (tokens, layers with experts, experts per token), as TrainSequence.routes expects them. None otherwise.
+        top_tokens, top_logprobs: With SamplingParams.top_logprobs = K, the K most likely tokens where each token was
+            sampled, then the sampled token, as in TrainSequence.teacher_top: (tokens of the completion, K + 1). The
+            last id is -1 if the sampled token is among the first K. None otherwise.
     """
 
     resp_tokens: Numbers[int] = Numbers()
@@ -573,6 +585,8 @@ class RolloutSequence:
     finish_reason: FinishReason = "stop"
     resp_versions: Numbers[int] = Numbers(default=())
     routes: np.ndarray | None = None
+    top_tokens: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
     @property
     def n_tokens(self) -> int:

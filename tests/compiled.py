@@ -172,7 +172,7 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     from tests.helpers.slot_samplers import settings_of
 
     logits, norm = torch.zeros(4, 300), torch.zeros(2, 4)
-    for kind in ("forward_kl", "reverse_kl", "jsd"):
+    for kind in ("forward_kl", "reverse_kl", "jsd", "tv"):
         sums = logprobs.divergence_sums(logits, logits, norm, norm, 1.0, kind, 0.5)
         grad = torch.zeros(4, 300, dtype=dtype)
         logprobs.divergence_gradient(logits, logits, norm, norm, sums[1], 1.0, kind, 0.5, grad)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.engine.reports import RolloutStats
@@ -400,10 +402,28 @@ def sequence_of(output: GenerationOutput) -> RolloutSequence:
     """Convert a finished completion from the engine's GenerationOutput to the RolloutSequence of the SDK."""
     assert output.finish_reason is not None, "a partial output of a request that does not stream"
     given = vars(output)  # numbers that came as arrays stay arrays
+    top_tokens, top_logprobs = _listed_with_sampled(output)
     return RolloutSequence(
         resp_tokens=given["tokens"],
         resp_logprobs=given["logprobs"],
         resp_versions=given["versions"],
         finish_reason=output.finish_reason,
         routes=output.routes,
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
     )
+
+
+def _listed_with_sampled(output: GenerationOutput) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+    """Return the most likely tokens at each position and their log-probabilities, with the sampled token as the last.
+
+    The last id is -1 where the sampled token is among the others.
+    """
+    if not output.top_logprobs:
+        return None, None
+    found = np.array(output.top_logprobs)
+    sampled_N1, logprobs_N1 = np.array(output.tokens)[:, None], np.array(output.logprobs)[:, None]
+    is_listed_N1 = (found[..., 0] == sampled_N1).any(1, keepdims=True)
+    tokens = np.concatenate((found[..., 0], np.where(is_listed_N1, -1, sampled_N1)), 1)
+    logprobs = np.concatenate((found[..., 1], np.where(is_listed_N1, 0.0, logprobs_N1)), 1)
+    return tokens.astype(np.int32), logprobs.astype(np.float32)

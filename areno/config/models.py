@@ -15,6 +15,7 @@ from areno.config.lora import LoraConfig
 from areno.config.norms import NormConfig
 from areno.config.optimizers import ADAM_8BIT, OptimizerConfig
 from areno.config.resuming import FROM_HERE, FROM_STATE, NEVER, SAME_CONTENT, SPEED
+from areno.config.teacher import Divergence
 from areno.errors import Problem
 from areno.schema.fields import Flag, Needs, Section, check, require, setting
 
@@ -234,6 +235,16 @@ class PolicyConfig(ModelConfig):
     )
     def one_setting_divides_batch(self) -> bool:
         return self.ppo_n_minibatches <= 1 or self.gradient_accumulation_steps is None
+
+    @property
+    def n_recorded_tokens(self) -> int:
+        """How many of the most likely tokens the rollout records beside each token."""
+        return 0
+
+    @property
+    def mask_divergence(self) -> Divergence | None:
+        """Divergence from the policy that sampled, which training passes compute for the mask. None: none."""
+        return None
 
     @property
     def chosen_token_selection(self) -> Any:

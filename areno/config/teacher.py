@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from areno.config.resuming import SPEED
 from areno.errors import Problem
 from areno.schema.fields import Needs, Section, check, require, setting
 
-DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "tv"]
 SAMPLED = "sampled_reverse_kl"
 ROLE = "teacher"
 """Role of a single teacher. With several teachers, each role is this word, a dot and the name of the teacher."""
@@ -26,7 +26,7 @@ class Divergence:
     """A divergence between the trained model and a teacher. Training passes compute it together with log-probabilities.
 
     Attributes:
-        kind: "forward_kl", "reverse_kl" or "jsd", see areno/kernels/logprobs/divergence.py.
+        kind: "forward_kl", "reverse_kl", "jsd" or "tv", see areno/kernels/logprobs/divergence.py.
         beta: For "jsd", the weight of the teacher in the mixture of teacher and trained model, between 0 and 1.
         role: Role of the teacher for rows that do not set `TrainSequence.teacher`. Ignored for rows that list the
             teacher's log-probabilities (`TrainSequence.teacher_top`).
@@ -40,8 +40,8 @@ class Divergence:
     role: str = "teacher"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("forward_kl", "reverse_kl", "jsd"):
-            raise ValueError(f"kind is {self.kind!r}; expected forward_kl, reverse_kl or jsd")
+        if self.kind not in get_args(DivergenceKind):
+            raise ValueError(f"kind is {self.kind!r}; expected forward_kl, reverse_kl, jsd or tv")
         if self.kind == "jsd" and not (isinstance(self.beta, float) and 0.0 < self.beta < 1.0):
             raise ValueError(f"beta is {self.beta!r}; a float between 0 and 1 is expected")
 

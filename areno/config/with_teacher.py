@@ -35,8 +35,8 @@ class WithTeacher:
 
     @property
     def divergence(self) -> Divergence | None:
-        """The divergence from a teacher that training passes compute. None without such a teacher."""
-        return None if self.teacher is None else self.teacher.divergence
+        """The divergence from a teacher, or from the policy that sampled, that training passes compute."""
+        return self.actor.mask_divergence if self.teacher is None else self.teacher.divergence
 
     @property
     def uses_actor_as_teacher(self) -> bool:
@@ -83,6 +83,24 @@ class WithTeacher:
     )
     def entropy_has_gradient(self) -> bool:
         return self.teacher is None or not self.actor.differentiates_entropy
+
+    @check
+    def check_mask_has_distributions(self) -> Iterator[Problem]:
+        """Report what does not go together with a mask that compares the distributions of policy and rollout."""
+        if not self.actor.n_recorded_tokens:
+            return
+        text = "is {}, which compares the policy with the rollout's most likely tokens, but {}; set it to dppo_tv or "
+        text, mask = text + "dppo_kl, or {}", vars(self.actor)["mask"]
+        if self.teacher is not None:
+            yield Problem(
+                "actor.mask", text, mask, "the teacher's divergence takes its place in passes", "teacher=null"
+            )
+        if self.actor.differentiates_entropy:
+            yield Problem(
+                "actor.mask", text, mask, "its passes give the entropy no gradient", "drop actor.entropy_bonus"
+            )
+        if self.agent.fn is not None:
+            yield Problem("actor.mask", text, mask, "the turns of agents do not bring these tokens", "drop agent.fn")
 
     @require(
         "actor.teacher_signal",

@@ -56,7 +56,7 @@ class RequestLimits:
         if request.grammar is not None and params.min_new_tokens:
             why = "its grammar decides when a completion ends"
             raise _refusal(request, "min_new_tokens", why, "leave {} at 0", "gconfig.min_new_tokens")
-        if not 0 <= request.top_logprobs <= self.vocab_size:
+        if not 0 <= request.top_logprobs <= max(self.vocab_size, params.top_logprobs):
             why = f"it asks for {request.top_logprobs} top log-probabilities; 0 to {self.vocab_size} are there"
             raise _refusal(request, "top_logprobs", why)
         if request.begun is not None:
@@ -74,8 +74,10 @@ class RequestLimits:
         elif not len(begun.logprobs) == len(begun.versions) == n_tokens:
             why = f"it continues after {n_tokens} tokens with {len(begun.logprobs)} log-probabilities and "
             why += f"{len(begun.versions)} versions; one for each token is needed"
-        elif request.wants_scores or request.stream or request.pieces:
-            why = "it continues a sample and asks for top or raw log-probabilities or partial outputs; none is kept"
+        elif request.top_logprobs and len(begun.top_logprobs) != n_tokens:
+            why = f"it continues after {n_tokens} tokens with top log-probabilities of {len(begun.top_logprobs)}"
+        elif request.raw_logprobs or request.stream or request.pieces:
+            why = "it continues a sample and asks for raw log-probabilities or partial outputs; none is kept"
         else:
             return
         raise _refusal(request, "begun", why)
@@ -181,7 +183,7 @@ def continuation_requests(
     for output in sorted(parked, key=lambda output: output.sample):
         sample = output.sample
         if output.tokens:
-            begun = BegunCompletion(output.tokens, output.logprobs, output.versions)
+            begun = BegunCompletion(output.tokens, output.logprobs, output.versions, output.top_logprobs)
             requests.append(replace(request, request_id=next(ids), first_sample=sample, n_samples=1, begun=begun))
         elif requests and (last := requests[-1]).begun is None and last.first_sample + last.n_samples == sample:
             requests[-1] = replace(last, n_samples=last.n_samples + 1)

@@ -90,8 +90,7 @@ def grpo_loss_fn(
         raise ValueError(f"importance_sampling_level is {importance_sampling_level!r}; expected token or sequence")
     policy_T, how_T = chosen.token_losses(pack, log_ratio_T, advantages_T, logprobs_T)
     if chosen_mask is not None:
-        rollout_T = pack.trained(pack.need("rollout_logprobs"))
-        keep_T = chosen_mask.keep(logprobs_T.detach(), rollout_T, advantages_T)
+        keep_T = chosen_mask.keep_tokens(pack, logprobs_T.detach(), advantages_T)
         policy_T = policy_T.where(keep_T, 0.0)
         stats["masked_frac"] = pack.token_mean((~keep_T).to(policy_T.dtype))
     if weights_T is not None:

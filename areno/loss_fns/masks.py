@@ -12,18 +12,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from areno.config.teacher import Divergence, DivergenceKind
 from areno.schema.choices import Choices
 from areno.schema.fields import Section, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from areno.loss_fns.data_pack import DataPack
+
 
 @dataclass(kw_only=True)
 class Mask(Section):
     """Base class of masks. The fields of a subclass are keys of the section `actor.<name>`."""
+
+    @property
+    def n_recorded_tokens(self) -> int:
+        """How many of the most likely tokens the rollout records beside each token, for `divergence`."""
+        return 0
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The divergence of pi from mu that training passes compute for `keep_tokens`. None: none."""
+        return None
+
+    def keep_tokens(self, pack: DataPack, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        """As `keep`, for masks that need more of the rows than the log-probabilities of the rollout."""
+        return self.keep(logprobs, pack.trained(pack.need("rollout_logprobs")), advantages)
 
     def keep(self, logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor) -> Tensor:
         """Choose the tokens whose policy loss counts.
@@ -76,6 +93,51 @@ class DPPOKL(Mask):
         return (kl <= self.threshold) | ((logprobs - rollout_logprobs) * advantages <= 0)
 
 
+@dataclass(kw_only=True)
+class _DPPOTop(Mask):
+    """DPPO, top-K (arXiv 2602.04879 eq. 12): masks a token if D > d and its update would move pi / mu away from 1.
+
+    D is the divergence between the two policies for these outcomes: the K most likely tokens under mu, the sampled
+    token, and all others together.
+    """
+
+    kind: ClassVar[DivergenceKind]
+
+    top_k: int = setting(20, help="K: number of the rollout's most likely tokens that are compared one by one", ge=1)
+    threshold: float = setting(0.15, help="Largest divergence between the two policies at a token", gt=0)
+
+    @property
+    def n_recorded_tokens(self) -> int:
+        return self.top_k
+
+    @property
+    def divergence(self) -> Divergence:
+        return Divergence(self.kind)
+
+    def keep_tokens(self, pack: DataPack, logprobs: Tensor, advantages: Tensor) -> Tensor:
+        rollout = pack.trained(pack.need("rollout_logprobs"))
+        divergence = pack.trained(pack.need("divergence")).detach()
+        return (divergence <= self.threshold) | ((logprobs - rollout) * advantages <= 0)
+
+
+@MASKS.register("dppo_topk_tv", section=True, help="as dppo_tv, over the rollout's K most likely tokens")
+@dataclass(kw_only=True)
+class DPPOTopTV(_DPPOTop):
+    """DPPO, top-K TV: D = sum |pi - mu| / 2 over the outcomes."""
+
+    kind = "tv"
+
+
+@MASKS.register("dppo_topk_kl", section=True, help="as dppo_kl, over the rollout's K most likely tokens")
+@dataclass(kw_only=True)
+class DPPOTopKL(_DPPOTop):
+    """DPPO, top-K KL: D = sum mu log(mu / pi) over the outcomes."""
+
+    kind = "forward_kl"
+
+    threshold: float = setting(0.05, help="Largest divergence between the two policies at a token", gt=0)
+
+
 @MASKS.register("prime_ipo", section=True, help="the probability has changed too much, in either direction (prime-rl)")
 @dataclass(kw_only=True)
 class PrimeIPO(Mask):
@@ -117,3 +179,15 @@ class MaskConfig(Section):
     def mask_settings(self) -> Mapping[str, Any]:
         """Return the chosen mask as keyword argument of `grpo_loss_fn`."""
         return {"mask": MASKS.chosen(self)}
+
+    @property
+    def n_recorded_tokens(self) -> int:
+        """See `Mask.n_recorded_tokens`."""
+        chosen = MASKS.chosen(self)
+        return 0 if chosen is None else chosen.n_recorded_tokens
+
+    @property
+    def mask_divergence(self) -> Divergence | None:
+        """See `Mask.divergence`."""
+        chosen = MASKS.chosen(self)
+        return None if chosen is None else chosen.divergence

@@ -277,8 +277,8 @@ def check_rows_per_replica(config: ExperimentConfig, spec: EngineSpec) -> None:
             raise ConfigError(Problem("train_dataset.batch_size", text, *args))
 
 
-def sampling_params(gconfig: GenerationConfig) -> SamplingParams:
-    return SamplingParams.of(gconfig, max_context_len=gconfig.max_tokens)
+def sampling_params(gconfig: GenerationConfig, n_recorded_tokens: int = 0) -> SamplingParams:
+    return SamplingParams.of(gconfig, max_context_len=gconfig.max_tokens, top_logprobs=n_recorded_tokens)
 
 
 def max_sequence_len(config: PolicyExperimentConfig, context_len: int) -> int:

@@ -28,6 +28,8 @@ def record_bytes(config: ExperimentConfig, model: TransformerConfig, lengths: Se
     sampled = config.rows_per_step * (_SAMPLE + lengths.answer * (_TOKEN + _TEXT + _FLOAT64))
     prompts = config.train_dataset.batch_size * lengths.prompt * _TOKEN
     trained = n_rows * lengths.answer * (_FLOAT32 + n_scores * _FLOAT64)
+    listed = config.actor.n_recorded_tokens and config.actor.n_recorded_tokens + 1
+    sampled += config.rows_per_step * lengths.answer * listed * (_TOKEN + _FLOAT32)
     experts = 0
     if model.experts is not None and config.actor.routing_replay:
         of_token = len(model.experts.layers(model.num_layers)) * model.experts.top_k * model.experts.id_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -222,9 +223,8 @@ class _Trial:
     def _generate(self, prompt: int, answer: int) -> None:
         """Decode samples of random lengths with these means. The lengths are the same in each call."""
         lengths = random.Random(self.config.seed)
-        params = replace(
-            sampling_params(self.config.gconfig), ignore_eos=True, stop=None, stop_token_ids=None, min_new_tokens=0
-        )
+        sampled = sampling_params(self.config.gconfig, self.config.actor.n_recorded_tokens)
+        params = replace(sampled, ignore_eos=True, stop=None, stop_token_ids=None, min_new_tokens=0)
         requests = [
             GenerationRequest(
                 request_id=index,
@@ -261,8 +261,9 @@ class _Trial:
             for _ in range(n_prompts * self._n_samples)
         ]
         lengths[0] = (self._limits.prompt, self._limits.answer)
+        n_recorded = self.config.actor.n_recorded_tokens
         rows = [
-            _synthetic_row(prompt, self._random_tokens(prompt + answer), 1.0 if index % 2 else -1.0)
+            _synthetic_row(prompt, self._random_tokens(prompt + answer), 1.0 if index % 2 else -1.0, n_recorded)
             for index, (prompt, answer) in enumerate(lengths)
         ]
         return rows, n_prompts
@@ -305,8 +306,9 @@ def _loss_fn(divergence: Divergence | None) -> Any:
     return loss_fn if divergence is None else partial(distillation_loss_fn, policy_loss_fn=loss_fn)
 
 
-def _synthetic_row(prompt: int, tokens: list[int], advantage: float) -> TrainSequence:
+def _synthetic_row(prompt: int, tokens: list[int], advantage: float, n_recorded: int = 0) -> TrainSequence:
     zeros, answer = [0.0] * len(tokens), len(tokens) - prompt
+    listed = np.tile(np.arange(n_recorded), (len(tokens), 1))
     return TrainSequence(
         prompt_mask=[True] * prompt + [False] * answer,
         tokens=tokens,
@@ -315,6 +317,7 @@ def _synthetic_row(prompt: int, tokens: list[int], advantage: float) -> TrainSeq
         returns=zeros,
         values=zeros,
         ref_logprobs=zeros,
+        teacher_top=(listed, np.full(listed.shape, -math.log(2 * n_recorded))) if n_recorded else None,
         staleness=1,  # engine.exact compares the log-probabilities of newer rows with the rollout
     )
 
@@ -332,7 +335,7 @@ def _largest_in_time(most: int, seconds: Callable[[int], float], limit_s: float)
 
 
 def _warm_up(engine: Engine, config: PolicyExperimentConfig) -> None:
-    row = _synthetic_row(_WARM_UP_TOKENS, [1] * 2 * _WARM_UP_TOKENS, 1.0)
+    row = _synthetic_row(_WARM_UP_TOKENS, [1] * 2 * _WARM_UP_TOKENS, 1.0, config.actor.n_recorded_tokens)
     rows, spec = [row] * engine.spec.layout.n_data_parallel_groups, MicroBatchSpec(mini_bs=1)
     how = {"divergence": config.divergence, "differentiates_entropy": config.actor.differentiates_entropy}
     engine.train(rows, _loss_fn(config.divergence), UpdateSpec(spec, **how))

@@ -73,7 +73,7 @@ def prompt_requests(
             request_id=first + index,
             prompt=list(map(int, item.tokens)),
             n_samples=config.n_samples_of(item.source),
-            params=sampling_params(config.gconfig_of(item.source)),
+            params=sampling_params(config.gconfig_of(item.source), config.actor.n_recorded_tokens),
             seed=request_seed(seed, index),
         )
         for index, item in enumerate(items)

@@ -208,7 +208,8 @@ def _remaining_requests(
 ) -> tuple[list[GenerationRequest], dict[int, Group]]:
     requests, group_of = [], {}
     for group in groups:
-        params = sampling_params(setup.config.gconfig_of(group.item.source))
+        gconfig = setup.config.gconfig_of(group.item.source)
+        params = sampling_params(gconfig, setup.config.actor.n_recorded_tokens)
         seed = request_seed(setup.run.progress.seed_of(group.batch), group.prompt_index)
         whole = GenerationRequest(request_id=0, prompt=list(map(int, group.item.tokens)), params=params, seed=seed)
         for request in continuation_requests(whole, group.unfinished_outputs, ids):

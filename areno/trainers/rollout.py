@@ -332,7 +332,8 @@ def sample_and_score(
                 _sample_sources(setup, items, seed, report, progress)
             else:
                 own = setup.config.gconfig_of(items[0].source, gconfig)
-                params, prompts = sampling_params(own), [item.tokens for item in items]
+                n_recorded = setup.config.actor.n_recorded_tokens if title == "rollout" else 0
+                params, prompts = sampling_params(own, n_recorded), [item.tokens for item in items]
                 session = trainer.rollout_session(sampling_params=params, max_running_prompts=max_running, proxy=False)
                 with session, progress:
                     trainer.rollout_token_batch(

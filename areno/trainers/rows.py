@@ -108,6 +108,7 @@ def policy_rows(
                 eos_token_id=eos_token_id,
                 staleness=weights_version - oldest,
                 routes=sequence.routes,
+                teacher_top=recorded_lists(len(prompt), sequence),
                 reward_parts=sample.outcome.parts,
             )
         )
@@ -122,6 +123,14 @@ def token_arrays(prompt: Sequence[int] | np.ndarray, sequence: RolloutSequence) 
     tokens[:n_prompt], tokens[n_prompt:], logprobs[n_prompt:] = prompt, given["resp_tokens"], given["resp_logprobs"]
     versions = given["resp_versions"]
     return TokenArrays(tokens=tokens, logprobs=logprobs, oldest_version=int(versions[0]) if len(versions) else None)
+
+
+def recorded_lists(n_prompt: int, sequence: RolloutSequence) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the distributions that the rollout recorded, as `TrainSequence.teacher_top`."""
+    if sequence.top_tokens is None or sequence.top_logprobs is None:
+        return None
+    of_prompt = ((n_prompt, 0), (0, 0))
+    return np.pad(sequence.top_tokens, of_prompt), np.pad(sequence.top_logprobs, of_prompt)
 
 
 def token_rows(rows: Sequence[TrainSequence]) -> list[Any]:

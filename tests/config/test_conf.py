@@ -95,6 +95,8 @@ VARIANTS = {
     "dapo": (["grpo"], "DAPO"),
     "decoupled": (["grpo", "gspo", "ppo"], "Decoupled PPO"),
     "dppo_kl": (["grpo", "ppo"], "DPPO"),
+    "dppo_topk_kl": (["grpo", "ppo"], "DPPO"),
+    "dppo_topk_tv": (["grpo", "ppo"], "DPPO"),
     "dppo_tv": (["grpo", "ppo"], "DPPO"),
     "dr_grpo": (["grpo"], "Dr.GRPO"),
     "entropy_bonus": (["grpo", "ppo"], "Entropy bonus"),

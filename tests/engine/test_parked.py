@@ -30,6 +30,7 @@ REQUESTS = [
     request(3, n_samples=4, top_p=0.8, frequency_penalty=0.4, max_new_tokens=30),
     request(4, n_samples=2, length=70, min_new_tokens=9, max_new_tokens=130, stop_token_ids=[7, 8]),
     request(5, length=3, ignore_eos=True, max_new_tokens=64),
+    request(6, n_samples=2, max_new_tokens=50, top_logprobs=3),
 ]
 MANY = 1 << 40
 
@@ -132,7 +133,8 @@ def test_new_weights_go_on_as_if_all_tokens_before_were_theirs(folder: Path, mon
         ({"begun": BegunCompletion([2, 3], [-1.0], [0, 0])}, "one for each token"),
         ({"begun": BegunCompletion([64], [-1.0], [0])}, "token id 64"),
         ({"stream": True}, "partial outputs"),
-        ({"top_logprobs": 2}, "top or raw log-probabilities"),
+        ({"top_logprobs": 2}, "top log-probabilities of 0"),
+        ({"raw_logprobs": True}, "raw log-probabilities"),
     ],
 )
 def test_what_cannot_continue_is_refused(engine: Engine, more: dict[str, Any], words: str) -> None:

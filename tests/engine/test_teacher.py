@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,24 @@ def test_teacher_that_lists_its_most_likely_tokens(tmp_path: Path) -> None:
     assert found[VOCAB, "on"] == pytest.approx(whole, abs=1e-4)
     assert found[4, "on"] == pytest.approx(found[4, "off"], abs=1e-5)
     assert 0 < found[4, "on"] < whole
+
+
+@pytest.mark.parametrize("tokens", [20, 400])
+def test_rows_that_begin_alike_keep_lists_of_their_own(tmp_path: Path, tokens: int) -> None:
+    """Two equal rows with different lists, as of samples by different weights: sharing changes nothing."""
+    folder, rows = folder_with(tmp_path / "student"), rows_of_groups(1)
+    rows = [replace(rows[number // 2]) for number in range(4)]
+    for number, row in enumerate(rows):
+        listed = np.tile([2, 3 + number, -1], (len(row.tokens), 1))  # type: ignore[arg-type]
+        row.teacher_top = (listed, np.full(listed.shape, -1.0 - number))
+    found = []
+    for share in ("on", "off"):
+        with Engine(spec(folder, optimizer=SGD, share_prefixes=share), "inline") as engine:
+            found.append(engine.train(rows, distillation_loss_fn, update(KINDS[0], tokens=tokens)))
+    for name in ("distill_loss", "grad_norm"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-4)
+    if tokens == 400:
+        assert found[0]["computed_tokens"] < found[1]["computed_tokens"]
 
 
 def test_what_a_teacher_needs(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from areno.types import GenerationOutput, GenerationRequest
 
 
 def told(output: GenerationOutput) -> tuple[Any, ...]:
-    return output.tokens, output.logprobs, output.finish_reason
+    return output.tokens, output.logprobs, output.finish_reason, output.top_logprobs
 
 
 def whole(

@@ -18,6 +18,7 @@ from tests.helpers.thread_ranks import ThreadRanks
 
 K, V, D, E = 23, 37, 8, 5
 KINDS = [Divergence("forward_kl"), Divergence("reverse_kl"), Divergence("jsd", 0.5), Divergence("jsd", 0.1)]
+KINDS += [Divergence("tv")]
 TEACHER, STUDENT = (0.7, 0.2, 0.1), (0.5, 0.3, 0.2)  # p and q of the worked example
 
 
@@ -31,6 +32,8 @@ def formula(p, q, kind, beta):
         return kl(p, q)
     if kind == "reverse_kl":
         return kl(q, p)
+    if kind == "tv":
+        return (p - q).abs().sum(-1) / 2
     m = beta * p + (1 - beta) * q
     return beta * kl(p, m) + (1 - beta) * kl(q, m)
 
@@ -103,6 +106,39 @@ def test_divergence_and_gradients_are_the_formula(divergence, n_listed, dtype, t
     compare(dtype, tol, divergence, n_listed)
 
 
+@pytest.mark.parametrize("divergence", KINDS, ids=lambda d: f"{d.kind}-{d.beta}")
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_an_absent_token_of_a_list_changes_nothing(divergence, n_ranks):
+    """Lists of 3 tokens, and the same with an id of -1 between them, whose log-probability may be any number."""
+    made, targets, *upstream = inputs()
+    listed = most_likely(made, 3)
+    one = teacher_of(made, divergence, 0.7, listed)
+    absent = torch.full_like(listed[:, :1], -1)
+    tokens = torch.cat((listed[:, :2], absent, listed[:, 2:]), 1)
+    logprobs = torch.cat((one.logprobs_KJ[:, :2], absent * 0.5, one.logprobs_KJ[:, 2:]), 1)
+    found = []
+    for teacher in (one, TopKTeacher(tokens, logprobs, divergence)):
+        shared, results = ([None] * n_ranks, threading.Barrier(n_ranks, timeout=20)), [None] * n_ranks
+
+        def work(rank, teacher=teacher, shared=shared, results=results):
+            hidden, weight = made["hidden"].clone().requires_grad_(), made["weight"].chunk(n_ranks)[rank]
+            reduce = ThreadRanks(rank, shared).all_reduce if n_ranks > 1 else None
+            head = VocabSoftmax(0.7, first=rank * len(made["weight"].chunk(n_ranks)[0]), all_reduce=reduce)
+            values = selected_logprobs(hidden, weight, targets, head, teacher)[2]
+            (values * upstream[1]).sum().backward()
+            results[rank] = values.detach(), hidden.grad
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(n_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found.append(results)
+    for of_rank, other in zip(*found, strict=True):
+        for value, wanted in zip(other, of_rank, strict=True):
+            torch.testing.assert_close(value, wanted, atol=1e-12, rtol=1e-12)
+
+
 COMMON = [((0, 30),), ((2, 9), (12, 31)), ((20, 33),)]
 
 
@@ -153,6 +189,8 @@ def plainly(x, y, kind, beta):
         return (logp.exp() * (logp - logq)).sum(-1)
     if kind == "reverse_kl":
         return (logq.exp() * (logq - logp)).sum(-1)
+    if kind == "tv":
+        return (logp.exp() - logq.exp()).abs().sum(-1) / 2
     logm = torch.logaddexp(logp + math.log(beta), logq + math.log(1 - beta))
     return (beta * logp.exp() * (logp - logm) + (1 - beta) * logq.exp() * (logq - logm)).sum(-1)
 
@@ -303,7 +341,7 @@ def compare_interpreted():
     from areno.kernels.logprobs import triton
 
     triton._BLOCK = 128
-    for divergence in KINDS[:3]:
+    for divergence in (*KINDS[:3], *KINDS[-1:]):
         compare_accuracy(divergence, 8, 250, deviations=(22,))
     triton._BLOCK = 16
     for ranges in COMMON[:2]:

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from areno.errors import ConfigError, DataError
+from areno.kernels.logprobs import VocabSoftmax, selected_logprobs
+from areno.kernels.logprobs.divergence import TopKTeacher
+from areno.launch.compose import load
 from areno.loss_fns import grpo_loss_fn
-from areno.loss_fns.masks import DPPOKL, DPPOTV, PrimeIPO, SAOMask
-from areno.recipes.grpo import GRPOActorConfig
+from areno.loss_fns.masks import DPPOKL, DPPOTV, DPPOTopKL, DPPOTopTV, PrimeIPO, SAOMask
+from areno.recipes.grpo import GRPOActorConfig, GRPOConfig
 from tests.helpers.loss_rows import PRECISIONS, all_trained, pack_of, random_rows, token_weight, trained
 
 
@@ -95,6 +98,67 @@ def test_fresh_samples_have_the_gradient_of_grpo(mask):
     assert torch.equal(one.grad, other.grad)
 
 
+def topk_divergence(pi, mu, sampled, k, kind):
+    """Of two distributions over a vocabulary: the k likeliest tokens under mu, the sampled one, and the rest."""
+    own = {*sorted(range(len(mu)), key=lambda v: -mu[v])[:k], sampled}
+    pairs = [(pi[v], mu[v]) for v in own]
+    pairs.append((1 - sum(p for p, _ in pairs), 1 - sum(q for _, q in pairs)))
+    if kind == "tv":
+        return sum(abs(p - q) for p, q in pairs) / 2
+    return sum(q * math.log(q / p) for p, q in pairs)
+
+
+@pytest.mark.parametrize(("dtype", "tol"), PRECISIONS)
+@pytest.mark.parametrize(("kind", "k", "d"), [("tv", 3, 0.05), ("tv", 1, 0.1), ("kl", 3, 0.02), ("kl", 6, 0.05)])
+def test_topk_masks(kind, k, d, dtype, tol):
+    """From hidden states to the gradient: the head computes the divergence from lists of the rollout."""
+    mask = {"tv": DPPOTopTV, "kl": DPPOTopKL}[kind](top_k=k, threshold=d)
+    rows, rng = random_rows(), torch.Generator().manual_seed(k)
+    pack, _ = pack_of(rows, dtype=dtype)
+    n, n_ids = len(pack.tokens), 9
+    hidden, weight = torch.randn(n, 5, generator=rng).double(), torch.randn(n_ids, 5, generator=rng).double()
+    mu = torch.softmax((hidden + 0.3 * torch.randn(n, 5, generator=rng)) @ weight.t() / 0.8, -1)
+    tokens = torch.multinomial(mu, 1, generator=rng)[:, 0]
+    best = mu.topk(k).indices
+    is_listed = (best == tokens[:, None]).any(1, keepdim=True)
+    assert 0 < is_listed.sum() < n
+    listed = torch.cat((best, tokens[:, None].masked_fill(is_listed, -1)), 1)
+    old = mu.log().gather(1, tokens[:, None])[:, 0]
+    pack.rollout_logprobs = pack.old_logprobs = old.to(dtype)
+
+    leaf = hidden.clone().requires_grad_()
+    logprobs = torch.log_softmax(leaf @ weight.t() / 0.8, -1)
+    losses, masked = [], []
+    for t in pack.trained_T.tolist():
+        pi, a, own = logprobs[t].exp().tolist(), pack.advantages[t].item(), logprobs[t, tokens[t]]
+        leaves = (a > 0 and own > old[t]) or (a < 0 and own < old[t])
+        masked.append(bool(leaves) and topk_divergence(pi, mu[t].tolist(), int(tokens[t]), k, kind) > d)
+        losses.append(0 * own if masked[-1] else -(own - old[t]).exp() * a)
+    expected = sum(losses) / len(losses)
+    expected.backward()
+    assert 0 < sum(masked) < len(masked)
+
+    own_leaf = hidden.to(dtype).requires_grad_()
+    teacher = TopKTeacher(listed, mu.log().gather(1, listed.clamp(min=0)).to(dtype), mask.divergence)
+    found, _, pack.divergence = selected_logprobs(own_leaf, weight.to(dtype), tokens, VocabSoftmax(0.8), teacher)
+    loss, stats = grpo_loss_fn(pack, found, mask=mask, surrogate="unclipped", reduction="token_mean")
+    loss.backward()
+    assert stats["masked_frac"].item() == pytest.approx(sum(masked) / len(masked))
+    assert loss.item() == pytest.approx(expected.item(), abs=tol)
+    torch.testing.assert_close(own_leaf.grad, leaf.grad.to(dtype), atol=tol, rtol=tol)
+
+
+@pytest.mark.parametrize("mask", ["dppo_topk_tv", "dppo_topk_kl"])
+def test_fresh_samples_have_the_gradient_of_grpo_with_topk_masks(mask):
+    (pack, one), (_, other) = pack_of(random_rows(spread=0.0)), pack_of(random_rows(spread=0.0))
+    pack.rollout_logprobs, pack.divergence = pack.old_logprobs, torch.zeros_like(pack.old_logprobs)
+    grpo_loss_fn(pack, one)[0].backward()
+    loss, stats = grpo_loss_fn(pack, other, surrogate="unclipped", mask=mask)
+    loss.backward()
+    assert stats["masked_frac"] == 0
+    assert torch.equal(one.grad, other.grad)
+
+
 def test_a_mask_and_the_kl():
     """The KL of a masked token counts."""
     rows = rows_of_another_policy(0)
@@ -123,7 +187,25 @@ def test_errors_of_masks():
     pack, outputs = pack_of(random_rows())
     with pytest.raises(DataError, match=r"TrainSequence\.logprobs"):
         grpo_loss_fn(pack, outputs, mask="sao")
+    pack.rollout_logprobs = pack.old_logprobs
+    with pytest.raises(DataError, match="divergence"):
+        grpo_loss_fn(pack, outputs, mask="dppo_topk_kl")
     with pytest.raises(ValueError, match="mask is 'ipo'; expected dppo_tv"):
         grpo_loss_fn(pack, outputs, mask="ipo")
     with pytest.raises(ConfigError, match=r"dppo_tv\.threshold.*is 0\.2, but mask is sao; set mask to dppo_tv"):
         GRPOActorConfig(path="folder", mask="sao", dppo_tv=DPPOTV(threshold=0.2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["teacher.path=folder", "teacher.loss_type=reverse_kl"], "the teacher's divergence takes its place"),
+        (["actor.entropy_bonus.coef=0.1"], "its passes give the entropy no gradient"),
+        (["agent.fn=agent.py"], "the turns of agents do not bring these tokens"),
+    ],
+)
+def test_topk_masks_need_passes_and_tokens_of_their_own(settings, words):
+    variant = "variant=dppo_topk_kl"
+    with pytest.raises(ConfigError, match=f"actor.mask: is dppo_topk_kl.*{words}"):
+        load(GRPOConfig, "quickstart", [variant, *settings])
+    assert load(GRPOConfig, "quickstart", [variant]).divergence.kind == "forward_kl"

@@ -57,6 +57,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         pytest.param("gspo", ["rollout.dynamic_sampling=false", "actor.kl_ctl=0.01", "ref=default"], marks=slow),
         pytest.param("grpo", [], marks=slow),
         pytest.param("grpo", ["rollout.dynamic_sampling=false"], marks=slow),
+        pytest.param("grpo", ["variant=dppo_topk_tv", "actor.use_decoupled_loss=false"], marks=slow),
         pytest.param("ppo", [], marks=slow),
         pytest.param("online_dpo", [], marks=slow),
         pytest.param("dpo", [], marks=slow),

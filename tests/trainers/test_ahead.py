@@ -154,6 +154,7 @@ def test_groups_are_written_and_read():
     choice = begun(in_flight, batches, 1, 1)
     first, second, third = in_flight.groups
     first.finished[1] = output(1)
+    first.finished[1].top_logprobs = [[(5, -0.5), (k, -1.0)] for k in range(3)]
     first.finished[1].routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
     choice.taken.append(second)
     third.is_postponed = True
@@ -173,6 +174,7 @@ def test_groups_are_written_and_read():
                 known[number].versions,
             )
             assert sample.finish_reason == known[number].finish_reason
+            assert sample.top_logprobs == known[number].top_logprobs
     assert (read.finished[1].routes == first.finished[1].routes).all()
     assert [part.sample for part in new.unfinished_outputs] == [0, 1, 2]
     begun(other, batches, 2, 1)

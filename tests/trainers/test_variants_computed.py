@@ -29,6 +29,8 @@ VARIANTS = {
     "vespo": [],
     "dppo_tv": ["actor.dppo_tv.threshold=0.02"],
     "dppo_kl": ["actor.dppo_kl.threshold=0.001"],
+    "dppo_topk_tv": ["actor.dppo_topk_tv.threshold=0.05", "actor.dppo_topk_tv.top_k=4"],
+    "dppo_topk_kl": ["actor.dppo_topk_kl.threshold=0.01", "actor.dppo_topk_kl.top_k=1"],
     "prime_ipo": ["actor.prime_ipo.threshold=0.02"],
     "sao_mask": ["actor.sao.eps_low=0.1", "actor.sao.eps_high=0.1"],
 }

@@ -23,8 +23,12 @@ def _mean(values: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(values)).mean()
 
 
-Keep = Callable[[Row, Row, Row], Tensor]
-"""(log-probabilities, those of the rollout, advantages) -> whether the policy loss of each token counts."""
+Keep = Callable[[Row, Row, Row, Row | None], Tensor]
+"""Whether the policy loss of each token counts.
+
+The arguments are log-probabilities, those of the rollout, advantages, and divergences if the rollout recorded
+distributions.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,7 @@ class PolicyObjective:
         rollout: Rows | None = None,
         penalties: Rows | None = None,
         entropies: Rows | None = None,
+        divergences: Rows | None = None,
     ) -> Tensor:
         """Compute the loss of a step.
 
@@ -94,7 +99,8 @@ class PolicyObjective:
                     log_ratio = of_row.detach() + new - new.detach()
                 found.append(self._row_objective(log_ratio, advantage, new) * weight)
             if self.keep is not None and rollout is not None:
-                found[-1] = found[-1] * self.keep(new.detach(), rollout[index], advantage)
+                apart = None if divergences is None else divergences[index]
+                found[-1] = found[-1] * self.keep(new.detach(), rollout[index], advantage, apart)
             if penalties is not None:
                 found[-1] = found[-1] - penalties[index] * (new - old[index]).abs()
             if reference is not None and self.kl_coef:
@@ -164,7 +170,7 @@ class PolicyObjective:
 def keep_function(name: str | None, settings: Any) -> Keep:
     """Return the mask `actor.mask`: which tokens have not moved too far from the rollout."""
 
-    def keep(new: Row, rollout: Row, advantage: Row) -> Tensor:
+    def keep(new: Row, rollout: Row, advantage: Row, apart: Row | None) -> Tensor:
         p, q = new.exp(), rollout.exp()
         goes_on = torch.sign(p - q) == torch.sign(advantage)  # the update would move the token further
         if name == "dppo_tv":
@@ -172,11 +178,26 @@ def keep_function(name: str | None, settings: Any) -> Keep:
         if name == "dppo_kl":
             kl = q * torch.log(q / p) + (1 - q) * torch.log((1 - q) / (1 - p))
             return ~(goes_on & (kl > settings.threshold))
+        if apart is not None:
+            return ~(goes_on & (apart > settings.threshold))
         if name == "prime_ipo":
             return (p - q).abs() <= settings.threshold
         return (p / q > 1 - settings.eps_low) & (p / q < 1 + settings.eps_high)
 
     return keep
+
+
+def listed_divergence(policy: Tensor, tokens: Tensor, logprobs: Tensor, kind: str) -> Tensor:
+    """Return how far the policy is from the distribution that the rollout recorded, for each token of a row.
+
+    `policy` has its log-probabilities of the whole vocabulary. The recorded ones are of `tokens`, without those of -1.
+    """
+    found = []
+    for new, ids, old in zip(policy.detach().exp(), tokens, logprobs.exp(), strict=True):
+        p, q = new[ids[ids >= 0]], old[ids >= 0]
+        p, q = (torch.cat((each, (1 - each.sum()).clamp(min=1e-13)[None])) for each in (p, q))
+        found.append((q * torch.log(q / p)).sum() if kind == "forward_kl" else (p - q).abs().sum() / 2)
+    return torch.stack(found) if found else policy.new_zeros(0)
 
 
 @dataclass(frozen=True, kw_only=True)

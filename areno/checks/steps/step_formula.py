@@ -79,17 +79,22 @@ class PolicyFormula(StepFormula):
     from_rollout: bool = False  # ratios divide by the probabilities of the rollout
     interpolates: bool = False  # actor.prox_logp_method=loglinear
     is_weighted: bool = True
+    divergence: str | None = None  # from the distributions that the rollout recorded, for `objective.keep`
 
     def loss(self, run: WatchedRun, weights: Weights, rows: Sequence[TrainSequence], update: Update) -> Tensor:
-        if not self.objective.entropy_coef:
+        if not self.objective.entropy_coef and self.divergence is None:
             return super().loss(run, weights, rows, update)
-        outputs, entropies, model = [], [], run.models[update.role]
+        outputs, entropies, apart, model = [], [], [], run.models[update.role]
         for row in rows:
             tokens, mask = np.asarray(row.tokens).tolist(), mask_of(row)[1:]
             found = model.log_distributions(weights, tokens, self.temperature)[mask]
             outputs.append(found.gather(-1, torch.tensor(tokens[1:])[mask][:, None])[:, 0])
             entropies.append(-(found.exp() * found).sum(-1))
-        return self.of_outputs(outputs, rows, update, entropies)
+            if self.divergence is not None:
+                assert row.teacher_top is not None
+                listed = [torch.as_tensor(each)[1:][mask] for each in row.teacher_top]
+                apart.append(formulas.listed_divergence(found, listed[0].long(), listed[1].double(), self.divergence))
+        return self.of_outputs(outputs, rows, update, entropies, apart or None)
 
     def of_outputs(
         self,
@@ -97,6 +102,7 @@ class PolicyFormula(StepFormula):
         rows: Sequence[TrainSequence],
         update: Update,
         entropies: list[Tensor] | None = None,
+        divergences: list[Tensor] | None = None,
     ) -> Tensor:
         old = fields_of(rows, "logprobs" if self.from_rollout else "old_logprobs")
         old = [row.detach() for row in outputs] if old is None else old
@@ -108,7 +114,7 @@ class PolicyFormula(StepFormula):
             weights = apart if weights is None else [one * more for one, more in zip(weights, apart, strict=True)]
         advantages = fields_of(rows, "advantages")
         assert advantages is not None
-        more = fields_of(rows, "logprobs"), fields_of(rows, "kl_weights"), entropies
+        more = fields_of(rows, "logprobs"), fields_of(rows, "kl_weights"), entropies, divergences
         return self.objective.loss(outputs, old, advantages, fields_of(rows, "ref_logprobs"), weights, *more)
 
     def variants(self) -> Iterator[tuple[str, StepFormula]]:
@@ -359,6 +365,7 @@ def _own_formula(config: Any, update: Update) -> StepFormula | None:
         settings["entropy_coef"] = (keywords.get("entropy_coef") if adapts else bonus and bonus.coef) or 0.0
         if (mask := actor.mask_settings()["mask"]) is not None:
             settings["keep"] = formulas.keep_function(actor.mask, mask)
+            how["divergence"] = mask.divergence and mask.divergence.kind
         ratio = "sequence_token" if actor.importance_sampling_level == "sequence" else "token"
         norm_length = float(config.gconfig.max_new_tokens)
         return _policy(actor, PolicyObjective(ratio=ratio, norm_length=norm_length, **settings), **how)
@@ -379,7 +386,7 @@ def _own_formula(config: Any, update: Update) -> StepFormula | None:
 
 
 _SURROGATES = ("clip", "unclipped", "reinforce", "cispo", "sapo", "gmpo", "vespo", "fipo")
-_MASKS = ("dppo_tv", "dppo_kl", "prime_ipo", "sao")
+_MASKS = ("dppo_tv", "dppo_kl", "dppo_topk_tv", "dppo_topk_kl", "prime_ipo", "sao")
 
 
 def _surrogate_settings(name: str, own: Any) -> dict[str, Any]:

@@ -257,6 +257,7 @@ class LogitEdits:
     min_p_R: Tensor  # 0 for greedy rows
     n_top: int  # most likely tokens that any row requests
     temperature_R: Tensor | None = None  # of requested log-probabilities; None for those of the slots
+    records_R: Tensor | None = None  # bool, rows whose logits are as they were, and whose distribution is recorded
 
     @classmethod
     def for_batch(cls, sequences: list[Sequence], upload: Callable[[np.ndarray], Tensor]) -> LogitEdits | None:
@@ -276,7 +277,10 @@ class LogitEdits:
         n_top, scored = max(request.top_logprobs for request in requests), None
         if any(request.raw_logprobs for request in requests):
             scored = upload(np.array([request.scored_temperature for request in requests], dtype=np.float32))
-        return cls(upload(np.array(rows, dtype=np.int64)), bias, presence_R, frequency_R, min_p_R, n_top, scored)
+        records = np.array([one.params.top_logprobs > 0 and not one.edits_logits for one in requests])
+        records_R = upload(records) if records.any() else None
+        at_rows = upload(np.array(rows, dtype=np.int64))
+        return cls(at_rows, bias, presence_R, frequency_R, min_p_R, n_top, scored, records_R)
 
     def apply(
         self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor, sampler: SlotSampler, flags: SamplingFlags
@@ -329,13 +333,17 @@ def sample_edited(
     out_2B = sampler.sample(edited_BV, slots_B, positions_B, flags)
     logprobs_RV = (policy_RV / sampler.tensors.temperature[slots_R, None]).double().log_softmax(-1)
     tokens_R = out_2B[0, rows_R].long()
-    out_2B[1, rows_R] = logprobs_RV.gather(1, tokens_R[:, None]).squeeze(1)
+    own_R = logprobs_RV.gather(1, tokens_R[:, None]).squeeze(1)
+    if edits.records_R is not None:  # these train, with the log-probabilities of rows without edits
+        own_R = out_2B[1, rows_R].where(edits.records_R, own_R)
+    out_2B[1, rows_R] = own_R
     if edits.temperature_R is not None:
         logprobs_RV = (policy_RV / edits.temperature_R[:, None]).double().log_softmax(-1)
-    scores_KB = out_2B.new_full((1 + 2 * edits.n_top, out_2B.shape[1]), -1)
+    n_top = min(edits.n_top, logprobs_RV.shape[1])
+    scores_KB = out_2B.new_full((1 + 2 * n_top, out_2B.shape[1]), -1)
     scores_KB[0, rows_R] = logprobs_RV.gather(1, tokens_R[:, None]).squeeze(1)
-    if edits.n_top:
-        values_RK, ids_RK = logprobs_RV.topk(edits.n_top, dim=-1)
+    if n_top:
+        values_RK, ids_RK = logprobs_RV.topk(n_top, dim=-1)
         scores_KB[1:, rows_R] = torch.cat((ids_RK.T.double(), values_RK.T))
     return torch.cat([out_2B, scores_KB])
 
@@ -344,7 +352,7 @@ def token_and_top_logprobs(scaled_KV: Tensor, tokens: list[int], n_top: int) -> 
     """Return (log-probability of the token, most likely tokens) at each position."""
     logprobs_KV = scaled_KV.double().log_softmax(-1)
     chosen = torch.tensor(tokens, device=scaled_KV.device)[:, None]
-    values_KT, ids_KT = logprobs_KV.topk(n_top, dim=-1)
+    values_KT, ids_KT = logprobs_KV.topk(min(n_top, logprobs_KV.shape[1]), dim=-1)
     found = torch.cat([ids_KT.T.double(), values_KT.T]).cpu().numpy()
     logprobs = logprobs_KV.gather(1, chosen).squeeze(1).tolist()
     return list(zip(logprobs, token_scores(found, len(tokens)), strict=True))

@@ -153,6 +153,7 @@ class Sequence:
         self.tokens += begun.tokens
         self.logprobs += begun.logprobs
         self.versions += begun.versions
+        self.top_logprobs += begun.top_logprobs
         if self.grammar is not None:
             for token in begun.tokens:
                 self.grammar.accept(token)

@@ -21,6 +21,8 @@ from areno.types import TrainSequence
 OLD = "old_logprobs"  # a row may lack them, and they are NaN for tokens that were never trained
 _SAME = (OLD, "advantages", "returns", "values", "ref_logprobs", "teacher_logprobs", "weights", "kl_weights")
 FIELDS = {"logprobs": "rollout_logprobs", **{name: name for name in _SAME}}
+TOP = ("teacher_top_tokens", "teacher_top_logprobs")  # names in Row.fields and in DataPack
+ID_BITS = 32  # of a token id
 
 
 @dataclass(slots=True)
@@ -124,6 +126,18 @@ class FlatRows(Sequence[Row]):
     @property
     def n_trained(self) -> np.ndarray:
         return np.add.reduceat(self.trained, self.starts, dtype=np.int64)
+
+    def ids_to_share(self, first_row: int = 0) -> np.ndarray:
+        """Return ids by which rows with a common prefix are found. Their lower ID_BITS are the token ids.
+
+        A trained token with a list of log-probabilities (`teacher_top`) has the row's number above these bits, so that
+        no other row shares it: other weights may have sampled that row, and its lists would differ. Rows are numbered
+        from `first_row`.
+        """
+        if TOP[0] not in self.fields:
+            return self.tokens
+        row_of_token = np.repeat(np.arange(len(self)) + first_row + 1, self.lengths)
+        return self.tokens + np.where(self.trained, row_of_token << ID_BITS, 0)
 
     def split_by_row(self, values: np.ndarray) -> list[np.ndarray]:
         """Split an array with one value per token into one array per row."""
@@ -423,9 +437,6 @@ def read_training_rows(
     return checked
 
 
-TOP = ("teacher_top_tokens", "teacher_top_logprobs")  # names in Row.fields and in DataPack
-
-
 def _add_teacher(rows: FlatRows, given: Sequence[TrainSequence], vocab_size: int, context_len: int, name: str) -> None:
     """Add to checked rows the teacher's own prompts, or the log-probabilities that rows list (`teacher_top`)."""
     if any(row.teacher_top is not None for row in given):
@@ -471,11 +482,12 @@ def _read_teacher_top(top: Any, row: Row, vocab_size: int, called: str) -> dict[
     if logprobs.shape != tokens.shape:
         raise DataError(f"{called}: teacher_top has ids of shape {tokens.shape}, log-probabilities {logprobs.shape}")
     of_trained, values = tokens[row.trained], logprobs[row.trained]
-    if of_trained.size and not 0 <= of_trained.min() <= of_trained.max() < vocab_size:
+    if of_trained.size and not -1 <= of_trained.min() <= of_trained.max() < vocab_size:
         raise DataError(f"{called}: teacher_top holds token ids outside of the vocabulary of {vocab_size} tokens")
-    if (np.diff(np.sort(of_trained, axis=1), axis=1) == 0).any():
+    in_order, is_absent = np.sort(of_trained, axis=1), of_trained < 0
+    if ((np.diff(in_order, axis=1) == 0) & (in_order[:, 1:] >= 0)).any():
         raise DataError(f"{called}: teacher_top names a token twice at one place")
-    if not np.isfinite(values).all() or (np.exp(values.astype(np.float64)).sum(1) > 1.001).any():
+    if not np.isfinite(values).all() or (np.exp(values.astype(np.float64)).sum(1, where=~is_absent) > 1.001).any():
         raise DataError(
             f"{called}: teacher_top holds no log-probabilities: they are not finite, or their sum exceeds 1"
         )

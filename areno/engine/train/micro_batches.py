@@ -146,7 +146,7 @@ def divide_steps(
     lengths = rows.lengths.reshape(n_units, per_unit).sum(1).tolist()
     trained_of_unit = rows.n_trained.reshape(n_units, per_unit)
     rows_of_unit = np.arange(len(rows)).reshape(n_units, per_unit)
-    of_rows = rows.split_by_row(rows.tokens)
+    of_rows = rows.split_by_row(rows.ids_to_share())
     tokens_of_unit = [of_rows[first : first + per_unit] for first in range(0, len(rows), per_unit)]
     teachers = _teachers_of(rows, per_unit)
     shares: list[list[StepMicroBatches]] = [[] for _ in range(dp_size)]

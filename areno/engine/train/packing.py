@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areno.engine.train.checked_rows import FlatRows
+from areno.engine.train.checked_rows import ID_BITS, TOP, FlatRows
 from areno.engine.train.micro_batches import StepMicroBatches
 from areno.engine.train.shared_prefixes import Forest, build_forest, distinct_indices, divide_forest, shared_routes
 from areno.kernels.backend import to_device
@@ -231,11 +231,16 @@ class StepBatches(Sequence[tuple[PackedTokens, DataPack]]):
         return self._packs[index]
 
     def _pack(self, group: list[FlatRows]) -> list[tuple[PackedTokens, DataPack]]:
-        tokens, trained = [rows.split_by_row(rows.tokens) for rows in group], [rows.trained for rows in group]
+        starts, trained = np.cumsum([0, *map(len, group)]).tolist(), [rows.trained for rows in group]
+        tokens = [rows.split_by_row(rows.ids_to_share(start)) for start, rows in zip(starts, group)]  # noqa: B905
         routes = None
         if "routes" in self._step.rows.fields:
             routes = [rows.split_by_row(rows.fields["routes"]) for rows in group]
         packed = pack_group(tokens, self._device, routes, trained, self._step.shares)
+        if TOP[0] in self._step.rows.fields:
+            prefix = packed[0].prefix
+            for one in packed if prefix is None else (*packed, prefix.packed):
+                one.tokens_N &= (1 << ID_BITS) - 1
         for rows, one in zip(group, packed, strict=True):
             one.teacher, one.for_teacher = rows.teachers[0], _pack_for_teacher(rows, self._device)
         pairs = zip(group, packed, strict=True)

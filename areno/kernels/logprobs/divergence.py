@@ -4,6 +4,7 @@ With teacher p, student q, and log probabilities under softmax(logits / temperat
 
     forward_kl   D = sum_v p log(p / q)                                          dD/dx_v = q_v - p_v
     reverse_kl   D = sum_v q log(q / p)                                          dD/dx_v = q_v (log(q_v / p_v) - D)
+    tv           D = sum_v |p - q| / 2                 dD/dx_v = q_v (s_v - sum_u q_u s_u), s = sign(q - p) / 2
     jsd          D = beta KL(p | m) + (1 - beta) KL(q | m), m = beta p + (1 - beta) q
                  dD/dx_v = (1 - beta) q_v (log(q_v / m_v) - sum_u q_u log(q_u / m_u))
 
@@ -126,7 +127,7 @@ class TopKTeacher:
     1 tokens, which is at least 0 and at most the divergence over the whole vocabulary.
     """
 
-    tokens_KJ: Tensor  # int64, different at each position
+    tokens_KJ: Tensor  # int64, different at each position; -1 for no token, where a list is shorter
     logprobs_KJ: Tensor  # at the temperature of the student
     divergence: Divergence
 
@@ -139,7 +140,8 @@ class TopKTeacher:
         self, head: VocabSoftmax, part: slice, logits_CV: Tensor, norm_2C: Tensor
     ) -> tuple[Tensor, Tensor, Any]:
         student_CJ = self._student_logprobs(head, part, logits_CV, norm_2C)
-        teacher_CJ = _append_tail(self.logprobs_KJ[part].to(student_CJ.dtype))
+        absent_CJ = self.tokens_KJ[part] < 0
+        teacher_CJ = _append_tail(self.logprobs_KJ[part].to(student_CJ.dtype).masked_fill(absent_CJ, _NOTHING))
         kind, beta = self.divergence.kind, self.divergence.beta
         divergence_C = reference.divergence_terms(student_CJ, teacher_CJ, kind, beta).sum(-1)
         q_CJ = student_CJ.exp()
@@ -183,7 +185,8 @@ class TopKTeacher:
             sums_CJ = torch.cat((listed_CJ, tail_C1), 1)
         if head.all_reduce is not None:
             head.all_reduce(sums_CJ)
-        return torch.cat((sums_CJ[:, :-1], sums_CJ[:, -1:].log().clamp(min=LEAST_TAIL)), 1)
+        listed_CJ = sums_CJ[:, :-1].masked_fill(self.tokens_KJ[part] < 0, _NOTHING)
+        return torch.cat((listed_CJ, sums_CJ[:, -1:].log().clamp(min=LEAST_TAIL)), 1)
 
 
 def _append_tail(logprobs_CJ: Tensor) -> Tensor:

@@ -57,6 +57,8 @@ def divergence_terms(student: Tensor, teacher: Tensor, kind: str, beta: float) -
         return teacher.exp() * (teacher - student)
     if kind == "reverse_kl":
         return student.exp() * (student - teacher)
+    if kind == "tv":
+        return (teacher.exp() - student.exp()).abs() / 2
     mixed = _mixture_minus_student(student, teacher, beta)
     return beta * teacher.exp() * (teacher - student - mixed) - (1 - beta) * student.exp() * mixed
 
@@ -70,6 +72,8 @@ def gradient_factors(student: Tensor, teacher: Tensor, kind: str, beta: float) -
         return -(teacher - student).exp()
     if kind == "reverse_kl":
         return student - teacher
+    if kind == "tv":
+        return (student - teacher).sign() / 2
     return -(1 - beta) * _mixture_minus_student(student, teacher, beta)
 
 

@@ -95,7 +95,7 @@ def _logprob_gradient_kernel(
     tl.store(out_ptr + position * out_stride + column, grad, mask=inside)
 
 
-_KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2}
+_KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tv": 3}
 
 
 def divergence_sums(
@@ -167,6 +167,11 @@ def divergence_gradient(
 
 
 @triton.jit
+def _half_sign(x):
+    return tl.where(x > 0.0, 0.5, tl.where(x < 0.0, -0.5, 0.0))
+
+
+@triton.jit
 def _mixture_minus_student(student, teacher, beta):
     d = teacher - student
     share = tl.where(d > 0.0, 1.0 - beta, beta)
@@ -204,6 +209,10 @@ def _divergence_sums_kernel(
             total += tl.where(inside, tl.exp(teacher) * (teacher - student), 0.0)
         elif KIND == 1:
             total += tl.where(inside, tl.exp(student) * (student - teacher), 0.0)
+        elif KIND == 3:
+            q = tl.exp(student)
+            total += tl.where(inside, 0.5 * tl.abs(tl.exp(teacher) - q), 0.0)
+            weighted += tl.where(inside, q * _half_sign(student - teacher), 0.0)
         else:
             q = tl.exp(student)
             mixed = _mixture_minus_student(student, teacher, beta)
@@ -215,7 +224,7 @@ def _divergence_sums_kernel(
     tl.store(out_ptr + position, found)
     if KIND == 1:  # h is log q - log p, so the mean is the divergence
         tl.store(out_ptr + tl.num_programs(0) + position, found)
-    elif KIND == 2:
+    elif KIND >= 2:
         tl.store(out_ptr + tl.num_programs(0) + position, tl.sum(weighted, axis=0))
 
 
@@ -249,6 +258,8 @@ def _divergence_gradient_kernel(
         grad = q - tl.exp(teacher)
     elif KIND == 1:
         grad = q * (student - teacher - tl.load(mean_ptr + position))
+    elif KIND == 3:
+        grad = q * (_half_sign(student - teacher) - tl.load(mean_ptr + position))
     else:
         factor = -(1.0 - beta) * _mixture_minus_student(student, teacher, beta)
         grad = q * (factor - tl.load(mean_ptr + position))
