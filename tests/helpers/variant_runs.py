@@ -12,6 +12,57 @@ from areno.types import TrainSequence
 from tests.helpers.policy_runs import Played, play, trained
 
 Variant = Callable[..., Played]
+# Each with what makes it act in the runs below.
+SOLVED = ["train_dataset.loader=examples/quickstart/dataset_loader.py:with_responses"]
+VARIANTS = {
+    "rlsd": SOLVED,
+    "sdar": SOLVED,
+    "clip_cov": ["actor.clip_cov.share=0.1", "actor.clip_cov.low=0.1"],
+    "kl_cov": ["actor.kl_cov.share=0.2"],
+    "top_entropy": [],
+    "entropy_bonus": ["actor.entropy_bonus.coef=3.0"],
+    "fipo": [],
+    "real": [],
+    "otb": [],
+    "gmpo": ["actor.gmpo.log_clip=0.01"],
+    "vespo": [],
+    "dppo_tv": ["actor.dppo_tv.threshold=0.02"],
+    "dppo_kl": ["actor.dppo_kl.threshold=0.001"],
+    "dppo_topk_tv": ["actor.dppo_topk_tv.threshold=0.05", "actor.dppo_topk_tv.top_k=4"],
+    "dppo_topk_kl": ["actor.dppo_topk_kl.threshold=0.01", "actor.dppo_topk_kl.top_k=1"],
+    "prime_ipo": ["actor.prime_ipo.threshold=0.02"],
+    "sao_mask": ["actor.sao.eps_low=0.1", "actor.sao.eps_high=0.1"],
+}
+# These differ in ways that most of the others have, too, so they run less often.
+ALSO: dict[str, list[str]] = {
+    "adaptive_entropy": ["actor.entropy_bonus.coef=3.0", "actor.entropy_bonus.target=9.0"],
+    "cispo": ["actor.eps_clip_higher=0.01"],
+    "dapo": ["rollout.dynamic_sampling=false", "actor.eps_clip=0.02", "actor.eps_clip_higher=0.05"],
+    "decoupled": [],
+    "dr_grpo": [],
+    "gdpo": ["reward.fn=[math,examples/quickstart/reward.py]", "reward.workers=1"],
+    "gspo_token": ["actor.eps_clip=0.02"],
+    "icepop": [],
+    "iw_opd": ["teacher.path=OTHER", "actor.optimizer.lr=1e-3"],
+    "kpop": [],
+    "luspo": ["actor.eps_clip=0.02"],
+    "m2po": [],
+    "maxrl": ["actor.reward_bias=10.0"],
+    "reinforce_pp": ["actor.kl_ctl=0.1"],
+    "rloo": [],
+    "sao": ["critic.warmup_steps=0", "gconfig.n_samples=1", "train_dataset.batch_size=16", "actor.sao.eps_low=0.1"],
+    "sapo": [],
+    "sdpg": SOLVED,
+    "tis": [],
+}
+RECIPES = {"sao": "ppo", "iw_opd": "distill"}
+# One update before the one that is compared: rounding errors of many would decide which tokens are masked.
+MOVED = ["actor.ppo_n_minibatches=2", "actor.optimizer.lr=1e-2", "total_train_steps=1"]
+# Statistics of which each variant has one, above 0.
+OWN = {
+    f"train/{name}" for name in ("clip_frac", "masked_frac", "selected_frac", "vespo_weight", "fipo_weight", "entropy")
+}
+
 MOVING = ["actor.ppo_n_minibatches=8", "actor.optimizer.lr=1e-2", "total_train_steps=1"]  # ratios leave 1
 
 
