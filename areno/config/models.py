@@ -15,7 +15,6 @@ from areno.config.lora import LoraConfig
 from areno.config.norms import NormConfig
 from areno.config.optimizers import ADAM_8BIT, OptimizerConfig
 from areno.config.resuming import FROM_HERE, FROM_STATE, NEVER, SAME_CONTENT, SPEED
-from areno.config.teacher import Divergence
 from areno.errors import Problem
 from areno.schema.fields import Flag, Needs, Section, check, require, setting
 
@@ -242,8 +241,8 @@ class PolicyConfig(ModelConfig):
         return 0
 
     @property
-    def mask_divergence(self) -> Divergence | None:
-        """Divergence from the policy that sampled, which training passes compute for the mask. None: none."""
+    def mask_divergence(self) -> Any:
+        """Kind of the divergence from the policy that sampled, for the mask. None: training passes compute none."""
         return None
 
     @property

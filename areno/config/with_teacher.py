@@ -36,7 +36,10 @@ class WithTeacher:
     @property
     def divergence(self) -> Divergence | None:
         """The divergence from a teacher, or from the policy that sampled, that training passes compute."""
-        return self.actor.mask_divergence if self.teacher is None else self.teacher.divergence
+        if self.teacher is not None:
+            return self.teacher.divergence
+        kind = self.actor.mask_divergence
+        return None if kind is None else Divergence(kind)
 
     @property
     def uses_actor_as_teacher(self) -> bool:

@@ -31,9 +31,9 @@ from areno.engine.train.checked_rows import (
     read_prompt_masks,
     read_routes_to_score,
     read_tokens,
-    read_training_rows,
 )
 from areno.engine.train.micro_batches import divide_rows, divide_steps, sharing_with_teachers, store_old_logprobs
+from areno.engine.train.training_rows import read_training_rows
 from areno.errors import CheckpointError, EngineError, Key
 from areno.models.registry import load_config
 from areno.specs.engine import EngineSpec

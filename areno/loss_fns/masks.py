@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from areno.config.teacher import Divergence, DivergenceKind
 from areno.schema.choices import Choices
 from areno.schema.fields import Section, setting
 
@@ -34,8 +33,8 @@ class Mask(Section):
         return 0
 
     @property
-    def divergence(self) -> Divergence | None:
-        """The divergence of pi from mu that training passes compute for `keep_tokens`. None: none."""
+    def divergence(self) -> str | None:
+        """The kind of divergence of pi from mu that training passes compute for `keep_tokens`. None: none."""
         return None
 
     def keep_tokens(self, pack: DataPack, logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -101,7 +100,7 @@ class _DPPOTop(Mask):
     token, and all others together.
     """
 
-    kind: ClassVar[DivergenceKind]
+    kind: ClassVar[str]
 
     top_k: int = setting(20, help="K: number of the rollout's most likely tokens that are compared one by one", ge=1)
     threshold: float = setting(0.15, help="Largest divergence between the two policies at a token", gt=0)
@@ -111,8 +110,8 @@ class _DPPOTop(Mask):
         return self.top_k
 
     @property
-    def divergence(self) -> Divergence:
-        return Divergence(self.kind)
+    def divergence(self) -> str:
+        return self.kind
 
     def keep_tokens(self, pack: DataPack, logprobs: Tensor, advantages: Tensor) -> Tensor:
         rollout = pack.trained(pack.need("rollout_logprobs"))
@@ -187,7 +186,7 @@ class MaskConfig(Section):
         return 0 if chosen is None else chosen.n_recorded_tokens
 
     @property
-    def mask_divergence(self) -> Divergence | None:
+    def mask_divergence(self) -> str | None:
         """See `Mask.divergence`."""
         chosen = MASKS.chosen(self)
         return None if chosen is None else chosen.divergence

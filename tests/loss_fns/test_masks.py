@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from areno.config.teacher import Divergence
 from areno.errors import ConfigError, DataError
 from areno.kernels.logprobs import VocabSoftmax, selected_logprobs
 from areno.kernels.logprobs.divergence import TopKTeacher
@@ -139,7 +140,7 @@ def test_topk_masks(kind, k, d, dtype, tol):
     assert 0 < sum(masked) < len(masked)
 
     own_leaf = hidden.to(dtype).requires_grad_()
-    teacher = TopKTeacher(listed, mu.log().gather(1, listed.clamp(min=0)).to(dtype), mask.divergence)
+    teacher = TopKTeacher(listed, mu.log().gather(1, listed.clamp(min=0)).to(dtype), Divergence(mask.divergence))
     found, _, pack.divergence = selected_logprobs(own_leaf, weight.to(dtype), tokens, VocabSoftmax(0.8), teacher)
     loss, stats = grpo_loss_fn(pack, found, mask=mask, surrogate="unclipped", reduction="token_mean")
     loss.backward()

@@ -14,7 +14,7 @@ import pytest
 
 from areno.api import get_algorithm
 from areno.engine.engine import Engine
-from areno.engine.train.checked_rows import read_training_rows
+from areno.engine.train.training_rows import read_training_rows
 from areno.errors import ConfigError, DataError
 from areno.launch import command
 from areno.launch.compose import load

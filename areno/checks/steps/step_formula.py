@@ -365,7 +365,7 @@ def _own_formula(config: Any, update: Update) -> StepFormula | None:
         settings["entropy_coef"] = (keywords.get("entropy_coef") if adapts else bonus and bonus.coef) or 0.0
         if (mask := actor.mask_settings()["mask"]) is not None:
             settings["keep"] = formulas.keep_function(actor.mask, mask)
-            how["divergence"] = mask.divergence and mask.divergence.kind
+            how["divergence"] = mask.divergence
         ratio = "sequence_token" if actor.importance_sampling_level == "sequence" else "token"
         norm_length = float(config.gconfig.max_new_tokens)
         return _policy(actor, PolicyObjective(ratio=ratio, norm_length=norm_length, **settings), **how)

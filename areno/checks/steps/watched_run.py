@@ -23,8 +23,8 @@ from areno.checks.steps.agent_episodes import Episodes, recorded_episodes
 from areno.checks.steps.transformers_model import TransformersModel
 from areno.config.models import MicroBatchSpec
 from areno.config.policy_experiments import PolicyExperimentConfig
-from areno.engine.train.checked_rows import read_training_rows
 from areno.engine.train.micro_batches import divide_steps
+from areno.engine.train.training_rows import read_training_rows
 from areno.loss_fns.adv_estimators import GDPO
 from areno.loss_fns.data_pack import DataPack
 from areno.specs.update import UpdateSpec
