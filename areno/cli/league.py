@@ -13,7 +13,7 @@ from typing import Any
 
 from areno.errors import ConfigError, Problem, did_you_mean
 from areno.league.results import picture, read_results, tables
-from areno.league.runs import STAGES, UPDATES, LeagueRuns, contenders
+from areno.league.runs import STAGES, UPDATES, LeagueRuns, contenders, keys_of_algorithms
 from areno.league.schedule import League
 
 _OF_UPDATES = f": each batch has {UPDATES} updates, because with one, many of the algorithms are the same"
@@ -23,8 +23,20 @@ FIXED = {
     "variant": ": each run has its own; use --only",
     "actor.ppo_n_minibatches": _OF_UPDATES,
     "critic.ppo_n_minibatches": _OF_UPDATES,
+    "valid_dataset.loader": ": each stage has problems of its own",
+    "rollout.max_head_offpolicyness": ": the stage staleness compares its values",
+    "rollout.prompts_ahead": ": the stage staleness compares its values",
 }
 """Settings that the user of the league cannot set -> why, or what to do instead."""
+
+
+def fixed_settings(size: str) -> dict[str, str]:
+    """Return FIXED, with the settings that algorithms of the league have."""
+    found = {}
+    for key, names in keys_of_algorithms(size).items():
+        others = f" and {len(names) - 1} others" if len(names) > 2 else f" and {names[1]}" if len(names) > 1 else ""
+        found[key] = f": it is a part of {names[0]}{others}"
+    return found | FIXED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

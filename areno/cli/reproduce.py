@@ -159,7 +159,7 @@ def _size_and_output(arguments: argparse.Namespace, name: str, problems: list[Pr
         problems.append(Problem("--resume", "there is no folder {}; start without --resume", output))
     is_league = arguments.name == LEAGUE
     problems += _setting_problems(arguments.base, _FIXED | ({"seed": ""} if is_league else {}))
-    problems += _setting_problems(arguments.settings, _FIXED | (league.FIXED if is_league else {}))
+    problems += _setting_problems(arguments.settings, _FIXED | (league.fixed_settings(size) if is_league else {}))
     return size, output
 
 
@@ -180,8 +180,12 @@ def _setting_problems(settings: Sequence[str], fixed: Mapping[str, str]) -> Iter
         key, equals, _ = setting.lstrip("+").partition("=")
         if not equals:
             yield Problem("", "{!r} is not a setting; expected key=value", setting)
-        elif key in fixed:
-            yield Problem(key, "is set by areno reproduce{}", fixed[key])
+            continue
+        # A section replaces all of its keys, and a key below one that is set replaces a part of it.
+        found = [each for each in fixed if f"{each}.".startswith(f"{key}.") or key.startswith(f"{each}.")]
+        if found:
+            own = "" if found[0] == key else f" ({found[0]})"
+            yield Problem(key, "is set by areno reproduce{}{}", own, fixed[found[0]])
 
 
 def _run_recipe(recipe: str, config_name: str, settings: Sequence[str]) -> None:

@@ -172,8 +172,9 @@ def places(groups: Groups, smallest: float) -> dict[str, str]:
     found: dict[str, int] = {}
     first, place = math.inf, 0
     for number, (name, results) in enumerate(groups.items(), 1):
-        if first - mean_rate(results) >= smallest:
-            first, place = mean_rate(results), number
+        rate = mean_rate(results)
+        if rate < first and first - rate >= smallest:
+            first, place = rate, number
         found[name] = place
     shared = [place for place in found.values() if list(found.values()).count(place) > 1]
     return {name: f"{place}{'=' if place in shared else ''}" for name, place in found.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,12 @@ from areno.league.results import LeagueRun, Result
 
 STAGES = ("rates", "countdown", "arithmetic", "staleness")
 UPDATES = 4  # of each batch: with one, ratios are 1, and many of the algorithms are the same
-NOT_IN_IT = {"gdpo": "the reward of countdown has one part, so it would be GRPO with advantages whitened once more"}
+_SLOW = "its rollout decodes without CUDA graphs and would take the devices' time; dppo_tv and dppo_kl take part"
+NOT_IN_IT = {
+    "gdpo": "the reward of countdown has one part, so it would be GRPO with advantages whitened once more",
+    "dppo_topk_tv": _SLOW,
+    "dppo_topk_kl": _SLOW,
+}
 """Variant -> why it has no runs. Variants with a teacher have none either: no base model understands a solution."""
 
 
@@ -98,6 +103,28 @@ def contenders(size: str) -> dict[str, Contender]:
         else:
             found[name] = Contender(settings=(f"variant={name}", actor), n_samples=n_samples)
     return {name: one for name, one in found.items() if size == "gpu" or one.recipe != "ppo"}
+
+
+def keys_of_algorithms(size: str) -> dict[str, list[str]]:
+    """Return key -> the algorithms that set it. A setting for all runs with such a key would make them others."""
+    from areno.files.small_yaml import load_yaml
+    from areno.launch.yaml_files import variant_files
+
+    found: dict[str, list[str]] = {}
+    for name, one in contenders(size).items():
+        keys = list(as_values(one.settings))
+        if name in (files := variant_files()):
+            keys += _leaf_keys(load_yaml(files[name]))
+        if one.n_samples is not None:
+            keys.append("train_dataset.batch_size")
+        for key in dict.fromkeys(keys):
+            found.setdefault(key, []).append(name)
+    return found
+
+
+def _leaf_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in section.items():
+        yield from _leaf_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
 
 
 def task_of(stage: str) -> str:

@@ -206,6 +206,8 @@ def test_ties_share_a_place() -> None:
     assert smallest == pytest.approx(2.306 * 0.01 * (2 / 3) ** 0.5, rel=1e-3)
     assert places(groups, smallest) == {"a": "1=", "b": "1=", "c": "1=", "d": "4"}
     assert places(groups, 0.006) == {"a": "1", "b": "2=", "c": "2=", "d": "4"}
+    equal = {name: [result("countdown", name, seed, 0.0) for seed in (1, 2)] for name in "ab"}
+    assert places(equal, resolution(equal)) == {"a": "1=", "b": "1="}
 
 
 def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,6 +256,17 @@ def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["league", "actor.optimizer.lr=1"], "actor.optimizer.lr: is set by .*: the stage rates chooses it for each"),
         (["league", "variant=cispo"], "variant: is set by areno reproduce: each run has its own; use --only"),
         (["league", "actor.ppo_n_minibatches=1"], "actor.ppo_n_minibatches: is set by .*: each batch has 4 updates"),
+        (["league", "reward.fn=math"], r"reward\.fn: is set by areno reproduce: it is a part of random_reward"),
+        (["league", "reward={fn: math}"], r"reward: is set by areno reproduce \(reward\.fn\): it is a part of random"),
+        (
+            ["league", "+valid_dataset.loader=x.py:f"],
+            r"valid_dataset\.loader: is set by .*: each stage has problems of",
+        ),
+        (["league", "valid_dataset=default"], r"valid_dataset: is set by .* \(valid_dataset\.loader\): each stage"),
+        (["league", "actor.mask=sao"], r"actor\.mask: is set by areno reproduce: it is a part of dppo_kl and 3 others"),
+        (["league", "actor.rejection_sampling.upper=2"], r"actor\.rejection_sampling\.upper: is set by .* a part of "),
+        (["league", "rollout.prompts_ahead=3"], r"rollout\.prompts_ahead: is set by .*: the stage staleness compares"),
+        (["countdown", "actor={path: x}"], r"actor: is set by areno reproduce \(actor\.path\) to the base model"),
         (["countdown", "--seeds=1"], "--seeds: is an option of areno reproduce league alone"),
     ],
 )
