@@ -281,11 +281,11 @@ def test_a_run_whose_agents_all_fail_says_why(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_lost_worker_is_told_at_once_however_slow_agents_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost_in(monkeypatch, "rollout_stats", 1)
-    settings = ["engine.workers=spawn", "recover.retries=0", "agent.timeout_s=100"]
+    settings = ["engine.workers=spawn", "recover.retries=0", "agent.timeout_s=1000"]
     started = time.monotonic()
     with pytest.raises(WorkerLost, match="was killed by SIGKILL"):
         run(tmp_path, "faulty.py", *settings, rows=[{"prompt": "sleep"}] * 8)
-    assert time.monotonic() - started < 80
+    assert time.monotonic() - started < 500
 
 
 @pytest.mark.slow

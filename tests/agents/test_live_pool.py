@@ -28,7 +28,7 @@ from tests.helpers.processes import children, reads_proc
 
 @pytest.fixture
 def pool() -> Iterator[AgentPool]:
-    with AgentPool({"": AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=2.0, workers=1)}) as pool:
+    with AgentPool({"": AgentConfig(fn=f"{AGENTS}/waiting.py", timeout_s=4.0, workers=1)}) as pool:
         pool.wait_ready()
         yield pool
 
@@ -68,7 +68,7 @@ def test_time_limits_of_agents_are_paused_while_they_are_suspended(pool: AgentPo
     agents.run_for(0.3)
     pool.suspend()
     (tmp_path / "over").touch()
-    time.sleep(2.5)
+    time.sleep(4.5)
     assert not agents.found
     pool.resume()
     agents.begin("at once")  # while the others run
@@ -88,7 +88,7 @@ def test_an_answer_that_the_driver_does_not_read_costs_the_other_agents_no_time(
     (tmp_path / "long").touch()
     time.sleep(0.3)
     pool.suspend()
-    time.sleep(2.5)
+    time.sleep(4.5)
     pool.resume()
     agents.run_until(1)
     [turn] = agents.found[long].turns or []
@@ -106,7 +106,7 @@ def test_an_agent_that_blocks_its_event_loop_has_no_less_time_while_it_is_suspen
     agents.begin(blocking, other)
     agents.run_for(0.3)
     pool.suspend()
-    time.sleep(2.5)
+    time.sleep(4.5)
     pool.resume()
     agents.run_for(0.3)
     assert not agents.found
@@ -119,13 +119,13 @@ def test_an_agent_that_blocks_its_event_loop_has_no_less_time_while_it_is_suspen
 @pytest.mark.slow
 def test_plain_agents_are_suspended_and_their_process_ends_without_a_loss(tmp_path: Path) -> None:
     """After its time limit, an agent keeps its thread, so that the process ends as soon as no other agent runs."""
-    with AgentPool({"": AgentConfig(fn=f"{AGENTS}/waiting.py:run_plain", timeout_s=2.0, workers=1)}) as pool:
+    with AgentPool({"": AgentConfig(fn=f"{AGENTS}/waiting.py:run_plain", timeout_s=4.0, workers=1)}) as pool:
         pool.wait_ready()
         agents, other = Begun(pool), f"until {tmp_path}/over"
         agents.begin("for ever", other)
         agents.run_for(0.3)
         pool.suspend()
-        time.sleep(2.5)
+        time.sleep(4.5)
         pool.resume()
         agents.run_for(0.1)
         assert not agents.found

@@ -70,7 +70,7 @@ class Online:
 
     def post(self, path: str, key: str = ADMIN, **body: Any) -> httpx2.Response:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        return httpx2.post(f"{self.agents.url}{path}", json=body, headers=headers, timeout=20)
+        return httpx2.post(f"{self.agents.url}{path}", json=body, headers=headers, timeout=200)
 
     def start(self, **body: Any) -> dict[str, Any]:
         answer = self.post("/rl/start_session", **body)
@@ -194,7 +194,7 @@ def test_wrong_requests_are_told_and_change_nothing(made: Callable[..., Online])
 
 @pytest.mark.slow
 def test_a_client_that_is_killed_loses_its_sample(made: Callable[..., Online]) -> None:
-    online = made(session_timeout_seconds=2)
+    online = made(session_timeout_seconds=6)
     online.engine.before_tokens = lambda: asyncio.sleep(60)
     code = """
 import json
@@ -213,7 +213,7 @@ client.chat.completions.create(model="any", messages=session["messages"])
         client.stdin.write(json.dumps(online.start()) + "\n")
         client.stdin.flush()
         until(lambda: online.engine.n_running == 1)
-        time.sleep(2.5)
+        time.sleep(6.5)
         assert not online.found  # a request that takes long is no idle session
         client.kill()
     assert online.ended(0)[0].status == "timeout"
@@ -222,12 +222,12 @@ client.chat.completions.create(model="any", messages=session["messages"])
 
 @pytest.mark.slow
 def test_clients_that_never_end_lose_their_samples(made: Callable[..., Online]) -> None:
-    online = made(session_timeout_seconds=0.6)
+    online = made(session_timeout_seconds=3.0)
     silent, busy = online.start(), online.start()
-    ends_at = time.monotonic() + 1.5
+    ends_at = time.monotonic() + 5.0
     while time.monotonic() < ends_at:
         ask(busy)
-        time.sleep(0.3)
+        time.sleep(1.0)
     assert {index: outcome.status for index, (outcome, _) in online.found.items()} == {0: "timeout"}
     with pytest.raises(openai.APIStatusError, match="this session has ended"):
         ask(silent)

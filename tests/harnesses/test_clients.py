@@ -18,7 +18,7 @@ from tests.harnesses.programs import HERE, INSTALLED
 from tests.helpers.scripted_engine import ScriptedEngine, scripted_server
 from tests.helpers.served import Served
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 STORIES = Path(__file__).parents[3] / "shared/data/models/stories260K-hf"
 CALL = '<tool_call>\n{"name": "bash", "arguments": {"command": "echo hello"}}\n</tool_call>'

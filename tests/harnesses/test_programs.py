@@ -31,7 +31,6 @@ from tests.helpers.scripted_engine import ScriptedEngine, scripted_server
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(bool(network_problem()), reason=network_problem() or "a box can be made"),
 ]
 

@@ -55,10 +55,10 @@ def endpoint(say: Say) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def _drip(self, seconds: float) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", "1000")
+            self.send_header("Content-Length", "100000")
             self.end_headers()
             with contextlib.suppress(OSError):  # when the client has gone
-                for _ in range(300):
+                for _ in range(10_000):
                     self.wfile.write(b" ")
                     time.sleep(seconds)
 

@@ -45,7 +45,7 @@ def test_divided_vocabulary(n_ids):
     size = 4
     hidden, weight, targets, expected = inputs(torch.float64, n_ids)
     per_rank = -(-n_ids // size)
-    shared, results = ([None] * size, threading.Barrier(size, timeout=20)), [None] * size
+    shared, results = ([None] * size, threading.Barrier(size, timeout=200)), [None] * size
 
     def work(rank):
         first = min(rank * per_rank, n_ids)

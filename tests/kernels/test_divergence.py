@@ -149,7 +149,7 @@ def compare_common(dtype, tol, divergence, ranges, keep, n_ranks=1):
     ids = [token for first, end in ranges for token in range(first, end)]
     want = expected(made, targets, *upstream, 0.7, divergence, ids=ids)
     per_rank, results = -(-V // n_ranks), [None] * n_ranks
-    shared = ([None] * n_ranks, threading.Barrier(n_ranks, timeout=20))
+    shared = ([None] * n_ranks, threading.Barrier(n_ranks, timeout=200))
 
     def work(rank):
         first = rank * per_rank
@@ -309,7 +309,7 @@ def test_divided_and_padded_vocabulary(size, vocab_size, n_listed, divergence):
     listed = None if n_listed is None else most_likely(made, n_listed)
     want = expected(made, targets, *upstream, 0.8, divergence, listed)
     per_rank = -(-vocab_size // size)
-    shared, results = ([None] * size, threading.Barrier(size, timeout=20)), [None] * size
+    shared, results = ([None] * size, threading.Barrier(size, timeout=200)), [None] * size
 
     def work(rank):
         first = min(rank * per_rank, vocab_size)

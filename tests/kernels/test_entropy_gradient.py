@@ -68,7 +68,7 @@ def test_divided_vocabulary(size, n_ids):
     hidden, weight, targets, upstream = inputs(torch.float64, n_ids)
     want = expected(hidden, weight, targets, upstream, 0.8)
     per_rank = -(-n_ids // size)
-    shared, results = ([None] * size, threading.Barrier(size, timeout=20)), [None] * size
+    shared, results = ([None] * size, threading.Barrier(size, timeout=200)), [None] * size
 
     def work(rank):
         first = min(rank * per_rank, n_ids)

@@ -125,7 +125,7 @@ def test_divided_and_padded_vocabulary(size, vocab_size):
     expected = plain(hidden, weight, targets, upstream, 0.8)
     per_rank = -(-vocab_size // size)
     padded = torch.cat([weight, torch.full((per_rank * size - vocab_size, D), 50.0, dtype=torch.float64)])
-    shared, results = ([None] * size, threading.Barrier(size, timeout=20)), [None] * size
+    shared, results = ([None] * size, threading.Barrier(size, timeout=200)), [None] * size
 
     def work(rank):
         mine = padded[rank * per_rank : (rank + 1) * per_rank].clone().requires_grad_()

@@ -328,10 +328,9 @@ def test_a_hub_id_without_network_says_so_quickly(monkeypatch: pytest.MonkeyPatc
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
-    start = time.monotonic()
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits to try again"))
     with pytest.raises(CheckpointError, match=r"owner/never-downloaded .*ConnectionError.*actor\.path"):
         hub.resolve_model_folder("owner/never-downloaded")
-    assert time.monotonic() - start < 5
 
 
 def test_weights_are_written_without_a_copy(tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_an_interrupt_ends_a_rollout_whose_samples_are_being_scored(
     began = threading.Event()
 
     def interrupt() -> None:
-        if began.wait(60):  # or another test would be interrupted
+        if began.wait(500):  # or another test would be interrupted
             os.kill(os.getpid(), signal.SIGINT)
 
     class Watched(reward_sources.Scorer):
@@ -282,9 +282,9 @@ def test_an_interrupt_ends_a_rollout_whose_samples_are_being_scored(
     started = time.monotonic()
     monkeypatch.setattr("areno.trainers.rollout.Scorer", Watched)
     with pytest.raises(KeyboardInterrupt):
-        play("gspo", tmp_path / "run", *SMALL, reward_fn=lambda record: time.sleep(120))
+        play("gspo", tmp_path / "run", *SMALL, reward_fn=lambda record: time.sleep(1000))
     thread.join()
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 500
     assert not [thread for thread in threading.enumerate() if thread.name == "areno-rewards"]
 
 

@@ -30,7 +30,7 @@ def reward_fn(record):
     print("noise", record.completion)
     action = record.completion
     if action == "hang":
-        time.sleep(60)
+        time.sleep(1000)
     if action == "hang in C":
         import re
         re.match("(a+)+$", "a" * 60 + "b")
@@ -48,7 +48,7 @@ def reward_fn(record):
         raise TimeoutError("judge is slow")
     if action == "child":
         subprocess.Popen(["sleep", "61"])
-        time.sleep(60)
+        time.sleep(1000)
     return {"None": None, "nan": float("nan"), "inf": float("inf"), "str": "1.0", "bool": True}.get(action, len(action))
 
 begun = 0
@@ -143,7 +143,7 @@ def test_hanging_call_is_cut_off(reward_file, action):
         pool.wait_ready()
         start = time.monotonic()
         outcomes = pool.score(records("a", action, "bb", "ccc", "dddd", "a", "a", "a", "a", "a", "a", "a"))
-        assert time.monotonic() - start < 50.0
+        assert time.monotonic() - start < 500.0
     assert outcomes[1].status == "timeout"
     assert "reward.timeout_s" in outcomes[1].message
     assert [o.value for o in outcomes[2:5]] == [2.0, 3.0, 4.0]

@@ -322,4 +322,4 @@ def test_long_output(inside):
     status, output, why = inside.run(["yes"], output_megabytes=1, file_megabytes=1 << 14)
     assert (status, why) == (None, "output")
     assert len(output) < 200000
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 200

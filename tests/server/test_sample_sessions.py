@@ -74,7 +74,7 @@ def test_after_its_end_a_session_refuses_and_samples_nothing(served: Any) -> Non
     session, url = session_of(server)
     assert post(url).status_code == 200
     server.end_sample(session)
-    answers = [post(url), post(server.url, timeout=5)]
+    answers = [post(url), post(server.url, timeout=200)]
     assert [answer.status_code for answer in answers] == [410, 401]
     assert answers[0].json()["error"]["code"] == "session_ended"
     keyed = httpx2.post(f"{server.url}/v1/messages", json={}, headers={"x-api-key": session.id})
@@ -211,7 +211,7 @@ def test_a_repeated_request_gets_the_answer_that_was_not_delivered(served: Any) 
 
     engine.before_tokens = wait
     with pytest.raises(httpx2.TimeoutException):
-        post(url, timeout=0.3)
+        post(url, timeout=3.0)
     found: list[Any] = []
     threads = [threading.Thread(target=lambda: found.append(post(url).json())) for _ in range(2)]
     for thread in threads:
@@ -237,7 +237,7 @@ def test_a_client_that_leaves_in_mid_stream_leaves_nothing_behind(served: Any, m
     with httpx2.stream("POST", f"{url}/v1/chat/completions", json=body) as answer:
         next(answer.iter_lines())
         until(lambda: engine.n_running == 1)
-    until(lambda: engine.n_running == 0, 10)
+    until(lambda: engine.n_running == 0)
     assert (session.turns, engine.n_aborted) == ([], 1)
 
 

@@ -134,7 +134,7 @@ def test_an_error_of_the_server_has_a_short_traceback(
 
 
 def test_a_request_that_does_not_arrive_does_not_hold_the_end(proxy: SessionProxy) -> None:
-    server = ServerThread(proxy.server.application, grace_s=100.0)
+    server = ServerThread(proxy.server.application, grace_s=1000.0)
     url = server.start()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {proxy.api_key}\r\n"
     parts = ["", "POST /v1", head, f"{head}Content-Length: 100\r\n\r\n{{", f"{head}Content-Length: 9\r\n\r\n"]
@@ -146,7 +146,7 @@ def test_a_request_that_does_not_arrive_does_not_hold_the_end(proxy: SessionProx
         until(lambda: len(proxy.server._reading) == 3)
         begun = time.monotonic()
         server.stop()
-        assert time.monotonic() - begun < 50
+        assert time.monotonic() - begun < 500
         answers = [client.recv(10_000) for client in clients]
     assert answers[:3] == [b""] * 3
     assert all(b" 503 " in answer and b"before this request has arrived" in answer for answer in answers[3:])

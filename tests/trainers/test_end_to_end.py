@@ -54,7 +54,6 @@ def test_quickstart_starts_anywhere(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("recipe", "seed"), [("gspo", 1), ("grpo", 3)])
 def test_quickstart_learns_to_carry(recipe, seed, tmp_path):
     said, seconds = command(recipe, tmp_path, "--config-name=quickstart", f"seed={seed}", "trial_name=t")
@@ -129,7 +128,6 @@ def test_spawned_worker_gives_the_same(tmp_path):
 
 @needs[STORIES]
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", [2])
 def test_stories_mention_a_dog(seed, tmp_path):
     _, seconds = command(

@@ -101,7 +101,6 @@ def test_a_checkpoint_of_adapters_is_served(of_gspo: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_adapters_learn_what_the_whole_model_learns(tmp_path: Path) -> None:
     """The rewards of its step n by step 1.5 n, within 0.05."""
     rewards: dict[str, list[float]] = {}

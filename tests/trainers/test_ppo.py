@@ -193,7 +193,6 @@ def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("seed", [1])
 def test_quickstart_learns_with_a_critic(seed: int, tmp_path: Path) -> None:
     started = time.perf_counter()

@@ -62,7 +62,7 @@ from tests.helpers.tiny_engine import ROLLOUT, request, spec
 
 def sleepy(*_):
     import time
-    time.sleep(60)
+    time.sleep(1000)
 
 engine = Engine(spec(sys.argv[1]), workers="spawn")
 pid = worker_pids(engine)[0]
@@ -78,7 +78,7 @@ try:
 except KeyboardInterrupt:
     started = time.monotonic()
     engine.close()
-    print("closed in time" if time.monotonic() - started < 30 else "too late", flush=True)
+    print("closed in time" if time.monotonic() - started < 500 else "too late", flush=True)
 """
 
 

@@ -39,7 +39,7 @@ from tests.helpers.tiny_engine import (
 )
 from tests.helpers.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480), needs_ray, reads_proc]
+pytestmark = [pytest.mark.slow, needs_ray, reads_proc]
 
 ROOT = Path(__file__).parents[3]
 ON_TWO = ["scheduler.type=ray", "cluster.n_nodes=2", "cluster.n_gpus_per_node=1"]

@@ -254,7 +254,7 @@ def test_a_killed_worker_ends_the_group_with_the_signal_named(folder: Path, busy
     def sleepy(*_: Any) -> Any:
         import time
 
-        time.sleep(60)
+        time.sleep(1000)
 
     group = SpawnedGroup(spec(folder))
     pid = group.processes.processes[0].pid  # type: ignore[union-attr]
@@ -281,5 +281,5 @@ def test_a_killed_worker_ends_the_group_with_the_signal_named(folder: Path, busy
     group.close()
     with pytest.raises(EngineError, match="the engine is closed"):
         group.call("synchronize")
-    assert time.monotonic() - started < 50, "no 60 s, which the loss takes"
+    assert time.monotonic() - started < 500, "no 1000 s, which the loss takes"
     assert not alive(pid)
