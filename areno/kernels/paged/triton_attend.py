@@ -16,17 +16,10 @@ TILE = tl.constexpr(32)  # positions loaded together, a power of two that divide
 @triton.jit
 def _attend_codes(
     q,
-    best,
-    total,
-    acc,
-    start,
-    end,
-    least,
-    k_ptr,
-    v_ptr,
-    k_exponents_ptr,
-    v_exponents_ptr,
-    table_row,
+    softmax,
+    span,
+    cache,
+    exponents,
     scale,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -39,6 +32,10 @@ def _attend_codes(
     convert two codes to it in one instruction. Powers of 2 bring queries and weights into its range. Values are loaded
     as pairs of codes: matrix instructions need columns of them, and shared memory gives columns of 16 bits only.
     """
+    best, total, acc = softmax
+    start, end, least = span
+    k_ptr, v_ptr, table_row, _ = cache
+    k_exponents_ptr, v_exponents_ptr = exponents
     PRODUCT: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
     ROWS: tl.constexpr = q.shape[0]
     dim, pair = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // 2)
@@ -98,23 +95,21 @@ def _attend_codes(
 @triton.jit
 def _attend_values(
     q,
-    best,
-    total,
-    acc,
-    start,
-    end,
-    least,
-    k_ptr,
-    v_ptr,
-    table_row,
+    softmax,
+    span,
+    cache,
     scale,
-    stride,
-    dim,
-    real_dim,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Do `attend` over a cache of values."""
+    best, total, acc = softmax
+    start, end, least = span
+    k_ptr, v_ptr, table_row, stride = cache
+    dim = tl.arange(0, PADDED_DIM)
+    real_dim = dim < HEAD_DIM
     for first in range(start, end, TILE):
         position = first + tl.arange(0, TILE)
         inside = position < end
@@ -145,66 +140,22 @@ def _attend_values(
 @triton.jit
 def attend(
     q,
-    best,
-    total,
-    acc,
-    start,
-    end,
-    least,
-    k_ptr,
-    v_ptr,
-    k_exponents_ptr,
-    v_exponents_ptr,
-    table_row,
+    softmax,
+    span,
+    cache,
+    exponents,
     scale,
-    stride,
-    dim,
-    real_dim,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Add the positions [start, end) of one table row and one key head to a running softmax.
+    """Add positions of one table row and one key head to `softmax`, a running softmax (best, total, acc).
 
-    With a WINDOW, each query attends only to positions from `least` on. With exponents, the cache is in FP8.
+    `span` is (first position, end, least position): with a WINDOW, each query attends only to positions from the least
+    on. `cache` is (keys, values, table row, elements of a position). With `exponents` of keys, values, it is in FP8.
     """
-    if k_exponents_ptr is not None:
-        return _attend_codes(
-            q,
-            best,
-            total,
-            acc,
-            start,
-            end,
-            least,
-            k_ptr,
-            v_ptr,
-            k_exponents_ptr,
-            v_exponents_ptr,
-            table_row,
-            scale,
-            HEAD_DIM,
-            PADDED_DIM,
-            BLOCK_SIZE,
-            WINDOW,
-        )
+    if exponents[0] is not None:
+        return _attend_codes(q, softmax, span, cache, exponents, scale, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, WINDOW)
     else:
-        return _attend_values(
-            q,
-            best,
-            total,
-            acc,
-            start,
-            end,
-            least,
-            k_ptr,
-            v_ptr,
-            table_row,
-            scale,
-            stride,
-            dim,
-            real_dim,
-            BLOCK_SIZE,
-            WINDOW,
-        )
+        return _attend_values(q, softmax, span, cache, scale, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, WINDOW)
