@@ -38,6 +38,8 @@ MISSING: dict[str, str] = {
     "FalconH1ForCausalLM": "Mamba layers beside attention",
     "Gemma2ForCausalLM": "soft caps on attention scores and logits",
     "Gemma3nForConditionalGeneration": _TEXT_ONLY,
+    "Gemma4ForCausalLM": "heads of two sizes, and keys that are the values",
+    "Gemma4ForConditionalGeneration": _TEXT_ONLY,
     "GemmaForCausalLM": "norms that multiply by 1 + weight in Llama's places; Gemma 3 runs",
     "Glm4MoeLiteForCausalLM": _LATENT,
     "Glm4vMoeForConditionalGeneration": _TEXT_ONLY,
@@ -49,8 +51,11 @@ MISSING: dict[str, str] = {
     "GraniteMoeHybridForCausalLM": "Mamba layers",
     "KimiLinearForCausalLM": "multi-head latent attention, and a delta rule with a decay for each channel",
     "Lfm2ForCausalLM": "short convolutions in the place of attention",
+    "Lfm2MoeForCausalLM": "short convolutions in the place of attention",
+    "Llama4ForCausalLM": "attention in chunks, and queries that are scaled by position",
     "Llama4ForConditionalGeneration": _TEXT_ONLY,
     "MambaForCausalLM": "Mamba layers in the place of attention",
+    "MiniMaxM2ForCausalLM": "one norm over all queries and one over all keys, beside experts",
     "MinistralForCausalLM": "layers with and without a window beside Mistral's names",
     "Mistral3ForConditionalGeneration": _TEXT_ONLY,
     "NemotronHForCausalLM": "Mamba layers",
@@ -69,6 +74,15 @@ MISSING: dict[str, str] = {
     "Starcoder2ForCausalLM": "LayerNorm, and an MLP without a gate",
 }
 
+
+_MISSING_BY_FIELD = {
+    "vision_config": _TEXT_ONLY,
+    "audio_config": _TEXT_ONLY.replace("images", "audio"),
+    "kv_lora_rank": _LATENT,
+    "mamba_d_state": "Mamba layers",
+    "state_size": "Mamba layers",
+}
+"""Field of config.json -> what areno lacks for architectures that MISSING does not list."""
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 MAX_PARAMETERS = 10**14  # a hundred times the largest that exists
@@ -220,11 +234,11 @@ def _find_family(raw: RawConfig) -> tuple[Family, HeadName]:
     supported = ", ".join(family.architecture for family in FAMILIES.values())
     expected = f"one of {supported}, or for critics and reward models the same with ...ForSequenceClassification "
     expected += "or ...ForTokenClassification"
+    by_field = (lacks for field, lacks in _MISSING_BY_FIELD.items() if raw.values.get(field) is not None)
+    lacked = next(by_field, None)
     for name in architectures:
-        if isinstance(name, str) and name in MISSING:
-            raw.add_problem(
-                f"architectures is {name}, which is not supported: it needs {MISSING[name]}; expected {expected}"
-            )
+        if isinstance(name, str) and (needs := MISSING.get(name, lacked)):
+            raw.add_problem(f"architectures is {name}, which is not supported: it needs {needs}; expected {expected}")
             raise raw.error()
     raw.add_unsupported("architectures" if architectures else "model_type", expected)
     raise raw.error()

@@ -15,7 +15,6 @@ import torch
 from areno.config.experiments import ExperimentConfig
 from areno.config.fp8 import FP8Config
 from areno.config.models import MicroBatchSpec, PolicyConfig
-from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.errors import DataError, EngineError
 from areno.layers.config import MoEConfig
@@ -25,23 +24,13 @@ from areno.layers.shard import WeightSpec
 from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.registry import load_config
 from areno.plan.plan import engine_problems
-from areno.specs.rollout import RolloutSpec
 from areno.specs.update import UpdateSpec
 from areno.types import TrainSequence
+from tests.helpers.expert_rollouts import ROOMY, TIGHT, apart, rows_of, sampled
 from tests.helpers.moe_models import moe_folder
 from tests.helpers.processes import worker_of
-from tests.helpers.tiny_engine import Outputs, logprobs_of, request, saved_tensors, spec, tokens_of, train_rows
+from tests.helpers.tiny_engine import logprobs_of, request, saved_tensors, spec, tokens_of
 
-REQUESTS = [
-    request(0, n_samples=3),
-    request(1, length=40),
-    request(2, n_samples=2, length=33, greedy=True, ignore_eos=True),
-    request(3, n_samples=4, max_new_tokens=70, ignore_eos=True),
-]
-ROOMY = RolloutSpec(max_running=16, max_len=96)
-# Blocks for one long sample only, so others are preempted; prompts in pieces; few at a time.
-TIGHT = RolloutSpec(max_running=8, max_len=96, decoder=DecoderConfig(max_kv_tokens=96, max_prefill_tokens=7))
-NARROW = replace(ROOMY, max_running=2)
 UPDATE = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=100))
 LOSS = partial(grpo_loss_fn, clip_eps=0.2)
 
@@ -55,47 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path) -> Iterator[Engine]:
     with Engine(spec(folder, routing_replay=True, optimizer=None), "inline") as engine:
         yield engine
-
-
-def sampled(engine: Engine, rollout: RolloutSpec = ROOMY, requests: Any = REQUESTS) -> Outputs:
-    engine.begin_rollout(rollout)
-    outputs = engine.generate(list(requests))
-    engine.end_rollout()
-    return outputs
-
-
-def rows_of(outputs: Outputs, with_routes: bool = True) -> list[TrainSequence]:
-    rows = train_rows(outputs, REQUESTS)
-    if with_routes:
-        found = [output.routes for item in REQUESTS for output in outputs[item.request_id]]
-        for row, routes in zip(rows, found, strict=True):
-            row.routes = routes
-    return rows
-
-
-def apart(engine: Engine, rows: list[TrainSequence]) -> float:
-    """The largest difference between the rows' log-probabilities and those of a training forward pass."""
-    scored = engine.logprobs("actor", [list(row.tokens) for row in rows], routes=[row.routes for row in rows])
-    pairs = zip(rows, scored, strict=True)
-    diffs = [np.abs(np.asarray(row.logprobs) - new)[~np.asarray(row.prompt_mask)] for row, new in pairs]
-    return float(np.concatenate(diffs).max())
-
-
-@pytest.mark.slow
-def test_rollout_and_training_agree_however_the_rollout_is_cut(engine: Engine) -> None:
-    expected = sampled(engine)
-    for rollout in (TIGHT, NARROW):
-        engine.begin_rollout(rollout)
-        outputs = engine.generate(list(REQUESTS))
-        assert (engine.rollout_stats()[0].preemptions > 0) == (rollout is TIGHT)
-        engine.end_rollout()
-        assert tokens_of(outputs) == tokens_of(expected)
-        assert logprobs_of(outputs) == pytest.approx(logprobs_of(expected), abs=1e-4)
-        for request_id, samples in outputs.items():
-            for one, other in zip(samples, expected[request_id], strict=True):
-                assert np.array_equal(one.routes, other.routes)  # those of shared and recomputed tokens, too
-        for with_routes in (True, False):
-            assert apart(engine, rows_of(outputs, with_routes)) < 1e-4
 
 
 def test_routes_are_the_experts_that_a_forward_pass_chooses(engine: Engine, folder: Path) -> None:

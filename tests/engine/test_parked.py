@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from areno.config.models import MicroBatchSpec
-from areno.config.rollout import SamplingConfig
 from areno.engine.decoder.block_manager import BlockManager
 from areno.engine.engine import Engine
-from areno.engine.requests import RequestRefused, continuation_requests
-from areno.loss_fns.grpo import grpo_loss_fn
-from areno.specs.rollout import RolloutSpec
-from areno.specs.update import UpdateSpec
-from areno.types import BegunCompletion, GenerationOutput, GenerationRequest
-from tests.helpers.parked import in_pieces, told, whole
-from tests.helpers.tiny_engine import model_folder, request, spec, train_rows
+from areno.engine.requests import RequestRefused
+from areno.types import BegunCompletion
+from tests.helpers.parked import ROOMY, in_pieces, largest_difference, told, whole
+from tests.helpers.tiny_engine import model_folder, request, spec
 
-ROOMY = RolloutSpec(max_running=16, max_len=400)
 REQUESTS = [
     request(0, n_samples=3, max_new_tokens=90),
     request(1, length=40, temperature=0.7, top_k=20, max_new_tokens=40),
@@ -32,7 +24,6 @@ REQUESTS = [
     request(5, length=3, ignore_eos=True, max_new_tokens=64),
     request(6, n_samples=2, max_new_tokens=50, top_logprobs=3),
 ]
-MANY = 1 << 40
 
 
 @pytest.fixture(scope="module")
@@ -78,41 +69,6 @@ def test_advance_stops_when_enough_have_finished(engine: Engine) -> None:
     assert (last.request_id, last.finish_reason, len(last.tokens)) == (3, None, 15)
     engine.end_rollout()
     assert len(whole(engine, ROOMY, REQUESTS[:1])) == 3
-
-
-def train(engine: Engine, outputs: dict[int, list[GenerationOutput]], requests: Sequence[GenerationRequest]) -> None:
-    rows = train_rows(outputs, requests)
-    engine.train(rows, grpo_loss_fn, UpdateSpec(MicroBatchSpec(max_tokens_per_mb=700)))
-
-
-def largest_difference(engine: Engine) -> float:
-    """Of the log-probabilities of tokens that the newest weights drew, to those of a training pass over whole rows."""
-    asked = [request(i, n_samples=2, length=300, max_new_tokens=60, ignore_eos=True) for i in range(3)]
-    engine.begin_rollout(ROOMY)
-    engine.hold_decoding()
-    engine.submit(asked)
-    engine.advance(MANY, 25)
-    parked = engine.park()
-    engine.end_rollout()
-    assert {len(output.tokens) for output in parked} == {25}
-    by_request: dict[int, list[GenerationOutput]] = {}
-    for output in parked:
-        by_request.setdefault(output.request_id, []).append(output)
-    train(engine, by_request, asked)
-    ids = itertools.count()
-    rest = [one for each in asked for one in continuation_requests(each, by_request[each.request_id], ids)]
-    engine.begin_rollout(ROOMY)
-    outputs = [output for each in engine.generate(rest).values() for output in each]
-    engine.end_rollout()
-    new = engine.weights_version
-    rows = [one.prompt + output.tokens for one, output in zip(rest, outputs, strict=True)]
-    scored = engine.logprobs("actor", rows, SamplingConfig())
-    apart = []
-    for output, row in zip(outputs, scored, strict=True):
-        versions = np.array(output.versions)
-        assert versions.tolist() == [new - 1] * 25 + [new] * 35
-        apart.append(np.abs(np.array(output.logprobs) - np.asarray(row)[-60:])[versions == new].max())
-    return float(max(apart))
 
 
 @pytest.mark.slow

@@ -31,6 +31,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "adapters": {"adapters": True},
     "experts": {"experts": True, "router_aux_loss_coef": 0.1},
+    "experts, replayed": {"experts": True, "replays": True},
+    "glm": {"case": "glm4-tied-experts", "router_aux_loss_coef": 0.1},
+    "glm, replayed": {"case": "glm4-experts", "replays": True},
     "exact": {"exact": True},
     "recompute": {"gradient_checkpointing": True},
 }
@@ -61,16 +64,24 @@ def results(folder: Path, share: str, **settings: Any) -> list[Any]:
     """Scores and statistics before and after updates of the actor and of a critic."""
     adapters = lora(folder) if settings.pop("adapters", False) else None
     settings.pop("experts", False)
+    replays = settings.pop("replays", False)
+    if case := settings.pop("case", ""):
+        settings["random_init"] = False
     workers = "spawn" if settings.get("devices", 1) > 1 else "inline"
     with Engine(spec(folder, share_prefixes=share, lora=adapters, **settings), workers) as engine:
         vocab = engine.info.vocab_size
         tokens = rows_of_groups(vocab)
         rows = train_rows(tokens, prompt=20, staleness=1)  # of made-up log-probabilities, which exact mode notices
-        found: list[Any] = engine.logprobs("actor", tokens, SamplingConfig(temperature=0.8))
+        routes = [experts_of(row, engine.info.routes) if replays else None for row in tokens]
+        for row, given in zip(rows, routes, strict=True):
+            row.routes = given
+        found: list[Any] = engine.logprobs("actor", tokens, SamplingConfig(temperature=0.8), routes=routes)
         found += [engine.train(rows, gspo_loss_fn, UPDATE) for _ in range(2)]
         pairs = train_rows([row for seed in range(4) for row in group(30, [6, 8], vocab, seed)], prompt=30, staleness=1)
         how = UpdateSpec(MicroBatchSpec(max_tokens_per_mb=90), rows_per_unit=2)
         found.append(engine.train(pairs, partial(dpo_loss_fn, beta=0.1), how))
+        if case:  # transformers has no critics of this family
+            return [*found, *engine.logprobs("actor", tokens, SamplingConfig(temperature=0.8), routes=routes)]
         critic = RoleSpec(path=str(folder), head="value", key="critic.path", optimizer=engine.spec.actor.optimizer)
         engine.ensure_roles({"critic": critic})
         found += engine.values("critic", tokens)
@@ -81,11 +92,18 @@ def results(folder: Path, share: str, **settings: Any) -> list[Any]:
     return found
 
 
+def experts_of(row: np.ndarray, shape: Any) -> np.ndarray:
+    """Experts for all tokens of a row, which depend on the place and so are those of a shared prefix."""
+    places = np.arange(len(row))[:, None, None]
+    return (places + np.arange(shape.n_layers)[:, None] * 3 + np.arange(shape.top_k)) % shape.n_experts
+
+
 def check(folder: Path, **settings: Any) -> None:
     shared, apart = (results(folder, share, **settings) for share in ("on", "off"))
     alone = settings.get("devices", 1) == 1  # few rows of a small step are together on one of several ranks
     is_exact, n_rows = settings.get("exact", False), len(rows_of_groups(16))
-    assert all(np.abs(values).max() > 0 for values in shared[-2 * n_rows - 1 :])
+    n_last = n_rows if "case" in settings else 2 * n_rows + 1
+    assert all(np.abs(values).max() > 0 for values in shared[-n_last:])
     for number, (found, expected) in enumerate(zip(shared, apart, strict=True)):
         if not isinstance(expected, dict):
             if is_exact and number < len(
@@ -102,6 +120,9 @@ def check(folder: Path, **settings: Any) -> None:
 
 
 def folder_of(kind: str, path: Path) -> Path:
+    if case := KINDS[kind].get("case"):
+        random_model(case, path, num_attention_heads=8, num_key_value_heads=4, first_k_dense_replace=1)
+        return path
     if KINDS[kind].get("experts"):
         return moe_folder(path, num_attention_heads=8, num_key_value_heads=4)
     return folder_with(path, num_attention_heads=8, num_key_value_heads=4)

@@ -32,9 +32,10 @@ REQUESTS = [
 
 
 def decode(
-    model: Transformer, requests: list[GenerationRequest] = REQUESTS, **settings: Any
+    model: Transformer, requests: list[GenerationRequest] = REQUESTS, *, drafter: Any = None, **settings: Any
 ) -> tuple[Outputs, Decoder]:
-    decoder = new_decoder(model, **settings)
+    decoder = new_decoder(model, keeps_routes=model.config.experts is not None, **settings)
+    decoder.drafter = drafter
     for request in requests:
         decoder.submit(request)
     outputs: Outputs = {}

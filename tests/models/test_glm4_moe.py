@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import Tensor
 
 from areno.engine.engine import Engine
 from areno.errors import CheckpointError
@@ -22,14 +20,13 @@ from areno.models.known_shapes import published_config
 from areno.models.parameters import n_active_body_parameters, n_parameters
 from areno.models.registry import build_model, load_config, parse_config
 from areno.models.weights import check_weights, load_weights
-from tests.helpers import tiny_shape
 from tests.helpers.family_cases import random_model
 from tests.helpers.lora_models import REQUESTS, ROWS, apart, engine_of
 from tests.helpers.processes import worker_of
 from tests.helpers.published import assert_same_files, in_mixed_dtypes, rewrite
 from tests.helpers.saving import save_weights
 from tests.helpers.tiny_engine import rollout, saved_tensors, scored, train_rows
-from tests.helpers.two_ranks import gradients_apart, load, packed, random_rows
+from tests.helpers.two_ranks import load
 
 BIAS = "mlp.gate.e_score_correction_bias"
 
@@ -137,95 +134,6 @@ def test_the_choice_is_by_groups_and_statistics_are_shares(tmp_path: Path) -> No
         best = sorted(allowed, key=lambda expert: float(row[expert] + bias[expert]))[-3:]
         assert set(ranked.topk(3).indices.tolist()) == set(best)
         torch.testing.assert_close(share, row / row.sum())
-
-
-# --- random configurations ---
-
-
-def random_config(seed: int) -> transformers.Glm4MoeConfig:
-    rng = random.Random(seed)
-    heads, n_groups = rng.choice([(2, 1), (4, 2), (3, 3), (6, 2)]), rng.choice([1, 1, 1, 2, 3])
-    n_experts, top_groups = n_groups * rng.choice([3, 4, 5]), rng.randint(1, n_groups)
-    n_layers = rng.randint(1, 3)
-    shape = {
-        "vocab_size": 101,
-        "hidden_size": rng.choice([24, 32, 40]),
-        "intermediate_size": rng.choice([28, 44]),
-        "num_hidden_layers": n_layers,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "head_dim": rng.choice([8, 12, 16]),
-        "max_position_embeddings": 256,
-        "initializer_range": 0.2,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": rng.choice([100.0, 10000.0]),
-            "partial_rotary_factor": rng.choice([0.5, 0.5, 1.0]),
-        },
-        "tie_word_embeddings": rng.random() < 0.5,
-        "attention_bias": rng.random() < 0.7,
-        "use_qk_norm": rng.random() < 0.5,
-    }
-    routing = {
-        "moe_intermediate_size": rng.choice([20, 36]),
-        "n_routed_experts": n_experts,
-        "n_shared_experts": rng.choice([1, 2]),
-        "num_experts_per_tok": rng.randint(1, min(4, top_groups * n_experts // n_groups)),
-        "n_group": n_groups,
-        "topk_group": top_groups,
-        "routed_scaling_factor": rng.choice([1.0, 1.5, 2.5]),
-        "norm_topk_prob": rng.random() < 0.7,
-        "first_k_dense_replace": rng.randint(0, n_layers - 1),
-    }
-    return transformers.Glm4MoeConfig(**shape, **routing)
-
-
-def has_near_tie(reference: Any, row: Tensor) -> bool:
-    """Whether the last chosen and the first other expert, or group, of any token and layer differ by less than 1e-5."""
-    gaps = [1.0]
-
-    def watch(router: Any, args: Any, output: Any) -> None:
-        ranked = output[0].sigmoid() + router.e_score_correction_bias
-        groups = ranked.unflatten(-1, (router.num_group, -1))
-        of_groups = groups.topk(2).values.sum(-1).sort(-1, descending=True)
-        used = of_groups.indices[:, : router.topk_group, None].expand(-1, -1, groups.shape[-1])
-        for values, n in (
-            (of_groups.values, router.topk_group),
-            (groups.gather(1, used).flatten(1).sort(-1, descending=True).values, router.top_k),
-        ):
-            if n < values.shape[1]:
-                gaps.append(float((values[:, n - 1] - values[:, n]).min()))
-
-    routers = [module for module in reference.modules() if hasattr(module, "e_score_correction_bias")]
-    hooks = [router.register_forward_hook(watch) for router in routers]
-    with torch.no_grad():
-        reference(row[None])
-    for hook in hooks:
-        hook.remove()
-    return min(gaps) < 1e-5
-
-
-def compare(seed: int, folder: Path) -> tuple[float, float, int]:
-    """Return the largest difference of logits, that of gradients in parts of the largest, and the rows left out."""
-    reference = tiny_shape.random_model(random_config(seed), folder)
-    rows = [row for row in random_rows(101, (7, 25, 1)) if not has_near_tie(reference, row)]
-    model = load(folder)
-    logits = model.logits(model(*packed(rows)))
-    expected = torch.cat([reference(row[None]).logits[0] for row in rows])
-    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed))
-    (logits * weights).sum().backward()
-    (expected * weights).sum().backward()
-    apart = gradients_apart(model, reference).values()
-    of_gradients = max(one / max(0.1, largest) for one, largest in apart)
-    return float((logits - expected).detach().abs().max()), of_gradients, 3 - len(rows)
-
-
-@pytest.mark.slow
-def test_random_configurations_are_those_of_transformers(tmp_path: Path) -> None:
-    found = [compare(seed, tmp_path / str(seed)) for seed in range(12)]
-    assert max(logits for logits, _, _ in found) < 1e-4
-    assert max(gradients for _, gradients, _ in found) < 1e-4
-    assert sum(n_left_out for _, _, n_left_out in found) <= 1
 
 
 # --- tensor parallelism ---

@@ -74,6 +74,33 @@ def test_a_config_that_would_be_computed_wrongly_is_refused(
         load_config(write_config(tmp_path, **changes))
 
 
+@pytest.mark.parametrize(
+    ("kind", "architecture", "needs"),
+    [
+        ("youtu", "YoutuForCausalLM", "multi-head latent attention"),
+        ("longcat_flash", "LongcatFlashForCausalLM", "multi-head latent attention"),
+        ("mamba2", "Mamba2ForCausalLM", "Mamba layers"),
+        ("jamba", "JambaForCausalLM", "Mamba layers"),
+        ("internvl", "InternVLForConditionalGeneration", "images beside text; only text models run"),
+        ("glm4v", "Glm4vForConditionalGeneration", "images beside text; only text models run"),
+        ("qwen2_audio", "Qwen2AudioForConditionalGeneration", "audio beside text; only text models run"),
+        ("arcee", "ArceeForCausalLM", None),
+    ],
+)
+def test_an_architecture_that_is_not_listed_is_named_in_one_line(
+    kind: str, architecture: str, needs: str | None, tmp_path: Path
+) -> None:
+    config = transformers.AutoConfig.for_model(kind)
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        load_config(tmp_path)
+    told = f"architectures is {architecture}, which is not supported: it needs {needs}; expected one of "
+    assert (told if needs else f"architectures is ['{architecture}'], which is not supported") in str(caught.value)
+    assert len(caught.value.problems) == 1
+    assert "\n" not in str(caught.value)
+
+
 def test_sliding_window_fields_that_are_off_are_accepted(tmp_path: Path) -> None:
     load_config(write_config(tmp_path, use_sliding_window=False, sliding_window=64, max_window_layers=1))
     load_config(write_config(tmp_path, use_sliding_window=True, sliding_window=64, max_window_layers=2))

@@ -260,6 +260,20 @@ def test_an_answer_begins_a_new_trajectory_because_its_thoughts_are_dropped(gpt_
     assert np.asarray(row.tokens).tolist() == told  # what is trained in a row is what a model samples
 
 
+def test_a_row_is_trained_as_a_model_samples_it(gpt_oss: Any) -> None:
+    """Thoughts before a call are kept until the answer. What is said beside both is a part of them."""
+    call = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [CALL]}
+    talk = [*ASKED, call, RESULT, {"role": "assistant", "content": "Sunny."}]
+    [row] = sft_item(gpt_oss, {"messages": talk, "tools": TOOLS}).rows
+    assert row.prompt_mask is not None
+    trained = ~np.asarray(row.prompt_mask)
+    words = gpt_oss.decode(np.asarray(row.tokens)[trained])
+    header = " to=functions.get_weather<|channel|>commentary json<|message|>"
+    assert words == f"{THOUGHT}Hm.\n\nI look.{NEXT}{header}{SF}<|call|>{FINAL}Sunny.<|return|>"
+    prompt = PromptBuilder(gpt_oss, HARMONY).build_prompt(read_messages(talk[:3]), TOOLS).tokens
+    assert np.asarray(row.tokens)[: len(prompt)].tolist() == prompt
+
+
 def test_the_training_mask_finds_the_call_in_an_answer(gpt_oss: Any) -> None:
     rows = RowBuilder(PromptBuilder(gpt_oss, HARMONY), LossMaskPolicy(), len(gpt_oss), "s")
     before = f"{THOUGHT}Hm.{NEXT}{PLAN}I look.<|end|>"

@@ -18,6 +18,7 @@ from areno.engine.decoder.scheduler import Scheduler
 from areno.engine.decoder.sequence import Sequence
 from areno.layers.parallel import ParallelGroup
 from areno.types import GenerationRequest, SamplingParams
+from tests.helpers.drafters import KnownDrafter
 from tests.helpers.family_cases import CASES, DENSE, EXPERTS, random_model
 from tests.helpers.family_rollouts import REQUESTS, decode, prompt, trained_logprobs
 from tests.helpers.two_ranks import load, on_two_ranks
@@ -45,6 +46,9 @@ def test_rollout_agrees_with_training_however_it_is_run(case: str, tmp_path: Pat
     model = load(tmp_path)
     found = {name: decode(model, **settings) for name, settings in SETTINGS.items()}
     outputs, _ = found["roomy"]
+    completions = {key: out.tokens for key, out in outputs.items()}
+    for wrong in () if model.config.delta else (0.0, 0.5):  # models with recurrent states have no drafts
+        found[f"drafts, {wrong} wrong"] = decode(model, drafter=KnownDrafter(completions, 101, wrong), n_blocks=40)
     assert sum(map(len, (out.tokens for out in outputs.values()))) == 3 * 10 + 2 * 12 + 16 + 2 * 6
     for out, expected in zip(outputs.values(), trained_logprobs(model, outputs), strict=True):
         torch.testing.assert_close(torch.tensor(out.logprobs), expected, atol=1e-4, rtol=0)
@@ -54,8 +58,13 @@ def test_rollout_agrees_with_training_however_it_is_run(case: str, tmp_path: Pat
             torch.testing.assert_close(
                 torch.tensor(others[key].logprobs), torch.tensor(out.logprobs), atol=1e-4, rtol=0
             )
+            if model.config.experts:
+                assert out.routes is not None
+                assert np.array_equal(others[key].routes, out.routes), f"{name} {key}"
         if name == "few blocks":
             assert decoder.stats.preemptions > 0
+        if name.startswith("drafts"):
+            assert decoder.stats.accepted_tokens > 20
     alone, _ = decode(model, SHORT, max_running=1)
     assert len(alone) == 5
     for key, out in alone.items():
