@@ -10,22 +10,17 @@ import pytest
 import torch
 
 from areno.config.layout import Layout
-from areno.config.rollout import DecoderConfig
 from areno.engine.engine import Engine
 from areno.layers.parallel import ParallelGroup
 from areno.loss_fns.sft import sft_loss_fn
 from areno.models.parameters import n_matrix_parameters, n_parameters
 from areno.models.registry import build_model, layout_problems, load_config
 from areno.models.weights import load_weights
-from areno.specs.rollout import RolloutSpec
 from tests.helpers.critics import OPTIMIZER, critic_rows
+from tests.helpers.expert_rollouts import TIGHT, apart, assert_same, rows_of, sampled
 from tests.helpers.published import publish
 from tests.helpers.states import content, same, saved
-from tests.helpers.tiny_engine import Outputs, logprobs_of, request, saved_tensors, spec, tokens_of, train_rows
-
-REQUESTS = [request(0, n_samples=3), request(1, length=40), request(3, n_samples=4, max_new_tokens=70, ignore_eos=True)]
-ROOMY = RolloutSpec(max_running=16, max_len=96)
-TIGHT = RolloutSpec(max_running=8, max_len=96, decoder=DecoderConfig(max_kv_tokens=96, max_prefill_tokens=7))
+from tests.helpers.tiny_engine import saved_tensors, spec
 
 
 @pytest.fixture(scope="module")
@@ -37,39 +32,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def sampled(engine: Engine, rollout: RolloutSpec) -> Outputs:
-    engine.begin_rollout(rollout)
-    outputs = engine.generate(list(REQUESTS))
-    assert (engine.rollout_stats()[0].preemptions > 0) == (rollout is TIGHT)
-    engine.end_rollout()
-    return outputs
-
-
-def apart(engine: Engine, outputs: Outputs, replays: bool) -> float:
-    """The largest difference between log-probabilities of the rollout and of a training forward pass."""
-    rows = train_rows(outputs, REQUESTS)
-    routes = [output.routes for item in REQUESTS for output in outputs[item.request_id]]
-    scored = engine.logprobs("actor", [list(row.tokens) for row in rows], routes=routes if replays else None)
-    pairs = zip(rows, scored, strict=True)
-    diffs = [np.abs(np.asarray(row.logprobs) - new)[~np.asarray(row.prompt_mask)] for row, new in pairs]
-    return float(np.concatenate(diffs).max())
-
-
 @pytest.mark.slow
 def test_rollout_and_training_agree_however_the_rollout_is_cut(folder: Path) -> None:
     with Engine(spec(folder, random_init=False, routing_replay=True), "inline") as engine:
-        expected = sampled(engine, ROOMY)
-        outputs = sampled(engine, TIGHT)
-        assert tokens_of(outputs) == tokens_of(expected)
-        assert logprobs_of(outputs) == pytest.approx(logprobs_of(expected), abs=1e-4)
-        for request_id, samples in outputs.items():
-            for one, other in zip(samples, expected[request_id], strict=True):
-                assert one.routes is not None
-                assert one.routes.dtype == np.int16
-                assert one.routes.max() > 127  # more than a signed byte holds
-                assert np.array_equal(one.routes, other.routes)
+        expected, outputs = sampled(engine), sampled(engine, TIGHT)
+        assert_same(outputs, expected)
+        routes = [sample.routes for samples in outputs.values() for sample in samples if sample.routes is not None]
+        assert {each.dtype for each in routes} == {np.dtype(np.int16)}
+        assert max(each.max() for each in routes) > 127  # more than a signed byte holds
         for replays in (True, False):
-            assert apart(engine, outputs, replays) < 1e-4
+            assert apart(engine, rows_of(outputs, replays)) < 1e-4
 
 
 @pytest.mark.slow
