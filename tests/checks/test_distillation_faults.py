@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from areno.checks.inputs.small_model import have_same_weights
 from areno.config.teacher import Divergence, TeacherConfig
+from areno.types import TrainSequence
 from tests.helpers.checked import data_file, failed, findings, red
 
 STUDENT = Path("examples/quickstart/model")
@@ -49,6 +50,23 @@ def test_distillation_with_exchanged_weights_is_found(tmp_path: Path, monkeypatc
     twice = property(lambda self: Divergence("forward_kl", role=self.role))
     monkeypatch.setattr(TeacherConfig, "divergence", twice)
     assert "the divergence is forward_kl and not jsd" in line_of(distill(teacher, *JSD), "loss-formula")
+
+
+@pytest.mark.slow
+def test_a_teacher_that_reads_the_prompt_of_the_student_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums = [(a, b) for a in range(10, 18) for b in range(10, 18)]
+    rows = [{"prompt": f"{a}+{b}=", "hint": f"{a}+{b}={a + b}+{a}+{b}="} for a, b in sums]
+    given = [f"train_dataset.path={data_file(tmp_path / 'rows.jsonl', rows)}", "train_dataset.loader=null"]
+    given += ["valid_dataset=null", "teacher.prompt_key=hint", "teacher.loss_type=sampled_reverse_kl"]
+    teacher = other_model(tmp_path)
+    twin = distill(teacher, *given)
+    assert not red(twin)
+    assert not failed(twin)
+    assert "equal those of transformers" in line_of(twin, "teacher-logprobs")
+    monkeypatch.setattr(TrainSequence, "for_teacher", lambda row: (row.tokens, 0))
+    assert "after the prompt of the student" in line_of(distill(teacher, *given), "teacher-logprobs")
 
 
 @pytest.mark.slow

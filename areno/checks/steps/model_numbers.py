@@ -365,10 +365,51 @@ def teacher_weights(subject: Subject) -> Iterator[Finding]:
             yield red("teacher-weights", f"{text}: teacher and student agree, and nothing is learned")
 
 
-CHECKS = [
-    teacher_weights,
-    *(
-        of_two_steps(check)
-        for check in (rollout_logprobs, sampled_tokens, training_logprobs, reference_logprobs, critic_values)
-    ),
-]
+def teacher_logprobs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether the log-probabilities of a teacher are its own, after the prompt that it reads."""
+    run, updates = found.run, found.run.of()
+    teacher = run.config.teacher if isinstance(run.config, PolicyExperimentConfig) else None
+    if teacher is None or any(row.teacher_logprobs is None for row in updates[0].given):
+        return
+    wanted = sampling_temperature(run.config)
+
+    def scored(temperature: float = wanted, own_prompt: bool = True, role: str = "") -> Expected:
+        def compute(index: int) -> list[Row]:
+            out = list[Row]()
+            for row in updates[index].given:
+                name, mask, prompt = role or row.teacher or teacher.role, mask_of(row), row.teacher_prompt
+                weights = updates[index].before if name == "actor" else run.frozen[name]
+                start = 0
+                if prompt is not None and own_prompt:
+                    start = row.response_start or int(mask.int().argmax())
+                tokens = [*(prompt if start and prompt is not None else ()), *np.asarray(row.tokens)[start:].tolist()]
+                in_double = {key: value.double() for key, value in weights.items()}
+                with torch.no_grad():
+                    numbers = run.models[name].logprobs(in_double, tokens, temperature)
+                out.append(numbers[len(tokens) - len(mask) + start :][mask[start:]].numpy())
+            return out
+
+        return compute
+
+    def given(index: int) -> list[Row]:
+        return [field_of(row, "teacher_logprobs").numpy() for row in updates[index].given]
+
+    expected = scored()
+    yield from _compare(
+        "teacher-logprobs",
+        "log-probabilities of the teacher",
+        given,
+        len(updates),
+        expected,
+        {
+            "they are those after the prompt of the student": scored(own_prompt=False),
+            "they are those of the student": scored(role="actor"),
+            "they are at temperature 1 and not at that of sampling": scored(1.0),
+            "they belong to the token before (off by one)": lambda i: shifted_rows(expected(i), given(i), 1),
+            "they belong to the token after (off by one)": lambda i: shifted_rows(expected(i), given(i), -1),
+        },
+    )
+
+
+_OF_STEPS = (rollout_logprobs, sampled_tokens, training_logprobs, reference_logprobs, critic_values, teacher_logprobs)
+CHECKS = [teacher_weights, *map(of_two_steps, _OF_STEPS)]
