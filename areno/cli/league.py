@@ -105,7 +105,8 @@ def _check_arguments(arguments: argparse.Namespace, size: str, output: Path, pro
     else:
         settings = arguments.settings
     parallel = arguments.parallel or (6 * torch.cuda.device_count() if size == "gpu" else 1)
-    return League(size, output, rows, stages, names, seeds, parallel, arguments.base, settings)
+    how = (parallel, arguments.base, settings, not arguments.tables)
+    return League(size, output, rows, stages, names, seeds, *how)
 
 
 def _words(text: str) -> list[str]:

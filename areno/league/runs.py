@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,7 @@ NOT_IN_IT = {
     "dppo_topk_kl": _SLOW,
 }
 """Variant -> why it has no runs. Variants with a teacher have none either: no base model understands a solution."""
+_OF_FILE = "conf/variant/"  # with which settings in the file of a variant begin in a result
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,9 @@ def contenders(size: str) -> dict[str, Contender]:
 
 def keys_of_algorithms(size: str) -> dict[str, list[str]]:
     """Return key -> the algorithms that set it. A setting for all runs with such a key would make them others."""
-    from areno.files.small_yaml import load_yaml
-    from areno.launch.yaml_files import variant_files
-
     found: dict[str, list[str]] = {}
     for name, one in contenders(size).items():
-        keys = list(as_values(one.settings))
-        if name in (files := variant_files()):
-            keys += _leaf_keys(load_yaml(files[name]))
+        keys = list(as_values([*one.settings, *settings_of_variant(name)]))
         if one.n_samples is not None:
             keys.append("train_dataset.batch_size")
         for key in dict.fromkeys(keys):
@@ -122,9 +120,19 @@ def keys_of_algorithms(size: str) -> dict[str, list[str]]:
     return found
 
 
-def _leaf_keys(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in section.items():
-        yield from _leaf_keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+@functools.cache
+def settings_of_variant(name: str) -> list[str]:
+    """Return the settings in the file of a variant. [] for other algorithms."""
+    from areno.files.small_yaml import load_yaml
+    from areno.launch.yaml_files import variant_files
+
+    def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+        for key, value in section.items():
+            text = [f"{prefix}{key}={json.dumps(value)}"]
+            yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else text
+
+    files = variant_files()
+    return list(leaves(load_yaml(files[name]))) if name in files else []
 
 
 def task_of(stage: str) -> str:
@@ -188,21 +196,36 @@ class LeagueRuns:
             *_stale_settings(run.age, prompts, n_samples),
         ]
 
+    def told_settings(self, run: LeagueRun) -> list[str]:
+        """Return the settings of a run for its result. With those in the file of its variant, which may change."""
+        file = f"{_OF_FILE}{run.name}.yaml: "
+        return [*self.own_settings(run), *(file + setting for setting in settings_of_variant(run.name))]
+
     def given_settings(self, results: Iterable[Result]) -> list[str]:
         """Return the settings that a league was given besides its own, by its results."""
         found: dict[str, str] = {}
         for one in results:
             own = as_values(self._known_settings(one))
             for key, value in as_values(one.settings).items():
-                if own.get(key) != value:
+                if own.get(key) != value and not key.startswith(_OF_FILE):
                     found.setdefault(key, value)
         return [f"{key}={value}" for key, value in found.items()]
 
-    def other_setting(self, results: Iterable[Result], given: Sequence[str]) -> tuple[str, str, str] | None:
-        """Return (file, its setting, the same setting here) of the first result that has not the settings `given`."""
+    def other_setting(
+        self, results: Iterable[Result], given: Sequence[str], makes_runs: bool = True
+    ) -> tuple[str, str, str] | None:
+        """Return (file, its setting, the same setting here) of the first result that has not the settings `given`.
+
+        The file of a variant must be as it is now if the league makes runs. Otherwise, only the results of one
+        algorithm must agree.
+        """
+        files: dict[str, list[str]] = {}
         for one in results:
+            of_file = [setting for setting in one.settings if setting.startswith(_OF_FILE)]
+            now = self.told_settings(one.run) if makes_runs and one.run.name in self.contenders else of_file
+            files.setdefault(one.run.name, [setting for setting in now if setting.startswith(_OF_FILE)])
             there = as_values(one.settings)
-            here = as_values([*self._known_settings(one), *given])
+            here = as_values([*self._known_settings(one), *given, *files[one.run.name]])
             for key in sorted({*there, *here}):
                 if there.get(key) != here.get(key):
                     texts = [f"{key}={of[key]}" if key in of else f"{key} as in the task" for of in (there, here)]

@@ -37,6 +37,7 @@ class League:
     parallel: int
     base_settings: Sequence[str]
     settings: Sequence[str]
+    makes_runs: bool = True
 
     def __post_init__(self) -> None:
         self.runs = LeagueRuns(self.size, self.output)
@@ -45,7 +46,7 @@ class League:
         if others := {one.size for one in self.results.values()} - {self.size}:
             text = "{} holds results of the size {}; use another folder, or --size {}"
             raise ConfigError(Problem("--rows", text, self.rows, *(2 * [others.pop()])))
-        if other := self.runs.other_setting(self.results.values(), self.settings):
+        if other := self.runs.other_setting(self.results.values(), self.settings, self.makes_runs):
             text = "{} holds results with other settings: {} has {}, and not {}; use another folder, or equal settings"
             raise ConfigError(Problem("--rows", text, self.rows, *other))
         self.begun, self.failed = set[str](), set[str]()
@@ -162,7 +163,7 @@ class League:
         about = {"size": self.size, "device": self._device, "at_once": self.parallel}
         if run.stage != "base":
             about["base"] = self._checked_digest(task_of(run.stage))
-            about["settings"] = [*self.runs.own_settings(run), *self.settings]
+            about["settings"] = [*self.runs.told_settings(run), *self.settings]
         return functools.partial(_make_run, run, recipe, words, self.runs.folder(run), self.rows, about)
 
     def _checked_digest(self, task: str) -> str:

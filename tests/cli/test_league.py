@@ -52,7 +52,7 @@ def result(stage: str, name: str, seed: int, rate: float, lr: str = "5e-4", age:
         "device": "CPU",
         "at_once": 2,
         "wall_seconds": 5.0,
-        "settings": LeagueRuns("cpu", Path()).own_settings(run) if name in contenders("cpu") else [],
+        "settings": LeagueRuns("cpu", Path()).told_settings(run) if name in contenders("cpu") else [],
     }
     return Result(**{**made, **more})  # type: ignore[arg-type]
 
@@ -179,6 +179,22 @@ def test_results_with_other_settings_are_not_mixed(tmp_path: Path, capsys: pytes
     assert main(tables) == 2
     assert "countdown/grpo-s2.json has total_train_n_tokens=200000, and not total_train" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_results_of_a_variant_whose_file_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are a table, but no part of a league that makes runs, nor beside results of the new file."""
+    rows, made = tmp_path / "results", result("countdown", "cispo", 1, 0.2)
+    old = [text.replace('surrogate="cispo"', 'surrogate="clip"') for text in made.settings]
+    assert old != made.settings
+    dataclasses.replace(made, settings=old).write(rows)
+    result("countdown", "grpo", 1, 0.2).write(rows)
+    tables, runs = ["reproduce", "league", f"--rows={rows}", "--tables"], ["reproduce", "league", "--size=cpu"]
+    assert main(tables) == 0
+    assert main([*runs, f"--rows={rows}", "-o", str(tmp_path / "out")]) == 2
+    key = "conf/variant/cispo.yaml: actor.surrogate"
+    assert f'cispo-s1.json has {key}="clip", and not {key}="cispo"; use another folder' in capsys.readouterr().err
+    result("countdown", "cispo", 2, 0.2).write(rows)
+    assert main(tables) == 2
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
