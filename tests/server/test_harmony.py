@@ -330,13 +330,17 @@ def test_the_server_answers_in_channels_and_takes_the_effort(gpt_oss: Any) -> No
             return f"{THOUGHT}Much.{NEXT}{FINAL}Done.<|return|>"
         return f"{THOUGHT}Hm.{NEXT}{PLAN}I look.{NEXT}{WEATHER}{SUNNY}<|call|>"
 
-    with scripted_server(say, tokenizer=gpt_oss, session=None) as (server, _):
+    with scripted_server(say, tokenizer=gpt_oss, session=None) as (server, engine):
         client = OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0)
         fields: Any = {"model": "policy", "messages": ASKED, "tools": TOOLS}
         whole: Any = client.chat.completions.create(**fields).choices[0]
         assert (whole.finish_reason, whole.message.content) == ("tool_calls", "I look.")
         assert whole.message.reasoning_content == "Hm."
         assert [call.function.arguments for call in whole.message.tool_calls] == [SF]
+        told = engine.requests[0].prompt + gpt_oss.encode(say(""))
+        result = {**RESULT, "tool_call_id": whole.message.tool_calls[0].id}
+        client.chat.completions.create(**{**fields, "messages": [*ASKED, whole.message, result]})
+        assert engine.requests[1].prompt[: len(told)] == told
         deltas: list[Any] = [chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **fields)]
         assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm."
         assert "".join(delta.content or "" for delta in deltas) == "I look."
