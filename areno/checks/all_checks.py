@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from areno.checks import agent_messages, plans, rewards, short_runs
-from areno.checks.data import answers, belonging, columns, prompts, row_order, rows, texts, tokenizers, turns
+from areno.checks.data import answers, belonging, columns, prompts, repeats, row_order, rows, texts, tokenizers, turns
 from areno.checks.inputs.findings import Check
 from areno.checks.settings import run_length, sampling, strengths
 from areno.checks.steps import algorithm, gradient, model_numbers, scalars, updates
@@ -33,6 +33,10 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         rows.rating_order,
         rows.given_answers,
         rows.same_answers,
+        repeats.repeated_rows,
+        repeats.contradictions,
+        repeats.labels,
+        repeats.validation_form,
         prompts.prompt_end,
         prompts.serving,
         rows.validation_rows,

@@ -18,6 +18,7 @@ _PLAIN = ("{}", _SENTENCE, "Answer: {}")  # forms in which the rest of the text 
 _PROSE = (
     "We look at each choice. Both could be right, but the words do not decide between them, and no reason is known."
 )
+_LEAST_WORK = 20  # characters of a worked solution beside its result
 _OTHERS = 4  # other answers in a list
 _NEAR = 0.03  # of a number
 _TOLERATED = ("the number plus or minus 1", "the number plus or minus 3 %")
@@ -208,4 +209,40 @@ def _noise_trial(known: KnownAnswers) -> Iterator[Trial]:
     yield Trial([], judge)
 
 
-TRIALS = (_wrong_trial, _right_trial, _noise_trial)
+def _final_trial(known: KnownAnswers) -> Iterator[Trial]:
+    """Try the final answers of references that are whole worked solutions."""
+    finals = [_final_answer(reference) for reference in known.references]
+    if (
+        not all(finals)
+        or "{}" not in known.forms
+        or sum(known.is_right("{}", n) for n in range(len(finals))) < len(finals) / 2
+    ):
+        return
+    tried = [(number, form.format(final)) for number, final in enumerate(finals) for form in known.templates]
+
+    def judge(values: Values) -> Iterator[Finding]:
+        right = {
+            number
+            for (number, _), value in zip(tried, values, strict=True)
+            if value is not None and value > known.worthless[number]
+        }
+        text = f"{known.where}the final answers of {len(finals)} references, such as {finals[0]!r}"
+        if len(right) < len(finals) / 2:
+            why = "get no reward in any form: only the whole reference is right, which no model would write"
+            yield red("reward-final", f"{text}, {why}", [repr(known.references[0][-100:])])
+        else:
+            yield green("reward-final", f"{text}, are right")
+
+    yield Trial([(known.items[number], text) for number, text in tried], judge)
+
+
+def _final_answer(reference: str) -> str:
+    """Return what a worked solution marks as its result, "" if it marks none."""
+    if "####" in reference:
+        final = reference.rpartition("####")[2].strip()
+    else:
+        final = reference.rpartition("\\boxed{")[2].partition("}")[0] if "\\boxed{" in reference else ""
+    return final if len(final) + _LEAST_WORK < len(reference) else ""
+
+
+TRIALS = (_final_trial, _wrong_trial, _right_trial, _noise_trial)

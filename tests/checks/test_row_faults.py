@@ -130,7 +130,7 @@ def test_blocks_of_a_large_file_hold_rows_beside_each_other() -> None:
     assert len(indices) == 3000
     assert indices[0] == 0
     assert indices[-1] == 99_999
-    texts = [f"a{index} b{index} c{index}" for index in indices]
+    texts = [" ".join(f"{char}{index}" for char in "abcde") for index in indices]
     assert _match(indices, texts, texts).own == 3000
     assert len(_match(indices, texts, [*texts[1:], texts[0]]).foreign) == 3000
 

@@ -103,3 +103,10 @@ def test_a_tolerance_for_measured_numbers_is_asked_about(tmp_path: Path) -> None
     doubt = next(each for each in found if each.name == "reward-wrong")
     assert doubt.verdict == "not checked"
     assert "Is this tolerance meant?" in doubt.line
+
+
+def test_a_reward_for_nothing_but_the_whole_worked_solution_is_found(tmp_path: Path) -> None:
+    row = "{'prompt': f'{n} and {n}?', 'solutions': f'We add {n} and {n}, which is twice {n}.\\n#### {2 * n}'}"
+    assert "reward-final" in red_rewards(found_with(tmp_path, "    return float(right in text)\n", row))
+    body = "    return float(right.split()[-1] in text.split()[-1:])\n"
+    assert not red_rewards(found_with(tmp_path, body, row))

@@ -17,6 +17,7 @@ _MOST_ROWS = 3000
 _BLOCK = 5  # rows that follow each other
 _RARE = 0.02  # of the rows have a word that says something about a row
 _LEAST_SHARED = 2  # rare words
+_LEAST_WORDS = 5  # of an answer: a shorter one need not share any with its question
 _CLEARER = 1.5  # times the weight of the words that a row shares with itself
 _LARGEST_SHIFT = 50  # rows
 _SHIFTED = 0.02  # of the rows fit the row at one distance: by chance, about one in a thousand does
@@ -135,7 +136,7 @@ def _match(indices: Sequence[int], asked: Sequence[str], answers: Sequence[str])
             for other in places[word]:
                 weights[other] += math.log(n / in_texts[word])
                 shared[other] += 1
-        if not weights:
+        if not weights or len(texts[place]) < _LEAST_WORDS:
             continue
         best = max(weights, key=lambda other: (weights[other], other == place))
         if best == place:

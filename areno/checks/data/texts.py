@@ -19,6 +19,7 @@ _SHOWN = 60  # characters of a text
 _MOST_MARKED = 0.05  # of the rows: a few may well write about templates
 _MOST = 0.95  # of the answers of one side that have a mark, while at most 1 - _MOST of the other side have it
 _LEAST_PAIRS = 20
+_ALWAYS, _LONGER = 0.98, 1.3  # of the pairs, times as long
 _SHORTEST_CUT = 64  # characters: shorter texts often have the same length by their nature
 _CUT = 0.02  # of the texts of a column that have its largest length
 _PILED = 8  # times as many as have one of the other lengths on average
@@ -304,6 +305,9 @@ def pair_marks(subject: Subject) -> Iterator[Finding]:
         if len(sides[0]) < _LEAST_PAIRS:
             yield not_checked("pair-marks", f"{dataset.key}: it has fewer than {_LEAST_PAIRS} pairs")
             continue
+        if (longer := _longer_side(sides)) is not None:
+            yield red("pair-marks", f"{dataset.key}: {longer}: they can be told apart by this alone")
+            continue
         for name, has in _marks(subject, sides).items():
             shares = [float(np.mean([has(text) for text in side])) for side in sides]
             if max(shares) >= _MOST and min(shares) <= 1 - _MOST:
@@ -319,6 +323,17 @@ def pair_marks(subject: Subject) -> Iterator[Finding]:
             yield green("pair-marks", f"{dataset.key}: no mark at the end tells chosen from rejected answers")
 
 
+def _longer_side(sides: Sequence[Sequence[str]]) -> str | None:
+    """Return which side is much longer in all pairs, None if neither is."""
+    ratios = [(len(one) + 1) / (len(other) + 1) for one, other in zip(*sides, strict=True)]
+    if float(np.median([len(text) for side in sides for text in side])) < _SHORTEST_CUT:
+        return None
+    for name, share in (("chosen", np.mean(np.array(ratios) > 1)), ("rejected", np.mean(np.array(ratios) < 1))):
+        if share >= _ALWAYS and max(np.median(ratios), 1 / np.median(ratios)) > _LONGER:
+            return f"the {name} answer is the longer one in {share:.0%} of {len(ratios)} pairs"
+    return None
+
+
 def _marks(subject: Subject, sides: Sequence[Sequence[str]]) -> Mapping[str, Callable[[str], bool]]:
     found: dict[str, Callable[[str], bool]] = {
         "are empty": lambda text: not text.strip(),
@@ -330,6 +345,9 @@ def _marks(subject: Subject, sides: Sequence[Sequence[str]]) -> Mapping[str, Cal
     endings = Counter(text.split()[-1] for side in sides for text in side if len(text.split()) > 1)
     for word, _ in endings.most_common(_EXAMPLES):
         found[f"end with {word!r}"] = lambda text, word=word: text.split()[-1:] == [word]
+    chars = {char for side in sides for text in side[:_LEAST_PAIRS] for char in text if not char.isalnum()}
+    for char in sorted(chars):
+        found[f"contain {char!r}"] = lambda text, char=char: char in text
     for token in map(str, subject.tokenizer.all_special_tokens):
         found[f"contain {token!r}"] = lambda text, token=token: token in text
     return found
