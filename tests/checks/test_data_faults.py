@@ -134,7 +134,7 @@ def test_answers_that_repeat_the_prompt_are_found(tmp_path: Path) -> None:
         {**row, **{name: f"\n\nHuman: {row['prompt']}\n\nAssistant: {row[name]}" for name in ("chosen", "rejected")}}
         for row in PAIRS
     ]
-    assert red(dpo(tmp_path / "pairs", with_prompt)) == {"repeated-prompts"}
+    assert "repeated-prompts" in red(dpo(tmp_path / "pairs", with_prompt))
     asked = "What is the sum of these numbers?"
     answers = [f"{asked} It is {n}." for n in range(10)] + [f"It is {n}, the sum of these numbers." for n in range(90)]
     rows = [{"prompt": asked, "response": answer} for answer in answers]
