@@ -35,6 +35,7 @@ SHARED = [  # an expert that every token uses, with a gate and without
 CLAMPED = MoEConfig(  # with biases, and limits that many numbers are beyond
     n_experts=4, top_k=2, inner_size=20, normalised=True, biased=True, clamped=ClampedGLU(1.7, 0.4)
 )
+OSS: dict[str, Any] = {**EXPERTS, "experts": CLAMPED, "attention_sinks": True}  # as gpt-oss
 
 
 def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
@@ -167,8 +168,9 @@ def compare_layers() -> None:
     grouped = MoEConfig(n_experts=6, top_k=2, inner_size=8, normalised=True, sigmoid=True, n_groups=3, top_groups=2)
     for experts in (loose, grouped):
         compare("cpu", torch.float32, 1e-5, "sdpa", ({},), **{**EXPERTS, "experts": experts})
-    for shared in (*SHARED, CLAMPED):
+    for shared in SHARED:
         compare("cpu", torch.float32, 1e-5, "sdpa", ({}, {"recompute": True}), **{**EXPERTS, "experts": shared})
+    compare("cpu", torch.float32, 1e-5, "sdpa", ({}, {"recompute": True}), **OSS)
 
 
 def compare_told_layers() -> None:
@@ -256,11 +258,16 @@ def compare_two_ranks() -> None:
 
 
 def decode_with_experts(device: str = "cpu", use_graphs: bool = False) -> None:
+    for changes in (EXPERTS, OSS):
+        decode_with(changes, device, use_graphs)
+
+
+def decode_with(changes: dict[str, Any], device: str, use_graphs: bool) -> None:
     """Tokens, log-probabilities and experts of a decoder with kernels are those of the plain one on a CPU."""
     models = []
     for where in ("cpu", device):
         with plain():
-            model = build(torch.float32, where, **{**EXPERTS, "num_kv_heads": 2, "num_heads": 4, "head_dim": 16})
+            model = build(torch.float32, where, **{**changes, "num_kv_heads": 2, "num_heads": 4, "head_dim": 16})
         models.append(model)
     requests = [request(1, 9, n_samples=2, max_new_tokens=4), request(2, 14, n_samples=3, max_new_tokens=5)]
     found = []
@@ -278,7 +285,8 @@ def decode_with_experts(device: str = "cpu", use_graphs: bool = False) -> None:
         assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
         assert got.routes is not None
         assert expected.routes is not None
-        assert got.routes.shape == (len(requests[key[0] - 1].prompt) + len(got.tokens) - 1, 1, 2)
+        n_layers = len(changes["experts"].layers(2))
+        assert got.routes.shape == (len(requests[key[0] - 1].prompt) + len(got.tokens) - 1, n_layers, 2)
         assert (got.routes == expected.routes).all()
 
 
