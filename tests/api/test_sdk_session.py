@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areno import SamplingParams
@@ -42,3 +43,31 @@ def test_more_samples_wait_their_turn_while_a_stream_is_read(monkeypatch: pytest
             assert len(specs) == 1
             with pytest.raises(EngineError, match="larger cache"):
                 session.prepare(500)
+
+
+@pytest.mark.parametrize("most", [3, 1000])
+def test_a_rollout_lists_its_most_likely_tokens(most: int) -> None:
+    """K tokens in the place of each token, and itself, with the log-probability of the sample."""
+    params = SamplingParams(max_new_tokens=6, temperature=20.0, top_logprobs=most)
+    with made() as trainer:
+        with trainer.rollout_session(sampling_params=params, proxy=False):
+            results = trainer.rollout_batch(["17+25=", "38+44="], 4, params, seed=1)
+        n_listed = min(most, trainer.engine.info.vocab_size)
+    found = [sequence for result in results for sequence in result.sequences]
+    n_outside = 0
+    for sequence in found:
+        assert sequence.top_tokens is not None
+        assert sequence.top_logprobs is not None
+        assert sequence.top_tokens.shape == sequence.top_logprobs.shape == (sequence.n_tokens, n_listed + 1)
+        for token, logprob, ids, listed in zip(
+            sequence.resp_tokens, sequence.resp_logprobs, sequence.top_tokens, sequence.top_logprobs, strict=True
+        ):
+            assert (np.diff(listed[:-1]) <= 0).all()
+            assert len({*ids.tolist()}) == n_listed + 1
+            [at] = np.flatnonzero(ids == token)
+            assert listed[at] == pytest.approx(logprob, abs=1e-5)
+            assert (ids[-1] == -1) == (at < n_listed)
+            n_outside += at == n_listed
+            total = np.exp(listed[ids >= 0].astype(np.float64)).sum()
+            assert total == pytest.approx(1.0, abs=1e-5) if most > 100 else total < 1
+    assert (n_outside > 0) == (most < 100)
