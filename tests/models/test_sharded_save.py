@@ -19,8 +19,8 @@ import transformers
 from safetensors import safe_open
 
 from areno.engine.engine import Engine
+from areno.engine.model_saver import ModelSaver
 from areno.engine.processes.process_groups import ParallelContext
-from areno.engine.worker import Worker
 from areno.errors import CheckpointError
 from areno.layers import shard
 from areno.layers.parallel import ParallelGroup
@@ -157,17 +157,17 @@ def _agree_on_the_end(tp: ParallelGroup) -> None:
     """Rank 0 has written its files when rank 1 has not; that one fails."""
     future: Future[None] = Future()
     context = ParallelContext(tp.rank, torch.device("cpu"), tp, *[ParallelGroup()] * 3)
-    worker: Any = SimpleNamespace(_saving=[future], context=context)
+    saver: Any = SimpleNamespace(unfinished=[future], context=context)
     if tp.rank == 0:
         future.set_result(None)
-    assert not Worker.is_saved(worker)
+    assert not ModelSaver.is_saved(saver)
     if tp.rank == 0:
-        assert Worker.is_saved(worker)
+        assert ModelSaver.is_saved(saver)
     else:
         future.set_exception(CheckpointError("full"))
         with pytest.raises(CheckpointError, match="full"):
-            Worker.is_saved(worker)
-    assert Worker.is_saved(worker)
+            ModelSaver.is_saved(saver)
+    assert ModelSaver.is_saved(saver)
 
 
 def test_tensors_travel_in_pieces_into_files_of_bounded_size(
