@@ -261,7 +261,7 @@ class _Trial:
             for _ in range(n_prompts * self._n_samples)
         ]
         lengths[0] = (self._limits.prompt, self._limits.answer)
-        n_recorded = self.config.actor.n_recorded_tokens
+        n_recorded = _n_recorded_tokens(self.engine, self.config)
         rows = [
             _synthetic_row(prompt, self._random_tokens(prompt + answer), 1.0 if index % 2 else -1.0, n_recorded)
             for index, (prompt, answer) in enumerate(lengths)
@@ -322,6 +322,10 @@ def _synthetic_row(prompt: int, tokens: list[int], advantage: float, n_recorded:
     )
 
 
+def _n_recorded_tokens(engine: Engine, config: PolicyExperimentConfig) -> int:
+    return min(config.actor.n_recorded_tokens, engine.info.vocab_size)
+
+
 def _draw_length(draw: random.Random, mean: int) -> int:
     """Draw a length uniformly from 1 to 2 * mean - 1."""
     return draw.randint(1, 2 * mean - 1)
@@ -335,7 +339,7 @@ def _largest_in_time(most: int, seconds: Callable[[int], float], limit_s: float)
 
 
 def _warm_up(engine: Engine, config: PolicyExperimentConfig) -> None:
-    row = _synthetic_row(_WARM_UP_TOKENS, [1] * 2 * _WARM_UP_TOKENS, 1.0, config.actor.n_recorded_tokens)
+    row = _synthetic_row(_WARM_UP_TOKENS, [1] * 2 * _WARM_UP_TOKENS, 1.0, _n_recorded_tokens(engine, config))
     rows, spec = [row] * engine.spec.layout.n_data_parallel_groups, MicroBatchSpec(mini_bs=1)
     how = {"divergence": config.divergence, "differentiates_entropy": config.actor.differentiates_entropy}
     engine.train(rows, _loss_fn(config.divergence), UpdateSpec(spec, **how))

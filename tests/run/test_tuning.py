@@ -117,6 +117,20 @@ def test_trials_of_a_run_with_a_judge_of_few_tokens(
 
 
 @pytest.mark.slow
+def test_trials_record_and_compare_distributions(monkeypatch: pytest.MonkeyPatch, pids: list[int]) -> None:
+    train, seen = Engine.train, []
+
+    def recorded(engine: Engine, rows: Any, loss_fn: Any, update: Any, *args: Any) -> Any:
+        seen.append((update.divergence, {row.teacher_top[0].shape[1] for row in rows} == {engine.info.vocab_size}))
+        return train(engine, rows, loss_fn, update, *args)
+
+    monkeypatch.setattr(Engine, "train", recorded)
+    assert choose_settings(config("actor.mask=dppo_topk_tv", "actor.recompute_logprob=false", recipe="grpo"), ())
+    assert len(seen) == 3
+    assert set(seen) == {(Divergence("tv"), True)}
+
+
+@pytest.mark.slow
 def test_trials_compute_the_divergence_from_a_teacher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pids: list[int]
 ) -> None:
