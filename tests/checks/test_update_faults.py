@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from areno.engine.train import muon, optimizer, optimizer_updates
+from areno.engine.decoder import decoder
+from areno.engine.train import micro_batches, muon, optimizer, optimizer_updates
 from areno.engine.worker import Worker
 from areno.run.progress import RunProgress
 from areno.trainers.kto import KTOTrainer
@@ -135,6 +136,26 @@ def checkpoint_of_the_start(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Worker, "save", wrong)
 
 
+def samples_share_a_seed(patch: pytest.MonkeyPatch) -> None:
+    right = decoder.sample_keys
+
+    def wrong(seed: Any, samples: Any) -> Any:
+        keys = list(right(seed, samples))
+        return [keys[0] for _ in keys]
+
+    patch.setattr(decoder, "sample_keys", wrong)
+
+
+def first_mini_batch_is_trained_twice(patch: pytest.MonkeyPatch) -> None:
+    right = micro_batches.optimizer_steps
+
+    def wrong(*given: Any) -> Any:
+        steps = list(right(*given))
+        return [steps[0] for _ in steps]
+
+    patch.setattr(micro_batches, "optimizer_steps", wrong)
+
+
 @pytest.mark.parametrize("command", [KTO, MUON, EIGHT_BITS, [*MUON, "actor.use_lora=true"]], ids=" ".join)
 def test_nothing_is_red_without_a_fault(command: list[str]) -> None:
     assert red(command) == {}
@@ -143,6 +164,8 @@ def test_nothing_is_red_without_a_fault(command: list[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "plant", "name", "said"),
     [
+        ([*GSPO, "gconfig.temperature=4"], samples_share_a_seed, "samples-differ", "the same random numbers"),
+        (GSPO, first_mini_batch_is_trained_twice, "mini-batches", "once too often"),
         (KTO, point_of_own_answers, "reference-point", "the rows' own answers"),
         (KTO, negative_point, "reference-point", "it may be negative"),
         (KTO, point_per_token, "reference-point", "by the formula"),

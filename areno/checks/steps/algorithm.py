@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from areno.checks.inputs.subject import Subject
 
 _REWARD_ERROR = 1e-5
+_NO_CHANCE = 1e-6  # that samples are equal
 _LEAST_SEEN = 0.01  # of the reward, by the first tokens of an answer
 _LEAST_ANSWER = 16  # tokens: a shorter reference answer is a result alone, without what leads to it
 _LENGTHS = 200  # rows
@@ -208,6 +209,28 @@ def _largest(rows: Sequence[Row]) -> float:
     return max((float(np.abs(row).max()) for row in rows if len(row)), default=0.0)
 
 
+def samples_differ(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether the samples of a prompt are drawn one by one: equal ones of a small probability are copies."""
+    run, n_groups = found.run, 0
+    if run.config.gconfig.is_greedy if isinstance(run.config, PolicyExperimentConfig) else True:
+        return
+    for step, samples in run.samples.items():
+        groups: dict[int, list[Any]] = {}
+        for sample in samples:
+            if sample.trajectory is None:
+                groups.setdefault(sample.group, []).append(sample.sequence)
+        for group in groups.values():
+            texts = {tuple(map(int, each.resp_tokens)) for each in group}
+            chance = math.exp(float(np.sum(group[0].resp_logprobs))) ** (len(group) - 1)
+            n_groups += len(group) > 1
+            if len(group) > 1 and len(texts) == 1 and chance < _NO_CHANCE:
+                text = f"in step {step}, all {len(group)} samples of a prompt are equal, by chance of {chance:.1g}"
+                yield red("samples-differ", f"{text}: they are drawn with the same random numbers")
+                return
+    if n_groups:
+        yield green("samples-differ", "the samples of a prompt are drawn one by one")
+
+
 def equal_rewards(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     """Whether rewards that are all equal train nothing: the gradient of the policy term is exactly 0."""
     probe = found.probes["actor"].equal_rewards
@@ -375,6 +398,7 @@ CHECKS = [
             training_rows,
             loss_mask,
             row_rewards,
+            samples_differ,
             advantages,
             equal_rewards,
             slope_signs,

@@ -6,6 +6,7 @@ Each check yields red findings for what is wrong, or one green finding.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from areno.checks.steps.step_formula import (
     StepFormula,
     formula_of,
     loss_and_gradient,
+    mask_of,
     relative_difference,
 )
 from areno.checks.steps.two_steps import TwoSteps, of_two_steps
@@ -241,6 +243,24 @@ def _range(numbers: list[float]) -> str:
     return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
 
 
+def mini_batches(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
+    """Whether each row is in one of several mini-batches, and they are of equal sizes."""
+    probe = found.probes["actor"].two_minibatches
+    if probe is None:
+        return
+    given = Counter(tuple(np.asarray(row.tokens).tolist()) for row in probe.rows if mask_of(row).any())
+    seen = Counter(tuple(each.tokens.tolist()) for each in probe.seen if each.trained.any())
+    more, fewer = (seen - given).total(), (given - seen).total()
+    sizes = Counter(each.number for each in probe.seen if each.trained.any())
+    if more or fewer:
+        text = f"of {given.total()} rows in two mini-batches, {fewer} are never trained and {more} once too often"
+        yield red("mini-batches", text)
+    elif len(sizes) != 2 or max(sizes.values()) - min(sizes.values()) > 1 + given.total() // 4:
+        yield red("mini-batches", f"two mini-batches have {sorted(sizes.values())} rows")
+    else:
+        yield green("mini-batches", "each row is in one of two mini-batches")
+
+
 CHECKS = [
     of_two_steps(check)
     for check in (
@@ -253,5 +273,6 @@ CHECKS = [
         data_parallel_ranks,
         first_ratio,
         old_logprobs,
+        mini_batches,
     )
 ]
