@@ -109,9 +109,8 @@ def test_exact_mode_needs_no_scoring_pass(runs: dict[str, Variant]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["gspo", "grpo"])
-def test_quickstarts_learn(tmp_path: Path, recipe: str) -> None:
-    algorithm = get_algorithm(recipe)
+def test_the_quickstart_learns(tmp_path: Path) -> None:
+    algorithm = get_algorithm("gspo")
     config = load(
         algorithm.config, "quickstart", [BF16, "engine.device=cpu", "reward.workers=1", "total_train_steps=60"]
     )
