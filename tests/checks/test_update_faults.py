@@ -156,6 +156,11 @@ def first_mini_batch_is_trained_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(micro_batches, "optimizer_steps", wrong)
 
 
+def last_row_replaced_by_the_first(patch: pytest.MonkeyPatch) -> None:
+    right = micro_batches.optimizer_steps
+    patch.setattr(micro_batches, "optimizer_steps", lambda *given: [[*s[:-1], s[0]] for s in right(*given)])
+
+
 @pytest.mark.parametrize("command", [KTO, MUON, EIGHT_BITS, [*MUON, "actor.use_lora=true"]], ids=" ".join)
 def test_nothing_is_red_without_a_fault(command: list[str]) -> None:
     assert red(command) == {}
@@ -166,6 +171,7 @@ def test_nothing_is_red_without_a_fault(command: list[str]) -> None:
     [
         ([*GSPO, "gconfig.temperature=4"], samples_share_a_seed, "samples-differ", "the same random numbers"),
         (GSPO, first_mini_batch_is_trained_twice, "mini-batches", "once too often"),
+        (SFT, last_row_replaced_by_the_first, "gradient-nonzero", "is left out"),
         (KTO, point_of_own_answers, "reference-point", "the rows' own answers"),
         (KTO, negative_point, "reference-point", "it may be negative"),
         (KTO, point_per_token, "reference-point", "by the formula"),

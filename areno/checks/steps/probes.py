@@ -15,6 +15,7 @@ from areno.checks.steps.step_formula import PolicyFormula, formula_of, mask_of
 from areno.checks.steps.watched_run import LossRow, Probe, Tensors, Update, WatchedRun
 from areno.config.policy_experiments import CriticExperimentConfig
 from areno.config.ratio import RatioConfig
+from areno.errors import EngineError
 from areno.trainers.rows import set_trained
 from areno.types import TrainSequence
 
@@ -167,7 +168,7 @@ def _clip_range(run: WatchedRun) -> float:
 
 
 def rows_in_order(probe: Probe) -> list[LossRow]:
-    """Return what the loss saw of each of the probe's rows. Raises NotChecked unless it saw each row once."""
+    """Return what the loss saw of each of the probe's rows. Raises an error unless it saw each row once."""
     return match_rows(probe.rows, probe.seen)
 
 
@@ -182,6 +183,9 @@ def match_rows(rows: Sequence[TrainSequence], seen: Sequence[LossRow]) -> list[L
     for row in rows:
         own = np.asarray(row.tokens)
         same = [each for each in left if np.array_equal(each.tokens, own)]
+        if not same and mask_of(row).any():
+            text = f"of the {len(rows)} rows of an update, the loss has not seen each: row {len(found)} is left out"
+            raise EngineError(text)
         if not same:
             raise NotChecked("the loss did not see each row once")
         exact = [each for each in same if np.array_equal(each.trained, mask_of(row).numpy())]
