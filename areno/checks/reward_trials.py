@@ -20,6 +20,7 @@ _MOST_FILLERS = 6
 _MOST_LOST = 0.1  # of the answers
 _MOST_TOLD = 0.5  # of the prompts that may end with their answer, more than end with that of another row
 _MOST_OF_TRAIT = 0.8  # of the rows that fail, or that have a trait
+_SENTENCE = "The answer is {}."
 _SHOWN = 3
 _TRAITS: Mapping[str, Callable[[str], bool]] = {
     "have a comma": lambda text: "," in text,
@@ -131,6 +132,10 @@ def _long_trial(known: KnownAnswers) -> Iterator[Trial]:
                 text = text if name.startswith("after") else text.replace(name, f"as {shown_form(name)}")
                 yield red("reward-length", f"{text}an answer that is empty or noise {known.floor:.3g}")
                 return
+        if n_fillers and _reads_texts(known) and means[-2] <= known.floor < reference:
+            text = f"{known.where}the right answer after {n_words} more words gets {means[-2]:.3g}"
+            yield red("reward-length", f"{text}, and {reference:.3g} without them: is a part of the text cut off?")
+            return
         if n_fillers and means[-1] > max(reference, known.floor):
             text = f"{known.where}noise after {n_words} more words gets {means[-1]:.3g}, the right answer"
             yield red("reward-length", f"{text} {reference:.3g}")
@@ -138,6 +143,11 @@ def _long_trial(known: KnownAnswers) -> Iterator[Trial]:
             yield green("reward-length", f"{known.where}long right answers get no less than an empty one or noise")
 
     yield Trial(answers, judge)
+
+
+def _reads_texts(known: KnownAnswers) -> bool:
+    """Whether the reward reads an answer out of a sentence, so that more words before it should not matter."""
+    return _SENTENCE in known.forms and mean_of(known.rewards[_SENTENCE]) > known.floor
 
 
 # -- single rows -----
@@ -191,11 +201,32 @@ def _told_answers(where: str, items: Sequence[PromptItem], references: Sequence[
     own = statistics.fmean(end.endswith(answer) for end, answer in pairs)
     others = statistics.fmean(ends[at].endswith(references[at - 1]) for at in range(len(ends)))
     text = f"{where}{own:.0%} of {len(ends)} prompts end with their own right answer (by chance: {others:.0%})"
+    told = _told_after(texts, references)
+    if told is not None and own - others <= _MOST_TOLD:
+        text = f"{where}in {told[1]} of {len(texts)} prompts, their own right answer stands after {told[0]!r}"
+        yield red(
+            "told-answers", f"{text}: the model would only copy it", [f"{text[-80:]!r}" for text in texts[:_SHOWN]]
+        )
+        return
     if own - others > _MOST_TOLD:
         shown = [f"row {item.index}: {end[-40:]!r}" for item, (end, _) in zip(items[:_SHOWN], pairs, strict=False)]
         yield red("told-answers", f"{text}: the model would only copy it", shown)
     else:
         yield green("told-answers", text)
+
+
+def _told_after(texts: Sequence[str], references: Sequence[str]) -> tuple[str, int] | None:
+    """Return (a word, in how many prompts the row's own answer follows on it, more than that of another row)."""
+    counts: list[Counter[str]] = [Counter(), Counter()]
+    for shift, count in enumerate(counts):
+        for at, text in enumerate(texts):
+            words = [word.strip(".,:;!?()[]*'\"") for word in text.split()]
+            answer = references[at - shift].strip()
+            before = {words[place - 1] for place in range(1, len(words)) if words[place] == answer}
+            count.update(before - {answer, ""})
+    for word, count in counts[0].most_common(1):
+        return (word, count) if count - counts[1][word] > _MOST_TOLD * len(texts) else None
+    return None
 
 
 def _short(text: str) -> str:

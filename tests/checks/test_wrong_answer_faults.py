@@ -110,3 +110,16 @@ def test_a_reward_for_nothing_but_the_whole_worked_solution_is_found(tmp_path: P
     assert "reward-final" in red_rewards(found_with(tmp_path, "    return float(right in text)\n", row))
     body = "    return float(right.split()[-1] in text.split()[-1:])\n"
     assert not red_rewards(found_with(tmp_path, body, row))
+
+
+def test_a_reward_that_reads_only_the_start_of_a_text_is_found(tmp_path: Path) -> None:
+    found = found_with(tmp_path, LAST.replace("text", "text[:60]"), NUMBERS)
+    assert red_rewards(found) == {"reward-length"}
+    assert "is a part of the text cut off?" in next(each.line for each in found if each.name == "reward-length")
+
+
+def test_prompts_in_which_a_word_tells_the_answer_are_found(tmp_path: Path) -> None:
+    row = NUMBERS.replace("minus 470?", "minus 470? (answer: {n - 470}) Give the number {n % 7}.")
+    found = found_with(tmp_path, LAST, row)
+    assert red_rewards(found) == {"told-answers"}
+    assert "stands after 'answer'" in next(each.line for each in found if each.name == "told-answers")

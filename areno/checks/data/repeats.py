@@ -12,6 +12,7 @@ from areno.checks.inputs.encoded_rows import EncodedRow
 from areno.checks.inputs.findings import Finding, green, red
 from areno.checks.inputs.subject import Subject
 from areno.checks.inputs.talks import text_of_row
+from areno.config.policy_experiments import PolicyExperimentConfig
 
 _MOST_REPEATED = 0.05  # of the rows are one row, where most are different
 _LEAST_ROWS = 20
@@ -27,6 +28,8 @@ _SCORES = ("score", "rating", "reward", "quality", "stars")
 
 def repeated_rows(subject: Subject) -> Iterator[Finding]:
     """Look for one row that is there many times among others that are all different."""
+    if _plays(subject):
+        return
     for dataset in subject.training_rows:
         rows = [row for row in subject.rows_of(dataset) if row.item is not None]
         counts = Counter(text_of_row(subject.kind, row.row) for row in rows)
@@ -42,9 +45,14 @@ def repeated_rows(subject: Subject) -> Iterator[Finding]:
             yield green("repeated-rows", line)
 
 
+def _plays(subject: Subject) -> bool:
+    """Whether agents may begin with the same prompt and go on otherwise, as in a game."""
+    return isinstance(subject.config, PolicyExperimentConfig) and subject.config.agent.fn is not None
+
+
 def contradictions(subject: Subject) -> Iterator[Finding]:
     """Look for a prompt with different solutions, and for different prompts that have all the same."""
-    if subject.kind != "prompt":
+    if subject.kind != "prompt" or _plays(subject):
         return
     for dataset in subject.training_rows:
         rows = [row for row in subject.rows_of(dataset) if row.item is not None and row.item.solutions is not None]
