@@ -115,8 +115,11 @@ class RawConfig:
         self._assumed.update(values)
 
     def section(self, name: str) -> RawConfig:
-        """Return the JSON object in a field, empty if the field is absent or null. Its `problems` are the same list."""
-        return RawConfig(self.get(name, dict, {}), f"{self.origin}: {name}", self.problems)
+        """Return the JSON object in a field. Its `problems` are the same list.
+
+        An absent or null field has the value of `set_defaults`, else an empty one.
+        """
+        return RawConfig(self.get(name, dict, self._assumed.get(name, {})), f"{self.origin}: {name}", self.problems)
 
     def get(
         self,

@@ -241,3 +241,19 @@ def test_the_published_models_have_their_sizes(size: str, n_all: float, n_active
     assert n_active_body_parameters(config) + head == pytest.approx(n_active, rel=0.02)
     assert [config.layer_kind(index).window for index in range(3)] == [128, None, 128]
     assert not config.rope.truncate
+
+
+def test_positions_that_are_null_are_those_that_transformers_assumes() -> None:
+    values = published_config("openai/gpt-oss-20b")
+    assert values is not None
+    expected = parse_config(values, "config.json").rope
+    for nulls in ({"rope_scaling": None}, {"rope_scaling": None, "rope_parameters": None}):
+        assert parse_config({**values, **nulls}, "config.json").rope == expected
+
+
+def test_two_fields_of_one_number_must_agree() -> None:
+    values = published_config("openai/gpt-oss-20b")
+    assert values is not None
+    parse_config({**values, "experts_per_token": 4}, "config.json")
+    with pytest.raises(CheckpointError, match="experts_per_token is 3, which is not supported; expected num_experts"):
+        parse_config({**values, "experts_per_token": 3}, "config.json")

@@ -49,6 +49,8 @@ def read_gpt_oss(raw: RawConfig) -> TransformerConfig:
             alpha=raw.get("swiglu_alpha", float, 1.702, ge=0), limit=raw.get("swiglu_limit", float, 7.0, gt=0)
         ),
     )
+    if raw.get("experts_per_token", int, experts.top_k) != experts.top_k:
+        raw.add_unsupported("experts_per_token", f"num_experts_per_tok={experts.top_k}")
     return with_sliding_windows(
         raw, replace(config, attention_sinks=True, experts=experts), lambda layer: layer % 2 == 0
     )
@@ -58,8 +60,8 @@ GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     read=read_gpt_oss,
-    # The last two repeat other fields.
-    unused=frozenset({*ROUTER_LOSS, "experts_per_token", "initial_context_length"}),
+    # The context before yarn: rope_scaling has it, too, and transformers reads it there.
+    unused=frozenset({*ROUTER_LOSS, "initial_context_length"}),
     expert_names={
         "mlp.router": ("mlp.router",),
         "mlp.experts_gate_up": ("mlp.experts.{}.gate_up_proj",),
