@@ -19,7 +19,7 @@ from areno.config.datasets import ChangedTurns
 from areno.data.chat_template import Prompt, render_generation_prompt
 from areno.data.control_tokens import BREAK
 from areno.data.encode import RenderedRow
-from areno.data.messages import template_messages
+from areno.data.messages import separate_calls, template_messages
 from areno.data.row_schema import (
     TiedAnswers,
     describe_json_error,
@@ -162,7 +162,7 @@ def _join_rendered(drafts: Sequence[RenderedRow[Any]], make: Callable[[list[Any]
 def render_checked_prompt(tokenizer: Any, prompt: Prompt, thinking: bool | None, tools: Any) -> str:
     """Render a prompt by `render_generation_prompt`. Raises DataError if the template leaves out a message."""
     if not isinstance(prompt, str):
-        prompt = template_messages(tokenizer, prompt)
+        prompt = separate_calls(tokenizer, template_messages(tokenizer, prompt))
         check_rendered(tokenizer, prompt, tools, thinking, True)
     return render_generation_prompt(tokenizer, prompt, thinking, tools)
 

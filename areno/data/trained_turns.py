@@ -18,7 +18,7 @@ from typing import Any
 from areno.config.datasets import ChangedTurns
 from areno.data.chat_template import END_THINK, THINK, render, with_content_parts
 from areno.data.control_tokens import control_token_texts, control_tokens
-from areno.data.messages import REASONING, template_messages
+from areno.data.messages import REASONING, template_messages, template_traits
 from areno.data.row_schema import VARIABLES, common_prefix_length, is_trained
 from areno.data.template_omissions import Omissions, check_rendered, content_and_reasoning, missing_text, reasoning_of
 from areno.data.turn_ends import end_of_control_tokens, first_control_token, is_model_end_token, turn_ends
@@ -68,6 +68,11 @@ def training_texts(
     trained = [at for at in range(first, len(messages)) if is_trained(messages[at])]
     messages = template_messages(tokenizer, messages)
     kept_whole = () if changed == "as_rendered" else trained
+    if changed != "as_rendered" and template_traits(tokenizer).drops_later_calls:
+        for at, message in enumerate(messages):
+            if at not in trained and len(message.get("tool_calls") or ()) > 1:
+                text = "the chat template writes only the first tool call of messages[{}]; give each call a message of "
+                raise DataError(text + "its own, followed by its result", at)
     left_out = check_rendered(tokenizer, messages, tools, thinking, False, kept_whole)
     talk = _Conversation(tokenizer, messages, thinking, tools, left_out)
     turn_of = talk.rendered_turn if changed == "as_rendered" else talk.complete_turn

@@ -19,11 +19,12 @@ from openai import OpenAI
 from areno.agents.trajectories import LossMaskPolicy
 from areno.agents.turns_to_rows import RowBuilder
 from areno.data.turn_ends import stop_token_ids
+from areno.errors import DataError
 from areno.server.messages import read_messages
 from areno.server.output_grammars import Constraint, compile_grammar, reasoning_after
 from areno.server.parsers import PARSERS, ParsedMessage, ToolCall, join_deltas, parser_for_template
 from areno.server.prompt_builder import PromptBuilder
-from tests.helpers.encoded_rows import sft_item
+from tests.helpers.encoded_rows import prompt_item, sft_item
 from tests.helpers.grammars import allowed, response_format
 from tests.helpers.scripted_engine import scripted_server
 from tests.helpers.tokenizers import load_tokenizer, trl_templates
@@ -294,6 +295,14 @@ def test_several_calls_of_a_message_are_all_written(gpt_oss: Any) -> None:
     places = [text.index(word, text.index("Weather?")) for word in words]
     assert places == sorted(places)
     assert text.count("Hm.") == 1
+    item = prompt_item(gpt_oss, {"prompt": talk, "tools": TOOLS}, 0)
+    assert gpt_oss.decode(item.tokens) == text
+    answered = {"messages": [*talk, {"role": "assistant", "content": "Sunny."}], "tools": TOOLS}
+    with pytest.raises(DataError, match=r"leaves out a part of messages\[1\].tool_calls\[1\]"):
+        sft_item(gpt_oss, answered)
+    answered["messages"][1] = {**talk[1], "weight": 0}
+    with pytest.raises(DataError, match=r"writes only the first tool call of messages\[1\]; give each call a message"):
+        sft_item(gpt_oss, answered)
 
 
 @pytest.mark.parametrize(("asked", "kind"), [({"requires_call": True}, "call"), ({}, "content"), ({}, "either")])
