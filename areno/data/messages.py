@@ -92,11 +92,17 @@ def separate_calls(tokenizer: Any, messages: Sequence[Message]) -> list[Message]
         for number, call in enumerate(calls):
             texts = {} if number == 0 else {"content": "", **dict.fromkeys(message.keys() & set(REASONING), "")}
             found.append({**message, **texts, "tool_calls": [call]})
-            is_last = number + 1 == len(calls)
-            own = [each for each in results if is_last or each.get("tool_call_id") == call.get("id")]
-            results = [each for each in results if each not in own]
-            found += own
+            if number + 1 == len(calls):
+                found += results
+            elif (at := _result_index(results, call)) is not None:
+                found.append(results.pop(at))
     return found
+
+
+def _result_index(results: Sequence[Message], call: Any) -> int | None:
+    """Return the index of a call's result: that with its id, else the first without an id, else None."""
+    ids = [each.get("tool_call_id") for each in results]
+    return next((ids.index(one) for one in (call.get("id"), None) if one in ids), None)
 
 
 def _template_call(given: Any, as_text: bool) -> Any:

@@ -297,6 +297,11 @@ def test_several_calls_of_a_message_are_all_written(gpt_oss: Any) -> None:
     assert text.count("Hm.") == 1
     item = prompt_item(gpt_oss, {"prompt": talk, "tools": TOOLS}, 0)
     assert gpt_oss.decode(item.tokens) == text
+    # Data often has no ids. Results then come in the order of the calls.
+    called = [{key: each[key] for key in ("type", "function")} for each in (CALL, other)]
+    results = [{"role": "tool", "content": content} for content in (RESULT["content"], "noon")]
+    bare = [*ASKED, {"role": "assistant", "content": "Hm.", "tool_calls": called}, *results]
+    assert gpt_oss.decode(prompt_item(gpt_oss, {"prompt": bare, "tools": TOOLS}, 0).tokens) == text
     answered = {"messages": [*talk, {"role": "assistant", "content": "Sunny."}], "tools": TOOLS}
     with pytest.raises(DataError, match=r"leaves out a part of messages\[1\].tool_calls\[1\]"):
         sft_item(gpt_oss, answered)
