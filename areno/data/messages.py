@@ -101,8 +101,8 @@ def separate_calls(tokenizer: Any, messages: Sequence[Message]) -> list[Message]
 
 def _result_index(results: Sequence[Message], call: Any) -> int | None:
     """Return the index of a call's result: that with its id, else the first without an id, else None."""
-    ids = [each.get("tool_call_id") for each in results]
-    return next((ids.index(one) for one in (call.get("id"), None) if one in ids), None)
+    ids, own = [each.get("tool_call_id") for each in results], call.get("id") if isinstance(call, Mapping) else None
+    return next((ids.index(one) for one in (own, None) if one in ids), None)
 
 
 def _template_call(given: Any, as_text: bool) -> Any:

@@ -302,6 +302,9 @@ def test_several_calls_of_a_message_are_all_written(gpt_oss: Any) -> None:
     results = [{"role": "tool", "content": content} for content in (RESULT["content"], "noon")]
     bare = [*ASKED, {"role": "assistant", "content": "Hm.", "tool_calls": called}, *results]
     assert gpt_oss.decode(prompt_item(gpt_oss, {"prompt": bare, "tools": TOOLS}, 0).tokens) == text
+    wrong = [*ASKED, {"role": "assistant", "content": "", "tool_calls": ["now", "later"]}]
+    with pytest.raises(DataError):
+        prompt_item(gpt_oss, {"prompt": wrong, "tools": TOOLS}, 0)
     answered = {"messages": [*talk, {"role": "assistant", "content": "Sunny."}], "tools": TOOLS}
     with pytest.raises(DataError, match=r"leaves out a part of messages\[1\].tool_calls\[1\]"):
         sft_item(gpt_oss, answered)
