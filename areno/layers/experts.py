@@ -17,14 +17,16 @@ from areno.layers.config import AdapterSpec
 from areno.layers.shard import Layout, TensorPart, WeightSpec
 
 
-def _parts(n_experts: int, n_local: int, rank: int, shapes: Sequence[tuple[int, ...]]) -> tuple[TensorPart, ...]:
+def _parts(
+    n_experts: int, n_local: int, rank: int, shapes: Sequence[tuple[int, ...]], alternating: int = 1
+) -> tuple[TensorPart, ...]:
     """Return the parts of a parameter that stacks tensors of `shapes` for each of the experts `rank` has."""
     parts, offset = [], 0
     for expert in range(n_experts):
         holder = expert // n_local
         for shape in shapes:
             held = shape[0] if holder == rank else 0
-            parts.append(TensorPart(shape, offset=offset, dim=0, size=held, holder=holder))
+            parts.append(TensorPart(shape, offset, 0, size=held, holder=holder, alternating=alternating))
             offset += held
     return tuple(parts)
 
@@ -103,17 +105,26 @@ class ExpertMatrices(nn.Module):
     """One weight matrix of each expert of this rank, stacked by rows: `weight` is (E * O, I).
 
     Each expert's matrix may itself stack several checkpoint tensors, such as gate and up. `sizes`: their output sizes.
+    Or it is one checkpoint tensor in which the rows of several matrices alternate, see `TensorPart.alternating`.
     Products leave `bias` (E * O,) out. The caller adds it in the next step.
     """
 
-    def __init__(self, n_experts: int, sizes: tuple[int, ...], in_size: int, spec: WeightSpec, bias: bool = False):
+    def __init__(
+        self,
+        n_experts: int,
+        sizes: tuple[int, ...],
+        in_size: int,
+        spec: WeightSpec,
+        bias: bool = False,
+        alternating: int = 1,
+    ):
         super().__init__()
         self.tp = spec.tp
         self.n_local = spec.tp.shard_size(n_experts, "experts")
         self.out_size = sum(sizes)
         self.weight = spec.empty(self.n_local * self.out_size, in_size)
         shapes = [(size, in_size) for size in sizes]
-        self.layout: Layout = {"weight": _parts(n_experts, self.n_local, spec.tp.rank, shapes)}
+        self.layout: Layout = {"weight": _parts(n_experts, self.n_local, spec.tp.rank, shapes, alternating)}
         self.bias = spec.empty(self.n_local * self.out_size) if bias else None
         if bias:
             self.layout["bias"] = _parts(n_experts, self.n_local, spec.tp.rank, [(size,) for size in sizes])

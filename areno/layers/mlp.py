@@ -206,8 +206,9 @@ class ExpertMLP(nn.Module):
         self.router = Router(hidden_size, experts.n_experts, spec, experts.biased)
         if experts.sigmoid:
             self.router.add_correction_bias(spec)
-        sizes = (inner, inner) if experts.clamped is None else (2 * inner,)
-        self.experts_gate_up = ExpertMatrices(experts.n_experts, sizes, hidden_size, spec, experts.biased)
+        sizes, alternating = ((inner, inner), 1) if experts.clamped is None else ((2 * inner,), 2)
+        given = experts.n_experts, sizes, hidden_size, spec, experts.biased
+        self.experts_gate_up = ExpertMatrices(*given, alternating)
         self.experts_down = ExpertMatrices(experts.n_experts, (hidden_size,), inner, spec, experts.biased)
         self.shared = GatedMLP(hidden_size, experts.shared_size, spec, bias=False) if experts.shared_size else None
         self.shared_gate = Router(hidden_size, 1, spec) if experts.shared_gated else None

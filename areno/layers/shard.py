@@ -50,6 +50,7 @@ class TensorPart:
             `size` is 0 on the other ranks. None for other tensors.
         copies: the number of neighbouring ranks that have the same shard. Above 1 if there are fewer key-value heads
             than ranks.
+        alternating: the number of matrices whose rows alternate in the tensor, such as 2 for gate and up of gpt-oss.
     """
 
     full_shape: tuple[int, ...]
@@ -59,6 +60,7 @@ class TensorPart:
     size: int = 0
     holder: int | None = None
     copies: int = 1
+    alternating: int = 1
 
     def shard_of(self, full: Any) -> Tensor:
         """Return this rank's shard of `full`, the checkpoint tensor or a safetensors slice of it."""

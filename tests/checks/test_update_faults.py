@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from areno.engine.decoder import decoder
 from areno.engine.train import micro_batches, muon, optimizer, optimizer_updates
@@ -15,6 +17,7 @@ from areno.engine.worker import Worker
 from areno.run.progress import RunProgress
 from areno.trainers.kto import KTOTrainer
 from tests.helpers.checked import failed, findings
+from tests.helpers.family_cases import random_model
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +167,14 @@ def last_row_replaced_by_the_first(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", [KTO, MUON, EIGHT_BITS, [*MUON, "actor.use_lora=true"]], ids=" ".join)
 def test_nothing_is_red_without_a_fault(command: list[str]) -> None:
     assert red(command) == {}
+
+
+def test_nothing_is_red_with_experts_whose_gate_and_up_alternate(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained("examples/quickstart/model")
+    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    random_model("gpt-oss-experts", tmp_path, **ids, pad_token_id=tokenizer.pad_token_id)
+    tokenizer.save_pretrained(tmp_path)
+    assert red([*MUON, f"actor.path={tmp_path}"]) == {}
 
 
 @pytest.mark.parametrize(

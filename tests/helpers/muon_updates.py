@@ -94,8 +94,8 @@ def polynomial_of_singular_values(matrix: Tensor, n_steps: int) -> Tensor:
 class Formulas:
     """Muon and AdamW in float64, from the papers."""
 
-    def __init__(self, tensors: dict[str, Tensor], settings: MuonConfig):
-        self.tensors, self.settings = tensors, settings
+    def __init__(self, tensors: dict[str, Tensor], settings: MuonConfig, gate_and_up_alternate: bool = False):
+        self.tensors, self.settings, self.gate_and_up_alternate = tensors, settings, gate_and_up_alternate
         self.first = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
         self.second = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
 
@@ -116,10 +116,12 @@ class Formulas:
         beta = self.settings.momentum
         momentum = self.first[key].mul_(beta).add_(grad, alpha=1 - beta)
         ahead = (1 - beta) * grad + beta * momentum if self.settings.nesterov else momentum
-        rows, columns = tensor.shape
-        spectral = self.settings.scale_mode == "spectral"
-        scale = max(1.0, rows / columns) ** 0.5 if spectral else 0.2 * max(rows, columns) ** 0.5
-        tensor -= LR * scale * polynomial_of_singular_values(ahead, self.settings.ns_steps)
+        n = 2 if self.gate_and_up_alternate and "gate_up" in key else 1
+        for matrix, slope in ((tensor[i::n], ahead[i::n]) for i in range(n)):
+            rows, columns = matrix.shape
+            spectral = self.settings.scale_mode == "spectral"
+            scale = max(1.0, rows / columns) ** 0.5 if spectral else 0.2 * max(rows, columns) ** 0.5
+            matrix -= LR * scale * polynomial_of_singular_values(slope, self.settings.ns_steps)
 
 
 def largest_error(trained: TrainBackend, before: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

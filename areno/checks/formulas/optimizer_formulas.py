@@ -43,8 +43,9 @@ def optimizer_step(
     norm = math.sqrt(sum(float(slope.double().square().sum()) for slope in gradient.values()))
     scale = min(1.0, optimizer.gradient_clipping / (norm + 1e-6)) if clips and optimizer.gradient_clipping else 1.0
     moments.n_updates += 1
+    has_biases = any(name.endswith("gate_up_proj_bias") for name in weights)
     return {
-        name: _change(optimizer, rate, name, weight.double(), scale * gradient[name].double(), moments)
+        name: _change(optimizer, rate, name, weight.double(), scale * gradient[name].double(), moments, has_biases)
         for name, weight in weights.items()
     }
 
@@ -55,7 +56,12 @@ _NOT_MATRICES = ("embed", "lm_head", "score", "router", ".gate.weight", "shared_
 
 def is_matrix(name: str, weight: Tensor) -> bool:
     """Whether Muon orthogonalises the update of a weight: the projections of layers, adapters and experts."""
-    return weight.dim() > 1 and "conv1d" not in name and not any(part in name for part in _NOT_MATRICES)
+    return decays(name, weight) and "conv1d" not in name and not any(part in name for part in _NOT_MATRICES)
+
+
+def decays(name: str, weight: Tensor) -> bool:
+    """Whether weight decay applies: not to norms and biases, some of which are stacked by expert."""
+    return weight.dim() > 1 and not name.endswith("bias")
 
 
 def _orthogonal(matrix: Tensor, n_steps: int) -> Tensor:
@@ -67,29 +73,36 @@ def _orthogonal(matrix: Tensor, n_steps: int) -> Tensor:
     return u @ (values[..., None] * v)
 
 
-def _direction(settings: Any, name: str, slope: Tensor, moments: Moments) -> Tensor:
+def _gate_and_up(stack: Tensor, has_biases: bool) -> tuple[Tensor, ...]:
+    """Return views of experts' matrices (E, rows, columns). With biases, as in gpt-oss, their columns alternate."""
+    return (stack[..., ::2].mT, stack[..., 1::2].mT) if has_biases else stack.chunk(2, dim=1)
+
+
+def _direction(settings: Any, name: str, slope: Tensor, moments: Moments, has_biases: bool) -> Tensor:
     """Return the update of Muon for a learning rate of 1."""
     beta = settings.momentum
     momentum = beta * moments.first.get(name, torch.zeros_like(slope)) + (1 - beta) * slope
     moments.first[name] = momentum
     ahead = beta * momentum + (1 - beta) * slope if settings.nesterov else momentum
-    parts = ahead.chunk(2, dim=1) if slope.dim() == 3 and "gate_up" in name else (ahead,)  # gate and up are apart
-    found = []
-    for part in parts:
+    found = torch.empty_like(ahead)
+    are_apart = slope.dim() == 3 and "gate_up" in name
+    parts, places = ((_gate_and_up(x, has_biases) if are_apart else (x,)) for x in (ahead, found))
+    for part, place in zip(parts, places, strict=True):
         rows, columns = part.shape[-2:]
         spectral = settings.scale_mode == "spectral"
         scale = max(1.0, rows / columns) ** 0.5 if spectral else 0.2 * max(rows, columns) ** 0.5
-        found.append(scale * _orthogonal(part, settings.ns_steps))
-    return torch.cat(found, dim=1) if len(found) > 1 else found[0]
+        place.copy_(scale * _orthogonal(part, settings.ns_steps))
+    return found
 
 
-def _change(optimizer: Any, rate: float, name: str, weight: Tensor, slope: Tensor, moments: Moments) -> Tensor:
-    decays = weight.dim() > 1  # norms and biases do not decay
-    decay = -rate * optimizer.weight_decay * weight if decays else torch.zeros_like(weight)
+def _change(
+    optimizer: Any, rate: float, name: str, weight: Tensor, slope: Tensor, moments: Moments, has_biases: bool
+) -> Tensor:
+    decay = -rate * optimizer.weight_decay * weight if decays(name, weight) else torch.zeros_like(weight)
     if optimizer.type == "sgd":
         return decay - rate * slope
     if optimizer.type == "muon" and is_matrix(name, weight):
-        return decay - rate * _direction(optimizer.muon, name, slope, moments)
+        return decay - rate * _direction(optimizer.muon, name, slope, moments, has_biases)
     beta1, beta2, n = optimizer.beta1, optimizer.beta2, moments.n_updates
     first = beta1 * moments.first.get(name, torch.zeros_like(slope)) + (1 - beta1) * slope
     second = beta2 * moments.second.get(name, torch.zeros_like(slope)) + (1 - beta2) * slope**2

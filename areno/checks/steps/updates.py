@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from areno.checks.formulas.optimizer_formulas import Moments, learning_rate, optimizer_step
+from areno.checks.formulas.optimizer_formulas import Moments, decays, learning_rate, optimizer_step
 from areno.checks.inputs.findings import Finding, green, not_checked, red
 from areno.checks.steps.gradient import norm_of
 from areno.checks.steps.step_formula import relative_difference
@@ -85,15 +85,15 @@ def _decay_faults(
 ) -> Iterator[Finding]:
     """Measure the weight decay, which is too small a part of an update to be seen in its norm."""
     given = optimizer.weight_decay
-    for what, decays in (("matrices", True), ("norms and biases", False)):
-        names = [name for name, value in weights.items() if (value.dim() > 1) == decays]
+    for what, share in (("matrices", given), ("norms and biases", 0.0)):
+        names = [name for name, value in weights.items() if decays(name, value) == (what == "matrices")]
         squares = sum(float(weights[name].double().square().sum()) for name in names)
         if not squares:
             continue
         more = sum(float(((change[name] - wanted[name]) * weights[name].double()).sum()) for name in names)
-        measured, expected = (given if decays else 0.0) - more / squares / rate, given if decays else 0.0
-        if abs(measured - expected) > _OF_DECAY * given + _NO_DECAY:
-            text = f"{what} of the {role} decay by {measured:.3g} per learning rate, expected {expected:g}"
+        measured = share - more / squares / rate
+        if abs(measured - share) > _OF_DECAY * given + _NO_DECAY:
+            text = f"{what} of the {role} decay by {measured:.3g} per learning rate, expected {share:g}"
             yield red("optimizer-update", f"{text} ({role}.optimizer.weight_decay={given:g})")
             return
 

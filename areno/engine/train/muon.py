@@ -65,14 +65,14 @@ def _overlapping(flat: FlatParameters, bucket: Bucket, slot: Tensor) -> Iterator
             view = part.region(whole)
             first = place.start + part.offset * columns
             if view.numel() and first < bucket.own.stop and first + view.numel() > bucket.own.start:
-                yield view, part
+                yield from ((view[i :: part.alternating], part) for i in range(part.alternating))
 
 
 def _replace_matrices(found: list[tuple[Tensor, TensorPart]], tp: ParallelGroup, settings: MuonConfig) -> None:
     alike: dict[tuple[int, ...], list[Tensor]] = {}
     for view, part in found:
         if part.dim is None or part.holder is not None or tp.size == 1:
-            alike.setdefault(part.full_shape, []).append(view)
+            alike.setdefault(tuple(view.shape), []).append(view)
             continue
         shards = tp.all_gather_stacked(view).unbind()[:: part.copies]
         [full] = _directions([torch.cat(shards, dim=part.dim)], settings)

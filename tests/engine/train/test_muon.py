@@ -86,6 +86,20 @@ def test_experts_and_adapters_are_orthogonalised_apart(tmp_path: Path, adapted: 
 
 
 @pytest.mark.parametrize("scale_mode", ["match_rms_adamw", "spectral"])
+def test_gate_and_up_whose_rows_alternate_are_orthogonalised_apart(tmp_path: Path, scale_mode: Any) -> None:
+    random_model("gpt-oss-experts", tmp_path)
+    trained = backend(tmp_path, ALONE, muon={"scale_mode": scale_mode})
+    before = whole_tensors(trained)
+    tensors = {key: tensor.clone() for key, tensor in before.items()}
+    formulas = Formulas(tensors, MuonConfig(scale_mode=scale_mode), gate_and_up_alternate=True)
+    for number in range(3):
+        step(trained, number)
+        formulas.step(number)
+    assert any("gate_up" in key for key in tensors)
+    assert largest_error(trained, before, tensors) <= 1e-5
+
+
+@pytest.mark.parametrize("scale_mode", ["match_rms_adamw", "spectral"])
 def test_equals_the_muon_of_torch(monkeypatch: pytest.MonkeyPatch, scale_mode: Any) -> None:
     """Whose products are in bf16, so here in float32."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
