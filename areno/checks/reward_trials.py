@@ -172,7 +172,7 @@ def each_row(
     yield from _told_answers(where, items, references)
     failing = [at for at, value in enumerate(values) if value is None or value <= floor]
     if not failing:
-        yield green(name, f"{where}the reference answers of {n} rows are right")
+        yield green(name, f"{where}the reference answers of {n} rows get the reward of a right answer, {top:g}")
         return
     rows = ", ".join(f"{items[at].index} ({_short(references[at])})" for at in failing[:_SHOWN])
     more = ", ..." * (len(failing) > _SHOWN)

@@ -159,7 +159,11 @@ def test_answers_swapped_by_settings_are_found(tmp_path: Path) -> None:
 
 def test_a_template_without_generation_prompt_is_found(tmp_path: Path) -> None:
     model = chat_model(tmp_path, ("{{- '<|im_start|>assistant\\n' -}}", ""))
-    assert "prompt-end" in red(gspo(tmp_path, model=model))
+    found = gspo(tmp_path, model=model)
+    assert "prompt-end" in red(found)
+    line = next(each.line for each in found if each.name == "prompt-end")
+    assert "writes '<|im_start|>assistant" in line
+    assert "add_generation_prompt" in line
 
 
 @pytest.mark.parametrize("thinking", ["null", "false"])
@@ -167,7 +171,7 @@ def test_a_generation_prompt_unlike_the_conversation_is_found(thinking: str, tmp
     model = chat_model(tmp_path, ("{{- '<|im_start|>assistant\\n' -}}", "{{- '<|im_start|>assistant' -}}"))
     found = gspo(tmp_path, f"rollout.enable_thinking={thinking}", model=model)
     assert "prompt-end" in red(found)
-    assert "'t|>assistant" in next(each.line for each in found if each.name == "prompt-end")
+    assert "'<|im_start|>assistant" in next(each.line for each in found if each.name == "prompt-end")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "minimind", "tiny"])

@@ -27,7 +27,9 @@ def test_a_column_that_goes_into_no_prompt_is_found(tmp_path: Path) -> None:
         {"instruction": "Add both.", "input": f"{n} and {n}" * (n % 3 == 0), "output": f"It is {2 * n}."}
         for n in range(100, 140)
     ]
-    assert not red(sft(tmp_path / "twin", rows=rows))
+    twin = sft(tmp_path / "twin", rows=[{**row, "source": "arithmetic"} for row in rows])
+    assert not red(twin)
+    assert "in no message are 'source' (40 rows)" in line_of(twin, "unused-columns")
     columns = [f"train_dataset.columns.{name}" for name in ("prompt=instruction", "response=output")]
     found = sft(tmp_path / "faulty", *columns, rows=rows)
     assert red(found) == {"unused-columns"}
@@ -122,6 +124,24 @@ def test_rejected_answers_of_other_rows_are_found(tmp_path: Path) -> None:
     found = dpo(tmp_path / "faulty", moved(pairs, 60, 1, "rejected"))
     assert red(found) == {"own-answers"}
     assert "fit the rejected answer 1 row before" in line_of(found, "own-answers")
+
+
+def test_answers_to_the_same_question_are_not_those_of_other_rows(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": row["prompt"], "response": text, "label": label}
+        for row in STORIES
+        for text, label in (
+            (f"{row['prompt']} {row['response']}", True),
+            (row["response"].split("for")[0] + "for nothing of that kind.", False),
+        )
+    ]
+    for name, given in (("twin", rows), ("faulty", moved(rows, 120, 2))):
+        folder = tmp_path / name
+        folder.mkdir()
+        paths = (f"actor.path={chat_model(folder)}", f"train_dataset.path={data_file(folder / 'rows.jsonl', given)}")
+        found = findings("kto labels", *paths, "valid_dataset=null")
+        assert ("own-answers" in red(found)) == (name == "faulty")
+    assert "2 rows before them" in line_of(found, "own-answers")
 
 
 def test_blocks_of_a_large_file_hold_rows_beside_each_other() -> None:

@@ -23,6 +23,8 @@ _LARGEST_SHIFT = 50  # rows
 _SHIFTED = 0.02  # of the rows fit the row at one distance: by chance, about one in a thousand does
 _FOREIGN = 0.2  # of the rows fit any other row better than themselves, and fewer fit themselves
 _LEAST_FAULTS = 10
+_ALIKE = 0.8  # of the rare words of two questions: an answer to one fits the other, too
+_FEW = 0.25  # of the rows
 _LEAST_WORK = 40  # characters: a shorter text of a row is no worked solution
 _EXAMPLES = 3
 _SHOWN = 60  # characters
@@ -72,7 +74,8 @@ def _fault(found: _Matches, name: str) -> tuple[str, list[tuple[int, int]]] | No
         pairs = [pair for pair in found.foreign if pair[1] - pair[0] == shift]
         beside = f"{abs(shift)} row{'s' * (abs(shift) > 1)} {'after' if shift > 0 else 'before'} them"
         text = f"{count} of {n_all} questions, between rows {pairs[0][0]} and {pairs[-1][0]}, fit {name} {beside}"
-        return f"{text} better than their own: the columns are shifted", pairs
+        perhaps = "perhaps " * (count < _FEW * n_all)
+        return f"{text} better than their own: {perhaps}the columns are shifted", pairs
     if len(found.foreign) > max(_LEAST_FAULTS, _FOREIGN * n_all, found.own):
         text = f"{len(found.foreign)} of {n_all} questions fit {name} of another row better than their own"
         return text, found.foreign
@@ -125,6 +128,7 @@ def _match(indices: Sequence[int], asked: Sequence[str], answers: Sequence[str])
     in_texts = Counter(word for words in texts for word in words)
     in_questions = Counter(word for words in questions for word in words)
     rare = {word for word, count in in_texts.items() if count <= most and in_questions[word] <= most}
+    asked_rarely = {word for word, count in in_questions.items() if count <= most}
     places: dict[str, list[int]] = {}
     for place, words in enumerate(texts):
         for word in words & rare:
@@ -138,12 +142,21 @@ def _match(indices: Sequence[int], asked: Sequence[str], answers: Sequence[str])
                 shared[other] += 1
         if not weights or len(texts[place]) < _LEAST_WORDS:
             continue
-        best = max(weights, key=lambda other: (weights[other], other == place))
+        # Another answer to the same question says nothing, as in rows of good and bad answers.
+        asks = words & asked_rarely
+        ranked = sorted(weights, key=lambda other: (-weights[other], other != place))
+        best = next((at for at in ranked if at == place or not _are_alike(asks, questions[at] & asked_rarely)), None)
+        if best is None:
+            continue
         if best == place:
             found.own += 1
         elif shared[best] >= _LEAST_SHARED and weights[best] >= _CLEARER * weights[place]:
             found.foreign.append((indices[place], indices[best]))
     return found
+
+
+def _are_alike(one: set[str], other: set[str]) -> bool:
+    return bool(one) and len(one & other) >= _ALIKE * len(one | other)
 
 
 def _words(text: str) -> set[str]:

@@ -59,8 +59,9 @@ def unused_columns(subject: Subject) -> Iterator[Finding]:
             shown = [f"row {row.index}: {name}: {_short(row.given[name])}" for row in own[:_EXAMPLES]]
             yield red("unused-columns", f"{text}: {wanted} ({dataset.key}.loader), or leave out the column", shown)
         if not meant:
-            text = f"{dataset.key}: no column with a text for the prompt is left unread"
-            yield green("unused-columns", text, [f"columns of no message: {', '.join(others)}"] * bool(others))
+            text = f"{dataset.key}: no unread column has a name of texts for the prompt, such as 'context'"
+            which = f"; in no message are {', '.join(others)}" if others else "; each column with texts is in a message"
+            yield green("unused-columns", text + which)
 
 
 def _lost_columns(subject: Subject, dataset: Dataset, row: EncodedRow) -> Iterator[str]:

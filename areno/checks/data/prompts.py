@@ -22,6 +22,7 @@ from areno.server.parsers import parser_for_template
 from areno.server.prompt_builder import PromptBuilder
 
 _SHOWN = 3
+_LONGEST_MARK = 30  # characters of a control token
 _WORD = "areno"  # an answer that no template changes
 _CHECKED = 200  # rows: building a prompt as the server does takes about a millisecond
 
@@ -41,8 +42,9 @@ def prompt_end(subject: Subject) -> Iterator[Finding]:
     # A template may open the assistant's turn and leave the channel of the answer to the model.
     missing = _without_tags(before).removeprefix(_without_tags(prompt))
     if missing and prompt == opened:
-        text = "the template writes {!r} before an answer, which no prompt of the rollout ends with"
-        yield red("prompt-end", text.format(before[-40:]), [f"a prompt ends with {prompt[-40:]!r}"])
+        text = f"the template writes {_from_mark(before, before.find(missing))!r} before an answer, which no prompt of"
+        text += " the rollout ends with: it does not read add_generation_prompt"
+        yield red("prompt-end", text, [f"a prompt ends with {_from_mark(prompt, len(prompt) - 40)!r}"])
         return
     thinking = _variables(_thinking_modes(subject)[0])
     if (told := other_prompt(tokenizer, asked, None, thinking)) is not None:
@@ -82,8 +84,15 @@ def other_prompt(
     if has_own_tags and not is_cut:
         return None
     text = "the template ends a prompt otherwise than it begins an answer in a whole conversation: {!r}, there {!r}"
-    ours, theirs = prompt[max(0, n_same - 12) :][:60], before[max(0, n_same - 12) :][:60]
+    ours, theirs = _from_mark(prompt, n_same - 12)[:60], _from_mark(before, n_same - 12)[:60]
     return text.format(ours, theirs), [f"a prompt ends with {prompt[-60:]!r}", f"an answer follows {before[-60:]!r}"]
+
+
+def _from_mark(text: str, at: int) -> str:
+    """Return the text from here on, and before it the beginning of a control token such as <|im_start|>."""
+    at = max(0, at)
+    opened = text.rfind("<", max(0, at - _LONGEST_MARK), at)
+    return text[opened if opened > text.rfind(">", 0, at) else at :]
 
 
 def _tags_of(text: str) -> set[str]:
