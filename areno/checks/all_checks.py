@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from areno.checks import agent_messages, plans, rewards, short_runs
 from areno.checks.data import answers, belonging, columns, prompts, repeats, row_order, rows, texts, tokenizers, turns
 from areno.checks.inputs.findings import Check
-from areno.checks.settings import run_length, sampling, strengths
+from areno.checks.settings import credit, run_length, sampling, strengths
 from areno.checks.steps import algorithm, gradient, model_numbers, scalars, updates
 
 CHECKS: Mapping[str, Sequence[Check]] = {
@@ -49,7 +49,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         agent_messages.agent_messages,
         short_runs.groups_with_signal,
     ),
-    "settings": (*run_length.CHECKS, *strengths.CHECKS, *sampling.CHECKS),
+    "settings": (*run_length.CHECKS, *strengths.CHECKS, *credit.CHECKS, *sampling.CHECKS),
     "gradient": (*gradient.CHECKS, *updates.CHECKS),
     "algorithm": (*algorithm.CHECKS, *model_numbers.CHECKS, *scalars.CHECKS),
     "plan": (plans.fits,),

@@ -82,20 +82,3 @@ def test_equal_weights_are_known(tmp_path: Path) -> None:
     assert have_same_weights(STUDENT, Path(shutil.copytree(STUDENT, tmp_path / "copy")))
     assert not have_same_weights(STUDENT, teacher)
     assert not have_same_weights(STUDENT, tmp_path)
-
-
-def test_a_discount_of_tokens_that_hides_the_reward_is_found(tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}+{n}=", "solutions": str(2 * n), "work": f"{n} and " * 40} for n in range(10, 60)]
-    path = data_file(tmp_path / "rows.jsonl", rows)
-
-    def checked(*settings: str) -> list[Any]:
-        more = (f"train_dataset.path={path}", "train_dataset.loader=null", "valid_dataset=null")
-        found = findings("ppo quickstart", *more, "gconfig.max_new_tokens=100", *settings, only="algorithm")
-        return [each for each in found if each.name == "reward-discount"]
-
-    [found] = checked("actor.discount=0.9")
-    assert found.verdict == "red"
-    assert "a token" in found.line
-    assert "actor.discount=0.9" in found.line
-    [found] = checked("actor.discount=0.9999")
-    assert found.verdict == "green"

@@ -89,3 +89,18 @@ def test_completions_without_room_for_any_worked_solution_are_found(tmp_path: Pa
         findings("gspo prompts", *given, "gconfig.max_new_tokens=32", only="settings"), "answer-room"
     )
     assert not red(findings("gspo prompts", *given, "gconfig.max_new_tokens=400", only="settings"))
+
+
+@pytest.mark.parametrize(("discount", "verdict"), [(0.9, "red"), (0.9999, "green")])
+def test_a_discount_of_tokens_that_hides_the_reward_is_found(discount: float, verdict: str, tmp_path: Path) -> None:
+    given = ("train_dataset.loader=null", "valid_dataset=null", "actor.gae_lambda=0.99", "critic.warmup_steps=0")
+    given += (f"actor.discount={discount}", "gconfig.max_new_tokens=100")
+    for n_words, where in ((10, "the solutions of the rows"), (40, "gconfig.max_new_tokens")):
+        numbers = range(10, 60)
+        rows = [{"prompt": f"{n}+{n}=", "solutions": str(2 * n), "work": f"{n} and " * n_words} for n in numbers]
+        path = data_file(tmp_path / "rows.jsonl", rows)
+        found = findings("ppo quickstart", *given, f"train_dataset.path={path}", only="settings")
+        [line] = [each for each in found if each.name == "credit"]
+        assert line.verdict == verdict
+        assert where in line.line
+        assert f"actor.discount={discount:g}" in line.line or "brings 0." in line.line

@@ -19,7 +19,7 @@ from areno.checks.inputs.findings import Finding, run_checks
 from areno.checks.inputs.subject import Options, Subject
 from areno.checks.steps import two_steps
 from areno.cli.given_command import split_command
-from areno.engine.train import backend, optimizer, optimizer_updates
+from areno.engine.train import backend, gradients, optimizer, optimizer_updates
 from areno.engine.worker import Worker
 from areno.loss_fns import dpo, grpo, gspo, kto, preferences, process_reward, reward_model, surrogates
 from areno.loss_fns.data_pack import DataPack
@@ -362,6 +362,10 @@ def ranks_divide_by_their_own_rows(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(watched_run, "divide_steps", wrong)
 
 
+def gradients_not_cleared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(gradients.Gradients, "begin", lambda self, step, again=False: None)
+
+
 def nothing(patch: pytest.MonkeyPatch) -> None:
     pass
 
@@ -410,6 +414,7 @@ FAULTS: list[tuple[str, list[str], Patch, str, str]] = [
     ("label smoothing ignored", DPO, label_smoothing_ignored, "off-policy-loss", "label_smoothing is left out"),
     ("loss without reference", DPO, loss_without_reference, "off-policy-loss", "reference is left out"),
     ("KTO labels swapped", KTO, labels_swapped, "loss-formula", "answers are swapped"),
+    ("gradients not cleared", RW, gradients_not_cleared, "loss-formula", "Gradients are not cleared"),
     ("ranking swapped", RW, ranking_swapped, "loss-formula", "answers are swapped"),
     ("step labels swapped", PRM, steps_swapped, "loss-formula", "steps are swapped"),
 ]

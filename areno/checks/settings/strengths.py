@@ -1,4 +1,4 @@
-"""Checks of the numbers of a run that are far outside of what any run uses: rates, clips, weights and discounts."""
+"""Checks of the numbers of a run that are far outside of what any run uses: rates, clips and weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from areno.checks.inputs.findings import Finding, green, red
 from areno.checks.inputs.subject import Subject
-from areno.checks.settings.run_length import n_steps, n_updates, rates
+from areno.checks.settings.run_length import rates
 from areno.config.models import KLConfig
-from areno.config.policy_experiments import CriticExperimentConfig, PolicyExperimentConfig
+from areno.config.policy_experiments import PolicyExperimentConfig
 from areno.config.ratio import RatioConfig
 from areno.files.paths import existing_path
 from areno.models.parameters import n_parameters
 from areno.models.registry import load_config
-from areno.recipes import dpo, kto, online_dpo, ppo, sft
+from areno.recipes import dpo, kto, online_dpo, sft
 
 _USUAL_WEIGHT = 0.02  # of a model
 _LEAST_MOVE = 1e-7  # of a weight in the whole run
@@ -26,7 +26,6 @@ _MOST_EPS = 3.0  # of Adam, as a multiple of the largest gradient of an element
 _CLIPS = {"token": 1e-3, "sequence": 1e-6}  # the least that is more than rounding
 _MOST_KL, _MOST_ENTROPY = 1.0, 0.5
 _BETAS = (1e-3, 10.0)
-_LEAST_LAMBDA, _LEAST_REACH = 0.5, 0.1
 _ADAM = ("adam", "adam_bf16", "adam_8bit")
 
 
@@ -131,21 +130,4 @@ def loss_weights(subject: Subject) -> Iterator[Finding]:
         yield from wrong or [green("loss-weights", "no term of the loss dwarfs the others")]
 
 
-def credit(subject: Subject) -> Iterator[Finding]:
-    """Whether advantages of PPO see the rewards, and the critic can learn them."""
-    config, steps = subject.config, n_steps(subject)
-    if not isinstance(config, ppo.PPOConfig) or not isinstance(config, CriticExperimentConfig):
-        return
-    wrong, decay = list[Finding](), config.actor.gae_lambda
-    most = config.gconfig.max_new_tokens
-    if decay < _LEAST_LAMBDA and config.actor.length_lambda is None and most > 1 / _LEAST_LAMBDA:
-        text = f"actor.gae_lambda={decay:g}: the reward counts {decay**2:.2g} two tokens before the end"
-        wrong.append(red("credit", f"{text}, and all else is the critic's guess (usual: 0.95 to 1)"))
-    updates = None if steps is None else n_updates(subject, "critic", steps)
-    if updates and config.critic.eps_clip * updates < _LEAST_REACH:
-        text = f"critic.eps_clip={config.critic.eps_clip:g}: in {updates} updates, a value moves by at most"
-        wrong.append(red("credit", f"{text} {config.critic.eps_clip * updates:.2g}, so it never reaches the rewards"))
-    yield from wrong or [green("credit", f"gae_lambda and the critic's clip let rewards of {most} tokens be learned")]
-
-
-CHECKS = (update_size, weight_decay, clip_range, loss_weights, credit)
+CHECKS = (update_size, weight_decay, clip_range, loss_weights)

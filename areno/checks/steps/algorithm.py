@@ -29,7 +29,6 @@ from areno.checks.steps.step_formula import (
 from areno.checks.steps.two_steps import TwoSteps, of_two_steps
 from areno.checks.steps.watched_run import Update
 from areno.config.policy_experiments import PolicyExperimentConfig
-from areno.recipes import ppo
 from areno.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
 
 _REWARD_ERROR = 1e-5
 _NO_CHANCE = 1e-6  # that samples are equal
-_LEAST_SEEN = 0.01  # of the reward, by the first tokens of an answer
-_LEAST_ANSWER = 16  # tokens: a shorter reference answer is a result alone, without what leads to it
-_LENGTHS = 200  # rows
 
 Row = np.ndarray
 
@@ -358,52 +354,17 @@ def pairs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     yield green("pairs", "the chosen sample of each pair has the higher reward, and both answer the same prompt")
 
 
-def reward_discount(subject: Subject) -> Iterator[Finding]:
-    """Whether the discount of tokens leaves something of the reward to the first tokens of an answer."""
-    config = subject.config
-    if not isinstance(config, ppo.PPOConfig):
-        return
-    rate, most = config.actor.discount, config.gconfig.max_new_tokens
-    n, what = _usual_length(subject)
-    n, what = (n, what) if _LEAST_ANSWER <= n <= most else (most, "gconfig.max_new_tokens")
-    left = rate**n
-    text = f"actor.discount={rate:g}: a token {n} before the end ({what}) sees {left:.2g} of the reward"
-    if left < _LEAST_SEEN:
-        n_seen = int(math.log(_LEAST_SEEN) / math.log(rate)) if rate else 1
-        yield red(
-            "reward-discount", f"{text}. Only the last {n_seen} tokens see more than {_LEAST_SEEN:g}: set it to 1"
-        )
-    else:
-        yield green("reward-discount", text)
-
-
-def _usual_length(subject: Subject) -> tuple[int, str]:
-    """Return the median number of tokens of the longest text that the rows have beside their prompts, and its name."""
-    lengths, name = [], "the solutions of the rows"
-    for dataset in subject.training_rows:
-        for row in subject.sample_of(dataset, _LENGTHS):
-            if row.item is not None:
-                texts = [
-                    text for text in row.item.record.values() if isinstance(text, str) and text not in row.item.text
-                ]
-                lengths.append(len(subject.tokenizer.encode(max(texts, key=len, default=""))))
-    return (int(np.median(lengths)) if lengths else 0), name
-
-
 CHECKS = [
-    reward_discount,
-    *(
-        of_two_steps(check)
-        for check in (
-            training_rows,
-            loss_mask,
-            row_rewards,
-            samples_differ,
-            advantages,
-            equal_rewards,
-            slope_signs,
-            small_step,
-            pairs,
-        )
-    ),
+    of_two_steps(check)
+    for check in (
+        training_rows,
+        loss_mask,
+        row_rewards,
+        samples_differ,
+        advantages,
+        equal_rewards,
+        slope_signs,
+        small_step,
+        pairs,
+    )
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +34,7 @@ CLOSE = 1e-4  # relative difference of a gradient in fp32 and in float64
 SAME = 1e-5  # relative difference of gradients in fp32 whose sums are in another order
 _NOTHING = 1e-6  # norm of a gradient that is made of rounding alone
 _EQUAL_SAMPLES = "the model here draws the same sample for a prompt each time, which trains nothing"
+_LEFT = 1e-3  # relative difference of what is left of a gradient, a difference of two of them
 _ROUGH = 0.05  # relative error of a finite difference of a loss in fp32
 
 
@@ -108,14 +109,38 @@ def _compare(
     differences.append(apart)
     if is_same:
         return
-    said = f"the loss {what} is {result[0]:.6g}, by the formula {loss:.6g}; the gradients differ by {apart:.2g}"
+    losses = f"{result[0]:.6g}", f"{loss:.6g}"
+    said = f"the loss {what} is {losses[0]}, by the formula {losses[1]}, and the gradients differ"
+    if losses[0] == losses[1]:
+        said = f"the loss {what} is that of the formula ({losses[0]}), but the gradients differ"
+    said += f" by {apart:.2g} of their size"
     reason = next((text for text, other in formula.variants() if agrees(other)[0]), "")
     if not reason and result[1]:
         slopes = loss_and_gradient(formula, found.run, weights, rows, update)[1]
         factor = norm_of(result[1]) / (norm_of(slopes) or math.inf)
         if factor and relative_difference(result[1], {key: factor * value for key, value in slopes.items()}) <= CLOSE:
             reason = f"the gradient is {factor:.5g} times that of the formula"
+        elif probe is None:
+            reason = _left_gradient(found.run.of(update.role), update, slopes)
     yield red(name, f"{said}: {reason}" if reason else said)
+
+
+def _left_gradient(updates: Sequence[Update], update: Update, slopes: Tensors) -> str:
+    """Say that a gradient contains that of the update before, if what it has beyond `slopes` is a multiple of it."""
+    number = next(index for index, each in enumerate(updates) if each is update)
+    if not number:
+        return ""
+    before = {key: value.double() for key, value in updates[number - 1].gradient.items()}
+    more = {key: value.double() - slopes[key] for key, value in update.gradient.items()}
+    factor = _product(more, before) / (_product(before, before) or math.inf)
+    if factor <= 0 or relative_difference(more, {key: factor * value for key, value in before.items()}) > _LEFT:
+        return ""
+    times = "" if abs(factor - 1) <= _LEFT else f" {factor:.3g} times"
+    return f"it is the gradient of this update plus{times} that of the update before. Gradients are not cleared"
+
+
+def _product(one: Tensors, other: Tensors) -> float:
+    return sum(float((value.double() * other[key].double()).sum()) for key, value in one.items())
 
 
 def finite_differences(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
@@ -183,13 +208,11 @@ def _unchanged(found: TwoSteps, name: str, attribute: str, what: str) -> Iterato
         if apart <= SAME and of_loss <= SAME:
             yield green(name, said)
             continue
-        sizes = [
-            sum(float(value.double().square().sum()) for value in each.gradient.values()) for each in (other, whole)
-        ]
-        factor = math.sqrt(sizes[0] / sizes[1]) if sizes[1] else math.inf
-        yield red(
-            name, f"{said} (relative); its norm is {factor:.3g} times as large, with {other.n_micro_batches} parts"
-        )
+        said += f" (relative), and rounding explains {SAME:.0g}"
+        factor = norm_of(other.gradient) / (norm_of(whole.gradient) or math.inf)
+        if abs(factor - 1) > _ROUGH:
+            said += f". It is {factor:.3g} times as large, computed in {other.n_micro_batches} parts and not in one"
+        yield red(name, said)
 
 
 def first_ratio(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
