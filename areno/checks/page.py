@@ -9,6 +9,15 @@ from areno.checks.inputs.findings import Detail, Finding, MarkedText
 
 _COLORS = {"green": "32", "red": "31", "not checked": "33"}
 _TRAINED = "\x1b[30;42m"
+_STAGES = (  # of findings about the two steps, which the steps compute one after another
+    ("training-rows", "loss-mask", "rollout-logprobs", "row-rewards"),
+    ("training-logprobs", "reference-logprobs", "critic-values", "teacher-logprobs", "reference-point"),
+    ("advantages", "returns"),
+    ("loss-formula", "equal-rewards"),
+    ("off-policy-loss", "first-ratio", "old-logprobs"),
+    ("slope-signs", "finite-differences", "micro-batches", "shared-prefixes", "data-parallel-ranks"),
+    ("advantage-ascent", "pair-margin", "label-margin", "likelihood"),
+)
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
 h2{margin:2rem 0 .3rem;border-bottom:1px solid #ccc}
@@ -45,8 +54,20 @@ def _marked(text: MarkedText, color: bool) -> str:
 
 
 def red_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield each red finding again, in one line."""
-    yield from (f"{each.verdict:<12}{each.name:<20} {each.line}" for each in findings if each.verdict == "red")
+    """Yield each red finding again, in one line: causes before what may follow from them."""
+    reds = sorted((each for each in findings if each.verdict == "red"), key=lambda each: _stage(each.name))
+    for finding in reds:
+        causes = [each.name for each in reds if 0 < _stage(each.name) < _stage(finding.name)]
+        told = f" (may follow from {causes[0]})" if causes else ""
+        yield f"{finding.verdict:<12}{finding.name:<20} {finding.line}{told}"
+
+
+def _stage(name: str) -> int:
+    """Return how far a finding is from the data of a step: the findings of a later stage may follow from earlier ones.
+
+    Findings that follow from nothing else in the list are of stage 0.
+    """
+    return next((number for number, names in enumerate(_STAGES, 1) if name in names), 0)
 
 
 def summary_line(findings: Sequence[Finding], seconds: float) -> str:

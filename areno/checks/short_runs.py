@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,15 @@ from areno.run.states import StateFolder
 from areno.scoring.pool import RewardPool
 from areno.scoring.records import record_of_completion
 from areno.tracking.reader import RunReader
-from areno.types import SamplingParams
+from areno.types import PromptItem, SamplingParams
 
 _STEPS = 4
 _ROWS = 2  # prompts or rows of a step
 _SAMPLES = 4  # of a prompt
 _TOKENS = 8  # of a completion
-_GROUPS = 32  # in which a signal is looked for
+_GROUPS, _LEAST_GROUPS = 32, 4  # in which a signal is looked for
+_SECONDS = 30.0  # of sampling groups
+_TRIED_TOKENS = 8  # of each sample, to measure how fast they are
 _CLOCKS = ("time", "memory", "per_second")  # in names of metrics that differ from run to run
 
 
@@ -71,31 +75,66 @@ def groups_with_signal(subject: Subject) -> Iterator[Finding]:
         return
     dataset = subject.training_rows[0]
     items = [row.item for row in subject.sample_of(dataset, _GROUPS) if row.item is not None][:_GROUPS]
-    params = SamplingParams.of(config.gconfig)
-    n_samples = config.gconfig.n_samples
-    trainer = Trainer.from_plan(subject.plan)
-    try:
-        trainer.init()
-        with trainer.rollout_session(sampling_params=params, proxy=False):
-            found = trainer.rollout_token_batch([item.tokens for item in items], n_samples, params, seed=config.seed)
-    finally:
-        trainer.close()
+    n_samples, most = config.gconfig.n_samples, config.gconfig.max_new_tokens
+    samples, n_tokens = _sample_in_time(subject, config, items)
     records = []
-    for item, result in zip(items, found, strict=True):
-        tokens = [list(sequence.resp_tokens) for sequence in result.sequences]
-        texts = decode_all(subject.tokenizer, tokens, skip_special_tokens=config.gconfig.skip_special_tokens)
-        rendered = decode_all(subject.tokenizer, tokens, skip_special_tokens=False)
+    for item, sequences in zip(items, samples, strict=False):  # as many as there was time for
+        texts = decode_all(subject.tokenizer, sequences, skip_special_tokens=config.gconfig.skip_special_tokens)
+        rendered = decode_all(subject.tokenizer, sequences, skip_special_tokens=False)
         records += [
             record_of_completion(item, ids, [0.0] * len(ids), text, whole, step=0)
-            for ids, text, whole in zip(tokens, texts, rendered, strict=True)
+            for ids, text, whole in zip(sequences, texts, rendered, strict=True)
         ]
+    subject.doing = f"the rewards of {len(records)} samples"
     with RewardPool(config.reward) as pool:
         outcomes = pool.compute_outcomes(records)
     values = [outcome.value for outcome in outcomes]
     groups = [set(values[start : start + n_samples]) - {None} for start in range(0, len(values), n_samples)]
     n_signals = sum(len(group) > 1 for group in groups)
     text = f"{n_signals} of {len(groups)} groups of {n_samples} samples have different rewards"
-    yield (green if n_signals else red)(name, f"{text}; only those train the policy")
+    is_cut = any(len(ids) >= n_tokens for sequences in samples for ids in sequences) and n_tokens < most
+    if is_cut:
+        text += f", cut at {n_tokens} tokens, as sampling {most} (gconfig.max_new_tokens) takes too long here"
+    elif len(groups) < len(items):
+        text += f", of {len(items)} that would take too long here"
+    if not n_signals and (is_cut or len(groups) < len(items)):
+        yield not_checked(name, text)
+    else:
+        yield (green if n_signals else red)(name, f"{text}; only those train the policy")
+
+
+def _sample_in_time(
+    subject: Subject, config: PolicyExperimentConfig, items: Sequence[PromptItem]
+) -> tuple[list[list[list[int]]], int]:
+    """Sample groups for some seconds at most: of fewer prompts, and if this is not enough, of fewer tokens.
+
+    Return the tokens of the samples of each group, and the largest number of tokens of a sample.
+    """
+    params, n_samples = SamplingParams.of(config.gconfig), config.gconfig.n_samples
+    prompts = [item.tokens for item in items]
+    few, most = prompts[:_LEAST_GROUPS], params.max_new_tokens
+    n_tried = min(_TRIED_TOKENS, most)
+    short = replace(params, max_new_tokens=n_tried, min_new_tokens=min(params.min_new_tokens, n_tried), ignore_eos=True)
+    subject.doing = "a few tokens of samples, to measure how fast they are"
+    trainer = Trainer.from_plan(subject.plan)
+    try:
+        trainer.init()
+        seconds = math.inf
+        for _ in range(2):  # the first is slower
+            started = time.monotonic()
+            with trainer.rollout_session(sampling_params=short, proxy=False):
+                trainer.rollout_token_batch(few, n_samples, short, seed=config.seed)
+            seconds = min(seconds, time.monotonic() - started)
+        n_affordable = _SECONDS * n_tried * len(few) / max(seconds, 1e-3)  # tokens of one sample of each prompt
+        n_groups = min(len(prompts), max(len(few), int(n_affordable / most)))
+        n_tokens = max(n_tried, min(most, int(n_affordable / n_groups)))
+        params = replace(params, max_new_tokens=n_tokens, min_new_tokens=min(params.min_new_tokens, n_tokens))
+        subject.doing = f"{n_groups} groups of {n_samples} samples of at most {n_tokens} tokens"
+        with trainer.rollout_session(sampling_params=params, proxy=False):
+            found = trainer.rollout_token_batch(prompts[:n_groups], n_samples, params, seed=config.seed)
+    finally:
+        trainer.close()
+    return [[list(each.resp_tokens) for each in result.sequences] for result in found], n_tokens
 
 
 def _train(subject: Subject, folder: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from areno.checks import all_checks
+from areno.checks.inputs import findings
 from areno.checks.inputs.findings import Finding, NotChecked, green, red, run_checks
+from areno.checks.page import red_lines
 from areno.cli.__main__ import main
 
 QUICKSTART = ["check", "--only", "data", "--", "python", "-m", "areno.recipes.gspo", "--config-name=quickstart"]
@@ -63,7 +66,7 @@ def test_a_check_that_cannot_check_says_why() -> None:
     def it_breaks(subject: object) -> list[Finding]:
         raise ZeroDivisionError("by zero")
 
-    found = list(run_checks({"data": [rows_are_read, it_breaks]}, None))  # type: ignore[arg-type]
+    found = list(run_checks({"data": [rows_are_read, it_breaks]}, _FakeSubject()))  # type: ignore[arg-type]
     assert [(each.name, each.verdict) for each in found] == [
         ("rows-are-read", "not checked"),
         ("it-breaks", "not checked"),
@@ -74,4 +77,46 @@ def test_a_check_that_cannot_check_says_why() -> None:
 
 def test_a_red_line_is_printed_once() -> None:
     twice = [red("a", "same"), red("a", "same"), red("a", "other")]
-    assert [each.line for each in run_checks({"data": [lambda subject: twice]}, None)] == ["same", "other"]  # type: ignore[arg-type]
+    found = run_checks({"data": [lambda subject: twice]}, _FakeSubject())  # type: ignore[arg-type]
+    assert [each.line for each in found] == ["same", "other"]
+
+
+class _FakeSubject:
+    doing = ""
+
+    def __init__(self) -> None:
+        self.announced: list[str] = []
+
+    def announce(self, text: str) -> None:
+        self.announced.append(text)
+
+
+def test_a_check_that_takes_long_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = _FakeSubject()
+
+    def slow_check(given: _FakeSubject) -> list[Finding]:
+        given.doing = "4 groups of samples"
+        until = time.monotonic() + 10
+        while not given.announced and time.monotonic() < until:
+            time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr(findings, "_WAIT_S", 0.05)
+    assert not list(run_checks({"data": [slow_check]}, subject))  # type: ignore[arg-type, list-item]
+    assert subject.announced[0].endswith("s for slow-check (4 groups of samples)")
+
+
+def test_red_lines_name_the_cause_first() -> None:
+    names = ("off-policy-loss", "shared-prefixes", "prompt-end", "teacher-logprobs")
+    lines = list(red_lines([red(name, "is wrong") for name in names]))
+    assert [line.split()[1] for line in lines] == ["prompt-end", "teacher-logprobs", *names[:2]]
+    assert [line.endswith("is wrong (may follow from teacher-logprobs)") for line in lines] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    assert [line.split()[1] for line in red_lines([red("shared-prefixes", "a"), red("a", "b")])] == [
+        "a",
+        "shared-prefixes",
+    ]

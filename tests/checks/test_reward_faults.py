@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from areno.checks import short_runs
 from areno.checks.inputs.findings import Finding
 from tests.helpers.checked import failed, findings, red
 from tests.helpers.checked_rows import chat_model
@@ -32,6 +33,18 @@ def test_a_right_reward_is_green(tmp_path: Path) -> None:
         "group-signal",
         "reward-reach",
     }
+
+
+def test_groups_whose_samples_would_take_too_long_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(short_runs, "_SECONDS", 1e-9)
+    monkeypatch.setattr(short_runs, "_TRIED_TOKENS", 1)
+    [found] = [each for each in found_with(tmp_path, "    return 0.0\n") if each.name == "group-signal"]
+    assert found.verdict == "not checked"
+    assert "0 of 4 groups" in found.line
+    assert "cut at 1 tokens, as sampling 16 (gconfig.max_new_tokens) takes too long" in found.line
+    body = "    return float(record.completion[:1] in '02468')\n"
+    [found] = [each for each in found_with(tmp_path, body) if each.name == "group-signal"]
+    assert found.verdict == "green"
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +13,8 @@ from areno.errors import ArenoError, Problem
 
 if TYPE_CHECKING:
     from areno.checks.inputs.subject import Subject
+
+_WAIT_S = 20.0
 
 Verdict = Literal["green", "red", "not checked"]
 
@@ -74,10 +78,11 @@ def run_checks(
         for check in members if only is None or group in only else ():
             name = check.__name__.replace("_", "-")
             try:
-                for finding in check(subject):
-                    if finding.verdict != "red" or (finding.name, finding.line) not in red_lines:
-                        yield replace(finding, group=group)
-                    red_lines |= {(finding.name, finding.line)} if finding.verdict == "red" else set()
+                with _told_if_slow(subject, name):
+                    for finding in check(subject):
+                        if finding.verdict != "red" or (finding.name, finding.line) not in red_lines:
+                            yield replace(finding, group=group)
+                        red_lines |= {(finding.name, finding.line)} if finding.verdict == "red" else set()
             except NotChecked as reason:
                 yield replace(not_checked(name, str(reason)), group=group)
             except ArenoError as error:
@@ -88,3 +93,23 @@ def run_checks(
             except Exception as error:
                 said = f"the check itself failed: {type(error).__name__}: {error}"
                 yield replace(not_checked(name, said, traceback.format_exc().splitlines()), group=group)
+
+
+@contextmanager
+def _told_if_slow(subject: Subject, name: str) -> Iterator[None]:
+    """Announce what is being waited for every `_WAIT_S` seconds inside of a `with` block."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        seconds = 0.0
+        while not ended.wait(_WAIT_S):
+            seconds += _WAIT_S
+            part = f" ({subject.doing})" if subject.doing else ""
+            subject.announce(f"has waited {seconds:.0f} s for {name}{part}")
+
+    subject.doing = ""
+    threading.Thread(target=tell, name="waiting", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

@@ -80,7 +80,8 @@ class Subject:
         options: Options,
         announce: Callable[[str], None] = lambda text: None,
     ):
-        self.announce = announce  # called before something that costs, such as the calls of a judge
+        self.announce = announce  # called before something that costs, and while a check takes long
+        self.doing = ""  # what a check that takes long is at
         self.algorithm, self._composition, self.folder, self.options = algorithm, composition, folder, options
         self.config: ExperimentConfig = composition.build(algorithm.config)
         self._models: dict[str, Path] = {}  # path in the settings -> local folder

@@ -78,6 +78,9 @@ def _watch(subject: Subject) -> TwoSteps:
         small = subject.small_config(small_changes(config, _MOST_OF_TURN if subject.has_own_model else _MOST_NEW))
     except ConfigError as error:
         raise NotChecked(f"the settings do not fit a run of two short steps: {error}") from error
+    subject.doing = "two steps of training on a small model"
+    if is_policy and config.agent.fn is not None:
+        subject.doing += ", whose samples agents ask for"
     folder = subject.folder / "two_steps"
     rows = short_rows(subject)
     reward = partial(stand_in_reward, parts=tuple(reward_parts(small))) if is_policy else None
@@ -86,10 +89,12 @@ def _watch(subject: Subject) -> TwoSteps:
             lost = [sample.outcome.message for samples in run.samples.values() for sample in samples]
             raise NotChecked(f"no sample has a reward, so the run trains nothing: {next(filter(None, lost), '')}")
         roles = dict.fromkeys(update.role for update in run.updates)
+        subject.doing = "the rows of the two steps once more, in other ways"
         drawn = _draw(run) if is_policy and config.agent.fn is None else []
         points = moved_points(run)
         probes = {role: make_probes(run, role) for role in roles}
         frozen = {role: run.saved(role) for role in run.frozen if run.holds(role)}
+        subject.doing = ""
         return TwoSteps(run, probes, drawn, frozen, points, folder)
 
 
