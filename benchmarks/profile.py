@@ -36,6 +36,7 @@ OWN_FOLDERS = {
     "logprobs": "head",
     "sampling": "sampling",
     "adam": "optimizer",
+    "digests": "optimizer",
 }
 # (group, pattern). The first pattern that matches the lower-case name decides.
 _GROUPS: tuple[tuple[str, str], ...] = (

@@ -319,7 +319,7 @@ def test_in_deterministic_mode_it_is_an_error_that_names_a_size(
         rows = train_rows(rollout(engine))
         backend = engine.workers.worker.roles["actor"].backend  # type: ignore[union-attr]
         out_of_memory_above(90, monkeypatch, backend.model)
-        backend.kept_layers = RecomputationPolicy(backend.model, lambda: 2**30)
+        backend.passes.kept_layers = RecomputationPolicy(backend.model, lambda: 2**30)
         with pytest.raises(Exception, match=r"max_tokens_per_mb.*a micro-batch of [\d,]+ tokens would fit") as error:
             engine.train(rows, grpo_loss_fn)
         assert "lower actor.mb_spec.max_tokens_per_mb" in str(error.value)

@@ -14,7 +14,7 @@ import transformers
 
 from areno.config.judge import JudgeConfig
 from areno.config.rollout import DecoderConfig
-from areno.engine import worker
+from areno.engine import decoder_maker
 from areno.engine.decoder.decoder import Decoder
 from areno.engine.engine import Engine
 from areno.engine.roles import _offloaded_buffers
@@ -151,7 +151,7 @@ def test_a_decoder_of_replies_is_freed_and_that_of_the_actor_stays(
             super().__init__(*args, **how)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(worker, "Decoder", Watched)
+    monkeypatch.setattr(decoder_maker, "Decoder", Watched)
     with Engine(spec(folder, random_init=False), "inline") as engine:
         engine.ensure_roles({"judge": role(judge)})
         for _ in range(2):

@@ -248,7 +248,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("kind", ["hangs", "dies", "raises", "nan", "long"])
 def test_games_that_misbehave(fake: None, tmp_path: Path, kind: str) -> None:
     """Their samples are counted as errors, and the run goes on with the others."""
-    played = train(tmp_path, kind, "agent.timeout_s=15", "train_dataset.shuffle=false")
+    played = train(tmp_path, kind, "agent.timeout_s=8", "train_dataset.shuffle=false")
     statuses = ("errors", "timeouts", "filtered")
     failed = np.sum([played.series(f"rollout/agent_{status}") for status in statuses], axis=0).tolist()
     trained = [sum(sample["reward"] is not None for sample in played.samples(step)) for step in (1, 2)]

@@ -174,7 +174,7 @@ def begin_again(folder: Path, dp: ParallelGroup) -> None:
         failures = iter([2, 9, 13] if dp.rank == 1 else [])  # by the number of backward passes that begin
         _run_short_of_memory(short, failures)
         assert_like(three_steps(short), expected, 0.0)
-        assert short.kept_layers.n_less == (3 if dp.rank == 1 else 0)  # type: ignore[attr-defined]
+        assert short.passes.kept_layers.n_less == (3 if dp.rank == 1 else 0)  # type: ignore[attr-defined]
         for mine, wanted in zip(short.model.parameters(), plain.model.parameters(), strict=True):
             assert torch.equal(mine, wanted)
 
@@ -197,11 +197,11 @@ def _run_short_of_memory(short: TrainBackend, failures: Any) -> None:
     short.model.layers[0].mlp.register_forward_pre_hook(hook)
 
     def keep_less() -> bool:
-        short.kept_layers.n_less += 1  # type: ignore[attr-defined]
+        short.passes.kept_layers.n_less += 1  # type: ignore[attr-defined]
         return True
 
-    short.kept_layers.n_less = 0  # type: ignore[attr-defined]
-    short.kept_layers.recompute_more = keep_less  # type: ignore[method-assign]
+    short.passes.kept_layers.n_less = 0  # type: ignore[attr-defined]
+    short.passes.kept_layers.recompute_more = keep_less  # type: ignore[method-assign]
 
 
 def in_backward() -> bool:

@@ -362,8 +362,8 @@ def test_nothing_is_told_of_recorded_runs_that_learned(run):
 def test_a_rollout_at_another_temperature_in_one_step(tmp_path, caplog, monkeypatch):
     calls = []
 
-    def hotter_once(gconfig):
-        calls.append(sampling_params(gconfig))
+    def hotter_once(*given):
+        calls.append(sampling_params(*given))
         if len(calls) == 11:
             calls[-1].temperature *= 2
         return calls[-1]

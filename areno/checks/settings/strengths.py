@@ -59,10 +59,10 @@ def update_size(subject: Subject) -> Iterator[Finding]:
 
 def _largest_element(subject: Subject, section: Any) -> float | None:
     """Return the root mean square of the elements of a clipped gradient, at most. None if it is not known."""
-    path = section.path or subject.config.actor.path
-    if not section.optimizer.gradient_clipping or vars(section).get("use_lora") or existing_path(path) is None:
+    folder = existing_path(section.path or subject.config.actor.path)
+    if not section.optimizer.gradient_clipping or vars(section).get("use_lora") or folder is None:
         return None
-    return section.optimizer.gradient_clipping / math.sqrt(n_parameters(load_config(path)))
+    return section.optimizer.gradient_clipping / math.sqrt(n_parameters(load_config(folder)))
 
 
 def _share_of_step(optimizer: Any, gradient: float | None) -> float:

@@ -84,8 +84,8 @@ class TrainBackend:
         self._is_alone = model.tp.size == context.cp.size == 1
         free = partial(free_bytes, self.device) if on_cuda else None
         more = spec.n_ranks_on_machine(context.rank), free_cache
-        self.kept_layers = RecomputationPolicy(model, free, self._is_alone, split, *more)
-        self.passes = ForwardPasses(model, role, context, attn_backend, self.kept_layers, split=split)
+        kept_layers = RecomputationPolicy(model, free, self._is_alone, split, *more)
+        self.passes = ForwardPasses(model, role, context, attn_backend, kept_layers, split=split)
         self.flat: FlatParameters | None = None
         self.optimizer: Optimizer | None = None
         if role.optimizer is None:
@@ -139,7 +139,7 @@ class TrainBackend:
         Raises EngineError if memory runs out or the loss function returns something invalid. With `exact`, also if the
         model disagrees with a rollout log-probability of a row with staleness 0.
         """
-        self.passes.teachers = self.kept_layers.teacher = teachers
+        self.passes.teachers = self.passes.kept_layers.teacher = teachers
         with self._out_of_memory_hint(update.mb_spec):
             batches = [StepBatches(step, update.rows_per_unit, self.device) for step in steps]
             is_policy = self.model.config.head == "lm"
@@ -332,7 +332,7 @@ class TrainBackend:
             return True
 
         def divide() -> bool:
-            policy = self.kept_layers
+            policy = self.passes.kept_layers
             if not (policy.recompute_more() or halve() or policy.offload_more() or policy.free_cache()):
                 return False
             self._gradients.begin(step, again=True)
@@ -417,4 +417,5 @@ class TrainBackend:
     def _out_of_memory_hint(self, mb_spec: MicroBatchSpec) -> AbstractContextManager[None]:
         recomputes = self.role.gradient_checkpointing or not torch.is_grad_enabled()
         how = {"recomputes": recomputes, "on_cuda": self.device.type == "cuda"}
-        return training_memory_hint(self.role, mb_spec, self.kept_layers.fitting_micro_batch_text, self._beside, **how)
+        text = self.passes.kept_layers.fitting_micro_batch_text
+        return training_memory_hint(self.role, mb_spec, text, self._beside, **how)

@@ -34,7 +34,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "max_context_len": {"max_context_len": 20},
 }
 REFUSED = {"max_prompt_len": 5}  # of a prompt of 9 tokens
-OF_TEXT = {"skip_special_tokens"}  # test_skip_special_tokens_is_of_texts
+# test_skip_special_tokens_is_of_texts, tests/engine/decoder/test_logit_edits.py
+NOT_OF_DRAWS = {"skip_special_tokens", "top_logprobs"}
 
 
 def sampled(**changes: Any) -> list[list[int]]:
@@ -58,7 +59,7 @@ def test_every_setting_changes_what_is_sampled(name: str, plain: list[list[int]]
         params = SamplingParams(**{name: REFUSED[name]})
         with pytest.raises(RequestRefused, match=name):
             make_decoder().limits.max_new(GenerationRequest(request_id=0, prompt=prompt(1, 9), params=params))
-    elif name not in OF_TEXT:
+    elif name not in NOT_OF_DRAWS:
         assert name in CHANGES, f"give {name} a value in CHANGES that changes draws, or ends or extends completions"
         assert sampled(**CHANGES[name]) != plain
 

@@ -75,7 +75,7 @@ def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
     sizes = itertools.count(step=100_000)
     growing = RecomputationPolicy(backend.model, lambda: next(sizes))
     enough = 100_000 * next(n for n in itertools.count() if growing.n_kept_layers(80) == 2)
-    backend.kept_layers = RecomputationPolicy(backend.model, lambda: enough)
+    backend.passes.kept_layers = RecomputationPolicy(backend.model, lambda: enough)
     stats, other = loss_and_gradient(backend, rows, grpo_loss_fn, spec)
     assert stats == pytest.approx(expected)
     torch.testing.assert_close(other, gradient)
@@ -87,10 +87,10 @@ def test_a_step_that_runs_out_of_memory_keeps_less_and_is_the_same(monkeypatch):
 
     monkeypatch.setattr(backend.model, "forward", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
     n_fitting = PassBytes.for_training(backend.model.config, 4).fitting_tokens(2**33) // 256 * 256
-    backend.kept_layers = RecomputationPolicy(backend.model, lambda: 2**33)
+    backend.passes.kept_layers = RecomputationPolicy(backend.model, lambda: 2**33)
     with pytest.raises(EngineError, match=f"in training.* a micro-batch of {n_fitting:,} tokens would fit.* host"):
         train_on(backend, rows, sft_loss_fn, spec)
-    backend.kept_layers = RecomputationPolicy(backend.model, lambda: 0)
+    backend.passes.kept_layers = RecomputationPolicy(backend.model, lambda: 0)
     with pytest.raises(EngineError, match="no micro-batch fits"):
         train_on(backend, rows, sft_loss_fn, spec)
 
@@ -100,7 +100,7 @@ def compare_offloaded() -> None:
     rows, spec = make_rows(), MicroBatchSpec(mini_bs=5)
     expected, gradient = loss_and_gradient(make(recompute=True), rows, grpo_loss_fn, spec)
     backend, places = make(recompute=True), []
-    backend.kept_layers = RecomputationPolicy(backend.model, lambda: 0)
+    backend.passes.kept_layers = RecomputationPolicy(backend.model, lambda: 0)
     begin = RecomputationPolicy.begin_offload
 
     def record(policy: RecomputationPolicy, n_tokens: int):
@@ -115,7 +115,7 @@ def compare_offloaded() -> None:
     assert len(places) == 2
     assert places[0] is places[1] is not None
     with torch.no_grad():
-        assert backend.kept_layers.begin_offload(10) is None
+        assert backend.passes.kept_layers.begin_offload(10) is None
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_a_row_that_does_not_fit_beside_the_kv_cache_frees_it(caplog):
 def test_only_an_idle_kv_cache_is_freed(tmp_path):
     with Engine(spec(model_folder(tmp_path)), "inline") as engine:
         worker = worker_of(engine)
-        policy = worker.roles["actor"].backend.kept_layers
+        policy = worker.roles["actor"].backend.passes.kept_layers
         assert not policy.free_cache()
         engine.begin_rollout(RolloutSpec(max_running=2, max_len=32))
         assert not policy.free_cache()

@@ -397,7 +397,7 @@ def test_a_step_of_linked_micro_batches_that_runs_out_of_memory_is_halved(
 def test_prefixes_that_do_not_fit_end_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the micro-batch before has kept activations, which a repeated step would not."""
     backend = make(recompute=True)
-    backend.kept_layers = RecomputationPolicy(backend.model, lambda: 2**40)
+    backend.passes.kept_layers = RecomputationPolicy(backend.model, lambda: 2**40)
     step(backend, train_rows(group(9, [4, 6], VOCAB)), LOSSES["grpo"], "on")
     tries = []
 
