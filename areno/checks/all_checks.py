@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from areno.checks import agent_messages, plans, rewards, short_runs
-from areno.checks.data import answers, belonging, columns, prompts, repeats, row_order, rows, texts, tokenizers, turns
+from areno.checks.data import (
+    answers,
+    belonging,
+    columns,
+    cuts,
+    prompts,
+    references,
+    repeats,
+    row_order,
+    rows,
+    texts,
+    tokenizers,
+    turns,
+)
 from areno.checks.inputs.findings import Check
 from areno.checks.settings import credit, run_length, sampling, strengths
 from areno.checks.steps import algorithm, gradient, model_numbers, scalars, updates
@@ -19,8 +32,10 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         columns.row_flags,
         columns.swapped_columns,
         turns.turn_order,
+        turns.written_calls,
         belonging.own_answers,
-        texts.cut_texts,
+        references.answers_of_texts,
+        cuts.cut_texts,
         texts.encoded_texts,
         texts.filled_texts,
         answers.shown_rows,

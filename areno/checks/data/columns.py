@@ -17,6 +17,7 @@ _ASKED += ("history", "background", "choices", "options", "premise", "hypothesis
 _ASKED += ("problem", "query", "instruction", "instructions", "functions")
 _REASONED = ("reasoning", "reasoning_content", "rationale", "thinking", "thought", "thoughts", "chain_of_thought")
 _REASONED += ("cot", "explanation", "explanations")
+_CONVERTED = {"conversations", "conversation"}  # of other formats, whose texts the messages of areno's form have
 _FILLED = 0.02  # of the rows
 _LEAST_ROWS = 3
 _EXAMPLES = 3
@@ -69,6 +70,7 @@ def _lost_columns(subject: Subject, dataset: Dataset, row: EncodedRow) -> Iterat
         return
     renamed = set(dataset.section.columns.renamed_columns().values())
     known = {*FIELDS[subject.kind], *SHARED_FIELDS, VARIABLES, *renamed}
+    known |= _CONVERTED if row.row is not row.given else set()
     text = ""
     for name, value in row.given.items():
         texts = [each for each in leaves(value) if each.strip()] if name not in known else []

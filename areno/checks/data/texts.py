@@ -1,4 +1,4 @@
-"""Checks of the texts of rows: marks that do not belong there, and texts that are cut, empty or encoded."""
+"""Checks of the texts of rows: marks that do not belong there, and texts that are empty or encoded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
@@ -21,8 +20,6 @@ _MOST = 0.95  # of the answers of one side that have a mark, while at most 1 - _
 _LEAST_PAIRS = 20
 _ALWAYS, _LONGER = 0.98, 1.3  # of the pairs, times as long
 _SHORTEST_CUT = 64  # characters: shorter texts often have the same length by their nature
-_CUT = 0.02  # of the texts of a column that have its largest length
-_PILED = 8  # times as many as have one of the other lengths on average
 _BAR = "\uff5c"  # of DeepSeek's tokens
 _FOREIGN = ("im_start", "im_end", "system", "user", "assistant", "start_header_id", "end_header_id", "eot_id")
 _FOREIGN += ("begin_of_text", "endoftext", "end", "start", "message", "channel", "START_OF_TURN_TOKEN")
@@ -39,50 +36,6 @@ _PLACES = ("question", "prompt", "instruction", "input", "context", "problem", "
 _NOTHING = ("none", "nan", "null", "<na>", "undefined")
 _NAMED = ("assistant:", "ai:", "bot:", "gpt:", "chatbot:", "model:", "response:", "<assistant>")
 _NEXT_TURN = ("\nuser:", "\nhuman:", "\nq:", "\nquestion:", "\n### human", "\n### user", "\n<user>")
-_LONGEST = 0.05  # of the texts
-_OPEN = 0.6  # of the longest texts end within a sentence, and a third as many of the shorter ones
-_SENTENCE_ENDS = tuple(".!?:;)]}\"'`*>|$\u3002\uff01\uff1f\u201d\u2019\u2026")
-
-
-def cut_texts(subject: Subject) -> Iterator[Finding]:
-    """Look for columns whose texts were cut at a number of characters: many of them have the largest length."""
-    for dataset in subject.datasets:
-        rows = subject.rows_of(dataset)
-        columns: dict[str, dict[str, int]] = {}  # column -> text -> row
-        for row in rows:
-            for name, text in _texts_of(row.given):
-                columns.setdefault(name, {}).setdefault(text, row.index)
-        for name, texts in columns.items():
-            lengths = Counter(map(len, texts))
-            longest = max(lengths)
-            n = lengths.pop(longest)
-            is_pile = n > max(_CUT * len(texts), _PILED * float(np.mean([*lengths.values()] or [n])))
-            if longest >= _SHORTEST_CUT and is_pile:
-                text = f"{dataset.key}: {n} texts of {name!r} have exactly {longest} characters, and none has more"
-                ends = [f"row {row}: ...{each[-_SHOWN:]!r}" for each, row in texts.items() if len(each) == longest]
-                yield red(
-                    "cut-texts", f"{text}: they seem to be cut there, so that their ends are lost", ends[:_EXAMPLES]
-                )
-                break
-            if (open_ends := _open_ends(list(texts))) is not None:
-                text = f"{dataset.key}: {open_ends[0]:.0%} of the longest texts of {name!r} end within a sentence, and"
-                ends = [f"row {texts[each]}: ...{each[-_SHOWN:]!r}" for each in open_ends[2]]
-                text += f" {open_ends[1]:.0%} of the shorter ones: the longest seem to be cut at a number of tokens"
-                yield red("cut-texts", text, ends)
-                break
-        else:
-            yield green("cut-texts", f"{dataset.key}: no column is cut")
-
-
-def _open_ends(texts: list[str]) -> tuple[float, float, list[str]] | None:
-    """Return (share of the longest texts that end within a sentence, of the shorter ones, examples), None if alike."""
-    texts = sorted(texts, key=len)
-    longest, shorter = texts[-max(1, int(_LONGEST * len(texts))) :], texts[: len(texts) // 2]
-    if len(longest) < _LEAST_PAIRS // 2 or len(longest[0]) < _SHORTEST_CUT:
-        return None
-    ends = [[text for text in part if not text.rstrip().endswith(_SENTENCE_ENDS)] for part in (longest, shorter)]
-    shares = len(ends[0]) / len(longest), len(ends[1]) / len(shorter)
-    return (*shares, ends[0][:_EXAMPLES]) if shares[0] > max(_OPEN, 3 * shares[1]) else None
 
 
 def encoded_texts(subject: Subject) -> Iterator[Finding]:
@@ -351,18 +304,6 @@ def _marks(subject: Subject, sides: Sequence[Sequence[str]]) -> Mapping[str, Cal
     for token in map(str, subject.tokenizer.all_special_tokens):
         found[f"contain {token!r}"] = lambda text, token=token: token in text
     return found
-
-
-def _texts_of(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (column, text) of each text in a row. Texts of messages belong to the column of the messages."""
-    if isinstance(value, str):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _texts_of(each, name or str(key))
-    elif isinstance(value, Sequence):
-        for each in value:
-            yield from _texts_of(each, name)
 
 
 def _around(text: str, mark: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from areno.checks.inputs.findings import Finding, green, red
 from areno.checks.inputs.subject import Subject
-from areno.checks.inputs.talks import answers_of, text_of
+from areno.checks.inputs.talks import answers_of, rendered, squeezed, text_of
 
 _MOST = 0.05  # of the conversations
 _LEAST = 3
@@ -20,6 +20,7 @@ _RESULTS = ("<tool_response>", "[TOOL_RESULTS]", "<function_results>", "<|observ
 _RESULTS += ("<tool_result>", "<function_response>", "\nObservation:", "<|start_header_id|>ipython", "[/TOOL_RESULTS]")
 _CALL_KEYS = ({"name", "arguments"}, {"name", "parameters"}, {"function"}, {"tool_calls"}, {"action", "action_input"})
 _CALL_TEXTS = ("<tool_call>", "[TOOL_CALLS]", "<functioncall>", "<function=", "\nAction:", "<|python_tag|>")
+_DESCRIBED = '"arguments"'
 _WRONG = {
     "tool": "a result of a tool is trained as the assistant's own words, so that the model learns to make it up",
     "again": "a message of the assistant follows directly on a message of the assistant",
@@ -46,6 +47,70 @@ def turn_order(subject: Subject) -> Iterator[Finding]:
             forms = Counter(" ".join(str(message.get("role")) for message in talk)[:_SHOWN] for _, talk, _ in talks)
             shown = [f"{count}: {roles}" for roles, count in forms.most_common(2 * _EXAMPLES)]
             yield green("turn-order", f"{dataset.key}: users, tools and the assistant speak in turn", shown)
+
+
+def written_calls(subject: Subject) -> Iterator[Finding]:
+    """Look for calls of tools that stand as JSON in answers, where the template writes calls otherwise."""
+    for dataset in subject.datasets:
+        faults, n_calls, asked = dict[int, str](), 0, 0
+        for row in subject.sample_of(dataset):
+            for talk, _ in _talks(subject.kind, row.row) if row.item is not None else ():
+                names, has_results = _tool_names(row.row), any(each.get("role") == "tool" for each in talk)
+                asked += bool(names) or has_results
+                if any(message.get("tool_calls") for message in talk) or not (names or has_results):
+                    continue
+                if not names and any(_DESCRIBED in text_of(each) for each in talk if each.get("role") != "assistant"):
+                    continue  # the prompt asks for this form
+                found = [call for each in talk if each.get("role") == "assistant" for call in _calls_in(text_of(each))]
+                found = [call for call in found if not names or call["name"] in names]
+                if found and not _is_own_form(subject, row.row, found[0]):
+                    n_calls += len(found)
+                    faults.setdefault(row.index, f"row {row.index}: {_short(json.dumps(found[0], ensure_ascii=False))}")
+        if len(faults) >= _LEAST:
+            text = f"{dataset.key}: {n_calls} calls of tools in {len(faults)} rows stand as JSON in the text of the"
+            text += " assistant, not in tool_calls: the model learns a form that no parser of calls reads"
+            yield red("written-calls", text, list(faults.values())[:_EXAMPLES])
+        elif asked:
+            text = f"{dataset.key}: of {asked} conversations with tools, {len(faults)} have calls as JSON in a text"
+            yield green("written-calls", text, list(faults.values()))
+
+
+def _tool_names(row: Mapping[str, Any]) -> set[str]:
+    given = row.get("tools")
+    tools = _json(given) if isinstance(given, str) else given
+    found = [each.get("function") or each for each in tools or () if isinstance(each, Mapping)]
+    return {str(each["name"]) for each in found if isinstance(each, Mapping) and each.get("name")}
+
+
+def _calls_in(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the calls that stand in a text as plain JSON, not in marks of calls."""
+    if any(mark in text for mark in _CALL_TEXTS):
+        return
+    at = text.find("{")
+    while at >= 0:
+        end = at + 1
+        with suppress(ValueError, RecursionError):
+            found, end = json.JSONDecoder().raw_decode(text, at)
+            for keys in _CALL_KEYS[:2]:
+                if keys <= found.keys() and isinstance(found["name"], str):
+                    arguments = found[(keys - {"name"}).pop()]
+                    if isinstance(arguments if isinstance(arguments, dict) else _json(str(arguments)), dict):
+                        yield found
+                        break
+        at = text.find("{", end)
+
+
+def _is_own_form(subject: Subject, row: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
+    """Whether the chat template itself writes a call as such a text."""
+    arguments = call.get("arguments", call.get("parameters"))
+    arguments = _json(arguments) if isinstance(arguments, str) else arguments
+    function = {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
+    asked = {"role": "user", "content": "?"}
+    texts = [
+        rendered(subject.tokenizer, [asked, {"role": "assistant", **said}], None, False)
+        for said in ({"content": "", "tool_calls": [function]}, {"content": json.dumps(call, ensure_ascii=False)})
+    ]
+    return texts[0] is not None and squeezed(texts[0]) == squeezed(texts[1] or "")
 
 
 def _talks(kind: str, row: Mapping[str, Any]) -> Iterator[tuple[Sequence[Any], list[Any]]]:

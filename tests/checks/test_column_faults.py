@@ -1,0 +1,89 @@
+"""Faults of columns: cut at a number of tokens, calls of tools in texts, answers unlike the worked text beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.checked import data_file, red
+from tests.helpers.checked_rows import dpo, gspo, sft
+from tests.helpers.tokenizers import load_tokenizer
+
+
+def line_of(found: list[Any], name: str) -> str:
+    return next(each.line for each in found if each.name == name)
+
+
+def talked(n: int, side: str) -> str:
+    """A text of several sentences whose length varies, unlike that of the others."""
+    words = [f"{side}{n * 7 % 31}", f"thing{n % 13}", f"place{n % 17}"]
+    return " ".join(f"The {words[k % 3]} is {n * k % 19} of {words[(k + n) % 3]}." for k in range(3 + n * 5 % 29))
+
+
+def test_answers_of_one_side_that_a_number_of_tokens_has_cut_are_found(tmp_path: Path) -> None:
+    pairs = [{"prompt": f"Tell me of {n}.", "chosen": talked(n, "a"), "rejected": talked(n, "b")} for n in range(200)]
+    assert "cut-texts" not in red(dpo(tmp_path / "twin", pairs))
+    tokenizer = load_tokenizer("tiny")
+
+    def cut(text: str) -> str:
+        return tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"][:128])
+
+    def words(text: str) -> str:
+        return " ".join(text.split()[:63])
+
+    for name, change in (("tokens", cut), ("words", words)):
+        found = dpo(tmp_path / name, [{**row, "rejected": change(row["rejected"])} for row in pairs])
+        lines = [each.line for each in found if each.name == "cut-texts"]
+        assert all("'rejected'" in line for line in lines)
+        assert f"texts of 'rejected' have {128 if name == 'tokens' else 63} {name}" in lines[0]
+
+
+CALL = {"name": "add", "arguments": {"text": "1+1"}}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+
+
+def called(n: int, said: dict[str, Any]) -> dict[str, Any]:
+    talk = [{"role": "user", "content": f"What is {n} plus {n}?"}, {"role": "assistant", **said}]
+    talk += [{"role": "tool", "content": f"{2 * n}"}, {"role": "assistant", "content": f"It is {2 * n}."}]
+    return {"messages": talk, "tools": TOOLS}
+
+
+@pytest.mark.parametrize("form", ["{}", "I add.\n{}", "```json\n{}\n```"])
+def test_calls_of_tools_that_stand_in_texts_are_found(form: str, tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": CALL}]
+    assert not red(sft(tmp_path / "twin", rows=[called(n, {"content": "", "tool_calls": calls}) for n in range(40)]))
+    rows = [called(n, {"content": form.format(json.dumps(CALL))}) for n in range(40)]
+    found = sft(tmp_path / "faulty", rows=rows)
+    assert red(found) == {"written-calls"}
+    assert "40 calls of tools in 40 rows" in line_of(found, "written-calls")
+    asked = [{"role": "system", "content": 'Answer with {"name": ..., "arguments": ...} to call a tool.'}]
+    described = [{"messages": [*asked, *row["messages"]]} for row in rows]
+    assert not red(sft(tmp_path / "described", rows=described))
+
+
+@pytest.mark.parametrize("end", ["So it is #### {}", "So it is \\boxed{{{}}}.", "So it is {}."])
+def test_answers_unlike_the_worked_text_of_their_row_are_found(end: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "prompt": f"What is {n} plus {n}?",
+            "solutions": f"{2 * n}",
+            "solution": f"We add {n} and {n}. {end.format(f'{2 * n:,}')}",
+        }
+        for n in range(480, 600)
+    ]
+
+    def checked(name: str, given: list[dict[str, Any]]) -> list[Any]:
+        return gspo(tmp_path / name, f"train_dataset.path={data_file(tmp_path / f'{name}.jsonl', given)}")
+
+    twin = checked("twin", rows)
+    assert not red(twin)
+    assert "column 'solution'" in line_of(twin, "answer-columns")
+    cut = [{**row, "solutions": row["solutions"][:1]} if n % 20 == 19 else row for n, row in enumerate(rows)]
+    found = checked("faulty", cut)
+    assert red(found) == {"answer-columns"}
+    assert "in 6 of 120 rows" in line_of(found, "answer-columns")
+    of_model = [{**row, "solutions": row["solutions"][:1]} if n % 3 == 0 else row for n, row in enumerate(rows)]
+    assert "answer-columns" not in red(checked("model", of_model))
