@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from areno.checks import agent_messages, plans, rewards, short_runs
+from areno.checks import agent_messages, agent_tools, plans, rewards, short_runs
 from areno.checks.data import (
     answers,
     belonging,
@@ -62,6 +62,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         rewards.reward_functions,
         rewards.judge,
         agent_messages.agent_messages,
+        agent_tools.agent_tools,
         short_runs.groups_with_signal,
     ),
     "settings": (*run_length.CHECKS, *strengths.CHECKS, *credit.CHECKS, *sampling.CHECKS),
