@@ -134,6 +134,12 @@ def test_a_tool_that_never_works_is_found(result, verdict, said, tmp_path, monke
     assert said in found.line
 
 
+def test_tools_of_agents_that_end_with_a_call_are_not_checked(monkeypatch):
+    monkeypatch.setattr(checked, "CHECKS", {"reward": [agent_tools]})
+    [found] = findings("grpo tools", only="reward")
+    assert (found.name, found.verdict) == ("agent-tools", "not checked")
+
+
 def test_values_are_made_from_schemas():
     fields = {"a": {"type": "integer", "minimum": 5}, "b": {"enum": ["x", "y"]}, "c": {"type": ["string", "null"]}}
     fields |= {"d": {"type": "array", "items": {"type": "boolean"}}, "e": {"anyOf": [{"type": "number"}]}}

@@ -20,7 +20,6 @@ class ScriptedEndpoint:
     def __init__(self) -> None:
         self.tools: dict[str, Json] = {}  # name -> its function, as requests have it
         self.results: dict[str, list[str]] = {}  # name -> texts that agents sent back for its calls
-        self.last_calls: dict[str, str] = {}  # API key -> the tool whose call was the last response, if it was one
         self._called: dict[str, dict[str, str]] = {}  # API key -> id of a call -> name
         self._read: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
@@ -50,11 +49,10 @@ class ScriptedEndpoint:
             number = len(self._called) - 1  # episodes begin with different tools, as some allow few calls
             start = number % len(functions) if functions else 0
             left = [each for each in functions[start:] + functions[:start] if each["name"] not in called.values()]
-            self.last_calls.pop(key, None)
             if not left or request.get("tool_choice") == "none":
                 return {"role": "assistant", "content": _LAST}
             function, call_id = left[0], f"call_{key}_{len(called)}"
-            called[call_id] = self.last_calls[key] = function["name"]
+            called[call_id] = function["name"]
             arguments = json.dumps(value_of(function.get("parameters") or {}, number + 2))
             call = {"id": call_id, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
             return {"role": "assistant", "content": None, "tool_calls": [call]}
