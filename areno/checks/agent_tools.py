@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,8 +21,10 @@ _EPISODES = 3
 _SECONDS = 30.0
 _SHOWN = 3
 # An error of the program, which no argument explains. Text may be unknown to a tool, so that it answers with an error.
-_BUG = re.compile(r"\b(Type|Attribute|UnboundLocal|NotImplemented|Import|ModuleNotFound|Name)Error\b")
-_ERROR = re.compile(r"\A\W*(error|exception|failed|failure)\b|Traceback|\w(Error|Exception)\b", re.IGNORECASE)
+_BUGS = (
+    "TypeError AttributeError UnboundLocalError NotImplementedError ImportError ModuleNotFoundError NameError".split()
+)
+_FAILED = {"error", "exception", "failed", "failure", "traceback"}  # as the first word of a result
 
 
 def agent_tools(subject: Subject) -> Iterator[Finding]:
@@ -60,11 +61,24 @@ def _fault(name: str, tool: Mapping[str, Any], given: Sequence[str]) -> Iterator
     what, details = f"each call of `{name}`", [*dict.fromkeys(given)][:_SHOWN]
     if not any(given):
         yield red("agent-tools", f"{what} returned nothing")
-    elif all(map(_BUG.search, given)) or (all(map(_ERROR.search, given)) and not has_free_text(tool)):
+    elif all(map(_is_bug, given)) or (all(map(_is_error, given)) and not has_free_text(tool)):
         yield red("agent-tools", f"{what} returned {_short(given[0])}", details)
-    elif all(map(_ERROR.search, given)):
+    elif all(map(_is_error, given)):
         text = f"{what} returned {_short(given[0])}; its arguments here are made from its schema, so this may be right"
         yield not_checked("agent-tools", text, details)
+
+
+def _is_bug(result: str) -> bool:
+    return not set(_BUGS).isdisjoint(_words(result))
+
+
+def _is_error(result: str) -> bool:
+    words = _words(result)
+    return any(word.endswith(("Error", "Exception")) for word in words) or [*words, ""][0].lower() in _FAILED
+
+
+def _words(text: str) -> list[str]:
+    return "".join(char if char.isalnum() or char == "_" else " " for char in text).split()
 
 
 def _run(subject: Subject, config: PolicyExperimentConfig, server: ScriptedEndpoint) -> None:
