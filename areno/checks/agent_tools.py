@@ -21,9 +21,8 @@ _EPISODES = 3
 _SECONDS = 30.0
 _SHOWN = 3
 # An error of the program, which no argument explains. Text may be unknown to a tool, so that it answers with an error.
-_BUGS = (
-    "TypeError AttributeError UnboundLocalError NotImplementedError ImportError ModuleNotFoundError NameError".split()
-)
+_KINDS = ("Type", "Attribute", "UnboundLocal", "NotImplemented", "Import", "ModuleNotFound", "Name")
+_BUGS = {f"{kind}Error" for kind in _KINDS}
 _FAILED = {"error", "exception", "failed", "failure", "traceback"}  # as the first word of a result
 
 
@@ -69,7 +68,7 @@ def _fault(name: str, tool: Mapping[str, Any], given: Sequence[str]) -> Iterator
 
 
 def _is_bug(result: str) -> bool:
-    return not set(_BUGS).isdisjoint(_words(result))
+    return not _BUGS.isdisjoint(_words(result))
 
 
 def _is_error(result: str) -> bool:
