@@ -36,7 +36,8 @@ def repeated_rows(subject: Subject) -> Iterator[Finding]:
         if len(rows) < _LEAST_ROWS:
             continue
         [(text, count)] = counts.most_common(1)
-        line = f"{dataset.key}: of {len(rows)} rows, {len(counts)} are different; one is there {count} times"
+        line = f"{dataset.key}: of {len(rows)} rows, {len(counts)} are different"
+        line += f"; one is there {count} times" if count > 1 else ""
         is_repeated = count > max(_LEAST_ROWS, _MOST_REPEATED * len(rows))
         is_repeated = is_repeated and len(counts) > _LEAST_ROWS
         if is_repeated and len(counts) > _DIFFERENT * (len(rows) - count):
