@@ -54,6 +54,18 @@ def test_the_tokenizer_of_the_model_is_green(tmp_path: Path) -> None:
         assert not red(found)
 
 
+def test_a_model_that_is_not_here_has_no_tokenizer_to_compare_with(
+    tmp_path: Path, tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_hub(*_: Any, **__: Any) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_hub)
+    tokenizer = f"tokenizer_path={tokenizer_of('qwen3').name_or_path}"
+    found = of_tokenizers(tmp_path, Path("Qwen/Qwen3-0.6B"), tokenizer)
+    assert [(each.name, each.verdict) for each in found] == [("model-tokenizer", "not checked"), ("end-ids", "green")]
+
+
 @pytest.mark.parametrize(
     ("pair", "said"),
     [

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areno.checks.inputs.findings import Finding, green, red
+from areno.checks.inputs.findings import Finding, green, not_checked, red
 from areno.checks.inputs.small_model import folder_without_weights, model_values
 from areno.checks.inputs.subject import Subject
 from areno.config.policy_experiments import PolicyExperimentConfig
-from areno.files.paths import name_model_setting_in_errors
+from areno.errors import CheckpointError
+from areno.files.paths import existing_path, name_model_setting_in_errors
+from areno.models.folder import HUB_ID
 from areno.plan.folders import load_tokenizer
 
 _TEXTS, _CHARACTERS = 50, 400  # of rows, beside a text of many kinds of signs
@@ -22,7 +24,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _END_KEYS = ("eos_token_id", "pad_token_id")
 
 
-def model_tokenizers(subject: Subject) -> Iterator[Finding]:
+def model_tokenizer(subject: Subject) -> Iterator[Finding]:
     """Whether the tokenizer of the run makes the ids that the tokenizer of each model makes."""
     config, own, wrong, seen = subject.config, subject.tokenizer, list[Finding](), list[str]()
     paths = {"actor.path": config.actor.path}
@@ -33,9 +35,9 @@ def model_tokenizers(subject: Subject) -> Iterator[Finding]:
             paths[f"{name}.path"] = section.path
     for key, path in paths.items():
         with name_model_setting_in_errors(key):
-            folder = folder_without_weights(path)
+            folder = _folder_of(path)
         given = "tokenizer_path" if config.tokenizer_path else "actor.path"
-        if has_tokenizer(folder):
+        if folder is not None and has_tokenizer(folder):
             if folder.resolve() != subject.tokenizer_folder.resolve():
                 wrong += _other_ids(subject, load_tokenizer(str(folder)), given, key)
             seen.append(key)
@@ -43,9 +45,22 @@ def model_tokenizers(subject: Subject) -> Iterator[Finding]:
         n_ids, n_own = model_values(path).get("vocab_size") or 0, len(own)
         if n_own < _LEAST_SHARE * n_ids:
             text = f"the tokenizer of {given} has {n_own:,} tokens, and {key} has {n_ids:,} ids"
-            wrong.append(red("model-tokenizer", f"{text} and no tokenizer of its own: it is that of another model"))
-    ids = ", ".join(seen) if seen else "no model (none has a tokenizer of its own)"
-    yield from wrong or [green("model-tokenizer", f"the tokenizer makes the ids of that of {ids}")]
+            wrong.append(red("model-tokenizer", f"{text}, of which no other tokenizer is here: it is another model's"))
+    yield from wrong
+    if not wrong and seen:
+        yield green("model-tokenizer", f"the tokenizer makes the ids of that of {', '.join(seen)}")
+    elif not wrong:
+        yield not_checked("model-tokenizer", f"the folder of {', '.join(paths)} has no tokenizer, or is not here")
+
+
+def _folder_of(path: str) -> Path | None:
+    """Return None for the id of a model that is not on this machine, if the hub cannot be reached."""
+    try:
+        return folder_without_weights(path)
+    except CheckpointError:
+        if existing_path(path) is None and HUB_ID.fullmatch(path):
+            return None
+        raise
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -103,11 +118,12 @@ def end_ids(subject: Subject) -> Iterator[Finding]:
 
 
 def _generation(path: str) -> dict[str, Any]:
-    file = folder_without_weights(path) / "generation_config.json"
+    if (folder := _folder_of(path)) is None:
+        return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
 
 
-CHECKS = (model_tokenizers, end_ids)
+CHECKS = (model_tokenizer, end_ids)
