@@ -63,10 +63,7 @@ def red_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _stage(name: str) -> int:
-    """Return how far a finding is from the data of a step: the findings of a later stage may follow from earlier ones.
-
-    Findings that follow from nothing else in the list are of stage 0.
-    """
+    """Return 0 for a finding that follows from no other in the list. Those of later stages may follow from earlier."""
     return next((number for number, names in enumerate(_STAGES, 1) if name in names), 0)
 
 

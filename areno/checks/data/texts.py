@@ -41,14 +41,8 @@ _NEXT_TURN = ("\nuser:", "\nhuman:", "\nq:", "\nquestion:", "\n### human", "\n##
 def encoded_texts(subject: Subject) -> Iterator[Finding]:
     """Look for texts that an export has encoded and nothing has decoded, such as a backslash and n for a line break."""
     for dataset in subject.datasets:
-        faults = dict[str, tuple[str, list[str]]]()
-        for name, texts in _texts_by_role(subject, dataset).items():
-            for what, most, has in _ENCODED:
-                found = [(index, text) for index, text in texts if has(text)]
-                if len(found) > max(_LEAST, most * len(texts)):
-                    shown = [f"row {index}: {text[: 2 * _SHOWN]!r}" for index, text in found[:_EXAMPLES]]
-                    faults.setdefault(what, (f"{len(found)} of {len(texts)} {name} {what}", shown))
-        for line, shown in faults.values():
+        faults = _faults_of_texts(subject, dataset, _ENCODED)
+        for line, shown in faults:
             yield red("encoded-texts", f"{dataset.key}: {line}: they were not decoded", shown)
         if not faults:
             yield green("encoded-texts", f"{dataset.key}: no escapes, entities or wrong encodings in the texts")
@@ -57,18 +51,27 @@ def encoded_texts(subject: Subject) -> Iterator[Finding]:
 def filled_texts(subject: Subject) -> Iterator[Finding]:
     """Look for texts in which something is missing: empty ones, None, and names of fields that nothing replaced."""
     for dataset in subject.datasets:
-        faults = dict[str, tuple[str, list[str]]]()
-        for name, texts in _texts_by_role(subject, dataset).items():
-            is_asked = name == "prompts"
-            for what, most, has in _UNFILLED:
-                found = [(index, text) for index, text in texts if has(text, is_asked)]
-                if len(found) > max(_LEAST, most * len(texts)):
-                    shown = [f"row {index}: {text[: 2 * _SHOWN]!r}" for index, text in found[:_EXAMPLES]]
-                    faults.setdefault(what, (f"{len(found)} of {len(texts)} {name} {what}", shown))
-        for line, shown in faults.values():
+        faults = _faults_of_texts(subject, dataset, _UNFILLED)
+        for line, shown in faults:
             yield red("filled-texts", f"{dataset.key}: {line}", shown)
         if not faults:
             yield green("filled-texts", f"{dataset.key}: no text is empty or has a place that was not filled")
+
+
+_Fault = tuple[str, float, Callable[[str, bool], bool]]  # (what texts are, share that may be so, test (text, is asked))
+
+
+def _faults_of_texts(subject: Subject, dataset: Dataset, kinds: Sequence[_Fault]) -> list[tuple[str, list[str]]]:
+    """Return (line, examples) of each kind of fault that too many texts of prompts, answers or solutions have."""
+    faults = dict[str, tuple[str, list[str]]]()
+    for name, texts in _texts_by_role(subject, dataset).items():
+        is_asked = name == "prompts"
+        for what, most, has in kinds:
+            found = [(index, text) for index, text in texts if has(text, is_asked)]
+            if len(found) > max(_LEAST, most * len(texts)):
+                shown = [f"row {index}: {text[: 2 * _SHOWN]!r}" for index, text in found[:_EXAMPLES]]
+                faults.setdefault(what, (f"{len(found)} of {len(texts)} {name} {what}", shown))
+    return list(faults.values())
 
 
 def _texts_by_role(subject: Subject, dataset: Dataset) -> dict[str, list[tuple[int, str]]]:
@@ -127,14 +130,14 @@ def _is_printed(text: str) -> bool:
     return plain.startswith(("['", "{'", "[{'")) and plain.endswith(("]", "}"))
 
 
-_ENCODED: Sequence[tuple[str, float, Callable[[str], bool]]] = (
-    ("have a backslash and an n in place of line breaks", _MOST_ENCODED, _has_escapes),
-    ("have backslashes before quotes", _MOST_ENCODED, _has_escaped_quotes),
-    ("have code points such as \\u00e9", _MOST_ENCODED, _has_code_points),
-    ("have HTML entities such as &amp;", _MOST_ENCODED, lambda text: any(mark in text for mark in _ENTITIES)),
-    ("have HTML tags", _MOST_TAGGED, lambda text: any(mark in text for mark in _TAGS)),
-    ("have letters of a wrong encoding", _MOST_ENCODED, _has_wrong_encoding),
-    ("are in quotes", _MOST_QUOTED, lambda text: len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"),
+_ENCODED: Sequence[_Fault] = (
+    ("have a backslash and an n in place of line breaks", _MOST_ENCODED, lambda text, _: _has_escapes(text)),
+    ("have backslashes before quotes", _MOST_ENCODED, lambda text, _: _has_escaped_quotes(text)),
+    ("have code points such as \\u00e9", _MOST_ENCODED, lambda text, _: _has_code_points(text)),
+    ("have HTML entities such as &amp;", _MOST_ENCODED, lambda text, _: any(mark in text for mark in _ENTITIES)),
+    ("have HTML tags", _MOST_TAGGED, lambda text, _: any(mark in text for mark in _TAGS)),
+    ("have letters of a wrong encoding", _MOST_ENCODED, lambda text, _: _has_wrong_encoding(text)),
+    ("are in quotes", _MOST_QUOTED, lambda text, _: len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"),
 )
 
 
@@ -163,7 +166,7 @@ def _opens_reasoning_only(text: str) -> bool:
     return "<think>" in text and "</think>" not in text
 
 
-_UNFILLED: Sequence[tuple[str, float, Callable[[str, bool], bool]]] = (
+_UNFILLED: Sequence[_Fault] = (
     ("are empty", 0.01, lambda text, is_asked: not text.strip()),
     ("have None or nan in place of a text", 0.02, _has_nothing),
     ("have the name of a field in braces, which nothing has replaced", 0.02, lambda text, is_asked: _has_place(text)),

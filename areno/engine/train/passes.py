@@ -87,10 +87,7 @@ class ForwardPasses:
         return self.model(share.tokens_n, share.positions_n, share.attend, **how), share
 
     def values(self, packed: PackedTokens) -> Tensor:
-        """Compute the value of the state before each predicted token, (U,), with gradient.
-
-        The value of the state before token t comes from the hidden state of token t - 1.
-        """
+        """Compute the value of the state before each predicted token, (U,), from the hidden state of the one before."""
         hidden_nD, share = self.hidden_states(packed)
         indices_T, hidden_TD = share.select_predecessors(hidden_nD, packed.indices_to_predict())
         return share.gather_values(indices_T, self.model.values(hidden_TD))
