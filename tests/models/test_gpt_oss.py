@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,18 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from areno.engine.engine import Engine
 from areno.errors import CheckpointError
 from areno.layers.parallel import ParallelGroup
-from areno.loss_fns.grpo import grpo_loss_fn
 from areno.models.adapter_shapes import linear_shapes
 from areno.models.known_shapes import published_config
 from areno.models.parameters import n_active_body_parameters, n_parameters
 from areno.models.registry import build_model, load_config, parse_config
 from areno.models.weights import check_weights, load_weights
 from tests.helpers.family_cases import logits_of, random_model
-from tests.helpers.lora_models import REQUESTS, ROWS, apart, engine_of, lora, of_peft, train
+from tests.helpers.lora_models import ROWS, apart, engine_of, lora, of_peft, train
 from tests.helpers.published import assert_same_files, in_mixed_dtypes, rewrite
 from tests.helpers.saving import save_weights
-from tests.helpers.tiny_engine import rollout, saved_tensors, scored, train_rows
+from tests.helpers.tiny_engine import scored
 from tests.helpers.two_ranks import load, packed, random_rows
 
 QUANTIZED = {
@@ -169,65 +166,6 @@ def test_adapters_on_experts_in_mxfp4(tmp_path: Path) -> None:
     assert apart(found, of_peft(tmp_path / "in", tmp_path / "alone")) < 1e-5
     with engine_of(tmp_path / "merged", None) as merged:
         assert apart(scored(merged, "actor", ROWS), found) < 1e-5
-
-
-def rows_with_routes(engine: Engine) -> list[Any]:
-    outputs = rollout(engine, REQUESTS)
-    rows = train_rows(outputs, REQUESTS)
-    samples = [sample for item in REQUESTS for sample in outputs[item.request_id]]
-    return [replace(row, routes=sample.routes) for row, sample in zip(rows, samples, strict=True)]
-
-
-def test_training_changes_all_tensors_and_goes_on_from_a_state(tmp_path: Path) -> None:
-    """Biases and sinks, too. With and without the experts of the rollout, it agrees with the rollout."""
-    random_model("gpt-oss-experts", tmp_path)
-    before = load_file(tmp_path / "model.safetensors")
-    with engine_of(tmp_path, None, routing_replay=True) as engine:
-        for _ in range(2):
-            stats = engine.train(rows_with_routes(engine), grpo_loss_fn)
-            assert stats["logp_abs_diff_max"] < 1e-4
-            assert stats["router_changed"] == 0.0
-            assert 0.3 < stats["router_entropy"] < 1.0
-        assert engine.train(train_rows(rollout(engine, REQUESTS), REQUESTS), grpo_loss_fn)["logp_abs_diff_max"] < 1e-4
-        expected = scored(engine, "actor", ROWS)
-        engine.save(str(tmp_path / "saved"))
-        engine.save_state(tmp_path / "state")
-        assert engine.is_state_written(wait=True)
-    after = saved_tensors(tmp_path / "saved")
-    assert after.keys() == before.keys()
-    for name, tensor in after.items():
-        assert not torch.equal(tensor, before[name]), name
-    with engine_of(tmp_path, None) as other:
-        other.load_state(tmp_path / "state")
-        assert scored(other, "actor", ROWS) == expected
-
-
-@pytest.mark.parametrize("case", ["gpt-oss-experts", "gpt-oss-tied-experts"])
-def test_exact(case: str, tmp_path: Path) -> None:
-    random_model(case, tmp_path)
-    with engine_of(tmp_path, None, exact=True) as engine:
-        for _ in range(2):
-            rows = train_rows(rollout(engine, REQUESTS), REQUESTS)
-            assert engine.train(rows, grpo_loss_fn)["logp_abs_diff_max"] == 0.0
-
-
-@pytest.mark.slow
-def test_a_state_of_two_ranks_goes_on_with_one(tmp_path: Path) -> None:
-    random_model("gpt-oss-experts", tmp_path)
-    found = []
-    with engine_of(tmp_path, None) as one:
-        rows = train_rows(rollout(one, REQUESTS), REQUESTS)
-    for settings in ({"devices": 2, "tp_size": 2}, {}):
-        with engine_of(tmp_path, None, **settings) as engine:
-            engine.train(rows, grpo_loss_fn)
-            if settings:
-                engine.save_state(tmp_path / "state")
-                assert engine.is_state_written(wait=True)
-            found.append(scored(engine, "actor", ROWS))
-    assert apart(*found) < 1e-3
-    with engine_of(tmp_path, None) as again:
-        again.load_state(tmp_path / "state")
-        assert apart(scored(again, "actor", ROWS), found[0]) < 1e-4
 
 
 @pytest.mark.parametrize(("size", "n_all", "n_active"), [("20b", 20.9e9, 3.6e9), ("120b", 116.8e9, 5.1e9)])
