@@ -300,6 +300,11 @@ class Setting:
         """The type in words, with its bounds: `int, more than 0, or null`."""
         return type_in_words(self.hint, ", ".join(f"{_BOUNDS[name][0]} {bound}" for name, bound in self.bounds.items()))
 
+    @property
+    def plain_type_text(self) -> str:
+        """The type in words, without its bounds: `int or null`."""
+        return type_in_words(self.hint)
+
     def default_in(self, section: Section | None) -> Any:
         """Return the setting's value in `section`. For None, return the field's default, or REQUIRED."""
         value = self._default if section is None else vars(section)[self.name]
