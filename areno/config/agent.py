@@ -54,12 +54,11 @@ class AgentConfig(Section):
     heading = "Rollout"
     fn: str | None = setting(
         None,
-        help="Agent function, as file.py[:function] (default name: run_agent) or package.module.function. It is called "
-        "as run_agent(ctx, batch) and returns trajectories. A class has a method run(data, base_url=, api_key=, "
-        "http_client=), which gets the row of the dataset with messages, and returns the reward or a dictionary with "
-        "the reward of each response by its id. SCHEME:NAME is the agent of an environment, whose rows are the default "
-        "of train_dataset.path. command runs the program of agent.command, and is the default with it. null: no "
-        "agent, so each sample is a single completion",
+        help="Agent function, as file.py[:function] (default name: run_agent) or package.module.function, called as "
+        "run_agent(ctx, batch) to return trajectories. A class has run(data, base_url=, api_key=, http_client=), "
+        "which gets the dataset row with messages and returns the reward, or a dictionary of response id to reward. "
+        "SCHEME:NAME is the agent of an environment, whose rows are the default of train_dataset.path. command runs "
+        "the program of agent.command, and is the default with it. null: no agent, a sample is one completion",
         flag=Flag(
             "--agent-fn",
             help="Agent function or class, as file.py[:name]. Default: no agent, each sample is a single completion",
@@ -67,34 +66,31 @@ class AgentConfig(Section):
     )
     mode: Literal["subproc", "inline", "online"] = setting(
         "subproc",
-        help="Where agents run. subproc: in processes of the run. inline: in a thread of the run itself, for a "
-        "debugger or for objects that are shared. A crash or a hang of the agent is then one of the run. online: "
-        "outside of the run. External programs start sessions at agent.host and agent.port, in which they query the "
-        "policy and report rewards",
+        help="Where agents run. subproc: in processes of the run. inline: in a thread of the run, for a debugger or "
+        "shared objects; the agent's crash or hang is then that of the run. online: outside. Programs start sessions "
+        "at agent.host and agent.port, query the policy there and report rewards",
         only_with=_AGENT,
     )
     command: str | None = setting(
         None,
-        help="Program that is the agent of each sample, with arguments, as for a shell without variables or pipes. In "
-        "this text, in environment and in files, {prompt} stands for the prompt, {url} for the address of the sample's "
-        "session (OpenAI's clients need {url}/v1), {key} for its API key, {model} for a name of the model and {home} "
-        "for the home directory. A word that names a file stands for its absolute path. Without {prompt}, the program "
-        "reads the prompt from its standard input. The "
-        "files in conf/agent have the settings of known programs",
+        help="Program that is the agent of each sample, with arguments, as for a shell without variables or pipes. "
+        "In this text, in environment and in files, {prompt} is the prompt (without it, the program reads standard "
+        "input), {url} the address of the session (OpenAI's clients need {url}/v1), {key} its API key, {model} a name "
+        "of the model and {home} the home directory. A word that names a file stands for its absolute path. "
+        "conf/agent has settings of known programs",
     )
     environment: dict[str, str] = setting(
         factory=dict, help="Environment variables of the program, in addition to a few common ones", only_with=_PROGRAM
     )
     files: dict[str, str] = setting(
         factory=dict,
-        help="Files in the program's home directory: path -> text. Each sample has a home directory of its own",
+        help="Files in the program's home directory, which each sample has of its own: path -> text",
         only_with=_PROGRAM,
     )
     box: bool = setting(
         True,
-        help="Run the program in a box (Linux). It then reaches its session and no other network. It sees its own "
-        "files, those of the system and of the program, and the paths in read. Memory and processes are limited. "
-        "false: it runs with all rights of the user",
+        help="Run the program in a box (Linux): no network but its session; its own files, those of system and "
+        "program, and the paths in read; limited memory and processes. false: with all rights of the user",
         only_with=_PROGRAM,
     )
     read: list[str] = setting(
@@ -104,15 +100,14 @@ class AgentConfig(Section):
     )
     memory_mb: int = setting(
         4096,
-        help="Memory of a program in a box with all its processes, in MiB. Beyond it, the program is ended",
+        help="Memory of a program in a box with its processes, in MiB. Beyond it, the program is ended",
         gt=0,
         only_with=(_PROGRAM, Needs("box", so="the memory is not limited")),
     )
     timeout_s: float = setting(
         300.0,
-        help="Time limit in seconds, both for the whole agent of one sample and for each of its requests. With "
-        "rollout.max_head_offpolicyness above 0, the time in which models are trained does not count. With "
-        "mode=online, it is the limit of a request alone",
+        help="Time limit in seconds of a sample's agent and of each of its requests. With mode=online, of a request "
+        "alone. With rollout.max_head_offpolicyness above 0, time of training does not count",
         gt=0,
         le=86400,
         only_with=_AGENT,
@@ -120,8 +115,8 @@ class AgentConfig(Section):
     )
     workers: int | None = setting(
         None,
-        help="Number of processes that run agents. Each process runs many agents at the same time. null: the number of "
-        "available CPU cores, minus one for the driver and one for each device, but at least 2 and at most 16",
+        help="Number of processes that run agents, each many at a time. null: the available CPU cores less one for "
+        "the driver and one per device, at least 2 and at most 16",
         gt=0,
         le=512,
         only_with=_AGENT,
@@ -129,51 +124,49 @@ class AgentConfig(Section):
     )
     whole_batch: bool = setting(
         False,
-        help="Call the agent function once for all samples of a batch, in one process, in place of once for each "
-        "sample. For agents that share something over the samples of a batch. If the call fails or takes longer than "
-        "timeout_s, all of its samples are lost. Needs rollout.max_head_offpolicyness=0",
+        help="Call the agent function once for all samples of a batch, in one process, for agents that share "
+        "something over them. If the call fails or takes longer than timeout_s, all of them are lost. Needs "
+        "rollout.max_head_offpolicyness=0",
         only_with=_AGENT,
     )
     whole_group: bool = setting(
         False,
-        help="Call the agent function once for all samples of a prompt, in one process, in place of once for each "
-        "sample. Each sample has a session of its own. If the call fails or takes longer than timeout_s, all of its "
-        "samples are lost",
+        help="Call the agent function once for all samples of a prompt, in one process. Each sample has its own "
+        "session. If the call fails or takes longer than timeout_s, all of them are lost",
         only_with=_AGENT,
     )
     max_requests: int = setting(
         1000,
-        help="Largest number of requests that the agent of one sample may send. All later ones are refused",
+        help="Largest number of requests of one sample's agent. Later ones are refused",
         gt=0,
         le=1_000_000,
         only_with=(_AGENT, _SESSION),
     )
     max_total_completion_tokens: int | None = setting(
         None,
-        help="Largest number of tokens that the policy may sample for one sample, over all turns. A turn that reaches "
-        "it is finished, and all later requests are refused. null: no limit beside those of requests and conversations",
+        help="Largest number of tokens sampled for one sample, over all turns. The turn that reaches it is finished, "
+        "and later requests are refused. null: no such limit",
         gt=0,
         only_with=(_AGENT, _SESSION),
     )
     train_conversations: list[ConversationKind] = setting(
         factory=lambda: ["main", "subagent", "compaction"],
-        help="Kinds of conversations that are trained, if the session of the sample has recorded its turns: main, "
-        "subagent, compaction (a summary and what begins with it) and auxiliary (without tools beside others with "
-        "tools, such as a request for a title)",
+        help="Kinds of conversations that are trained, if the session has recorded its turns: main, subagent, "
+        "compaction (a summary and what begins with it) and auxiliary (without tools beside others with tools, such "
+        "as a request for a title)",
         only_with=_AGENT,
     )
     turn_credit: TurnCredit = setting(
         "outcome",
-        help="Credit of a turn of the model. outcome: the reward of the sample, for all turns. return: the rewards of "
-        "the turn and of later ones, normalised by actor.adv_norm over the turns of the samples. turn_baseline: as "
-        "return, but over the same turn of the samples of the group. gae: GAE over turns, with the critic of PPO",
+        help="Credit of a turn of the model. outcome: the reward of the sample. return: the rewards of this and "
+        "later turns, normalised by actor.adv_norm over the turns of the samples. turn_baseline: as return, over the "
+        "same turn of the group's samples. gae: GAE over turns, with the critic of PPO",
         only_with=_AGENT,
         read_by_rollout=False,
     )
     turn_discount: float = setting(
         1.0,
-        help="Discount factor for multi-turn reward propagation: a reward counts by this factor in the turn before, by "
-        "its square in the turn before that, and so on",
+        help="Factor by which a reward counts in the turn before; its square in the turn before that, and so on",
         ge=0,
         le=1,
         only_with=(_AGENT, Needs("turn_credit", "return", "turn_baseline", "gae", so="no reward is propagated")),
@@ -184,32 +177,31 @@ class AgentConfig(Section):
     )
     tool_call_parser: Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "harmony", "text"] | None = setting(
         None,
-        help="Format of tool calls in the answers of the policy. harmony is that of gpt-oss. Names of vLLM, SGLang and "
-        "AReaL for these formats are read, too, such as qwen for hermes. text: calls are ordinary text. null: the "
-        "format that the chat template describes",
+        help="Format of tool calls in the policy's answers. harmony is that of gpt-oss. Names of vLLM, SGLang and "
+        "AReaL are read, too, such as qwen for hermes. text: calls are ordinary text. null: the format that the chat "
+        "template describes",
         aliases=_TOOL_CALL_PARSERS,
         only_with=_AGENT,
     )
     reasoning_parser: Literal["think", "none"] = setting(
         "think",
-        help="Reasoning in the answers of the policy. think: the text between <think> and </think> at the start, and "
-        "with harmony the channel analysis, is the field reasoning_content of a message. Other names are read, too, "
-        "such as qwen3 and gpt-oss. none: it is a part of the content",
+        help="Reasoning in the policy's answers. think: the text between <think> and </think> at the start (with "
+        "harmony the channel analysis) becomes reasoning_content of a message. Other names are read, too, such as "
+        "qwen3 and gpt-oss. none: it is a part of the content",
         aliases=_REASONING_PARSERS,
         only_with=_AGENT,
     )
     export_style: Literal["individual", "concat"] | None = setting(
         None,
         help="The training rows of a sample. null: turns whose prompts continue the same tokens are one row. "
-        "individual: each turn is a row, in which its prompt is masked. concat: the whole conversation is one row, and "
-        "a sample whose history is not linear is lost",
+        "individual: each turn is a row, with its prompt masked. concat: the conversation is one row, and a sample "
+        "with a history that is not linear is lost",
         only_with=_AGENT,
     )
 
     host: str = setting(
         "127.0.0.1",
-        help="Address at which sessions are served. 0.0.0.0: all addresses of this machine. The connection is not "
-        "encrypted",
+        help="Address at which sessions are served, without encryption. 0.0.0.0: all addresses of this machine",
         only_with=_ONLINE,
         on_resume=SPEED,
     )
@@ -223,15 +215,15 @@ class AgentConfig(Section):
     )
     session_timeout_seconds: float = setting(
         3600.0,
-        help="A session without a request for longer than this is ended, and its sample is lost",
+        help="A session without a request for longer is ended, and its sample is lost",
         gt=0,
         only_with=_ONLINE,
     )
     set_reward_finish_timeout: float = setting(
         0.0,
-        help="Seconds for which further rewards are awaited. A session that has ended takes rewards for as long. If a "
-        "session has a reward, and no request comes for as long, it ends by itself. 0: a session ends by the request "
-        "end_session, with the rewards reported until then",
+        help="Seconds for which a session that has ended still takes rewards. A session that has a reward ends by "
+        "itself after as long without a request. 0: it ends by the request end_session, with the rewards reported "
+        "until then",
         ge=0,
         only_with=_ONLINE,
     )

@@ -31,50 +31,34 @@ class ColumnsConfig(Section):
 
     prompt: str | None = setting(
         None,
-        help="Column of the prompt, which is a text or a list of messages. null: areno finds the column by its name",
+        help="The prompt, a text or a list of messages",
     )
     solutions: str | None = setting(
         None,
-        help="Column of the reference answer, which the reward function compares with the completion. null: areno "
-        "finds the column by its name",
+        help="The reference answer that the reward function compares with",
     )
-    response: str | None = setting(
-        None, help="Column of the answer to train on (SFT and KTO). null: areno finds the column by its name"
-    )
-    messages: str | None = setting(
-        None, help="Column of the conversation to train on (SFT). null: areno finds the column by its name"
-    )
-    chosen: str | None = setting(
-        None, help="Column of the better answer (DPO and reward models). null: areno finds the column by its name"
-    )
-    rejected: str | None = setting(
-        None, help="Column of the worse answer (DPO and reward models). null: areno finds the column by its name"
-    )
-    label: str | None = setting(
-        None, help="Column that says whether the answer is desirable (KTO). null: areno finds the column by its name"
-    )
+    response: str | None = setting(None, help="The answer to train on (SFT, KTO)")
+    messages: str | None = setting(None, help="The conversation to train on (SFT)")
+    chosen: str | None = setting(None, help="The better answer (DPO, reward models)")
+    rejected: str | None = setting(None, help="The worse answer (DPO, reward models)")
+    label: str | None = setting(None, help="Whether the answer is desirable (KTO)")
     completions: str | None = setting(
         None,
-        help="Column of the steps of a solution (process reward models). null: areno finds the column by its name",
+        help="The steps of a solution (process reward models)",
     )
     labels: str | None = setting(
         None,
-        help="Column of the labels of the steps (process reward models). null: areno finds the column by its name",
+        help="The labels of the steps (process reward models)",
     )
-    margin: str | None = setting(
-        None, help="Column of the margin of a pair (reward models). null: areno finds the column by its name"
-    )
-    answers: str | None = setting(
-        None, help="Column of the list of answers (reward models). null: areno finds the column by its name"
-    )
+    margin: str | None = setting(None, help="The margin of a pair (reward models)")
+    answers: str | None = setting(None, help="The list of answers (reward models)")
     ratings: str | None = setting(
         None,
-        help="Column of the ratings of a list of answers (reward models). null: areno finds the column by its name",
+        help="The ratings of the answers (reward models)",
     )
     tools: str | None = setting(
         None,
-        help="Column of the tool definitions, which are passed to the chat template. null: areno finds the column by "
-        "its name",
+        help="Tool definitions for the chat template",
     )
 
     def renamed_columns(self) -> dict[str, str]:
@@ -88,9 +72,9 @@ class DatasetConfig(Section):
 
     path: str | None = setting(
         None,
-        help="Source of the rows: a json, jsonl, parquet, csv, tsv or arrow file, a folder written by save_to_disk, "
-        "an environment as SCHEME:NAME, such as reasoning_gym:basic_arithmetic, or a hub dataset as "
-        "repo[:config[:split]]. null: no path, because the function of loader makes the rows itself",
+        help="Source of the rows: a json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, an "
+        "environment as SCHEME:NAME (reasoning_gym:basic_arithmetic), or a hub dataset as repo[:config[:split]]. "
+        "null: loader makes the rows itself",
         flag=Flag(
             "--dataset-path",
             help="A json, jsonl, parquet, csv, tsv or arrow file, a save_to_disk folder, or a hub dataset as "
@@ -100,28 +84,25 @@ class DatasetConfig(Section):
     )
     loader: str | None = setting(
         None,
-        help="Your own function that loads the rows, as file.py[:function] (default name: load_dataset). It is called "
-        "with the arguments path and split, or with split alone if it has no argument for a path, and returns the "
-        "rows. null: areno reads path",
+        help="Your function that returns the rows, as file.py[:function] (default name: load_dataset), called with "
+        "the arguments path and split, or split alone if it takes no path. null: areno reads path",
         flag=Flag(
             "--dataset-loader-fn",
-            help="Function of your own that loads the rows, as file.py[:function]. Needed for rows that are "
-            "not in a form that areno knows",
+            help="Your function that loads the rows, as file.py[:function], for rows in no form that areno knows",
         ),
         on_resume=SAME_CONTENT,
     )
     columns: ColumnsConfig = setting(
         factory=ColumnsConfig,
-        help="Names of the dataset columns that hold the fields of a row",
+        help="Dataset columns of the fields of a row. null: areno finds the column by its name",
         only_with=Needs(
             "loader", None, so="its rows are taken as they are", do="set loader to null to read the file itself"
         ),
     )
     dataset_kwargs: dict[str, Any] | None = setting(
         None,
-        help="Additional keyword arguments for the function of loader, such as {revision: v2}. If loader is null, "
-        "they are the options of the environment in path, or are passed to datasets.load_dataset, which reads hub "
-        "datasets and folders of data files",
+        help="Keyword arguments for loader, such as {revision: v2}. Without loader: options of the environment in "
+        "path, or arguments of datasets.load_dataset for hub datasets and folders",
     )
     split: str = setting("train", help="Split of the dataset to read, if the dataset has several")
     batch_size: int = setting(
@@ -134,17 +115,16 @@ class DatasetConfig(Section):
     drop_last: bool = setting(True, help="Skip the last batch of an epoch if it has fewer rows than batch_size")
     max_length: int | None = setting(
         1024,
-        help="Largest number of tokens of a prompt (RL) or of a row (SFT, DPO). Longer prompts or rows are "
-        "skipped, and their number is logged. null: the context length of the model",
+        help="Largest number of tokens of a prompt (RL) or row (SFT, DPO). Longer ones are skipped and counted. "
+        "null: the context length of the model",
         gt=0,
         flag=Flag("--max-prompt-tokens", heading="Rollout"),
     )
     changed_turns: ChangedTurns = setting(
         "split",
-        help="What SFT does with a conversation whose assistant turns the chat template renders differently once more "
-        "messages follow, for example without their reasoning. split: a sequence for each turn, rendered as the model "
-        "would write it. last_turn: train only the last turn. as_rendered: train what the template renders, without "
-        "the text that it leaves out. error: end the run. Other conversations stay one sequence",
+        help="SFT: what becomes of a conversation whose assistant turns are rendered differently once more messages "
+        "follow, for example without reasoning. split: a sequence for each turn, as the model would write it. "
+        "last_turn: train only the last turn. as_rendered: train what the template renders. error: end the run",
     )
 
     @property
@@ -190,17 +170,15 @@ class ValidSetConfig(DatasetConfig):
     split: str = setting("test", help="Split of the dataset to read, if the dataset has several")
     batch_size: int | None = setting(
         None,
-        help="Number of prompts that are sampled at the same time (RL), or of rows per forward pass (SFT, DPO). null: "
-        "all prompts, of which as many are decoded at once as rollout.max_concurrent_rollouts says (RL), or 32 rows",
+        help="Prompts sampled at the same time (RL), or rows per forward pass (SFT, DPO). null: all prompts, within "
+        "rollout.max_concurrent_rollouts (RL), or 32 rows",
         gt=0,
     )
     shuffle: bool = setting(False, help="Shuffle the rows anew in every evaluation. The order depends on seed")
     drop_last: bool = setting(
         False, help="Skip the last batch if it has fewer rows than batch_size, or 32 if that is null"
     )
-    max_rows: int | None = setting(
-        None, help="Use only this many rows, from the start of the data. null: all rows", gt=0
-    )
+    max_rows: int | None = setting(None, help="Use only the first rows. null: all rows", gt=0)
 
     @source_check
     def check_has_data(self) -> Iterator[Problem]:
@@ -231,9 +209,8 @@ class ValidDatasetConfig(ValidSetConfig):
 
     sets: dict[str, ValidSetConfig] | None = setting(
         None,
-        help="Several evaluation sets, as a mapping from the name of a set to its settings. A set has the same keys "
-        "as valid_dataset, and takes the value in valid_dataset for each key that it does not give. null: one set, "
-        "described by valid_dataset itself",
+        help="Several evaluation sets: name -> settings. A set takes each key that it leaves out from valid_dataset. "
+        "null: one set, valid_dataset itself",
     )
 
     @source_check

@@ -43,7 +43,7 @@ class ExperimentConfig(Section):
     )
     trial_name: str | None = setting(
         None,
-        help="Name of the run, and of its folder in the folder of the experiment. null: the start time of the run",
+        help="Name of the run and of its folder. null: the start time",
         on_resume=KEEPS_FOLDER,
     )
     seed: int = setting(
@@ -51,41 +51,40 @@ class ExperimentConfig(Section):
     )
     total_train_epochs: int = setting(
         10,
-        help="Number of passes over the training data. The run ends earlier if it reaches another limit "
-        "(total_train_steps, total_train_n_seqs or, in RL, total_train_n_tokens) first",
+        help="Passes over the training data. total_train_steps, total_train_n_seqs and total_train_n_tokens may end "
+        "the run earlier",
         gt=0,
         flag="--epochs",
         on_resume=RUN_LENGTH,
     )
     total_train_steps: int | None = setting(
         None,
-        help="End the training after this many training steps. null: no maximum number of steps",
+        help="End after this many training steps. null: no limit",
         gt=0,
         flag="--max-steps",
         on_resume=RUN_LENGTH,
     )
     total_train_n_seqs: int | None = setting(
         None,
-        help="End the training after this many samples (RL) or rows of training data (SFT, DPO, KTO, reward models). "
-        "null: no maximum number of samples or rows",
+        help="End after this many samples (RL) or rows of data (SFT, DPO, KTO, reward models). null: no limit",
         gt=0,
         on_resume=RUN_LENGTH,
     )
     tokenizer_path: str | None = setting(
         None,
-        help="Folder or hub id of the tokenizer. null: the tokenizer in the folder of actor.path",
+        help="Folder or hub id of the tokenizer. null: that of actor.path",
         on_resume=SAME_CONTENT,
         read_by_rollout=True,
     )
     allow_control_tokens: bool = setting(
         False,
-        help="What the tokenizer does with text in a system, user or tool message that spells a control token (turn "
-        "marker, bos, eos, pad). true: it is encoded as the control token. false: it is encoded as ordinary text",
+        help="Whether text in a system, user or tool message that spells a control token (turn marker, bos, eos, "
+        "pad) is encoded as this token, or as ordinary text",
         read_by_rollout=True,
     )
     enable_offload: bool = setting(
         False,
-        help="Turn on the setting offload of every model of the run, such as actor.offload and ref.offload",
+        help="Turn on offload of every model of the run, such as actor.offload and ref.offload",
         on_resume=SPEED,
     )
     actor: models.ModelConfig = setting(help="The model that is trained")
@@ -332,8 +331,7 @@ class ReferencedExperimentConfig(RowExperimentConfig):
 
     ref: models.ScoringRefConfig = setting(
         factory=models.ScoringRefConfig,
-        help="Frozen reference model of DPO and KTO. The run computes its log-probabilities of every answer once, "
-        "before training",
+        help="Frozen reference model. Its log-probabilities of every answer are computed once, before training",
     )
 
     def needs_reference(self) -> bool:
@@ -369,9 +367,8 @@ class ProcessRewardActorConfig(models.ModelConfig):
 
     step_separator: str | None = setting(
         None,
-        help="Text after each step. The score of a step is read at the last token of this text. No step may contain "
-        "it, because the answers of a policy are cut into steps there. Checkpoints record it in config.json. null: "
-        "step_separator in config.json of actor.path, or else a line break",
+        help="Text after each step of a solution, which no step may contain. The score of a step is read at its last "
+        "token. Checkpoints record it in config.json. null: that of config.json of actor.path, else a line break",
         may_be_blank=True,
     )
 

@@ -27,26 +27,26 @@ class FP8Config(Section):
 
     mode: Literal["e4m3", "int8", "disabled"] = setting(
         "e4m3",
-        help="Format of the values. int8: only frozen weights under adapters (use_lora) are rounded, to int8. Inputs "
-        "are not, and no FP8 units are needed. disabled: as fp8_config=null",
+        help="Format of the values. int8: only frozen weights under adapters (use_lora) are rounded, without FP8 "
+        "units. disabled: as fp8_config=null",
     )
     dgrad: bool = setting(
         True,
-        help="true: round the gradients of outputs to FP8 for the gradients of inputs, which is faster. false: compute "
+        help="Round the gradients of outputs to FP8 for the gradients of inputs, which is faster. false: compute "
         "these in actor.dtype",
         only_with=_GRADIENTS,
     )
     wgrad: bool = setting(
         False,
-        help="true: round inputs and gradients of outputs to FP8, over the tokens, for the gradients of weights. "
-        "false: compute these in actor.dtype",
+        help="Round inputs and gradients of outputs to FP8, over the tokens, for the gradients of weights. false: "
+        "compute these in actor.dtype",
         only_with=_GRADIENTS,
     )
     exclude_modules: list[str] = setting(
         factory=list,
-        help="Linear layers that stay in actor.dtype: whole parts of their names in the checkpoint, such as o_proj or "
-        "layers.0.mlp. Projections of one input, such as q_proj, k_proj and v_proj, are one layer. Embedding, output "
-        "head and value heads are never in FP8",
+        help="Linear layers that stay in actor.dtype: whole parts of their names in the checkpoint, such as o_proj "
+        "or layers.0.mlp. Projections of one input (q_proj, k_proj, v_proj) are one layer. Embedding, output head and "
+        "value heads are never in FP8",
         only_with=_ON,
     )
     first_last_layers_bf16: bool = setting(
@@ -75,9 +75,9 @@ class FP8ModelConfig(Section):
 
     fp8_config: FP8Config | None = setting(
         None,
-        help="Compute linear layers in FP8, in rollout and training. The reference model does the same. With use_lora, "
-        "the frozen weights of these layers are kept in 8 bits only. mode=e4m3 needs GPUs of compute capability 8.9 or "
-        "more, or a CPU, which emulates FP8. null: all layers compute in dtype",
+        help="Compute linear layers in FP8, in rollout, training and reference. With use_lora, their frozen weights "
+        "are kept in 8 bits only. mode=e4m3 needs compute capability 8.9, or a CPU, which emulates FP8. null: compute "
+        "in dtype",
         read_by_rollout=True,
     )
 

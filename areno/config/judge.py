@@ -70,8 +70,8 @@ class JudgeConfig(Section):
 
     path: str | None = setting(
         None,
-        help="Model folder or hub id of a judge that runs beside the actor. It reads texts by its own tokenizer and "
-        "chat template, so it may be of another family than the actor. null: no such judge",
+        help="Model folder or hub id of a judge beside the actor, with its own tokenizer and chat template, so it "
+        "may be of another family. null: no such judge",
     )
     offload: bool = setting(
         False,
@@ -81,14 +81,14 @@ class JudgeConfig(Section):
     )
     base_url: str | None = setting(
         None,
-        help="Address of the OpenAI-compatible endpoint that serves the judge, such as http://localhost:8000/v1. null: "
-        "no such judge",
+        help="Address of an OpenAI-compatible endpoint that serves the judge, such as http://localhost:8000/v1. "
+        "null: no such judge",
         on_resume=FROM_HERE,
     )
     model: str | None = setting(None, help="Needed with base_url. Name of the endpoint's model", only_with=_OF_ENDPOINT)
     api_key_env: str | None = setting(
         None,
-        help="Name of the environment variable with the key of the endpoint. null: the endpoint needs no key",
+        help="Environment variable with the key of the endpoint. null: it needs no key",
         only_with=_OF_ENDPOINT,
         on_resume=FROM_HERE,
     )
@@ -102,7 +102,7 @@ class JudgeConfig(Section):
     )
     timeout_s: float = setting(
         60.0,
-        help="Time limit for a question to the endpoint with all its attempts, in seconds",
+        help="Time limit for a question to the endpoint with all attempts, in seconds",
         gt=0,
         le=86400,
         only_with=_OF_ENDPOINT,
@@ -110,8 +110,7 @@ class JudgeConfig(Section):
     )
     retries: int = setting(
         2,
-        help="Number of further attempts after a lost connection or an overload of the endpoint, with growing pauses, "
-        "within timeout_s",
+        help="Further attempts after a lost connection or an overload, with growing pauses, within timeout_s",
         ge=0,
         le=100,
         only_with=_OF_ENDPOINT,
@@ -119,56 +118,54 @@ class JudgeConfig(Section):
     )
     enable_thinking: bool | None = setting(
         None,
-        help="Value of the variable enable_thinking in the endpoint's chat template, sent as chat_template_kwargs. "
-        "Set false for reasoning models with verdict=labels. null: send nothing",
+        help="Variable enable_thinking of the endpoint's chat template, sent as chat_template_kwargs. Set false for "
+        "reasoning models with verdict=labels. null: send nothing",
         only_with=_OF_ENDPOINT,
     )
     compare: bool = setting(
         False,
-        help="false: the judge scores each answer by itself. true: it compares the answers to the same prompt in "
-        "pairs, each in both orders. The score is the share of comparisons that an answer wins",
+        help="Compare the answers to a prompt in pairs, each in both orders; the score is the share of comparisons "
+        "won. false: score each answer by itself",
     )
     opponents: int | None = setting(
         None,
-        help="Number of next answers in the group, cyclically, with which each answer is compared. null: all pairs",
+        help="Compare each answer with this many next answers of the group, cyclically. null: all pairs",
         gt=0,
         only_with=Needs("compare", so="nothing is compared"),
     )
     rubric: Literal["correct", "quality"] = setting(
         "correct",
-        help="Question to the judge. correct: whether the answer agrees with the field solutions of the row. "
-        "quality: how good the answer is, without a reference",
+        help="Question to the judge. correct: does the answer agree with the row's solutions? quality: how good is "
+        "it, without a reference?",
         only_with=Needs("template", None, so="the template says what the judge is asked"),
     )
     template: str | None = setting(
         None,
-        help="Question of your own, in place of a rubric. {prompt} stands for the prompt, {completion} for the answer, "
-        "or {first} and {second} with compare, and other names for fields of the dataset row, such as {solutions}. "
-        "Write {{ and }} for braces. null: the question of the rubric",
+        help="Your question, in place of a rubric: {prompt}, {completion} (with compare {first} and {second}) and "
+        "fields of the dataset row such as {solutions}. Write {{ and }} for braces. null: the question of the rubric",
     )
     labels: list[str] | None = setting(
         None,
-        help="The verdicts from worst to best, whose scores are spread evenly over 0 to 1. null: no and yes, or 1 to 5 "
-        "with rubric=quality",
+        help="Verdicts from worst to best, with scores spread evenly over 0 to 1. null: no and yes, or 1 to 5 with "
+        "rubric=quality",
         only_with=Needs("compare", False, so="the labels are A and B"),
     )
     verdict: Literal["labels", "json"] = setting(
         "labels",
-        help="labels: the judge answers with a label, and the score is the expectation over the labels. json: the "
-        "judge writes a reason and then a label, in JSON of a schema. A model of the run (path) writes it with "
-        "constrained decoding, which needs areno[grammar]",
+        help="labels: the judge answers with a label; the score is the expectation over the labels. json: it writes "
+        "a reason and then a label, as JSON. For a model of the run (path), this is constrained decoding and needs "
+        "areno[grammar]",
     )
     max_tokens: int = setting(
         1024,
-        help="Largest number of tokens of the judge's reason and verdict. A model of the run ends its reason early "
-        "enough for the verdict",
+        help="Largest number of tokens of reason and verdict. A model of the run ends its reason early enough",
         gt=0,
         only_with=Needs("verdict", "json", so="the judge answers with a label"),
     )
     refuse_blank: bool = setting(
         True,
-        help="Give an answer without any letter or digit the score with the lowest reward, without asking the judge. "
-        "Models are known to accept such answers (arXiv 2507.08794)",
+        help="Give an answer without letters and digits the score with the lowest reward, unasked. Models are known "
+        "to accept such answers (arXiv 2507.08794)",
     )
     weight: float = setting(1.0, help="Factor on the score in the reward. Negative: low scores are rewarded")
 

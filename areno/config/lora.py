@@ -23,39 +23,37 @@ class LoraConfig(Section):
 
     use_lora: bool = setting(
         False,
-        help="Train low-rank adapters on the linear layers (LoRA, arXiv 2106.09685) and freeze the weights of the "
-        "model. A reference model without a path of its own is then this model without its adapters",
+        help="Train low-rank adapters on the linear layers (LoRA, arXiv 2106.09685) and freeze the model. A "
+        "reference model without a path is then this model without its adapters",
         on_resume=NEVER,
     )
     lora_rank: int = setting(32, help="Rank of the adapters", gt=0, only_with=_ADAPTERS, on_resume=NEVER)
     lora_alpha: float = setting(
         16.0,
-        help="The output of the adapters is multiplied by lora_alpha / lora_rank, or by lora_alpha / sqrt(lora_rank) "
-        "with use_rslora",
+        help="The adapters' output is multiplied by lora_alpha / lora_rank, or by lora_alpha / sqrt(lora_rank) with "
+        "use_rslora",
         gt=0,
         only_with=_ADAPTERS,
         on_resume=NEVER,
     )
     target_modules: list[str] = setting(
         factory=lambda: [ALL_LINEAR],
-        help="Names of the linear layers that get adapters, such as [q_proj,v_proj]. Experts have experts.gate_up_proj "
-        "and experts.down_proj. [all-linear]: all linear layers except the output head and the routers of experts",
+        help="Linear layers that get adapters, such as [q_proj,v_proj]. Experts have experts.gate_up_proj and "
+        "experts.down_proj. [all-linear]: all but the output head and routers",
         only_with=_ADAPTERS,
         on_resume=NEVER,
     )
     peft_type: Literal["lora"] = setting("lora", help="Kind of adapters. Only lora is supported")
     use_rslora: bool = setting(
         False,
-        help="Scale the adapters by lora_alpha / sqrt(lora_rank) instead of lora_alpha / lora_rank (rsLoRA, arXiv "
-        "2312.03732). Recommended for high ranks",
+        help="Scale by lora_alpha / sqrt(lora_rank) (rsLoRA, arXiv 2312.03732), for high ranks",
         only_with=_ADAPTERS,
         on_resume=NEVER,
     )
     init_lora_from: str | None = setting(
         None,
-        help="Folder or hub id of trained adapters (peft format) from which training starts. Their rank, alpha and "
-        "target modules are read from the folder. null: new adapters, which do not change the output of the model "
-        "before the first update",
+        help="Folder or hub id of adapters (peft format) to start from, with their rank, alpha and target modules. "
+        "null: new adapters, which at first change nothing",
         only_with=_ADAPTERS,
         on_resume=SAME_CONTENT,
     )

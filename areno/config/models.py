@@ -44,9 +44,8 @@ class MicroBatchSpec(Section):
     )
     max_tokens_per_mb: int | None = setting(
         None,
-        help="Largest number of tokens per micro-batch on one device. Rows are distributed to micro-batches by "
-        "first-fit-decreasing bin packing. null: mini_bs rows per micro-batch or, if mini_bs is null too, a number of "
-        "tokens that suits the models and the memory of the device",
+        help="Largest number of tokens per micro-batch on one device; rows are packed by first-fit-decreasing. null: "
+        "mini_bs rows or, if that is null too, a number that suits models and memory",
         gt=0,
     )
 
@@ -77,55 +76,53 @@ class UpdatedModelConfig(Section):
     )
     dtype: Literal["auto", "bfloat16", "float32"] = setting(
         "auto",
-        help="Data type of weights and activations. auto: bfloat16 on GPUs that support it (compute capability 8.0 "
-        "and higher), float32 on other GPUs and on a CPU. The master weights of the optimizer are always fp32",
+        help="Data type of weights and activations. auto: bfloat16 on GPUs of compute capability 8.0 or more, else "
+        "float32. Master weights are always fp32",
         read_by_rollout=True,
     )
     init_from_scratch: bool = setting(
         False,
-        help="true: start this model from random weights, which depend on seed, with the architecture in config.json "
-        "of path. No weight files are needed. The other models of the run still load their weights",
+        help="Start this model from random weights (by seed) with the architecture in config.json of path. Other "
+        "models still load theirs",
         on_resume=NEVER,
         read_by_rollout=True,
     )
     max_skipped_steps: int | None = setting(
         10,
-        help="Steps in a row without an update after which the run ends with an error. An update is skipped if loss or "
-        "gradient is not finite, or if no sample of the step has a reward. null: no limit",
+        help="Steps in a row without an update (loss or gradient not finite, or no sample with a reward) that end "
+        "the run with an error. null: no limit",
         gt=0,
         on_resume=FROM_HERE,
     )
     gradient_checkpointing: bool = setting(
         True,
-        help="Recompute activations in the backward pass to save memory. On CUDA, only as many layers are recomputed "
-        "as are needed to fit into memory",
+        help="Recompute activations in the backward pass to save memory. On CUDA, only in as many layers as needed",
         flag="--activation-checkpointing",
         on_resume=SPEED,
     )
     share_prefixes: Literal["auto", "on", "off"] = setting(
         "auto",
         help="Compute tokens with which several rows begin, such as a group's prompt, once in training and scoring. "
-        "auto: if this saves a tenth of the tokens and a twentieth of the time. Never with recurrent states",
+        "auto: if it saves a tenth of the tokens and a twentieth of the time. Never with recurrent states",
         renamed_from="enable_tree_training",
         on_resume=SPEED,
     )
     offload: bool = setting(
         False,
         help="Keep masters and moments in pinned host memory, and gradients on the GPU only in training. Each update "
-        "copies masters and moments to the GPU and back. The results stay the same (CUDA)",
+        "copies masters and moments. Results stay the same (CUDA)",
         on_resume=SPEED,
     )
     gradient_accumulation_steps: int | None = setting(
         None,
-        help="Number of micro-batches whose gradients are summed for one optimizer step. null: one optimizer step per "
-        "batch",
+        help="Micro-batches whose gradients are summed for one optimizer step. null: one optimizer step per batch",
         gt=0,
         flag="--gradient-accumulation-steps",
     )
     router_aux_loss_coef: float = setting(
         0.0,
-        help="Coefficient of the loss that balances the load of experts (Switch Transformer, arXiv 2101.03961). Values "
-        "above 0 cost one more forward pass per optimizer step",
+        help="Coefficient of the loss that balances experts (Switch Transformer, arXiv 2101.03961). Above 0, it "
+        "costs a forward pass per optimizer step",
         ge=0,
     )
     mb_spec: MicroBatchSpec = setting(factory=MicroBatchSpec, help="Size of micro-batches", on_resume=SPEED)
@@ -176,48 +173,42 @@ class PolicyConfig(ModelConfig):
 
     ppo_n_minibatches: int = setting(
         1,
-        help="Number of optimizer steps per rollout batch. In each of them, importance ratios compare with the policy "
-        "before the first of these steps",
+        help="Optimizer steps per rollout batch. The importance ratios of all compare with the policy before the first",
         gt=0,
     )
     routing_replay: bool = setting(
         False,
-        help="For mixture-of-experts models: train each token with the experts that the router chose in the rollout. "
-        "To store the choice takes one byte per token, layer and chosen expert, or two bytes if the model has 256 or "
-        "more experts",
+        help="Mixture of experts: train each token with the experts chosen in the rollout. Takes one byte per token, "
+        "layer and chosen expert, or two with 256 experts or more",
         read_by_rollout=True,
     )
     reward_bias: float = setting(0.0, help="Added to each reward, before the reward is multiplied by reward_scaling")
     reward_scaling: float = setting(1.0, help="Each reward is multiplied by this number, after reward_bias is added")
     reward_clip: float | None = setting(
         None,
-        help="Clip each reward to [-reward_clip, reward_clip], after it is multiplied by reward_scaling. null: no "
-        "clipping",
+        help="Clip each reward to [-reward_clip, reward_clip], after reward_scaling. null: no clipping",
         gt=0,
     )
     overlong_reward_penalty: bool = setting(
         False,
-        help="Reduce the rewards of completions whose length is close to gconfig.max_new_tokens (DAPO, arXiv "
-        "2503.14476, eq. 13)",
+        help="Reduce the rewards of completions near gconfig.max_new_tokens (DAPO, arXiv 2503.14476, eq. 13)",
     )
     overlong_tokens: int | None = setting(
         None,
-        help="Needed with overlong_reward_penalty. Completions longer than gconfig.max_new_tokens minus this number "
-        "of tokens are penalised, and the penalty grows linearly with the length",
+        help="Length of the zone before gconfig.max_new_tokens in which the penalty grows linearly",
         gt=0,
         only_with=_OVERLONG,
     )
     overlong_penalty_factor: float | None = setting(
         None,
-        help="Needed with overlong_reward_penalty. The largest penalty, which is subtracted from the reward of a "
-        "completion with gconfig.max_new_tokens tokens",
+        help="Largest penalty, at gconfig.max_new_tokens tokens",
         gt=0,
         only_with=_OVERLONG,
     )
     mask_no_eos_with_zero: bool = setting(
         False,
-        help="Do not train on completions that were cut off at gconfig.max_new_tokens. The rewards of these "
-        "completions still count in the mean and standard deviation of their group",
+        help="Do not train on completions that were cut off. Their rewards still count in mean and standard "
+        "deviation of the group",
     )
     reward_norm: NormConfig | None = setting(
         None, help="Normalisation of rewards before advantages are computed. null: rewards are not normalised"
@@ -335,15 +326,13 @@ class KLConfig(PolicyConfig):
     )
     kl_estimator: Literal["k1", "k2", "k3"] = setting(
         "k3",
-        help="Estimator of the KL divergence. r is the probability of a token under the reference model divided by "
-        "its probability under the policy. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1",
+        help="Estimator of the KL divergence, with r = p_ref / p. k1: -log r. k2: (log r)^2 / 2. k3: r - log r - 1",
         only_with=_KL,
         flag="--kl-loss-type",
     )
     use_kl_in_reward: bool = setting(
         False,
-        help="true: subtract kl_ctl times the KL of each token from the reward of this token. false: add kl_ctl times "
-        "the KL to the loss",
+        help="Subtract kl_ctl times the KL of each token from its reward. false: add kl_ctl times the KL to the loss",
         only_with=_KL,
     )
 
@@ -374,13 +363,11 @@ class RefConfig(Section):
     heading = "Train"
     path: str | None = setting(
         None,
-        help="Model folder or hub id of the reference model. null: the initial weights of the actor. They are loaded "
-        "only once, for both models",
+        help="Model folder or hub id of the reference model. null: the initial weights of the actor, loaded once for "
+        "both",
         flag=_REF_CKPT,
     )
-    offload: bool = setting(
-        False, help="Keep the reference model in host memory while it is not in use (CUDA)", on_resume=SPEED
-    )
+    offload: bool = setting(False, help="Keep the reference model in host memory while unused (CUDA)", on_resume=SPEED)
 
 
 @dataclass(kw_only=True)
@@ -400,14 +387,13 @@ class CriticConfig(Section):
     heading = "Train"
     path: str | None = setting(
         None,
-        help="Model folder or hub id of the critic. null: the transformer body of the actor, with a new value head",
+        help="Model folder or hub id of the critic. null: the body of the actor, with a new value head",
         flag="--critic-ckpt",
         on_resume=FROM_STATE,
     )
     init_from_scratch: bool = setting(
         False,
-        help="true: start the critic from random weights, with the architecture in config.json of the folder that "
-        "path names. The folder needs no weight files, and the random numbers depend on seed",
+        help="Start the critic from random weights (by seed) with the architecture in config.json of path",
         on_resume=FROM_STATE,
     )
     offload: bool = setting(
@@ -415,34 +401,29 @@ class CriticConfig(Section):
     )
     mask_no_eos_with_zero: bool = setting(
         False,
-        help="Do not train the critic on completions that were cut off at gconfig.max_new_tokens. If "
-        "actor.mask_no_eos_with_zero is true, neither the actor nor the critic is trained on these completions",
+        help="Do not train the critic on completions that were cut off. With actor.mask_no_eos_with_zero, neither "
+        "model trains on them",
     )
     warmup_steps: int = setting(
         20,
-        help="Number of steps at the start of the run that train only the critic",
+        help="Steps at the start of the run that train only the critic",
         ge=0,
         flag="--critic-warmup-steps",
     )
     eps_clip: float = setting(
         0.5,
-        help="Clip range of the value loss: a new value may differ by at most this number from the value before the "
-        "update, and is clipped beyond that",
+        help="Clip range of the value loss: how far a value may move from that before the update",
         gt=0,
         flag="--value-clip-eps",
     )
     value_loss_coef: float = setting(
         0.5, help="The value loss is multiplied by this number", gt=0, flag="--value-loss-coef"
     )
-    ppo_n_minibatches: int = setting(
-        1, help="Number of optimizer steps of the critic in each pass over the rollout batch", gt=0
-    )
-    epochs: int = setting(
-        1, help="Number of passes of the critic over the rollout batch. The targets and the value clip stay", gt=0
-    )
+    ppo_n_minibatches: int = setting(1, help="Optimizer steps of the critic in each pass over the rollout batch", gt=0)
+    epochs: int = setting(1, help="Passes of the critic over the rollout batch. Targets and value clip stay", gt=0)
     freeze_attention: bool = setting(
         False,
-        help="Do not train the attention layers of the critic, as in SAO (arXiv 2607.07508). They stay those of path",
+        help="Do not train the attention layers of the critic, as in SAO (arXiv 2607.07508)",
         on_resume=NEVER,
     )
     gradient_checkpointing: bool = setting(
@@ -458,9 +439,7 @@ class CriticConfig(Section):
         factory=lambda: OptimizerConfig(lr=1e-5),
         help="Optimizer and learning-rate schedule of the critic",
         flags={
-            "lr": Flag(
-                "--critic-lr", help="Peak learning rate of the critic. 0: the weights of the critic do not change"
-            ),
+            "lr": Flag("--critic-lr", help="Peak learning rate of the critic. 0: its weights do not change"),
             "type": ADAM_8BIT,
         },
     )

@@ -20,22 +20,20 @@ class NormConfig(Section):
 
     mean_level: Literal["batch", "group"] | None = setting(
         "group",
-        help="Which mean is subtracted. group: the mean over the samples of the same prompt. batch: the mean over the "
-        "whole batch. null: subtract no mean",
+        help="Mean that is subtracted: over the samples of a prompt, or the batch. null: none",
     )
     mean_leave1out: bool = setting(
         False,
-        help="Compute the mean for a sample from the other samples only (RLOO, arXiv 2402.14740)",
+        help="Compute a sample's mean from the other samples only (RLOO, arXiv 2402.14740)",
         only_with=Needs("mean_level", so="no mean is subtracted"),
     )
     std_level: Literal["batch", "group"] | None = setting(
         "group",
-        help="Which standard deviation is the divisor. group: over the samples of the same prompt. batch: over the "
-        "whole batch. null: do not divide (Dr.GRPO)",
+        help="Standard deviation that divides: over the samples of a prompt, or the batch. null: none (Dr.GRPO)",
     )
     std_unbiased: bool = setting(
         False,
-        help="Divide the sum of squares by n - 1 instead of n when the variance of n values is computed",
+        help="Divide the variance by n - 1 instead of n",
         only_with=_DEVIATION,
     )
     eps: float = setting(

@@ -53,8 +53,8 @@ OPTIMIZERS: dict[OptimizerType, OptimizerKind] = {
         price="moments are rounded to 8 bits",
     ),
     "muon": OptimizerKind(
-        help="Muon for the projections of layers, adapters and experts, 4 bytes per parameter of momentum. AdamW "
-        "for embedding, head, norms, biases and routers, with 8 bytes",
+        help="Muon for the projections of layers, adapters and experts, 4 bytes per parameter of momentum; AdamW, "
+        "with 8 bytes, for embedding, head, norms, biases and routers",
         moment_bytes=8,
         update_bytes=80,  # by arithmetic
         matrix_moment_bytes=4,
@@ -87,12 +87,11 @@ class MuonConfig(Section):
     ns_steps: int = setting(5, help="Number of Newton-Schulz steps", gt=0)
     scale_mode: Literal["match_rms_adamw", "spectral"] = setting(
         "match_rms_adamw",
-        help="The factor s. match_rms_adamw: 0.2 max(rows, columns)^0.5, with which an update is as large as one of "
-        "AdamW, so that a learning rate of AdamW can be kept. spectral: max(1, rows / columns)^0.5, which needs a "
-        "learning rate of its own, often near 0.02 in training from scratch",
+        help="The factor s. match_rms_adamw: 0.2 max(rows, columns)^0.5, for learning rates of AdamW. spectral: "
+        "max(1, rows / columns)^0.5, with a learning rate of its own, often near 0.02 from scratch",
     )
     ns_dtype: Literal["bfloat16", "float32"] = setting(
-        "bfloat16", help="Dtype of the products on a GPU. On a CPU they are always in float32"
+        "bfloat16", help="Dtype of the products on a GPU. On a CPU, always float32"
     )
 
 
@@ -109,7 +108,7 @@ class OptimizerConfig(Section):
     lr: float = setting(1e-6, help="Peak learning rate. 0: the weights do not change", ge=0, flag="--lr")
     min_lr_ratio: float = setting(
         0.1,
-        help="Learning rate at the end of its decay, as a fraction of the peak lr",
+        help="Learning rate at the end of the decay, as a fraction of lr",
         ge=0,
         le=1,
         only_with=Needs("lr_scheduler_type", "linear", "cosine", so="lr does not decay"),
@@ -120,17 +119,17 @@ class OptimizerConfig(Section):
     )
     lr_decay_steps: int | None = setting(
         None,
-        help="Number of optimizer steps, including warm-up, after which the learning rate has decayed to min_lr_ratio "
-        "* lr. null: all optimizer steps of the run, or 1000 in a script that calls areno.Trainer",
+        help="Optimizer steps, with warm-up, until the learning rate is min_lr_ratio * lr. null: all of the run, or "
+        "1000 in a script that calls areno.Trainer",
         gt=0,
         flag=Flag(
             "--lr-decay-steps",
-            help="Number of optimizer steps, including warm-up, after which the learning rate has "
-            "decayed to --min-lr. Default: all optimizer steps of the run",
+            help="Number of optimizer steps, including warm-up, after which the learning rate has decayed to --min-lr. "
+            "Default: all optimizer steps of the run",
         ),
     )
     warmup_steps_proportion: float = setting(
-        0.001, help="Length of the linear warm-up from 0 to lr, as a fraction of lr_decay_steps", ge=0, lt=1
+        0.001, help="Linear warm-up from 0 to lr, as a fraction of lr_decay_steps", ge=0, lt=1
     )
     beta1: float = setting(
         0.9, help="Decay rate of Adam's first moment", ge=0, lt=1, only_with=_MOMENTS, flag="--adam-beta1"
@@ -146,13 +145,13 @@ class OptimizerConfig(Section):
     )
     gradient_clipping: float = setting(
         1.0,
-        help="Gradients are scaled down if their global norm is larger than this number. 0: no clipping",
+        help="Largest global norm of the gradients, which are scaled down to it. 0: no clipping",
         ge=0,
         flag="--grad-clip-norm",
     )
     muon: MuonConfig = setting(
         factory=MuonConfig,
-        help="Muon, for the matrices of the layers. lr, its schedule and weight_decay hold for all parameters. beta1, "
-        "beta2 and eps for those that AdamW updates",
+        help="Muon, for the matrices of the layers. lr, its schedule and weight_decay hold for all parameters; "
+        "beta1, beta2 and eps for those of AdamW",
         only_with=Needs("type", "muon", so="no matrix is orthogonalised"),
     )

@@ -52,7 +52,7 @@ class PolicyExperimentConfig(WithAgents, WithTeacher, ExperimentConfig):
     )
     agent: AgentConfig = setting(
         factory=AgentConfig,
-        help="Agents: your own code that calls the model, in place of one completion per sample",
+        help="Agents: your code that calls the model, in place of one completion per sample",
         renamed_from="rollout.agent",
         read_by_rollout=True,
     )
@@ -61,21 +61,20 @@ class PolicyExperimentConfig(WithAgents, WithTeacher, ExperimentConfig):
     )
     tune: TuneConfig = setting(
         factory=TuneConfig,
-        help="Settings of memory and speed that are chosen by a trial before the run",
+        help="Settings of memory and speed, chosen by a trial before the run",
         on_resume=NEW_RUNS,
     )
     total_train_n_tokens: int | None = setting(
         None,
-        help="End the training after the step in which the run has sampled this many tokens of completions, those of "
-        "dropped prompts included. null: no maximum number of tokens",
+        help="End after the step in which the run has sampled this many tokens of completions, also of dropped "
+        "prompts. null: no limit",
         gt=0,
         on_resume=RUN_LENGTH,
     )
     dynamic_bs: bool = setting(
         False,
-        help="Used with rollout.dynamic_sampling, which drops prompts whose samples all have the same reward. true: "
-        "train a step on the prompts that were not dropped, so batches can be smaller. false: sample more prompts "
-        "until the batch is full",
+        help="With rollout.dynamic_sampling: train on the prompts that were not dropped, so batches may be smaller. "
+        "false: sample more prompts until the batch is full",
         only_with=Needs("rollout.dynamic_sampling", so="no prompts are dropped"),
         read_by_rollout=True,
     )
@@ -351,8 +350,8 @@ class DistillExperimentConfig(PolicyExperimentConfig):
     teacher: TeacherConfig = setting(factory=TeacherConfig, help="The teacher")
     on_policy_share: float = setting(
         1.0,
-        help="Share of the dataset rows of each batch that the student answers, gconfig.n_samples times each. The "
-        "other rows train on the response of the dataset. 1: on-policy. 0: off-policy",
+        help="Share of a batch's dataset rows that the student answers, gconfig.n_samples times each. Others train "
+        "on the dataset's response. 1: on-policy. 0: off-policy",
         ge=0,
         le=1,
     )
@@ -374,8 +373,7 @@ class PairedPolicyExperimentConfig(PolicyExperimentConfig):
     teacher: ClassVar[None] = None  # type: ignore[misc]
     pairs_per_prompt: int = setting(
         1,
-        help="Largest number of pairs of samples that a prompt gives. The samples of a prompt are sorted by reward. "
-        "The first pair is the best and the worst sample, the second pair the second best and the second worst, and "
+        help="Most pairs of samples that a prompt gives: best and worst by reward, second best and second worst, and "
         "so on. Two samples with equal rewards are no pair",
         gt=0,
     )

@@ -25,25 +25,23 @@ class RejectionSamplingConfig(Section):
 
     level: Literal["token", "sequence"] = setting(
         "token",
-        help="token: the metric of each token is compared with the bounds lower and upper. sequence: one metric of "
-        "the whole row is compared with these bounds",
+        help="Whether the metric of each token, or one of the whole row, is compared with lower and upper",
     )
     action: Literal["mask", "clamp"] = setting(
         "mask",
-        help="What happens to a token or row whose metric is outside of the bounds lower and upper. mask: it is not "
-        "trained on. clamp: its importance weight is clamped to [lower, upper] (truncated importance sampling)",
+        help="What happens beyond the bounds. mask: the token or row is not trained. clamp: its importance weight is "
+        "clamped to [lower, upper] (truncated importance sampling)",
     )
     metric: Literal["ratio", "kl_k1", "kl_k2", "kl_k3", "binary_kl"] = setting(
         "ratio",
-        help="Number that is compared with the bounds. r is the importance weight: the probability of a token before "
-        "the update divided by its probability in the rollout. ratio: r. kl_k1: log r. kl_k2: (log r)^2 / 2. kl_k3: r "
-        "- log r - 1. binary_kl: the KL divergence between the two policies if the only outcomes are this token and "
-        "any other token; the larger of its two directions counts",
+        help="Metric of the importance weight w. ratio: w. kl_k1: log w. kl_k2: (log w)^2 / 2. kl_k3: w - log w - 1. "
+        "binary_kl: the larger of both KL divergences between the policies with two outcomes, this token and any "
+        "other",
     )
     agg: Literal["sum", "mean", "max"] = setting(
         "mean",
-        help="With level=sequence: how the metrics of a row's tokens are combined into one number. With "
-        "metric=ratio, agg is applied to log r, so mean gives the geometric mean of r",
+        help="With level=sequence: how the metrics of a row's tokens are combined. With metric=ratio, applied to log "
+        "w, so mean gives the geometric mean",
         only_with=Needs("level", "sequence", so="tokens are not combined"),
     )
     upper: float = setting(5.0, help="Upper bound of the metric", gt=0)
@@ -83,39 +81,33 @@ class RatioConfig(PolicyConfig):
 
     recompute_logprob: bool = setting(
         True,
-        help="Which code computes the denominator of the importance ratio. true: the training code, which needs one "
-        "more forward pass if a batch has several updates. false: the rollout, without an additional pass. The "
-        "probabilities of the rollout differ by rounding from those of the training code. This difference can move "
-        "ratios out of a narrow clip range",
+        help="Take the denominator of the importance ratio from the training code, with a further forward pass if a "
+        "batch has several updates. false: from the rollout, whose rounding can move ratios out of a narrow clip "
+        "range",
     )
     use_decoupled_loss: bool = setting(
         False,
-        help="Use the loss of decoupled PPO (arXiv 2505.24298), which corrects for rollouts that are stale or "
-        "computed with other kernels. The clipped ratio compares with the policy before the update (proximal policy). "
-        "The loss of each token is multiplied by an importance weight: its probability under the proximal policy "
-        "divided by its probability in the rollout",
+        help="Loss of decoupled PPO (arXiv 2505.24298), for rollouts that are stale or of other kernels. The clipped "
+        "ratio compares with the policy before the update (proximal policy), and a token weighs by w = p_proximal / "
+        "p_rollout",
     )
     prox_logp_method: Literal["recompute", "loglinear", "metrics"] = setting(
         "recompute",
-        help="Used with use_decoupled_loss. How the log-probabilities under the proximal policy (the policy before "
-        "the update) are obtained. recompute: by one more forward pass before the update. loglinear: without an "
-        "additional pass. The first update of a batch uses its own forward pass, and later updates interpolate "
-        "between the rollout and the current policy by the staleness of the row. metrics: by one more forward pass, "
-        "and a metric shows the error that loglinear would have",
+        help="With use_decoupled_loss: source of the proximal log-probabilities. recompute: a forward pass before "
+        "the update. loglinear: the first update's own pass; later updates interpolate between rollout and current "
+        "policy by the row's staleness. metrics: as recompute, with a metric of the error of loglinear",
         only_with=Needs("use_decoupled_loss", so="there is no proximal policy"),
     )
     rejection_sampling: RejectionSamplingConfig | None = setting(
         None,
-        help="Used with use_decoupled_loss. Tokens with an extreme importance weight are masked, or their weight is "
-        "clamped. The importance weight is the probability of a token before the update divided by its probability in "
-        "the rollout. null: no token is masked or clamped",
+        help="With use_decoupled_loss: mask tokens with an extreme importance weight w (p_proximal / p_rollout), or "
+        "clamp it. null: neither",
         only_with=Needs("use_decoupled_loss", so="tokens have no weights"),
     )
     m2_threshold: float | None = setting(
         None,
-        help="M2PO (arXiv 2510.01161, which uses 0.04). The log-ratio of a token compares its probability before the "
-        "update with its probability in the rollout. Tokens with the largest log-ratios are masked, until the mean "
-        "square of the other log-ratios is at most m2_threshold. null: no mask",
+        help="M2PO (arXiv 2510.01161, which uses 0.04): tokens with the largest log-ratios between policy before the "
+        "update and rollout are masked until the mean square of the others is at most this. null: no mask",
         gt=0,
     )
 

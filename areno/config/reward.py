@@ -41,33 +41,32 @@ class RewardConfig(Section):
     )
     weights: list[float] | None = setting(
         None,
-        help="Weights of the reward functions in their sum, one per function. null: all weights are 1",
+        help="Weights of the reward functions in their sum. null: all 1",
         only_with=_FUNCTION,
     )
     path: str | None = setting(
         None,
         help="Reward model: folder or hub id of a ...ForSequenceClassification model with one label, or of a process "
-        "reward model (...ForTokenClassification with two labels). It must have the same tokenizer as the actor. Its "
-        "score for prompt and completion is added to the reward of reward.fn. null: no reward model",
+        "reward model (...ForTokenClassification, two labels), with the actor's tokenizer. Its score is added to the "
+        "reward of reward.fn. null: none",
         flag="--reward-ckpt",
     )
     step_separator: str | None = setting(
         None,
-        help="For a process reward model: the text at which a completion is cut into steps. null: step_separator in "
-        "config.json of reward.path, which the recipe prm writes",
+        help="Text at which a process reward model's completions are cut into steps. null: that of config.json of "
+        "reward.path, which the recipe prm writes",
         may_be_blank=True,
         only_with=_MODEL,
     )
     step_score: StepScore = setting(
         "min",
-        help="For a process reward model: how the scores of the steps of a completion become its score. Each is the "
-        "probability that the step is right. min: the smallest. mean: their mean. last: that of the last step. prod: "
-        "their product, the probability that all steps are right",
+        help="How a process reward model's scores of steps, the probabilities that each is right, become one: the "
+        "smallest, their mean, the last, or their product",
         only_with=_MODEL,
     )
     offload: bool = setting(
         False,
-        help="Keep the reward model in host memory while it is not in use (CUDA)",
+        help="Keep the reward model in host memory while unused (CUDA)",
         only_with=_MODEL,
         on_resume=SPEED,
     )
@@ -76,16 +75,15 @@ class RewardConfig(Section):
     )
     timeout_s: float = setting(
         30.0,
-        help="Time limit in seconds for fn to score one sample. If fn takes longer, the sample counts as a timeout "
-        "and has no reward",
+        help="Time limit in seconds for fn to score one sample. Beyond it, the sample has no reward",
         gt=0,
         le=86400,
         on_resume=FROM_HERE,
     )
     workers: int | None = setting(
         None,
-        help="Number of processes that call fn. null: the number of available CPU cores, minus one for the driver "
-        "and one for each device, but at least 2 and at most 64",
+        help="Number of processes that call fn. null: the available CPU cores less one for the driver and one per "
+        "device, at least 2 and at most 64",
         gt=0,
         le=512,
         on_resume=SPEED,

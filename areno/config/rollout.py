@@ -44,19 +44,19 @@ class SamplingConfig(Section):
 
     greedy: bool = setting(
         False,
-        help="Always take the most likely token. In training, this setting needs an agent or n_samples=1, because "
-        "otherwise all samples of a prompt would be equal",
+        help="Always take the most likely token. In training, this needs an agent or n_samples=1, because all "
+        "samples of a prompt would be equal",
         flag=Flag(
             "--greedy",
             help="Always take the most likely token. Needs --agent-fn or --n-samples 1, because all samples of a "
-            "prompt would be equal. With --n-samples 1, also set actor.adv_norm=null, because a group of one sample "
-            "has no advantage",
+            "prompt would be equal. With --n-samples 1, also set actor.adv_norm=null: a group of one sample has no "
+            "advantage",
         ),
     )
     top_p: float = setting(
         1.0,
-        help="Sample only from the smallest set of most likely tokens whose total probability is at least top_p. 1: "
-        "all tokens",
+        help="Sample from the smallest set of most likely tokens with a total probability of at least top_p. 1: all "
+        "tokens",
         gt=0,
         le=1,
         only_with=_DRAWING,
@@ -73,8 +73,8 @@ class SamplingConfig(Section):
     max_new_tokens: int = setting(16, help="Maximum number of tokens of a completion", gt=0, flag="--max-new-tokens")
     min_new_tokens: int = setting(
         0,
-        help="Minimum number of tokens of a completion. A shorter completion is not ended by an end-of-sequence "
-        "token, a stop token or a stop string",
+        help="Minimum number of tokens of a completion, before which no end-of-sequence token, stop token or stop "
+        "string ends it",
         ge=0,
     )
     temperature: float = setting(
@@ -86,33 +86,32 @@ class SamplingConfig(Section):
     )
     frequency_penalty: float = setting(
         0.0,
-        help="This number is subtracted from the logit of a token for each time that the token is already in the "
-        "completion. The log-probabilities are computed without this penalty",
+        help="Subtracted from the logit of a token for each time that it is in the completion. Not a part of "
+        "log-probabilities",
         ge=-2,
         le=2,
     )
     presence_penalty: float = _logit_edit_setting(
         0.0,
-        help="This number is subtracted from the logit of a token if the token is already in the completion. The "
-        "log-probabilities are computed without this penalty",
+        help="Subtracted from the logit of a token that is in the completion. Not a part of log-probabilities",
         ge=-2,
         le=2,
     )
     min_p: float = _logit_edit_setting(
         0.0,
-        help="Sample only tokens whose probability is at least min_p times the probability of the most likely "
-        "token. Applied before top_k and top_p. 0: all tokens",
+        help="Sample only tokens with at least min_p times the probability of the most likely one. Applied before "
+        "top_k and top_p. 0: all tokens",
         ge=0,
         le=1,
         only_with=_DRAWING,
     )
     stop: list[str] | None = setting(None, help="Strings that end a completion. null: none")
     stop_token_ids: list[int] | None = setting(
-        None, help="Token ids that end a completion, in addition to the end-of-sequence tokens of the model. null: none"
+        None, help="Token ids that end a completion, besides the model's end-of-sequence tokens. null: none"
     )
     ignore_eos: bool = setting(False, help="Do not stop at end-of-sequence tokens, but sample max_new_tokens tokens")
     skip_special_tokens: bool = setting(
-        True, help="Remove special tokens from the text of a completion before reward functions and logs get it"
+        True, help="Remove special tokens from the text that reward functions and logs get"
     )
 
     @property
@@ -186,7 +185,7 @@ class GenerationConfig(SamplingConfig):
     max_new_tokens: int = setting_as_in(SamplingConfig, "max_new_tokens", default=3071)
     max_tokens: int | None = setting(
         None,
-        help="Maximum number of tokens of prompt and completion together. null: the context length of the model",
+        help="Maximum number of tokens of prompt and completion. null: the context length of the model",
         gt=0,
         flag="--max-context-len",
     )
@@ -223,34 +222,33 @@ class DecoderConfig(Section):
     )
     mem_fraction: float = setting(
         0.6,
-        help="The KV cache may use this fraction of the memory that is free after the models are loaded (CUDA)",
+        help="Share of the memory that is free after loading the models for the KV cache (CUDA)",
         gt=0,
         lt=1,
         on_resume=SPEED_AND_ORDER,
     )
     max_kv_tokens: int | None = setting(
         None,
-        help="Number of tokens whose keys and values, in all layers, fit into the KV cache. null: as many tokens as "
-        "the run needs, within mem_fraction",
+        help="Tokens for which the KV cache has room. null: as many as the run needs, within mem_fraction",
         gt=0,
         on_resume=SPEED_AND_ORDER,
     )
     kv_cache_dtype: Literal["auto", "fp8"] = setting(
         "auto",
-        help="Data type of keys and values in the KV cache. auto: that of the weights. fp8: 8 bits and a scale for "
-        "each token and head, so that nearly twice as many tokens fit. The actor and its reference round keys and "
-        "values in training and scoring as in the rollout. Use it with engine.exact",
+        help="Data type of the KV cache. auto: that of the weights. fp8: 8 bits and a scale for each token and head, "
+        "for nearly twice as many tokens; actor and reference then round keys and values in training and scoring, "
+        "too. Use it with engine.exact",
     )
     eager_decode: bool = setting(
         False, help="Decode and prefill without CUDA graphs", flag="--eager-decode", on_resume=SPEED_AND_ORDER
     )
     speculation: Literal["auto", "on", "off"] = setting(
         "off",
-        help="auto: on for GPUs, off for CPUs. on: where faster, draft the next tokens of a sample and verify several "
-        "in one decode step. A drafted token is one that followed the same tokens in earlier samples. Samples of "
-        "earlier steps count with engine.exact, and on GPUs without engine.deterministic. Drafts change samples no "
-        "more than another batch size does, and not at all with engine.exact. off: no drafts. Also off "
-        "with prompts_ahead and max_head_offpolicyness, and with dynamic_sampling if its rounds overlap",
+        help="Draft the next tokens of a sample and verify several in one decode step, where faster. A draft is what "
+        "followed the same tokens in earlier samples, also of earlier steps with engine.exact or on GPUs without "
+        "engine.deterministic. Drafts change samples as little as another batch size, and not at all with "
+        "engine.exact. auto: on for GPUs. Always off with prompts_ahead, max_head_offpolicyness, and dynamic_sampling "
+        "with overlapping rounds",
         on_resume=SPEED_AND_ORDER,
     )
 
@@ -267,53 +265,50 @@ class RolloutConfig(DecoderConfig):
     heading = "Rollout"
     max_concurrent_rollouts: int | None = setting(
         None,
-        help="Largest number of samples that are decoded at the same time. null: all samples of a step "
-        "(train_dataset.batch_size * gconfig.n_samples), and in an evaluation up to 512 samples for each copy of the "
-        "model, as far as a tenth of the free memory has room for their keys and values",
+        help="Most samples decoded at the same time. null: all samples of a step, and in an evaluation up to 512 per "
+        "copy of the model, as far as a tenth of the free memory holds their keys and values",
         gt=0,
         flag="--max-running-prompts",
         on_resume=SPEED_AND_ORDER,
     )
     max_head_offpolicyness: int = setting(
         0,
-        help="Largest number of steps by which a sample may be older than the step that trains on it, counted from its "
-        "first token. 0: a step waits for all its samples. Above 0: a step samples more prompts than its batch "
-        "(rollout.prompts_ahead) and trains as soon as the samples of enough prompts are finished. Unfinished samples "
-        "continue in the next step with the new weights, and so do agents. The loss needs a correction for tokens of "
-        "older weights, such as actor.use_decoupled_loss",
+        help="Largest age of a sample in steps, from its first token to the step that trains on it. 0: a step waits "
+        "for all its samples. Above 0: it samples more prompts than its batch (prompts_ahead) and trains once enough "
+        "are finished; unfinished samples and agents continue in the next step with new weights. The loss needs a "
+        "correction, such as actor.use_decoupled_loss",
         ge=0,
     )
     prompts_ahead: int | None = setting(
         None,
-        help="Number of prompts that a step samples beyond its batch, so that it need not wait for its longest "
-        "samples. What happens to unfinished prompts depends on max_head_offpolicyness. Above 0: their samples "
-        "continue in the next step, under new weights. 0: their tokens are thrown away, and a later step samples "
-        "postponed prompts alone and waits for them. null: 0, or with max_head_offpolicyness above 0 a quarter "
-        "of the prompts that are decoded at the same time. Agents (agent.fn) need max_head_offpolicyness above 0",
+        help="Prompts that a step samples beyond its batch, so as not to wait for its longest samples. Unfinished "
+        "ones continue in the next step with max_head_offpolicyness above 0. With 0, their tokens are thrown away, "
+        "and a later step samples postponed prompts alone and waits for them. null: 0, or with max_head_offpolicyness "
+        "a quarter of the prompts decoded at once. Agents need max_head_offpolicyness above 0",
         gt=0,
     )
     drop_rollout_state: bool = setting(
         False,
-        help="Free the KV cache and the CUDA graphs after the rollout of each step, which leaves more memory for "
-        "training. Not possible with agents that live across steps (max_head_offpolicyness above 0)",
+        help="Free KV cache and CUDA graphs after each rollout, which leaves more memory for training. Not with "
+        "agents that live across steps (max_head_offpolicyness above 0)",
         flag="--drop-rollout-state",
         on_resume=SPEED_AND_ORDER,
     )
     enable_thinking: bool | None = setting(
         None,
-        help="Value of the argument enable_thinking of the chat template. null: the template's own default",
+        help="Argument enable_thinking of the chat template. null: the template's default",
         flag=Flag("--disable-thinking", "false", "Render the chat template with enable_thinking=false"),
     )
     dynamic_sampling: bool = setting(
         False,
-        help="Drop prompts whose samples all have the same reward, and sample other prompts in their place (DAPO, "
-        "arXiv 2503.14476, sec. 3.2). With dynamic_bs=true, no other prompts are sampled, and the step trains on the "
-        "remaining prompts. With max_head_offpolicyness above 0, other prompts begin as soon as a prompt is dropped",
+        help="Drop prompts whose samples all have the same reward, and sample others in their place (DAPO, arXiv "
+        "2503.14476, sec. 3.2). With dynamic_bs, none are sampled. With max_head_offpolicyness above 0, another "
+        "prompt begins as soon as one is dropped",
     )
     max_sampling_rounds: int = setting(
         10,
-        help="Used with dynamic_sampling. Largest number of batches of prompts that a step takes from the data. If too "
-        "few prompts are kept, the step trains on fewer. 1: dropped prompts are not replaced, as with dynamic_bs",
+        help="With dynamic_sampling: most batches of prompts that a step takes from the data. If too few prompts are "
+        "kept, it trains on fewer. 1: none are replaced, as with dynamic_bs",
         gt=0,
         only_with=(
             Needs("dynamic_sampling", so="no prompts are sampled again"),
@@ -327,8 +322,8 @@ class RolloutConfig(DecoderConfig):
     )
     dump_n_samples: int = setting(
         8,
-        help="Used if dump_to_file is false. Number of samples per step that are recorded in rollouts/<step>.jsonl. "
-        "They are drawn at random in whole groups (all samples of a prompt). 0: no sample is recorded",
+        help="Without dump_to_file: samples per step that are recorded in rollouts/<step>.jsonl, drawn in whole "
+        "groups. 0: none",
         ge=0,
         only_with=Needs("dump_to_file", False, so="all samples are kept"),
         on_resume=FROM_HERE,
@@ -345,11 +340,10 @@ class TuneConfig(Section):
     heading = "Tuning"
     enabled: bool = setting(
         False,
-        help="Before a new run loads its models, choose the settings of memory and speed that you have not set: "
-        "rollout.max_concurrent_rollouts, rollout.drop_rollout_state, actor.gradient_checkpointing and actor.mb_spec. "
-        "If train_dataset.batch_size is not set either, it is chosen too, which changes what is learned. The best "
-        "plans are tried with random weights and made-up rows. After the first trial, none begins that is expected to "
-        "end later than 90 s after the start",
+        help="Before a new run loads its models, choose those of rollout.max_concurrent_rollouts, "
+        "rollout.drop_rollout_state, actor.gradient_checkpointing and actor.mb_spec that you have not set, and "
+        "train_dataset.batch_size, which changes what is learned. The best plans are tried with random weights and "
+        "made-up rows; after the first, no trial begins that would end later than 90 s after the start",
         flag="--tune-params",
     )
     mem_frac: float = setting(
@@ -362,8 +356,7 @@ class TuneConfig(Section):
     )
     max_samples: int = setting(
         256,
-        help="Largest number of samples that are decoded at once, and of samples of a step if train_dataset.batch_size "
-        "is chosen",
+        help="Most samples decoded at once, and samples of a step if train_dataset.batch_size is chosen",
         gt=0,
         only_with=_TUNED,
         flag="--tune-max-samples",

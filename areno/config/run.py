@@ -16,9 +16,9 @@ from areno.services import GROUP, SERVICES, installed_service, installed_service
 from areno.services.service import Service
 
 _ALL = "Save (saver), evaluate (evaluator) or write a state (recover)"
-_AT_STEPS = "each time this many training steps have passed. null: the number of steps does not matter"
-_AT_EPOCHS = "each time this many epochs have passed. null: the number of epochs does not matter"
-_AT_SECS = "at the end of a step if this many seconds have passed since the last {}. null: the time does not matter"
+_AT_STEPS = "each time this many training steps have passed. null: off"
+_AT_EPOCHS = "each time this many epochs have passed. null: off"
+_AT_SECS = "at the end of a step if this many seconds have passed since the last {}. null: off"
 
 
 @dataclass(kw_only=True)
@@ -39,9 +39,8 @@ class RecoverConfig(FrequencyConfig):
 
     mode: Literal["auto", "resume", "off"] = setting(
         "auto",
-        help="auto: resume the earlier run that has the same trial_name, or start a new run if there is none. resume: "
-        "resume this earlier run, and end with an error if there is none. off: never resume, and write no states. on "
-        "is another name of auto, and disabled another name of off",
+        help="auto: resume the earlier run of the same trial_name, or start a new one. resume: resume it, or end "
+        "with an error. off: never resume, and write no states. Other names are on for auto and disabled for off",
         aliases={"on": "auto", "disabled": "off"},
     )
     freq_steps: int | None = setting(None, help=f"Write a state {_AT_STEPS}", gt=0)
@@ -49,26 +48,24 @@ class RecoverConfig(FrequencyConfig):
     freq_secs: float | None = setting(600.0, help=f"Write a state {_AT_SECS.format('state')}", gt=0)
     keep: int = setting(
         2,
-        help="Number of newest states to keep on disk. While a state is being written, there is one more state on disk",
+        help="Number of newest states to keep. While a state is written, there is one more",
         gt=0,
     )
     retries: int = setting(
         3,
-        help="How many times the run may restart its worker processes after one of them was lost (killed, crashed or "
-        "hanging). After a restart, the run continues from its last state, within the same command",
+        help="How often the run may restart its worker processes after one was lost (killed, crashed, hanging). It "
+        "continues from its last state",
         ge=0,
     )
 
     no_save_optim: bool = setting(
         False,
-        help="Save states without the moments of the optimizers, so that a state takes 4 bytes per parameter (12 "
-        "bytes with the moments of optimizer.type=adam). A run that resumes from such a state starts with moments of "
-        "zero, but continues its learning-rate schedule",
+        help="Save states without moments: 4 bytes per parameter instead of 12 (with adam). A resumed run starts "
+        "with moments of zero and continues its learning-rate schedule",
     )
     no_load_optim: bool = setting(
         False,
-        help="When a run is resumed, ignore the optimizer moments in the state and start with moments of zero. The "
-        "learning-rate schedule continues",
+        help="Resume with moments of zero, whatever the state holds. The learning-rate schedule continues",
     )
 
 
@@ -78,8 +75,8 @@ class RecorderConfig(Section):
 
     max_gib: float = setting(
         1.0,
-        help="Most disk space, in GiB, for records of steps and for the states that are kept with them. The oldest are "
-        "dropped. 0: nothing is recorded, so that no step can be replayed",
+        help="Most disk space in GiB for records of steps and the states kept with them. The oldest are dropped. 0: "
+        "nothing is recorded, so no step can be replayed",
         ge=0,
     )
 
@@ -94,8 +91,8 @@ class SaverConfig(FrequencyConfig):
     heading = "Checkpoint"
     path: str | None = setting(
         None,
-        help="Folder for the checkpoints of this run. Different runs need different folders. In a sweep, each run "
-        "has a subfolder. null: checkpoints/ in the folder of the run",
+        help="Folder for the checkpoints of this run alone. In a sweep, each run has a subfolder. null: checkpoints/ "
+        "in the folder of the run",
         flag=Flag("--save-path", help="Folder of the checkpoints. Default: checkpoints/ in the folder of the run"),
     )
     freq_steps: int | None = setting(
@@ -111,50 +108,44 @@ class SaverConfig(FrequencyConfig):
     freq_secs: float | None = setting(None, help=f"Save a checkpoint {_AT_SECS.format('checkpoint')}", gt=0)
     mode: Literal["auto", "sync", "async"] = setting(
         "sync",
-        help="sync: the step waits until its checkpoint is on disk. async: the step waits only until the weights are "
-        "copied to host memory. The weights are then written to disk during the next step. auto: async on CUDA, sync "
-        "on CPU",
+        help="When a step continues. sync: when its checkpoint is on disk. async: when the weights are in host "
+        "memory; they are written during the next step. auto: async on CUDA, sync on CPU",
     )
     keep: int | None = setting(
         None,
-        help="Number of newest checkpoints to keep. Older checkpoints are removed. null: keep all checkpoints",
+        help="Number of newest checkpoints to keep. null: all",
         gt=0,
     )
     best_metric: str | None = setting(
         None,
-        help="Metric by which checkpoints are compared, such as eval/rewards_mean. The link `best` points to the best "
-        "checkpoint, which is never removed. If the metric begins with eval/, every checkpoint is evaluated. null: "
-        "checkpoints are not compared",
+        help="Metric that compares checkpoints, such as eval/rewards_mean (with eval/, every checkpoint is "
+        "evaluated). The link `best` leads to the best, which is never removed. null: checkpoints are not compared",
     )
     best_mode: Literal["max", "min"] | None = setting(
         None,
-        help="Whether larger (max) or smaller (min) values of best_metric are better. null: min for a loss, max for "
-        "other metrics",
+        help="Whether larger or smaller values are better. null: min for a loss, max for other metrics",
         only_with=_COMPARING,
     )
     keep_best: int = setting(
         1,
-        help="Used with keep and best_metric. Number of best checkpoints to keep, in addition to the newest "
-        "checkpoints",
+        help="With keep and best_metric: best checkpoints to keep besides the newest",
         gt=0,
         only_with=(_COMPARING, Needs("keep", so="no checkpoint is removed")),
     )
     merge_adapters: bool = setting(
         False,
-        help="Used with actor.use_lora. true: checkpoints are whole models, with the adapters merged into the "
-        "weights. false: checkpoints are peft folders that contain the adapters only",
+        help="With actor.use_lora: write whole models, with the adapters merged into the weights. false: write peft "
+        "folders with the adapters only",
         only_with=Needs("actor.use_lora", so="there are no adapters"),
     )
     push_to_hub: str | None = setting(
         None,
-        help="Model repository of the Hugging Face hub (owner/name) to which every checkpoint is uploaded while the "
-        "run continues. The environment variable HF_TOKEN must hold an access token. In a sweep, each run has its own "
-        "repository, whose name ends with the index of the run. null: no upload",
+        help="Repository of the Hugging Face hub (owner/name) to which every checkpoint is uploaded during the run; "
+        "HF_TOKEN must hold an access token. In a sweep, names end with the index of the run. null: no upload",
     )
     hub_private: bool = setting(
         True,
-        help="true: if the repository of push_to_hub does not exist yet, a private one is created. false: a public "
-        "one is created",
+        help="Create the repository of push_to_hub, if missing, as private. false: as public",
         only_with=Needs("push_to_hub", so="nothing is uploaded"),
     )
 
@@ -179,22 +170,20 @@ class EvaluatorConfig(FrequencyConfig):
     eval_before_train: bool = setting(False, help="Also evaluate once before the first training step")
     patience: int | None = setting(
         None,
-        help="Early stopping: end the run after this many consecutive evaluations in which evaluator.metric did not "
-        "improve. null: no early stopping",
+        help="Early stopping: end after this many evaluations in a row in which metric did not improve. null: no "
+        "early stopping",
         gt=0,
         on_resume=RUN_LENGTH,
     )
     metric: str | None = setting(
         None,
-        help="Metric for early stopping: an eval/ metric, written without eval/, such as accuracy. For one of several "
-        "evaluation sets, put the name of the set before it, such as gsm8k/accuracy. null: rewards_mean (RL) or loss "
-        "(SFT, DPO)",
+        help="Metric for early stopping, without eval/, such as accuracy, or gsm8k/accuracy for one of several "
+        "evaluation sets. null: rewards_mean (RL) or loss (SFT, DPO)",
         only_with=_EARLY_STOPPING,
     )
     mode: Literal["max", "min"] | None = setting(
         None,
-        help="Whether larger (max) or smaller (min) values of evaluator.metric are better. null: min for a loss, max "
-        "for other metrics",
+        help="Whether larger or smaller values are better. null: min for a loss, max for other metrics",
         only_with=_EARLY_STOPPING,
     )
     min_delta: float = setting(
@@ -224,54 +213,52 @@ class EngineConfig(Section):
     )
     cp_size: int = setting(
         1,
-        help="Number of model copies that train each row together, each copy with a part of the tokens (context "
-        "parallel). Use it for rows that are too long for one copy. The setting has no effect on the rollout",
+        help="Model copies that train each row together, each with a part of its tokens (context parallel), for rows "
+        "too long for one. No effect on the rollout",
         gt=0,
     )
     zero_stage: Literal[0, 1, 2] = setting(
         1,
-        help="What the data-parallel copies of a trained model shard among them (ZeRO, arXiv 1910.02054). 0: nothing. "
-        "1: fp32 master weights and optimizer moments. 2: what stage 1 shards, and also the gradients of the layers, "
-        "which costs communication in every micro-batch. The setting changes memory use and speed, but not the result",
+        help="What data-parallel copies shard (ZeRO, arXiv 1910.02054). 0: nothing. 1: fp32 master weights and "
+        "moments. 2: also the gradients of the layers, with communication in every micro-batch. The result is the "
+        "same",
     )
     sequence_parallel: bool | None = setting(
         None,
-        help="Used in training with tp_size above 1. true: each device holds the activations outside of the matrix "
-        "products, such as those of norms, only for its part of the tokens (sequence parallel, arXiv 2205.05198). "
-        "This saves memory and does not change the result. null: true, unless exact is true",
+        help="With tp_size above 1, each device holds activations outside of matrix products, such as those of "
+        "norms, only for its part of the tokens (sequence parallel, arXiv 2205.05198). The result is the same. null: "
+        "true, unless exact is true",
     )
     workers: Literal["auto", "inline", "spawn"] = setting(
         "auto",
-        help="inline: the driver (the process of the command) itself computes, on one device. spawn: the driver "
-        "starts one worker process per device. auto: inline for a single CPU device, else spawn",
+        help="inline: the driver (the process of the command) computes, on one device. spawn: one worker process per "
+        "device. auto: inline for a single CPU device, else spawn",
     )
     attn_backend: Literal["auto", "flash", "native"] = setting(
         "auto",
-        help="Attention kernels in training and prefill. flash: the flash-attn package. native: the kernels of "
-        "torch (SDPA). auto: the same as native. GPUs below compute capability 8.0 always use native",
+        help="Attention kernels in training and prefill. flash: the flash-attn package. native, auto: those of torch "
+        "(SDPA), also used below compute capability 8.0",
         flag=Flag("--attn-backend", heading="Rollout"),
     )
     exact: bool = setting(
         False,
-        help="Compute each token in a fixed order of operations, so that the log-probabilities of sampled tokens are "
+        help="Compute each token in a fixed order of operations, so that log-probabilities of sampled tokens are "
         "bit-identical in rollout and training. If they differ, the run ends with an error",
     )
     deterministic: bool = setting(
         False,
-        help="Make two runs of the same configuration on the same machine bit-identical: weights, optimizer moments, "
-        "samples and all metrics except times and memory. The setting has no measurable cost in speed (measured on "
-        "one H200 with a 0.6B model)",
+        help="Make two runs of the same configuration and machine bit-identical, except times and memory. No "
+        "measurable cost (one H200, 0.6B)",
     )
     dummy_load: bool = setting(
         False,
-        help="Use random weights in all models, for benchmarks. The model folders need no weight files",
+        help="Random weights in all models, for benchmarks without weight files",
         on_resume=NEVER,
     )
     stall_timeout_s: float | None = setting(
         600.0,
-        help="If a worker process makes no progress for this many seconds, report where it hangs and end all workers. "
-        "The run then restarts them, at most recover.retries times. Every decoding step and every micro-batch counts "
-        "as progress. null: no limit",
+        help="If a worker makes no progress (decoding steps, micro-batches) for this many seconds, report where it "
+        "hangs and end all workers. The run restarts them, at most recover.retries times. null: no limit",
         gt=0,
         le=86400,
     )
@@ -321,8 +308,8 @@ class ClusterConfig(Section):
 
     fileroot: str = setting(
         "outputs",
-        help="Root folder of all runs. A run writes to <fileroot>/<experiment_name>/<trial_name or start time>. If a "
-        "run uses several nodes, all nodes must share this folder",
+        help="Root folder of all runs: <fileroot>/<experiment_name>/<trial_name or start time>. Shared by all nodes "
+        "of a run",
     )
     n_nodes: int = setting(
         1,
@@ -332,9 +319,8 @@ class ClusterConfig(Section):
     )
     n_gpus_per_node: int | None = setting(
         None,
-        help="Number of devices that the run uses on each node: GPUs, or worker processes on a CPU. null: "
-        "engine.world_size divided by n_nodes. If engine.world_size is null too, the run uses all GPUs of a node, or "
-        "one copy of the model on a CPU",
+        help="Devices on each node: GPUs, or worker processes on a CPU. null: engine.world_size / n_nodes. If that "
+        "is null too, all GPUs of a node, or one copy of the model on a CPU",
         gt=0,
         on_resume=SPEED_AND_ORDER,
     )
@@ -350,15 +336,13 @@ class SchedulerConfig(Section):
 
     type: Literal["local", "ray"] = setting(
         "local",
-        help="local: start the worker processes on this machine. ray: start them on the nodes of a Ray cluster, which "
-        "is the cluster named by the environment variable RAY_ADDRESS. Without this variable, areno uses the cluster "
-        "that runs on this machine. If no cluster runs, a run on one node starts its own Ray",
+        help="local: start workers on this machine. ray: on the nodes of the Ray cluster of RAY_ADDRESS, else of the "
+        "one that runs on this machine. If there is none, a run on one node starts its own Ray",
     )
     setup_timeout: float = setting(
         30.0,
-        help="Used with type=ray. How many seconds to wait for missing nodes, at the start of a run or after a node "
-        "was lost. If nodes are still missing after this time, a run that is starting ends with an error, and a run "
-        "that has lost a node continues on the remaining nodes",
+        help="With type=ray: seconds to wait for missing nodes, at the start (then an error) or after a node was "
+        "lost (then the run continues on the others)",
         ge=0,
         only_with=Needs("type", "ray", so="no nodes are waited for"),
     )
@@ -370,8 +354,8 @@ class TensorBoardConfig(Section):
 
     path: str | None = setting(
         None,
-        help="Folder of the TensorBoard event files. In a sweep, each run has a subfolder. null: tensorboard/ in "
-        "the folder of the run",
+        help="Folder of the event files. In a sweep, each run has a subfolder. null: tensorboard/ in the folder of "
+        "the run",
         flag=Flag(
             "--metrics-log-dir",
             help="Folder of TensorBoard's event files. Default: tensorboard/ in the folder of the run",
@@ -394,15 +378,13 @@ class StatsLoggerConfig(Section):
     heading = "Observability"
     console: Literal["auto", "live", "lines", "full", "quiet"] = setting(
         "auto",
-        help="What is printed to stderr. live: a display that is updated in place on a terminal. lines: one line "
-        "per step. full: all lines of logs/run.log. quiet: warnings and errors only. auto: live on a terminal, "
-        "lines otherwise",
+        help="What is printed to stderr. live: a display updated in place. lines: one line per step. full: all lines "
+        "of logs/run.log. quiet: warnings and errors. auto: live on a terminal, else lines",
     )
     tensorboard: TensorBoardConfig = setting(factory=TensorBoardConfig, help="TensorBoard event files")
     trackers: dict[str, Any] = setting(
         factory=dict,
-        help="Trackers that other installed packages provide through the entry-point group areno.trackers. A mapping "
-        "from the name of a tracker to its settings",
+        help="Trackers of other installed packages (entry-point group areno.trackers): name -> settings",
     )
 
     @check

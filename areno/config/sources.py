@@ -32,24 +32,23 @@ class SourceConfig(DatasetConfig):
     changed_turns: ClassVar[ChangedTurns] = "split"  # type: ignore[misc]
     weight: float = setting(
         1.0,
-        help="Share of this source in the prompts of the run, relative to the weights of the other sources. It holds "
-        "over many steps, even if a batch has fewer prompts than there are sources",
+        help="Share of this source in the prompts, relative to other weights. It holds over many steps, even if a "
+        "batch has fewer prompts than there are sources",
         ge=0,
     )
     final_weight: float | None = setting(
         None,
-        help="Weight after curriculum.schedule_steps steps. Until then, the weight goes from weight to this value in a "
-        "straight line. null: the weight stays",
+        help="Weight after curriculum.schedule_steps steps, reached in a straight line. null: the weight stays",
         ge=0,
     )
     agent: str | None = setting(
         None,
-        help="Agent of this source, as in agent.fn. null: that of agent.fn or, if that is null, a single completion",
+        help="Agent of this source, as agent.fn. null: that of agent.fn or, if null, a single completion",
     )
     reward: str | list[str] | None = setting(
         None,
-        help="Reward function of this source, or several that are added, as in reward.fn. null: that of the "
-        "environment in path if it gives one, else reward.fn",
+        help="Reward function of this source, or several that are added, as reward.fn. null: that of the environment "
+        "in path if it gives one, else reward.fn",
     )
     n_samples: int | None = setting(
         None, help="Number of samples of each prompt, at most gconfig.n_samples. null: gconfig.n_samples", gt=0
@@ -91,8 +90,8 @@ class CurriculumConfig(Section):
     type: Literal["fixed", "bandit"] = setting(
         "fixed",
         help="Weights of sources. fixed: those of the sources, and their schedule. bandit: these times exp(Q / "
-        "temperature), where Q of a source is the moving average of the absolute advantages of its samples "
-        "(arXiv 2505.14970). So sources get more prompts while the policy solves them sometimes",
+        "temperature), with Q the moving average of the absolute advantages of a source's samples (arXiv 2505.14970), "
+        "so that sources which are solved sometimes get more prompts",
     )
     learning_rate: float = setting(
         0.5, help="Share of a step's mean absolute advantage in the new Q of a source", gt=0, le=1, only_with=_BANDIT
@@ -105,8 +104,8 @@ class CurriculumConfig(Section):
     )
     rest_epochs: int = setting(
         0,
-        help="Number of epochs of its source in which a prompt is left out after its samples had a mean reward of at "
-        "least solved, or at most hopeless. 0: no prompt rests",
+        help="Epochs of its source in which a prompt is left out after a mean reward of at least solved or at most "
+        "hopeless. 0: no prompt rests",
         ge=0,
     )
     solved: float = setting(1.0, help="Mean reward of a prompt from which it rests as solved", only_with=_REST)
@@ -123,9 +122,9 @@ class PromptDatasetConfig(DatasetConfig):
 
     sources: dict[str, SourceConfig] | None = setting(
         None,
-        help="Several sources, as a mapping from the name of a source to its settings. A source has the keys of "
-        "train_dataset about rows (path, loader, columns, dataset_kwargs, split, shuffle, max_length), and takes the "
-        "value in train_dataset for each that it does not give. null: one source, described by train_dataset itself",
+        help="Several sources: name -> settings. A source takes each key about rows (path, loader, columns, "
+        "dataset_kwargs, split, shuffle, max_length) that it leaves out from train_dataset. null: one source, "
+        "train_dataset itself",
         on_resume=EXPLICIT,
     )
     curriculum: CurriculumConfig = setting(

@@ -56,46 +56,41 @@ class TeacherConfig(Section):
     heading = "Train"
     path: str | None = setting(
         None,
-        help="Model folder or hub id of the teacher, whose tokens need the ids of the actor's tokens. null: the "
-        "initial weights of the actor. Without actor.use_lora, a second copy of them stays in memory",
+        help="Model folder or hub id of the teacher, with the actor's token ids. null: the initial weights of the "
+        "actor, kept as a second copy unless actor.use_lora",
     )
     models: dict[str, str | None] | None = setting(
         None,
-        help="Several teachers: a mapping of names to model folders or hub ids, each as in path. Every dataset row "
-        "names its teacher in the field `by`. null: one teacher, the model of path",
+        help="Several teachers: name -> model folder or hub id, as in path. null: one teacher, that of path",
     )
     by: str | None = setting(
         None,
-        help="Field of a dataset row that contains the name of the row's teacher, a name in `models`",
+        help="Field of a dataset row with the name of its teacher in `models`",
         only_with=Needs("models"),
     )
     offload: bool = setting(
         False,
-        help="Keep the teacher in host memory while it is not in use (CUDA). With several teachers, at most one is "
-        "on the device at a time",
+        help="Keep the teacher in host memory while unused (CUDA). Of several teachers, at most one is on the device",
         on_resume=SPEED,
     )
     loss_type: Literal["sampled_reverse_kl", "reverse_kl", "forward_kl", "jsd"] = setting(
         "sampled_reverse_kl",
-        help="sampled_reverse_kl: policy gradient whose advantage is log(teacher / student) of each sampled token. "
-        "The others compare the distributions over the whole vocabulary at each token. reverse_kl: KL(student | "
-        "teacher). forward_kl: KL(teacher | student). jsd: the generalised Jensen-Shannon divergence of GKD (arXiv "
-        "2306.13649)",
+        help="sampled_reverse_kl: policy gradient with the advantage log(teacher / student) of each sampled token. "
+        "The others compare distributions over the vocabulary. reverse_kl: KL(student | teacher). forward_kl: "
+        "KL(teacher | student). jsd: generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649)",
     )
     jsd_beta: float = setting(
         0.5,
-        help="Weight of the teacher in the mixture of teacher and student. The closer to 0, the more jsd is like "
-        "forward_kl. The closer to 1, the more it is like reverse_kl. Near 0 and 1 the loss itself tends to 0, so "
-        "raise the learning rate or distill_loss_weight",
+        help="Weight of the teacher in the mixture: near 0, jsd is like forward_kl, near 1 like reverse_kl. The loss "
+        "tends to 0 at both, so raise the learning rate or distill_loss_weight",
         gt=0,
         lt=1,
         only_with=Needs("loss_type", "jsd"),
     )
     kl_discount: float = setting(
         0.0,
-        help="Discount per token of the later tokens' log(teacher / student) in the advantage of a token. 0: "
-        "each token counts for itself. 1: the gradient is that of the KL divergence of whole answers, with more "
-        "variance",
+        help="Discount per token of later tokens' log(teacher / student) in a token's advantage. 0: each counts for "
+        "itself. 1: the gradient of the KL divergence of whole answers, with more variance",
         ge=0,
         le=1,
         only_with=Needs("loss_type", SAMPLED),
@@ -103,30 +98,29 @@ class TeacherConfig(Section):
 
     prefix_weight: float = setting(
         0.0,
-        help="gamma of IW-OPD (arXiv 2606.22600, which uses 0.5): the loss of a token is multiplied by 1 + gamma (1 - "
-        "the share of the tokens before it in the row's sum of |log(teacher / student)|)",
+        help="gamma of IW-OPD (arXiv 2606.22600, which uses 0.5): a token's loss is multiplied by 1 + gamma (1 - the "
+        "share of earlier tokens in the row's sum of |log(teacher / student)|)",
         ge=0,
         only_with=Needs("loss_type", SAMPLED),
     )
 
     follows_actor: bool = setting(
         False,
-        help="true: the teacher is the actor itself, with its current weights and the prompt of prompt_key "
-        "(self-distillation). false: the teacher is the model of path",
+        help="The teacher is the actor itself, with its current weights and the prompt of prompt_key "
+        "(self-distillation). false: the model of path",
         only_with=Needs("prompt_key", so="the teacher would be equal to the actor"),
     )
     prompt_key: str | None = setting(
         None,
-        help="Field of a dataset row with the prompt that the teacher reads in place of the row's prompt, such as one "
-        "with the solution. The teacher judges the same response after it, token by token. null: the same prompt",
+        help="Field of a dataset row with the prompt that the teacher reads instead, such as one with the solution, "
+        "to judge the same response. null: the same prompt",
     )
     rl_loss_weight: float = setting(
         1.0, help="Factor on the loss of the algorithm. 0: the actor learns from the teacher alone", ge=0
     )
     distill_loss_weight: float = setting(
         0.005,
-        help="Factor on the loss of distillation, which is a mean over all trained tokens. 0: only with "
-        "actor.teacher_signal",
+        help="Factor on the loss of distillation, a mean over all trained tokens. 0: only with actor.teacher_signal",
         ge=0,
     )
 

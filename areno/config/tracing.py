@@ -26,13 +26,12 @@ class SessionTracerConfig(Section):
 
     enabled: bool = setting(
         False,
-        help="Write one line for each agent session, which is the run of the agent for one sample, to "
-        "traces/sessions.jsonl in the folder of the run. Needs agent.fn",
+        help="Write one line for each agent session (an agent's run for one sample) to traces/sessions.jsonl. Needs "
+        "agent.fn",
     )
     flush_threshold: int = setting(
         256,
-        help="Number of finished sessions whose lines are collected before they are written. The rest is written at "
-        "the end of the run",
+        help="Finished sessions whose lines are collected before they are written",
         gt=0,
         only_with=Needs("enabled", so="no sessions are written"),
     )
@@ -47,16 +46,15 @@ class PerfTracerConfig(Section):
 
     enabled: bool = setting(
         False,
-        help="Write a trace of the run to traces/ in its folder. https://ui.perfetto.dev shows it, and areno trace "
-        "summarises it",
+        help="Write a trace to traces/ in the folder of the run, for https://ui.perfetto.dev and areno trace",
     )
     save_interval: int = setting(
         1, help="Write the trace to disk each time this many steps have ended", gt=0, only_with=_TRACED
     )
     profile_steps: list[int] | None = setting(
         None,
-        help="Steps at which torch.profiler records the operators and kernels of each rank, into one file per rank in "
-        "traces/. Such a step is slower, and its files are large. null: no step",
+        help="Steps at which torch.profiler records operators and kernels, into one file per rank in traces/. They "
+        "are slower, and the files large. null: none",
         only_with=_TRACED,
     )
     session_tracer: SessionTracerConfig = setting(
@@ -75,12 +73,12 @@ class MemoryProfilerConfig(Section):
 
     profile_steps: list[int] = setting(
         factory=list,
-        help="Steps at whose end each rank writes a snapshot of its device memory to traces/ in the folder of the run. "
-        "In addition, a rank that runs out of device memory always writes a snapshot",
+        help="Steps at whose end each rank writes a snapshot of its device memory to traces/. A rank that runs out "
+        "of memory always does",
     )
     max_entries: int = setting(
         100_000,
-        help="Number of allocations and frees that a snapshot lists: the last ones before it",
+        help="Number of last allocations and frees in a snapshot",
         gt=0,
     )
 

@@ -121,9 +121,8 @@ class GDPO(AdvEstimator):
     needs_group: ClassVar[bool] = True
     weights: dict[str, float] | None = setting(
         None,
-        help="Parts of the reward and their weights, such as {answer: 1.0, format: 0.5}. A function that returns a "
-        "dictionary gives its entries, and several functions give one part each. null: all of these parts, each with "
-        "the weight 1",
+        help="Parts of the reward and their weights, such as {answer: 1.0, format: 0.5}: entries of a returned "
+        "dictionary, or one part per function. null: all, each with the weight 1",
     )
     eps: float = setting(1e-6, help="Small number that is added to standard deviations before the division", gt=0)
 

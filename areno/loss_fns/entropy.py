@@ -23,12 +23,12 @@ class EntropyBonus(Section):
     """
 
     coef: float = setting(
-        0.001, help="Coefficient of the entropy, in nats. With a target: the coefficient of the first step", ge=0
+        0.001, help="Coefficient of the entropy, in nats; with a target, that of the first step", ge=0
     )
     target: float | None = setting(
         None,
-        help="Entropy in nats below which the coefficient rises, and above which there is no bonus (Skywork-OR1, arXiv "
-        "2505.22312). null: the coefficient does not change",
+        help="Entropy in nats below which the coefficient rises, and above which there is no bonus (Skywork-OR1, "
+        "arXiv 2505.22312). null: the coefficient stays",
         ge=0,
     )
     delta: float = setting(

@@ -102,7 +102,7 @@ class _DPPOTop(Mask):
 
     kind: ClassVar[str]
 
-    top_k: int = setting(20, help="K: number of the rollout's most likely tokens that are compared one by one", ge=1)
+    top_k: int = setting(20, help="K: number of the rollout's most likely tokens that are compared", ge=1)
     threshold: float = setting(0.15, help="Largest divergence between the two policies at a token", gt=0)
 
     @property

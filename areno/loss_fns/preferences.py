@@ -39,9 +39,8 @@ class PreferenceLoss(Section):
     per_token: ClassVar[bool] = False
     beta: float = setting(
         0.1,
-        help="With loss_type sigmoid, robust and simpo: the factor on the difference between the scores of the chosen "
-        "and the rejected answer. With a reference model, a larger beta keeps the policy closer to it. With "
-        "loss_type=ipo: tau of IPO. With loss_type=orpo: lambda of ORPO, the factor on the odds ratio loss",
+        help="Factor on the difference between the scores of chosen and rejected answer; larger keeps the policy "
+        "closer to the reference. tau of IPO, lambda of ORPO",
         gt=0,
         flag="--dpo-beta",
     )
@@ -67,8 +66,8 @@ class SmoothedLoss(PreferenceLoss):
 
     label_smoothing: float = setting(
         0.0,
-        help="Assumed probability that chosen and rejected answer are swapped in the data. With loss_type=sigmoid, "
-        "values above 0 give conservative DPO. loss_type=robust needs a value above 0",
+        help="Assumed probability that chosen and rejected answer are swapped. Above 0, sigmoid is conservative DPO; "
+        "robust needs it",
         ge=0,
         lt=0.5,
     )
@@ -143,8 +142,8 @@ class SimPO(PreferenceLoss):
     per_token: ClassVar[bool] = True
     simpo_gamma: float = setting(
         0.5,
-        help="Used with loss_type=simpo. Gamma of SimPO: the margin that the reward of the chosen answer (beta times "
-        "its mean log-probability) should have over the reward of the rejected answer",
+        help="With loss_type=simpo: gamma, the margin by which the chosen answer's reward (beta times its mean "
+        "log-probability) should win",
         ge=0,
     )
 

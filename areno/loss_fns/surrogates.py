@@ -233,14 +233,13 @@ class SAPO(Surrogate):
 
     sapo_tau_pos: float = setting(
         1.0,
-        help="Used with surrogate=sapo, for tokens with positive advantages. The larger this number, the faster the "
-        "gradient falls as the importance ratio moves away from 1",
+        help="With surrogate=sapo, for positive advantages: the larger, the faster the gradient falls as the ratio "
+        "moves away from 1",
         gt=0,
     )
     sapo_tau_neg: float = setting(
         1.05,
-        help="Used with surrogate=sapo, for tokens with negative advantages. The larger this number, the faster the "
-        "gradient falls as the importance ratio moves away from 1",
+        help="The same as sapo_tau_pos, for negative advantages",
         gt=0,
     )
 
@@ -363,13 +362,11 @@ class SurrogateConfig(*SURROGATES.bases):
     )
     use_cispo_loss: bool | None = setting(
         None,
-        help="Another way to set surrogate. true: the same as surrogate=cispo. false: cispo is off. null: surrogate "
-        "decides",
+        help="true: the same as surrogate=cispo. false: cispo is off. null: surrogate decides",
     )
     use_sapo_loss: bool | None = setting(
         None,
-        help="Another way to set surrogate. true: the same as surrogate=sapo. false: sapo is off. null: surrogate "
-        "decides",
+        help="true: the same as surrogate=sapo. false: sapo is off. null: surrogate decides",
     )
 
     @classmethod

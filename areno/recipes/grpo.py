@@ -43,16 +43,14 @@ class TokenPolicyConfig(
 
     reduction: Reduction = setting(
         "seq_mean_token_mean",
-        help="How the losses of tokens become the loss of an optimizer step. seq_mean_token_mean: mean over the "
-        "tokens of each row, then mean over rows (GRPO). token_mean: mean over all tokens (DAPO). "
-        "seq_mean_token_sum_norm: sum over the tokens of each row divided by gconfig.max_new_tokens, then mean "
-        "over rows (Dr.GRPO)",
+        help="How losses of tokens become one. seq_mean_token_mean: mean over the tokens of a row, then over rows "
+        "(GRPO). token_mean: mean over all tokens (DAPO). seq_mean_token_sum_norm: sum over the tokens of a row / "
+        "gconfig.max_new_tokens, then mean over rows (Dr.GRPO)",
     )
     importance_sampling_level: ImportanceLevel = setting(
         "token",
-        help="token: each token has its own importance ratio. sequence: all tokens of a row share the ratio of the "
-        "whole row, but the gradient of a token flows through its own log-probability (GSPO-token, arXiv 2507.18071, "
-        "eq. 13)",
+        help="token: each token has its own importance ratio. sequence: all share that of the row, with the gradient "
+        "of each through its own log-probability (GSPO-token, arXiv 2507.18071, eq. 13)",
     )
 
     @require(

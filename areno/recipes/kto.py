@@ -33,14 +33,13 @@ class KTOActorConfig(ModelConfig):
 
     beta: float = setting(
         0.1,
-        help="Beta of KTO, the factor on the log-ratio of policy to reference model. A larger beta keeps the policy "
-        "closer to the reference model",
+        help="Factor on the log-ratio of policy to reference. Larger keeps the policy closer to the reference",
         gt=0,
     )
     desirable_weight: float = setting(
         1.0,
-        help="Weight of desirable answers in the loss (lambda_D). The paper suggests weights with which both kinds of "
-        "answers count about the same: with three times as many undesirable answers, set this to 3",
+        help="Weight of desirable answers (lambda_D). Both kinds should count about the same: with three times as "
+        "many undesirable answers, 3",
         gt=0,
     )
     undesirable_weight: float = setting(1.0, help="Weight of undesirable answers in the loss (lambda_U)", gt=0)

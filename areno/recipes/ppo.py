@@ -46,16 +46,14 @@ class PPOActorConfig(TokenPolicyConfig):
     kl_ctl: float = setting_as_in(TokenPolicyConfig, "kl_ctl", 0.001)
     adv_norm: NormConfig | None = setting(
         factory=lambda: NormConfig(mean_level="batch", std_level="batch"),
-        help="Normalisation of the advantages over all response tokens of the batch (whitening). null: advantages "
-        "are not normalised",
+        help="Normalisation of advantages over all response tokens of the batch (whitening). null: none",
     )
     discount: float = setting(
         1.0, help="Discount factor (gamma) per token, by which later rewards are multiplied", gt=0, le=1, flag="--gamma"
     )
     gae_lambda: float = setting(
         0.95,
-        help="Lambda of GAE. The closer it is to 0, the more the advantages depend on the critic. The closer it is to "
-        "1, the more they depend on the rewards",
+        help="Lambda of GAE. Near 0, advantages depend on the critic, near 1 on the rewards",
         ge=0,
         le=1,
         flag="--lam",
@@ -63,14 +61,13 @@ class PPOActorConfig(TokenPolicyConfig):
 
     length_lambda: float | None = setting(
         None,
-        help="Lambda of the advantages by the length of the row, as in VAPO (arXiv 2504.05118, which uses 0.05): 1 - "
-        "1 / (length_lambda * trained tokens), at least 0. null: gae_lambda for all rows",
+        help="Lambda by the length of the row, as in VAPO (arXiv 2504.05118, which uses 0.05): 1 - 1 / "
+        "(length_lambda * trained tokens), at least 0. null: gae_lambda",
         gt=0,
     )
     critic_lambda: float | None = setting(
         None,
-        help="Lambda of GAE for the targets of the critic (returns), as in VAPO and SAO, which use 1. null: that of "
-        "the advantages",
+        help="Lambda of GAE for the critic's targets; VAPO and SAO use 1. null: that of the advantages",
         ge=0,
         le=1,
     )

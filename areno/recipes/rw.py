@@ -32,15 +32,14 @@ class RewardModelActorConfig(ModelConfig):
 
     margin_coef: float = setting(
         1.0,
-        help="Factor on the margins of comparisons (arXiv 2307.09288, eq. 2). A margin is the field margin of a pair, "
-        "or the difference between two ratings of a list of answers. Rows without these fields have no margins. 0: "
-        "margins are ignored",
+        help="Factor on the margins of comparisons (arXiv 2307.09288, eq. 2): the field margin of a pair, or the "
+        "difference of two ratings. 0: margins are ignored",
         ge=0,
     )
     center_coef: float = setting(
         0.0,
-        help="Coefficient of the squared sum of the two scores of a comparison, which keeps the scores around 0 (arXiv "
-        "2312.09244). 0.01 is usual. 0: scores are not centred",
+        help="Coefficient of the squared sum of a comparison's scores, which keeps them around 0 (arXiv 2312.09244). "
+        "0.01 is usual",
         ge=0,
     )
 

@@ -231,8 +231,8 @@ class FormatReward(Reward):
     name = "format"
     pattern: str = setting(
         THINK,
-        help="Python regular expression that the whole completion must match. The dot also matches newlines. The "
-        "default pattern requires <think>...</think> and an answer after it, where the opening tag may be missing",
+        help="Regular expression that the whole completion must match; a dot matches newlines, too. Default: "
+        "<think>...</think> and an answer; the opening tag may be missing",
     )
 
     @check
@@ -260,16 +260,11 @@ class LengthReward(Reward):
     """
 
     name = "length"
-    min_tokens: int | None = setting(
-        None, help="Length of the shortest completion that gets reward 1, in tokens. null: no minimum", gt=0
-    )
-    max_tokens: int | None = setting(
-        None, help="Length of the longest completion that gets reward 1, in tokens. null: no maximum", gt=0
-    )
+    min_tokens: int | None = setting(None, help="Shortest length in tokens with reward 1. null: no minimum", gt=0)
+    max_tokens: int | None = setting(None, help="Longest length in tokens with reward 1. null: no maximum", gt=0)
     margin_tokens: int = setting(
         0,
-        help="Number of tokens over which the reward falls linearly from 1 to 0 if a completion is shorter than "
-        "min_tokens or longer than max_tokens. 0: the reward of such completions is 0",
+        help="Tokens over which the reward falls linearly from 1 to 0 outside of min_tokens to max_tokens. 0: at once",
         ge=0,
     )
 
@@ -326,8 +321,8 @@ class JsonReward(Reward):
     name = "json"
     schema: str | None = setting(
         None,
-        help="File with the JSON schema for rows of data that have no field named schema. Needs the package "
-        "jsonschema. null: for such rows, any valid JSON gets reward 1",
+        help="File with the JSON schema for rows without a field schema (needs jsonschema). null: any valid JSON "
+        "gets reward 1 there",
     )
 
     def prepare(self) -> Reward:
@@ -425,13 +420,11 @@ class CodeReward(Reward):
     name = "code"
     timeout_s: float = setting(10.0, help="Time limit in seconds for all tests of a sample together", gt=0, le=3600)
     memory_mb: int = setting(1024, help="Memory limit in MiB for each process of the tested program", ge=64)
-    partial: bool = setting(
-        False, help="true: the reward is the share of tests that pass. false: the reward is 1 if all tests pass, else 0"
-    )
+    partial: bool = setting(False, help="Reward the share of tests that pass. false: 1 if all pass, else 0")
     read_paths: list[str] = setting(
         factory=list,
-        help="Files and folders that the tested program may read and execute, beside the folders of the system and of "
-        "Python. For example the folder of a compiler, or of data",
+        help="Files and folders, such as those of a compiler, that the tested program may read and execute besides "
+        "those of system and Python",
     )
 
     def find_problems(self, limit_s: float) -> Iterator[Problem]:

@@ -23,14 +23,13 @@ class MlflowConfig(Section):
 
     mode: Literal["disabled", "local", "online"] = setting(
         "disabled",
-        help="disabled: off. local: write to a folder or a database, whose content the command mlflow ui shows. "
-        "online: send the metrics to a tracking server",
+        help="disabled: off. local: write to a folder or database, for the command mlflow ui. online: send to a "
+        "tracking server",
     )
     tracking_uri: str | None = setting(
         None,
-        help="With mode=local: a folder, or sqlite:///file.db, which needs the full mlflow package. With mode=online: "
-        "the address of the tracking server. null: with mode=local, mlruns/ in cluster.fileroot, and with "
-        "mode=online, the value of the environment variable MLFLOW_TRACKING_URI",
+        help="local: a folder, or sqlite:///file.db, which needs the full mlflow package. online: address of the "
+        "server. null: mlruns/ in cluster.fileroot, or MLFLOW_TRACKING_URI",
     )
     project: str | None = setting(None, help="Name of the MLflow experiment. null: experiment_name")
     name: str | None = setting(None, help="Name of the run in MLflow. null: the name of the run's folder")

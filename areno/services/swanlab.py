@@ -20,9 +20,8 @@ class SwanlabConfig(Section):
 
     mode: Literal["cloud", "local", "offline", "disabled"] = setting(
         "disabled",
-        help="disabled: off. cloud: send the metrics to SwanLab. offline: write the metrics to logdir, from which the "
-        "command swanlab sync uploads them later. local: write the metrics to logdir, where the command swanlab watch "
-        "shows them (pip install 'swanlab[dashboard]')",
+        help="disabled: off. cloud: send to SwanLab. offline: write to logdir, for a later swanlab sync. local: "
+        "write to logdir, for swanlab watch (pip install 'swanlab[dashboard]')",
     )
     project: str | None = setting(None, help="Name of the SwanLab project. null: experiment_name")
     name: str | None = setting(None, help="Name of the run in SwanLab. null: the name of the run's folder")

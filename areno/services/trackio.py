@@ -17,8 +17,8 @@ class TrackioConfig(Section):
 
     mode: Literal["disabled", "local", "online"] = setting(
         "disabled",
-        help="disabled: off. local: keep the metrics on this machine, where the command trackio show displays them. "
-        "online: also send the metrics to the Space space_id",
+        help="disabled: off. local: keep metrics on this machine, for trackio show. online: also send them to the "
+        "Space space_id",
     )
     project: str | None = setting(None, help="Name of the Trackio project. null: experiment_name")
     name: str | None = setting(None, help="Name of the run in Trackio. null: the name of the run's folder")

@@ -19,18 +19,16 @@ class WandbConfig(Section):
 
     mode: Literal["online", "offline", "disabled", "shared"] = setting(
         "disabled",
-        help="disabled: off. online: send the metrics to the server. offline: write the metrics to wandb/ in the "
-        "folder of the run, from which the command wandb sync uploads them later. shared: the same as online, but "
-        "other processes may write to the same wandb run at the same time (its id is in trackers.json)",
+        help="disabled: off. online: send to the server. offline: write to wandb/ in the folder of the run, for a "
+        "later wandb sync. shared: as online, and other processes may write to the same wandb run (its id is in "
+        "trackers.json)",
     )
     wandb_base_url: str | None = setting(None, help="Address of your own wandb server. null: wandb's default server")
     entity: str | None = setting(None, help="User or team that owns the wandb run. null: the default of the API key")
     project: str | None = setting(None, help="Name of the wandb project. null: experiment_name")
     name: str | None = setting(None, help="Name of the run in wandb. null: the name of the run's folder")
     job_type: str | None = setting(None, help="Job type of the wandb run, by which wandb can group runs. null: none")
-    group: str | None = setting(
-        None, help="Group of the wandb run. null: the name of the sweep, if the run is part of a sweep"
-    )
+    group: str | None = setting(None, help="Group of the wandb run. null: the name of the sweep, if any")
     notes: str | None = setting(None, help="Description of the wandb run. null: none")
     tags: list[str] | None = setting(None, help="Tags of the wandb run. null: none")
 
