@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from areno.agents.inline import InlineAgents
@@ -12,10 +16,11 @@ from areno.agents.pool import AgentPool
 from areno.agents.running import AgentOutcome
 from areno.agents.trajectories import AgentContext, AgentItem
 from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
-from areno.checks.inputs.scripted_endpoint import ScriptedEndpoint, has_free_text
+from areno.checks.inputs.scripted_endpoint import Result, ScriptedEndpoint, has_free_text
 from areno.checks.inputs.subject import Subject
-from areno.config.agent import COMMAND, ONLINE
+from areno.config.agent import COMMAND, ONLINE, AgentConfig
 from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.files.paths import existing_path
 
 _EPISODES = 3
 _SECONDS = 30.0
@@ -24,13 +29,19 @@ _SHOWN = 3
 _KINDS = ("Type", "Attribute", "UnboundLocal", "NotImplemented", "Import", "ModuleNotFound", "Name")
 _BUGS = {f"{kind}Error" for kind in _KINDS}
 _FAILED = {"error", "exception", "failed", "failure", "traceback"}  # as the first word of a result
+_NOTHING = {"", "None", "null", "undefined"}
+_ROUND = {50, 64, 80, 100, 120, 128, 150, 200, 250, 256, 300, 400, 500, 512}  # and multiples of 500 and 512
+_ENDS = tuple(".!?:;)]}\"'`>")
 
 
 def agent_tools(subject: Subject) -> Iterator[Finding]:
     """Let agents work with a scripted model, which calls each tool with arguments that are made from its schema."""
     config = subject.config
-    if not isinstance(config, PolicyExperimentConfig) or config.agent.fn in (None, COMMAND, ONLINE):
+    if not isinstance(config, PolicyExperimentConfig) or config.agent.fn in (None, ONLINE):
         return
+    if config.agent.train_tool_results:
+        text = "agent.train_tool_results=true trains what tools return as if the model had written it: its rewards"
+        yield red("agent-tools", f"{text} push the probabilities of texts that it never samples. Leave it out")
     if config.agent.whole_batch:
         return  # requests of all samples have one key
     if subject.options.offline:
@@ -38,33 +49,90 @@ def agent_tools(subject: Subject) -> Iterator[Finding]:
     subject.doing = "agents whose model is scripted to call their tools"
     with ScriptedEndpoint() as server:
         _run(subject, config, server)
-        tools, results = server.tools, server.results
-    if not tools:
+    if not server.tools or server.n_forbidden >= server.n_with_tools:
+        yield from _unused_tools(subject, config, server)
         return
-    wrong, n_called = list[Finding](), 0
-    for name, tool in tools.items():
-        given = [text.strip() for text in results.get(name, ())]
-        if given:
-            n_called += 1
-            wrong += _fault(name, tool, given)
+    wrong = [fault for name, given in server.results.items() for fault in _faults(name, server.tools[name], given)]
     if wrong:
         yield from wrong
-    elif n_called:
-        yield green("agent-tools", f"a call of each of {n_called} tools has a result: {', '.join(list(tools)[:8])}")
+    elif server.results:
+        n, names = len(server.results), ", ".join(list(server.results)[:8])
+        yield green("agent-tools", f"a call of each of {n} tools has a result: {names}")
     else:
-        text = "agents send no message with the role tool after a call: they end with it, or fail"
+        text = "agents send no request after a call of a tool: they end with it, or fail"
         yield not_checked("agent-tools", text)
 
 
-def _fault(name: str, tool: Mapping[str, Any], given: Sequence[str]) -> Iterator[Finding]:
-    what, details = f"each call of `{name}`", [*dict.fromkeys(given)][:_SHOWN]
-    if not any(given):
-        yield red("agent-tools", f"{what} returned nothing")
+def _unused_tools(subject: Subject, config: PolicyExperimentConfig, server: ScriptedEndpoint) -> Iterator[Finding]:
+    """Look for tools that the user has defined, and that no request lets the model call."""
+    if not server.texts:
+        return
+    if server.tools:
+        names = ", ".join(f"`{name}`" for name in server.tools)
+        yield red("agent-tools", f"requests of the agent have the tools {names}, but tool_choice none: none is called")
+        return
+    defined = {name: f"the file {path.name}" for path in _python_files(config.agent) for name in _tool_names(path)}
+    for dataset in subject.training_rows:
+        for row in subject.sample_of(dataset, _EPISODES):
+            tools = row.row.get("tools") if isinstance(row.row, Mapping) else None
+            functions = [each.get("function") or each for each in tools or () if isinstance(each, Mapping)]
+            defined |= {str(each["name"]): f"the rows of {dataset.key}" for each in functions if each.get("name")}
+    said = "\n".join(server.texts)
+    lost = {name: where for name, where in defined.items() if name not in said}  # else the prompt describes them
+    if lost:
+        names = ", ".join(f"`{name}`" for name in lost)
+        text = f"{next(iter(lost.values()))} has tools ({names}), but none of the agent's requests: the model cannot"
+        yield red("agent-tools", f"{text} call them")
+
+
+def _python_files(agent: AgentConfig) -> list[Path]:
+    words = shlex.split(agent.command or "") if agent.fn == COMMAND else [str(agent.fn).partition(":")[0]]
+    paths = [existing_path(word) for word in words if word.endswith(".py")]
+    return [path for path in paths if path is not None and path.is_file()]
+
+
+def _tool_names(path: Path) -> list[str]:
+    """Return the names of the tool definitions in a Python file: dictionaries with a name and a schema."""
+    found = list[str]()
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
+            if isinstance(node, ast.Dict):
+                pairs = zip(node.keys, node.values, strict=True)
+                given = {key.value: value for key, value in pairs if isinstance(key, ast.Constant)}
+                name = given.get("name")
+                if isinstance(name, ast.Constant) and ("parameters" in given or "input_schema" in given):
+                    found.append(str(name.value))
+    return found
+
+
+def _faults(name: str, tool: Mapping[str, Any], results: Sequence[Result]) -> Iterator[Finding]:
+    what, given = f"each call of `{name}`", [result.text.strip() for result in results]
+    details, roles = [*dict.fromkeys(given)][:_SHOWN], {result.role for result in results}
+    if roles == {""}:
+        text = f"after {what}, the next request has nothing for it: the result of the tool never reaches the model"
+        yield red("agent-tools", text)
+    elif roles == {"assistant"}:
+        text = f"the result of {what} is sent as a message of the assistant: the model believes that it has said it"
+        yield red("agent-tools", text, details)
+    elif set(given) <= _NOTHING:
+        yield red("agent-tools", f"{what} returned {f'`{given[0]}`' if given[0] else 'nothing'}")
     elif all(map(_is_bug, given)) or (all(map(_is_error, given)) and not has_free_text(tool)):
         yield red("agent-tools", f"{what} returned {_short(given[0])}", details)
     elif all(map(_is_error, given)):
         text = f"{what} returned {_short(given[0])}; its arguments here are made from its schema, so this may be right"
         yield not_checked("agent-tools", text, details)
+    elif all(map(_is_cut, given)):
+        text = f"the result of {what} ends within a text, as if it were cut: ...`{given[0][-40:]}`"
+        yield red("agent-tools", f"{text} ({len(given[0])} characters)", details)
+
+
+def _is_cut(result: str) -> bool:
+    """Whether a result is JSON without its end, or has a round number of characters and no end of a sentence."""
+    if result.startswith(("{", "[")) and not result.endswith(("}", "]")):
+        return True
+    n = len(result)
+    is_round = n in _ROUND or (n > max(_ROUND) and (n % 500 == 0 or n % 512 == 0))
+    return is_round and not result.endswith(_ENDS)
 
 
 def _is_bug(result: str) -> bool:
@@ -98,7 +166,8 @@ def _run(subject: Subject, config: PolicyExperimentConfig, server: ScriptedEndpo
 
     def context(of_call: Sequence[AgentItem]) -> AgentContext:
         key = names[of_call[0].key]
-        return AgentContext(server.url, key, "scripted", _SECONDS, None, names, server.url)
+        socket = server.open_socket(key) if config.agent.fn == COMMAND and config.agent.box else None
+        return AgentContext(server.url, key, "scripted", _SECONDS, socket, names, server.url)
 
     def done(index: int, outcome: AgentOutcome) -> None:
         ended.add(index)

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from areno.checks.agent_tools import agent_tools
-from areno.checks.inputs.scripted_endpoint import has_free_text, value_of
-from tests.helpers import checked
 from tests.helpers.checked import data_file, failed, findings, red
 from tests.helpers.checked_rows import QUESTIONS, chat_model
 
@@ -79,71 +76,3 @@ def test_a_fault_in_what_an_agent_sends_is_found(change, name, said, tmp_path):
 def test_the_reward_of_an_agent_is_tried_with_wrong_answers(tmp_path):
     right = "record.final_answer.split()[-1:] == [record.solutions]"
     assert "reward-wrong" in red(found_with(tmp_path, (right, "record.solutions in record.final_answer")))
-
-
-TOOLS = """
-import json
-
-TOOL = {"name": "multiply", "parameters": {"type": "object", "required": ["a", "b"], "properties": {
-    "a": {"type": "number"}, "b": {"type": "number"}}}}
-TOOLS = [{"type": "function", "function": TOOL}]
-
-
-def multiply(arguments):
-    try:
-        return RESULT
-    except Exception as error:
-        return f"error: {error!r}"
-
-
-async def run_agent(ctx, batch):
-    trajectories = []
-    async with AsyncOpenAI(base_url=ctx.get_base_url(), api_key=ctx.api_key, max_retries=0) as client:
-        for item in batch.iter_samples():
-            messages, turns = [{"role": "user", "content": item.prompt}], []
-            for _ in range(3):
-                response = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
-                turns.append(AgentTrajectoryTurn(item=item, messages=messages, response=response, tools=TOOLS))
-                message = response.choices[0].message
-                messages.append(message)
-                for call in message.tool_calls or ():
-                    text = multiply(call.function.arguments)
-                    messages.append({"role": "tool", "tool_call_id": call.id, "content": text})
-                if not message.tool_calls:
-                    break
-            trajectories.append(AgentTrajectory(turns=turns))
-    return trajectories
-"""
-
-
-@pytest.mark.parametrize(
-    ("result", "verdict", "said"),
-    [
-        ("str(json.loads(arguments)['a'] * json.loads(arguments)['b'])", "green", "each of 1 tools has a result"),
-        ("str(arguments['a'] * arguments['b'])", "red", "each call of `multiply` returned `error: TypeError("),
-        ("''", "red", "each call of `multiply` returned nothing"),
-        ("str(json.loads(arguments)['c'])", "red", "KeyError('c')"),
-    ],
-)
-def test_a_tool_that_never_works_is_found(result, verdict, said, tmp_path, monkeypatch):
-    monkeypatch.setattr(checked, "CHECKS", {"reward": [agent_tools]})
-    [found] = found_with(
-        tmp_path, (AGENT[AGENT.index("async def run_agent") : AGENT.index("def reward_fn")], TOOLS), ("RESULT", result)
-    )
-    assert (found.name, found.verdict) == ("agent-tools", verdict)
-    assert said in found.line
-
-
-def test_tools_of_agents_that_end_with_a_call_are_not_checked(monkeypatch):
-    monkeypatch.setattr(checked, "CHECKS", {"reward": [agent_tools]})
-    [found] = findings("grpo tools", only="reward")
-    assert (found.name, found.verdict) == ("agent-tools", "not checked")
-
-
-def test_values_are_made_from_schemas():
-    fields = {"a": {"type": "integer", "minimum": 5}, "b": {"enum": ["x", "y"]}, "c": {"type": ["string", "null"]}}
-    fields |= {"d": {"type": "array", "items": {"type": "boolean"}}, "e": {"anyOf": [{"type": "number"}]}}
-    schema = {"type": "object", "properties": {**fields, "f": {}}, "required": list(fields)}
-    assert value_of(schema) == {"a": 5, "b": "x", "c": "1", "d": [True], "e": 6}
-    assert has_free_text({"parameters": schema})
-    assert not has_free_text({"parameters": {"properties": {"a": fields["a"], "b": fields["b"]}}})
