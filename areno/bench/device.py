@@ -5,7 +5,7 @@ The floors count the bytes to move and the FLOPs to compute, at measured rates:
 - Decoding. Each step reads the weights once, and the keys and values of every running sequence once ("ordinary" floor).
   If the samples of a prompt read its keys and values together, these are read once for each prompt ("shared" floor).
   Only experts that some token uses are read, assuming a uniform choice. A recurrent state is read and written in each
-  step, and written once for each sample after its prompt.
+  step, and written once for each sample after its prompt. Adapters are read and computed beside the weights.
 - Prefill. Each prompt is computed once.
 - Training. 6 FLOPs for each parameter and token, plus causal attention. Nothing is recomputed.
 
@@ -45,7 +45,8 @@ def min_decode_s(cost: TokenCost, work: Workload, rates: Rates, *, shared: bool,
         seen = n_samples * float(seen_L.sum())
         moved = float((seen_L + (n_samples - 1) * _mean_keys_attended(cost, j)).sum()) if shared else seen
         n_rows = n_samples * len(prompt_L)
-        flops = (2.0 * cost.active_params + cost.rule_flops) * n_rows + cost.attn_flops * seen
+        products = 2.0 * (cost.active_params + cost.active_adapter_params)
+        flops = (products + cost.rule_flops) * n_rows + cost.attn_flops * seen
         weights = copies * cost.params_read(n_rows / copies) * cost.itemsize
         total += rates.min_seconds(weights + cost.kv_bytes * moved + 2 * cost.state_bytes * n_rows, flops)
     return total
@@ -59,7 +60,8 @@ def _mean_keys_attended(cost: TokenCost, lengths: np.ndarray | int) -> np.ndarra
 def min_prefill_s(cost: TokenCost, work: Workload, rates: Rates, copies: int = 1) -> float:
     """Return the least seconds to compute every prompt once, with the LM head only for its last token."""
     n_tokens = sum(work.prompt_lens)
-    flops = 2.0 * cost.body_params * n_tokens + 2.0 * cost.head_params * len(work.prompt_lens)
+    flops = 2.0 * (cost.body_params + cost.active_adapter_params) * n_tokens
+    flops += 2.0 * cost.head_params * len(work.prompt_lens)
     flops += cost.attn_flops * mean_attention_pairs(cost, work.prompt_lens) + cost.rule_flops * n_tokens
     weights = copies * cost.params_read(n_tokens / copies) * cost.itemsize
     return rates.min_seconds(weights + cost.kv_bytes * n_tokens + cost.state_bytes * work.n_rows, flops)

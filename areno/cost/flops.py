@@ -93,10 +93,11 @@ class TokenCost:
 
     def params_read(self, n_tokens: float) -> float:
         """Return the number of parameters that a batch reads. With experts, this is an expected value."""
-        if self.experts is None:
-            return self.active_params
-        distinct, top_k = self.experts.expected_distinct(n_tokens), self.experts.top_k
-        return self.active_params + self.expert_params * (distinct - top_k) + self.expert_adapter_params * distinct
+        read = float(self.active_params + self.active_adapter_params)
+        if self.experts is not None:
+            others = self.experts.expected_distinct(n_tokens) - self.experts.top_k
+            read += others * (self.expert_params + self.expert_adapter_params)
+        return read
 
 
 def forward_flops(cost: TokenCost, row_lens: Sequence[int], head_tokens: int | None = None) -> float:

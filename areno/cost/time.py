@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from areno.config.optimizers import OPTIMIZERS, OptimizerType
 from areno.cost.flops import TokenCost, mean_attention_pairs
 from areno.models.config import TransformerConfig
-from areno.models.parameters import n_matrix_parameters
+from areno.models.parameters import n_matrix_parameters, qkv_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,10 @@ def device_seconds(config: TransformerConfig, cost: TokenCost, work: PassWork, r
     if cost.experts is not None:
         of_experts = 2.0 * cost.expert_params * cost.experts.top_k * n * passes
     flops = 2.0 * passes * (cost.body_params * n + cost.head_params * work.n_predicted) - of_experts
-    flops += 2.0 * size * _saved_elements(config) * work.n_recomputed * n
+    if work.n_recomputed:
+        plain, of_chosen = n_saved_outputs(config)
+        flops += 2.0 * size * plain * work.n_recomputed * n
+        of_experts += 2.0 * size * of_chosen * work.n_recomputed * n
     flops -= 2.0 * cost.frozen_params * n if work.trains else 0.0
     flops -= (1 - 1 / _FP8) * _fp8_flops(config, cost, work)
     flops += (3 if work.trains else 1) * 2.0 * cost.active_adapter_params * n
@@ -125,7 +128,8 @@ def _fp8_flops(config: TransformerConfig, cost: TokenCost, work: PassWork) -> fl
     if not cost.fp8_params:
         return 0.0
     passes = 1 + sum(cost.fp8_gradients) * work.trains
-    recomputed = config.hidden_size * _saved_elements(config) * work.n_recomputed * cost.fp8_params / cost.body_params
+    recomputed = config.hidden_size * sum(n_saved_outputs(config)) * work.n_recomputed
+    recomputed *= cost.fp8_params / cost.body_params
     return 2.0 * work.n_tokens * (passes * cost.fp8_params + recomputed)
 
 
@@ -157,12 +161,22 @@ def host_time_in_tokens(config: TransformerConfig, cost: TokenCost, *, trains: b
     return round(config.num_layers * _LAUNCH_S[trains] / token_s), _SEARCH_S / token_s
 
 
-def _saved_elements(config: TransformerConfig) -> int:
-    """Return the number of outputs per token of a layer's qkv and gate-up products."""
-    experts, inner = config.experts, 2 * config.intermediate_size
+def n_saved_outputs(config: TransformerConfig) -> tuple[float, float]:
+    """Return how many outputs per token a layer computes again under recompute, as a mean over the layers.
+
+    These are the outputs of qkv or in_proj and of gate and up. The second number is those of a token's experts.
+    """
+    delta, experts = config.delta, config.experts
+    n_delta, n_sparse = (0 if delta is None else len(delta.layers)), 0
+    found = (config.num_layers - n_delta) * qkv_size(config)
+    found += 0 if delta is None else n_delta * delta.projected_size
+    of_chosen = 0
     if experts is not None:
-        inner = 2 * (experts.inner_size * experts.top_k + experts.shared_size)
-    return (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + inner
+        n_sparse = len(experts.layers(config.num_layers))
+        found += n_sparse * 2 * experts.shared_size
+        of_chosen = n_sparse * 2 * experts.inner_size * experts.top_k
+    found += (config.num_layers - n_sparse) * 2 * config.intermediate_size
+    return found / config.num_layers, of_chosen / config.num_layers
 
 
 def update_seconds(

@@ -55,6 +55,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "tiny-moe": (2, 64, 192, 4, 2, 16, True),
     "tiny-qwen3.5": (4, 64, 192, 4, 2, 16, True),
     "tiny-qwen3.5-moe": (4, 64, 48, 4, 2, 16, True),
+    "tiny-gpt-oss": (4, 64, 48, 4, 2, 32, True),
 }
 # Last parts of the names of models that have the shape of the model without them.
 _VARIANTS = {"base", "instruct", "chat", "thinking", "2507"}
@@ -190,6 +191,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 48,
     },
     "tiny-moe": {**_QWEN3_MOE, **_TINY, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "tiny-gpt-oss": {
+        **_GPT_OSS,
+        **_TINY,
+        "rope_scaling": {**_GPT_OSS["rope_scaling"], "original_max_position_embeddings": 64},
+        "sliding_window": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
 }
 
 

@@ -130,7 +130,7 @@ def q_size(config: TransformerConfig, layout: Layout = ALONE) -> int:
     return layout.share_rounded_down(config.num_heads) * config.head_dim
 
 
-def qkv_size(config: TransformerConfig, layout: Layout) -> int:
+def qkv_size(config: TransformerConfig, layout: Layout = ALONE) -> int:
     """Return the output size of the qkv projection, including gates."""
     of_queries = layout.share_rounded_down(config.num_heads) * (1 + config.attention_gate)
     return (of_queries + 2 * n_kv_heads(config, layout)) * config.head_dim

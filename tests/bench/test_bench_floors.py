@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,6 +87,19 @@ def test_prefill_is_of_every_prompt_once_with_a_head_for_its_last_token() -> Non
     work = Workload.fixed(n_prompts=2, n_samples=5, prompt_len=3, new_tokens=4)
     flops = 2 * 70 * 6 + 2 * 30 * 2 + 4 * 2 * (1 + 2 + 3)
     assert min_prefill_s(COST, work, Rates(copy_bytes_s=1e12, matmul_flops_s=10.0)) == pytest.approx(flops / 10)
+
+
+def test_adapters_are_read_and_multiplied_beside_the_weights() -> None:
+    work, adapted = (
+        Workload.fixed(n_prompts=1, n_samples=2, prompt_len=3, new_tokens=2),
+        replace(COST, adapter_params=8),
+    )
+    moving, multiplying = Rates(copy_bytes_s=1.0, matmul_flops_s=1e12), Rates(copy_bytes_s=1e12, matmul_flops_s=1.0)
+    for floor, n_rows in ((min_decode_s, 2), (min_prefill_s, 3)):
+        how: dict[str, Any] = {"shared": True} if floor is min_decode_s else {}
+        assert floor(adapted, work, moving, **how) == pytest.approx(floor(COST, work, moving, **how) + 2 * 8)
+        more = floor(adapted, work, multiplying, **how) - floor(COST, work, multiplying, **how)
+        assert more == pytest.approx(2 * 8 * n_rows)
 
 
 def test_training_flops_are_six_for_each_parameter_and_causal_attention() -> None:

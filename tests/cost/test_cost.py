@@ -15,6 +15,7 @@ from areno.config.models import OptimizerConfig
 from areno.cost import flops, memory
 from areno.cost.kv_cache import WantedCache
 from areno.cost.kv_layout import KVLayout
+from areno.cost.time import n_saved_outputs
 from areno.engine.decoder.caches import KVCache, StateCache
 from areno.engine.train.optimizer import Optimizer
 from areno.engine.train.zero_buffers import FlatParameters
@@ -253,6 +254,21 @@ def test_what_experts_cost_worked_by_hand() -> None:
     assert token.params_read(10_000) == pytest.approx(body + token.head_params)
     dense = flops.TokenCost.from_config(CONFIG, 2)
     assert dense.params_read(5) == dense.active_params == parameters.n_body_parameters(CONFIG) + 51 * 24
+
+
+@pytest.mark.parametrize("changes", [{}, SPARSE, RECURRENT, {**SPARSE, **RECURRENT}])
+def test_outputs_that_layers_compute_again_are_those_of_the_model(changes: dict[str, Any]) -> None:
+    config = replace(CONFIG, **changes)
+    if (experts := config.experts) is not None:
+        config = replace(config, experts=replace(experts, shared_size=28))
+    plain = of_chosen = 0
+    for name, module in build(config).named_modules():
+        last = name.rpartition(".")[2]
+        if last in ("qkv", "in_proj", "gate_up"):
+            plain += len(module.weight)
+        elif last == "experts_gate_up" and experts is not None:
+            of_chosen += module.out_size * experts.top_k
+    assert n_saved_outputs(config) == (plain / config.num_layers, of_chosen / config.num_layers)
 
 
 def test_what_states_cost_worked_by_hand() -> None:

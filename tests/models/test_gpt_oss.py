@@ -179,6 +179,11 @@ def test_the_published_models_have_their_sizes(size: str, n_all: float, n_active
     assert n_active_body_parameters(config) + head == pytest.approx(n_active, rel=0.02)
     assert [config.layer_kind(index).window for index in range(3)] == [128, None, 128]
     assert not config.rope.truncate
+    tiny = parse_config(published_config("tiny-gpt-oss") or {}, "config.json")
+    assert tiny.experts is not None
+    assert config.experts is not None
+    assert (tiny.experts.clamped, tiny.experts.biased) == (config.experts.clamped, True)
+    assert {kind.window for kind in tiny.kinds} == {16, None}
 
 
 def test_positions_that_are_null_are_those_that_transformers_assumes() -> None:

@@ -177,7 +177,8 @@ def test_a_token_computes_with_the_adapters_of_its_own_experts(folder: Path) -> 
     assert cost.adapter_params == n_all[8]
     assert cost.active_adapter_params == n_all[2]
     plain = TokenCost.from_config(eight, 2)
-    assert cost.params_read(1e9) - plain.params_read(1e9) == pytest.approx(8 * cost.expert_adapter_params)
+    assert cost.params_read(1e9) - plain.params_read(1e9) == pytest.approx(cost.adapter_params)
+    assert cost.params_read(1) - plain.params_read(1) == pytest.approx(cost.active_adapter_params)
 
 
 SPEC = AdapterSpec(rank=3, alpha=6.0, targets=EXPERTS)
