@@ -154,14 +154,15 @@ def gaps_of_softmax(router: Any, logits: Tensor) -> Tensor:
     return best[:, router.top_k - 1] - best[:, router.top_k]
 
 
-def near_ties(reference: Any, row: Tensor) -> Tensor:
-    """Whether an expert of a token is chosen by less than `TIE` in any layer."""
-    near = torch.zeros(len(row), dtype=torch.bool)
+def choices_near_ties(reference: Any, row: Tensor) -> Tensor:
+    """The experts (N, L, k) of tokens of which one is chosen by less than `TIE` in any layer, and -1 for others."""
+    chosen, near = [], torch.zeros(len(row), dtype=torch.bool)
 
     def watch(router: Any, args: Any, output: Any) -> None:
         gaps = gaps_of_groups if hasattr(router, "e_score_correction_bias") else gaps_of_softmax
         logits = F.linear(args[0].flatten(0, -2), router.weight, getattr(router, "bias", None))
         near.logical_or_(gaps(router, logits) < TIE)
+        chosen.append(output[2])
 
     routers = [module for module in reference.modules() if hasattr(module, "top_k") and hasattr(module, "weight")]
     assert routers
@@ -170,61 +171,68 @@ def near_ties(reference: Any, row: Tensor) -> Tensor:
         reference(row[None])
     for hook in hooks:
         hook.remove()
-    return near
+    return torch.stack(chosen, dim=1).masked_fill(~near[:, None, None], -1)
 
 
 class Found(NamedTuple):
     logits: float  # largest difference, as a share of what is allowed
     gradient: float
     n_ties: int  # tokens whose choice of an expert is near a tie in some layer
-    n_left_out: int  # tokens of rows with such a token
     n_tokens: int
 
 
 def compare(family: str, seed: int, folder: Path) -> Found:
-    """Compare logits and all gradients, of rows without near-ties.
+    """Compare logits and all gradients with those in float64. Tokens near a tie use the experts of float64.
 
     Logits are allowed 1e-4, and gradients 1e-4 of the tensor's largest; with recurrent layers, which multiply rounding
     (test_delta_rounding.py), 1e-3 as in test_families.py. If that is more, twice the difference of transformers from
-    its own float64 is allowed, of gradients that of the tensor in which it is largest.
+    its own float64 is allowed, of gradients that of the tensor in which it is largest. transformers takes no experts,
+    so its differences are those of the tokens before a tie, which no later token changes.
     """
     config = SHAPES[family](random.Random(seed))
     reference = tiny_shape.random_model(config, folder)
     reference.set_experts_implementation("eager")
-    exact = deepcopy(reference).double()
-    rows, kept, n_ties = random_rows(101, LENGTHS), [], 0
+    exact, rounded = deepcopy(reference).double(), reference
+    rows = random_rows(101, LENGTHS)
+    n_tokens = sum(map(len, rows))
+    weights = torch.randn(n_tokens, 101, generator=torch.Generator().manual_seed(2)) / 10
     with InFloat64():
-        for row in rows:
-            near = near_ties(exact, row)
-            n_ties += int(near.sum())
-            if not near.any():  # a later token of the row depends on an earlier one's experts
-                kept.append(row)
-    weights = torch.randn(sum(map(len, kept)), 101, generator=torch.Generator().manual_seed(2)) / 10
-    with InFloat64():
-        right = torch.cat([exact(row[None]).logits[0] for row in kept])
+        chosen = [choices_near_ties(exact, row) for row in rows]
+        before_ties = torch.cat([(each[:, 0, 0] >= 0).cumsum(0) == 0 for each in chosen])
+        right = torch.cat([exact(row[None]).logits[0] for row in rows])
+        (right * weights)[before_ties].sum().backward(retain_graph=True)
+        of_some = _gradients(exact)
         (right * weights).sum().backward()
-    theirs = torch.cat([reference(row[None]).logits[0] for row in kept])
-    (theirs * weights).sum().backward()
+        of_all = _gradients(exact)
+    theirs = torch.cat([rounded(row[None]).logits[0] for row in rows])
+    (theirs * weights)[before_ties].sum().backward()
     model = load(folder)
-    ours = model.logits(model(*packed(kept)))
+    given = torch.cat(chosen)
+    model.routing.configure(given.masked_fill(given < 0, model.routing.unknown_expert))
+    ours = model.logits(model(*packed(rows)))
     (ours * weights).sum().backward()
     for parameter in model.parameters():
         assert (parameter.grad is not None) == parameter.requires_grad  # not that of GLM's bias of choices
         parameter.data = parameter.data if parameter.grad is None else parameter.grad
     save_weights(model, folder / "gradients")
     found = transformers.AutoModelForCausalLM.from_pretrained(folder / "gradients", dtype=torch.float32)
-    of_logits = _apart(ours, right) / max(1e-4, 2 * _apart(theirs, right))
-    expected, rounded = dict(exact.named_parameters()), dict(reference.named_parameters())
-    of_ours, of_theirs = 0.0, 0.0
-    for name, parameter in found.named_parameters():
-        wanted = expected[name].grad
-        scale = wanted.abs().max().clamp_min(1e-3).item()
-        of_ours = max(of_ours, _apart(parameter.data, wanted) / scale)
-        of_theirs = max(of_theirs, _apart(rounded[name].grad, wanted) / scale)
+    of_logits = _apart(ours, right) / max(1e-4, 2 * _apart(theirs[before_ties], right[before_ties]))
+    of_ours = _largest_share({name: each.data for name, each in found.named_parameters()}, of_all)
     bar = 1e-3 if model.config.delta else 1e-4
-    of_gradient = of_ours / max(bar, 2 * of_theirs)
-    n_tokens = sum(map(len, rows))
-    return Found(of_logits, of_gradient, n_ties, n_tokens - sum(map(len, kept)), n_tokens)
+    of_gradient = of_ours / max(bar, 2 * _largest_share(_gradients(rounded), of_some))
+    return Found(of_logits, of_gradient, int((given[:, 0, 0] >= 0).sum()), n_tokens)
+
+
+def _gradients(model: Any) -> dict[str, Tensor]:
+    """Take the gradients from the parameters of the model."""
+    taken = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.zero_grad()
+    return taken
+
+
+def _largest_share(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """The largest difference from the gradients `right`, as a share of the tensor's largest."""
+    return max(_apart(found[name], each) / each.abs().max().clamp_min(1e-3).item() for name, each in right.items())
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -238,7 +246,6 @@ def test_random_shapes_are_those_of_transformers(family: str, seed: int, tmp_pat
     found = compare(family, seed, tmp_path)
     assert found.logits <= 1
     assert found.gradient <= 1
-    assert found.n_left_out < found.n_tokens / 2
 
 
 if __name__ == "__main__":
@@ -250,5 +257,5 @@ if __name__ == "__main__":
         if max(results[-1][:2]) > 1:
             print(seed, results[-1], flush=True)
     print("logits", max(each.logits for each in results), "gradients", max(each.gradient for each in results))
-    ties, left_out, total = (sum(each[index] for each in results) for index in (2, 3, 4))
-    print(f"near ties: {ties} of {total} tokens, left out with their rows: {left_out}")
+    ties, total = (sum(each[index] for each in results) for index in (2, 3))
+    print(f"near ties: {ties} of {total} tokens, which use the experts of float64; none is left out")
