@@ -2,8 +2,7 @@
 
 A model is called with an `Attend`, so that the same model serves training and decoding. `PackedAttend` is for training
 and for computing log-probabilities. In decoding, the callable is attention over the KV cache, wrapped in a
-`CachedAttend` if the model has layers with a recurrent state. `layer` counts only the layers with attention (in
-`recur`, only those with a recurrent state). Queries and keys are passed after rotary embedding.
+`CachedAttend` if the model has layers with a recurrent state, which `recur` counts by themselves.
 
 Shape letters: N tokens of this rank, R packed sequences (rows), H query heads, K key heads, D head dimension; others as
 in `areno.kernels.delta`.
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +25,17 @@ from areno.kernels.delta import DeltaGradients, DeltaWeights, RowChunks, delta_r
 from areno.kernels.padding import CuSeqlens
 from areno.layers.parallel import ParallelGroup
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, "int | None", "Tensor | None"], Tensor]
-"""(layer index, q_NHD, k_NKD, v_NKD, window, sinks_H) -> out_NHD, for this rank's heads, after rotary embedding.
 
-window: the number of last tokens that a token attends to, itself included. None: all.
-sinks_H: the sinks of `areno.kernels.sinks`. None: there are none.
-"""
+class AttentionLayer(NamedTuple):
+    """What attention has to know of a layer: `index` counts only the layers with attention."""
+
+    index: int
+    window: int | None = None  # the number of last tokens that a token attends to, itself included. None: all
+    sinks_H: Tensor | None = None  # see `areno.kernels.sinks`
+
+
+Attend = Callable[[AttentionLayer, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q_NHD, k_NKD, v_NKD) -> out_NHD, for this rank's heads, after rotary embedding."""
 
 
 @dataclass(frozen=True)
@@ -145,44 +149,33 @@ class PackedAttend:
     stores: PrefixKeys | None = None
     prefix: PrefixKeys | None = None
 
-    @property
-    def _cu_seqlens(self) -> CuSeqlens:
-        keys = self.keys or self
-        return CuSeqlens(self.cu_seqlens, keys.cu_seqlens, self.max_len, keys.max_len)
-
     def _with_prefixes(self, layer: int, k_NKD: Tensor, v_NKD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all rows, including shared prefixes, outside autograd."""
         if self.prefix is not None:
             k_NKD, v_NKD = self.prefix.prepend_prefixes(layer, k_NKD, v_NKD)
         return (k_NKD, v_NKD) if self.keys is None else (self.keys.gather(k_NKD), self.keys.gather(v_NKD))
 
-    def _own_sinks(self, sinks_H: Tensor | None) -> Tensor | None:
-        """Return the sinks of the heads that `rows_to_columns` gives to this rank, from those of all heads."""
-        with torch.enable_grad():  # also outside autograd, it stays known whether sinks are trained
-            return sinks_H if sinks_H is None or self.context.size == 1 else self.context.own_rows(sinks_H)
+    def _how(self, layer: AttentionLayer) -> tuple[CuSeqlens, str, int | None, Tensor | None]:
+        """Return the last arguments of the kernels. The sinks are those of the heads that this rank computes."""
+        keys, sinks_H = self.keys or self, layer.sinks_H
+        if sinks_H is not None and self.context.size > 1:
+            with torch.enable_grad():  # also outside autograd, it stays known whether sinks are trained
+                sinks_H = self.context.own_rows(sinks_H)
+        cu_seqlens = CuSeqlens(self.cu_seqlens, keys.cu_seqlens, self.max_len, keys.max_len)
+        return cu_seqlens, self.backend, layer.window, sinks_H
 
-    def __call__(
-        self,
-        layer: int,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        window: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, layer: AttentionLayer, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         k_MKD, v_MKD = k_NKD, v_NKD
         if self.stores is not None:
-            how = layer, self.stores.store, self.stores.add_stored_gradients
+            how = layer.index, self.stores.store, self.stores.add_stored_gradients
             k_MKD, v_MKD = _WithPrefix.apply(k_MKD, v_MKD, *how)  # type: ignore[misc]
         if self.prefix is not None:
-            how = layer, self.prefix.prepend_prefixes, self.prefix.add_gradients
+            how = layer.index, self.prefix.prepend_prefixes, self.prefix.add_gradients
             k_MKD, v_MKD = _WithPrefix.apply(k_MKD, v_MKD, *how)  # type: ignore[misc]
         if self.keys is not None:
             k_MKD, v_MKD = self.keys.gather(k_MKD), self.keys.gather(v_MKD)
-        sinks_H = self._own_sinks(sinks_H)
-        out_NHD = varlen_attention(q_NHD, k_MKD, v_MKD, self._cu_seqlens, self.backend, window, sinks_H)
-        return self.context.columns_to_rows(out_NHD)
+        return self.context.columns_to_rows(varlen_attention(q_NHD, k_MKD, v_MKD, *self._how(layer)))
 
     @cached_property
     def chunks(self) -> RowChunks:
@@ -202,78 +195,55 @@ class PackedAttend:
         return delta_rows_backward(grad_NI, proj_NP, weights, self.chunks, of_weights)
 
     def forward(
-        self,
-        layer: int,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        window: int | None = None,
-        sinks_H: Tensor | None = None,
+        self, layer: AttentionLayer, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute attention outside autograd. Return the output and the tensors to pass to `backward` as `saved`."""
         q_NHD, k_NKD, v_NKD = map(self.context.rows_to_columns, (q_NHD, k_NKD, v_NKD))
         if self.stores is not None:
-            self.stores.store(layer, k_NKD, v_NKD)
-        k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
-        sinks_H = self._own_sinks(sinks_H)
-        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, self._cu_seqlens, self.backend, window, sinks_H)
+            self.stores.store(layer.index, k_NKD, v_NKD)
+        k_MKD, v_MKD = self._with_prefixes(layer.index, k_NKD, v_NKD)
+        out_NHD, saved = varlen_forward(q_NHD, k_MKD, v_MKD, *self._how(layer))
         return self.context.columns_to_rows(out_NHD), saved
 
     def backward(
         self,
-        layer: int,
+        layer: AttentionLayer,
         grad_NHD: Tensor,
         q_NHD: Tensor,
         k_NKD: Tensor,
         v_NKD: Tensor,
         out_NHD: Tensor,
         saved: Sequence[Tensor],
-        window: int | None = None,
-        sinks_H: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys and values, and add that of the sinks to their `.grad`."""
         inputs = grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD
         grad_NHD, q_NHD, k_NKD, v_NKD, out_NHD = map(self.context.rows_to_columns, inputs)
-        k_MKD, v_MKD = self._with_prefixes(layer, k_NKD, v_NKD)
-        how = self._cu_seqlens, self.backend, window, self._own_sinks(sinks_H)
-        grad_q, grad_k, grad_v, *grad_sinks = varlen_backward(grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved, *how)
+        k_MKD, v_MKD = self._with_prefixes(layer.index, k_NKD, v_NKD)
+        given = grad_NHD, q_NHD, k_MKD, v_MKD, out_NHD, saved
+        grad_q, grad_k, grad_v, *grad_sinks = varlen_backward(*given, *self._how(layer))
         if grad_sinks:
-            assert sinks_H is not None
-            assert sinks_H.grad is not None
-            self.context.own_rows(sinks_H.grad).add_(grad_sinks[0])
+            assert layer.sinks_H is not None
+            assert layer.sinks_H.grad is not None
+            self.context.own_rows(layer.sinks_H.grad).add_(grad_sinks[0])
         if self.keys is not None:
             grad_k, grad_v = self.keys.sum_gradients(grad_k), self.keys.sum_gradients(grad_v)
         if self.prefix is not None:
-            grad_k, grad_v = self.prefix.add_gradients(layer, grad_k, grad_v)
+            grad_k, grad_v = self.prefix.add_gradients(layer.index, grad_k, grad_v)
         if self.stores is not None:
-            grad_k, grad_v = self.stores.add_stored_gradients(layer, grad_k, grad_v)
+            grad_k, grad_v = self.stores.add_stored_gradients(layer.index, grad_k, grad_v)
         grad_q, grad_k, grad_v = map(self.context.columns_to_rows, (grad_q, grad_k, grad_v))
         return grad_q, grad_k, grad_v
 
 
 @dataclass(frozen=True, slots=True)
 class CachedAttend:
-    """Attention over a KV cache together with cached recurrent states, for models that have both kinds of layers.
-
-    `states` is the function behind `recur`: it reads and updates the cached states of a layer.
-    """
+    """Attention over a KV cache together with cached recurrent states, for models that have both kinds of layers."""
 
     attend: Attend
-    states: Callable[[int, Tensor, DeltaWeights], Tensor]
+    recur: Callable[[int, Tensor, DeltaWeights], Tensor]  # reads and updates the cached states of a layer
 
-    def __call__(
-        self,
-        layer: int,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        window: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        return self.attend(layer, q_NHD, k_NKD, v_NKD, window, sinks_H)
-
-    def recur(self, layer: int, proj_NP: Tensor, weights: DeltaWeights) -> Tensor:
-        return self.states(layer, proj_NP, weights)
+    def __call__(self, layer: AttentionLayer, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        return self.attend(layer, q_NHD, k_NKD, v_NKD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,14 +256,6 @@ class FirstTokensAttend:
     attend: Attend
     n: int
 
-    def __call__(
-        self,
-        layer: int,
-        q_NHD: Tensor,
-        k_NKD: Tensor,
-        v_NKD: Tensor,
-        window: int | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        out_NHD = self.attend(layer, q_NHD[: self.n], k_NKD[: self.n], v_NKD[: self.n], window, sinks_H)
+    def __call__(self, layer: AttentionLayer, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        out_NHD = self.attend(layer, q_NHD[: self.n], k_NKD[: self.n], v_NKD[: self.n])
         return F.pad(out_NHD, (0, 0, 0, 0, 0, len(q_NHD) - self.n))

@@ -87,7 +87,7 @@ def _run_layer(
     stream_ND, normed_ND = layer.input_norm.add_and_norm(stream_ND, delta_SND)
     qkv_NX = few_rows_matmul(normed_ND, attention.qkv.weight, attention.qkv.bias)
     heads = qk_norm_and_rope(attention, qkv_NX, angles)
-    out_NHC = attend(attention.index, *heads, attention.window, attention.sinks)
+    out_NHC = attend(attention.as_layer, *heads)
     out_SND = partial_products(out_NHC.flatten(-2), attention.out.weight)
     stream_ND, normed_ND = layer.pre_mlp_norm.add_and_norm(stream_ND, out_SND)
     return stream_ND, partial_products(gated_product(normed_ND, mlp.gate_up.weight, mlp.gelu), mlp.down.weight)

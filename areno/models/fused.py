@@ -94,9 +94,9 @@ def _attention(attention: Attention, x_ND: Tensor, angles: Angles, attend: Atten
     qkv_NX, gate_NQ = attention.split_gate(both_NX)
     heads = qk_norm_and_rope(attention, qkv_NX, angles)
     if isinstance(attend, PackedAttend):
-        out_NHC, saved = attend.forward(attention.index, *heads, attention.window, attention.sinks)
+        out_NHC, saved = attend.forward(attention.as_layer, *heads)
     else:  # decoding has no backward pass
-        out_NHC, saved = attend(attention.index, *heads, attention.window, attention.sinks), ()
+        out_NHC, saved = attend(attention.as_layer, *heads), ()
     del heads, qkv_NX
     out_ND = attention.out(attention.gate(out_NHC.flatten(-2), gate_NQ), split, whole)
     return out_ND, both_NX, (out_NHC, *saved)
@@ -126,9 +126,8 @@ def _attention_backward(
         grad_out_NHC = attention.out.input_gradient(grad_ND).view(out_NHC.shape)
         qkv_NX = recompute()
     heads = qk_norm_and_rope(attention, qkv_NX, angles)
-    given = attention.index, grad_out_NHC, *heads, out_NHC, saved, attention.window, attention.sinks
-    grad_q, grad_k, grad_v = attend.backward(*given)
-    del heads, given
+    grad_q, grad_k, grad_v = attend.backward(attention.as_layer, grad_out_NHC, *heads, out_NHC, saved)
+    del heads
     grad_qkv_NX, grad_q_weight, grad_k_weight = qk_norm_rope_backward(
         grad_q, grad_k, grad_v, qkv_NX, *angles, *_head_norms(attention)
     )

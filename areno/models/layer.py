@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from areno.kernels.fp8 import round_rows_straight_through
-from areno.layers.attention import Attend
+from areno.layers.attention import Attend, AttentionLayer
 from areno.layers.delta import GatedDelta
 from areno.layers.linear import ColumnParallelLinear, RowParallelLinear
 from areno.layers.mlp import ExpertMLP, GatedMLP
@@ -83,8 +83,12 @@ class Attention(nn.Module):
             q_NHC, k_NKC = rotate(qk_NJC, cos, sin).split((n_q, n_kv), dim=1)
         if self.fp8_kv:
             k_NKC, v_NKC = round_rows_straight_through(k_NKC), round_rows_straight_through(v_NKC)
-        out_NHC = attend(self.index, q_NHC, k_NKC, v_NKC, self.window, self.sinks)
+        out_NHC = attend(self.as_layer, q_NHC, k_NKC, v_NKC)
         return self.out(self.gate(out_NHC.flatten(-2), gate_NQ), split)
+
+    @property
+    def as_layer(self) -> AttentionLayer:
+        return AttentionLayer(self.index, self.window, self.sinks)
 
     def split_gate(self, qkv_NX: Tensor) -> tuple[Tensor, Tensor | None]:
         """Split the output of the qkv projection into (queries, keys and values) and the gate (None without gates)."""

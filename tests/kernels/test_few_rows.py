@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from areno.kernels.matmul import FixedOrderMatmul
-from areno.layers.attention import Attend, CachedAttend, PackedAttend
+from areno.layers.attention import Attend, AttentionLayer, CachedAttend, PackedAttend
 from areno.models.layer import Layer
 from areno.models.transformer import Transformer
 from tests.helpers.fused_layers import BARE, build
@@ -46,9 +46,7 @@ def layers_of(model: Transformer) -> list[Layer]:
     return cast("list[Layer]", list(model.layers))
 
 
-def attend_to_all(
-    layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, sinks: torch.Tensor | None
-) -> torch.Tensor:
+def attend_to_all(layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention of one sequence."""
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
     return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)[0].transpose(0, 1).contiguous()  # type: ignore[arg-type]
@@ -137,7 +135,7 @@ def test_tiles_fit_into_shared_memory(sizes: tuple[int, ...], expected: tuple[in
         assert 2 * inputs * (32 * sizes[3] * n_tiles + 64 * n_x_tiles) + 8 * n_tiles <= 227 * 1024
 
 
-def of_rollout(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+def of_rollout(layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     raise AssertionError("nothing is computed")
 
 

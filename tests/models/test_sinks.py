@@ -17,7 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOss
 
 from areno.engine.exact import make_exact
 from areno.kernels.logprobs import VocabSoftmax, selected_logprobs
-from areno.layers.attention import PackedAttend, SharedKeys
+from areno.layers.attention import AttentionLayer, PackedAttend, SharedKeys
 from areno.layers.config import RopeConfig
 from areno.layers.parallel import ParallelGroup
 from areno.models.config import LayerKind
@@ -218,13 +218,13 @@ def compare_passes(attend: PackedAttend) -> None:
     whole = [torch.randn(n_tokens, heads, 8, generator=generator) for heads in (4, 2, 2, 4)]
     q, k, v, upstream = (context.own_rows(x) for x in whole)
     sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.0]))
-    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = attend(0, *inputs, 4, sinks)
+    inputs, layer = [x.clone().requires_grad_() for x in (q, k, v)], AttentionLayer(0, 4, sinks)
+    expected = attend(layer, *inputs)
     expected.backward(upstream)
     of_sinks, sinks.grad = sinks.grad, torch.zeros(4)
     with torch.no_grad():
-        out, saved = attend.forward(0, q, k, v, 4, sinks)
-        found = attend.backward(0, upstream, q, k, v, out, saved, 4, sinks)
+        out, saved = attend.forward(layer, q, k, v)
+        found = attend.backward(layer, upstream, q, k, v, out, saved)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(sinks.grad, of_sinks)
     assert of_sinks is not None

@@ -35,7 +35,7 @@ from areno.kernels.delta import DeltaWeights, RowChunks
 from areno.kernels.paged import PagedBatch, decode_attention, load_rows, max_group_rows, store_rows
 from areno.kernels.sampling import SamplingFlags, can_sample_columns, can_sample_hidden
 from areno.layers.adapter import use_stacked_adapters
-from areno.layers.attention import Attend, CachedAttend
+from areno.layers.attention import Attend, AttentionLayer, CachedAttend
 from areno.models.transformer import Transformer
 from areno.specs.engine import EngineSpec
 from areno.specs.rollout import RolloutSpec
@@ -289,15 +289,14 @@ class Runner:
     def _prefill_attention(self, given: PrefillTensors) -> Attend:
         """Return a function that stores a layer's keys and values in the cache, and computes the layer's attention."""
 
-        def attend(
-            layer: int, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, window: int | None, sinks_H: Tensor | None
-        ) -> Tensor:
-            blocks, table = self.cache.layer_blocks(layer), self.cache.table_index(layer)
+        def attend(layer: AttentionLayer, q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor) -> Tensor:
+            blocks, table = self.cache.layer_blocks(layer.index), self.cache.table_index(layer.index)
             # All rows write before any reads: a row may use blocks that another one fills in this very pass.
             store_rows(k_NKC, v_NKC, *blocks, given.stored[table])
             if (keys_M := given.keys[table]) is not None:  # some chunks also attend to tokens of earlier steps
                 k_NKC, v_NKC = load_rows(*blocks, keys_M, q_NHC.dtype)
-            return varlen_attention(q_NHC, k_NKC, v_NKC, given.borders[table], self.attn_backend, window, sinks_H)
+            how = given.borders[table], self.attn_backend, layer.window, layer.sinks_H
+            return varlen_attention(q_NHC, k_NKC, v_NKC, *how)
 
         return attend
 
@@ -445,13 +444,12 @@ class Runner:
             [] if of_rows is None else [self.cache.token_indices(t, slots_B, positions_B) for t in self.cache.tables]
         )
 
-        def attend(
-            layer: int, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor, window: int | None, sinks_H: Tensor | None
-        ) -> Tensor:
-            (blocks, exponents), table = self.cache.layer_blocks(layer), self.cache.table_index(layer)
+        def attend(layer: AttentionLayer, q_BHC: Tensor, k_BKC: Tensor, v_BKC: Tensor) -> Tensor:
+            (blocks, exponents), table = self.cache.layer_blocks(layer.index), self.cache.table_index(layer.index)
             if stored:  # a row attends to rows before it, whose keys the kernel would write at the same time
                 store_rows(k_BKC, v_BKC, blocks, exponents, stored[table])
-            return decode_attention(q_BHC, k_BKC, v_BKC, blocks, batches[table], window, exponents, sinks_H)
+            how = batches[table], layer.window, exponents, layer.sinks_H
+            return decode_attention(q_BHC, k_BKC, v_BKC, blocks, *how)
 
         mix: Attend = attend
         if (states := self.states) is not None:
