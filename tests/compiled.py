@@ -145,11 +145,12 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     """Kernels that no command launches without GPUs."""
     from areno.kernels import jit
     from areno.kernels.experts import (
+        BiasedClamp,
         choose_experts,
-        clamped_glu,
         combine,
+        expert_glu,
         group_by_expert,
-        weighted_clamped_glu_backward,
+        weighted_glu_backward,
     )
     from areno.kernels.fixed_order import packed_attention
     from areno.kernels.logprobs import triton as logprobs
@@ -220,10 +221,10 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
     choose_experts(torch.zeros(16, 128), 8, True, torch.zeros(128), 2.5)
     chosen, weights = choose_experts(torch.zeros(16, 32), 4, True)
     groups, biases = group_by_expert(chosen, 0, 32), (torch.zeros(32, 128, dtype=dtype), chosen)
-    copies, of_glu = some.repeat(4, 1), (torch.zeros(32, 128, dtype=dtype), groups.ends_E, 1.7, 7.0)
+    copies, of_glu = some.repeat(4, 1), (groups.ends_E, BiasedClamp(torch.zeros(32, 128, dtype=dtype), 1.7, 7.0))
     combine(copies, groups.copies_Nk, weights, groups.ends_E, *biases)
-    clamped_glu(copies, *of_glu)
-    weighted_clamped_glu_backward(copies[:, :64], copies, weights.flatten(), *of_glu)
+    expert_glu(copies, *of_glu)
+    weighted_glu_backward(copies[:, :64], copies, weights.flatten(), *of_glu)
     if capability >= FP8_CAPABILITY:
         launch_in_fp8(dtype)
     numbers = torch.zeros(4, 16, dtype=torch.int32)

@@ -32,14 +32,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from areno.kernels.experts import (
+    BiasedClamp,
     ExpertGroups,
     choose_experts,
-    clamped_glu,
     combine,
+    expert_glu,
     group_by_expert,
     reference,
-    weighted_clamped_glu_backward,
-    weighted_swiglu_backward,
+    weighted_glu_backward,
 )
 from areno.kernels.fp8.matmul import QuantizedMatrix
 from areno.kernels.matmul import float32_matmul
@@ -223,13 +223,7 @@ class ExpertMLP(nn.Module):
         rows_MD = self.tp.copy_in(x_ND).index_select(0, groups.tokens_M)
         how = groups.ends_E, self.row_multiple
         gate_up_M2I = self.experts_gate_up(rows_MD, *how)
-        if self.clamped_with is None:
-            gate_MI, up_MI = gate_up_M2I.chunk(2, dim=-1)
-            act_MI = F.silu(gate_MI) * up_MI
-        else:
-            bias_EO, *numbers = self.clamped_with
-            act_MI = reference.clamped_glu(gate_up_M2I, bias_EO, groups.ends_E, *numbers)
-        y_MD = self.experts_down(act_MI, *how)
+        y_MD = self.experts_down(reference.expert_glu(gate_up_M2I, groups.ends_E, self._clamp), *how)
         out_ND = reference.combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E, *self._output_bias(chosen_Nk))
         if self.shared is not None:
             shared_ND = self.shared(x_ND, whole=False)
@@ -239,10 +233,9 @@ class ExpertMLP(nn.Module):
         return self.tp.scatter_rows(out_ND) if split else self.tp.reduce_out(out_ND)
 
     @property
-    def clamped_with(self) -> tuple[Tensor, float, float] | None:
-        """The biases of gate and up and the numbers of the clamped activation. None: the activation is SwiGLU."""
+    def _clamp(self) -> BiasedClamp | None:
         clamped, bias_EO = self.experts.clamped, self.experts_gate_up.bias_EO
-        return None if clamped is None or bias_EO is None else (bias_EO, clamped.alpha, clamped.limit)
+        return None if clamped is None or bias_EO is None else BiasedClamp(bias_EO, clamped.alpha, clamped.limit)
 
     def _output_bias(self, chosen_Nk: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return the biases of `down` and the chosen experts as indices of this rank's, or None without biases."""
@@ -264,8 +257,6 @@ class ExpertMLP(nn.Module):
     def fused_forward(
         self, x_ND: Tensor, split: bool, whole: bool, keep: bool
     ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-        from areno.kernels.elementwise.triton_swiglu import swiglu
-
         if split:
             x_ND = self.tp.all_gather_rows(x_ND)
         logits_NE, routing = self.router(x_ND), self.routing
@@ -285,11 +276,7 @@ class ExpertMLP(nn.Module):
         rows_MD = x_ND.index_select(0, groups.tokens_M)
         gate_up_M2I = self.experts_gate_up.matmul(rows_MD, groups.ends_E)
         del rows_MD
-        if self.clamped_with is None:
-            act_MI = swiglu(gate_up_M2I)
-        else:
-            bias_EO, *numbers = self.clamped_with
-            act_MI = clamped_glu(gate_up_M2I, bias_EO, groups.ends_E, *numbers)
+        act_MI = expert_glu(gate_up_M2I, groups.ends_E, self._clamp)
         y_MD = self.experts_down.matmul(act_MI, groups.ends_E)
         del act_MI
         out_ND = combine(y_MD, groups.copies_Nk, weights_Nk, groups.ends_E, *self._output_bias(chosen_Nk))
@@ -321,15 +308,10 @@ class ExpertMLP(nn.Module):
         grad_h_Mr = down.inner_gradient(grad_MD, ends_E)
         grad_MI = down.input_gradient(grad_MD, grad_h_Mr, ends_E)
         weights_M = weights_Nk.detach().flatten().index_select(0, groups.choices_M)
-        given = grad_MI, gate_up_M2I, weights_M
-        if self.clamped_with is None:
-            grad_gate_up_M2I, act_MI, grad_weights_M = weighted_swiglu_backward(*given, ends_E)
-        else:
-            bias_EO, *numbers = self.clamped_with
-            found = weighted_clamped_glu_backward(*given, bias_EO, ends_E, *numbers)
-            grad_gate_up_M2I, act_MI, grad_weights_M = found
-            del found
-        del gate_up_M2I, grad_MI, given
+        grad_gate_up_M2I, act_MI, grad_weights_M = weighted_glu_backward(
+            grad_MI, gate_up_M2I, weights_M, ends_E, self._clamp
+        )
+        del gate_up_M2I, grad_MI
         down.accumulate_grad(grad_MD, act_MI, grad_h_Mr, groups, weights_M)
         del grad_MD, act_MI
         grad_h_Mr = gate_up.inner_gradient(grad_gate_up_M2I, ends_E)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from areno.kernels.experts.reference import normalise
 from areno.layers.config import MoEConfig
 
 
@@ -27,8 +28,7 @@ def probabilities(experts: MoEConfig, logits_NE: Tensor) -> Tensor:
 
 def routing_weights(experts: MoEConfig, logits_NE: Tensor, chosen_Nk: Tensor) -> Tensor:
     weights_Nk = router_scores(experts, logits_NE).gather(1, chosen_Nk)
-    if experts.normalised:
-        weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)
+    weights_Nk = normalise(weights_Nk) if experts.normalised else weights_Nk
     return weights_Nk * experts.scale if experts.scale != 1.0 else weights_Nk
 
 

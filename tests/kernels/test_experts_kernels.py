@@ -55,6 +55,7 @@ def compare_routing(device: str = "cpu") -> None:
             expected = reference.choose_experts(logits, top_k, normalised)
             assert torch.equal(chosen, expected[0])
             torch.testing.assert_close(weights, expected[1], atol=1e-6, rtol=1e-5)
+            assert not normalised or top_k > 1 or bool((weights == 1).all())
             by_sigmoid = top_k, normalised, random(n_experts, device=device) / 4, 2.5
             others, weights = ops.choose_experts(logits, *by_sigmoid)
             expected = reference.choose_experts(logits, *by_sigmoid)
@@ -111,17 +112,18 @@ def compare_products(device: str = "cpu", dtype: torch.dtype = torch.float32, to
 
             gate_up, copies = random(rows, 2 * outputs, device=device, dtype=dtype), weights.flatten()[groups.choices_M]
             gate_up[end:] = torch.nan
-            got = ops.weighted_swiglu_backward(a, gate_up, copies, groups.ends_E)
-            expected = reference.weighted_swiglu_backward(a, gate_up, copies, groups.ends_E)
+            got = ops.weighted_glu_backward(a, gate_up, copies, groups.ends_E)
+            expected = reference.weighted_glu_backward(a, gate_up, copies, groups.ends_E)
             assert not got[2][end:].any()
             for one, other in zip(got, expected, strict=True):
                 torch.testing.assert_close(one[:end], other[:end], atol=tolerance, rtol=tolerance)
 
-            how = random(n_local, 2 * outputs, device=device, dtype=dtype), groups.ends_E, 1.7, 0.8
-            got = (ops.clamped_glu(gate_up, *how), *ops.weighted_clamped_glu_backward(a, gate_up, copies, *how))
-            expected = reference.weighted_clamped_glu_backward(a, gate_up, copies, *how)
+            biases = random(n_local, 2 * outputs, device=device, dtype=dtype)
+            how = groups.ends_E, ops.BiasedClamp(biases, 1.7, 0.8)
+            got = (ops.expert_glu(gate_up, *how), *ops.weighted_glu_backward(a, gate_up, copies, *how))
+            expected = reference.weighted_glu_backward(a, gate_up, copies, *how)
             assert not got[3][end:].any()
-            for one, other in zip(got, (reference.clamped_glu(gate_up, *how), *expected), strict=True):
+            for one, other in zip(got, (reference.expert_glu(gate_up, *how), *expected), strict=True):
                 torch.testing.assert_close(one[:end], other[:end], atol=tolerance, rtol=tolerance)
 
 
@@ -132,7 +134,7 @@ def test_the_activation_s_backward_pass_is_that_of_autograd() -> None:
     act = torch.nn.functional.silu(gate) * up * weight[:, None]
     expected = torch.autograd.grad(act, (gate_up, weight), grad.double())
     ends = torch.tensor([4, 9], dtype=torch.int32)
-    got = reference.weighted_swiglu_backward(grad, gate_up.detach().float(), weight.detach().float(), ends)
+    got = reference.weighted_glu_backward(grad, gate_up.detach().float(), weight.detach().float(), ends)
     for one, other in zip((got[0], got[2], got[1]), (*expected, act.detach()), strict=True):
         torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
 
@@ -146,10 +148,11 @@ def test_the_clamped_activation_s_backward_pass_is_that_of_autograd() -> None:
     act = (up + 1) * gate * torch.sigmoid(1.5 * gate)
     expected = torch.autograd.grad(act * weight[:, None], (gate_up, weight), grad.double())
     given = gate_up.detach().float(), weight.detach().float()
-    got = reference.weighted_clamped_glu_backward(grad, *given, bias, ends, 1.5, 0.7)
+    clamp = ops.BiasedClamp(bias, 1.5, 0.7)
+    got = reference.weighted_glu_backward(grad, *given, ends, clamp)
     for one, other in zip((got[0], got[2], got[1]), (*expected, act * weight[:, None]), strict=True):
         torch.testing.assert_close(one.double(), other.detach(), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(reference.clamped_glu(given[0], bias, ends, 1.5, 0.7), act.detach().float())
+    torch.testing.assert_close(reference.expert_glu(given[0], ends, clamp), act.detach().float())
 
 
 @pytest.mark.slow
@@ -171,6 +174,22 @@ def compare_layers() -> None:
     for shared in SHARED:
         compare("cpu", torch.float32, 1e-5, "sdpa", ({}, {"recompute": True}), **{**EXPERTS, "experts": shared})
     compare("cpu", torch.float32, 1e-5, "sdpa", ({}, {"recompute": True}), **OSS)
+    check_router_of_single_experts(is_fused=True)
+
+
+def check_router_of_single_experts(is_fused: bool) -> None:
+    """With one normalised expert for each token, the weight is always 1, so nothing trains the router."""
+    for sigmoid in (False, True):
+        single = replace(EXPERTS["experts"], top_k=1, sigmoid=sigmoid)
+        model = build(torch.float32, "cpu", **{**EXPERTS, "experts": single})
+        run(model, "sdpa", is_fused)
+        mlp = model.layers[1].mlp
+        assert not mlp.router.weight.grad.any()
+        assert mlp.experts_down.weight.grad.any()
+
+
+def test_a_router_of_single_experts_gets_no_gradient() -> None:
+    check_router_of_single_experts(is_fused=False)
 
 
 def compare_told_layers() -> None:

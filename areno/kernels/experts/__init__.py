@@ -19,6 +19,7 @@ from torch import Tensor
 
 from areno.kernels.backend import can_use_triton, dispatch_by_device
 from areno.kernels.experts import reference
+from areno.kernels.experts.reference import BiasedClamp as BiasedClamp
 
 
 class ExpertGroups(NamedTuple):
@@ -34,7 +35,8 @@ choose_experts = dispatch_by_device(reference.choose_experts)
 """Return the experts with the largest logits, the largest first, int64, and their float32 weights (N, k).
 
 The weights are those of the softmax over all experts, divided by their sum for each token if `normalised`, times
-`scale`. With `bias_X`, the experts with the largest sums of bias and sigmoid are chosen, and weights are sigmoids.
+`scale`. A single normalised weight is exactly 1, and gets no gradient. With `bias_X`, the experts with the largest sums
+of bias and sigmoid are chosen, and weights are sigmoids.
 """
 
 
@@ -79,17 +81,15 @@ If the weights are None, they are 1. Choices of experts on other ranks count as 
 outputs first. `experts_Nk` are then the choices, as indices of this rank's experts.
 """
 
-clamped_glu = dispatch_by_device(reference.clamped_glu)
-"""Return (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within +-`limit`.
+expert_glu = dispatch_by_device(reference.expert_glu)
+"""Return silu(gate) * up, with gate and up side by side in the columns of `gate_up_M2I`.
 
-Gate and up alternate in the columns of `gate_up_M2I`. Their biases `bias_EO` are added first.
+With `clamp`, return (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within +-`limit`. Gate
+and up then alternate in the columns. Their biases are added first.
 """
 
-weighted_clamped_glu_backward = dispatch_by_device(reference.weighted_clamped_glu_backward)
-"""Do what `weighted_swiglu_backward` does for `clamped_glu`."""
-
-weighted_swiglu_backward = dispatch_by_device(reference.weighted_swiglu_backward)
-"""Compute y = w * silu(gate) * up again, with the router weight w of each row, and its gradients.
+weighted_glu_backward = dispatch_by_device(reference.weighted_glu_backward)
+"""Compute y = w * expert_glu(...) again, with the router weight w of each row, and its gradients.
 
 The results are the gradient of gate and up, y, and the float32 gradient of w, which is 0 after the last group.
 """

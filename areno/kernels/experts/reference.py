@@ -5,6 +5,8 @@ The host reads the group sizes, so on CUDA these functions wait for the device.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,9 +26,14 @@ def choose_experts(
     scores_NX = logits_NX.softmax(-1) if bias_X is None else logits_NX.sigmoid()
     chosen_Nk = (logits_NX if bias_X is None else scores_NX + bias_X).topk(top_k, dim=-1).indices
     weights_Nk = scores_NX.gather(1, chosen_Nk)
-    if normalised:
-        weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)
-    return chosen_Nk, weights_Nk * scale
+    return chosen_Nk, (normalise(weights_Nk) if normalised else weights_Nk) * scale
+
+
+def normalise(weights_Nk: Tensor) -> Tensor:
+    """Divide each token's weights by their sum. A single one becomes 1 and gets no gradient, or stays NaN."""
+    if weights_Nk.shape[1] == 1:
+        return weights_Nk * 0 + 1
+    return weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)
 
 
 def grouped_matmul(
@@ -80,56 +87,53 @@ def add_grouped_matmul(out_EOI: Tensor, a_MO: Tensor, b_MI: Tensor, ends_E: Tens
         add_matmul(out_OI, a_MO[start:end].t(), b_MI[start:end])
 
 
-def clamped_glu(gate_up_M2I: Tensor, bias_EO: Tensor, ends_E: Tensor, alpha: float, limit: float) -> Tensor:
-    gate, up = _clamped(gate_up_M2I, bias_EO, ends_E, limit)[1]
-    return ((up + 1) * (gate * (alpha * gate).sigmoid())).to(gate_up_M2I.dtype)
+class BiasedClamp(NamedTuple):
+    """The biases of gate and up, and the numbers of the clamped activation."""
+
+    bias_EO: Tensor
+    alpha: float
+    limit: float
+
+
+def expert_glu(gate_up_M2I: Tensor, ends_E: Tensor, clamp: BiasedClamp | None = None) -> Tensor:
+    if clamp is None:
+        gate, up = gate_up_M2I.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    _, (gate, up) = _clamped(gate_up_M2I, ends_E, clamp)
+    return ((up + 1) * (gate * (clamp.alpha * gate).sigmoid())).to(gate_up_M2I.dtype)
 
 
 def _clamped(
-    gate_up_M2I: Tensor, bias_EO: Tensor, ends_E: Tensor, limit: float
+    gate_up_M2I: Tensor, ends_E: Tensor, clamp: BiasedClamp
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return gate and up with biases, (M, I) each, before and after clamping. Sums are rounded to the dtype."""
     places_M = torch.arange(len(gate_up_M2I), dtype=ends_E.dtype, device=ends_E.device)
-    experts_M = torch.searchsorted(ends_E, places_M, right=True).clamp_max(len(bias_EO) - 1)
-    biased = gate_up_M2I + bias_EO.index_select(0, experts_M)
+    experts_M = torch.searchsorted(ends_E, places_M, right=True).clamp_max(len(clamp.bias_EO) - 1)
+    biased = gate_up_M2I + clamp.bias_EO.index_select(0, experts_M)
     biased = biased.to(torch.promote_types(biased.dtype, torch.float32))
     gate, up = biased[:, ::2], biased[:, 1::2]
-    return (gate, up), (gate.clamp(max=limit), up.clamp(-limit, limit))
+    return (gate, up), (gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit))
 
 
-def weighted_clamped_glu_backward(
-    grad_MI: Tensor,
-    gate_up_M2I: Tensor,
-    weights_M: Tensor,
-    bias_EO: Tensor,
-    ends_E: Tensor,
-    alpha: float,
-    limit: float,
+def weighted_glu_backward(
+    grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor, clamp: BiasedClamp | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    (raw_gate, raw_up), (gate, up) = _clamped(gate_up_M2I, bias_EO, ends_E, limit)
     grad, weight = grad_MI.float(), weights_M.float().unsqueeze(-1)
-    sigmoid = (alpha * gate).sigmoid()
-    act = (up + 1) * gate * sigmoid
-    grad_gate = grad * weight * (up + 1) * sigmoid * (1 + alpha * gate * (1 - sigmoid))
-    grad_gate = grad_gate.masked_fill(raw_gate > limit, 0)
-    grad_up = (grad * weight * gate * sigmoid).masked_fill(raw_up.abs() > limit, 0)
-    grad_gate_up = torch.stack((grad_gate, grad_up), dim=-1).flatten(1).to(grad_MI.dtype)
+    if clamp is None:
+        gate, up = gate_up_M2I.float().chunk(2, dim=-1)
+        sigmoid = gate.sigmoid()
+        silu = (gate * sigmoid).to(grad_MI.dtype).float()
+        act = silu * up
+        grad_gate = grad * weight * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        grad_gate_up = torch.cat([grad_gate, grad * weight * silu], dim=-1)
+    else:
+        (raw_gate, raw_up), (gate, up) = _clamped(gate_up_M2I, ends_E, clamp)
+        sigmoid = (clamp.alpha * gate).sigmoid()
+        act = (up + 1) * gate * sigmoid
+        grad_gate = grad * weight * (up + 1) * sigmoid * (1 + clamp.alpha * gate * (1 - sigmoid))
+        grad_gate = grad_gate.masked_fill(raw_gate > clamp.limit, 0)
+        grad_up = (grad * weight * gate * sigmoid).masked_fill(raw_up.abs() > clamp.limit, 0)
+        grad_gate_up = torch.stack((grad_gate, grad_up), dim=-1).flatten(1)
     is_here_M = torch.arange(len(grad_MI), device=grad_MI.device) < ends_E[-1]
     grad_weight = (grad * act).sum(-1).masked_fill(~is_here_M, 0)
-    return grad_gate_up, (act * weight).to(grad_MI.dtype), grad_weight
-
-
-def weighted_swiglu_backward(
-    grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of gate and up, weight * silu(gate) * up, and the gradients of weights, (M,)."""
-    gate, up = gate_up_M2I.float().chunk(2, dim=-1)
-    weight = weights_M.float().unsqueeze(-1)
-    grad, sigmoid = grad_MI.float(), gate.sigmoid()
-    silu = (gate * sigmoid).to(grad_MI.dtype).float()
-    act = silu * up
-    grad_gate = grad * weight * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    grad_gate_up = torch.cat([grad_gate, grad * weight * silu], dim=-1).to(grad_MI.dtype)
-    is_here_M = torch.arange(len(grad_MI), device=grad_MI.device) < ends_E[-1]
-    grad_weight = (grad * act).sum(-1).masked_fill(~is_here_M, 0)
-    return grad_gate_up, (act * weight).to(grad_MI.dtype), grad_weight
+    return grad_gate_up.to(grad_MI.dtype), (act * weight).to(grad_MI.dtype), grad_weight

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areno.kernels.backend import is_hopper
-from areno.kernels.experts.triton_activation import clamped_glu as clamped_glu
-from areno.kernels.experts.triton_activation import weighted_clamped_glu_backward as weighted_clamped_glu_backward
+from areno.kernels.experts.triton_activation import expert_glu as expert_glu
+from areno.kernels.experts.triton_activation import weighted_glu_backward as weighted_glu_backward
 from areno.kernels.experts.triton_routing import choose_experts as choose_experts
-from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64, round_to_dtype
+from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 
 logger = logging.getLogger("areno")
 
@@ -341,53 +341,3 @@ def _combine_kernel(
             row *= tl.load(weights_ptr + token * CHOICES + choice)
         total += row
     tl.store(out_ptr + token * size + column, total, mask=inside)
-
-
-def weighted_swiglu_backward(
-    grad_MI: Tensor, gate_up_M2I: Tensor, weights_M: Tensor, ends_E: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    n_rows, inner = grad_MI.shape
-    grad_gate_up_M2I = torch.empty_like(gate_up_M2I)
-    act_MI = torch.empty_like(grad_MI)
-    grad_weights_M = torch.empty(n_rows, dtype=torch.float32, device=grad_MI.device)
-    if n_rows:
-        _weighted_swiglu_kernel[(n_rows,)](
-            grad_MI.contiguous(),
-            gate_up_M2I.contiguous(),
-            weights_M.float().contiguous(),
-            ends_E[-1:],
-            grad_gate_up_M2I,
-            act_MI,
-            grad_weights_M,
-            inner,
-            BLOCK=min(1024, triton.next_power_of_2(inner)),
-        )
-    return grad_gate_up_M2I, act_MI, grad_weights_M
-
-
-@kernel
-def _weighted_swiglu_kernel(
-    grad_ptr, gate_up_ptr, weights_ptr, end_ptr, grad_gate_up_ptr, act_ptr, grad_weights_ptr, inner, BLOCK: tl.constexpr
-):
-    row = program_id_64(0)
-    if row >= tl.load(end_ptr):
-        tl.store(grad_weights_ptr + row, 0.0)
-        return
-    weight = tl.load(weights_ptr + row)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, inner, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        inside = column < inner
-        place = row * (2 * inner) + column
-        gate = load_fp32(gate_up_ptr + place, inside)
-        up = load_fp32(gate_up_ptr + place + inner, inside)
-        grad = load_fp32(grad_ptr + row * inner + column, inside)
-        sigmoid = tl.sigmoid(gate)
-        silu = round_to_dtype(gate * sigmoid, act_ptr)
-        act = silu * up
-        total += grad * act
-        gate_grad = grad * weight * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        tl.store(grad_gate_up_ptr + place, gate_grad, mask=inside)
-        tl.store(grad_gate_up_ptr + place + inner, grad * weight * silu, mask=inside)
-        tl.store(act_ptr + row * inner + column, act * weight, mask=inside)
-    tl.store(grad_weights_ptr + row, tl.sum(total, 0))

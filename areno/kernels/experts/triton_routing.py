@@ -76,7 +76,7 @@ def _choose_kernel(
         chosen = tl.where(choices == choice, tl.minimum(best, n_experts - 1).to(tl.int64), chosen)
         left = tl.where(each == best, -float("inf"), left)
     if NORMALISED:
-        weights = weights / (tl.sum(weights, 0) + 1e-20)
+        weights = weights / (tl.sum(weights, 0) + 1e-20) if TOP_K > 1 else weights * 0.0 + 1.0
     place = token * TOP_K + choices
     tl.store(chosen_ptr + place, chosen, mask=choices < TOP_K)
     tl.store(weights_ptr + place, weights * scale, mask=choices < TOP_K)
