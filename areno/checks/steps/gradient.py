@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from areno.checks.inputs.findings import Finding, NotChecked, green, not_checked, red
-from areno.checks.steps.probes import match_rows
+from areno.checks.steps.probes import ROUGH, match_rows
 from areno.checks.steps.step_formula import (
     DistillFormula,
     PolicyFormula,
@@ -35,7 +35,6 @@ SAME = 1e-5  # relative difference of gradients in fp32 whose sums are in anothe
 _NOTHING = 1e-6  # norm of a gradient that is made of rounding alone
 _EQUAL_SAMPLES = "the model here draws the same sample for a prompt each time, which trains nothing"
 _LEFT = 1e-3  # relative difference of what is left of a gradient, a difference of two of them
-_ROUGH = 0.05  # relative error of a finite difference of a loss in fp32
 
 
 def gradient_nonzero(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
@@ -153,13 +152,13 @@ def finite_differences(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
         if difference is None:
             yield not_checked("finite-differences", f"the gradient of the {role} is 0 away from the sampled policy")
             continue
-        apart = abs(difference.measured / difference.predicted - 1)
+        apart = difference.apart
         text = f"moved along its gradient, the loss of the {role} changes by {difference.measured:.4g} per unit; the "
         text += f"squared norm of the gradient is {difference.predicted:.4g}"
-        if apart > _ROUGH and load_config(subject.plan.spec.actor.path).experts is not None:
+        if apart > ROUGH and load_config(subject.plan.spec.actor.path).experts is not None:
             yield not_checked("finite-differences", f"{text}; tokens may change their experts, where the loss jumps")
             continue
-        yield (green if apart <= _ROUGH else red)("finite-differences", text)
+        yield (green if apart <= ROUGH else red)("finite-differences", text)
 
 
 def _stops_gradient(found: TwoSteps) -> str:
@@ -210,7 +209,7 @@ def _unchanged(found: TwoSteps, name: str, attribute: str, what: str) -> Iterato
             continue
         said += f" (relative), and rounding explains {SAME:.0g}"
         factor = norm_of(other.gradient) / (norm_of(whole.gradient) or math.inf)
-        if abs(factor - 1) > _ROUGH:
+        if abs(factor - 1) > ROUGH:
             said += f". It is {factor:.3g} times as large, computed in {other.n_micro_batches} parts and not in one"
         yield red(name, said)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,8 @@ _BEYOND_DUAL_CLIP = 1.6  # log ratio
 _NARROW = 0.02  # clip range
 _POINT_MOVE = 3e-3  # of each weight, on average
 _LONGEST_MOVE = 0.01  # of the weights, so that the loss is straight
+_SHORTER_MOVES = (1.0, 0.1, 0.01)  # a sum of steep slopes may be small, so that a ratio passes its clip on the way
+ROUGH = 0.05  # relative error of a finite difference of a loss in fp32
 
 
 @dataclass
@@ -32,6 +35,10 @@ class FiniteDifference:
 
     measured: float
     predicted: float
+
+    @property
+    def apart(self) -> float:
+        return abs(self.measured / self.predicted - 1)
 
 
 @dataclass
@@ -208,11 +215,17 @@ def _finite_difference(run: WatchedRun, probe: Probe, update: Update) -> FiniteD
         return None
     change = 0.05 * min(clip, 0.05)  # of the loss, in each direction
     amount = min(change / squared, _LONGEST_MOVE / squared**0.5)
-    losses = []
-    for side in (amount, -amount):
-        with run.moved(update.role, probe.own_gradient, side):
-            losses.append(run.probe(update, probe.rows, loss_fn=loss_fn, keeps_gradient=False).loss)
-    return FiniteDifference((losses[0] - losses[1]) / (2 * amount), squared)
+    found = FiniteDifference(math.inf, squared)
+    for part in _SHORTER_MOVES:
+        losses = []
+        for side in (part * amount, -part * amount):
+            with run.moved(update.role, probe.own_gradient, side):
+                losses.append(run.probe(update, probe.rows, loss_fn=loss_fn, keeps_gradient=False).loss)
+        measured = FiniteDifference((losses[0] - losses[1]) / (2 * part * amount), squared)
+        found = min(found, measured, key=lambda each: each.apart)
+        if found.apart <= ROUGH:
+            break
+    return found
 
 
 def _with_equal_rewards(run: WatchedRun, update: Update) -> Probe | None:
