@@ -21,7 +21,7 @@ from areno.checks.data import (
 )
 from areno.checks.inputs.findings import Check
 from areno.checks.settings import credit, run_length, sampling, strengths
-from areno.checks.steps import algorithm, gradient, model_numbers, scalars, updates
+from areno.checks.steps import algorithm, draws, gradient, model_numbers, scalars, updates
 
 CHECKS: Mapping[str, Sequence[Check]] = {
     "data": (
@@ -67,7 +67,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
     ),
     "settings": (*run_length.CHECKS, *strengths.CHECKS, *credit.CHECKS, *sampling.CHECKS),
     "gradient": (*gradient.CHECKS, *updates.CHECKS),
-    "algorithm": (*algorithm.CHECKS, *model_numbers.CHECKS, *scalars.CHECKS),
+    "algorithm": (*algorithm.CHECKS, *model_numbers.CHECKS, *draws.CHECKS, *scalars.CHECKS),
     "plan": (plans.fits,),
     "resume": (short_runs.resume,),
 }

@@ -435,7 +435,7 @@ def test_nothing_is_red_without_a_fault(command, tmp_path):
 )
 def test_a_planted_fault_is_found_by_name(command, plant, name, said, tmp_path, monkeypatch):
     plant(monkeypatch)
-    monkeypatch.setattr(two_steps, "_draw", lambda run: [])  # a third of the time, for sampled-tokens alone
+    monkeypatch.setattr(two_steps, "_draw", lambda *given: [])  # a third of the time, for sampled-tokens alone
     found = red(findings(tmp_path, command))
     assert name in found, found
     assert said in found[name]

@@ -57,14 +57,27 @@ def training_rows(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
                     break
                 if step.run.config.agent.train_tool_results:
                     trained = trained & wanted  # what else is trained is the text of tools
-            if trained.any() and not np.array_equal(trained, wanted):
-                wrong.append(red("loss-mask", _describe_mask(trained, wanted, f"row {number}")))
+            if not np.array_equal(trained, wanted) and not (
+                _may_reject(step.run.config) and not trained[~wanted].any()
+            ):
+                text = _describe_mask(trained, wanted, f"row {number}")
+                setting = "actor.mask_no_eos_with_zero"
+                if step.is_left_out(number):
+                    text = f"row {number} was cut off at gconfig.max_new_tokens, and is trained in spite of {setting}"
+                elif not trained.any():
+                    text = f"row {number} of step {step.update.step} is not trained, and {setting} is not why"
+                wrong.append(red("loss-mask", text))
                 break
     if not wrong and found.run.episodes.turns:
         yield from _turns_found(steps)
     elif not wrong:
         yield green("training-rows", "each row is a prompt with its own completion")
     yield from wrong
+
+
+def _may_reject(config: Any) -> bool:
+    """Whether a correction may leave tokens out whose policy differs between rollout and training."""
+    return getattr(config.actor, "rejection_sampling", None) is not None
 
 
 def _agent_row_fault(step: StepRows, number: int) -> str:

@@ -24,7 +24,6 @@ from areno.recipes import distill
 if TYPE_CHECKING:
     from areno.checks.inputs.subject import Subject
 
-_MOST_DEVIATIONS = 6.0
 LOGPROB_ERROR = 1e-4  # of log-probabilities and values in fp32, which are right to 1e-5
 
 Row = np.ndarray
@@ -162,45 +161,6 @@ def rollout_logprobs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
                 if largest_distance(numbers, shifted_rows(sampled(index), numbers, shift)) <= LOGPROB_ERROR:
                     text += f": they belong to the token {word} (off by one)"
             yield red("rollout-logprobs", text)
-
-
-def sampled_tokens(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
-    """Whether tokens are drawn from the distribution whose log-probabilities the rollout records.
-
-    Over drawn tokens, -log p is the entropy on average, whatever the distributions are. A lower or higher temperature,
-    a top-k or a penalty that only the draw knows moves it.
-    """
-    run = found.run
-    if not found.drawn:
-        yield not_checked(
-            "sampled-tokens", "the run has no rollout, or gconfig or an agent changes how tokens are drawn"
-        )
-        return
-    temperature = sampling_temperature(run.config)
-    other = 1.0 if temperature != 1 else 0.5
-    apart, variance, power = 0.0, 0.0, 0.0
-    weights = {name: value.double() for name, value in run.of()[-1].after.items()}
-    for tokens, start in found.drawn:
-        with torch.no_grad():
-            log_p = run.models["actor"].log_distributions(weights, tokens, temperature)[start - 1 :]
-        p, drawn = log_p.exp(), log_p.gather(-1, torch.tensor(tokens[start:])[:, None])[:, 0]
-        entropy = -(p * log_p).sum(-1)
-        apart += float((-drawn - entropy).sum())
-        variance += float(((p * log_p.square()).sum(-1) - entropy.square()).sum())
-        of_other = (log_p * (temperature / other)).softmax(-1)
-        power += float((-(of_other * log_p).sum(-1) - entropy).sum())
-    scale = math.sqrt(variance) or 1.0
-    z, wanted = apart / scale, abs(power) / scale
-    text = f"-log p of the drawn tokens is {z:+.1f} standard deviations from the entropy of their distributions"
-    if abs(z) > _MOST_DEVIATIONS:
-        kind = "more likely" if z < 0 else "less likely"
-        said = f"{text}: they are {kind} than samples at the temperature {temperature:g} that the rollout records"
-        close = abs(apart - power) < _MOST_DEVIATIONS / 2 * scale
-        yield red("sampled-tokens", f"{said}; they fit draws at {other:g}" if close else said)
-    elif wanted > _MOST_DEVIATIONS:
-        yield green("sampled-tokens", text)
-    else:
-        yield not_checked("sampled-tokens", f"{text}; the model here is too even to tell")
 
 
 def _without_adapters(run: WatchedRun) -> Tensors:
@@ -411,5 +371,5 @@ def teacher_logprobs(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     )
 
 
-_OF_STEPS = (rollout_logprobs, sampled_tokens, training_logprobs, reference_logprobs, critic_values, teacher_logprobs)
+_OF_STEPS = (rollout_logprobs, training_logprobs, reference_logprobs, critic_values, teacher_logprobs)
 CHECKS = [teacher_weights, *map(of_two_steps, _OF_STEPS)]

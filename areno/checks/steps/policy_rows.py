@@ -48,11 +48,21 @@ class StepRows:
         sample = self.samples[number]
         return sample is not None and sample.trajectory is not None
 
+    def is_left_out(self, number: int) -> bool:
+        sample = self.samples[number]
+        is_cut = sample is not None and sample.sequence.finish_reason == "length"
+        return is_cut and self.run.config.actor.mask_no_eos_with_zero
+
     def wanted_mask(self, number: int) -> np.ndarray:
-        """Return True at the completion of a row's sample, or at what the model wrote in the turns of an agent."""
+        """Return True at the completion of a row's sample, or at what the model wrote in the turns of an agent.
+
+        Nothing is trained of a sample that was cut off, if the settings say so.
+        """
         sample, n_tokens = self.samples[number], len(self.rows[number].tokens)  # type: ignore[arg-type]
         found = np.zeros(n_tokens, bool)
-        if self.is_agents(number):
+        if self.is_left_out(number):
+            pass
+        elif self.is_agents(number):
             for turn in self.turns_of(number):
                 found[turn.span] = not turn.is_forced
         elif sample is not None:
@@ -63,7 +73,7 @@ class StepRows:
     def sampled_logprobs(self, number: int) -> np.ndarray:
         """Return the log-probabilities at which the tokens of `wanted_mask` were sampled."""
         sample = self.samples[number]
-        if sample is None:
+        if sample is None or self.is_left_out(number):
             return np.zeros(0)
         if not self.is_agents(number):
             return np.asarray(sample.sequence.resp_logprobs, np.float64)

@@ -28,16 +28,21 @@ if TYPE_CHECKING:
 _LR = 3e-3  # so that an update moves the log-probabilities by more than rounding does
 _N_PROMPTS, _N_PAIRS = 2, 4
 _N_DRAWN = 128  # completions whose tokens are compared with their distributions
-_MOST_NEW = 12
+_MOST_NEW, _LEAST_NEW = 12, 4
 _MOST_OF_TURN = 48  # of an agent, whose model can call tools
 _CANDIDATES = 400  # rows among which the shortest are taken
+
+
+Draw = tuple[list[int], int, list[float]]
+"""(tokens, where the completion begins, recorded log-probabilities of the completion)"""
 
 
 @dataclass
 class TwoSteps:
     run: WatchedRun
     probes: dict[str, Probes] = field(default_factory=dict)  # by role
-    drawn: list[tuple[list[int], int]] = field(default_factory=list)  # (tokens, where the completion begins)
+    drawing: Any = None  # the settings of `drawn`
+    drawn: list[Draw] = field(default_factory=list)
     frozen: dict[str, Tensors] = field(default_factory=dict)  # after the steps, the weights of roles that do not train
     points: list[MovedPoint] = field(default_factory=list)  # of KTO
     folder: Path = Path()
@@ -90,27 +95,27 @@ def _watch(subject: Subject) -> TwoSteps:
             raise NotChecked(f"no sample has a reward, so the run trains nothing: {next(filter(None, lost), '')}")
         roles = dict.fromkeys(update.role for update in run.updates)
         subject.doing = "the rows of the two steps once more, in other ways"
-        drawn = _draw(run) if is_policy and config.agent.fn is None else []
+        params = SamplingParams.of(vars(small)["gconfig"]) if is_policy else SamplingParams()
+        params = replace(params, ignore_eos=True, stop=None, stop_token_ids=None, min_new_tokens=0)
+        drawn = _draw(run, params) if is_policy and config.agent.fn is None else []
         points = moved_points(run)
         probes = {role: make_probes(run, role) for role in roles}
         frozen = {role: run.saved(role) for role in run.frozen if run.holds(role)}
         subject.doing = ""
-        return TwoSteps(run, probes, drawn, frozen, points, folder)
+        return TwoSteps(run, probes, params, drawn, frozen, points, folder)
 
 
-def _draw(run: WatchedRun) -> list[tuple[list[int], int]]:
-    """Sample many completions with the weights after the last update of the actor, if nothing edits the draws."""
-    params = SamplingParams.of(run.config.gconfig)
-    if params.is_greedy or params.edits_logits or params.top_k > 0 or params.top_p < 1:
-        return []
-    params = replace(params, ignore_eos=True, stop=None, stop_token_ids=None)
+def _draw(run: WatchedRun, params: SamplingParams) -> list[Draw]:
+    """Sample many completions with the weights after the last update of the actor."""
     samples = [sample for of_step in run.samples.values() for sample in of_step]
     prompts = list(dict.fromkeys(tuple(sample.item.tokens) for sample in samples))[:_N_PROMPTS]
-    trainer, found = run.loop.setup.trainer, list[tuple[list[int], int]]()
+    trainer, found = run.loop.setup.trainer, list[Draw]()
+    n_samples = 1 if params.is_greedy else _N_DRAWN // len(prompts)
     with trainer.rollout_session(sampling_params=params, proxy=False):
-        results = trainer.rollout_token_batch(prompts, _N_DRAWN // len(prompts), params, seed=run.config.seed)
+        results = trainer.rollout_token_batch(prompts, n_samples, params, seed=run.config.seed)
     for prompt, result in zip(prompts, results, strict=True):
-        found += [([*prompt, *map(int, each.resp_tokens)], len(prompt)) for each in result.sequences]
+        for each in result.sequences:
+            found.append(([*prompt, *map(int, each.resp_tokens)], len(prompt), [*map(float, each.resp_logprobs)]))
     return found
 
 
@@ -151,7 +156,7 @@ def small_changes(config: Any, most_of_turn: int = _MOST_NEW) -> dict[str, Any]:
         "train_dataset.batch_size": _N_PROMPTS if n_samples > 1 else _N_PAIRS,
         "gconfig.n_samples": n_samples,
         "gconfig.max_new_tokens": min(config.gconfig.max_new_tokens, _MOST_NEW),
-        "gconfig.min_new_tokens": 0,
+        "gconfig.min_new_tokens": min(config.gconfig.min_new_tokens, _LEAST_NEW),
         "actor.ppo_n_minibatches": 1,
         "rollout.dynamic_sampling": False,
         "reward": {"fn": "math", "workers": 1},  # a stand-in replaces it
