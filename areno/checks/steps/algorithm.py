@@ -29,6 +29,7 @@ from areno.checks.steps.step_formula import (
 from areno.checks.steps.two_steps import TwoSteps, of_two_steps
 from areno.checks.steps.watched_run import Update
 from areno.config.policy_experiments import PolicyExperimentConfig
+from areno.config.ratio import RatioConfig
 from areno.types import TrainSequence
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def training_rows(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
 
 def _may_reject(config: Any) -> bool:
     """Whether a correction may leave tokens out whose policy differs between rollout and training."""
-    return getattr(config.actor, "rejection_sampling", None) is not None
+    return isinstance(config.actor, RatioConfig) and config.actor.rejection_sampling is not None
 
 
 def _agent_row_fault(step: StepRows, number: int) -> str:
