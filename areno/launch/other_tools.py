@@ -99,6 +99,7 @@ _OF_VERL = {
     "actor.clip_ratio_c": _DUAL_CLIP,
     "actor.clip_ratio_high": ("actor.eps_clip_higher",),
     "actor.clip_ratio_low": ("actor.eps_clip",),
+    "actor.entropy_coeff": ("actor.entropy_bonus",),
     "actor.fsdp_config.optimizer_offload": ("actor.offload",),
     "actor.grad_clip": (f"{_ADAM}.gradient_clipping",),
     "actor.kl_loss_coef": _KL,
