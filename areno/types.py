@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -90,11 +90,17 @@ _MORE = [
 SamplingParams.__signature__ = inspect.Signature([*list(_FIXED.values())[:-1], *_MORE])  # type: ignore[attr-defined]
 
 
-Number = TypeVar("Number", int, float)
+TokenScores = list[tuple[int, float]]
+"""(token id, log-probability) of the most likely tokens at one position, the most likely first."""
+
+TOKEN_SCORE = [("token", "<i4"), ("logprob", "<f8")]
+"""The numpy dtype of arrays of such pairs, whose `tolist()` has the pairs."""
+
+Number = TypeVar("Number", int, float, TokenScores)
 
 
 class Numbers(Generic[Number]):
-    """A descriptor for a dataclass field that holds a list of numbers. A stored array is converted on first read.
+    """A descriptor for a dataclass field that holds a list for each token. A stored array is converted on first read.
 
     Most arrays are never read as lists. `vars(record)[name]` returns the stored array or list without conversion.
 
@@ -122,10 +128,6 @@ class Numbers(Generic[Number]):
         vars(record)[self._name] = numbers
 
 
-TokenScores = list[tuple[int, float]]
-"""(token id, log-probability) of the most likely tokens at one position, the most likely first."""
-
-
 @dataclass(slots=True, frozen=True)
 class BegunCompletion:
     """The completion tokens that a sample has from an earlier rollout, which ended before the sample did.
@@ -140,7 +142,7 @@ class BegunCompletion:
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
-    top_logprobs: list[TokenScores] = field(default_factory=list)
+    top_logprobs: Sequence[TokenScores] | np.ndarray = field(default=(), compare=False)  # follow from the others
 
 
 @dataclass(slots=True, kw_only=True)
@@ -271,7 +273,7 @@ class GenerationOutput:
     versions: Numbers[int] = Numbers()
     finish_reason: FinishReason | None
     cached_tokens: int = 0
-    top_logprobs: list[TokenScores] = field(default_factory=list)
+    top_logprobs: Numbers[TokenScores] = Numbers(default=())
     prompt_logprobs: list[tuple[float, TokenScores]] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     routes: np.ndarray | None = None

@@ -22,7 +22,7 @@ from areno.errors import ArenoError, EngineError
 from areno.plan.argument_checks import check_count
 from areno.plan.plan import TrainerPlan
 from areno.specs.rollout import RolloutSpec
-from areno.types import GenerationOutput, GenerationRequest, RolloutResult, RolloutSequence, SamplingParams
+from areno.types import TOKEN_SCORE, GenerationOutput, GenerationRequest, RolloutResult, RolloutSequence, SamplingParams
 
 if TYPE_CHECKING:
     from areno.agents.proxy import SessionProxy
@@ -419,11 +419,12 @@ def _listed_with_sampled(output: GenerationOutput) -> tuple[np.ndarray, np.ndarr
 
     The last id is -1 where the sampled token is among the others.
     """
-    if not output.top_logprobs:
+    given = vars(output)
+    if not len(given["top_logprobs"]):
         return None, None
-    found = np.array(output.top_logprobs)
-    sampled_N1, logprobs_N1 = np.array(output.tokens)[:, None], np.array(output.logprobs)[:, None]
-    is_listed_N1 = (found[..., 0] == sampled_N1).any(1, keepdims=True)
-    tokens = np.concatenate((found[..., 0], np.where(is_listed_N1, -1, sampled_N1)), 1)
-    logprobs = np.concatenate((found[..., 1], np.where(is_listed_N1, 0.0, logprobs_N1)), 1)
+    found_NK = np.asarray(given["top_logprobs"], TOKEN_SCORE)
+    sampled_N1, logprobs_N1 = (np.asarray(given[name])[:, None] for name in ("tokens", "logprobs"))
+    is_listed_N1 = (found_NK["token"] == sampled_N1).any(1, keepdims=True)
+    tokens = np.concatenate((found_NK["token"], np.where(is_listed_N1, -1, sampled_N1)), 1)
+    logprobs = np.concatenate((found_NK["logprob"], np.where(is_listed_N1, 0.0, logprobs_N1)), 1)
     return tokens.astype(np.int32), logprobs.astype(np.float32)

@@ -183,7 +183,7 @@ def continuation_requests(
     for output in sorted(parked, key=lambda output: output.sample):
         sample = output.sample
         if output.tokens:
-            begun = BegunCompletion(output.tokens, output.logprobs, output.versions, output.top_logprobs)
+            begun = BegunCompletion(output.tokens, output.logprobs, output.versions, vars(output)["top_logprobs"])
             requests.append(replace(request, request_id=next(ids), first_sample=sample, n_samples=1, begun=begun))
         elif requests and (last := requests[-1]).begun is None and last.first_sample + last.n_samples == sample:
             requests[-1] = replace(last, n_samples=last.n_samples + 1)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from areno.run.group_selection import Admission, FirstCompleteGroups, Group, n_groups_due, n_tokens
-from areno.types import GenerationOutput, PromptItem
+from areno.types import TOKEN_SCORE, GenerationOutput, PromptItem
 
 logger = logging.getLogger("areno")
 
@@ -227,8 +227,8 @@ def _sample_to_json(output: GenerationOutput) -> dict[str, Any]:
     if output.routes is not None:
         routes = output.routes
         record["routes"] = {"dtype": routes.dtype.str, "shape": list(routes.shape), "bytes": _to_base64(routes)}
-    if output.top_logprobs:
-        record["top"] = _to_base64(np.array(output.top_logprobs, "<f8"))
+    if len(top := given["top_logprobs"]):
+        record["top_scores"] = _to_base64(np.asarray(top, TOKEN_SCORE))
     return {"sample": output.sample, "finish_reason": output.finish_reason, **record}
 
 
@@ -237,9 +237,9 @@ def _sample_from_json(record: Mapping[str, Any]) -> GenerationOutput:
     routes = record.get("routes")
     if routes is not None:
         routes = np.frombuffer(base64.b64decode(routes["bytes"]), routes["dtype"]).reshape(routes["shape"])
-    if "top" in record:
-        top = np.array(_from_base64(record["top"], "<f8")).reshape(len(arrays["tokens"]), -1, 2)
-        arrays["top_logprobs"] = [[(int(token), logprob) for token, logprob in each] for each in top]
+    if "top_scores" in record:
+        top = np.frombuffer(base64.b64decode(record["top_scores"]), TOKEN_SCORE)
+        arrays["top_logprobs"] = top.reshape(len(arrays["tokens"]), -1)
     return GenerationOutput(
         request_id=0, sample=record["sample"], finish_reason=record["finish_reason"], routes=routes, **arrays
     )

@@ -16,7 +16,7 @@ from areno.api.session import sequence_of
 from areno.engine.processes.messages import WorkerOutputs
 from areno.engine.reports import RolloutStats
 from areno.trainers.rows import token_arrays
-from areno.types import RETURNED, GenerationOutput, RolloutSequence
+from areno.types import RETURNED, TOKEN_SCORE, GenerationOutput, RolloutSequence
 
 NUMBERS = {"tokens": int, "logprobs": float, "versions": int}
 
@@ -59,6 +59,16 @@ def test_what_arrives_is_what_was_sent() -> None:
             assert {type(number) for number in getattr(one, name)} <= {kind}
     assert sent() == []
     assert sent(*sent(*outputs)) == outputs  # such as from a node of another machine
+
+
+def test_top_scores_are_an_array_until_they_are_read() -> None:
+    scores = [[(1, -0.5), (2, -1.5)], [(3, -0.25), (1, -2.0)]]
+    arrived = sent(output([2, 4], top_logprobs=np.array(scores, TOKEN_SCORE)))[0]
+    found = sequence_of(arrived)
+    assert found.top_tokens is not None
+    assert found.top_tokens.tolist() == [[1, 2, -1], [3, 1, 4]]
+    assert vars(arrived)["top_logprobs"].nbytes == 4 * 12
+    assert arrived.top_logprobs == scores
 
 
 def test_routes_arrive_with_their_sample() -> None:

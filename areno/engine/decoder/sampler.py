@@ -31,7 +31,7 @@ from areno.kernels.logprobs import sampled_logprobs
 from areno.kernels.sampling import DecodableIds, SamplingFlags, SamplingSettings, sample_slots
 from areno.kernels.sampling.reference import COLUMNS, apply_masks, mask_banned_tokens, policy_logprobs
 from areno.layers.parallel import ParallelGroup
-from areno.types import TokenScores
+from areno.types import TOKEN_SCORE, TokenScores
 
 _OF_REQUEST = {name: column.of_request for name, column in COLUMNS.items() if column.of_request is not None}
 _ROWS = ("slot", "key", "min_new", *_OF_REQUEST)
@@ -355,15 +355,14 @@ def token_and_top_logprobs(scaled_KV: Tensor, tokens: list[int], n_top: int) -> 
     values_KT, ids_KT = logprobs_KV.topk(min(n_top, logprobs_KV.shape[1]), dim=-1)
     found = torch.cat([ids_KT.T.double(), values_KT.T]).cpu().numpy()
     logprobs = logprobs_KV.gather(1, chosen).squeeze(1).tolist()
-    return list(zip(logprobs, token_scores(found, len(tokens)), strict=True))
+    return list(zip(logprobs, token_scores(found, len(tokens)).tolist(), strict=True))
 
 
-def token_scores(top: np.ndarray, n: int) -> list[TokenScores]:
-    if not len(top):
-        return [[] for _ in range(n)]
-    ids, logprobs = np.split(top, 2)
-    pairs = zip(ids.T.astype(np.int64).tolist(), logprobs.T.tolist(), strict=True)
-    return [list(zip(*pair, strict=True)) for pair in pairs]
+def token_scores(top: np.ndarray, n: int) -> np.ndarray:
+    """Return TOKEN_SCORE of K tokens at each of n positions, (n, K), from K rows of ids and K of log-probabilities."""
+    found_NK = np.empty((n, len(top) // 2), TOKEN_SCORE)
+    found_NK["token"], found_NK["logprob"] = (each.T for each in np.split(top, 2))
+    return found_NK
 
 
 @dataclass(slots=True)
@@ -392,8 +391,8 @@ class PendingTokens:
         inputs_N = self.copy.result()[2].astype(np.int64)
         return tokens_N.reshape(-1, n_rows), logprobs_N.reshape(-1, n_rows), inputs_N.reshape(-1, n_rows)
 
-    def wait_for_top_scores(self) -> list[TokenScores]:
-        """Wait, and return the most likely tokens of each row. A list is empty if the request does not ask for them."""
+    def wait_for_top_scores(self) -> np.ndarray:
+        """Wait, and return the most likely tokens of each row, (B, n_top). They count if the request asks for them."""
         sampled = self.copy.result()
         return token_scores(sampled[3:], sampled.shape[1])
 

@@ -13,7 +13,7 @@ from areno import trace
 from areno.engine.decoder.block_manager import BlockTables
 from areno.engine.decoder.grammar import GrammarState
 from areno.engine.decoder.slots import SlotTable
-from areno.types import BegunCompletion, FinishReason, GenerationOutput, GenerationRequest, TokenScores
+from areno.types import TOKEN_SCORE, BegunCompletion, FinishReason, GenerationOutput, GenerationRequest, TokenScores
 
 Detokenize = Callable[[list[int]], str]
 
@@ -82,7 +82,7 @@ class Sequence:
     # of each completion token, like the next lists; the last three are empty unless requested
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    top_logprobs: list[TokenScores] = field(default_factory=list)
+    top_logprobs: list[np.ndarray] = field(default_factory=list)
     raw_logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[tuple[float, TokenScores]] = field(default_factory=list)
     n_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
@@ -153,7 +153,7 @@ class Sequence:
         self.tokens += begun.tokens
         self.logprobs += begun.logprobs
         self.versions += begun.versions
-        self.top_logprobs += begun.top_logprobs
+        self.top_logprobs += [np.asarray(top, TOKEN_SCORE) for top in begun.top_logprobs]
         if self.grammar is not None:
             for token in begun.tokens:
                 self.grammar.accept(token)
@@ -204,7 +204,7 @@ class Sequence:
         """Number of completion tokens that must be sampled before a token in `stop_ids` is allowed."""
         return min(self.request.params.min_new_tokens, self.max_new) if self.stop_ids else 0
 
-    def accept(self, token: int, logprob: float, version: int, top: TokenScores | None = None, raw: float = 0) -> bool:
+    def accept(self, token: int, logprob: float, version: int, top: np.ndarray | None = None, raw: float = 0) -> bool:
         """Append a token that has arrived, and return whether the sequence ends with it."""
         self.append_staged()
         if self.grammar is not None:
@@ -219,7 +219,7 @@ class Sequence:
         if self.table is not None:
             self.table.n_new[self.slot] += 1
         if self.request.top_logprobs and top is not None:
-            self.top_logprobs.append(top[: self.request.top_logprobs])
+            self.top_logprobs.append(top[: self.request.top_logprobs].copy())
         if self.request.raw_logprobs:
             self.raw_logprobs.append(raw)
         n_new = len(self.logprobs)
@@ -271,7 +271,7 @@ class Sequence:
                 "versions": numbers[2],
                 "finish_reason": self.finish_reason,
                 "cached_tokens": self.n_cached,
-                "top_logprobs": self.top_logprobs[start:],
+                "top_logprobs": np.stack(tops) if (tops := self.top_logprobs[start:]) else (),
                 "prompt_logprobs": [] if start else self.prompt_logprobs,
                 "raw_logprobs": self.raw_logprobs[start:],
                 "routes": None,
