@@ -17,6 +17,7 @@ CONTROLS = ("grpo_again", "random_reward")
 BASELINE = "grpo"
 CLAIM_SEEDS = 5  # of both algorithms, before one is said to be better
 _MEAN_OF = 5  # steps
+_DIVERGES = 4  # times the typical standard deviation
 
 
 @dataclass(frozen=True)
@@ -140,44 +141,63 @@ def difference_text(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):+.3f} ± {half:.3f}"
 
 
-def pooled_deviation(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
-    """Return the standard deviation within groups, and its degrees of freedom. (nan, 0) if no group has two values."""
-    squares, freedom = 0.0, 0
+def typical_deviation(groups: Iterable[Sequence[float]]) -> tuple[float, int]:
+    """Return the typical standard deviation within groups, and its degrees of freedom.
+
+    It follows from the median of the variances, so that a few groups whose values diverge do not raise it. (nan, 0) if
+    no group has two values.
+    """
+    variances, freedom = [], 0
     for values in groups:
-        if len(values) > 1:
-            squares += statistics.variance(values) * (len(values) - 1)
-            freedom += len(values) - 1
-    return (math.sqrt(squares / freedom), freedom) if freedom else (math.nan, 0)
+        if (free := len(values) - 1) > 0:
+            median = (1 - 2 / (9 * free)) ** 3  # of chi squared, divided by its degrees of freedom
+            variances.append(statistics.variance(values) / median)
+            freedom += free
+    return (math.sqrt(statistics.median(variances)), freedom) if freedom else (math.nan, 0)
+
+
+def _typical_deviation(groups: Groups) -> tuple[float, int]:
+    return typical_deviation([one.solve_rate for one in results] for results in groups.values())
 
 
 def resolution(groups: Groups) -> float:
     """Return the smallest difference of two mean solve rates that is not a tie.
 
-    It is half of the 95 % interval of a difference. The standard deviation is pooled over all algorithms, and the
-    number of seeds is the smallest of all. nan if no algorithm has two seeds.
+    It is half of the 95 % interval of a difference, with the typical standard deviation within algorithms, and the
+    smallest number of seeds of all. nan if no algorithm has two seeds.
     """
-    deviation, freedom = pooled_deviation([[one.solve_rate for one in results] for results in groups.values()])
+    deviation, freedom = _typical_deviation(groups)
     fewest = min(len(results) for results in groups.values())
     return t_975(freedom) * deviation * math.sqrt(2 / fewest) if freedom else math.nan
+
+
+def diverging(groups: Groups) -> set[str]:
+    """Return the algorithms whose seeds differ by far more than is typical, so that their mean says little."""
+    typical, _ = _typical_deviation(groups)
+    rates = {name: [one.solve_rate for one in results] for name, results in groups.items() if len(results) > 1}
+    return {name for name, values in rates.items() if statistics.stdev(values) > _DIVERGES * typical > 0}
 
 
 def places(groups: Groups, smallest: float) -> dict[str, str]:
     """Return the place of each algorithm, such as "2" or, in a tie, "2=".
 
     `groups` begins with the best. An algorithm ties with the first of its place if it is worse by less than `smallest`.
-    If this is nan, no place is known.
+    If this is nan, no place is known. Algorithms whose seeds diverge have no place.
     """
     if math.isnan(smallest):
         return dict.fromkeys(groups, "?")
     found: dict[str, int] = {}
     first, place = math.inf, 0
-    for number, (name, results) in enumerate(groups.items(), 1):
+    outside = diverging(groups)
+    placed = {name: results for name, results in groups.items() if name not in outside}
+    for number, (name, results) in enumerate(placed.items(), 1):
         rate = mean_rate(results)
         if rate < first and first - rate >= smallest:
             first, place = rate, number
         found[name] = place
     shared = [place for place in found.values() if list(found.values()).count(place) > 1]
-    return {name: f"{place}{'=' if place in shared else ''}" for name, place in found.items()}
+    told = {name: f"{place}{'=' if place in shared else ''}" for name, place in found.items()}
+    return {name: told.get(name, "diverges") for name in groups}
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------

@@ -93,6 +93,8 @@ def contenders(size: str) -> dict[str, Contender]:
         "random_reward": Contender(
             settings=(actor, "reward.fn=examples/countdown/reward.py:random_reward"), rate_of="grpo"
         ),
+        # Tells what the reduction of many variants does from what else they do.
+        "grpo_token_mean": Contender(settings=(actor, "actor.reduction=token_mean")),
         "gspo": Contender("gspo", (actor,)),
         "ppo": Contender("ppo", critic),
     }

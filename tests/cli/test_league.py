@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import statistics
 from pathlib import Path
@@ -212,18 +213,23 @@ def test_quantiles_of_t(freedom: int, quantile: float) -> None:
 
 
 def test_ties_share_a_place() -> None:
-    """Each has the variance 1e-4 over three seeds, so a difference of 0.01 * sqrt(2 / 3) * t(8) = 0.0188 is one."""
+    """Each has the variance 1e-4 over three seeds, and so has their median."""
     means = {"a": 0.40, "b": 0.39, "c": 0.385, "d": 0.36}
     groups = {
         name: [result("countdown", name, seed, mean + step) for seed, step in enumerate((-0.01, 0.0, 0.01))]
         for name, mean in means.items()
     }
     smallest = resolution(groups)
-    assert smallest == pytest.approx(2.306 * 0.01 * (2 / 3) ** 0.5, rel=1e-3)
+    median = (1 - 2 / 18) ** 3  # of chi squared with two degrees of freedom, which is 2 ln 2, divided by 2
+    assert median == pytest.approx(math.log(2), rel=0.02)
+    assert smallest == pytest.approx(median**-0.5 * 2.306 * 0.01 * (2 / 3) ** 0.5, rel=1e-3)
     assert places(groups, smallest) == {"a": "1=", "b": "1=", "c": "1=", "d": "4"}
     assert places(groups, 0.006) == {"a": "1", "b": "2=", "c": "2=", "d": "4"}
     equal = {name: [result("countdown", name, seed, 0.0) for seed in (1, 2)] for name in "ab"}
     assert places(equal, resolution(equal)) == {"a": "1=", "b": "1="}
+    groups["e"] = [result("countdown", "e", seed, rate) for seed, rate in enumerate((0.0, 0.01, 0.3))]
+    assert resolution(groups) == pytest.approx(smallest, rel=0.04), "one algorithm that diverges makes no ties"
+    assert places(groups, smallest) == {"a": "1=", "b": "1=", "c": "1=", "d": "4", "e": "diverges"}
 
 
 def test_the_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
