@@ -53,6 +53,13 @@ def random_model_like(path: str, folder: Path, **changes: object) -> Path:
     return folder
 
 
+def model_without_template(folder: Path) -> Path:
+    """Return a random model for texts that are continued, whose prompts begin with <s>."""
+    model = random_model_like(CHAT, folder)
+    (model / "chat_template.jinja").unlink()
+    return model
+
+
 def script(file: str, *arguments: str) -> None:
     before = sys.argv
     sys.argv = [file, *arguments]
@@ -116,7 +123,7 @@ INPUTS: dict[str, Inputs] = {
         valid=True,
         is_random=True,
     ),
-    "stories": lambda folder: [f"actor.path={random_model_like(CHAT, folder / 'model')}"],
+    "stories": lambda folder: [f"actor.path={model_without_template(folder / 'model')}"],
     "mixture_base": lambda folder: [mixture_model(folder), FEWER],
     "mixture": lambda folder: [mixture_model(folder)],
     "tasks_base": lambda folder: [tasks_model(folder)],

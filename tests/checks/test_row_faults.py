@@ -117,8 +117,11 @@ def test_answers_of_other_rows_are_found(tmp_path: Path) -> None:
 
 
 def test_rejected_answers_of_other_rows_are_found(tmp_path: Path) -> None:
+    told = [[row["response"], row["response"].replace("They", "Both")] for row in STORIES]
+    told = [texts[:: 1 if n % 2 else -1] for n, texts in enumerate(told)]
     pairs = [
-        {"prompt": row["prompt"], "chosen": row["response"], "rejected": f"No, {row['response']}"} for row in STORIES
+        {"prompt": row["prompt"], "chosen": good, "rejected": bad}
+        for row, (good, bad) in zip(STORIES, told, strict=True)
     ]
     assert not red(dpo(tmp_path / "twin", pairs))
     found = dpo(tmp_path / "faulty", moved(pairs, 60, 1, "rejected"))

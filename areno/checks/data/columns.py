@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areno.checks.inputs.encoded_rows import EncodedRow
@@ -22,6 +22,8 @@ _FILLED = 0.02  # of the rows
 _LEAST_ROWS = 3
 _EXAMPLES = 3
 _SHOWN = 60  # characters of a value
+_LEAST_WORK, _END = 40, 20  # characters of a worked solution, and after its answer
+_MOST = 0.5  # of the rows
 
 _GOOD = ("correct", "is_correct", "correctness", "valid", "is_valid", "passed", "success", "successful", "solved")
 _GOOD += ("accepted", "verified", "keep", "resolved", "approved", "train", "trainable", "include")
@@ -47,12 +49,15 @@ def unused_columns(subject: Subject) -> Iterator[Finding]:
             for name in _lost_columns(subject, dataset, row):
                 lost.setdefault(name, []).append(row)
         least = max(_LEAST_ROWS, _FILLED * len(rows))
-        meant = {name: own for name, own in lost.items() if len(own) >= least and _is_meant(name, trains_text)}
+        worked = {name for name, own in lost.items() if trains_text and _are_worked(name, own)}
+        is_meant = {name for name in lost if name in worked or _is_meant(name, trains_text)}
+        meant = {name: own for name, own in lost.items() if len(own) >= least and name in is_meant}
         others = [f"{name!r} ({len(own)} rows)" for name, own in lost.items() if name not in meant]
         for name, own in meant.items():
-            n, known = len(own), name.lower() in _REASONED
+            n, known = len(own), name in worked or name.lower() in _REASONED
             text = f"{dataset.key}: the column {name!r} is filled in {n} of {len(rows)} rows"
             text += " and is not trained" if known else " and is in none of their prompts"
+            text += ", although it works out the short answers that are" * (name in worked)
             if not known and isinstance(subject.config, PolicyExperimentConfig) and subject.config.agent.fn:
                 yield not_checked("unused-columns", f"{text}; the agent may read it")
                 continue
@@ -83,6 +88,17 @@ def _lost_columns(subject: Subject, dataset: Dataset, row: EncodedRow) -> Iterat
 
 def _is_meant(name: str, trains_text: bool) -> bool:
     return name.lower() in _ASKED or (trains_text and name.lower() in _REASONED)
+
+
+def _are_worked(name: str, rows: Sequence[EncodedRow]) -> bool:
+    """Whether the texts of a column are long, and end with the short answer that is trained."""
+    n_worked = 0
+    for row in rows:
+        answer = text_of_row("sft", row.row, is_asked=False).strip()
+        text = "\n".join(leaves(row.given[name])).strip()
+        is_long = len(text) > max(_LEAST_WORK, 2 * len(answer))
+        n_worked += is_long and 0 < len(answer) <= _SHOWN and answer in text[-len(answer) - _END :]
+    return n_worked > _MOST * len(rows)
 
 
 def row_flags(subject: Subject) -> Iterator[Finding]:

@@ -20,6 +20,9 @@ _LONGEST = 60  # characters of a short answer
 _LONGER = 10  # characters, by which a worked text is longer
 _LEAST_ROWS = 20
 _AGREE = 0.9  # of the rows: else the text may have the answer of a model
+_MOST = 0.8  # of the answers that differ
+_NEAR = 0.03
+_BLOCK = 1.3  # times as many rows as there are, from the first to the last of them
 _OFTEN = 0.5  # of the texts of a column have a mark of the answer
 _LEAST_UNMARKED = 3  # rows: the last number of a text may well be no answer
 _MOST_COMPARED = 200  # by value, which takes milliseconds
@@ -31,6 +34,7 @@ _SHOWN = 60  # characters
 class _Compared:
     n: int = 0
     other: list[tuple[int, str, str, str]] = field(default_factory=list)  # (row, answer, that of the text, text)
+    same: dict[int, str] = field(default_factory=dict)  # row -> answer
 
 
 def answers_of_texts(subject: Subject) -> Iterator[Finding]:
@@ -41,7 +45,17 @@ def answers_of_texts(subject: Subject) -> Iterator[Finding]:
         columns = _compared(subject, dataset)
         faults, agreed = list[Finding](), list[str]()
         for (name, is_marked), found in columns.items():
-            if found.n < _LEAST_ROWS or len(found.other) > (1 - _AGREE) * found.n:
+            if found.n < _LEAST_ROWS:
+                continue
+            if (why := _pattern(found) if is_marked else None) is not None:
+                shown = [
+                    f"row {row}: the answer is {_short(answer)}, {name} has {_short(own)}"
+                    for row, answer, own, _ in found.other[:_EXAMPLES]
+                ]
+                text = f"{dataset.key}: in {len(found.other)} of {found.n} rows, the answer is not that which column"
+                faults.append(red("answer-columns", f"{text} {name!r} marks: {why}", shown))
+                continue
+            if len(found.other) > (1 - _AGREE) * found.n:
                 continue
             wrong = _different(found.other)
             where = f"that which column {name!r} marks" if is_marked else f"the last number of column {name!r}"
@@ -61,6 +75,31 @@ def answers_of_texts(subject: Subject) -> Iterator[Finding]:
             yield green("answer-columns", f"{dataset.key}: the answer of a row is {', '.join(agreed)}")
         elif not faults and subject.kind == "prompt":
             yield not_checked("answer-columns", f"{dataset.key}: no other column of the rows ends with their answer")
+
+
+def _pattern(found: _Compared) -> str | None:
+    """Return how the answers that differ come from those of the texts: shifted by rows, or rounded."""
+    if len(found.other) < max(_LEAST_ROWS, (1 - _AGREE) * found.n):
+        return None
+    of_texts = {**found.same, **{row: own for row, _, own, _ in found.other}}
+    for shift in (1, -1, 2, -2):
+        pairs = [(answer, of_texts.get(row + shift)) for row, answer, _, _ in found.other]
+        if sum(other is not None and _plain(answer) == _plain(other) for answer, other in pairs) > _MOST * len(pairs):
+            first, last = found.other[0][0], found.other[-1][0]
+            beside = f"{abs(shift)} row{'s' * (abs(shift) > 1)} {'after' if shift > 0 else 'before'}"
+            return f"between rows {first} and {last}, it is that of the text {beside} it"
+    values = [(_value(answer), _value(own)) for _, answer, own, _ in found.other]
+    known = [(one, other) for one, other in values if one is not None and other is not None]
+    near = [abs(one - other) <= max(0.5, _NEAR * abs(other)) or _rounds(one, other) for one, other in known]
+    if sum(near) > _MOST * len(values):
+        return "it seems to be rounded or cut"
+    if len(found.other) < found.n / 2 and found.other[-1][0] - found.other[0][0] < _BLOCK * len(found.other):
+        return f"all of them are between rows {found.other[0][0]} and {found.other[-1][0]}"
+    return None
+
+
+def _rounds(one: float, other: float) -> bool:
+    return any(one in (round(other, n), other // 10**-n * 10**-n) for n in (0, -1, -2, -3))
 
 
 def _compared(subject: Subject, dataset: Dataset) -> dict[tuple[str, bool], _Compared]:
@@ -101,7 +140,9 @@ def _answer_of(subject: Subject, row: Mapping[str, Any]) -> str:
 def _add(found: _Compared, index: int, answer: str, own: str, text: str) -> None:
     found.n += 1
     is_same = _plain(answer) == _plain(own) or (_value(own) is not None and _value(answer) == _value(own))
-    if not is_same:
+    if is_same:
+        found.same[index] = answer
+    else:
         found.other.append((index, answer, own, text))
 
 

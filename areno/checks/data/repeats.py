@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -23,7 +22,6 @@ _COMMON, _RARE = 0.9, 0.1  # of the prompts
 _LEAST_LINE = 12  # characters of a line that prompts share
 _LEAST_CORE = 30  # characters of a question without what all prompts share
 _EXAMPLES = 3
-_SCORES = ("score", "rating", "reward", "quality", "stars")
 
 
 def repeated_rows(subject: Subject) -> Iterator[Finding]:
@@ -76,31 +74,6 @@ def contradictions(subject: Subject) -> Iterator[Finding]:
             )
         else:
             yield green(name, f"{dataset.key}: no prompt has two solutions, and not all have the same")
-
-
-def labels(subject: Subject) -> Iterator[Finding]:
-    """Look for labels that are all the same, or that scores of the rows contradict."""
-    if subject.kind != "kto":
-        return
-    for dataset in subject.training_rows:
-        rows = [row for row in subject.rows_of(dataset) if row.item is not None]
-        good, bad = ([row for row in rows if bool(row.row["label"]) is label] for label in (True, False))
-        text = f"{dataset.key}: {len(good)} answers are labelled good, {len(bad)} bad"
-        if rows and not (good and bad):
-            yield red("labels", f"{text}: nothing tells one from the other")
-            continue
-        for name in _SCORES:
-            scores = [[float(row.given[name]) for row in part if _is_score(row, name)] for part in (good, bad)]
-            if min(map(len, scores)) > _EXAMPLES and statistics.fmean(scores[0]) < statistics.fmean(scores[1]):
-                means = f"{statistics.fmean(scores[0]):.3g}, of the bad {statistics.fmean(scores[1]):.3g}"
-                yield red("labels", f"{text}, but the column {name!r} of the good ones is on average {means}")
-                break
-        else:
-            yield green("labels", text)
-
-
-def _is_score(row: EncodedRow, name: str) -> bool:
-    return isinstance(row.given.get(name), int | float)
 
 
 def validation_form(subject: Subject) -> Iterator[Finding]:

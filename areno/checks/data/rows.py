@@ -15,7 +15,6 @@ from areno.checks.inputs.talks import answers_of, text_of_row, words_of
 _LEAST_DIFFERENT = 0.5  # of the training rows; with less, a task has few rows in all
 _MOST_DROPPED = 0.5  # of the rows: more than that are hardly meant
 _CONTENT = ("prompt", "messages", "response", "chosen", "rejected", "answers", "completions")
-_SCORES = ("score", "scores", "rating", "ratings", "reward", "rewards", "quality")
 _SHOWN = 60  # characters of a value
 _EXAMPLES = 3
 _MOST_MARKED = 0.05  # of the rows: a few may well write about templates
@@ -90,35 +89,6 @@ def validation_rows(subject: Subject) -> Iterator[Finding]:
             yield not_checked("validation-rows", f"{text}; but the {few}")
             continue
         yield red("validation-rows", text, details) if same else green("validation-rows", text)
-
-
-def pair_scores(subject: Subject) -> Iterator[Finding]:
-    """Look for pairs whose own scores, or another pair, say that the rejected answer is the better one."""
-    if subject.kind not in ("dpo", "rw"):
-        return
-    for dataset in subject.datasets:
-        faults, n_scored = list[str](), 0
-        preferred: dict[str, int] = {}
-        rows = [row for row in subject.rows_of(dataset) if "chosen" in row.row]
-        pairs = [row for row in rows if row.row["chosen"] != row.row["rejected"]]  # else the run leaves it out
-        columns = dataset.section.columns.renamed_columns()
-        for row in pairs:
-            preferred.setdefault(_pair(row.row, "chosen", "rejected"), row.index)
-        for row in pairs:
-            scores = _scores(row.given, columns)
-            n_scored += scores is not None
-            if scores is not None and scores[0] < scores[1]:
-                faults.append(f"row {row.index}: chosen has the score {scores[0]:g}, rejected {scores[1]:g}")
-            elif (other := preferred.get(_pair(row.row, "rejected", "chosen"))) is not None:
-                faults.append(f"row {row.index}: row {other} has the same answers, the other way round")
-        if faults:
-            text = f"{dataset.key}: in {len(faults)} of {len(pairs)} pairs, the rejected answer may be the better one"
-            yield red("pair-scores", text, faults[:3])
-        elif n_scored:
-            yield green("pair-scores", f"{dataset.key}: in all {n_scored} pairs, chosen has the better score")
-        else:
-            why = f"{dataset.key}: the rows have no scores; only contradictions of pairs were looked for"
-            yield not_checked("pair-scores", why)
 
 
 def given_answers(subject: Subject) -> Iterator[Finding]:
@@ -197,24 +167,6 @@ def _content(row: Any) -> str:
     """Return what makes a row the same as another: all of its fields of text and messages, without white space."""
     fields = {name: row.get(name) for name in _CONTENT if row.get(name) is not None}
     return "".join(json.dumps(fields, sort_keys=True, ensure_ascii=False, default=str).lower().split())
-
-
-def _pair(row: Any, better: str, worse: str) -> str:
-    return json.dumps([row.get("prompt"), row[better], row[worse]], sort_keys=True, default=str)
-
-
-def _scores(row: Any, columns: Mapping[str, str]) -> tuple[float, float] | None:
-    """Return the scores of the chosen and the rejected answer, if the row has them under usual names.
-
-    A score in the file belongs to the column whose name it has. `columns` says as which answer the run reads a column.
-    """
-    found = list[float]()
-    for field in ("chosen", "rejected"):
-        answer = columns.get(field, field)
-        names = [f"{answer}_{word}" for word in _SCORES] + [f"{word}_{answer}" for word in _SCORES]
-        values = [row.get(name) for name in names if isinstance(row.get(name), int | float)]
-        found += values[:1]
-    return (found[0], found[1]) if len(found) == 2 else None
 
 
 def _fields(row: Any) -> str:
