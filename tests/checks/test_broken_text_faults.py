@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from areno.checks.data import broken_texts, columns, references, texts
-from tests.checks.test_pair_faults import said
 from tests.helpers import checked
 from tests.helpers.checked import data_file, findings
-from tests.helpers.checked_rows import chat_model, sft
+from tests.helpers.checked_rows import chat_model, sentences, sft
 
-ROWS = [{"prompt": f"Tell me about {n}.", "response": f"It's {n}:\n{said(n)}\nGood \\neq bad."} for n in range(500)]
+ROWS = [
+    {"prompt": f"Tell me about {n}.", "response": f"It's {n}:\n{sentences(n)}\nGood \\neq bad."} for n in range(500)
+]
 CODE = 'Use `print("a\\n")`.\n```\nif a &lt; b: print("x\\ny\\n\\n")\n```'
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,11 @@ import pytest
 from areno.checks.data import pair_differences, row_scores
 from tests.helpers import checked
 from tests.helpers.checked import data_file, findings
-from tests.helpers.checked_rows import chat_model, dpo
+from tests.helpers.checked_rows import chat_model, dpo, sentences
 
-WORDS = ["river", "stone", "lamp", "window", "garden", "cloud", "paper", "bridge", "winter", "silver", "market"]
-
-
-def said(number: int) -> str:
-    drawn = random.Random(number)
-    sentences = [" ".join(drawn.choices(WORDS, k=drawn.randrange(5, 12))).capitalize() + "." for _ in range(4)]
-    return " ".join(sentences)
-
-
-CLEAN = [{"prompt": f"Tell me about {n}.", "chosen": said(n), "rejected": said(n + 1000)} for n in range(1, 61)]
+CLEAN = [
+    {"prompt": f"Tell me about {n}.", "chosen": sentences(n), "rejected": sentences(n + 1000)} for n in range(1, 61)
+]
 Change = Callable[[dict[str, Any], int], dict[str, Any]]
 
 

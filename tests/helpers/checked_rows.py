@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ PAIRS = [
     }
     for n in range(100, 140)
 ]
+
+
+def sentences(number: int) -> str:
+    """Four sentences of words that say nothing, others for each number."""
+    drawn = random.Random(number)
+    words = ["river", "stone", "lamp", "window", "garden", "cloud", "paper", "bridge", "winter", "silver", "market"]
+    return " ".join(" ".join(drawn.choices(words, k=drawn.randrange(5, 12))).capitalize() + "." for _ in range(4))
 
 
 def chat_model(folder: Path, *changes: tuple[str, str]) -> Path:
