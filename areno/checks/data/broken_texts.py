@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
@@ -22,8 +21,7 @@ _ENTITIES = ("&lt;", "&gt;", "&amp;", "&quot;", "&apos;", "&nbsp;", "&#39;", "&#
 _TAGS = ("<br>", "<br/>", "<br />", "<p>", "</p>", "</div>", "</span>", "</li>")
 _CODE = ("```", "\\begin{", "def ", "#include", "printf(", "print(", "console.log")
 _NOT_ESCAPED = frozenset("\"'`)%,")  # follow on a backslash and an n in code
-_INVISIBLE = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\u00ad\u200b\u2060\ufeff]")
-_JOINED = re.compile(r"[a-z)][.!?:][A-Z][a-z ]")
+_INVISIBLE = {chr(code) for code in (*range(9), 11, *range(14, 32), *range(127, 160), 0xAD, 0x200B, 0x2060, 0xFEFF)}
 _LEAST_JOINED = 3
 _LEAST_LONG = 40  # characters
 _PLACES = ("question", "prompt", "instruction", "input", "context", "problem", "query", "user_input", "text")
@@ -129,7 +127,11 @@ def _has_no_spaces(text: str) -> bool:
 
 
 def _has_joined_lines(text: str) -> bool:
-    return "\n" not in text and len(_JOINED.findall(text)) >= _LEAST_JOINED
+    n_joined = sum(
+        one.islower() and mark in ".!?:;" and other.isupper()
+        for one, mark, other in zip(text, text[1:], text[2:], strict=False)
+    )
+    return n_joined >= _LEAST_JOINED and "\n" not in text
 
 
 def _is_doubled(text: str) -> bool:
@@ -164,7 +166,7 @@ _ENCODED: Sequence[_Fault] = (
     ("have HTML entities such as &amp;", _FEW, lambda text, _: _has_entities(text)),
     ("have HTML tags", _MOST_TAGGED, lambda text, _: any(mark in text for mark in _TAGS)),
     ("have letters of a wrong encoding", _FEW, lambda text, _: _has_wrong_encoding(text)),
-    ("have control characters or invisible ones", _FEW, lambda text, _: _INVISIBLE.search(text) is not None),
+    ("have control characters or invisible ones", _FEW, lambda text, _: not _INVISIBLE.isdisjoint(text)),
     ("have no-break spaces in place of spaces", _FEW, lambda text, _: _has_fixed_spaces(text)),
     ("have no spaces between their words", _FEW, lambda text, _: _has_no_spaces(text)),
     ("have lines without breaks between them", _FEW, lambda text, _: _has_joined_lines(text)),
