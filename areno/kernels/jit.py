@@ -140,6 +140,11 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return made
 
 
+def as_constants(sizes: Any) -> Any:
+    """Return a NamedTuple of numbers as one constexpr argument of a kernel. The interpreter takes plain numbers."""
+    return type(sizes)(*map(tl.constexpr, sizes)) if isinstance(wait_for_previous, triton.JITFunction) else sizes
+
+
 @functools.cache
 def has_option(name: str) -> bool:
     """Return whether the installed Triton has a launch option for NVIDIA GPUs."""

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 """The gated delta rule of packed sequences (rows) in chunks as Triton kernels.
 
 Chunks follow section 3.3 of "Gated Delta Networks" (arXiv 2412.06464) and "Parallelizing Linear Transformers with the
@@ -19,7 +19,7 @@ g_low, which is nearly as precise as float64. Saved tensors and sums are fp32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.delta.parts import RowChunks
-from areno.kernels.jit import kernel, load_masked, program_id_64
+from areno.kernels.jit import as_constants, kernel, load_masked, program_id_64
 from areno.kernels.matmul.triton import dot, dot_precision
 
 # The precision of products if q, k and v are bfloat16. On an H200, "bf16x3" is faster than "tf32", and more precise.
@@ -102,7 +102,7 @@ def chunks_forward(
     if n_tokens:
         inputs = (k_NGK, v_NHV, decay_NH.contiguous(), beta_NH.contiguous())
         results = (saved.inverse_NHC, saved.w_NHK, saved.u_NHV)
-        _prepare_kernel[(n_heads, n_chunks)](*inputs, *places, *g, *results, **sizes, **_PREPARE)
+        _prepare_kernel[(n_heads, n_chunks)](*inputs, *places, *g, *results, S=sizes, **_PREPARE)
     if n_rows:
         columns = state_columns(v_NHV, n_rows)
         precision = dot_precision(v_NHV, _STATES_PRECISION)
@@ -110,33 +110,40 @@ def chunks_forward(
         rows = (chunks.borders, chunks.order_R, chunks.first_chunks_J)
         how = kernel_sizes(q_NGK, v_NHV, chunks, precision, _ALL, columns)
         _states_kernel[(triton.cdiv(value_dim, columns), n_heads, n_rows)](
-            k_NGK, *g, saved.w_NHK, saved.u_NHV, saved.v_new_NHV, *states, *rows, **how, **_STATES
+            k_NGK, *g, saved.w_NHK, saved.u_NHV, saved.v_new_NHV, *states, *rows, S=how, **_STATES
         )
     if n_tokens:
         inputs = (q_NGK, k_NGK, *g, saved.v_new_NHV, saved.states_THKV)
-        _out_kernel[(n_heads, n_chunks)](*inputs, *places, out_NHV, **sizes, **_OUT)
+        _out_kernel[(n_heads, n_chunks)](*inputs, *places, out_NHV, S=sizes, **_OUT)
     return out_NHV, final_RHKV, saved
+
+
+class KernelSizes(NamedTuple):
+    """The constants of a kernel, which has them as one argument."""
+
+    HEADS: int
+    KEY_HEADS: int
+    SHARED: int  # heads of a key head
+    SIZE: int  # tokens of a chunk
+    KEY: int
+    VALUE: int
+    KEY_PART: int
+    VALUE_PART: int
+    PRECISION: str
 
 
 def kernel_sizes(
     q_NGK: Tensor, v_NHV: Tensor, chunks: RowChunks, precision: str, keys: int = _PART, values: int = _PART
-) -> dict[str, Any]:
+) -> KernelSizes:
     """Return the constants of a kernel whose tiles have at most `keys` columns of q and k, and `values` of v.
 
     Blocks are at least 32 wide: with 16 columns, fp32 products and 8 warps, Triton 3.6 reads outside of shared memory
     on Hopper.
     """
-    n_heads, (key, value) = v_NHV.shape[1], (q_NGK.shape[2], v_NHV.shape[2])
-    return {
-        "PRECISION": precision,
-        "HEADS": n_heads,
-        "SHARED": n_heads // q_NGK.shape[1],
-        "SIZE": chunks.tokens_TC.shape[1],
-        "KEY": key,
-        "VALUE": value,
-        "KEY_PART": min(keys, max(32, triton.next_power_of_2(key))),
-        "VALUE_PART": min(values, max(32, triton.next_power_of_2(value))),
-    }
+    (n_heads, value), (n_key_heads, key) = v_NHV.shape[1:], q_NGK.shape[1:]
+    parts = (min(most, max(32, triton.next_power_of_2(n))) for most, n in ((keys, key), (values, value)))
+    of_heads = n_heads, n_key_heads, n_heads // n_key_heads
+    return as_constants(KernelSizes(*of_heads, chunks.tokens_TC.shape[1], key, value, *parts, precision))
 
 
 def state_columns(v_NHV: Tensor, n_rows: int) -> int:
@@ -249,45 +256,38 @@ def _prepare_kernel(
     inverse_ptr,
     w_ptr,
     u_ptr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    KEY_PART: tl.constexpr,
-    VALUE_PART: tl.constexpr,
+    S: tl.constexpr,
 ):
     head = tl.program_id(0)
-    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
-    each, line = tl.arange(0, SIZE), first * HEADS + head
-    g = tl.cumsum(load_masked(decay_ptr + line + each * HEADS, inside).to(tl.float64), 0)
+    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, S.SIZE)
+    each, line = tl.arange(0, S.SIZE), first * S.HEADS + head
+    g = tl.cumsum(load_masked(decay_ptr + line + each * S.HEADS, inside).to(tl.float64), 0)
     rounded = g.to(tl.float32)
-    at = (chunk * HEADS + head) * SIZE
+    at = (chunk * S.HEADS + head) * S.SIZE
     tl.store(g_ptr + at + each, rounded)
     g_low = (g - rounded.to(tl.float64)).to(tl.float32)
     tl.store(g_low_ptr + at + each, g_low)
-    beta = load_masked(beta_ptr + line + each * HEADS, inside)
-    key_line = first * (HEADS // SHARED) + head // SHARED
-    keys = tl.zeros((SIZE, SIZE), tl.float32)
-    for start in range(0, KEY, KEY_PART):
-        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
-        keys += dot(k, tl.trans(k), PRECISION)
+    beta = load_masked(beta_ptr + line + each * S.HEADS, inside)
+    key_line = first * S.KEY_HEADS + head // S.SHARED
+    keys = tl.zeros((S.SIZE, S.SIZE), tl.float32)
+    for start in range(0, S.KEY, S.KEY_PART):
+        k = load_rows(k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
+        keys += dot(k, tl.trans(k), S.PRECISION)
     row, column = each[:, None], each[None, :]
     transposed = beta[None, :] * decay_between(rounded, g_low, row < column, True) * keys
-    transposed = _diagonal_blocks(transposed, SIZE)
+    transposed = _diagonal_blocks(transposed, S.SIZE)
     system = beta[:, None] * decay_between(rounded, g_low, row > column, False) * keys
-    inverse = _inverse(system, transposed, SIZE, PRECISION)
-    store_rows(inverse_ptr, inverse, line, inside, HEADS, SIZE, SIZE)
+    inverse = _inverse(system, transposed, S.SIZE, S.PRECISION)
+    store_rows(inverse_ptr, inverse, line, inside, S.HEADS, S.SIZE, S.SIZE)
     # The factors are multiplied into the inverse, not into k and v, which would be rounded again.
     scaled = inverse * (beta * tl.exp(rounded))[None, :]
-    for start in range(0, KEY, KEY_PART):
-        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
-        store_rows(w_ptr, dot(scaled, k, PRECISION), line, inside, HEADS, KEY, KEY_PART, start)
+    for start in range(0, S.KEY, S.KEY_PART):
+        k = load_rows(k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
+        store_rows(w_ptr, dot(scaled, k, S.PRECISION), line, inside, S.HEADS, S.KEY, S.KEY_PART, start)
     scaled = inverse * beta[None, :]
-    for start in range(0, VALUE, VALUE_PART):
-        v = load_rows(v_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-        store_rows(u_ptr, dot(scaled, v, PRECISION), line, inside, HEADS, VALUE, VALUE_PART, start)
+    for start in range(0, S.VALUE, S.VALUE_PART):
+        v = load_rows(v_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
+        store_rows(u_ptr, dot(scaled, v, S.PRECISION), line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
 
 
 @kernel
@@ -304,37 +304,30 @@ def _states_kernel(
     borders_ptr,
     order_ptr,
     first_chunks_ptr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    KEY_PART: tl.constexpr,
-    VALUE_PART: tl.constexpr,
+    S: tl.constexpr,
 ):
     """In each program, compute VALUE_PART columns of one head's states, and of `v_new`, along one row."""
-    start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
+    start, head, place = tl.program_id(0) * S.VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
     begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)
-    has_key = tl.arange(0, KEY_PART) < KEY
-    state = tl.zeros((KEY_PART, VALUE_PART), tl.float32)
+    has_key = tl.arange(0, S.KEY_PART) < S.KEY
+    state = tl.zeros((S.KEY_PART, S.VALUE_PART), tl.float32)
     if initial_ptr is not None:
-        state += load_rows(initial_ptr, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_PART, start)
-    for step in range(tl.cdiv(end - begin, SIZE).to(tl.int32)):
+        state += load_rows(initial_ptr, (row * S.HEADS + head) * S.KEY, has_key, 1, S.VALUE, S.VALUE_PART, start)
+    for step in range(tl.cdiv(end - begin, S.SIZE).to(tl.int32)):
         chunk = tl.load(first_chunks_ptr + step) + place
-        first = begin + step * SIZE
-        inside, line = tl.arange(0, SIZE) < (end - first).to(tl.int32), first * HEADS + head
-        store_rows(states_ptr, state, (chunk * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_PART, start)
-        w = load_rows(w_ptr, line, inside, HEADS, KEY, KEY_PART)
-        v_new = load_rows(u_ptr, line, inside, HEADS, VALUE, VALUE_PART, start) - dot(w, state, PRECISION)
-        store_rows(v_new_ptr, v_new, line, inside, HEADS, VALUE, VALUE_PART, start)
-        left, kept = decay_to_end(g_ptr, g_low_ptr, (chunk * HEADS + head) * SIZE, SIZE)
-        key_line = first * (HEADS // SHARED) + head // SHARED
-        k = load_columns(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART)
-        state = state * kept + dot(k, v_new * left[:, None], PRECISION)
+        first = begin + step * S.SIZE
+        inside, line = tl.arange(0, S.SIZE) < (end - first).to(tl.int32), first * S.HEADS + head
+        store_rows(states_ptr, state, (chunk * S.HEADS + head) * S.KEY, has_key, 1, S.VALUE, S.VALUE_PART, start)
+        w = load_rows(w_ptr, line, inside, S.HEADS, S.KEY, S.KEY_PART)
+        v_new = load_rows(u_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start) - dot(w, state, S.PRECISION)
+        store_rows(v_new_ptr, v_new, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
+        left, kept = decay_to_end(g_ptr, g_low_ptr, (chunk * S.HEADS + head) * S.SIZE, S.SIZE)
+        key_line = first * S.KEY_HEADS + head // S.SHARED
+        k = load_columns(k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART)
+        state = state * kept + dot(k, v_new * left[:, None], S.PRECISION)
     if final_ptr is not None:
-        store_rows(final_ptr, state, (row * HEADS + head) * KEY, has_key, 1, VALUE, VALUE_PART, start)
+        store_rows(final_ptr, state, (row * S.HEADS + head) * S.KEY, has_key, 1, S.VALUE, S.VALUE_PART, start)
 
 
 @kernel
@@ -348,33 +341,26 @@ def _out_kernel(
     tokens_ptr,
     sizes_ptr,
     out_ptr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    KEY_PART: tl.constexpr,
-    VALUE_PART: tl.constexpr,
+    S: tl.constexpr,
 ):
     head = tl.program_id(0)
-    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
-    each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
-    at, row, column = (chunk * HEADS + head) * SIZE, each[:, None], each[None, :]
-    scores = tl.zeros((SIZE, SIZE), tl.float32)
-    for start in range(0, KEY, KEY_PART):
-        q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
-        k = load_columns(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
-        scores += dot(q, k, PRECISION)
+    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, S.SIZE)
+    each, line, key_line = tl.arange(0, S.SIZE), first * S.HEADS + head, first * S.KEY_HEADS + head // S.SHARED
+    at, row, column = (chunk * S.HEADS + head) * S.SIZE, each[:, None], each[None, :]
+    scores = tl.zeros((S.SIZE, S.SIZE), tl.float32)
+    for start in range(0, S.KEY, S.KEY_PART):
+        q = load_rows(q_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
+        k = load_columns(k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
+        scores += dot(q, k, S.PRECISION)
     g, g_low = tl.load(g_ptr + at + each), tl.load(g_low_ptr + at + each)
     scores *= decay_between(g, g_low, row >= column, False)
-    for start in range(0, VALUE, VALUE_PART):
-        out = tl.zeros((SIZE, VALUE_PART), tl.float32)
-        for key in range(0, KEY, KEY_PART):
-            q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
-            has_key = key + tl.arange(0, KEY_PART) < KEY
-            key_row = (chunk * HEADS + head) * KEY + key
-            out += dot(q, load_rows(states_ptr, key_row, has_key, 1, VALUE, VALUE_PART, start), PRECISION)
+    for start in range(0, S.VALUE, S.VALUE_PART):
+        out = tl.zeros((S.SIZE, S.VALUE_PART), tl.float32)
+        for key in range(0, S.KEY, S.KEY_PART):
+            q = load_rows(q_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, key)
+            has_key = key + tl.arange(0, S.KEY_PART) < S.KEY
+            key_row = (chunk * S.HEADS + head) * S.KEY + key
+            out += dot(q, load_rows(states_ptr, key_row, has_key, 1, S.VALUE, S.VALUE_PART, start), S.PRECISION)
         out *= tl.exp(g)[:, None]  # after the product, so that q is not rounded again
-        out += dot(scores, load_rows(v_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), PRECISION)
-        store_rows(out_ptr, out, line, inside, HEADS, VALUE, VALUE_PART, start)
+        out += dot(scores, load_rows(v_new_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start), S.PRECISION)
+        store_rows(out_ptr, out, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)

@@ -1,5 +1,5 @@
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 """The gradients of the gated delta rule of packed sequences (rows) in chunks, as Triton kernels.
 
 Names and formulas are those of `triton_chunks.py`. Let d mark gradients, S' the state after a chunk, P_ij = exp(g_i -
@@ -84,26 +84,26 @@ def chunks_backward(
     beta_NH, places, g = beta_NH.contiguous(), (chunks.tokens_TC, chunks.sizes_T), (saved.g_THC, saved.g_low_THC)
     inputs = (grad_out_NHV, q_NGK, k_NGK, *g)
     grad_v_new_NHV = empty(*v_NHV.shape, dtype=kept)
-    _grad_v_local_kernel[(n_heads, n_chunks)](*inputs, *places, grad_v_new_NHV, **sizes, **_LOCAL)
+    _grad_v_local_kernel[(n_heads, n_chunks)](*inputs, *places, grad_v_new_NHV, S=sizes, **_LOCAL)
     grad_states_THKV = empty(*saved.states_THKV.shape, dtype=kept)
     columns = state_columns(v_NHV, n_rows)
     rows = (chunks.borders, chunks.order_R, chunks.first_chunks_J)
     how = kernel_sizes(q_NGK, v_NHV, chunks, precision, _ALL, columns)
     _grad_states_kernel[(triton.cdiv(v_NHV.shape[2], columns), n_heads, n_rows)](
-        *inputs, saved.w_NHK, grad_v_new_NHV, grad_states_THKV, *rows, **how, **_STATES
+        *inputs, saved.w_NHK, grad_v_new_NHV, grad_states_THKV, *rows, S=how, **_STATES
     )
     grad_w_NHK, grad_g_THC = empty(n_tokens, n_heads, key_dim, dtype=kept), empty(n_chunks, n_heads, size)
     states = (saved.v_new_NHV, saved.states_THKV, grad_states_THKV, grad_v_new_NHV)
     results = (grad_w_NHK, grad_g_THC, grad_q_NGK, grad_k_NGK)
-    _grad_qkwg_kernel[(n_key_heads, n_chunks)](*inputs, *states, *places, *results, **sizes, **_CHUNKS)
+    _grad_qkwg_kernel[(n_key_heads, n_chunks)](*inputs, *states, *places, *results, S=sizes, **_CHUNKS)
     del grad_states_THKV, states
     grad_system_NGC = empty(n_tokens, n_key_heads, size)
     factors = (saved.inverse_NHC, saved.w_NHK, saved.u_NHV, grad_w_NHK, grad_v_new_NHV)
     results = (grad_g_THC, grad_system_NGC, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH)
     _wy_backward_kernel[(n_key_heads, n_chunks)](
-        k_NGK, v_NHV, beta_NH, *g, *factors, *places, *results, **sizes, **_SYSTEMS
+        k_NGK, v_NHV, beta_NH, *g, *factors, *places, *results, S=sizes, **_SYSTEMS
     )
-    _grad_k_kernel[(n_key_heads, n_chunks)](k_NGK, grad_system_NGC, *places, grad_k_NGK, **sizes, **_KEYS)
+    _grad_k_kernel[(n_key_heads, n_chunks)](k_NGK, grad_system_NGC, *places, grad_k_NGK, S=sizes, **_KEYS)
     return grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH
 
 
@@ -117,29 +117,24 @@ def _grad_v_local_kernel(
     tokens_ptr,
     sizes_ptr,
     grad_v_new_ptr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    KEY_PART: tl.constexpr,
-    VALUE_PART: tl.constexpr,
+    S: tl.constexpr,
 ):
     head = tl.program_id(0)
-    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
-    each, line, key_line = tl.arange(0, SIZE), first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
-    at = (chunk * HEADS + head) * SIZE
-    transposed = tl.zeros((SIZE, SIZE), tl.float32)
-    for start in range(0, KEY, KEY_PART):
-        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
-        q = load_columns(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
-        transposed += dot(k, q, PRECISION)
+    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, S.SIZE)
+    each, line, key_line = tl.arange(0, S.SIZE), first * S.HEADS + head, first * S.KEY_HEADS + head // S.SHARED
+    at = (chunk * S.HEADS + head) * S.SIZE
+    transposed = tl.zeros((S.SIZE, S.SIZE), tl.float32)
+    for start in range(0, S.KEY, S.KEY_PART):
+        k = load_rows(k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
+        q = load_columns(q_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
+        transposed += dot(k, q, S.PRECISION)
     g, g_low = tl.load(g_ptr + at + each), tl.load(g_low_ptr + at + each)
     transposed *= decay_between(g, g_low, each[:, None] <= each[None, :], True)
-    for start in range(0, VALUE, VALUE_PART):
-        grad_v_new = dot(transposed, load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), PRECISION)
-        store_rows(grad_v_new_ptr, grad_v_new, line, inside, HEADS, VALUE, VALUE_PART, start)
+    for start in range(0, S.VALUE, S.VALUE_PART):
+        grad_v_new = dot(
+            transposed, load_rows(grad_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start), S.PRECISION
+        )
+        store_rows(grad_v_new_ptr, grad_v_new, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
 
 
 @kernel
@@ -155,39 +150,32 @@ def _grad_states_kernel(
     borders_ptr,
     order_ptr,
     first_chunks_ptr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    KEY_PART: tl.constexpr,
-    VALUE_PART: tl.constexpr,
+    S: tl.constexpr,
 ):
-    start, head, place = tl.program_id(0) * VALUE_PART, tl.program_id(1), tl.program_id(2)
+    start, head, place = tl.program_id(0) * S.VALUE_PART, tl.program_id(1), tl.program_id(2)
     row = tl.load(order_ptr + place)
     begin, end = tl.load(borders_ptr + row), tl.load(borders_ptr + row + 1)
-    each, has_key = tl.arange(0, SIZE), tl.arange(0, KEY_PART) < KEY
-    n_steps = tl.cdiv(end - begin, SIZE).to(tl.int32)
-    grad_state = tl.zeros((KEY_PART, VALUE_PART), tl.float32)
+    each, has_key = tl.arange(0, S.SIZE), tl.arange(0, S.KEY_PART) < S.KEY
+    n_steps = tl.cdiv(end - begin, S.SIZE).to(tl.int32)
+    grad_state = tl.zeros((S.KEY_PART, S.VALUE_PART), tl.float32)
     for back in range(n_steps):
         step = n_steps - 1 - back
         chunk = tl.load(first_chunks_ptr + step) + place
-        first = begin + step * SIZE
-        inside, line, key_line = first + each < end, first * HEADS + head, first * (HEADS // SHARED) + head // SHARED
-        at = (chunk * HEADS + head) * SIZE
-        key_row = (chunk * HEADS + head) * KEY
-        store_rows(grad_states_ptr, grad_state, key_row, has_key, 1, VALUE, VALUE_PART, start)
-        left, kept = decay_to_end(g_ptr, g_low_ptr, at, SIZE)
-        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART)
-        grad_v_new = load_rows(grad_v_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start).to(tl.float32)
-        grad_v_new += dot(k, grad_state, PRECISION) * left[:, None]
-        store_rows(grad_v_new_ptr, grad_v_new, line, inside, HEADS, VALUE, VALUE_PART, start)
-        q = load_columns(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART)
-        grad = load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start).to(tl.float32)
+        first = begin + step * S.SIZE
+        inside, line, key_line = first + each < end, first * S.HEADS + head, first * S.KEY_HEADS + head // S.SHARED
+        at = (chunk * S.HEADS + head) * S.SIZE
+        key_row = (chunk * S.HEADS + head) * S.KEY
+        store_rows(grad_states_ptr, grad_state, key_row, has_key, 1, S.VALUE, S.VALUE_PART, start)
+        left, kept = decay_to_end(g_ptr, g_low_ptr, at, S.SIZE)
+        k = load_rows(k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART)
+        grad_v_new = load_rows(grad_v_new_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start).to(tl.float32)
+        grad_v_new += dot(k, grad_state, S.PRECISION) * left[:, None]
+        store_rows(grad_v_new_ptr, grad_v_new, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
+        q = load_columns(q_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART)
+        grad = load_rows(grad_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start).to(tl.float32)
         grad *= tl.exp(tl.load(g_ptr + at + each))[:, None]
-        w = load_columns(w_ptr, line, inside, HEADS, KEY, KEY_PART)
-        grad_state = grad_state * kept + dot(q, grad, PRECISION) - dot(w, grad_v_new, PRECISION)
+        w = load_columns(w_ptr, line, inside, S.HEADS, S.KEY, S.KEY_PART)
+        grad_state = grad_state * kept + dot(q, grad, S.PRECISION) - dot(w, grad_v_new, S.PRECISION)
 
 
 @kernel
@@ -207,61 +195,58 @@ def _grad_qkwg_kernel(
     grad_g_ptr,
     grad_q_ptr,
     grad_k_ptr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    KEY_PART: tl.constexpr,
-    VALUE_PART: tl.constexpr,
+    S: tl.constexpr,
 ):
     key_head = tl.program_id(0)
-    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
-    each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
-    for head in range(key_head * SHARED, (key_head + 1) * SHARED):
-        line, at, key_row = first * HEADS + head, (chunk * HEADS + head) * SIZE, (chunk * HEADS + head) * KEY
-        scores, transposed = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
-        for start in range(0, VALUE, VALUE_PART):
-            grad = load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-            scores += dot(grad, load_columns(v_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), PRECISION)
-            v_new = load_rows(v_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-            transposed += dot(v_new, load_columns(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start), PRECISION)
+    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, S.SIZE)
+    each, key_line = tl.arange(0, S.SIZE), first * S.KEY_HEADS + key_head
+    for head in range(key_head * S.SHARED, (key_head + 1) * S.SHARED):
+        line, at, key_row = first * S.HEADS + head, (chunk * S.HEADS + head) * S.SIZE, (chunk * S.HEADS + head) * S.KEY
+        scores, transposed = tl.zeros((S.SIZE, S.SIZE), tl.float32), tl.zeros((S.SIZE, S.SIZE), tl.float32)
+        for start in range(0, S.VALUE, S.VALUE_PART):
+            grad = load_rows(grad_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
+            scores += dot(
+                grad, load_columns(v_new_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start), S.PRECISION
+            )
+            v_new = load_rows(v_new_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
+            transposed += dot(
+                v_new, load_columns(grad_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start), S.PRECISION
+            )
         g, g_low = tl.load(g_ptr + at + each), tl.load(g_low_ptr + at + each)
         scores *= decay_between(g, g_low, each[:, None] >= each[None, :], False)
         transposed *= decay_between(g, g_low, each[:, None] <= each[None, :], True)
-        left, kept = decay_to_end(g_ptr, g_low_ptr, at, SIZE)
-        grad_g, to_end = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
-        both = tl.zeros((VALUE_PART,), tl.float32)
-        for key in range(0, KEY, KEY_PART):
-            has_key = key + tl.arange(0, KEY_PART) < KEY
-            part_q = tl.zeros((SIZE, KEY_PART), tl.float32)
-            part_k = tl.zeros((SIZE, KEY_PART), tl.float32)
-            grad_w = tl.zeros((SIZE, KEY_PART), tl.float32)
-            for start in range(0, VALUE, VALUE_PART):
-                before = load_columns(states_ptr, key_row + key, has_key, 1, VALUE, VALUE_PART, start)
-                after = load_columns(grad_states_ptr, key_row + key, has_key, 1, VALUE, VALUE_PART, start)
+        left, kept = decay_to_end(g_ptr, g_low_ptr, at, S.SIZE)
+        grad_g, to_end = tl.zeros((S.SIZE,), tl.float32), tl.zeros((S.SIZE,), tl.float32)
+        both = tl.zeros((S.VALUE_PART,), tl.float32)
+        for key in range(0, S.KEY, S.KEY_PART):
+            has_key = key + tl.arange(0, S.KEY_PART) < S.KEY
+            part_q = tl.zeros((S.SIZE, S.KEY_PART), tl.float32)
+            part_k = tl.zeros((S.SIZE, S.KEY_PART), tl.float32)
+            grad_w = tl.zeros((S.SIZE, S.KEY_PART), tl.float32)
+            for start in range(0, S.VALUE, S.VALUE_PART):
+                before = load_columns(states_ptr, key_row + key, has_key, 1, S.VALUE, S.VALUE_PART, start)
+                after = load_columns(grad_states_ptr, key_row + key, has_key, 1, S.VALUE, S.VALUE_PART, start)
                 both += tl.sum(before.to(tl.float32) * after.to(tl.float32), 1)
-                v_new = load_rows(v_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-                part_k += dot(v_new, after, PRECISION)
-                grad = load_rows(grad_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-                part_q += dot(grad, before, PRECISION)
-                grad = load_rows(grad_v_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-                grad_w -= dot(grad, before, PRECISION)
-            store_rows(grad_w_ptr, grad_w, line, inside, HEADS, KEY, KEY_PART, key)
-            q = load_rows(q_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
-            k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
+                v_new = load_rows(v_new_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
+                part_k += dot(v_new, after, S.PRECISION)
+                grad = load_rows(grad_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
+                part_q += dot(grad, before, S.PRECISION)
+                grad = load_rows(grad_v_new_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
+                grad_w -= dot(grad, before, S.PRECISION)
+            store_rows(grad_w_ptr, grad_w, line, inside, S.HEADS, S.KEY, S.KEY_PART, key)
+            q = load_rows(q_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, key)
+            k = load_rows(k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, key)
             part_k *= left[:, None]
             to_end += tl.sum(part_k * k.to(tl.float32), 1)
-            part_k += dot(transposed, q, PRECISION)
-            part_q = part_q * tl.exp(g)[:, None] + dot(scores, k, PRECISION)
+            part_k += dot(transposed, q, S.PRECISION)
+            part_q = part_q * tl.exp(g)[:, None] + dot(scores, k, S.PRECISION)
             grad_g += tl.sum(part_q * q.to(tl.float32) - part_k * k.to(tl.float32), 1)
-            others = inside & (each * 0 + head > key_head * SHARED)  # to add the sum over the previous heads
-            part_q += load_rows(grad_q_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
-            store_rows(grad_q_ptr, part_q, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
-            part_k += load_rows(grad_k_ptr, key_line, others, HEADS // SHARED, KEY, KEY_PART, key)
-            store_rows(grad_k_ptr, part_k, key_line, inside, HEADS // SHARED, KEY, KEY_PART, key)
-        grad_g += tl.where(each == SIZE - 1, tl.sum(to_end, 0) + kept * tl.sum(both, 0), 0.0)
+            others = inside & (each * 0 + head > key_head * S.SHARED)  # to add the sum over the previous heads
+            part_q += load_rows(grad_q_ptr, key_line, others, S.KEY_HEADS, S.KEY, S.KEY_PART, key)
+            store_rows(grad_q_ptr, part_q, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, key)
+            part_k += load_rows(grad_k_ptr, key_line, others, S.KEY_HEADS, S.KEY, S.KEY_PART, key)
+            store_rows(grad_k_ptr, part_k, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, key)
+        grad_g += tl.where(each == S.SIZE - 1, tl.sum(to_end, 0) + kept * tl.sum(both, 0), 0.0)
         tl.store(grad_g_ptr + at + each, grad_g)
 
 
@@ -285,47 +270,40 @@ def _wy_backward_kernel(
     grad_v_ptr,
     grad_decay_ptr,
     grad_beta_ptr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    KEY_PART: tl.constexpr,
-    VALUE_PART: tl.constexpr,
+    S: tl.constexpr,
 ):
     key_head = tl.program_id(0)
-    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
-    each, key_line = tl.arange(0, SIZE), first * (HEADS // SHARED) + key_head
-    keys, total = tl.zeros((SIZE, SIZE), tl.float32), tl.zeros((SIZE, SIZE), tl.float32)
-    for start in range(0, KEY, KEY_PART):
-        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
-        keys += dot(k, tl.trans(k), PRECISION)
-    for head in range(key_head * SHARED, (key_head + 1) * SHARED):
-        line, at = first * HEADS + head, (chunk * HEADS + head) * SIZE
-        place = line + each * HEADS
+    chunk, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, S.SIZE)
+    each, key_line = tl.arange(0, S.SIZE), first * S.KEY_HEADS + key_head
+    keys, total = tl.zeros((S.SIZE, S.SIZE), tl.float32), tl.zeros((S.SIZE, S.SIZE), tl.float32)
+    for start in range(0, S.KEY, S.KEY_PART):
+        k = load_rows(k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
+        keys += dot(k, tl.trans(k), S.PRECISION)
+    for head in range(key_head * S.SHARED, (key_head + 1) * S.SHARED):
+        line, at = first * S.HEADS + head, (chunk * S.HEADS + head) * S.SIZE
+        place = line + each * S.HEADS
         g, g_low = tl.load(g_ptr + at + each), tl.load(g_low_ptr + at + each)
         beta = load_masked(beta_ptr + place, inside)
-        transposed = load_columns(inverse_ptr, line, inside, HEADS, SIZE, SIZE)
-        system = tl.zeros((SIZE, SIZE), tl.float32)
-        grad_beta, along_k = tl.zeros((SIZE,), tl.float32), tl.zeros((SIZE,), tl.float32)
-        for start in range(0, VALUE, VALUE_PART):
-            grad_v_new = load_rows(grad_v_new_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-            side = dot(transposed, grad_v_new, PRECISION)
-            u = load_columns(u_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
-            system += dot(side, u, PRECISION)
-            v = load_rows(v_ptr, line, inside, HEADS, VALUE, VALUE_PART, start)
+        transposed = load_columns(inverse_ptr, line, inside, S.HEADS, S.SIZE, S.SIZE)
+        system = tl.zeros((S.SIZE, S.SIZE), tl.float32)
+        grad_beta, along_k = tl.zeros((S.SIZE,), tl.float32), tl.zeros((S.SIZE,), tl.float32)
+        for start in range(0, S.VALUE, S.VALUE_PART):
+            grad_v_new = load_rows(grad_v_new_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
+            side = dot(transposed, grad_v_new, S.PRECISION)
+            u = load_columns(u_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
+            system += dot(side, u, S.PRECISION)
+            v = load_rows(v_ptr, line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
             grad_beta += tl.sum(side * v.to(tl.float32), 1)
-            store_rows(grad_v_ptr, side * beta[:, None], line, inside, HEADS, VALUE, VALUE_PART, start)
-        for start in range(0, KEY, KEY_PART):
-            grad_w = load_rows(grad_w_ptr, line, inside, HEADS, KEY, KEY_PART, start)
-            side = dot(transposed, grad_w, PRECISION)
-            system += dot(side, load_columns(w_ptr, line, inside, HEADS, KEY, KEY_PART, start), PRECISION)
+            store_rows(grad_v_ptr, side * beta[:, None], line, inside, S.HEADS, S.VALUE, S.VALUE_PART, start)
+        for start in range(0, S.KEY, S.KEY_PART):
+            grad_w = load_rows(grad_w_ptr, line, inside, S.HEADS, S.KEY, S.KEY_PART, start)
+            side = dot(transposed, grad_w, S.PRECISION)
+            system += dot(side, load_columns(w_ptr, line, inside, S.HEADS, S.KEY, S.KEY_PART, start), S.PRECISION)
             side *= tl.exp(g)[:, None]
-            k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+            k = load_rows(k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
             along_k += tl.sum(side * k.to(tl.float32), 1)
-            side = side * beta[:, None] + load_rows(grad_k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
-            store_rows(grad_k_ptr, side, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+            side = side * beta[:, None] + load_rows(grad_k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
+            store_rows(grad_k_ptr, side, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
         system *= -decay_between(g, g_low, each[:, None] > each[None, :], False)
         along_k += tl.sum(system * keys, 1)
         tl.store(grad_beta_ptr + place, grad_beta + along_k, inside)
@@ -335,7 +313,7 @@ def _wy_backward_kernel(
         # A token's decay is a summand of its own g and of g of all later tokens.
         onward = tl.where(each[:, None] >= each[None, :], grad_g[:, None], 0.0)
         tl.store(grad_decay_ptr + place, tl.sum(onward, 0), inside)
-    store_rows(grad_system_ptr, total, key_line, inside, HEADS // SHARED, SIZE, SIZE)
+    store_rows(grad_system_ptr, total, key_line, inside, S.KEY_HEADS, S.SIZE, S.SIZE)
 
 
 @kernel
@@ -345,22 +323,15 @@ def _grad_k_kernel(
     tokens_ptr,
     sizes_ptr,
     grad_k_ptr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    SIZE: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    KEY_PART: tl.constexpr,
-    VALUE_PART: tl.constexpr,
+    S: tl.constexpr,
 ):
     key_head = tl.program_id(0)
-    _, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, SIZE)
-    key_line = first * (HEADS // SHARED) + key_head
-    system = load_rows(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)
-    system += load_columns(grad_system_ptr, key_line, inside, HEADS // SHARED, SIZE, SIZE)
-    for start in range(0, KEY, KEY_PART):
-        k = load_rows(k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
-        grad = dot(system, k, PRECISION)
-        grad += load_rows(grad_k_ptr, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
-        store_rows(grad_k_ptr, grad, key_line, inside, HEADS // SHARED, KEY, KEY_PART, start)
+    _, first, inside = chunk_tokens(tokens_ptr, sizes_ptr, S.SIZE)
+    key_line = first * S.KEY_HEADS + key_head
+    system = load_rows(grad_system_ptr, key_line, inside, S.KEY_HEADS, S.SIZE, S.SIZE)
+    system += load_columns(grad_system_ptr, key_line, inside, S.KEY_HEADS, S.SIZE, S.SIZE)
+    for start in range(0, S.KEY, S.KEY_PART):
+        k = load_rows(k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
+        grad = dot(system, k, S.PRECISION)
+        grad += load_rows(grad_k_ptr, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)
+        store_rows(grad_k_ptr, grad, key_line, inside, S.KEY_HEADS, S.KEY, S.KEY_PART, start)

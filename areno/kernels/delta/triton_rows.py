@@ -1,4 +1,5 @@
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 """Triton kernels for the steps before the delta rule in packed sequences (rows): convolution, q, k, v and gates.
 
 A program computes some tokens of one head of q, k or v, or the gates of some tokens. It reads a token's input once for
@@ -7,7 +8,7 @@ each tap of the convolution, mostly from the L1 cache.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,23 +16,32 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.delta.parts import DeltaWeights, RowChunks
-from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
+from areno.kernels.jit import as_constants, kernel, load_fp32, load_masked, program_id_64
 
 LENGTH_EPS = tl.constexpr(1e-6)  # added to the squared lengths of q and k, as in `reference.py`
 
 
-def constexpr_sizes(weights: DeltaWeights) -> dict[str, Any]:
-    key, value = weights.key_dim, weights.value_dim
-    return {
-        "KEY_HEADS": weights.n_key_heads,
-        "HEADS": weights.n_heads,
-        "KEY": key,
-        "VALUE": value,
-        "WIDTH": weights.conv_XW.shape[1],
-        "KEY_BLOCK": triton.next_power_of_2(key),
-        "VALUE_BLOCK": triton.next_power_of_2(value),
-        "HEAD_BLOCK": triton.next_power_of_2(weights.n_heads),
-    }
+class RowSizes(NamedTuple):
+    """The constants of a kernel, which has them as one argument."""
+
+    KEY_HEADS: int
+    HEADS: int
+    KEY: int
+    VALUE: int
+    WIDTH: int
+    CHANNELS: int  # of the convolution: q, k and v
+    PROJ: int  # columns of the projection
+    KEY_BLOCK: int
+    VALUE_BLOCK: int
+    HEAD_BLOCK: int
+
+
+def row_sizes(weights: DeltaWeights) -> RowSizes:
+    n_key_heads, n_heads, key, value = weights.n_key_heads, weights.n_heads, weights.key_dim, weights.value_dim
+    n_channels, width = weights.conv_XW.shape
+    n_columns = n_channels + n_heads * value + 2 * n_heads
+    blocks = map(triton.next_power_of_2, (key, value, n_heads))
+    return as_constants(RowSizes(n_key_heads, n_heads, key, value, width, n_channels, n_columns, *blocks))
 
 
 @triton.jit
@@ -51,27 +61,25 @@ def causal_conv(
     is_token,
     channel,
     real,
-    PROJ: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    S: tl.constexpr,
 ):
     """Return the causal convolution for some channels of some tokens, in fp32.
 
     The token's own input is added first, then the earlier inputs from the oldest on.
     """
     inside = is_token[:, None] & real[None, :]
-    place = token.to(tl.int64)[:, None] * PROJ + channel[None, :]
-    weight = load_fp32(conv_ptr + channel * WIDTH + WIDTH - 1, real)
+    place = token.to(tl.int64)[:, None] * S.PROJ + channel[None, :]
+    weight = load_fp32(conv_ptr + channel * S.WIDTH + S.WIDTH - 1, real)
     total = load_fp32(proj_ptr + place, inside) * weight[None, :]
-    for earlier in tl.static_range(WIDTH - 1):
-        shift = WIDTH - 1 - earlier
+    for earlier in tl.static_range(S.WIDTH - 1):
+        shift = S.WIDTH - 1 - earlier
         in_row = (position >= shift)[:, None]
-        x = load_fp32(proj_ptr + place - shift * PROJ, inside & in_row)
+        x = load_fp32(proj_ptr + place - shift * S.PROJ, inside & in_row)
         if initial_ptr is not None:
             row = load_masked(rows_ptr + token, is_token)
-            kept = (row[:, None] * CHANNELS + channel[None, :]) * (WIDTH - 1) + earlier + position[:, None]
+            kept = (row[:, None] * S.CHANNELS + channel[None, :]) * (S.WIDTH - 1) + earlier + position[:, None]
             x += load_fp32(initial_ptr + kept, inside & (position < shift)[:, None])
-        weight = load_fp32(conv_ptr + channel * WIDTH + earlier, real)
+        weight = load_fp32(conv_ptr + channel * S.WIDTH + earlier, real)
         total += x * weight[None, :]
     return total
 
@@ -83,7 +91,7 @@ _CHANNELS = 256  # channels that one program of `conv_states` copies
 def conv_and_gates(
     proj_NP: Tensor, weights: DeltaWeights, chunks: RowChunks, initial_RXw: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    n, sizes = len(proj_NP), constexpr_sizes(weights)
+    n, sizes = len(proj_NP), row_sizes(weights)
     q_NGK = proj_NP.new_empty(n, weights.n_key_heads, weights.key_dim)
     k_NGK, v_NHV = torch.empty_like(q_NGK), proj_NP.new_empty(n, weights.n_heads, weights.value_dim)
     decay_NH = torch.empty(n, weights.n_heads, dtype=torch.float32, device=proj_NP.device)
@@ -100,7 +108,7 @@ def conv_and_gates(
             *results,
             n,
             weights.key_dim**-0.5,
-            **sizes,
+            S=sizes,
             TOKENS=TOKENS,
             num_warps=WARPS,
         )
@@ -134,55 +142,42 @@ def _conv_and_gates_kernel(
     beta_ptr,
     n,
     scale,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
+    S: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
-    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < n
     position = load_masked(positions_ptr + token, is_token)
     part = tl.program_id(1)
-    if part < 2 * KEY_HEADS:
-        key = tl.arange(0, KEY_BLOCK)
-        channel, real = part * KEY + key, key < KEY
-        x = causal_conv(
-            proj_ptr, conv_ptr, initial_ptr, rows_ptr, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH
-        )
+    if part < 2 * S.KEY_HEADS:
+        key = tl.arange(0, S.KEY_BLOCK)
+        channel, real = part * S.KEY + key, key < S.KEY
+        x = causal_conv(proj_ptr, conv_ptr, initial_ptr, rows_ptr, token, position, is_token, channel, real, S)
         x *= tl.sigmoid(x)
         x *= tl.rsqrt(tl.sum(x * x, axis=1) + LENGTH_EPS)[:, None]
-        inside = is_token[:, None] & (key < KEY)[None, :]
-        place = token.to(tl.int64)[:, None] * (KEY_HEADS * KEY) + key[None, :]
-        if part < KEY_HEADS:
-            tl.store(q_ptr + place + part * KEY, x * scale, mask=inside)
+        inside = is_token[:, None] & (key < S.KEY)[None, :]
+        place = token.to(tl.int64)[:, None] * (S.KEY_HEADS * S.KEY) + key[None, :]
+        if part < S.KEY_HEADS:
+            tl.store(q_ptr + place + part * S.KEY, x * scale, mask=inside)
         else:
-            tl.store(k_ptr + place + (part - KEY_HEADS) * KEY, x, mask=inside)
-    elif part < 2 * KEY_HEADS + HEADS:
-        first = (part - 2 * KEY_HEADS) * VALUE
-        value = tl.arange(0, VALUE_BLOCK)
-        v_channel, is_v = 2 * KEY_HEADS * KEY + first + value, value < VALUE
-        v = causal_conv(
-            proj_ptr, conv_ptr, initial_ptr, rows_ptr, token, position, is_token, v_channel, is_v, PROJ, CHANNELS, WIDTH
-        )
+            tl.store(k_ptr + place + (part - S.KEY_HEADS) * S.KEY, x, mask=inside)
+    elif part < 2 * S.KEY_HEADS + S.HEADS:
+        first = (part - 2 * S.KEY_HEADS) * S.VALUE
+        value = tl.arange(0, S.VALUE_BLOCK)
+        v_channel, is_v = 2 * S.KEY_HEADS * S.KEY + first + value, value < S.VALUE
+        v = causal_conv(proj_ptr, conv_ptr, initial_ptr, rows_ptr, token, position, is_token, v_channel, is_v, S)
         v *= tl.sigmoid(v)
-        v_place = token.to(tl.int64)[:, None] * (HEADS * VALUE) + first + value[None, :]
-        tl.store(v_ptr + v_place, v, mask=is_token[:, None] & (value < VALUE)[None, :])
+        v_place = token.to(tl.int64)[:, None] * (S.HEADS * S.VALUE) + first + value[None, :]
+        tl.store(v_ptr + v_place, v, mask=is_token[:, None] & (value < S.VALUE)[None, :])
     else:
-        head = tl.arange(0, HEAD_BLOCK)
-        is_head = is_token[:, None] & (head < HEADS)[None, :]
-        given = proj_ptr + token.to(tl.int64)[:, None] * PROJ + CHANNELS + HEADS * VALUE + head[None, :]
+        head = tl.arange(0, S.HEAD_BLOCK)
+        is_head = is_token[:, None] & (head < S.HEADS)[None, :]
+        given = proj_ptr + token.to(tl.int64)[:, None] * S.PROJ + S.CHANNELS + S.HEADS * S.VALUE + head[None, :]
         b = load_fp32(given, is_head)
-        a = load_fp32(given + HEADS, is_head)
-        a += load_fp32(bias_ptr + head, head < HEADS)[None, :]
-        rate = tl.exp(load_fp32(A_log_ptr + head, head < HEADS))[None, :]
-        gate_place = token.to(tl.int64)[:, None] * HEADS + head[None, :]
+        a = load_fp32(given + S.HEADS, is_head)
+        a += load_fp32(bias_ptr + head, head < S.HEADS)[None, :]
+        rate = tl.exp(load_fp32(A_log_ptr + head, head < S.HEADS))[None, :]
+        gate_place = token.to(tl.int64)[:, None] * S.HEADS + head[None, :]
         tl.store(decay_ptr + gate_place, -rate * softplus(a), mask=is_head)
         tl.store(beta_ptr + gate_place, tl.sigmoid(b), mask=is_head)
 

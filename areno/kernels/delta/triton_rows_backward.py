@@ -1,4 +1,5 @@
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 """The backward pass of `triton_rows.py` as two Triton kernels: through silu and head norms, then the convolution.
 
 The first kernel overwrites the gradients with respect to q, k and v by those with respect to the convolution's output.
@@ -14,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from areno.kernels.delta.parts import DeltaWeights, RowChunks
-from areno.kernels.delta.triton_rows import LENGTH_EPS, causal_conv, constexpr_sizes, softplus
+from areno.kernels.delta.triton_rows import LENGTH_EPS, causal_conv, row_sizes, softplus
 from areno.kernels.elementwise.triton_norm import add_sums
 from areno.kernels.jit import kernel, load_fp32, load_masked, program_id_64
 
@@ -35,7 +36,7 @@ def conv_and_gates_backward(
     `grads` are the gradients of q, k, v, decay and beta. The first three are overwritten. Inputs before a row count as
     zeros. The weights are those of the convolution, A_log and dt_bias.
     """
-    n, sizes, n_heads = len(proj_NP), constexpr_sizes(weights), weights.n_heads
+    n, sizes, n_heads = len(proj_NP), row_sizes(weights), weights.n_heads
     grad_q_NGK, grad_k_NGK, grad_v_NHV, grad_decay_NH, grad_beta_NH = grads
     n_blocks, n_parts = triton.cdiv(n, CONV_TOKENS), 2 * weights.n_key_heads + n_heads
     n_conv = weights.conv_XW.numel()
@@ -47,13 +48,13 @@ def conv_and_gates_backward(
         inputs, grads_of_heads = (proj_NP, weights.conv_XW), (grad_q_NGK, grad_k_NGK, grad_v_NHV)
         how = {"TOKENS": HEAD_TOKENS, "num_warps": HEAD_WARPS}
         _heads_backward_kernel[(triton.cdiv(n, HEAD_TOKENS), n_parts)](
-            *inputs, chunks.positions_N, *grads_of_heads, n, weights.key_dim**-0.5, **sizes, **how
+            *inputs, chunks.positions_N, *grads_of_heads, n, weights.key_dim**-0.5, S=sizes, **how
         )
         gates = (weights.A_log_H, weights.dt_bias_H, chunks.positions_N)
         grads_of_gates, results = (grad_decay_NH, grad_beta_NH), (grad_proj_NP, of_conv_LD, of_gates_LD)
         how = {"TOKENS": CONV_TOKENS, "num_warps": CONV_WARPS}
         _conv_backward_kernel[(n_blocks, n_parts + 1)](
-            *inputs, *gates, *grads_of_heads, *grads_of_gates, *results, n, n_conv + 2 * n_heads, **sizes, **how
+            *inputs, *gates, *grads_of_heads, *grads_of_gates, *results, n, n_conv + 2 * n_heads, S=sizes, **how
         )
     if sums_LD is None:
         return None
@@ -91,83 +92,58 @@ def _heads_backward_kernel(
     grad_v_ptr,
     n,
     scale,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
+    S: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
-    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < n
     position = load_masked(positions_ptr + token, is_token)
     part = tl.program_id(1)
-    if part < 2 * KEY_HEADS:
-        key = tl.arange(0, KEY_BLOCK)
-        channel, real = part * KEY + key, key < KEY
-        x = causal_conv(proj_ptr, conv_ptr, None, None, token, position, is_token, channel, real, PROJ, CHANNELS, WIDTH)
-        inside = is_token[:, None] & (key < KEY)[None, :]
-        place = token.to(tl.int64)[:, None] * (KEY_HEADS * KEY) + key[None, :]
-        if part < KEY_HEADS:
-            _norm_backward(grad_q_ptr, place + part * KEY, inside, x, scale)
+    if part < 2 * S.KEY_HEADS:
+        key = tl.arange(0, S.KEY_BLOCK)
+        channel, real = part * S.KEY + key, key < S.KEY
+        x = causal_conv(proj_ptr, conv_ptr, None, None, token, position, is_token, channel, real, S)
+        inside = is_token[:, None] & (key < S.KEY)[None, :]
+        place = token.to(tl.int64)[:, None] * (S.KEY_HEADS * S.KEY) + key[None, :]
+        if part < S.KEY_HEADS:
+            _norm_backward(grad_q_ptr, place + part * S.KEY, inside, x, scale)
         else:
-            _norm_backward(grad_k_ptr, place + (part - KEY_HEADS) * KEY, inside, x, 1.0)
+            _norm_backward(grad_k_ptr, place + (part - S.KEY_HEADS) * S.KEY, inside, x, 1.0)
     else:
-        first = (part - 2 * KEY_HEADS) * VALUE
-        value = tl.arange(0, VALUE_BLOCK)
-        v_channel, is_v = 2 * KEY_HEADS * KEY + first + value, value < VALUE
-        v = causal_conv(
-            proj_ptr, conv_ptr, None, None, token, position, is_token, v_channel, is_v, PROJ, CHANNELS, WIDTH
-        )
-        is_value = is_token[:, None] & (value < VALUE)[None, :]
-        v_place = grad_v_ptr + token.to(tl.int64)[:, None] * (HEADS * VALUE) + first + value[None, :]
+        first = (part - 2 * S.KEY_HEADS) * S.VALUE
+        value = tl.arange(0, S.VALUE_BLOCK)
+        v_channel, is_v = 2 * S.KEY_HEADS * S.KEY + first + value, value < S.VALUE
+        v = causal_conv(proj_ptr, conv_ptr, None, None, token, position, is_token, v_channel, is_v, S)
+        is_value = is_token[:, None] & (value < S.VALUE)[None, :]
+        v_place = grad_v_ptr + token.to(tl.int64)[:, None] * (S.HEADS * S.VALUE) + first + value[None, :]
         grad = load_fp32(v_place, is_value) * _silu_gradient(v)
         tl.store(v_place, grad, mask=is_value)
 
 
 @triton.jit
 def _conv_backward(
-    proj_ptr,
-    conv_ptr,
-    positions_ptr,
-    grad_ptr,
-    out_ptr,
-    sums_ptr,
-    first,
-    dim,
-    n,
-    size,
-    channel,
-    is_channel,
-    PROJ: tl.constexpr,
-    STRIDE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
+    shared, grad_ptr, first, dim, channel, is_channel, STRIDE: tl.constexpr, S: tl.constexpr, TOKENS: tl.constexpr
 ):
     """Compute the gradients of the convolution's inputs and weights for the channels of one head.
 
     The gradient of the input of token t has a term from each token t + shift in the same row, for shifts below WIDTH.
     """
+    proj_ptr, conv_ptr, positions_ptr, out_ptr, sums_ptr, n, size = shared
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = (token < n)[:, None] & is_channel[None, :]
-    given = token.to(tl.int64)[:, None] * PROJ + channel[None, :]
+    given = token.to(tl.int64)[:, None] * S.PROJ + channel[None, :]
     place = token.to(tl.int64)[:, None] * STRIDE + first + dim[None, :]
     if sums_ptr is not None:
         x = load_fp32(proj_ptr + given, inside)
     total = tl.zeros(inside.shape, tl.float32)
-    for shift in tl.static_range(WIDTH):
+    for shift in tl.static_range(S.WIDTH):
         position = tl.load(positions_ptr + token + shift, mask=token + shift < n, other=-1)
         seen = (position >= shift)[:, None] & inside
         grad = load_fp32(grad_ptr + place + shift * STRIDE, seen)
-        weight = conv_ptr + channel * WIDTH + WIDTH - 1 - shift
+        weight = conv_ptr + channel * S.WIDTH + S.WIDTH - 1 - shift
         total += grad * load_fp32(weight, is_channel)[None, :]
         if sums_ptr is not None:
-            sums = sums_ptr + program_id_64(0) * size + channel * WIDTH + WIDTH - 1 - shift
+            sums = sums_ptr + program_id_64(0) * size + channel * S.WIDTH + S.WIDTH - 1 - shift
             tl.store(sums, tl.sum(grad * x, axis=0), mask=is_channel)
     tl.store(out_ptr + given, total, mask=inside)
 
@@ -189,97 +165,42 @@ def _conv_backward_kernel(
     gate_sums_ptr,
     n,
     size,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEY_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
+    S: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
-    PROJ: tl.constexpr = CHANNELS + HEADS * VALUE + 2 * HEADS
+    shared = proj_ptr, conv_ptr, positions_ptr, out_ptr, conv_sums_ptr, n, size
     part = tl.program_id(1)
-    if part < 2 * KEY_HEADS:
-        key = tl.arange(0, KEY_BLOCK)
-        if part < KEY_HEADS:
-            _conv_backward(
-                proj_ptr,
-                conv_ptr,
-                positions_ptr,
-                grad_q_ptr,
-                out_ptr,
-                conv_sums_ptr,
-                part * KEY,
-                key,
-                n,
-                size,
-                part * KEY + key,
-                key < KEY,
-                PROJ,
-                KEY_HEADS * KEY,
-                WIDTH,
-                TOKENS,
-            )
+    if part < 2 * S.KEY_HEADS:
+        key = tl.arange(0, S.KEY_BLOCK)
+        STRIDE: tl.constexpr = S.KEY_HEADS * S.KEY
+        if part < S.KEY_HEADS:
+            first = part * S.KEY
+            _conv_backward(shared, grad_q_ptr, first, key, part * S.KEY + key, key < S.KEY, STRIDE, S, TOKENS)
         else:
-            _conv_backward(
-                proj_ptr,
-                conv_ptr,
-                positions_ptr,
-                grad_k_ptr,
-                out_ptr,
-                conv_sums_ptr,
-                (part - KEY_HEADS) * KEY,
-                key,
-                n,
-                size,
-                part * KEY + key,
-                key < KEY,
-                PROJ,
-                KEY_HEADS * KEY,
-                WIDTH,
-                TOKENS,
-            )
-    elif part < 2 * KEY_HEADS + HEADS:
-        first = (part - 2 * KEY_HEADS) * VALUE
-        value = tl.arange(0, VALUE_BLOCK)
-        _conv_backward(
-            proj_ptr,
-            conv_ptr,
-            positions_ptr,
-            grad_v_ptr,
-            out_ptr,
-            conv_sums_ptr,
-            first,
-            value,
-            n,
-            size,
-            2 * KEY_HEADS * KEY + first + value,
-            value < VALUE,
-            PROJ,
-            HEADS * VALUE,
-            WIDTH,
-            TOKENS,
-        )
+            first = (part - S.KEY_HEADS) * S.KEY
+            _conv_backward(shared, grad_k_ptr, first, key, part * S.KEY + key, key < S.KEY, STRIDE, S, TOKENS)
+    elif part < 2 * S.KEY_HEADS + S.HEADS:
+        first = (part - 2 * S.KEY_HEADS) * S.VALUE
+        value = tl.arange(0, S.VALUE_BLOCK)
+        channel = 2 * S.KEY_HEADS * S.KEY + first + value
+        _conv_backward(shared, grad_v_ptr, first, value, channel, value < S.VALUE, S.HEADS * S.VALUE, S, TOKENS)
     else:
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-        head = tl.arange(0, HEAD_BLOCK)
-        inside = (token < n)[:, None] & (head < HEADS)[None, :]
-        given = token.to(tl.int64)[:, None] * PROJ + CHANNELS + HEADS * VALUE + head[None, :]
-        place = token.to(tl.int64)[:, None] * HEADS + head[None, :]
+        head = tl.arange(0, S.HEAD_BLOCK)
+        inside = (token < n)[:, None] & (head < S.HEADS)[None, :]
+        given = token.to(tl.int64)[:, None] * S.PROJ + S.CHANNELS + S.HEADS * S.VALUE + head[None, :]
+        place = token.to(tl.int64)[:, None] * S.HEADS + head[None, :]
         b = load_fp32(proj_ptr + given, inside)
-        a = load_fp32(proj_ptr + given + HEADS, inside)
-        a += load_fp32(bias_ptr + head, head < HEADS)[None, :]
-        rate = tl.exp(load_fp32(A_log_ptr + head, head < HEADS))[None, :]
+        a = load_fp32(proj_ptr + given + S.HEADS, inside)
+        a += load_fp32(bias_ptr + head, head < S.HEADS)[None, :]
+        rate = tl.exp(load_fp32(A_log_ptr + head, head < S.HEADS))[None, :]
         grad_decay = load_masked(grad_decay_ptr + place, inside) * -rate
         beta = tl.sigmoid(b)
         grad_b = load_masked(grad_beta_ptr + place, inside) * beta * (1.0 - beta)
         grad_a = grad_decay * tl.sigmoid(a)
         tl.store(out_ptr + given, grad_b, mask=inside)
-        tl.store(out_ptr + given + HEADS, grad_a, mask=inside)
+        tl.store(out_ptr + given + S.HEADS, grad_a, mask=inside)
         if gate_sums_ptr is not None:
             sums = gate_sums_ptr + program_id_64(0) * size + head
-            tl.store(sums, tl.sum(grad_decay * softplus(a), axis=0), mask=head < HEADS)
-            tl.store(sums + HEADS, tl.sum(grad_a, axis=0), mask=head < HEADS)
+            tl.store(sums, tl.sum(grad_decay * softplus(a), axis=0), mask=head < S.HEADS)
+            tl.store(sums + S.HEADS, tl.sum(grad_a, axis=0), mask=head < S.HEADS)

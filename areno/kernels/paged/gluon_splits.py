@@ -92,23 +92,10 @@ if HAS_GLUON:
     _ALIGNED = gl.constexpr(128 // _TILE)  # tiles of exponents in 128 bytes, of which TMA writes to multiples
 
     @gluon.jit
-    def _copy_tiles(
-        k_desc,
-        v_desc,
-        k_exponents_desc,
-        v_exponents_desc,
-        arrived,
-        ks,
-        vs,
-        k_exponents,
-        v_exponents,
-        table_row,
-        position,
-        exists,
-        stage,
-        BLOCK_SIZE: gl.constexpr,
-    ):
+    def _copy_tiles(sources, arrived, targets, table_row, position, exists, stage, BLOCK_SIZE: gl.constexpr):
         """Begin to copy the tiles of keys and values at `position` to index `stage` of shared memory, if they exist."""
+        k_desc, v_desc, k_exponents_desc, v_exponents_desc = sources
+        ks, vs, k_exponents, v_exponents = targets
         block = gl.load(table_row + position // BLOCK_SIZE, mask=exists, other=0)
         at = block * BLOCK_SIZE + position % BLOCK_SIZE
         ready = arrived.index(stage)
@@ -219,6 +206,7 @@ if HAS_GLUON:
             k_exponents = gl.allocate_shared_memory(gl.uint8, [_ALIGNED * STAGES, 1, TILE], k_exponents_desc.layout)
             v_exponents = gl.allocate_shared_memory(gl.uint8, [_ALIGNED * STAGES, 1, TILE], v_exponents_desc.layout)
         arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        sources, targets = (k_desc, v_desc, k_exponents_desc, v_exponents_desc), (ks, vs, k_exponents, v_exponents)
         for number in gl.static_range(STAGES):
             mbarrier.init(arrived.index(number), count=1)
 
@@ -253,22 +241,7 @@ if HAS_GLUON:
                 jit.wait_for_previous()
             for number in gl.static_range(STAGES):
                 at = start + number * TILE
-                _copy_tiles(
-                    k_desc,
-                    v_desc,
-                    k_exponents_desc,
-                    v_exponents_desc,
-                    arrived,
-                    ks,
-                    vs,
-                    k_exponents,
-                    v_exponents,
-                    table_row,
-                    at,
-                    number < n_tiles,
-                    number,
-                    BLOCK_SIZE,
-                )
+                _copy_tiles(sources, arrived, targets, table_row, at, number < n_tiles, number, BLOCK_SIZE)
             row = gl.where(member == 0, first_row, -1)
             if groups_ptr is not None:
                 of_group = gl.load(members_ptr + member, mask=is_group & (member < GROUP_SIZE), other=-1).to(gl.int64)
@@ -360,22 +333,8 @@ if HAS_GLUON:
                     acc = mma_v2(gl.convert_layout(weights.to(v.dtype), left), v, acc * decay[:, None])
                 best = new_best
                 next_tile = tile + STAGES
-                _copy_tiles(
-                    k_desc,
-                    v_desc,
-                    k_exponents_desc,
-                    v_exponents_desc,
-                    arrived,
-                    ks,
-                    vs,
-                    k_exponents,
-                    v_exponents,
-                    table_row,
-                    start + next_tile * TILE,
-                    next_tile < n_tiles,
-                    stage,
-                    BLOCK_SIZE,
-                )
+                at = start + next_tile * TILE
+                _copy_tiles(sources, arrived, targets, table_row, at, next_tile < n_tiles, stage, BLOCK_SIZE)
             cell = (row * n_heads + head) * n_parts + part
             if IS_FP8:
                 acc = gl.join(evens, odds).reshape((QUERIES, HEAD_DIM)) * scales(unit)

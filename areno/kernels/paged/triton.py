@@ -186,6 +186,7 @@ def _split_kernel(
     if k_exponents_ptr is not None:
         k_exponents_ptr += kv_head * BLOCK_SIZE
         v_exponents_ptr += kv_head * BLOCK_SIZE
+    exponents = k_exponents_ptr, v_exponents_ptr
     dim = tl.arange(0, PADDED_DIM)
     real_dim = dim < HEAD_DIM
 
@@ -218,17 +219,10 @@ def _split_kernel(
                     if PDL:
                         jit.wait_for_previous()
                     q = load_masked(place, real)
+                    softmax, positions = (best, total, acc), (start, end, least)
+                    cache = k_ptr, v_ptr, table_row, stride
                     best, total, acc = attend(
-                        q,
-                        (best, total, acc),
-                        (start, end, least),
-                        (k_ptr, v_ptr, table_row, stride),
-                        (k_exponents_ptr, v_exponents_ptr),
-                        scale,
-                        HEAD_DIM,
-                        PADDED_DIM,
-                        BLOCK_SIZE,
-                        WINDOW,
+                        q, softmax, positions, cache, exponents, scale, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, WINDOW
                     )
                     if WINDOW is not None:  # rows that attend to none of these positions get log_sum -inf
                         total = tl.where(best == float("-inf"), 1.0, total)
@@ -273,17 +267,10 @@ def _split_kernel(
             if WINDOW is not None:
                 least = last + 1 - WINDOW + tl.zeros([OWN_ROWS], tl.int32)
                 start = tl.maximum(start, (last + 1 - WINDOW) // TILE * TILE)
+            softmax, positions = (best, total, acc), (start, end, least)
+            cache = k_ptr, v_ptr, table_row, stride
             best, total, acc = attend(
-                q,
-                (best, total, acc),
-                (start, end, least),
-                (k_ptr, v_ptr, table_row, stride),
-                (k_exponents_ptr, v_exponents_ptr),
-                scale,
-                HEAD_DIM,
-                PADDED_DIM,
-                BLOCK_SIZE,
-                WINDOW,
+                q, softmax, positions, cache, exponents, scale, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, WINDOW
             )
             if WINDOW is not None:
                 total = tl.where(best == float("-inf"), 1.0, total)

@@ -165,6 +165,8 @@ def _split_kernel(
     if k_exponents_ptr is not None:
         k_exponents_ptr += kv_head * BLOCK_SIZE
         v_exponents_ptr += kv_head * BLOCK_SIZE
+    given = q_ptr, sums_ptr, stats_ptr, rate, q_stride, n_heads, n_parts, n_cells
+    cache = k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr
     dim = tl.arange(0, PADDED_DIM)
     first_group_split_len = tl.load(split_lens_ptr + 1).to(tl.int32)
     if piece < n_group_splits:
@@ -185,34 +187,10 @@ def _split_kernel(
                     row_length = tl.load(lengths_ptr + row, mask=row >= 0, other=2**31 - 1).to(tl.int32)
                     if PDL:
                         jit.wait_for_previous()
-                    _attend_spans(
-                        q_ptr,
-                        k_ptr,
-                        v_ptr,
-                        k_exponents_ptr,
-                        v_exponents_ptr,
-                        table_row,
-                        sums_ptr,
-                        stats_ptr,
-                        rate,
-                        row,
-                        kv_head * HEADS_PER_KEY + cell % HEADS_PER_KEY,
-                        row >= 0,
-                        span,
-                        tl.minimum(tl.where(split == 0, first_group_split_len, span_start(span + 1)), shared),
-                        split,
-                        row_length,
-                        q_stride,
-                        n_heads,
-                        n_parts,
-                        n_cells,
-                        GROUP_ROWS,
-                        STRIDE,
-                        DIM,
-                        PADDED_DIM,
-                        BLOCK_SIZE,
-                        WINDOW,
-                    )
+                    cells = row, kv_head * HEADS_PER_KEY + cell % HEADS_PER_KEY, row >= 0, row_length
+                    end = tl.minimum(tl.where(split == 0, first_group_split_len, span_start(span + 1)), shared)
+                    part = table_row, span, end, split
+                    _attend_spans(given, cache, cells, part, GROUP_ROWS, STRIDE, DIM, PADDED_DIM, BLOCK_SIZE, WINDOW)
     else:
         piece -= n_group_splits
         row = (piece // own_splits).to(tl.int64)
@@ -243,58 +221,18 @@ def _split_kernel(
                     tl.store(v_ptr + place + dim, new_v, mask=inside)
                 tl.debug_barrier()
             cell = tl.arange(0, OWN_ROWS)
-            _attend_spans(
-                q_ptr,
-                k_ptr,
-                v_ptr,
-                k_exponents_ptr,
-                v_exponents_ptr,
-                table_row,
-                sums_ptr,
-                stats_ptr,
-                rate,
-                row + tl.zeros([OWN_ROWS], tl.int64),
-                kv_head * HEADS_PER_KEY + cell,
-                cell < HEADS_PER_KEY,
-                span,
-                end,
-                tl.where(is_first, 0, span - n_first_spans + 1),
-                length + tl.zeros([OWN_ROWS], tl.int32),
-                q_stride,
-                n_heads,
-                n_parts,
-                n_cells,
-                OWN_ROWS,
-                STRIDE,
-                DIM,
-                PADDED_DIM,
-                BLOCK_SIZE,
-                WINDOW,
-            )
+            rows, lengths = row + tl.zeros([OWN_ROWS], tl.int64), length + tl.zeros([OWN_ROWS], tl.int32)
+            cells = rows, kv_head * HEADS_PER_KEY + cell, cell < HEADS_PER_KEY, lengths
+            part = table_row, span, end, tl.where(is_first, 0, span - n_first_spans + 1)
+            _attend_spans(given, cache, cells, part, OWN_ROWS, STRIDE, DIM, PADDED_DIM, BLOCK_SIZE, WINDOW)
 
 
 @triton.jit
 def _attend_spans(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    k_exponents_ptr,
-    v_exponents_ptr,
-    table_row,
-    sums_ptr,
-    stats_ptr,
-    rate,
-    row,
-    head,
-    real,
-    span,
-    end,
+    given,
+    cache,
+    cells,
     part,
-    row_length,
-    q_stride,
-    n_heads,
-    n_parts,
-    n_cells,
     ROWS: tl.constexpr,
     STRIDE: tl.constexpr,
     DIM: tl.constexpr,
@@ -307,6 +245,10 @@ def _attend_spans(
     Keys are the rows of the products and queries their columns: a Hopper GPU then multiplies the tiles directly from
     shared memory, and its registers hold little more than the sums.
     """
+    q_ptr, sums_ptr, stats_ptr, rate, q_stride, n_heads, n_parts, n_cells = given
+    k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr = cache
+    row, head, real, row_length = cells
+    table_row, span, end, index_of_part = part
     dim = tl.arange(0, PADDED_DIM)
     mask = (dim < DIM)[:, None] & real[None, :]
     q = load_masked(q_ptr + (row * q_stride + head * DIM)[None, :] + dim[:, None], mask)
@@ -344,7 +286,7 @@ def _attend_spans(
             span_best = new_best
         best, total, decay, weight = join_spans(best, total, span_best, tl.max(span_total, axis=0), rate)
         acc = tl.fma(acc, decay[None, :], span_acc * weight[None, :])
-    cell = (row * n_heads + head) * n_parts + part
+    cell = (row * n_heads + head) * n_parts + index_of_part
     tl.store(sums_ptr + cell[None, :] * DIM + dim[:, None], acc, mask=mask)
     tl.store(stats_ptr + cell, best, mask=real)
     tl.store(stats_ptr + n_cells + cell, total, mask=real)
