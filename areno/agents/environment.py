@@ -112,7 +112,6 @@ class Episode:
 
     @property
     def reward(self) -> float:
-        """The sum of the rewards of all turns."""
         return math.fsum(self.rewards)
 
 

@@ -73,7 +73,6 @@ class McpEnvironment(Environment):
 
 
 async def _list_tools(client: Any) -> list[Any]:
-    """Return all tools of an MCP server, from all pages of its tool list."""
     page = await client.list_tools()
     tools = list(page.tools)
     while page.next_cursor:

@@ -67,7 +67,6 @@ class OnlineSessions:
                 self._waiting.setdefault(sample.group, deque()).append(sample)
 
     def clear(self) -> None:
-        """End all sessions. Nothing waits after that."""
         with self._lock:
             for key in list(self._open):
                 self._forget(key)
@@ -119,7 +118,6 @@ class OnlineSessions:
         return sample
 
     def _remove_group(self, group: Group) -> None:
-        """Forget a group of which no sample waits."""
         del self._waiting[group]
         self._used_at.pop(group, None)
         for task_id in [name for name, own in self._group_of_task.items() if own == group]:

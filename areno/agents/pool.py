@@ -115,7 +115,6 @@ class AgentPool(WorkerPool[AgentConfig], AgentRunner):
         self._suspended_at = None
 
     def restart_busy_workers(self) -> None:
-        """Kill the busy processes, and start new processes in their place."""
         super().restart_busy_workers()
         self._running = _PendingCalls(self.n_workers)
         self.resume()

@@ -271,7 +271,6 @@ class _Runner:
                 self._connection.send_bytes(answer)
 
     def _send_answers_and_exit(self) -> NoReturn:
-        """End the process after all answers have been sent."""
         self._outbox.put(None)
         self._sender.join()
         os._exit(0)

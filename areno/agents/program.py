@@ -92,7 +92,6 @@ def find_program(name: str) -> list[str]:
 
 
 def _root_of(program: Path) -> str:
-    """Return the folder with all files of a program."""
     for parent in program.parents:
         if parent.name == "node_modules":
             return str(parent)
@@ -107,7 +106,6 @@ def _is_python_home(folder: Path) -> bool:
 
 
 def _interpreter_of(program: str) -> str | None:
-    """Return the path of the interpreter in the first line of a script, or None."""
     with open(program, "rb") as file:
         first = file.readline(256)
     if not first.startswith(b"#!"):

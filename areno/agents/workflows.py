@@ -59,7 +59,6 @@ def _call_of(run: Callable[..., Any], key: str, name: str) -> Callable[[AgentCon
 
 
 def http_client() -> Any:
-    """Return a client for one agent or many."""
     import httpx
 
     # timeout=None: the server limits the time of each request.

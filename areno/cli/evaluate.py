@@ -239,7 +239,6 @@ def _evaluation_config(
 
 
 def _output_folder(named: str | None, of_run: Path | None, model: str) -> Path:
-    """Return the folder that the user named, or a new one in evaluations/ of the run."""
     if named is not None:
         return Path(named).expanduser()
     base = (of_run or Path("outputs")).absolute() / "evaluations"

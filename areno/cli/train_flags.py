@@ -180,7 +180,6 @@ def merge_with_settings(
 
 
 def _settings_of_flag(flag: TrainFlag, settings: Iterable[SettingRow], value: Any, own_task: bool) -> Iterator[str]:
-    """Yield key=value for each setting that a flag sets to the value of the flag."""
     if flag.name == "--kl-loss-type":
         value = _KL_TYPES.get(value, value)
     for row in settings:

@@ -243,7 +243,6 @@ class PassBytes:
         )
 
     def with_teacher_logits(self) -> PassBytes:
-        """Return the bytes of a pass that also computes the logits of a teacher."""
         two = {"logits_of_token": 2 * self.logits_of_token, "logits_expected": 2 * self.logits_expected}
         return replace(self, **two, stored_of_token=2 * self.stored_of_token)
 

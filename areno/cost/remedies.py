@@ -196,7 +196,6 @@ def _value_text(value: Any) -> str:
 
 
 def join_by_or(texts: Sequence[str]) -> str:
-    """Join texts as "a, b or c"."""
     return " or ".join([", ".join(texts[:-1])] * (len(texts) > 1) + [*texts[-1:]])
 
 

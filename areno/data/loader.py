@@ -111,7 +111,6 @@ class BatchLoader(Generic[Item]):
 
     @property
     def parts(self) -> dict[str, BatchLoader[Item]]:
-        """The loaders of all sources by name: this one alone."""
         return {"": self}
 
     def batches(self) -> Iterator[Batch[Item]]:

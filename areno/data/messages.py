@@ -204,7 +204,6 @@ class _TemplateTraits:
         return self._roles[role]
 
     def join_parts(self, tokenizer: Any, role: str, parts: Sequence[str]) -> str:
-        """Join the text parts of a content to one text, as the template does."""
         if role not in self._separators:
             self._separators[role] = _part_separator(tokenizer, role) if self.template is not None else ("\n", False)
         separator, trims = self._separators[role]

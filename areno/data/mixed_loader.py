@@ -24,7 +24,6 @@ class ShareDealer:
         self.owed = dict.fromkeys(names, 0.0)
 
     def deal(self, weights: Mapping[str, float], n_places: int) -> list[str]:
-        """Return the source of each place of a batch."""
         total = sum(weights.values())
         for name in self.owed:
             self.owed[name] += weights[name] / total * n_places
@@ -62,7 +61,6 @@ class MixedLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch."""
         return self._n_batches * self.batch_size // self.n_rows
 
     def batches_until_epoch(self, n: int) -> Iterator[Batch[PromptItem]]:
@@ -85,7 +83,6 @@ class MixedLoader:
         )
 
     def learn(self, results: Iterable[GroupResult]) -> None:
-        """Let the curriculum learn from the groups of a step."""
         self.curriculum.learn(results, {name: loader.epochs_begun for name, loader in self.parts.items()})
 
     def metrics(self) -> dict[str, float]:

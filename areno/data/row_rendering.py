@@ -44,7 +44,6 @@ def render_prompt(
     prompt_key: str = "prompt",
     solutions_key: str = "solutions",
 ) -> RenderedRow[PromptItem]:
-    """Render a row with a prompt, for reinforcement learning."""
     prompt, plain = row[prompt_key], isinstance(row[prompt_key], str)
     rendered = render_checked_prompt(tokenizer, prompt, enable_thinking, tools_of(row))
     text = rendered.replace(BREAK, "")

@@ -150,5 +150,4 @@ class StepEncoder:
         return found
 
     def reward_of_step_scores(self, scores: Sequence[float]) -> float:
-        """Return the reward of an answer. `scores` are the probabilities that its steps are right."""
         return _REDUCE[self.score](scores)

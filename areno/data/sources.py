@@ -90,7 +90,6 @@ class ValidSet(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The configuration section of the set, for messages."""
         return f"valid_dataset.sets.{self.name}" if self.name else "valid_dataset"
 
 

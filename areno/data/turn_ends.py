@@ -50,7 +50,6 @@ def set_model_end_ids(tokenizer: Any, ids: Iterable[int]) -> None:
 
 
 def is_model_end_token(tokenizer: Any, token: str) -> bool:
-    """Return whether the files of the model list a token as an end token."""
     return tokenizer.convert_tokens_to_ids(token) in vars(tokenizer).get("model_end_ids", ())
 
 

@@ -91,7 +91,6 @@ class Dispatcher:
 
     @property
     def n_unfinished_by_request(self) -> dict[int, int]:
-        """Number of unfinished samples, by request id."""
         return {id_: sum(part.missing for part in parts) for id_, parts in self._of_request.items()}
 
     def add(self, requests: Sequence[GenerationRequest], max_new_by_request: Mapping[int, int]) -> None:

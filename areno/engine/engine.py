@@ -442,7 +442,6 @@ class Engine(SamplingEngine, AbstractContextManager["Engine"]):
         return max(self._call("phase_memory_gib"))
 
     def host_memory_gib(self) -> float:
-        """Return the host memory that the driver and all workers have in use."""
         return (process_resident_bytes() + self.workers.host_bytes()) / 2**30
 
     def begin_kernel_profile(self) -> None:

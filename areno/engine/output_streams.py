@@ -204,7 +204,6 @@ class OutputStreams:
 
     @property
     def has_reading_consumers(self) -> bool:
-        """Return whether any consumer is not abandoned."""
         with self._lock:
             return any(not consumer.abandoned for consumer in self._consumers.values())
 
@@ -387,7 +386,6 @@ class _PendingBatch:
         self._start_timer()
 
     def add(self, stream: _Stream) -> asyncio.Future[None]:
-        """Add a request, and return a future that completes when it is submitted."""
         self._last_at = self.loop.time()
         future: asyncio.Future[None] = self.loop.create_future()
         self.waiting.append((stream, future))

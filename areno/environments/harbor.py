@@ -135,7 +135,6 @@ class Task:
 
     @property
     def tests_s(self) -> float:
-        """Time limit of the tests in seconds."""
         return self._setting("verifier.timeout_sec") or _TEST_S
 
     @property
@@ -148,7 +147,6 @@ class Task:
         return {**self.environment, **(self._setting("verifier.env") or {})}
 
     def copy_files(self, work: Path) -> None:
-        """Copy the files that the working folder begins with."""
         files = self.folder / "environment"
         if not files.is_dir():
             return
@@ -166,7 +164,6 @@ class Task:
                     shutil.copy2(source, file, follow_symlinks=False)
 
     def problems(self) -> Iterator[str]:
-        """Yield why the task cannot be used."""
         try:
             _ = self.settings
         except (ValueError, OSError) as error:

@@ -255,7 +255,6 @@ class _Policy:
         self._headers = {"Authorization": f"Bearer {ctx.api_key}"}
 
     async def answer(self, messages: Sequence[Any], tools: Sequence[Any]) -> dict[str, Any]:
-        """Return the message of the model."""
         body = {"model": "policy", "messages": messages, **({"tools": tools} if tools else {})}
         async with self._http.post(self._url, json=body, headers=self._headers) as response:
             found = await response.json()

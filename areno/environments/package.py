@@ -26,7 +26,6 @@ class LazyRows:
     """Text that changes if the rows change."""
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Any:

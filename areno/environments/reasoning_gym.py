@@ -45,7 +45,6 @@ class ReasoningGym(EnvironmentPackage):
     gives_reward = True
 
     def check(self) -> None:
-        """Check that the generator exists."""
         self.check_installed()
         if self.name == "composite":
             raise self.problem("mixes other generators; name one of them")

@@ -73,7 +73,6 @@ class RowsProcess:
 
 @cache
 def rows_process(package: str) -> RowsProcess:
-    """Return the process of a package."""
     return RowsProcess(package)
 
 

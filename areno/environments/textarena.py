@@ -35,7 +35,6 @@ class TextArena(EnvironmentPackage):
     has_agent = True
 
     def check(self) -> None:
-        """Check that the game can be played here."""
         self.check_installed()
         self.check_name(self._call(_names))
         self._check_game({})
@@ -149,7 +148,6 @@ class _Game:
         return self._call(self._game.get_observation)
 
     def step(self, action: str) -> bool:
-        """Make a move. Returns whether the game is over."""
         return bool(self._call(self._game.step, action=action)[0])
 
     def result(self, seat: int) -> dict[str, float]:

@@ -140,7 +140,6 @@ class InterruptDelay:
         self._before = {}
 
     def raise_if_interrupted(self) -> None:
-        """Raise KeyboardInterrupt if a signal was delayed."""
         if self._received is not None and self._timer is not None:
             self._cancel_timer()
             self._before[self._received](self._received, None)

@@ -262,5 +262,4 @@ def _file_sets_key(file: Path, key: str) -> bool:
 
 
 def join_by_and(names: list[str]) -> str:
-    """Join names as in `a, b and c`."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))

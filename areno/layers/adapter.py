@@ -143,7 +143,6 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def refresh_stacked(self) -> None:
-        """Copy A into the stacked tensor, if there is one."""
         if self.stacked is not None:
             self.stacked[0][self._n_out : self._n_out + len(self.a)] = self.a
 

@@ -181,12 +181,10 @@ class MaskConfig(Section):
 
     @property
     def n_recorded_tokens(self) -> int:
-        """See `Mask.n_recorded_tokens`."""
         chosen = MASKS.chosen(self)
         return 0 if chosen is None else chosen.n_recorded_tokens
 
     @property
     def mask_divergence(self) -> str | None:
-        """See `Mask.divergence`."""
         chosen = MASKS.chosen(self)
         return None if chosen is None else chosen.divergence

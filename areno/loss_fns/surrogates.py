@@ -402,7 +402,6 @@ class SurrogateConfig(*SURROGATES.bases):
 
     @property
     def chosen_surrogate(self) -> Surrogate:
-        """The surrogate that the settings choose."""
         found = SURROGATES.chosen(self)
         assert found is not None
         return found

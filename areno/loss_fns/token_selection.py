@@ -121,7 +121,6 @@ class KLCov(TokenSelection):
 
     @property
     def kl_coef(self) -> float:  # type: ignore[override]
-        """The coefficient of the penalty."""
         return self.coef
 
     def choose(
@@ -149,5 +148,4 @@ class TokenSelectionConfig(Section):
 
     @property
     def chosen_token_selection(self) -> Any:
-        """The selection that the settings choose, or None."""
         return TOKEN_SELECTIONS.chosen(self)

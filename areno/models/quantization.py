@@ -46,6 +46,5 @@ def quantized_linears(model: Transformer) -> Iterator[Linear]:
 
 
 def quantized_buffers(model: Transformer) -> list[Tensor]:
-    """Return the memory of all quantized weights as 1-D tensors."""
     found = [module.quantized for module in quantized_linears(model)]
     return [buffer.view(-1) for each in found if each is not None for buffer in each.buffers]

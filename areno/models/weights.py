@@ -300,7 +300,6 @@ class ExpertRows:
         self._n_rows = source.get_shape()[2 if transposed else 1]
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Return rows of one expert."""
         expert, first = divmod(rows.start, self._n_rows)
         own, of_expert = slice(expert, expert + 1), slice(first, first + rows.stop - rows.start)
         if self._transposed:

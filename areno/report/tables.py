@@ -71,7 +71,6 @@ def samples_table(rows: Sequence[Any], records: Sequence[Any], outcomes: Sequenc
 
 
 def _recorded_reward(row: Mapping[str, Any]) -> float | None:
-    """Return the recorded reward of a sample, or None if it has no finite reward."""
     value = row.get("reward")
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else None
 

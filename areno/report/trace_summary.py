@@ -190,7 +190,6 @@ def _phase_seconds(step: Span, inside: Sequence[Span]) -> dict[str, float]:
 
 
 def _busy_ns(bars: Sequence[Span]) -> int:
-    """Return the nanoseconds in which at least one of the bars runs."""
     busy, reached = 0, 0
     for bar in sorted(bars, key=lambda bar: bar.start):
         busy += max(0, bar.end - max(bar.start, reached))

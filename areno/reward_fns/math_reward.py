@@ -222,7 +222,6 @@ def _gives_all_answers(parts: tuple[str, ...], completion: str) -> bool:
 
 
 def _final_answer_matches(solution: _Solution, completion: str) -> bool:
-    """Return whether the final answer of a completion equals the solution."""
     answer, read = last_box(completion), _parse_formula
     if answer is None:
         answer, read = _answer_after_hashes(completion), _parse_whole_answer

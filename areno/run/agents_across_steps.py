@@ -97,7 +97,6 @@ class LiveAgents:
                 self._session.end_server(server)
 
     def server_for(self, batch: int, seed: int) -> SessionProxy:
-        """Return the server of a batch of prompts. Start it if it is not running."""
         if batch not in self._servers:
             self._servers[batch] = self._start_server(self._config.gconfig, seed)
         return self._servers[batch]
@@ -114,7 +113,6 @@ class LiveAgents:
         self._pool.submit(items, context, lambda index, outcome: self.finished.append(read(index, outcome)))
 
     def stop_other_servers(self, batches: Collection[int]) -> None:
-        """Stop the servers of all batches but these."""
         assert self._session is not None
         for batch in self._servers.keys() - batches:
             self._session.end_server(self._servers.pop(batch))

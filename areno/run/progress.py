@@ -251,12 +251,10 @@ class RunProgress:
             logger.warning(text + "measured no more, and the result of the run is its mean reward", max(rewards))
 
     def append_to_history(self, **values: float) -> None:
-        """Append values of the current step to `history`."""
         for name, value in values.items():
             self.history.setdefault(name, []).append(float(value))
 
     def recent_mean(self, name: str, n: int = 1) -> float:
-        """Return the mean of the last `n` values in `history[name]`."""
         return float(np.mean(self.history[name][-n:]))
 
     def result(self, evaluated: Name, trained: str, n: int = 1) -> float:

@@ -51,7 +51,6 @@ class RecordedRun:
         self.read = functools.cache(self.records.read)
 
     def error_of(self, step: int) -> str | None:
-        """Return the error with which a recorded step ended the run, if it did."""
         return self.read(step).get("error")
 
     @property

@@ -199,7 +199,6 @@ class StateFolder:
         atomic_remove(self.path_of(step))
 
     def newest_size_bytes(self) -> int:
-        """Return the size of the newest state in bytes. 0 without states."""
         newest = next(iter(self.steps()), None)
         files = [] if newest is None else self.path_of(newest).rglob("*")
         return sum(path.stat().st_size for path in files if path.is_file())

@@ -70,7 +70,6 @@ class Trials(AbstractContextManager["Trials"]):
             engine.close()
 
     def fits_time_limit(self, candidate: Candidate) -> bool:
-        """Return whether the trial of a candidate is expected to end within the time limit."""
         starts = self._engine is None or self._recomputes != candidate.config.actor.gradient_checkpointing
         expected = (self._longest_s or 2 * (_ROLLOUT_S + _TRAIN_S)) + (self._start_s if starts else 0.0)
         return time.monotonic() - self._began + expected <= LIMIT_S

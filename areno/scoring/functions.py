@@ -72,7 +72,6 @@ def joined_names(config: RewardConfig, given: Given | None = None) -> str:
 
 
 def function_name(function: Any) -> str:
-    """Return the name of a function, or the class name of a callable object."""
     return getattr(function, "__name__", type(function).__name__)
 
 

@@ -177,7 +177,6 @@ class Scoring(AbstractContextManager["Scoring"]):
         return [self._calls.outcomes[number] for number in numbers]
 
     def are_scored(self, numbers: Iterable[int]) -> bool:
-        """Return whether all samples with these numbers have been scored."""
         return all(number in self._calls.outcomes for number in numbers)
 
     def span_of(self, number: int) -> tuple[int, int] | None:

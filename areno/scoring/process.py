@@ -132,7 +132,6 @@ class _Scorer:
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop, created when it is first used."""
         return new_event_loop(self.copies.exit_if_child)
 
     def score(self, chunk: Chunk) -> None:

@@ -412,7 +412,6 @@ class _Choice:
         return {"message": message, "finish_reason": self.finish_reason(), "tokens": tokens}
 
     def matched_stop(self, stop: Sequence[str]) -> str | None:
-        """Return the stop string that ended the text, or None."""
         output, sampler = self.finished_output, self._chat.endpoint.sampler
         if not stop or output.finish_reason != "stop" or output.tokens[-1] in sampler.stop_ids:
             return None

@@ -119,7 +119,6 @@ def is_byte(tokenizer: Any, token: int) -> bool:
 
 
 def special_ids(tokenizer: Any, keep: Collection[str] = ()) -> frozenset[int]:
-    """Return the ids of all special tokens except those in `keep`."""
     added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     ids = {*added, *tokenizer.all_special_ids}
     return frozenset(number for number in ids if number not in added or str(added[number]) not in keep)

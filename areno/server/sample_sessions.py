@@ -122,7 +122,6 @@ class SharedAnswer:
 
     @property
     def can_be_read(self) -> bool:
-        """Whether a repeated request gets this answer."""
         failed = self._task.done() and (self._task.cancelled() or self._task.exception() is not None)
         return not self.is_delivered and not failed
 
@@ -252,7 +251,6 @@ class SampleSession:
             self._conversations.add(keys[-1])
 
     def record(self, turns: Sequence[dict[str, Any]]) -> None:
-        """Record the turns of a delivered answer."""
         for turn in turns:
             self.turns.append(turn)
             self.n_sampled += len(turn["tokens"].sampled)

@@ -41,7 +41,6 @@ def key_of(config: ExperimentConfig, inputs: Mapping[str, str]) -> Key:
 
 
 def write_result(config: ExperimentConfig, key: Key, command: str, findings: Sequence[Mapping[str, Any]]) -> Path:
-    """Write the result of a check into the folder of the experiment."""
     record = {"command": command, "time": time.strftime("%Y-%m-%d %H:%M"), "key": key, "findings": list(findings)}
     folder = _experiment(config) / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)

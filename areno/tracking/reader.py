@@ -237,7 +237,6 @@ def run_folders(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder holds a run that RunReader can read."""
     described = has_description(folder) and os.path.exists(folder / "versions.json")
     return described or os.path.exists(folder / "logs" / "metrics.jsonl")
 
@@ -328,7 +327,6 @@ def headline(series: Series, title: str, choose: Callable[..., float] | None) ->
 
 
 def last_step(run: RunReader) -> int:
-    """Return the step of the last record of a run, 0 without records."""
     return max((record["step"] for record in run.file.first_and_last_records()), default=0)
 
 

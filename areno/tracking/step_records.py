@@ -48,7 +48,6 @@ class RecordFolder:
         return self.folder / f"{step:06d}{_SUFFIX}"
 
     def steps(self) -> list[int]:
-        """Return the recorded steps in ascending order."""
         return sorted(int(path.stem) for path in self.folder.glob(f"*{_SUFFIX}") if path.stem.isdecimal())
 
     def sizes(self) -> dict[int, int]:

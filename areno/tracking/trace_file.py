@@ -100,7 +100,6 @@ class TraceFile:
             logger.warning("the trace cannot be written any more: %s: %s", self._folder, error.strerror)
 
     def _json_of_events(self, events: Sequence[trace.Event]) -> Iterator[str]:
-        """Yield the JSON of each event, and the names of new lanes."""
         by_lane: dict[str, list[trace.Event]] = {}
         for event in events:
             by_lane.setdefault(event[0], []).append(event)
@@ -181,7 +180,6 @@ class SessionFile:
 
 
 def trace_files(folder: Path) -> list[Path]:
-    """Return the files of the timeline, the oldest first."""
     return sorted(path for path in folder.glob("trace-*.json") if path.stem[6:].isdigit())
 
 

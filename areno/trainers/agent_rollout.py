@@ -102,7 +102,6 @@ def sample_with_agents(
 def agent_items(
     config: PolicyExperimentConfig, items: Sequence[PromptItem], gconfig: GenerationConfig
 ) -> list[AgentItem]:
-    """Return the items of all samples of prompts."""
     found = AgentBatch.from_prompt_batch(Batch(items=list(items)), gconfig.n_samples)
     return [item for item in found if item.sample_index < config.n_samples_of(item.source, gconfig)]
 

@@ -46,7 +46,6 @@ def serve_driver(fd: int, serve: Callable[[Connection], None]) -> None:
 
 
 def is_async(function: Any) -> bool:
-    """Return whether a function is async, or a callable object has an async `__call__`."""
     call = getattr(function, "__call__", None)  # noqa: B004  # that of an object may be async
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 

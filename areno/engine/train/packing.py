@@ -369,7 +369,6 @@ class LocalTokens:
         return len(self.packed.tokens_N)
 
     def select_predecessors(self, hidden_nD: Tensor, indices_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Call `select` with the previous token as the source of each token."""
         shared = self.packed.shared
         return self.select(hidden_nD, indices_T, indices_T - 1 if shared is None else shared.previous_N[indices_T])
 

@@ -414,7 +414,6 @@ def order_to_share(rows: Rows, sharing: PrefixSharing) -> list[tuple[int, int]] 
 def prefix_sharing_rules(
     model: Transformer, role: RoleSpec, when: SharePrefixes
 ) -> tuple[PrefixSharing, PrefixSharing]:
-    """Return the rules of scoring and of training."""
     on_cuda, itemsize = model.device.type == "cuda", model.embed.weight.element_size()
     rule = partial(PrefixSharing.from_setting, when, model.config, itemsize, on_cuda=on_cuda, tp_size=model.tp.size)
     return rule(trains=False), rule(trains=True, adapters=role.adapters)

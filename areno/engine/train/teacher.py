@@ -106,7 +106,6 @@ class Teachers:
 
 
 def entropy_teacher(update: UpdateSpec | None) -> Teacher | None:
-    """Return what computes an entropy with a gradient, if an update asks for it."""
     return Negentropy() if update is not None and update.differentiates_entropy else None
 
 

@@ -29,7 +29,6 @@ def quantize_rows(
 
 
 def scales_from_exponents(exponents: Tensor) -> Tensor:
-    """Return the scales in float32."""
     return (exponents.int() << 23).view(torch.float32)
 
 

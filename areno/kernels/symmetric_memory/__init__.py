@@ -160,7 +160,6 @@ def _are_collectives_right(memory: SymmetricMemory, n_bytes: int, group: Any, ge
 
 
 def _is_true_on_any_rank(here: bool, group: Any, device: torch.device) -> bool:
-    """Return whether `here` is True on any rank."""
     found = torch.tensor(float(here), device=device)
     dist.all_reduce(found, group=group)
     return bool(found.item())

@@ -240,7 +240,6 @@ class JsonRules:
         return self._lark.union_terminal([f"{json.dumps(chr(34))} {term} {json.dumps(chr(34))}"])
 
     def literal_rule(self, value: Any) -> str:
-        """Return the expression of exactly this value."""
         if isinstance(value, list):
             return self._brackets("[]", f" {self.comma} ".join(map(self.literal_rule, value)), not value)
         if isinstance(value, dict):
@@ -336,7 +335,6 @@ class JsonRules:
         return self._sequence(listed, other, comma, (form.low, form.high))
 
     def property_value_rule(self, name: str, places: Sequence[Place]) -> str | None:
-        """Return the expression of the value of a property, or None if there is no such value."""
         return self.value_rule(places)
 
     def _unlisted_property_rule(self, form: ObjectSchema) -> str | None:

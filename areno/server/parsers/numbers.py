@@ -194,7 +194,6 @@ def _exponent_terms(low: float, high: float) -> list[str]:
 
 
 def _scientific(value: float) -> tuple[int, str]:
-    """Return the exponent and the digits of the mantissa."""
     exact = Decimal(repr(value))
     return exact.adjusted(), "".join(map(str, exact.as_tuple().digits)).rstrip("0")
 

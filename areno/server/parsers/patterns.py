@@ -47,7 +47,6 @@ _ASCII = {"d": "0-9", "w": "a-zA-Z0-9_"}  # as in JavaScript, whose patterns JSO
 
 
 def escape_regex(text: str) -> str:
-    """Return the regex of exactly this text."""
     return "".join(f"\\{char}" if char in _SYNTAX else char for char in text)
 
 
@@ -76,7 +75,6 @@ def json_expression(schema: dict[str, Any]) -> str:
 
 
 def pattern_fault(pattern: str) -> str:
-    """Return why a pattern cannot be enforced, or ""."""
     return "" if decimal_term(pattern) else text_schema_fault({"pattern": pattern})
 
 

@@ -107,7 +107,6 @@ class _LiteralParser:
         return calls
 
     def read_whole_literal(self) -> Reading[Any]:
-        """Read one literal that is the whole text."""
         value = yield from self._read_value(0)
         yield from self._source.skip_space()
         if (yield from self._source.peek()):

@@ -229,7 +229,6 @@ class SchemaDocument:
         return dict.fromkeys(name for schema in schemas_of(alternative) for name in schema.get("required", ()))
 
     def property_schemas(self, name: str, alternative: Alternative) -> tuple[Place, ...]:
-        """Return the schemas that a property of an object must match."""
         found: list[Place] = []
         for schema, base in _schema_places(alternative):
             own = [schema["properties"][name]] if name in schema.get("properties", {}) else []
