@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -141,32 +141,29 @@ class VocabSoftmax:
         kernels_for(logits_CV).logprob_gradient(logits_CV, lse_C, targets_C, self.first, self.temperature, out_CV)
 
 
-class Teacher(Protocol):
-    """The teacher's distribution at each of the K positions.
+class StudentChunk(NamedTuple):
+    """The positions that are computed at once: the student's logits, and their norm as in `log_softmax`."""
 
-    `logits_CV` and `norm_2C` are the student's logits, which are not changed, and their norm as in `log_softmax`.
+    head: VocabSoftmax
+    part: slice  # of the K positions
+    logits_CV: Tensor
+    norm_2C: Tensor
+
+
+class Teacher(Protocol):
+    """The teacher's distribution at each of the K positions. The student's logits are not changed.
+
     `entropy.Negentropy` is a teacher, too, for which the divergence is the negative entropy of the student.
     """
 
     @property
     def n_saved(self) -> int: ...
 
-    def compute_divergence(
-        self, head: VocabSoftmax, part: slice, logits_CV: Tensor, norm_2C: Tensor
-    ) -> tuple[Tensor, Tensor, Any]:
-        """Return (divergence (C,), saved values (C, S), an object for `write_gradient`) for the positions in `part`."""
+    def compute_divergence(self, student: StudentChunk) -> tuple[Tensor, Tensor, Any]:
+        """Return (divergence (C,), saved values (C, S), an object for `write_gradient`)."""
         ...
 
-    def write_gradient(
-        self,
-        head: VocabSoftmax,
-        part: slice,
-        logits_CV: Tensor,
-        norm_2C: Tensor,
-        saved_CS: Tensor,
-        out_CV: Tensor,
-        made: Any,
-    ) -> None:
+    def write_gradient(self, student: StudentChunk, saved_CS: Tensor, out_CV: Tensor, made: Any) -> None:
         """Write the gradient of the divergence with respect to logits / temperature to `out_CV`.
 
         `made` is the third result of `compute_divergence`, or None to compute that again.
@@ -193,13 +190,14 @@ class _SelectedLogprobs(torch.autograd.Function):
             logits_CV, made = head.logits(hidden_KD[part], weight_VD), None
             logprobs_K[part], entropy_K[part], norm_2C = head.log_softmax(logits_CV, targets_K[part])
             norm_2K[:, part] = norm_2C
+            student = StudentChunk(head, part, logits_CV, norm_2C)
             if teacher is not None:
-                divergence_K[part], saved_KS[part], made = teacher.compute_divergence(head, part, logits_CV, norm_2C)
+                divergence_K[part], saved_KS[part], made = teacher.compute_divergence(student)
             if part.stop <= n_kept:
                 if teacher is not None:
-                    teacher.write_gradient(head, part, logits_CV, norm_2C, saved_KS[part], kept_GCV[1, part], made)
+                    teacher.write_gradient(student, saved_KS[part], kept_GCV[1, part], made)
                 head.write_gradient(logits_CV, norm_2C, targets_K[part], kept_GCV[0, part])  # overwrites
-            del logits_CV, made  # before the next chunk allocates its own
+            del logits_CV, student, made  # before the next chunk allocates its own
         ctx.save_for_backward(hidden_KD, weight_VD, targets_K, norm_2K, saved_KS, kept_GCV)
         ctx.head, ctx.teacher = head, teacher
         ctx.mark_non_differentiable(entropy_K)
@@ -248,7 +246,7 @@ def _recompute_gradients(ctx: Any, part: slice, grads_K: Sequence[Tensor | None]
     logits_CV = head.logits(hidden_KD[part], weight_VD)
     made = [None if each_K is None else torch.empty_like(logits_CV, dtype=hidden_KD.dtype) for each_K in grads_K]
     if made[1:] and made[1] is not None:
-        ctx.teacher.write_gradient(head, part, logits_CV, norm_2C, saved_KS[part], made[1], None)
+        ctx.teacher.write_gradient(StudentChunk(head, part, logits_CV, norm_2C), saved_KS[part], made[1], None)
     if made[0] is not None:
         head.write_gradient(logits_CV, norm_2C, targets_K[part], made[0])
     return made

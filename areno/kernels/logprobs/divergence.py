@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from areno.config.teacher import Divergence
-from areno.kernels.logprobs import VocabSoftmax, kernels_for, reference
+from areno.kernels.logprobs import StudentChunk, VocabSoftmax, kernels_for, reference
 
 LEAST_TAIL = -30.0
 """Log-probability that the tail of a listed distribution has at least, so that no divergence is infinite."""
@@ -75,9 +75,8 @@ class FullVocabTeacher:
         """S = 5: two numbers for each norm (student and teacher), and the mean that the gradient subtracts."""
         return 5
 
-    def compute_divergence(
-        self, head: VocabSoftmax, part: slice, logits_CV: Tensor, norm_2C: Tensor
-    ) -> tuple[Tensor, Tensor, Any]:
+    def compute_divergence(self, student: StudentChunk) -> tuple[Tensor, Tensor, Any]:
+        head, part, logits_CV, norm_2C = student
         teacher_CV = self.logits(self.hidden_KE[part])
         first_C = torch.zeros(len(logits_CV), dtype=torch.int64, device=logits_CV.device)  # no target is needed
         if self.common is not None:
@@ -97,16 +96,8 @@ class FullVocabTeacher:
             head.all_reduce(sums_2C)
         return sums_2C[0], torch.cat((norm_2C, teacher_norm_2C, sums_2C[1:])).t(), teacher_CV
 
-    def write_gradient(
-        self,
-        head: VocabSoftmax,
-        part: slice,
-        logits_CV: Tensor,
-        norm_2C: Tensor,
-        saved_CS: Tensor,
-        out_CV: Tensor,
-        made: Any,
-    ) -> None:
+    def write_gradient(self, student: StudentChunk, saved_CS: Tensor, out_CV: Tensor, made: Any) -> None:
+        head, part, logits_CV, _ = student
         teacher_CV = self.logits(self.hidden_KE[part]) if made is None else made
         if self.common is not None:
             logits_CV = self.common.mask_logits(logits_CV)
@@ -136,9 +127,8 @@ class TopKTeacher:
         """S = J + 1: the gradient of each listed token, and that of the tail divided by the tail's probability."""
         return self.tokens_KJ.shape[1] + 1
 
-    def compute_divergence(
-        self, head: VocabSoftmax, part: slice, logits_CV: Tensor, norm_2C: Tensor
-    ) -> tuple[Tensor, Tensor, Any]:
+    def compute_divergence(self, student: StudentChunk) -> tuple[Tensor, Tensor, Any]:
+        head, part, logits_CV, norm_2C = student
         student_CJ = self._student_logprobs(head, part, logits_CV, norm_2C)
         absent_CJ = self.tokens_KJ[part] < 0
         teacher_CJ = _append_tail(self.logprobs_KJ[part].to(student_CJ.dtype).masked_fill(absent_CJ, _NOTHING))
@@ -153,16 +143,8 @@ class TopKTeacher:
             listed_CJ, tail_C = (q_CJ * factors_CJ)[:, :-1], factors_CJ[:, -1]
         return divergence_C, torch.cat((listed_CJ, tail_C.unsqueeze(-1)), 1), None
 
-    def write_gradient(
-        self,
-        head: VocabSoftmax,
-        part: slice,
-        logits_CV: Tensor,
-        norm_2C: Tensor,
-        saved_CS: Tensor,
-        out_CV: Tensor,
-        made: Any,
-    ) -> None:
+    def write_gradient(self, student: StudentChunk, saved_CS: Tensor, out_CV: Tensor, made: Any) -> None:
+        head, part, logits_CV, norm_2C = student
         if not logits_CV.shape[1]:
             return
         listed_CJ, tail_C1 = saved_CS[:, :-1], saved_CS[:, -1:]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areno.kernels.logprobs import VocabSoftmax, kernels_for
+from areno.kernels.logprobs import StudentChunk, kernels_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,8 @@ class Negentropy:
         """S = 1: the negative entropy."""
         return 1
 
-    def compute_divergence(
-        self, head: VocabSoftmax, part: slice, logits_CV: Tensor, norm_2C: Tensor
-    ) -> tuple[Tensor, Tensor, Any]:
+    def compute_divergence(self, student: StudentChunk) -> tuple[Tensor, Tensor, Any]:
+        head, _, logits_CV, norm_2C = student
         zeros_CV, zeros_2C = _log_ones(logits_CV, norm_2C)
         kernels = kernels_for(logits_CV)
         sums_2C = kernels.divergence_sums(logits_CV, zeros_CV, norm_2C, zeros_2C, head.temperature, "reverse_kl", 0.0)
@@ -35,16 +34,8 @@ class Negentropy:
             head.all_reduce(sums_2C)
         return sums_2C[0], sums_2C[:1].t(), None
 
-    def write_gradient(
-        self,
-        head: VocabSoftmax,
-        part: slice,
-        logits_CV: Tensor,
-        norm_2C: Tensor,
-        saved_CS: Tensor,
-        out_CV: Tensor,
-        made: Any,
-    ) -> None:
+    def write_gradient(self, student: StudentChunk, saved_CS: Tensor, out_CV: Tensor, made: Any) -> None:
+        head, _, logits_CV, norm_2C = student
         zeros_CV, zeros_2C = _log_ones(logits_CV, norm_2C)
         args = (logits_CV, zeros_CV, norm_2C, zeros_2C, saved_CS[:, 0].contiguous(), head.temperature)
         kernels_for(logits_CV).divergence_gradient(*args, "reverse_kl", 0.0, out_CV)
