@@ -119,27 +119,15 @@ def _measure_above(x, measure, mark):
 
 
 @triton.jit
-def _search(
-    candidates_ptr,
-    n_found_S,
-    above_S,
-    low,
-    high,
-    top,
-    total,
-    rate,
-    top_k,
-    top_p,
-    has_k,
-    PADDED_SPANS: tl.constexpr,
-    ROOM: tl.constexpr,
-    N: tl.constexpr,
-):
+def _search(candidates, weights_of_row, filters, PADDED_SPANS: tl.constexpr, ROOM: tl.constexpr, N: tl.constexpr):
     """Return whether the smallest kept logit is among up to N candidates, its key, and how many equal to it are kept.
 
     `low` and `high` are the bounds of the candidates as keys, `top` is the row's maximum, `total` the sum of its
     weights, and `above_S` the sum of the weights above the candidates in each span.
     """
+    candidates_ptr, n_found_S, above_S, low, high = candidates
+    top, total, rate = weights_of_row
+    top_k, top_p, has_k = filters
     # Candidates are loaded as a matrix, each row of which belongs to one span.
     span_S = tl.arange(0, PADDED_SPANS)
     n_blocks_S = (n_found_S + _BLOCK - 1) // _BLOCK
@@ -225,23 +213,9 @@ def _truncate_kernel(
             low = order_key(tl.load(bracket_ptr + row)).to(tl.int64)
             high = order_key(tl.load(bracket_ptr + tl.num_programs(0) + row)).to(tl.int64)
             high = tl.minimum(high, order_key(top).to(tl.int64) + 1)
-            candidates_ptr += row * n_spans * ROOM
-            is_found, least, n_equal = _search(
-                candidates_ptr,
-                n_found_S,
-                above_S,
-                low,
-                high,
-                top,
-                total,
-                rate,
-                top_k,
-                top_p,
-                has_k,
-                PADDED_SPANS,
-                ROOM,
-                MOST,
-            )
+            candidates = candidates_ptr + row * n_spans * ROOM, n_found_S, above_S, low, high
+            filters = top_k, top_p, has_k
+            is_found, least, n_equal = _search(candidates, (top, total, rate), filters, PADDED_SPANS, ROOM, MOST)
             if is_found > 0:
                 tl.store(bounds_ptr + row, least)
                 tl.store(bounds_ptr + tl.num_programs(0) + row, n_equal)
