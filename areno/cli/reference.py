@@ -92,7 +92,7 @@ def _setting_line(key: str, section: str, merged: Merged) -> str:
     note = "" if list(by_recipe) == list(merged.get(_section_of(key), {})) else _recipe_note(by_recipe)
     if is_section:
         classes = {recipe: row.setting.section for recipe, row in by_recipe.items()}
-        default = "null" if _row(by_recipe).default == "null" else ""
+        default = "`null`" if _row(by_recipe).default == "null" else ""
         cells = ["section", default, f"{_setting_help(by_recipe)} {_class_text(classes)}{note}"]
     else:
         cells = [_type(_row(by_recipe)), _default(by_recipe), f"{_setting_help(by_recipe)}{note}"]
@@ -140,7 +140,8 @@ def _type(row: SettingRow) -> str:
 def _default(by_recipe: dict[str, SettingRow]) -> str:
     recipes: dict[str, list[str]] = {}
     for recipe, row in by_recipe.items():
-        recipes.setdefault(row.default.strip("'") or row.default, []).append(recipe)
+        default = row.default.strip("'") or row.default
+        recipes.setdefault(default if default in ("", "required") else f"`{default}`", []).append(recipe)
     if len(recipes) == 1:
         return next(iter(recipes))
     return ", ".join(f"{default} ({join_by_and(names)})" for default, names in recipes.items())
@@ -212,7 +213,9 @@ def _flag_table(heading: str, found: list[TrainFlag]) -> str:
 
 
 def _flag_row(flag: TrainFlag) -> str:
-    name = f"{flag.name} {flag.type_text}".strip() + (f", --no-{flag.name[2:]}" if flag.negative else "")
+    name = f"{flag.name} {flag.type_text.replace('|', ', ')}".strip() + (
+        f", --no-{flag.name[2:]}" if flag.negative else ""
+    )
     keys = dict.fromkeys(row.key for rows in flag.keys.values() for row in rows)
     about = f"{flag.declared.help}." if flag.declared.help else ""
     cells = [
