@@ -13,7 +13,7 @@ from areno.reward_fns.built_in import BUILT_IN_REWARDS
 from areno.schema.fields import MissingSetting, Needs, Section, check, setting, settings, source_check, with_sections
 
 _SECTIONS = {
-    name: (reward, f"Settings of the built-in reward function {name}. Used if reward.fn names {name}")
+    name: (reward, f"Settings of the reward function {name}, if reward.fn names it")
     for name, reward in BUILT_IN_REWARDS.items()
     if settings(reward)
 }

@@ -16,9 +16,9 @@ from areno.services import GROUP, SERVICES, installed_service, installed_service
 from areno.services.service import Service
 
 _ALL = "Save (saver), evaluate (evaluator) or write a state (recover)"
-_AT_STEPS = "each time this many training steps have passed. null: off"
-_AT_EPOCHS = "each time this many epochs have passed. null: off"
-_AT_SECS = "at the end of a step if this many seconds have passed since the last {}. null: off"
+_AT_STEPS = "every so many training steps. null: off"
+_AT_EPOCHS = "every so many epochs. null: off"
+_AT_SECS = "at the end of a step, so many seconds after the last {}. null: off"
 
 
 @dataclass(kw_only=True)

@@ -127,7 +127,7 @@ class DPPOTopTV(_DPPOTop):
     kind = "tv"
 
 
-@MASKS.register("dppo_topk_kl", section=True, help="as dppo_kl, over the rollout's K most likely tokens")
+@MASKS.register("dppo_topk_kl", section=True, help="as dppo_kl, over these tokens")
 @dataclass(kw_only=True)
 class DPPOTopKL(_DPPOTop):
     """DPPO, top-K KL: D = sum mu log(mu / pi) over the outcomes."""
@@ -137,7 +137,7 @@ class DPPOTopKL(_DPPOTop):
     threshold: float = setting(0.05, help="Largest divergence between the two policies at a token", gt=0)
 
 
-@MASKS.register("prime_ipo", section=True, help="the probability has changed too much, in either direction (prime-rl)")
+@MASKS.register("prime_ipo", section=True, help="the probability changed too much, in either direction (prime-rl)")
 @dataclass(kw_only=True)
 class PrimeIPO(Mask):
     """IPO of prime-rl (pull request 3586): masks |pi - mu| > threshold, whatever the sign of A. It has no pairs."""
@@ -171,8 +171,8 @@ class MaskConfig(Section):
 
     mask: Literal[tuple(MASKS)] | None = setting(  # type: ignore[valid-type]
         None,
-        help="Tokens that are left out of the policy loss in each update, because their probability under the policy "
-        f"differs too much from that in the rollout. {MASKS.help}. null: no token is left out",
+        help="Tokens that each update leaves out of the policy loss, because policy and rollout differ too much there. "
+        f"{MASKS.help}. null: none",
     )
 
     def mask_settings(self) -> Mapping[str, Any]:

@@ -75,7 +75,7 @@ class SmoothedLoss(PreferenceLoss):
 
 @PREFERENCE_LOSSES.register(
     "sigmoid",
-    help="the loss of DPO (arXiv 2305.18290, eq. 7), or of conservative DPO if label_smoothing is above 0",
+    help="DPO (arXiv 2305.18290, eq. 7), conservative with label_smoothing above 0",
 )
 class Sigmoid(SmoothedLoss):
     """DPO (arXiv 2305.18290 eq. 7): -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m), m = h_chosen - h_rejected.
@@ -93,7 +93,7 @@ class Sigmoid(SmoothedLoss):
 
 
 @PREFERENCE_LOSSES.register(
-    "robust", help="robust DPO (arXiv 2403.00409), unbiased if a share label_smoothing of the pairs is swapped"
+    "robust", help="robust DPO (arXiv 2403.00409), for a share label_smoothing of swapped pairs"
 )
 class Robust(SmoothedLoss):
     """Robust DPO (arXiv 2403.00409): (-(1 - s) log sigmoid(beta m) + s log sigmoid(-beta m)) / (1 - 2 s).
@@ -114,7 +114,7 @@ class Robust(SmoothedLoss):
 
 @PREFERENCE_LOSSES.register(
     "ipo",
-    help="the loss of IPO (arXiv 2310.12036, eq. 17), with log-probabilities averaged over the tokens of an answer",
+    help="IPO (arXiv 2310.12036, eq. 17), over the mean of an answer's tokens",
 )
 class IPO(PreferenceLoss):
     """IPO (arXiv 2310.12036 eq. 17): (d - 1 / (2 beta))^2 with d = h_chosen / L - h_rejected / L.
@@ -153,8 +153,7 @@ class SimPO(PreferenceLoss):
 
 @PREFERENCE_LOSSES.register(
     "orpo",
-    help="ORPO (arXiv 2403.07691), supervised fine-tuning on the chosen answer and an odds ratio loss, without a "
-    "reference model",
+    help="ORPO (arXiv 2403.07691): SFT on the chosen answer and an odds ratio loss, without a reference model",
 )
 class ORPO(PreferenceLoss):
     """ORPO (arXiv 2403.07691 eq. 6-7): -a_chosen - beta log sigmoid(log odds_chosen - log odds_rejected).

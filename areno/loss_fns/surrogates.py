@@ -131,8 +131,8 @@ class ClipRange(Surrogate):
     )
     eps_clip_higher: float | None = setting(
         None,
-        help="Upper clip range: the importance ratio is clipped to [1 - eps_clip, 1 + eps_clip_higher] (DAPO, arXiv "
-        "2503.14476). null: the value of eps_clip",
+        help="Upper clip range: ratios are clipped to [1 - eps_clip, 1 + eps_clip_higher] (DAPO, arXiv 2503.14476). "
+        "null: eps_clip",
         gt=0,
     )
 
@@ -145,7 +145,7 @@ class ClipRange(Surrogate):
         return self.eps_clip
 
 
-@SURROGATES.register("clip", help="the clipped objective of PPO (arXiv 1707.06347, eq. 7)")
+@SURROGATES.register("clip", help="PPO's clipped objective (arXiv 1707.06347, eq. 7)")
 @dataclass(kw_only=True)
 class Clip(ClipRange):
     """PPO's clip (arXiv 1707.06347 eq. 7): -min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_higher) A).
@@ -181,7 +181,7 @@ class Clip(ClipRange):
         return loss, cut
 
 
-@SURROGATES.register("unclipped", help="the ratio times the advantage, without a clip; for use with a mask")
+@SURROGATES.register("unclipped", help="ratio times advantage; for use with a mask")
 class Unclipped(Surrogate):
     """-r A, whose gradient with the ratio to the rollout is the policy gradient with importance sampling."""
 
@@ -189,9 +189,7 @@ class Unclipped(Surrogate):
         return -ratio * advantages, {}
 
 
-@SURROGATES.register(
-    "reinforce", help="the advantage times the log-probability, without a ratio; for adv_estimator=real"
-)
+@SURROGATES.register("reinforce", help="advantage times log-probability; for adv_estimator=real")
 class Reinforce(Surrogate):
     """-A log pi: the policy gradient without importance sampling."""
 
@@ -201,8 +199,7 @@ class Reinforce(Surrogate):
 
 @SURROGATES.register(
     "cispo",
-    help="the gradient of each token's log-probability is multiplied by the clipped ratio, through which no gradient "
-    "flows (CISPO, arXiv 2506.13585, eq. 4)",
+    help="the clipped ratio is a constant weight of the gradient (CISPO, arXiv 2506.13585, eq. 4)",
 )
 class CISPO(ClipRange):
     """CISPO (arXiv 2506.13585 eq. 4-5): -sg(clip(r, 1 - eps_clip, 1 + eps_clip_higher)) A log pi.
@@ -250,9 +247,7 @@ class SAPO(Surrogate):
         return -4.0 / tau * soft * advantages, {"sapo_gate": gate}
 
 
-@SURROGATES.register(
-    "gmpo", section=True, help="the geometric mean of a row's ratios, each clipped before (GMPO, arXiv 2507.20673)"
-)
+@SURROGATES.register("gmpo", section=True, help="the geometric mean of a row's clipped ratios (GMPO, arXiv 2507.20673)")
 @dataclass(kw_only=True)
 class GMPO(Surrogate):
     """GMPO (arXiv 2507.20673 eq. 4): -A (prod_t c_t)^(1/T), log c_t = sgn(A) min(sgn(A) log r_t, log_clip).
@@ -280,9 +275,7 @@ class GMPO(Surrogate):
         return -ratio_T * advantages_T, cut
 
 
-@SURROGATES.register(
-    "vespo", section=True, help="a smooth weight of each row by the product of its ratios (VESPO, arXiv 2602.10693)"
-)
+@SURROGATES.register("vespo", section=True, help="a smooth weight of each row by its ratio (VESPO, arXiv 2602.10693)")
 @dataclass(kw_only=True)
 class VESPO(Surrogate):
     """VESPO (arXiv 2602.10693): -sg(phi(w)) A log pi, w = product of the row's ratios, phi(w) = w^k e^(lambda (1 - w)).

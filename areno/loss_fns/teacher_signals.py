@@ -79,8 +79,8 @@ class TeacherSignalConfig(Section):
 
     teacher_signal: Literal[tuple(TEACHER_SIGNALS)] | None = setting(  # type: ignore[valid-type]
         None,
-        help="How the policy loss uses the teacher's log-probabilities of sampled tokens, besides the loss of "
-        f"distillation. {TEACHER_SIGNALS.help}. null: not at all",
+        help="How the policy loss uses the teacher's log-probabilities, besides the loss of distillation. "
+        f"{TEACHER_SIGNALS.help}. null: not at all",
     )
 
     @property

@@ -142,8 +142,8 @@ class TokenSelectionConfig(Section):
 
     token_selection: Literal[tuple(TOKEN_SELECTIONS)] | None = setting(  # type: ignore[valid-type]
         None,
-        help="Tokens of the batch that the policy loss treats apart, chosen before the first update. "
-        f"{TOKEN_SELECTIONS.help}. null: all tokens are treated alike",
+        help="Tokens that the policy loss treats apart, chosen before the first update. "
+        f"{TOKEN_SELECTIONS.help}. null: none",
     )
 
     @property

@@ -37,7 +37,7 @@ class GSPOActorConfig(AdvEstimatorConfig, Clip, RatioConfig, KLConfig):
 
     eps_clip: float = setting(
         3e-4,
-        help="Clip range e: the importance ratio of a whole row is clipped to [1 - e, 1 + e]",
+        help="Clip range e: the ratio of a row is clipped to [1 - e, 1 + e]",
         gt=0,
         flag="--gspo-clip-eps",
     )

@@ -39,10 +39,8 @@ class OnlineDPOActorConfig(PreferenceLossConfig, PolicyConfig):
     reward_clip: ClassVar[float | None] = None  # type: ignore[misc]
     reward_norm: ClassVar[None] = None  # type: ignore[misc]
     adv_norm: ClassVar[None] = None  # type: ignore[misc]
-    ppo_n_minibatches: int = setting(1, help="Number of optimizer steps per rollout batch", gt=0)
-    mask_no_eos_with_zero: bool = setting(
-        False, help="Make no pairs with completions that were cut off at gconfig.max_new_tokens"
-    )
+    ppo_n_minibatches: int = setting(1, help="Optimizer steps per rollout batch", gt=0)
+    mask_no_eos_with_zero: bool = setting(False, help="Make no pairs with completions that were cut off")
 
     @property
     def old_logprobs(self) -> Literal["recompute", "loglinear", "rollout"]:

@@ -32,7 +32,7 @@ class MlflowConfig(Section):
         "server. null: mlruns/ in cluster.fileroot, or MLFLOW_TRACKING_URI",
     )
     project: str | None = setting(None, help="Name of the MLflow experiment. null: experiment_name")
-    name: str | None = setting(None, help="Name of the run in MLflow. null: the name of the run's folder")
+    name: str | None = setting(None, help="Name of the run. null: that of its folder")
 
     @require("tracking_uri", "is {self.tracking_uri}, but mode is local; set mode=online for a server")
     def local_mode_has_no_server(self) -> bool:

@@ -23,8 +23,8 @@ class SwanlabConfig(Section):
         help="disabled: off. cloud: send to SwanLab. offline: write to logdir, for a later swanlab sync. local: "
         "write to logdir, for swanlab watch (pip install 'swanlab[dashboard]')",
     )
-    project: str | None = setting(None, help="Name of the SwanLab project. null: experiment_name")
-    name: str | None = setting(None, help="Name of the run in SwanLab. null: the name of the run's folder")
+    project: str | None = setting(None, help="Name of the project. null: experiment_name")
+    name: str | None = setting(None, help="Name of the run. null: that of its folder")
     logdir: str | None = setting(None, help="Folder of SwanLab's files. null: swanlab/ in the folder of the run")
 
 

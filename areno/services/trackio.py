@@ -20,8 +20,8 @@ class TrackioConfig(Section):
         help="disabled: off. local: keep metrics on this machine, for trackio show. online: also send them to the "
         "Space space_id",
     )
-    project: str | None = setting(None, help="Name of the Trackio project. null: experiment_name")
-    name: str | None = setting(None, help="Name of the run in Trackio. null: the name of the run's folder")
+    project: str | None = setting(None, help="Name of the project. null: experiment_name")
+    name: str | None = setting(None, help="Name of the run. null: that of its folder")
     space_id: str | None = setting(
         None, help="Space of the Hugging Face hub (owner/name) that mode=online sends the metrics to"
     )
