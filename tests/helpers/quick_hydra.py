@@ -4,12 +4,13 @@ A composition takes a tenth of a second, and the tests make about a thousand; th
 left out has no effect: a text of YAML or of an interpolation is parsed once, a list of sources that is replaced at once
 is not copied deeply, and the settings in Hydra's store are made once and copied by pickle, which is eight times as fast
 as OmegaConf's own copy. Which files the defaults name, and what these make together, is found once for each choice of
-groups, if all of them are files of this checkout.
+groups, if all of them are files of this checkout or in a small folder of the test.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from functools import cache
@@ -38,9 +39,19 @@ def _quicken_defaults(patch: pytest.MonkeyPatch) -> None:
     kept: dict[tuple[int, ...], Any] = {}  # or another node could get its identity
 
     def places(repo: Any) -> tuple[Any, ...] | None:
-        """Where compositions are looked for; None where what is there may change."""
-        found = tuple((source.provider, source.path.removeprefix("pkg://")) for source in repo.get_sources())
-        return found if all(path in _CONSTANT for _, path in found) else None
+        """What compositions are made of, wherever it lies; None where there is too much that may change."""
+        found: list[Any] = []
+        for source in repo.get_sources():
+            path = source.path.removeprefix("pkg://")
+            found.append((source.provider, path if path in _CONSTANT else texts_of(path)))
+        return tuple(found) if all(what is not None for _, what in found) else None
+
+    def texts_of(folder: str) -> tuple[tuple[str, bytes], ...] | None:
+        """The few files of a folder that a test has made."""
+        paths = sorted(itertools.islice(Path(folder).rglob("*"), 9))
+        if len(paths) > 8 or not paths or not all(path.is_file() for path in paths):
+            return None
+        return tuple((path.name, path.read_bytes()) for path in paths)
 
     def stored() -> tuple[int, ...]:
         """The nodes that differ from one recipe to another."""
@@ -98,7 +109,8 @@ def _quicken_defaults(patch: pytest.MonkeyPatch) -> None:
         if f"config_path={config_path}" in self.cache or (base := places(self)) is None:
             return load_slowly(self, config_path)
         nodes = stored() if config_path in ("recipe", "hydra/launcher/basic") else ()
-        found = remembered(files, (base, nodes, config_path), lambda: load_slowly(self, config_path))
+        key = base, nodes, config_path, *(source.path for source in self.get_sources())  # which it tells
+        found = remembered(files, key, lambda: load_slowly(self, config_path))
         self.cache[f"config_path={config_path}"] = found
         return found
 
