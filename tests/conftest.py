@@ -78,9 +78,12 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests of a GPU, which may be slow tests as well, unless they are asked for."""
+    """Leave out tests of a GPU, which may be slow tests as well, unless they are asked for; begin with the longest."""
     if not _on_gpu(config):
         items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Those that take minutes say so by a limit of their own. Begun last, one of them would keep all others waiting.
+        items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
 
 
 def pytest_collection_finish() -> None:

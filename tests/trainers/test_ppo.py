@@ -193,12 +193,13 @@ def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1])
 def test_quickstart_learns_with_a_critic(seed: int, tmp_path: Path) -> None:
     started = time.perf_counter()
     root = str(Path(areno.__file__).parents[1])
     words = ["-m", "areno.recipes.ppo", f"seed={seed}", "trial_name=t"]
-    done = warm_python.commands().run(words, tmp_path, {**os.environ, "PYTHONPATH": root}, timeout=400)
+    done = warm_python.commands().run(words, tmp_path, {**os.environ, "PYTHONPATH": root}, timeout=900)
     seconds = time.perf_counter() - started
     assert done.returncode == 0, done.stderr[-3000:]
     found = scalars_of(tmp_path / "outputs/quickstart_ppo/t")
