@@ -134,9 +134,9 @@ def launch_in_fp8(dtype: torch.dtype) -> None:
         cache = torch.zeros(blocks.shape, dtype=torch.float8_e4m3fn)
         scales = torch.zeros(*blocks.shape[:2], 2, 64, dtype=torch.uint8)
         alone = replace(batch, prefix_groups_GR=None, fixed_order=fixed_order, pdl=True)
+        window = 16 if fixed_order == (heads == 8) else None  # any two of the three meet in all their forms
         with mock.patch.object(jit, "pdl_options", return_value={"PDL": True, "launch_pdl": True}):
-            for window in (None, 16):
-                decode_attention(q, k, v, cache, alone, window, scales)
+            decode_attention(q, k, v, cache, alone, window, scales)
         store_rows(k, v, cache, scales, torch.arange(len(k)))
         load_rows(cache, scales, torch.arange(len(k)), dtype)
 
@@ -216,7 +216,8 @@ def launch_alone(dtype: torch.dtype, capability: int) -> None:
                 *qkv, blocks, batch = make_case(2 * size, 2, dim, 32, dtype)
                 alone = replace(batch, prefix_groups_GR=None)
                 with mock.patch.object(jit, "pdl_options", return_value={"PDL": True, "launch_pdl": True}):
-                    for reads_early, of_groups in product((False, True), (batch, alone)):
+                    # Any three of the four meet in all their forms.
+                    for of_groups, reads_early in ((batch, size * 64 == dim), (alone, size * 64 != dim)):
                         decode_attention(*qkv, blocks, replace(of_groups, pdl=True, reads_early=reads_early))
     choose_experts(torch.zeros(16, 128), 8, True, torch.zeros(128), 2.5)
     chosen, weights = choose_experts(torch.zeros(16, 32), 4, True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -23,10 +25,17 @@ LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
+    """Built once for all processes of pytest-xdist."""
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "site"
+    with open(f"{folder}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            made = tmp_path_factory.mktemp("site") / "site"
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(made)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+            assert done.returncode == 0, done.stderr[-3000:]
+            made.rename(folder)
     return folder
 
 
