@@ -18,13 +18,14 @@ from areno.checks.data import (
     row_order,
     row_scores,
     rows,
+    teacher_prompts,
     texts,
     tokenizers,
     turns,
 )
 from areno.checks.inputs.findings import Check
 from areno.checks.settings import credit, run_length, sampling, strengths
-from areno.checks.steps import algorithm, draws, gradient, model_numbers, scalars, updates
+from areno.checks.steps import algorithm, corrections, draws, gradient, groups, model_numbers, scalars, updates
 
 CHECKS: Mapping[str, Sequence[Check]] = {
     "data": (
@@ -60,6 +61,7 @@ CHECKS: Mapping[str, Sequence[Check]] = {
         prompts.serving,
         rows.validation_rows,
         row_scores.pair_scores,
+        *teacher_prompts.CHECKS,
         *row_order.CHECKS,
     ),
     "reward": (
@@ -71,7 +73,14 @@ CHECKS: Mapping[str, Sequence[Check]] = {
     ),
     "settings": (*run_length.CHECKS, *strengths.CHECKS, *credit.CHECKS, *sampling.CHECKS),
     "gradient": (*gradient.CHECKS, *updates.CHECKS),
-    "algorithm": (*algorithm.CHECKS, *model_numbers.CHECKS, *draws.CHECKS, *scalars.CHECKS),
+    "algorithm": (
+        *algorithm.CHECKS,
+        *model_numbers.CHECKS,
+        *draws.CHECKS,
+        *corrections.CHECKS,
+        *groups.CHECKS,
+        *scalars.CHECKS,
+    ),
     "plan": (plans.fits,),
     "resume": (short_runs.resume,),
 }

@@ -82,3 +82,25 @@ def test_equal_weights_are_known(tmp_path: Path) -> None:
     assert have_same_weights(STUDENT, Path(shutil.copytree(STUDENT, tmp_path / "copy")))
     assert not have_same_weights(STUDENT, teacher)
     assert not have_same_weights(STUDENT, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("hint", "said"),
+    [
+        ("{a}+{b}={c}+{a}+{b}=", ""),
+        ("{a}+{b}=", "64 of 64 rows, the teacher reads the prompt of the student"),
+        ("{a}+{b}={d}+{a}+{b}=", "prompts of the teacher lack the answer of their row"),
+    ],
+)
+def test_a_teacher_that_reads_no_answer_is_found(hint: str, said: str, tmp_path: Path) -> None:
+    sums = [(a, b) for a in range(40, 48) for b in range(40, 48)]
+    wrong = [a + b + 1 if a > 45 else a + b for a, b in sums]  # of some rows: all would be another kind of hint
+    rows = [
+        {"prompt": f"{a}+{b}=", "solutions": str(a + b), "hint": hint.format(a=a, b=b, c=a + b, d=d)}
+        for (a, b), d in zip(sums, wrong, strict=True)
+    ]
+    given = [f"train_dataset.path={data_file(tmp_path / 'rows.jsonl', rows)}", "train_dataset.loader=null"]
+    given += ["valid_dataset=null", "teacher.prompt_key=hint", "teacher.path=null", "teacher.follows_actor=true"]
+    found = findings("distill quickstart_distill", *given, "teacher.loss_type=sampled_reverse_kl")
+    assert ("teacher-prompts" in red(found)) == bool(said), found
+    assert said in line_of(found, "teacher-prompts")

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from areno.checks.inputs.findings import Finding, run_checks
-from areno.checks.inputs.subject import Options, Subject
+from areno.checks.inputs.findings import Finding
 from areno.checks.steps import algorithm, draws, model_numbers, two_steps
-from areno.cli.given_command import split_command
 from areno.engine.decoder import sampler
 from areno.kernels.sampling import reference
 from areno.trainers import rows
-from tests.helpers.checked import failed, red
+from tests.helpers.checked import failed, found_by, red
 
 pytestmark = pytest.mark.slow
 
@@ -33,10 +29,8 @@ def without_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(*settings: str) -> list[Finding]:
-    checks = {"draws": [*draws.CHECKS, model_numbers.CHECKS[1], algorithm.CHECKS[0]]}
-    given = split_command(["grpo", "--config-name=quickstart", *settings], "check")
-    with tempfile.TemporaryDirectory() as folder:
-        return list(run_checks(checks, Subject(given.algorithm, given.compose(), Path(folder), Options())))
+    checks = [*draws.CHECKS, model_numbers.CHECKS[1], algorithm.CHECKS[0]]
+    return found_by(checks, "grpo", "--config-name=quickstart", *settings)
 
 
 @pytest.mark.parametrize(

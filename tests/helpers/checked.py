@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areno.checks.all_checks import CHECKS
-from areno.checks.inputs.findings import Finding, run_checks
+from areno.checks.inputs.findings import Check, Finding, run_checks
 from areno.checks.inputs.subject import Options, Subject
 from areno.cli.given_command import split_command
 
@@ -21,6 +21,13 @@ def findings(command: str, *settings: str, only: str = "data", **options: Any) -
     with tempfile.TemporaryDirectory() as folder:
         subject = Subject(given.algorithm, given.compose(), Path(folder), Options(**options))
         return list(run_checks(CHECKS, subject, set(only.split(","))))
+
+
+def found_by(checks: Sequence[Check], *command: str) -> list[Finding]:
+    """The findings of single checks about the run of a recipe, such as "grpo", "--config-name=quickstart"."""
+    given = split_command(list(command), "check")
+    with tempfile.TemporaryDirectory() as folder:
+        return list(run_checks({"": checks}, Subject(given.algorithm, given.compose(), Path(folder), Options())))
 
 
 def red(found: Sequence[Finding]) -> set[str]:

@@ -174,6 +174,49 @@ def gdpo(
     return Norm("batch", "batch", eps=eps).apply(sums, groups)
 
 
+def turn_returns(rewards: Sequence[float] | np.ndarray, discount: float) -> list[float]:
+    """Return the reward of each turn and those after it, discounted once for each turn."""
+    found = [0.0] * len(rewards)
+    for k in reversed(range(len(rewards))):
+        found[k] = rewards[k] + (discount * found[k + 1] if k + 1 < len(rewards) else 0.0)
+    return found
+
+
+def turn_advantages(
+    rewards: Rows, groups: Sequence[int], discount: float, norm: Norm | None, *, same_turn: bool
+) -> list[np.ndarray]:
+    """Return the advantage of each turn of each sample: its return, normalised over turns of the group or batch.
+
+    With `same_turn`, a turn is compared with the same turn of the other samples of its group.
+    """
+    returns = [turn_returns(of_sample, discount) for of_sample in rewards]
+    flat = [value for of_sample in returns for value in of_sample]
+    if norm is not None:
+        of_turns = [(group, k * same_turn) for group, own in zip(groups, returns, strict=True) for k in range(len(own))]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(of_turns))}
+        flat = norm.apply(flat, [numbers[key] for key in of_turns])
+    return np.split(np.array(flat), np.cumsum([len(of_sample) for of_sample in returns])[:-1])
+
+
+def turn_gae(
+    rewards: np.ndarray, values: np.ndarray, turns: np.ndarray, discount: float, decay: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (advantages, returns) of trained tokens by GAE over turns, with the value before each turn's first token.
+
+    The reward of a turn without trained tokens counts in the turn before, or in the first.
+    """
+    there = sorted(set(turns.tolist()))
+    if not there:
+        return np.zeros(0), np.zeros(0)
+    of_turn = dict.fromkeys(there, 0.0)
+    for k, reward in enumerate(rewards):
+        of_turn[max((turn for turn in there if turn <= k), default=there[0])] += reward
+    first = np.array([values[turns.tolist().index(turn)] for turn in there])
+    advantages = gae(np.array([of_turn[turn] for turn in there]), first, discount, decay)
+    places = np.array([there.index(turn) for turn in turns.tolist()])
+    return advantages[places], (advantages + first)[places]
+
+
 def over_tokens(norm: Norm, rows: Rows, groups: Sequence[int]) -> list[np.ndarray]:
     """Normalise the values of tokens over the tokens of the batch or of a group."""
     of_tokens = [group for row, group in zip(rows, groups, strict=True) for _ in row]

@@ -49,6 +49,8 @@ class PolicyObjective:
     log_clip: float = 0.4  # of GMPO
     vespo: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0)  # k, lambda of positive, then negative advantages
     fipo: tuple[float, float, float, float] = (32.0, 1.0, 1.2, 10.0)  # half-life, lowest, highest weight, cap
+    rlsd: tuple[float, float] | None = None  # mix, eps
+    sdar: tuple[float, float] | None = None  # coefficient, steepness
     keep: Keep | None = None
     reduction: str = "seq_mean_token_mean"
     norm_length: float = 1.0
@@ -77,6 +79,7 @@ class PolicyObjective:
         penalties: Rows | None = None,
         entropies: Rows | None = None,
         divergences: Rows | None = None,
+        teacher: Rows | None = None,
     ) -> Tensor:
         """Compute the loss of a step.
 
@@ -89,6 +92,10 @@ class PolicyObjective:
                 continue
             log_ratio = new - old[index]
             advantage = advantages[index]
+            if self.rlsd is not None and teacher is not None:
+                mix, eps = self.rlsd
+                factor = (torch.sign(advantage) * (teacher[index] - new)).detach().exp()
+                advantage = advantage * (1 - mix + mix * torch.clip(factor, 1 - eps, 1 + eps))
             weight = torch.ones_like(new) if weights is None else weights[index]
             of_row = log_ratio.sum() if self.sums_ratio else log_ratio.mean()
             if self.ratio == "sequence":
@@ -101,6 +108,10 @@ class PolicyObjective:
             if self.keep is not None and rollout is not None:
                 apart = None if divergences is None else divergences[index]
                 found[-1] = found[-1] * self.keep(new.detach(), rollout[index], advantage, apart)
+            if self.sdar is not None and teacher is not None:
+                coef, steepness = self.sdar
+                gap = teacher[index] - new
+                found[-1] = found[-1] - coef * torch.sigmoid(steepness * gap.detach()) * gap
             if penalties is not None:
                 found[-1] = found[-1] - penalties[index] * (new - old[index]).abs()
             if reference is not None and self.kl_coef:

@@ -42,6 +42,7 @@ class Episodes:
 
     turns: dict[int, list[Turn]] = field(default_factory=dict)
     rewards: dict[int, dict[tuple[int, int], float | None]] = field(default_factory=dict)
+    turn_rewards: dict[int, dict[tuple[int, int], list[float] | None]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -68,6 +69,7 @@ def recorded_episodes(setup: Any, step: Callable[[], int]) -> Iterator[Episodes]
     def watched_agents(items: Sequence[Any], context: Any, on_done: Callable[[int, AgentOutcome], object]) -> None:
         def done(index: int, outcome: AgentOutcome) -> None:
             found.rewards.setdefault(step(), {})[items[index].key] = _returned_reward(outcome)
+            found.turn_rewards.setdefault(step(), {})[items[index].key] = _returned_turn_rewards(outcome)
             on_done(index, outcome)
 
         run_agents(items, context, done)
@@ -95,3 +97,9 @@ def _returned_reward(outcome: AgentOutcome) -> float | None:
         given = outcome.turns[-1].get("outcome")
         return 0.0 if given is None else given[0]
     return None if outcome.reward is None else outcome.reward[0]
+
+
+def _returned_turn_rewards(outcome: AgentOutcome) -> list[float] | None:
+    if outcome.turns:
+        return [turn.get("reward", 0.0) for turn in outcome.turns]
+    return list(outcome.turn_rewards) if isinstance(outcome.turn_rewards, list) else None

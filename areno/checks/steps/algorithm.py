@@ -178,10 +178,7 @@ def advantages(subject: Subject, found: TwoSteps) -> Iterator[Finding]:
     wrong = list[Finding]()
     steps = [step for step in sampled_steps(found.run) if step.has_advantages]
     if not steps:
-        config = found.run.config
-        if isinstance(config, PolicyExperimentConfig) and config.agent.turn_credit != "outcome":
-            yield not_checked("advantages", f"agent.turn_credit={config.agent.turn_credit} has no formula here")
-        elif found.probes["actor"].policy_term is not None:
+        if found.probes["actor"].policy_term is not None:
             yield not_checked("advantages", "the algorithm computes advantages of its own, with no formula here")
         return
     if subject.algorithm.advantage_fn is not None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from areno.checks.inputs.subject import Subject
 
 CLOSE = 1e-4  # relative difference of a gradient in fp32 and in float64
-SAME = 1e-5  # relative difference of gradients in fp32 whose sums are in another order
+SAME = 1e-5  # relative difference of losses in fp32 whose sums are in another order
 _NOTHING = 1e-6  # norm of a gradient that is made of rounding alone
 _EQUAL_SAMPLES = "the model here draws the same sample for a prompt each time, which trains nothing"
 _LEFT = 1e-3  # relative difference of what is left of a gradient, a difference of two of them
@@ -204,10 +204,12 @@ def _unchanged(found: TwoSteps, name: str, attribute: str, what: str) -> Iterato
         apart = relative_difference(other.gradient, {key: value.double() for key, value in whole.gradient.items()})
         of_loss = abs(other.loss - whole.loss) / max(1.0, abs(whole.loss))
         said = f"with {what}, the gradient of the {role} changes by {apart:.1g} and the loss by {of_loss:.1g}"
-        if apart <= SAME and of_loss <= SAME:
+        if apart <= CLOSE and of_loss <= SAME:
             yield green(name, said)
             continue
-        said += f" (relative), and rounding explains {SAME:.0g}"
+        said += (
+            f" (relative), and rounding explains {CLOSE:.0g} of a gradient whose terms cancel, and {SAME:.0g} of a loss"
+        )
         factor = norm_of(other.gradient) / (norm_of(whole.gradient) or math.inf)
         if abs(factor - 1) > ROUGH:
             said += f". It is {factor:.3g} times as large, computed in {other.n_micro_batches} parts and not in one"

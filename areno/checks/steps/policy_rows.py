@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -91,19 +92,22 @@ class StepRows:
         return list(found.values())
 
     def raw_rewards(self) -> list[float]:
-        return [0.0 if sample is None else self._raw_reward(sample) for sample in self.samples]
+        return [0.0 if sample is None else self.raw_reward(sample) for sample in self.samples]
 
-    def _raw_reward(self, sample: ScoredSample) -> float:
+    def raw_reward(self, sample: ScoredSample) -> float:
         """Return the reward of the stand-in, and that of the agent."""
-        found = reward_of_tokens(sample.item.tokens, sample.sequence.resp_tokens)
+        has_equal = self.run.config.rollout.dynamic_sampling
+        found = reward_of_tokens(sample.item.tokens, sample.sequence.resp_tokens, has_equal=has_equal)
         if sample.trajectory is None:
             return found
-        of_group = [other for other in self.run.samples[self.update.step] if other.group == sample.group]
-        key = sample.group, next(place for place, other in enumerate(of_group) if other is sample)
-        own = self.run.episodes.rewards[self.update.step][key]
+        own = self.run.episodes.rewards[self.update.step][self._key(sample)]
         if own is None:
             own = 0.0 if sample.trajectory.reward is None else sample.trajectory.reward[0]
         return found + own
+
+    def _key(self, sample: Any) -> tuple[int, int]:
+        of_group = [other for other in self.run.samples[self.update.step] if other.group == sample.group]
+        return sample.group, next(place for place, other in enumerate(of_group) if other is sample)
 
     def rewards(self) -> list[float]:
         """Return the reward of each row, from its own sample, shaped as the settings say."""
@@ -143,12 +147,14 @@ class StepRows:
         known = [each.advantages for each in (grpo.GRPOConfig, gspo.GSPOConfig, ppo.PPOConfig)]
         estimator = self.run.config.actor.chosen_adv_estimator
         is_known = estimator is None or isinstance(estimator, MaxRL | GDPO | REAL | OTB)
-        is_known = is_known and self.run.config.agent.turn_credit == "outcome"
         return is_known and type(self.run.config).advantages in known and None not in self.samples
 
-    def advantages(self, actor: Any = None, groups: list[int] | None = None) -> tuple[Arrays, Arrays | None]:
+    def advantages(
+        self, actor: Any = None, groups: list[int] | None = None, agent: Any = None
+    ) -> tuple[Arrays, Arrays | None]:
         """Return (advantages, returns) of each row by the formula. Without a critic there are no returns."""
         actor = self.run.config.actor if actor is None else actor
+        agent = self.run.config.agent if agent is None else agent
         groups, rewards = self.groups if groups is None else groups, self.rewards()
         advantages: list[Any] = [None] * len(self.rows)
         returns: list[Any] = [None] * len(self.rows)
@@ -160,7 +166,9 @@ class StepRows:
             has_reference = self.rows[heads[0]].ref_logprobs is not None
             reference = self._joined(members, "ref_logprobs") if has_reference else None
             targets: list[Any] = [None] * len(members)
-            if has_critic:
+            if agent.turn_credit != "outcome":
+                found, targets = self._turn_advantages(members, *more, actor, agent)
+            elif has_critic:
                 values = self._joined(members, "values")
                 found, targets = formulas.critic_advantages(*more, policy, reference, values, actor)
             elif actor.chosen_adv_estimator is not None:
@@ -177,6 +185,42 @@ class StepRows:
                     advantages[index] = np.split(advantage, ends)[place]
                     returns[index] = None if target is None else np.split(target, ends)[place]
         return advantages, returns if has_critic else None
+
+    def _turn_advantages(
+        self, members: list[list[int]], rewards: list[float], groups: list[int], actor: Any, agent: Any
+    ) -> tuple[Arrays, list[Any]]:
+        """Return (advantages, returns) of the trained tokens of each sample, by agent.turn_credit."""
+        of_turns = []
+        for rows, reward in zip(members, rewards, strict=True):
+            trajectory = self.samples[rows[0]].trajectory  # type: ignore[union-attr]
+            given = [] if trajectory is None else trajectory.turn_rewards
+            own = self.run.episodes.turn_rewards.get(self.update.step, {}).get(self._key(self.samples[rows[0]]))
+            given = own if own is not None and len(own) == len(given) else given
+            before = [actor.reward_scaling * each for each in given[:-1]]
+            of_turns.append(np.array([*before, reward - math.fsum(before)]))
+        turns = [np.concatenate([self._turns(index) for index in rows]) for rows in members]
+        norm = formulas.Norm.of(actor.adv_norm)
+        if agent.turn_credit != "gae":
+            same = agent.turn_credit == "turn_baseline"
+            by_turn = formulas.turn_advantages(of_turns, groups, agent.turn_discount, norm, same_turn=same)
+            found = [own[of_tokens] for own, of_tokens in zip(by_turn, turns, strict=True)]
+            return found, [None] * len(members)
+        values = self._joined(members, "values")
+        pairs = [
+            formulas.turn_gae(*each, agent.turn_discount, actor.gae_lambda)
+            for each in zip(of_turns, values, turns, strict=True)
+        ]
+        found, targets = [one for one, _ in pairs], [other for _, other in pairs]
+        return (found if norm is None else formulas.over_tokens(norm, found, groups)), targets
+
+    def _turns(self, number: int) -> np.ndarray:
+        """Return the turn of each trained token of a row: by its requests, if the sample has no other rows."""
+        row, sample = self.rows[number], self.samples[number]
+        mask, spans = mask_of(row).numpy(), sorted(turn.span.start for turn in self.turns_of(number))
+        trajectory = None if sample is None else sample.trajectory
+        if trajectory is not None and len(trajectory.rows) == 1 and len(spans) == len(trajectory.turn_rewards):
+            return np.searchsorted(spans, np.flatnonzero(mask), side="right") - 1
+        return np.zeros(int(mask.sum()), int) if row.turns is None else np.asarray(row.turns)[mask]
 
     def _distributions(self, members: list[list[int]]) -> tuple[Arrays, Arrays]:
         """Return the distribution at each trained token of each sample, before the update, and the tokens."""
@@ -197,10 +241,13 @@ class StepRows:
             return formulas.maxrl(rewards, groups)
         if isinstance(estimator, REAL):
             return formulas.real(rewards, groups, estimator.tau)
+        has_equal = self.run.config.rollout.dynamic_sampling
         weights, samples = reward_parts(self.run.config), [self.samples[index] for index in indices]
         parts = {
             name: [
-                reward_of_tokens(sample.item.tokens, sample.sequence.resp_tokens, name) for sample in samples if sample
+                reward_of_tokens(sample.item.tokens, sample.sequence.resp_tokens, name, has_equal)
+                for sample in samples
+                if sample
             ]
             for name in weights
         }
@@ -211,6 +258,14 @@ class StepRows:
         actor = self.run.config.actor
         norm = actor.adv_norm
         yield "the rows are grouped by order and not by prompt", self.advantages(groups=_interleaved(self.groups))[0]
+        agent = self.run.config.agent
+        if agent.turn_credit != "outcome":
+            changes = [("all turns have the advantage of the sample", {"turn_credit": "outcome"})]
+            changes += [("turn_discount is left out", {"turn_discount": 1.0})] * (agent.turn_discount != 1)
+            other = {"return": "turn_baseline", "turn_baseline": "return"}.get(agent.turn_credit)
+            changes += [(f"turn_credit is {other}", {"turn_credit": other})] if other else []
+            for text, change in changes:
+                yield text, self.advantages(agent=_changed(agent, **change))[0]
         if norm is not None and actor.chosen_adv_estimator is None:
             changes = [
                 ("the mean is over the batch", {"mean_level": "batch"}),

@@ -115,6 +115,7 @@ class PolicyFormula(StepFormula):
         advantages = fields_of(rows, "advantages")
         assert advantages is not None
         more = fields_of(rows, "logprobs"), fields_of(rows, "kl_weights"), entropies, divergences
+        more = *more, fields_of(rows, "teacher_logprobs")
         return self.objective.loss(outputs, old, advantages, fields_of(rows, "ref_logprobs"), weights, *more)
 
     def variants(self) -> Iterator[tuple[str, StepFormula]]:
@@ -154,6 +155,8 @@ class PolicyFormula(StepFormula):
             yield "the entropy bonus is left out", with_objective(entropy_coef=0.0)
             yield "the entropy bonus has the wrong sign", with_objective(entropy_coef=-own.entropy_coef)
         yield "the weights of the correction are left out", replace(self, is_weighted=False)
+        if own.rlsd is not None or own.sdar is not None:
+            yield "the signal of the teacher (actor.teacher_signal) is left out", with_objective(rlsd=None, sdar=None)
         yield from super().variants()
 
 
@@ -270,6 +273,7 @@ class DistillFormula(StepFormula):
     jsd_beta: float
     discount: float
     role: str
+    reads_prompt: bool = False  # one of its own, so that the rows have its log-probabilities of sampled tokens alone
 
     def loss(self, run: WatchedRun, weights: Weights, rows: Sequence[TrainSequence], update: Update) -> Tensor:
         model, found = run.models["actor"], []
@@ -297,7 +301,7 @@ class DistillFormula(StepFormula):
             text = "teacher and student are exchanged: the weight of the teacher is 1 - teacher.jsd_beta"
             yield f"{text}, {1 - self.jsd_beta:g}", replace(self, jsd_beta=1 - self.jsd_beta)
         for kind in ("forward_kl", "reverse_kl", "jsd"):
-            if kind != self.kind:
+            if kind != self.kind and not self.reads_prompt:
                 yield f"the divergence is {kind} and not {self.kind}", replace(self, kind=kind)
         if self.policy is not None:
             for text, other in self.policy.variants():
@@ -334,11 +338,20 @@ def formula_of(config: Any, update: Update) -> StepFormula:
         jsd_beta=teacher.jsd_beta,
         discount=teacher.kl_discount,
         role=teacher.role,
+        reads_prompt=has_own,
     )
 
 
 _KNOWN = {"clip_eps", "clip_eps_higher", "c_clip", "kl_coef", "kl_estimator", "surrogate", "mask", "entropy_coef"}
-_KNOWN |= {"reduction", "norm_length", "importance_sampling_level", "prox_logp_method", "sapo_tau_pos", "sapo_tau_neg"}
+_KNOWN |= {
+    "teacher_signal",
+    "reduction",
+    "norm_length",
+    "importance_sampling_level",
+    "prox_logp_method",
+    "sapo_tau_pos",
+    "sapo_tau_neg",
+}
 
 
 def _own_formula(config: Any, update: Update) -> StepFormula | None:
@@ -351,7 +364,7 @@ def _own_formula(config: Any, update: Update) -> StepFormula | None:
             raise NotChecked(f"actor.surrogate={actor.surrogate} has no formula here")
         if actor.mask not in (None, *_MASKS):
             raise NotChecked(f"actor.mask={actor.mask} has no formula here")
-        if actor.teacher_signal is not None:
+        if actor.teacher_signal not in (None, "rlsd", "sdar"):
             raise NotChecked(f"actor.teacher_signal={actor.teacher_signal} has no formula here")
         keywords = update.loss_fn.keywords  # type: ignore[attr-defined]
         if isinstance(inner := keywords.get("policy_loss_fn"), partial):  # beside the loss of distillation
@@ -360,6 +373,11 @@ def _own_formula(config: Any, update: Update) -> StepFormula | None:
             raise NotChecked(f"the settings {', '.join(unknown)} of the loss have no formula here")
         settings = _policy_settings(actor) | _surrogate_settings(actor.surrogate, actor.chosen_surrogate)
         settings |= {"surrogate": actor.surrogate, "reduction": actor.reduction}
+        if actor.teacher_signal is not None:
+            own = vars(actor)[actor.teacher_signal]
+            settings[actor.teacher_signal] = (
+                (own.mix, own.eps) if actor.teacher_signal == "rlsd" else (own.coef, own.beta)
+            )
         bonus = actor.entropy_bonus
         adapts = bonus is not None and bonus.target is not None
         settings["entropy_coef"] = (keywords.get("entropy_coef") if adapts else bonus and bonus.coef) or 0.0

@@ -88,7 +88,10 @@ def _watch(subject: Subject) -> TwoSteps:
         subject.doing += ", whose samples agents ask for"
     folder = subject.folder / "two_steps"
     rows = short_rows(subject)
-    reward = partial(stand_in_reward, parts=tuple(reward_parts(small))) if is_policy else None
+    reward = None
+    if is_policy:
+        has_equal = vars(small)["rollout"].dynamic_sampling
+        reward = partial(stand_in_reward, parts=tuple(reward_parts(small)), has_equal=has_equal)
     with watched_run(subject.algorithm, small, folder, rows, reward) as run:
         if not run.of():
             lost = [sample.outcome.message for samples in run.samples.values() for sample in samples]
@@ -158,7 +161,6 @@ def small_changes(config: Any, most_of_turn: int = _MOST_NEW) -> dict[str, Any]:
         "gconfig.max_new_tokens": min(config.gconfig.max_new_tokens, _MOST_NEW),
         "gconfig.min_new_tokens": min(config.gconfig.min_new_tokens, _LEAST_NEW),
         "actor.ppo_n_minibatches": 1,
-        "rollout.dynamic_sampling": False,
         "reward": {"fn": "math", "workers": 1},  # a stand-in replaces it
         "tune": {},
         **({"ref.offload": False} if config.ref is not None else {}),
@@ -168,6 +170,8 @@ def small_changes(config: Any, most_of_turn: int = _MOST_NEW) -> dict[str, Any]:
             "gconfig.max_new_tokens": min(config.gconfig.max_new_tokens, most_of_turn),
             "rollout.max_head_offpolicyness": 0,
             "rollout.prompts_ahead": None,
+            "rollout.dynamic_sampling": False,
+            "dynamic_bs": False,
         }
     if isinstance(config, CriticExperimentConfig):
         found |= {

@@ -1,0 +1,71 @@
+"""Weights and masks of tokens that another policy sampled, as their papers state them, in plain float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Rows = Sequence[np.ndarray]
+
+
+def corrected(prox: Rows, rollout: Rows, settings: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return (weight, whether it is trained) of each token, by rejection_sampling (None: neither bounds nor masks).
+
+    The weight is pi_prox / pi_rollout (2505.24298), or with level=sequence its geometric mean over the row.
+    """
+    weights, kept = [], []
+    for new, old in zip(prox, rollout, strict=True):
+        log_r = new - old
+        if settings is None or not len(log_r):
+            weights.append(np.exp(log_r))
+            kept.append(np.ones(len(log_r), bool))
+            continue
+        by_row = settings.level == "sequence"
+        values = _metric(new, old, settings.metric)
+        if by_row:
+            one = {"sum": np.sum, "mean": np.mean, "max": np.max}[settings.agg](values)
+            values = np.full(len(log_r), one)
+        values = np.exp(values) if settings.metric == "ratio" else values
+        lower = -math.inf if settings.lower is None else settings.lower
+        inside = (values >= lower) & (values <= settings.upper)
+        is_mean = by_row and settings.metric == "ratio"
+        weight = np.full(len(log_r), math.exp(log_r.mean())) if is_mean else np.exp(log_r)
+        if settings.action == "clamp":
+            weights.append(np.where(inside, weight, np.minimum(np.maximum(weight, lower), settings.upper)))
+            kept.append(np.ones(len(log_r), bool))
+        else:
+            weights.append(np.where(inside, weight, 0.0))
+            kept.append(inside)
+    return weights, kept
+
+
+def _metric(new: np.ndarray, old: np.ndarray, name: str) -> np.ndarray:
+    """Return what is compared with the bounds. For "ratio" it is the logarithm."""
+    log_r = new - old
+    if name in ("ratio", "kl_k1"):
+        return log_r
+    if name == "kl_k2":
+        return log_r**2 / 2
+    if name == "kl_k3":
+        return np.exp(log_r) - log_r - 1
+    p, q = (np.minimum(np.exp(each), 1 - 1e-8) for each in (new, old))
+    both = [a * np.log(a / b) + (1 - a) * np.log((1 - a) / (1 - b)) for a, b in ((p, q), (q, p))]
+    return np.maximum(*both)
+
+
+def m2_kept(prox: Rows, rollout: Rows, advantages: Rows, threshold: float) -> list[np.ndarray]:
+    """M2PO (2510.01161, algorithm 1): leave out the largest log r^2 until the mean of the rest is within the threshold.
+
+    Only tokens count that their update would move further away.
+    """
+    log_r = np.concatenate([new - old for new, old in zip(prox, rollout, strict=True)])
+    further = [at for at, a in enumerate(np.concatenate(list(advantages))) if a * log_r[at] > 0]
+    left = sorted(further, key=lambda at: log_r[at] ** 2)
+    while left and np.mean(log_r[left] ** 2) > threshold:
+        left.pop()
+    kept = np.ones(len(log_r), bool)
+    kept[[at for at in further if at not in set(left)]] = False
+    return np.split(kept, np.cumsum([len(row) for row in prox])[:-1])
